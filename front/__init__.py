@@ -11,6 +11,7 @@ import importlib as _importlib
 import sys as _sys
 from typing import Any as _Any
 
+from . import interrupts as _interrupts  # isort: skip
 from .arrays import *  # noqa: F403
 from .arrays import __all__ as _arrays_all
 from .arrays import __array_api_version__, __array_namespace_info__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Box:
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box that covers an array of ``shape``."""
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     @property
     def size(self) -> int:
@@ -57,6 +58,11 @@ class Box:
     def within(self, outer: Box) -> Box:
         """The same elements, with offsets counted from the start of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 @runtime_checkable

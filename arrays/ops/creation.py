@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.backend import backend_for
+from ..backends.casts import NARROW, array_of, cast
 from ..backends.dlpack import read
 from ..backends.memory_pool import copied
 from ..core.array import Array
@@ -102,14 +103,12 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     """
     if type(obj) is Array and dtype is None and device is None and not copy:
         return obj  # the way of most calls: the operands of other functions
-    if dtype is None and device is None:  # the common calls
-        if type(obj) is Array and not copy:
-            return obj
-        if type(obj) is np.ndarray and state.device is None and (known := OWN.get(obj.dtype)) is not None:
-            source = None if not state.now.recorders or _is_new(obj) else obj
-            host = obj if copy is False else copied(obj)
-            x = wrap(host if host.dtype is known else host.view(known))
-            return made(x, source) if state.now.recorders else x
+    plainly = dtype is None and device is None and type(obj) is np.ndarray and state.device is None
+    if plainly and (known := OWN.get(obj.dtype)) is not None:  # the common call
+        source = None if not state.now.recorders or _is_new(obj) else obj
+        host = obj if copy is False else copied(obj)
+        x = wrap(host if host.dtype is known else host.view(known))
+        return made(x, source) if state.now.recorders else x
     from .manipulation import astype
 
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
@@ -141,7 +140,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     try:
         if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
             check_numbers("asarray", obj, wanted)
-        host = np.array(plain(obj), dtype=wanted, copy=copy is not False)
+        host = array_of(plain(obj), wanted, copy=copy is not False)
     except ValueError as e:
         if "inhomogeneous" not in str(e):
             raise
@@ -168,7 +167,7 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
     if copy is False:
         raise ValueError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
     check_cast("asarray", host.dtype, dtype)
-    return host.astype(dtype)
+    return cast(host, dtype)
 
 
 def elements(name: str, values: Any, dtype: np.dtype) -> Array:
@@ -232,6 +231,7 @@ def full(
     wanted = None if dtype is None else as_dtype(dtype, "full")
     if wanted is not None and isinstance(fill_value, int | float | complex):
         check_numbers("full", value := fill_value, wanted)
+        value = array_of(value, wanted) if wanted in NARROW else value
     else:
         value = np.asarray(asarray(fill_value) if wanted is None else elements("full", fill_value, wanted))
         wanted = value.dtype

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.casts import cast
 from ..backends.erf import erf32
 from ..backends.short_ways import HALF, REFUSED, buffer, result
 from ..core import shape_rules
@@ -466,7 +467,7 @@ def _identity(xp: Any, x: Any) -> Any:
 
 
 def _astype(xp: Any, x: Any, dtype: np.dtype) -> Any:
-    return x.astype(dtype)
+    return cast(x, dtype)
 
 
 def _infer_astype(op: Op, args: tuple[Any, ...], params: Any) -> Any:

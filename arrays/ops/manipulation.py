@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.casts import NARROW, cast
 from ..backends.short_ways import REFUSED, buffer, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
@@ -106,7 +107,7 @@ def astype(
     if device is None and not saturate:
         buf = buffer(x)
         if buf is not None and buf.dtype.kind != "c" and (copy or buf.dtype != dtype):
-            return wrap(buf.astype(dtype))
+            return wrap(buf.astype(dtype) if dtype not in NARROW else cast(buf, dtype))
     x = as_array(x)
     check_cast("astype", x.dtype, dtype)
     if device is not None:

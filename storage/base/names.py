@@ -69,7 +69,10 @@ def zarr_names(names: Sequence[str]) -> list[str]:
 
 def leaf_name(path: Sequence[str | int]) -> str:
     """A path as people read it: ``('layers', 0, 'w')`` becomes ``layers.0.w``."""
-    return ".".join(map(str, path))
+    try:
+        return ".".join(path)  # type: ignore[arg-type]
+    except TypeError:  # of lists and tuples keys are numbers
+        return ".".join(map(str, path))
 
 
 def check_distinct(paths: Iterable[Sequence[str | int]]) -> None:

@@ -385,9 +385,7 @@ def read_index(
 def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     weight_map, metadata, sums = read_index(root, index, verify)
     files = sorted(set(weight_map.values()))
-    # In an object store, the files of an export of ours that replaced another are those that the index lists.
-    ours = any(map(documents.is_marked, files))
-    if index == HF_INDEX and not ours and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
+    if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
         warnings.warn(
             f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
             stacklevel=6,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,8 +24,7 @@ COLUMN_PARTS = 8
 MAX_SHARDS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):  # which hashes and compares without a call of Python's
     """Shape of an array, of its shards, and of the chunks in a shard (which divides the shard).
 
     >>> g = Grid((5, 4), (3, 4), (1, 4))
@@ -49,6 +47,8 @@ class Grid:
 
     def shards(self) -> Iterator[tuple[int, ...]]:
         """Coordinates of all shards that hold an element, in lexicographic order."""
+        if (alone := only_shard(self)) is not None:
+            return iter((alone,))
         counts = self.counts
         # itertools.product would first write out every range, though one of them is empty.
         return iter(()) if 0 in counts else itertools.product(*map(range, counts))

@@ -139,15 +139,6 @@ def marked(file: str, suffix: str) -> str:
     return f"{stem}{suffix}{dot}{kind}"
 
 
-def is_marked(file: str) -> bool:
-    """Whether a name has such a suffix.
-
-    >>> is_marked("model~g01234567.safetensors"), is_marked("model.safetensors")
-    (True, False)
-    """
-    return MARK.search(file) is not None
-
-
 class Documents(Mapping[str, Any]):
     """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text, or bytes where it is none."""
 

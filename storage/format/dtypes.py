@@ -32,6 +32,7 @@ class Row:
     dtype: np.dtype | None
 
 
+@lru_cache(maxsize=256)
 def little(dtype: np.dtype) -> np.dtype:
     """The little-endian form of ``dtype``: how every element is stored.
 

@@ -13,6 +13,7 @@ A manifest is read as hostile text: every type, range and file name is checked b
 from __future__ import annotations
 
 import json
+import marshal
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ MIGRATIONS.check()
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
+_KEYS = frozenset([str, int])
 
 
 @dataclass
@@ -308,14 +310,14 @@ def _form(e: Any) -> tuple[Grid, np.dtype, int]:
 
 
 def _array(
-    e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[str, tuple[Grid, np.dtype, int]]
+    e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[bytes, tuple[Grid, np.dtype, int]]
 ) -> ArrayEntry:
     """An entry; ``forms`` keeps those that were checked, as most arrays of a large checkpoint are alike."""
     try:
         path = e["path"]
-        if not isinstance(path, list) or not all(type(k) in (str, int) for k in path):
+        if not isinstance(path, list) or not _KEYS.issuperset(map(type, path)):
             raise ValueError("path is not a list of keys")
-        form = repr((e["shape"], e["shard"], e["chunk"], e["dtype"]))  # as text, where True is not 1
+        form = marshal.dumps((e["shape"], e["shard"], e["chunk"], e["dtype"]), 2)  # as bytes, where True is not 1
         if form not in forms:
             forms[form] = _form(e)
         grid, dtype, count = forms[form]
@@ -414,7 +416,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     packs = [pack_of(row, source) for row in top.get("packs", [])]
     if len({p.file for p in packs}) != len(packs):
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
-    forms: dict[str, tuple[Grid, np.dtype, int]] = {}
+    forms: dict[bytes, tuple[Grid, np.dtype, int]] = {}
     entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
     names.check_distinct(e.path for e in entries)
     directories = [e.directory for e in entries if e.packs is None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base import names
-from .chunk_grid import place_of
+from .chunk_grid import ShardPlace, place_of
 from .compression import fits
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         entry = self._entry
         place = place_of(entry.grid, coord, entry.dtype.itemsize)
         if entry.packs is not None:
-            return self._check_packed(place.number, coord)
+            return self._check_packed(place, coord)
         row = self._row(place.number)
         if row[0] != place.key:
             row = self._row(self._find(place.key))
@@ -87,12 +87,8 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
         return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value)
 
-    def _check_packed(self, number: int, coord: tuple[int, ...]) -> StoredObject:
-        row, packs, box = (
-            self._entry.raw_objects[number],
-            self._entry.packs or (),
-            place_of(self._entry.grid, coord, self._entry.dtype.itemsize).box,
-        )
+    def _check_packed(self, at: ShardPlace, coord: tuple[int, ...]) -> StoredObject:
+        row, packs, box = self._entry.raw_objects[at.number], self._entry.packs or (), at.box
         try:
             which, offset, shape, nbytes, crc, start = row
             if not type(which) is type(nbytes) is type(start) is int or min(which, nbytes, start) < 0:

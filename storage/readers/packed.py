@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -23,6 +23,11 @@ from .tensor import ChunkedTensor, bytes_of, view
 _CHECKED = 8 << 20  # bytes of one read of `check`
 
 
+@lru_cache(maxsize=1 << 10)
+def _path(root: str, file: str) -> str:
+    return store.join(root, file)  # a name that was looked at when the checkpoint was opened
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBlocks(ChunkedTensor):
     """An array whose blocks lie in packs. A block is read whole, with its neighbours in one request, and compared with the checksum of its place."""
@@ -36,7 +41,7 @@ class PackedBlocks(ChunkedTensor):
         return ""
 
     def path(self, coord: tuple[int, ...]) -> str:
-        return store.join(self.root, self.objects[coord].file)  # which was looked at when the checkpoint was opened
+        return _path(self.root, self.objects[coord].file)
 
     def planned(self, box: Box) -> int:
         return sum(self.objects[coord].nbytes for coord in self._shards(box))
@@ -51,7 +56,7 @@ class PackedBlocks(ChunkedTensor):
             if not (part == held.box and place.flags.c_contiguous):
                 take = partial(self._take, held, place, part.within(held.box))
             value, to = held.crc32c if self.verify else None, bytes_of(place) if take is None else None
-            yield RangeJob(self, coord, self.path(coord), held.start, held.nbytes, value, to, take)
+            yield RangeJob(self, coord, _path(self.root, held.file), held.start, held.nbytes, value, to, take)
 
     def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:
         stored = data.view(dtypes.bits(self.dtype)).reshape(held.box.shape)

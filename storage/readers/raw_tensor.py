@@ -23,6 +23,8 @@ from ..stores import store as stores
 from .reading import SMALL, Job, RangeJob, opened
 from .tensor import bytes_of, view
 
+_SHORT = 4 << 10  # bytes of a row that is sooner copied to its place than read there
+
 
 class _Rows(NamedTuple):
     """A part of a box, as rows that lie at equal distances in the file."""
@@ -136,7 +138,9 @@ class RawTensor:
             yield _Rows(Box(start, shape), axis, n, stride, length, dense)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        if self.strides is None and 0 < out.nbytes <= SMALL and box.shape == self.shape and out.flags.c_contiguous:
+        whole = self.strides is None and out.nbytes > 0 and box.shape == self.shape and out.flags.c_contiguous
+        # A request costs as much as so many bytes: neighbours share one.
+        if whole and (out.nbytes <= SMALL or out.nbytes <= stores.holding(self.path)[0].gap):
             yield RangeJob(self, None, self.path, self.start, out.nbytes, self.crc32c, bytes_of(out))
             return
         if self.crc32c is not None and box.size and box.shape == self.shape:
@@ -237,12 +241,18 @@ class RawTensor:
                     apart = stride if over else length
                     nbytes = (apart * (n - 1) + length) * item
                     direct = dense and (n == 1 or apart == length) and place.flags.c_contiguous
-                    buffer = bytes_of(place) if direct else scratch("read", nbytes)
-                    if over or n == 1:
-                        done = reader.readv([buffer], at)
+                    size, far = length * item, stride * item
+                    gather = None if over or n == 1 or size > _SHORT else getattr(reader, "gather", None)
+                    if gather is not None:
+                        direct, buffer = False, gather(size, range(at, at + n * far, far))
+                        done = len(buffer)
                     else:
-                        size, far, pieces = length * item, stride * item, memoryview(buffer)
-                        done = sum(reader.readv([pieces[j * size : j * size + size]], at + j * far) for j in range(n))
+                        buffer = bytes_of(place) if direct else scratch("read", nbytes)
+                        if over or n == 1:
+                            done = reader.readv([buffer], at)
+                        else:
+                            rows = memoryview(buffer)
+                            done = sum(reader.readv([rows[j * size : j * size + size]], at + j * far) for j in range(n))
                     self.check_length(reader)
                     if done != nbytes:
                         raise CorruptCheckpoint(f"{self.path} ends early (key {self.name!r})")

@@ -28,6 +28,7 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 
+from ...arrays.backends import casts
 from ...arrays.core.errors import Lossy
 from ..format import dtypes
 from ..readers.reading import RangeJob
@@ -137,7 +138,7 @@ def _bounds(source: np.dtype, target: np.dtype) -> tuple[int, int, int] | None:
 
     def cast(n: int) -> Any:
         with np.errstate(all="ignore"):
-            return np.asarray([n], bits).view(source).astype(target)
+            return casts.cast(np.asarray([n], bits).view(source), target)
 
     def first(lo: int, hi: int, holds: Callable[[int], bool]) -> int:
         while lo < hi:
@@ -158,7 +159,7 @@ def _magnitudes(a: np.ndarray) -> np.ndarray:
 
 
 def measure(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...] = ()) -> CastLoss:
-    """The losses of ``b = a.astype(b.dtype)``; places are counted from ``offset``.
+    """The losses of ``b``, which is ``a`` in another dtype; places are counted from ``offset``.
 
     >>> measure(np.asarray([1.0, 7e4, 1e-9]), np.asarray([1.0, np.inf, 0.0], np.float16))
     CastLoss(overflow=1, nan=0, wrapped=0, fraction=0, imaginary=0, underflow=1, places=(((1,), '70000.0', 'inf'),))
@@ -193,7 +194,7 @@ def measure(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...] = ()) -> CastL
         return replace(_to_floats(a, b, offset) if magnitude.max() > top else CastLoss(), underflow=under)
     if a.dtype.kind in "biu" and b.dtype.name in dtypes.FLOATS:
         with np.errstate(all="ignore"):
-            ends = np.asarray([a.min(), a.max()]).astype(b.dtype)
+            ends = casts.cast(np.asarray([a.min(), a.max()]), b.dtype)
         return CastLoss() if np.isfinite(ends).all() else _to_floats(a, b, offset)
     zero = (b == 0) & (a != 0)
     return replace(_to_floats(a, b, offset), underflow=int(np.count_nonzero(zero)))
@@ -316,7 +317,7 @@ def cast(name: str, a: np.ndarray, dtype: np.dtype, offset: tuple[int, ...], all
     if real.dtype.name.startswith("float8") and dtype.name.startswith("float8"):
         real = real.astype(np.float32)  # there is no direct way between some of them, and this one is exact
     with np.errstate(all="ignore"):
-        out = real.astype(dtype)
+        out = casts.cast(real, dtype)
         loss = measure(a, out, offset)
     if loss:
         if allowed:

@@ -246,7 +246,8 @@ class Permuted(Derived):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.source.shape[a] for a in self.axes)
+        shape = self.source.shape
+        return tuple([shape[a] for a in self.axes])
 
     @property
     def dtype(self) -> np.dtype:

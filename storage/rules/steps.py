@@ -111,9 +111,11 @@ class Permute(Step):
 
     def _axes(self, t: Any) -> tuple[int, ...]:
         n = len(t.shape)
-        axes = tuple(range(n))[::-1] if self.axes is None else tuple(axis_of(a, t) for a in self.axes)
+        if self.axes is None:
+            return tuple(range(n))[::-1]
+        axes = tuple(axis_of(a, t) for a in self.axes)
         if sorted(axes) != list(range(n)):
-            raise CheckpointShapeError(f"{t.name!r} has {n} dimensions, permute({list(self.axes or ())}) names others")
+            raise CheckpointShapeError(f"{t.name!r} has {n} dimensions, permute({list(self.axes)}) names others")
         return axes
 
     def apply(self, tensors: list[Any], targets: int | None) -> list[Any]:

@@ -9,7 +9,8 @@ The protocol, for a target ``NAME`` (an object ``NAME/x`` is called x here):
 3. The *last* object is put: the manifest, or an index. Its presence, and what it names, is what makes ``NAME`` a checkpoint. Where there
    was none before, it is put only if there still is none; where one is replaced, only if it is still the one that was seen. At every instant
    ``NAME`` is therefore nothing, the old generation whole, or the new one whole. Zarr's own group metadata comes just before a first
-   manifest, and just after one that replaces.
+   manifest, and just after one that replaces. A lone ``model.safetensors`` is what transformers, and meshtape where there is no manifest, open
+   first: where one is replaced, its deletion comes next, and until then it is the checkpoint, whole.
 4. What the old table of contents listed and the new one does not is deleted; the claim last. Nobody else's objects are touched: a claim lists
    the names at the top of ``NAME`` that it replaces, and all else that a writer puts has its mark.
 
@@ -105,13 +106,26 @@ def is_begun(root: str) -> bool:
     return any(name.startswith(CLAIM) for name in at(root).files())
 
 
+def _stale(store: Store, held: set[str]) -> set[str]:
+    """Tables of contents that stand beside the one for which their writer, killed at that moment, was to delete them."""
+    named = contents.listing(store.root, held)
+    out: set[str] = set()
+    for claim in (n for n in held if n.startswith(CLAIM) and _mark_of(n) and len(named.tables) > 1):
+        mark = _mark_of(claim)
+        for table in named.tables - {HF_SINGLE}:
+            if any(_mark_of(top) == mark for top in contents.listing(store.root, {table}).tops):
+                out |= (named.tables & _replaced(store, claim)) - {table}
+    return out
+
+
 def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[Entry], str | None]]:
     """By claim, or mark of a deletion: what its owner left, and why it is taken for dead (None where it may live)."""
     if not any(name == TRASH or name.startswith(CLAIM) for name in store.files()):
         return {}  # as nearly always: without a look into the folders
     entries = list(store.entries())
     held = {e.name for e in entries}
-    named = contents.listing(store.root, held)
+    stale = _stale(store, held)
+    named = contents.listing(store.root, held - stale)
     known = bool(named.tables)
     beaten = known and all(_mark_of(n) for n in named.tops - {_GROUP, *named.tables})
     out: dict[str, tuple[list[Entry], str | None]] = {}
@@ -122,6 +136,8 @@ def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[
         mark, replaced = _mark_of(claim.name), _replaced(store, claim.name)
 
         def left(name: str, mark: str = mark, replaced: set[str] = replaced, deletion: bool = deletion) -> bool:
+            if name in stale:
+                return name in replaced
             if name in _LAST or name == TRASH or name.startswith(CLAIM):
                 return False
             if known and (named.damaged or named.has(name, held) or name in named.files):
@@ -152,7 +168,8 @@ def recover(root: str, silence: float | None = None) -> list[str]:
         return []  # what a damaged table of contents names cannot be told from what it does not
     kept = {e.name for claim, (left, why) in found.items() if why is None for e in left}
     gone = sorted({e.name for left in dead.values() for e in left[1:]} - kept)
-    _delete(store, gone)
+    store.delete([n for n in gone if n in contents.CHECKPOINTS])  # first: what they list is deleted with them
+    _delete(store, [n for n in gone if n not in contents.CHECKPOINTS])
     if manifest.FILE in held:
         _renew_group(store)
     _delete(store, list(dead))
@@ -211,6 +228,7 @@ class ObjectFolder(Folder):
         self._claim = CLAIM
         self._seen: dict[str, dict[str, str]] = {}
         self._replaces: set[str] = set()
+        self._single = False  # whether there is a model in one file, without a table of contents
         self._documents: set[str] = set()
         self._unfinished = False
 
@@ -268,6 +286,7 @@ class ObjectFolder(Folder):
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     self._seen[e.name] = self.store.version(e)
         found = contents.listing(self.root, held)
+        self._single = HF_SINGLE in held
         listed = {n for n in held if found.tables and found.has(n, held)}
         self._replaces = {n.partition("/")[0] for n in listed}
         self._documents = {n for n in held - listed if is_kept(n) and not _mark_of(n)}
@@ -302,6 +321,8 @@ class ObjectFolder(Folder):
                 self.store.put(last, self._late[last], new=True)
             else:
                 self.store.replace(last, self._late[last], seen)
+            if self._single:
+                self.store.delete([HF_SINGLE])
         except FileExistsError:
             if seen is None and group is not None:  # which stands in the place of the other's by now
                 with contextlib.suppress(CheckpointError):

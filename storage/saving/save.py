@@ -90,7 +90,7 @@ def _item(leaf: Any, path: Path) -> Item:
         raise CheckpointDTypeError(
             f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
         )
-    shape = tuple(int(n) for n in leaf.shape)
+    shape = leaf.shape if type(leaf) is np.ndarray else tuple(int(n) for n in leaf.shape)
     dtype = dtypes.check_storable(leaf.dtype, where)
     whole = sharding is None
     grid = whole_grid(shape, dtype.itemsize) if whole else choose_grid(shape, dtype.itemsize, _boxes(sharding, shape))

@@ -196,7 +196,7 @@ class Store(ABC):
     batch: ClassVar[int] = 1 << 20  # bytes of one read that are copied on: they stay in a processor's cache
     gap: ClassVar[int] = 4 << 10  # bytes that are cheaper to read than to skip
     row: ClassVar[int] = 128 << 10  # rows up to this length are cheaper to read whole
-    near: ClassVar[int] = 32 << 10  # the same, where a read need not wait for a disk
+    near: ClassVar[int] = 8 << 10  # the same, where a read need not wait for a disk
 
     @abstractmethod
     def reader(self, name: str) -> Reader:
@@ -332,6 +332,8 @@ def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
     known = _listings.get()
     if not is_url(root):
         held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack
+        if held.issuperset(files):
+            return []
         held.update(f for f in files if f not in held and os.path.exists(f"{root}{os.sep}{f}"))
         return [f for f in files if f not in held]
     store = at(root)
@@ -392,6 +394,14 @@ class _LocalReader(Reader):
     def readv(self, buffers: list[Any], offset: int) -> int:
         try:
             return preadv(self._fd, buffers, offset)
+        except OSError as e:
+            raise failed(e, f"{self._path} cannot be read") from e
+
+    def gather(self, nbytes: int, starts: range) -> bytes:
+        """The short runs of ``nbytes`` that begin at ``starts``, one after the other; fewer bytes where the file ends before."""
+        pread, fd = os.pread, self._fd
+        try:
+            return b"".join([pread(fd, nbytes, at) for at in starts])
         except OSError as e:
             raise failed(e, f"{self._path} cannot be read") from e
 

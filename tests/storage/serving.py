@@ -25,6 +25,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = (
+        128  # clients connect many at a time, and where the queue is full the system drops them in silence
+    )
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):
@@ -71,7 +74,11 @@ class Proxy(Served):
 
         class Proxying(Handler):
             def handle_one(self):
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                length = int(self.headers.get("content-length") or 0)
+                body = self.rfile.read(length)
+                if len(body) < length:  # of a client that was killed: the server behind would wait for the rest
+                    self.close_connection = True
+                    return
                 with proxy._lock:
                     proxy.count += 1
                     number = proxy.count

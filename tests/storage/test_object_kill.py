@@ -3,41 +3,62 @@
 The store is a real server; the proxy before it kills the writer, a process of its own, when its N-th request arrives.
 """
 
+import contextlib
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import CheckpointManager, gc, load, merge, open_checkpoint, save, save_safetensors, verify
+from meshtape.storage import (
+    CheckpointManager,
+    convert,
+    gc,
+    load,
+    merge,
+    open_checkpoint,
+    save,
+    save_safetensors,
+    verify,
+)
 from meshtape.storage.saving import object_commit
 from meshtape.storage.stores import owners
 from meshtape.storage.stores import store as stores
 
 pytest.importorskip("obstore")
 
-# Forks a child for each line that it reads: a child starts in milliseconds, and no threads of this test's own clients are in it.
+# Forks a child for each line that it reads: a child starts in milliseconds. It has one thread: of another one the child would have the locks
+# that it held, and nobody to give them back.
 _FORKER = """
-import json, os, sys
+import faulthandler, json, os, sys, tempfile, time
 import numpy as np
 from meshtape import storage
-import obstore.store, tempfile
+import obstore.store
+from zarr.core.sync import cleanup_resources
 storage.save(os.path.join(tempfile.mkdtemp(), "warm"), {"a": np.ones(2)})
+cleanup_resources()
+while len(os.listdir("/proc/self/task")) > 1:
+    time.sleep(0.01)
 print("ready", flush=True)
 for line in sys.stdin:
     what, where, kw = json.loads(line)
     go, release = os.pipe()
     pid = os.fork()
     if pid == 0:
+        faulthandler.dump_traceback_later(kw.pop("seconds") * 0.9)
         os.read(go, 1)
         if what == "save":
             storage.save(where, {"a": np.full((2, 2), kw.pop("value")), "b": np.full(3, 2)}, **kw)
         elif what == "manager":
             storage.CheckpointManager(where, keep=2).save(kw["step"], {"a": np.full((2, 2), kw["step"])})
         else:
-            storage.merge(kw.pop("src"), where, **kw)
+            getattr(storage, what)(kw.pop("src"), where, **kw)
         os._exit(0)
     print(pid, flush=True)
     sys.stdin.readline()
@@ -48,39 +69,65 @@ for line in sys.stdin:
 
 
 class Forker:
-    def __init__(self, environment):
-        import os
+    """Runs things in children; one that does not end is killed, and the next begins with a process of its own."""
 
+    SECONDS = 100  # for a child; far more than one needs, and less than pytest gives a test
+
+    def __init__(self, environment):
+        self.environment = {**os.environ, **environment, "RUST_BACKTRACE": "0", "OPENBLAS_NUM_THREADS": "1"}
+        self.process = None
+
+    def _start(self):
         self.process = subprocess.Popen(
             [sys.executable, "-c", _FORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment, "RUST_BACKTRACE": "0"},
+            bufsize=1,
+            env=self.environment,
+            process_group=0,
         )
-        assert self._line() == "ready"
-
-    def _line(self):
-        return self.process.stdout.readline().strip()
-
-    def _send(self, text):
-        self.process.stdin.write(text + "\n")
-        self.process.stdin.flush()
+        assert self.process.stdout.readline().strip() == "ready"
 
     def run(self, s3, n, what, where, **kw):
         """Run something in a child that is killed when its request ``n`` arrives; False when it ended before."""
-        self._send(json.dumps([what, where, kw]))
-        pid = int(self._line())
-        s3.proxy.reset(lambda number, method, path: pid if number >= n else None)
-        self._send("go")
-        status = int(self._line())
-        s3.proxy.reset()
+        if self.process is None:
+            self._start()
+        pipes, late = self.process, []
+
+        def give_up():
+            late.append(True)
+            os.killpg(pipes.pid, signal.SIGKILL)
+
+        deadline = threading.Timer(self.SECONDS, give_up)
+        deadline.start()
+        ended = False
+        try:
+            pipes.stdin.write(json.dumps([what, where, {"seconds": self.SECONDS, **kw}]) + "\n")
+            pid = int(pipes.stdout.readline())
+            s3.proxy.reset(lambda number, method, path: pid if number >= n else None)
+            pipes.stdin.write("go\n")
+            said = pipes.stdout.readline()
+            assert not late, f"{what} at request {n} has not ended in {self.SECONDS} s, after {s3.proxy.log}"
+            status = int(said)
+            ended = True
+        finally:
+            deadline.cancel()
+            self.requests = s3.proxy.count
+            s3.proxy.reset()
+            if not ended:  # whatever is still in the pipes is no answer to the next
+                self.close()
         assert status in (0, 9), status
         return status == 9
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait(200)
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            self.process.wait(200)
+            self.process = None
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +141,17 @@ def value(url):
     got = load(url)
     assert set(got) == {"a", "b"}
     (v,) = set(np.asarray(got["a"]).reshape(-1).tolist())
+    return v
+
+
+def as_transformers(url):
+    """The value of the model that transformers would read: of the one file, or else of those that the index names."""
+    there = stores.at(url)
+    if "model.safetensors" in names(url):
+        files = {"model.safetensors"}
+    else:
+        files = set(json.loads(there.get("model.safetensors.index.json"))["weight_map"].values())
+    (v,) = {float(x) for file in files for a in load(f"{url}/{file}").values() for x in np.asarray(a)}
     return v
 
 
@@ -199,6 +257,67 @@ class TestKilled:
         assert min(resumed) == 0
         assert max(resumed) > 0
 
+    @pytest.mark.filterwarnings("ignore:.* holds two models")
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ("one file", "shards"),
+            ("one file", "zarr"),
+            ("shards", "zarr"),
+            ("zarr", "one file and an index"),
+            *(
+                pytest.param(*pair, marks=pytest.mark.slow)
+                for pair in [
+                    ("one file", "one file and an index"),
+                    ("shards", "one file and an index"),
+                    ("shards", "shards"),
+                    ("one file and an index", "shards"),
+                    ("one file and an index", "one file and an index"),
+                    ("one file and an index", "zarr"),
+                    ("zarr", "shards"),
+                ]
+            ),
+        ],
+    )
+    def test_an_export_that_replaces_another(self, s3, forker, every, tmp_path, before, after):
+        old, new = ({k: np.full(500, v) for k in "ab"} for v in (1.0, 2.0))
+        sources = [tmp_path / "old.safetensors", tmp_path / "new.safetensors"]
+        for source, tree in zip(sources, (old, new), strict=True):
+            save_safetensors(source, tree)
+        shards = {"max_shard_bytes": 5000}
+        what, kw = (
+            ("convert", {"format": "zarr"}) if after == "zarr" else ("merge", shards if after == "shards" else {})
+        )
+        saw = set()
+
+        def attempt(n):
+            url = f"{s3.url}/{n}"
+            if before == "one file":
+                save_safetensors(f"{url}/model.safetensors", old)
+            elif before == "zarr":
+                convert(sources[0], url, format="zarr")
+            else:
+                merge(sources[0], url, **(shards if before == "shards" else {}))
+            killed = forker.run(s3, n, what, url, src=str(sources[1]), overwrite=True, **kw)
+            for recovered in (False, True):
+                if recovered:
+                    object_commit.recover(url)
+                held = set(names(url))
+                saw.add(now := set(np.asarray(load(url)["a"])).pop())
+                if "meshtape.json" not in held:
+                    assert as_transformers(url) == now
+                elif recovered:
+                    assert not held & {"model.safetensors", "model.safetensors.index.json"}
+            assert now == 1.0 or "model.safetensors" not in held
+            assert not [name for name in held if name.startswith(".meshtape")]
+            return killed
+
+        assert not attempt(1000)  # which tells how many requests there are; the replacement is among the last
+        n = max(1, forker.requests - 9) if every > 1 else 1
+        while attempt(n):
+            n += 1
+        assert saw == {1.0, 2.0}
+
 
 def test_a_writer_that_lives_is_left_alone(s3, forker, monkeypatch):
     """A manager that starts meanwhile, or a second writer, must not collect what a living process is filling."""
@@ -219,6 +338,16 @@ def test_a_writer_that_lives_is_left_alone(s3, forker, monkeypatch):
         save(url, {"a": np.ones((2, 2)), "b": np.ones(3)}, step=1)
     clean(url)
     assert CheckpointManager(f"{s3.url}/run").steps() == [1, 2]
+
+
+def test_a_child_that_does_not_end_is_killed(s3, forker, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # which never answers
+        monkeypatch.setattr(forker, "SECONDS", 1)
+        src = f"http://127.0.0.1:{silent.getsockname()[1]}/x.safetensors"
+        with pytest.raises(AssertionError, match="has not ended"):
+            forker.run(s3, 1000, "merge", f"{s3.url}/a", src=src)
+    monkeypatch.setattr(forker, "SECONDS", Forker.SECONDS)
+    assert not forker.run(s3, 1000, "save", f"{s3.url}/b", value=1)
 
 
 def test_a_writer_of_another_machine_counts_as_gone_after_a_day(s3, monkeypatch):

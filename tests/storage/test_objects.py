@@ -444,3 +444,22 @@ def test_an_interrupted_upload_goes_on_and_another_plan_starts_anew(kit, place, 
     assert 0 in seen
     assert len(names(f"{place}/n")) == 3
     assert sorted(load(f"{place}/n")) == sorted(load(f"{place}/m"))
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "requests"), [(64, 4_000, 1), (64, 200_000, 2), (20, 800_000, 2), (3, 4_000_000, 3)]
+)
+def test_neighbours_in_one_object_share_requests(s3, count, nbytes, requests):
+    held = {f"w{i:02}": np.full(nbytes // 4, i, np.float32) for i in range(count)}
+    storage.save_safetensors(f"{s3.url}/a.safetensors", held)
+    s3.proxy.reset()
+    got = storage.load(f"{s3.url}/a.safetensors")
+    assert all(np.array_equal(got[name], a) for name, a in held.items())
+    assert [method for method, _ in s3.proxy.log] == ["GET"] * (
+        2 + requests
+    )  # the kind of the file, its header, and the arrays
+    s3.proxy.reset()
+    some = storage.load(f"{s3.url}/a.safetensors", keys=["w00", "w02"])
+    assert sorted(some) == ["w00", "w02"]
+    near = nbytes < 1 << 20  # between the two lies less than a request costs
+    assert len(s3.proxy.log) == (3 if near else 4)

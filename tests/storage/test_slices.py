@@ -127,9 +127,16 @@ def test_steps_over_chunks_of_dcp(stored):
 def _read_bytes(monkeypatch, run):
     """Bytes that ``run`` reads from local files."""
     total = []
-    real = store._LocalReader.readv
+    readv, gather = store._LocalReader.readv, store._LocalReader.gather
+
+    def gathered(self, nbytes, starts):
+        out = gather(self, nbytes, starts)
+        total.append(len(out))
+        return out
+
     with monkeypatch.context() as patch:
-        patch.setattr(store._LocalReader, "readv", lambda self, b, at: total.append(real(self, b, at)) or total[-1])
+        patch.setattr(store._LocalReader, "readv", lambda self, b, at: total.append(readv(self, b, at)) or total[-1])
+        patch.setattr(store._LocalReader, "gather", gathered)
         run()
     return sum(total)
 
@@ -149,6 +156,15 @@ def test_rows_between_are_not_read_from_a_raw_file(matrix, monkeypatch):
     assert _read_bytes(monkeypatch, lambda: a[::10]) == w[::10].nbytes
     assert _read_bytes(monkeypatch, lambda: a[:, 7]) == w[:, 7].nbytes
     assert _read_bytes(monkeypatch, lambda: a[::-40, 100:200]) == w[::-40, 100:200].nbytes
+
+
+def test_rows_of_a_file_that_was_cut_short_meanwhile(tmp_path):
+    w = np.arange(200 * 16_384, dtype="f4").reshape(200, 16_384)
+    save_safetensors(tmp_path / "w.safetensors", {"w": w})
+    a = open_checkpoint(tmp_path / "w.safetensors")["w"]
+    os.truncate(tmp_path / "w.safetensors", w.nbytes // 2)
+    with pytest.raises(errors.CheckpointError):
+        a[:, 7]
 
 
 @pytest.mark.parametrize("at_hand", [True, False])
