@@ -124,7 +124,7 @@ def full_disk(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_descriptors(scene: Scene) -> Iterator[None]:
-    count = len(os.listdir(f"/proc/{scene.pid}/fd"))
+    count = len(list(Path(f"/proc/{scene.pid}/fd").iterdir()))
     with _limited(scene.pid, resource.RLIMIT_NOFILE, count):
         yield
 
@@ -190,7 +190,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
     mine = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            mine.add(os.readlink(fd))
+            mine.add(str(fd.readlink()))
     found = []
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         words = line.split()

@@ -26,7 +26,9 @@ def of_worker(dask_worker: Any) -> dict[str, Any]:
     gc.collect()
     state = mesh_worker._STATES.get(dask_worker.address)
     found: dict[str, Any] = {
-        "threads": [t.name for t in threading.enumerate() if t.name.startswith("meshtape-") and not t.name.startswith(_KEPT)],
+        "threads": [
+            t.name for t in threading.enumerate() if t.name.startswith("meshtape-") and not t.name.startswith(_KEPT)
+        ],
         "shared memory": Path("/proc/self/maps").read_text().count("/dev/shm/meshtape-"),
         "folders": sum(p.name.startswith("meshtape") for p in Path(os.environ["TMPDIR"]).iterdir()),
         "Dask's data": len(dask_worker.data),
@@ -63,7 +65,7 @@ class Watch:
     def _of_client(self) -> dict[str, int]:
         names = [t.name for t in threading.enumerate()]
         return {
-            "descriptors": len(os.listdir("/proc/self/fd")),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
             "threads": len(names),
             "our threads": sum(n.startswith("meshtape-") and not n.startswith(_KEPT) for n in names),
         }

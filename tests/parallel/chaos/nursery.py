@@ -24,7 +24,17 @@ import meshtape as mt
 from meshtape.parallel import dask_collections, dask_runtime, mesh_worker, process_gang, rank_process, stored
 from meshtape.parallel.scheduler import MeshtapeScheduler
 
-_IMPORTED = (mt.save, dask.array, dask_collections, dask_runtime, mesh_worker, process_gang, rank_process, stored, MeshtapeScheduler)
+_IMPORTED = (
+    mt.save,
+    dask.array,
+    dask_collections,
+    dask_runtime,
+    mesh_worker,
+    process_gang,
+    rank_process,
+    stored,
+    MeshtapeScheduler,
+)
 
 
 async def schedule(spec: dict[str, Any]) -> None:

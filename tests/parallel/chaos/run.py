@@ -174,6 +174,8 @@ class Runner:
             except operations.Wrong as e:
                 outcome.ended, outcome.text = "wrong", f"{e} [{transport}]"
                 outcome.wrong.append("wrong result")
+            except operations.OfDask as e:
+                outcome.ended, outcome.text = "Dask's", f"{e}"
             except BaseException as e:
                 outcome.ended, outcome.text = type(e).__name__, f"{e} [{transport}, {scene.size} workers]"
                 if problem := self._unlike(e, fault):
@@ -206,7 +208,7 @@ class Runner:
         """What is not allowed about an error."""
         if not isinstance(e, fault.allowed):
             return f"{type(e).__name__} is not what may come of it"
-        if fault.names and not any(w in str(e) for w in ("rank", "worker", "scheduler")):
+        if fault.names and not any(w in str(e) for w in ("rank", "worker", "scheduler", "Dask client")):
             return "it names nobody"
         return None
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
+from pathlib import Path
 
 NEWNS, NEWUSER, NEWNET = 0x20000, 0x10000000, 0x40000000
 _REC, _PRIVATE = 16384, 1 << 18
@@ -42,8 +43,7 @@ def enter() -> dict[str, str]:
         except OSError:  # not root: in a name space of users of our own we are
             unshare(NEWNS | NEWNET | NEWUSER)
             for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
-                with open(f"/proc/self/{name}", "w") as f:
-                    f.write(text)
+                Path(f"/proc/self/{name}").write_text(text)
     except OSError as e:
         return dict.fromkeys(("disk", "cut", "slow", "lossy"), f"no name spaces here: {e}")
     missing: dict[str, str] = {}
@@ -73,9 +73,13 @@ SLOW = ("tbf", "rate", "2mbit", "burst", "16kb", "latency", "200ms")
 LOSSY = ("netem", "loss", "20%", "delay", "30ms", "20ms")
 
 
+def address_of(number: int) -> str:
+    return f"10.77.{1 + number // 250}.{1 + number % 250}"
+
+
 def plug_in(pid: int, number: int) -> str:
     """Connect a process in a network of its own to ours. Returns its address."""
-    name, address = f"w{number}", f"10.77.{1 + number // 250}.{1 + number % 250}"
+    name, address = f"w{number}", address_of(number)
     ip("link", "add", name, "type", "veth", "peer", "name", "eth", "netns", str(pid))
     ip("link", "set", name, "master", BRIDGE, "up")
     ip("link", "set", "lo", "up", of=pid)

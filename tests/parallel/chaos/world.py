@@ -123,7 +123,7 @@ class World:
     def _worker(self) -> None:
         pid, number = self._born(
             kind="worker",
-            host="127.0.0.1" if not self.network else f"10.77.{1 + (self._count + 1) // 250}.{1 + (self._count + 1) % 250}",
+            host=spaces.address_of(self._count + 1) if self.network else "127.0.0.1",
             scheduler=self.client.scheduler.address,
             network=self.network,
         )
