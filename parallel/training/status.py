@@ -48,10 +48,14 @@ class Status:
         facts = {**self.facts, "updated": time.time()}
         facts = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_name(f"{FILE}.{os.getpid()}.new")
-            beside.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-            beside.replace(self.path)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                beside.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+                beside.replace(self.path)
+            except OSError:  # others only look here: it ends no run, nor hides why one ends
+                with contextlib.suppress(OSError):
+                    beside.unlink()
         if self.client is not None and self.client.status == "running":
             # Others only look here; a scheduler that is just going away, or stands still, must not end or hold up the run in its stead.
             key = [TOPIC, f"{facts['host']}-{facts['pid']}-{facts['name']}"]

@@ -230,8 +230,8 @@ def gang(scene: Scene) -> Iterator[None]:
 
     yield
     while True:
-        run = mt.gang(scene.client, rank, 10, ranks=scene.size + 1, workers=scene.workers)
-        same(run.result(), [10 * r for r in range(scene.size + 1)])
+        run = mt.gang(scene.client, rank, 10, ranks=scene.size, workers=scene.workers)
+        same(run.result(), [10 * r for r in range(scene.size)])
         yield
 
 
