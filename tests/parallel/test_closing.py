@@ -45,7 +45,7 @@ def test_a_mesh_in_this_process_has_nothing_to_give_back():
     np.testing.assert_array_equal(x, [1, 2, 3, 4])
 
 
-def test_a_loop_that_failed_leaves_nothing_on_a_closed_mesh(processes, eventually):
+def test_a_loop_whose_results_nobody_took_leaves_nothing_on_a_closed_mesh(processes, eventually):
     """What is known of its step outlives the mesh."""
 
     def turn(s: Any, _: Any) -> Any:
