@@ -66,9 +66,8 @@ def chosen(seed: int) -> tuple[str, str]:
     from faults import FAULTS
     from operations import OPERATIONS
 
-    i = seed % (len(OPERATIONS) * len(FAULTS))
-    operation = i % len(OPERATIONS)
-    return list(OPERATIONS)[operation], list(FAULTS)[(i + i // (len(OPERATIONS) * len(FAULTS))) % len(FAULTS)]
+    # Their numbers have no common divisor: a row of as many seeds as there are pairs meets each.
+    return list(OPERATIONS)[seed % len(OPERATIONS)], list(FAULTS)[seed % len(FAULTS)]
 
 
 class Runner:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parent
-SAMPLE = range(19)
-"""Seeds that meet every operation and every fault."""
+SAMPLE = [152, 1, 2, 136, 232, 43, 196, 7, 8, 142, 200, 11, 88, 13, 185, 15, 149, 17, 208]
+"""Seeds that meet every operation and every fault; those that take long are together with what is over soon."""
 
 
 def rounds(folder: Path, *args: str, seconds: float) -> list[dict[str, Any]]:
@@ -31,8 +31,8 @@ def rounds(folder: Path, *args: str, seconds: float) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 def test_a_sample_of_faults(tmp_path):
-    found = rounds(tmp_path, "--rounds", str(len(SAMPLE)), seconds=280)
-    assert [f["seed"] for f in found] == list(SAMPLE)
+    found = rounds(tmp_path, *(f"--seed={s}" for s in SAMPLE), seconds=280)
+    assert [f["seed"] for f in found] == SAMPLE
     assert len({f["fault"] for f in found}) == 19
     assert len({f["operation"] for f in found}) == 13
     assert sum(f["ended"] != "skipped" for f in found) >= 12
