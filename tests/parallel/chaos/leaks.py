@@ -90,15 +90,13 @@ class Watch:
                 left[address] = some
         if some := {k: n for k, n in client.run_on_scheduler(of_scheduler).items() if n}:
             left["scheduler"] = some
-        if shared := [p.name for p in Path("/dev/shm").glob("meshtape-*") if p.name not in self.shared]:
+        if "shared" not in self.world.missing and (shared := [p.name for p in Path("/dev/shm").glob("meshtape-*")]):
             left["/dev/shm"] = shared[:8]
         if beside := [p.name for p in folder.iterdir() if p.name != "c" and not p.name.isdigit()]:
             left["beside the checkpoint"] = beside
         if some_temporary := [str(p.name) for p in self.world.temporary.iterdir() if not p.name.isdigit()]:
             left["temporary files"] = some_temporary
         return left
-
-    shared: frozenset[str] = frozenset()
 
     def left(self, folder: Path, seconds: float) -> dict[str, Any]:
         """What is left after some seconds at most."""

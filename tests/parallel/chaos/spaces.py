@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import subprocess
@@ -35,7 +34,7 @@ def mounted(where: str, megabytes: int) -> None:
 
 def enter() -> dict[str, str]:
     """Go where networks and mounts may be changed, before any thread starts. Returns why not, by what is missing: ``disk``, ``cut``,
-    ``slow``, ``lossy``."""
+    ``slow``, ``lossy``; ``shared`` where shared memory is that of everybody."""
     uid, gid = os.getuid(), os.getgid()
     try:
         try:
@@ -45,12 +44,14 @@ def enter() -> dict[str, str]:
             for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
                 Path(f"/proc/self/{name}").write_text(text)
     except OSError as e:
-        return dict.fromkeys(("disk", "cut", "slow", "lossy"), f"no name spaces here: {e}")
+        return dict.fromkeys(("disk", "cut", "slow", "lossy", "shared"), f"no name spaces here: {e}")
     missing: dict[str, str] = {}
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mount(None, b"/", None, ctypes.c_ulong(_REC | _PRIVATE), None)
-    with contextlib.suppress(OSError):  # shared memory of our own, in which nothing is left but by us
+    try:  # in which nothing is left but by us
         mounted("/dev/shm", 512)
+    except OSError as e:
+        missing["shared"] = str(e)
     try:
         ip("link", "set", "lo", "up")
         ip("link", "add", BRIDGE, "type", "bridge")
