@@ -241,8 +241,10 @@ def _wait_for_workers(client: Any, workers: int | None, seconds: float) -> None:
 
 def _same_versions(client: Any) -> None:
     """Every worker runs this Python, in so far as programs are carried by pickle: its minor version is what counts."""
+    from ..parallel.dask.workers import ask, known_workers
+
     mine = sys.version_info[:2]
-    for address, theirs in client.run(_python_version).items():
+    for address, theirs in ask(client, _python_version, workers=list(known_workers(client))).items():
         if tuple(theirs) != mine:
             raise ClusterError(
                 f"worker {address} runs Python {theirs[0]}.{theirs[1]}, this process {mine[0]}.{mine[1]}: use one version everywhere"

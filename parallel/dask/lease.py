@@ -12,9 +12,10 @@ from typing import Any
 
 from distributed import Client
 
+from ...arrays.core.errors import ClusterError
 from ..base import settings
 from .scheduler_plugin import YIELD
-from .workers import PerClient, call_scheduler, scheduler_answer
+from .workers import LOOK, PerClient, call_scheduler, scheduler_answer
 
 NOTICE = 10.0
 """Seconds after which a client that waits for workers says for whom; again when it has waited twice as long."""
@@ -125,11 +126,17 @@ class Lease:
             )
             said_after, waited = NOTICE, 0.0
             try:
-                while not (await asyncio.wait([call], timeout=said_after - waited))[0]:
-                    waited, said_after = said_after, 2 * said_after
+                while not (await asyncio.wait([call], timeout=min(LOOK, said_after - waited)))[0]:
+                    waited = min(waited + LOOK, said_after)
+                    if waited < said_after:  # a scheduler that is gone gives no turns
+                        await scheduler_answer(client, "identity", n_workers=0)
+                        continue
+                    said_after = 2 * waited
                     holders = await scheduler_answer(client, "meshtape_holding", name=self._name, workers=workers)
                     log.warning(_waiting(waited, workers, holders))
                 call.result()
+            except OSError as e:
+                raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {e}") from None
             finally:
                 call.cancel()
 

@@ -101,6 +101,20 @@ class DaskRuntime:
         self.transport = settings.transport()
         # First: where a stream is opened anew, what its client had there is forgotten.
         self._streams, problem = set_up(client, self.addresses)
+        try:
+            self._open(secret, problem, device)
+        except BaseException:
+            self._forget()
+            raise
+        self._lease = lease_of(client)
+        self._flight = Flight(client, self._streams, self.mesh_id, self.addresses, self._lease, self._ranks)
+        self._dead_programs: list[str] = []
+        self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
+        self._closed = False
+
+    def _open(self, secret: bytes, problem: Exception | None, device: str | Device | None) -> None:
+        """Have every worker and the scheduler know the mesh. ``problem`` is what went wrong with the plugin."""
+        client = self.client
         pool = int(settings.number("pool"))
         planes = ask(
             client,
@@ -130,11 +144,15 @@ class DaskRuntime:
         for p, (address, on) in enumerate(zip(self.addresses, self._choice.devices, strict=True)):
             self._streams[address].send({"op": "seat", "seat": {**seat, "process": p, "device": on}})
         call_scheduler(client, "meshtape_open", name=client.id, mesh=self.mesh_id, workers=self.addresses)
-        self._lease = lease_of(client)
-        self._flight = Flight(client, self._streams, self.mesh_id, self.addresses, self._lease, self._ranks)
-        self._dead_programs: list[str] = []
-        self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
-        self._closed = False
+
+    def _forget(self) -> None:
+        """Have them forget it."""
+        with self._streams.order:
+            for address in self.addresses:
+                self._streams[address].send({"op": "close", "mesh": self.mesh_id})
+            self._streams.flush(self.addresses)
+        with contextlib.suppress(ClusterError):
+            call_scheduler(self.client, "meshtape_closed", mesh=self.mesh_id)
 
     def __repr__(self) -> str:
         return f"{len(self.addresses)} Dask worker(s) of {self.client.scheduler.address}"
@@ -388,12 +406,7 @@ class DaskRuntime:
         self._closed = True
         if self.client.status == "running":
             last_word(self.client)
-            with contextlib.suppress(ClusterError):
-                call_scheduler(self.client, "meshtape_closed", mesh=self.mesh_id)
-            with self._streams.order:
-                for address in self.addresses:
-                    self._streams[address].send({"op": "close", "mesh": self.mesh_id})
-                self._streams.flush(self.addresses)
+            self._forget()
 
     # ----- errors -----------------------------------------------------------------------------------------------------
 

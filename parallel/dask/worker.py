@@ -31,7 +31,7 @@ from ..transports.staged import Staged
 from .scheduler_plugin import MeshtapeScheduler
 from .streams import WorkerStreams, streams_of
 from .worker_queue import Desk, Item, Ref, Resident, unpacked
-from .workers import give_plugin
+from .workers import give_plugin, while_answering
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
@@ -188,10 +188,12 @@ def set_up(client: Client, addresses: Sequence[str]) -> tuple[WorkerStreams, Exc
     WorkerMismatch
         Where the scheduler cannot import meshtape.
     ClusterError
-        Where a worker cannot be reached.
+        Where a worker cannot be reached, or the scheduler.
     """
     try:
-        client.register_plugin(MeshtapeScheduler())
+        while_answering(client, client.register_plugin, MeshtapeScheduler())
+    except ClusterError:
+        raise
     except Exception as e:
         raise WorkerMismatch(
             f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "

@@ -218,7 +218,7 @@ class Desk:
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
-                if what.epoch is not None:
+                if what.epoch is not None and self.broken.get(what.epoch[0], (-1, ""))[0] < what.epoch[1]:
                     self.broken[what.epoch[0]] = what.epoch[1], f"{type(e).__name__}: {e}"
                 self.resident.count(what.name, None)
                 self._failed(what.number, e)

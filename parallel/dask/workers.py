@@ -90,6 +90,22 @@ async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
     raise AssertionError
 
 
+def while_answering(client: Client, fn: Callable[..., Any], *args: Any) -> Any:
+    """What a function of Dask's client gives that may take its time, as long as the scheduler answers. Raises :class:`ClusterError` where
+    it does not."""
+
+    async def wait() -> Any:
+        task = asyncio.ensure_future(fn(*args))
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK))[0]:
+                await scheduler_answer(client, "identity", n_workers=0)
+            return task.result()
+        finally:
+            task.cancel()
+
+    return client.sync(wait)
+
+
 def silent(client: Client, addresses: Sequence[str]) -> list[str]:
     """Workers that the scheduler still counts, but that do not answer within ``timeouts.silence``: stopped, or cut off."""
 

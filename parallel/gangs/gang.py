@@ -27,6 +27,7 @@ from distributed.protocol.pickle import dumps, loads
 
 from ...arrays.core.array import Array
 from ...arrays.core.errors import ClusterError, MeshError, RankLost
+from ...storage.stores.owners import Hold
 from ..base.device_memory import on_host
 from ..dask.lease import lease_of
 from ..dask.streams import WorkerFuture, WorkerStreams
@@ -39,6 +40,7 @@ _LOG = 1 << 20  # bytes of a rank's output that are brought, the last ones
 _SHOWN = 12  # lines of it in an error
 _LOOK = 0.05  # seconds between two looks at whether a rank has ended
 _SHARED = "/dev/shm"
+_FOLDER = "meshtape-gang-"
 _CHILD = "from meshtape.parallel.gangs.rank_process import start; start()"
 
 
@@ -336,7 +338,8 @@ def _run_ranks(
     stop: threading.Event,
 ) -> dict[int, _Ended]:
     """Start the ranks of a worker, given as (rank, local rank), and wait until they have ended; where one fails, so do the others."""
-    folder = Path(tempfile.mkdtemp(prefix="meshtape-gang-", dir=_SHARED if os.access(_SHARED, os.W_OK) else None))
+    held = _new_folder()
+    folder = Path(held.path)
     children: dict[int, subprocess.Popen[bytes]] = {}
     stopped: set[int] = set()
     try:
@@ -372,6 +375,22 @@ def _run_ranks(
     finally:
         _end([c for c in children.values() if c.poll() is None])
         shutil.rmtree(folder, ignore_errors=True)
+        held.release()
+
+
+def _new_folder() -> Hold:
+    """A folder of this process. Those whose process was killed are removed."""
+    root = Path(_SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir())
+    for path in root.glob(f"{_FOLDER}*"):
+        left = Hold(str(path)).lock()
+        if left.locked and left.is_there():
+            shutil.rmtree(path, ignore_errors=True)
+        left.release()
+    while True:
+        held = Hold(tempfile.mkdtemp(prefix=_FOLDER, dir=root)).lock()
+        if held.is_there():  # another one was not faster
+            return held
+        held.release()
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:

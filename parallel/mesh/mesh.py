@@ -165,6 +165,8 @@ class Mesh:
                 m.runtime.abandon()
         for m in meshes:
             m.runtime.close()
+            if not isinstance(m.runtime, LocalRuntime):  # which has nothing to give back: its arrays stay
+                m.pending.close()
 
     def _all_parts(self) -> list[Mesh]:
         return [m for part in self._parts.values() for m in part._all_parts()] + [self]

@@ -265,12 +265,23 @@ class Pending:
                 buffers = [hold[0] if isinstance(hold, tuple) else hold for _, hold in inputs.values()]
                 handles = ready([b.handle for b in buffers])
             except BaseException as e:
-                # The calls are lost with the error; arrays that wait for them say so.
-                for _, b in wanted:
-                    b.var, b.failure = None, f"{type(e).__name__}: {e}"
+                self._lost(wanted, e)
                 raise
             for (_, b), handle in zip(wanted, handles, strict=True):
                 b.handle, b.var = handle, None
+
+    def _lost(self, wanted: Sequence[tuple[int, ShardedBuffer]], e: BaseException) -> None:
+        """The calls are lost with an error; arrays that wait for them say so."""
+        for _, b in wanted:
+            b.var, b.failure = None, f"{type(e).__name__}: {e}"
+
+    def close(self) -> None:
+        """Nothing that is noted will run any more, and what it would have read is let go."""
+        with self._lock:
+            wanted = [(v, b) for v, b in self._alive.items() if b.handle is None]
+            self._programs.clear()
+            self._reset()
+            self._lost(wanted, MeshError("this mesh was closed"))
 
 
 def two_meshes(op: str, a: Mesh, b: Mesh) -> MeshError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...arrays.core.errors import DirectoryInUse
+from ...storage.stores.atomic_directory import writing
 from ...storage.stores.filesystem import try_lock
 
 FILE = "run.lock"
@@ -46,7 +47,8 @@ def held(directory: Path) -> Iterator[None]:
                 f"{directory} was not given back by {_said(before)}: see that it runs no more, if the file system has no locks between hosts",
                 stacklevel=5,
             )
-        _write(fd, {"pid": os.getpid(), "host": here, "since": time.time()})
+        with writing(str(directory / FILE)):
+            _write(fd, {"pid": os.getpid(), "host": here, "since": time.time()})
         try:
             yield
         finally:

@@ -20,7 +20,11 @@ from distributed import Client
 
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker
+from meshtape.parallel.dask.lease import lease_of
+from meshtape.parallel.dask.worker import set_up
 from meshtape.parallel.dask.workers import known_workers
+from meshtape.parallel.training.job.rank_logs import collected
+from meshtape.parallel.training.job.status import Status, scheduler_jobs
 
 pytestmark = pytest.mark.timeout(300)
 BRIEF = {"meshtape.timeout": 2.0, "meshtape.timeouts.abort": 1.0, "meshtape.timeouts.silence": 1.0}
@@ -134,6 +138,22 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
         assert float(mt.sum(mt.from_dask(da.arange(8, chunks=4), mesh, a=mt.Shard(0)))) == 28.0
 
 
+def _part() -> Any:
+    return da.arange(4, chunks=2)
+
+
+BESIDE: list[Callable[[Client, Path], Any]] = [
+    lambda client, folder: Status(None, client, "a run").write(),
+    lambda client, folder: scheduler_jobs(client),
+    lambda client, folder: set_up(client, []),
+    lambda client, folder: mt.gang(client, int).result(),
+    lambda client, folder: mt.training.DaskSource(_part(), client=client)._compute(_part().to_delayed()),
+    lambda client, folder: contextlib.ExitStack().enter_context(collected(client, folder)),
+    lambda client, folder: lease_of(client)._acquire(["tcp://127.0.0.1:1"], 1.0),
+]
+"""What asks the scheduler for something beside meshes: notes of training, plugins, gangs, data, turns."""
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
     """Right, as workers answer without it, or an error of ours: never one of Dask's, and never an endless wait."""
@@ -146,6 +166,9 @@ def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
         for what in [*WAITS, *WAITS]:
             with contextlib.suppress(mt.errors.MeshtapeError):
                 what(x, tmp_path)
+        for asks in BESIDE:
+            with contextlib.suppress(mt.errors.MeshtapeError):
+                asks(client, tmp_path)
         with contextlib.suppress(mt.errors.MeshtapeError):
             mesh.close()
         with pytest.raises(mt.errors.MeshtapeError):

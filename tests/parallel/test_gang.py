@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -131,6 +132,22 @@ def test_a_worker_that_dies_ends_the_others(mortal, tmp_path, eventually, nothin
     os.kill(pids[sorted(pids)[1]], signal.SIGKILL)
     with pytest.raises(mt.errors.RankLost, match=r"rank 1 .*left the cluster"):
         run.result(LIMIT)
+
+
+def test_what_a_killed_worker_left_is_gone_with_the_next_gang(processes, nothing_left):
+    """A rank takes the folder away when its worker is killed; where there was none yet, or none any more, the next gang does."""
+    from meshtape.storage.stores.owners import Hold
+
+    left, used = (Path(tempfile.mkdtemp(prefix="meshtape-gang-", dir="/dev/shm")) for _ in range(2))
+    (left / "0").mkdir()
+    held = Hold(str(used)).lock()
+    try:
+        assert mt.gang(processes, int).result(LIMIT) == [0, 0]
+        assert not left.exists()
+        assert used.exists()
+    finally:
+        held.release()
+        used.rmdir()
 
 
 def test_cancel_and_a_client_that_goes_end_all_ranks(processes, tmp_path, eventually, nothing_left):

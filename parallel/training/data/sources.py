@@ -12,6 +12,7 @@ import numpy as np
 from ....arrays.core import tree as trees
 from ....arrays.core.array import Array
 from ....arrays.core.errors import DataError
+from ...dask.workers import while_answering
 from .columnar import ArrowSource, ParquetSource
 from .mapping import MapSource, array_of, is_map_style
 from .parts import from_parts
@@ -201,7 +202,7 @@ class DaskSource:
         import dask
 
         if self.client is not None:
-            return self.client.gather(self.client.compute(list(parts)))
+            return while_answering(self.client, self.client.gather, self.client.compute(list(parts)))
         return list(dask.compute(*parts))
 
     def __len__(self) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 
 from distributed import WorkerPlugin
 
+from ...dask.workers import LOOK, give_plugin
+
 TOPIC = "meshtape-logs"
 LOGGERS = {"": logging.WARNING, "meshtape": logging.INFO, "distributed.worker": logging.INFO}
 """What is collected: warnings of any library, and what workers say of themselves."""
@@ -90,12 +92,14 @@ def collected(client: Any, folder: Path, *, quiet: bool = False) -> Iterator[Non
             file.write(said["line"] + "\n")
 
     client.subscribe_topic(TOPIC, write)
-    client.register_plugin(ForwardLogs(quiet))
+    if (problem := give_plugin(client, ForwardLogs(quiet))) is not None:
+        raise problem
     try:
         yield
     finally:
         if client.status == "running":  # else its scheduler is gone, with all that was registered there
             # It may go just now.
             with contextlib.suppress(OSError, TimeoutError, RuntimeError, ValueError, AttributeError):
-                client.unregister_worker_plugin(TOPIC)
                 client.unsubscribe_topic(TOPIC)
+                # A worker may stand still.
+                client.sync(client.scheduler.unregister_worker_plugin, name=TOPIC, callback_timeout=LOOK)

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ....arrays.core.errors import TrainingError
+from ....arrays.core.errors import ClusterError, TrainingError
+from ...dask.workers import call_scheduler, scheduler_answer
 
 FILE = "status.json"
 TOPIC = "meshtape-jobs"
@@ -47,14 +48,21 @@ class Status:
         facts = {**self.facts, "updated": time.time()}
         facts = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_name(f"{FILE}.{os.getpid()}.new")
-            beside.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-            beside.replace(self.path)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                beside.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+                beside.replace(self.path)
+            except OSError:  # others only look here: it ends no run, nor hides why one ends
+                with contextlib.suppress(OSError):
+                    beside.unlink()
         if self.client is not None and self.client.status == "running":
-            # Others only look here; a scheduler that is just going away must not end the run in its stead.
-            with contextlib.suppress(OSError, TimeoutError):
-                self.client.set_metadata([TOPIC, f"{facts['host']}-{facts['pid']}-{facts['name']}"], facts)
+            # Others only look here; a scheduler that is just going away, or stands still, must not end or hold up the run in its stead.
+            key = [TOPIC, f"{facts['host']}-{facts['pid']}-{facts['name']}"]
+            with contextlib.suppress(ClusterError, TimeoutError):
+                self.client.sync(
+                    scheduler_answer, self.client, "set_metadata", keys=key, value=facts, callback_timeout=_EVERY
+                )
 
 
 def read_status(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -97,5 +105,5 @@ def _lives(pid: int, started: Any) -> bool:
 
 def scheduler_jobs(client: Any) -> list[dict[str, Any]]:
     """The runs that a Dask scheduler was told of, the latest last."""
-    held = client.get_metadata([TOPIC], default={})
+    held = call_scheduler(client, "get_metadata", keys=[TOPIC], default={})
     return sorted((with_life(f) for f in held.values()), key=lambda f: f.get("started", 0.0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from typing import Any
 
+from ....storage.stores.atomic_directory import writing
 from ..job.cluster import client_of, workers_of
 from ..job.jobs import current_job
 from ..job.run import TrainingRun
@@ -34,11 +36,14 @@ class Reporting:
         t = self.trainer
         if t.directory is not None:
             step = t.progress.step
-            self._writers = [JsonLines(t.directory / "metrics.jsonl", step), EventFile(t.directory / "events", step)]
+            with writing(str(t.directory / "metrics.jsonl")):
+                self._writers = [JsonLines(t.directory / "metrics.jsonl", step)]
+                self._writers.append(EventFile(t.directory / "events", step))
 
     def _close_writers(self) -> None:
         for w in self._writers:
-            w.close()
+            with contextlib.suppress(OSError):  # what was not written was told when it was to be
+                w.close()
         self._writers = []
 
     def close(self) -> None:
@@ -63,7 +68,8 @@ class Reporting:
         else:
             self.history.append({"step": step, **numbers})
         for w in self._writers:
-            w.write(step, numbers)
+            with writing(str(w.path)):
+                w.write(step, numbers)
 
     def forget_after(self, step: int) -> None:
         """What is done again is logged again."""

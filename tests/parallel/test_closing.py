@@ -1,0 +1,83 @@
+"""A mesh that is closed gives back what it holds on its workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client
+
+import meshtape as mt
+from meshtape.parallel.dask import runtime as dask_runtime
+from meshtape.parallel.dask import worker as mesh_worker
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def kept(client: Client) -> int:
+    """Values that a worker keeps for its clients, at most."""
+
+    def count(dask_worker: Any) -> int:  # travels by value: workers cannot import this file
+        desks = mesh_worker._STATES[dask_worker.address].resident.desks.values()
+        return sum(len(d.kept) + len(d.failures) for d in desks)
+
+    return max(client.run(count).values())
+
+
+def test_what_noted_calls_would_have_read_is_given_back(processes, eventually):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        before = kept(processes)
+        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        later = x * 2
+        assert kept(processes) > before
+        _ = x * 3  # nobody asks for it
+        del x
+    eventually(lambda: kept(processes) <= before)
+    with pytest.raises(mt.errors.MeshError, match="this mesh was closed"):
+        np.asarray(later)
+    with pytest.raises(mt.errors.MeshError, match="this mesh was closed"):
+        later + 1
+
+
+def test_a_mesh_in_this_process_has_nothing_to_give_back():
+    with mt.Mesh({"a": 2}) as mesh:
+        x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0)) + 1
+    np.testing.assert_array_equal(x, [1, 2, 3, 4])
+
+
+def test_a_loop_whose_results_nobody_took_leaves_nothing_on_a_closed_mesh(processes, eventually):
+    """What is known of its step outlives the mesh."""
+
+    def turn(s: Any, _: Any) -> Any:
+        return s + mt.sum(s), mt.sum(s)
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        before = kept(processes)
+        ones = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+        state, sums = mt.scan(turn, ones, length=100)  # two runs, to be joined
+        del state, sums, ones
+    eventually(lambda: kept(processes) <= before)
+
+
+def test_a_mesh_that_could_not_be_opened_is_forgotten(processes, eventually, monkeypatch):
+    def known(dask_worker: Any) -> int:
+        state = mesh_worker._STATES[dask_worker.address]
+        return len(state.owners) + len(state.seats) + len(state.plane._secrets)
+
+    def meshes(dask_scheduler: Any) -> int:
+        return len(dask_scheduler.plugins["meshtape"].meshes)
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise mt.errors.ClusterError("a worker went away")
+
+    mt.Mesh({"a": 2}, client=processes).close()
+    eventually(lambda: max(processes.run(known).values()) == 0)
+    before = processes.run_on_scheduler(meshes)
+    for step in ("choose", "call_scheduler"):  # before the workers have their places, and after it
+        monkeypatch.setattr(dask_runtime, step, fails)
+        with pytest.raises(mt.errors.ClusterError, match="went away"):
+            mt.Mesh({"a": 2}, client=processes)
+        monkeypatch.undo()
+        eventually(lambda: max(processes.run(known).values()) == 0)
+        assert processes.run_on_scheduler(meshes) == before
