@@ -133,6 +133,13 @@ class Desk:
         self._now: Item | None = None
         self._come, self._answers = asyncio.Event(), Outbox()
         self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._answer())]
+        for task in self._tasks:
+            task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        # Where not even an error could be told (without memory, say), the end of the stream tells the client.
+        if not task.cancelled() and task.exception() is not None:
+            self.comm.abort()
 
     # ----- what comes -------------------------------------------------------------------------------------------------
 

@@ -265,6 +265,36 @@ def test_what_workers_cannot_read_is_an_error_of_the_call_and_not_of_the_worker(
         assert float(mt.sum(x)) == 28.0
 
 
+def test_a_worker_that_cannot_even_tell_its_error_is_lost(processes):
+    def telling(fails: bool) -> None:
+        from meshtape.parallel import resident
+
+        def no_memory(error: BaseException) -> None:
+            raise MemoryError
+
+        if fails:
+            no_memory.true = resident.error_message
+        resident.error_message = no_memory if fails else resident.error_message.true
+
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
+        processes.run(telling, True, workers=mesh.runtime.addresses[1:])
+        try:
+            with pytest.raises(mt.errors.RankLost, match="rank 1"):
+                mesh.runtime.call(_failing(), [x._buf.handle], dict.fromkeys(range(2)))
+        finally:
+            processes.run(telling, False, workers=mesh.runtime.addresses[1:])
+    works(processes)
+
+
+def _failing() -> Any:
+    def fails(payloads: Any, blocks: Any) -> Any:  # travels by value
+        if 1 in payloads:
+            raise FloatingPointError("a broken unit")
+
+    return fails
+
+
 def _raises_there(pid: int) -> None:
     """Workers have no such module."""
 

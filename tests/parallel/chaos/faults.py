@@ -131,9 +131,10 @@ def no_descriptors(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_memory(scene: Scene) -> Iterator[None]:
-    """The process gets no more memory from its system."""
+    """The process gets next to no more memory from its system. Not none: Python waits for ever for a thread that it started and that had
+    not even the memory to begin."""
     pages = int(Path(f"/proc/{scene.pid}/statm").read_text().split()[0])
-    with _limited(scene.pid, resource.RLIMIT_AS, pages * os.sysconf("SC_PAGE_SIZE")):
+    with _limited(scene.pid, resource.RLIMIT_AS, pages * os.sysconf("SC_PAGE_SIZE") + (24 << 20)):
         yield
 
 
