@@ -463,3 +463,17 @@ def test_neighbours_in_one_object_share_requests(s3, count, nbytes, requests):
     assert sorted(some) == ["w00", "w02"]
     near = nbytes < 1 << 20  # between the two lies less than a request costs
     assert len(s3.proxy.log) == (3 if near else 4)
+
+
+def test_one_file_that_is_written_beside_an_export_is_what_everybody_opens(place, tmp_path):
+    """As transformers opens it, also where the files of the export bear a writer's mark."""
+    where = f"{place}/hf"
+    for value in (1.0, 2.0):
+        storage.save_safetensors(tmp_path / "w.safetensors", {"w": np.full(9, value)}, overwrite=True)
+        storage.merge(tmp_path / "w.safetensors", where, overwrite=value > 1)
+    storage.save_safetensors(f"{where}/model.safetensors", {"w": np.full(9, 3.0)})
+    with pytest.warns(UserWarning, match="two models"):
+        assert np.asarray(storage.load(where)["w"]).max() == 3.0
+    storage.merge(tmp_path / "w.safetensors", where, overwrite=True)
+    assert "model.safetensors" not in names(where)
+    assert np.asarray(storage.load(where)["w"]).max() == 2.0
