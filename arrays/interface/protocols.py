@@ -37,11 +37,9 @@ class Protocols:
         return read_only(host)
 
     def __array_namespace__(self: Array, /, *, api_version: str | None = None) -> Any:
-        import meshtape.arrays as namespace
-
         if api_version not in (None, *_API_VERSIONS):
             raise ValueError(f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served")
-        return namespace
+        return sys.modules[__package__.rpartition(".")[0]]  # the package above, which imports this one
 
     @property
     def _typ(self) -> str:

@@ -6,17 +6,16 @@ import contextlib
 import math
 import operator
 import os
-import re
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...arrays.core.errors import CheckpointError, MeshtapeError, NotACheckpoint
-from ..checkpoint import branches, contents, leftovers
+from ..checkpoint import branches, contents, leftovers, numbered
 from ..checkpoint.branches import Branch
-from ..format import manifest, packs
+from ..checkpoint.numbered import Numbered
+from ..format import packs
 from ..format.compression import Zstd, chosen
 from ..format.zarr_format import is_raw
 from ..loading.load import load
@@ -26,20 +25,6 @@ from .save import SaveReport, save, save_async
 
 if TYPE_CHECKING:
     from ..browse.server.app import Page
-
-_NAME = re.compile(r"\Astep-(\d{8,})\Z")
-METRICS = "meshtape.metrics"
-_LOOKS = 100  # at a directory, while another process rotates it
-
-
-@dataclass(frozen=True, slots=True)
-class _Complete:
-    """A complete checkpoint of the directory."""
-
-    step: int
-    path: str
-    metrics: dict[str, float]
-    branch: Branch
 
 
 def _whole(what: str, value: Any) -> int:
@@ -159,7 +144,7 @@ class CheckpointManager:
         step = _whole("a step", step)
         if step < 0:
             raise CheckpointError(f"a step cannot be negative, got {step}")
-        return store.join(self.directory, f"step-{step:08d}")
+        return store.join(self.directory, numbered.name(step))
 
     def should_save(self, step: int) -> bool:
         """Whether it is time, by ``every_steps`` and ``every_minutes``. Step 0 is never due by count."""
@@ -208,7 +193,7 @@ class CheckpointManager:
         kept = dict(metadata or {})
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
-            kept[METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
+            kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
         options: dict[str, Any] = {
             "step": step,
             "metadata": kept,
@@ -268,7 +253,7 @@ class CheckpointManager:
     def _current(self) -> Branch:
         return branches.current(self.directory, self._complete())
 
-    def _of_step(self, step: int) -> _Complete:
+    def _of_step(self, step: int) -> Numbered:
         found = self._complete()
         for c in found:
             if c.path == self.path(step):
@@ -342,7 +327,7 @@ class CheckpointManager:
         atomic_directory.discard(c.path)
         self._branch = None  # its newest step may be another now
 
-    def _line(self, warn: bool = False) -> list[_Complete]:
+    def _line(self, warn: bool = False) -> list[Numbered]:
         """The complete checkpoints of the current branch, oldest first; of all branches where it has lost its own."""
         found = self._complete(warn)
         now = branches.current(self.directory, found)
@@ -440,54 +425,16 @@ class CheckpointManager:
 
         return app.show(self.directory, metric=self.best_metric, best=self.best_is)
 
-    def _listed(self) -> dict[str, None]:
-        """Names of checkpoints that are there, or are being replaced, in order."""
-        folders = store.at(self.directory).folders()
-        # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
-        heads = (e.partition(".old-")[0] for e in folders)
-        return dict.fromkeys(sorted(e for e in heads if _NAME.match(e)))
+    def _complete(self, warn: bool = False) -> list[Numbered]:
+        return numbered.complete(self.directory, warn)
 
-    def _manifest(self, name: str) -> manifest.Manifest | CheckpointError | None:
-        """That of a checkpoint, or why it cannot be read; None where it has none."""
-        try:
-            return manifest.read(atomic_directory.resolve(store.join(self.directory, name)))
-        except CheckpointError as e:
-            return e
-
-    def _complete(self, warn: bool = False) -> list[_Complete]:
-        listed = self._listed()
-        held: dict[str, manifest.Manifest | CheckpointError | None] = {}
-        for _ in range(_LOOKS):
-            held = {name: held.get(name) or self._manifest(name) for name in listed}
-            absent = {name for name, m in held.items() if m is None}
-            # What another process rotated away meanwhile made way for one that was not listed yet: look again. The others are incomplete.
-            if not absent or absent <= (listed := self._listed()).keys():
-                break
-        found: list[_Complete] = []
-        for name, m in held.items():
-            target = store.join(self.directory, name)
-            if isinstance(m, manifest.Manifest):
-                number = int(name.partition("-")[2])
-                metrics = m.metadata.get(METRICS)
-                metrics = metrics if isinstance(metrics, dict) else {}
-                branch = branches.of_plain(m.metadata.get(branches.KEY))
-                found.append(_Complete(number if m.step is None else m.step, target, metrics, branch))
-            elif warn and name in listed:
-                incomplete = f"it has no {manifest.FILE}, so it is incomplete"
-                warnings.warn(f"skipped {target}: {m or incomplete}", stacklevel=3)
-        own = {c.step for c in found if c.path == self.path(c.step)}
-        copies = [c for c in found if c.step in own and c.path != self.path(c.step)]
-        for c in copies if warn else ():
-            warnings.warn(f"skipped {c.path}: its manifest says step {c.step}, which has its own folder", stacklevel=3)
-        return sorted((c for c in found if c not in copies), key=lambda c: (c.step, c.path))
-
-    def _ranked(self, complete: list[_Complete]) -> list[_Complete]:
+    def _ranked(self, complete: list[Numbered]) -> list[Numbered]:
         """Those that have the metric, best first; of equals, the newest first."""
         if self.best_metric is None:
             return []
         sign = 1.0 if self.best_is == "lowest" else -1.0
 
-        def order(c: _Complete) -> tuple[bool, float, int]:
+        def order(c: Numbered) -> tuple[bool, float, int]:
             value = c.metrics[self.best_metric]
             return math.isnan(value), 0.0 if math.isnan(value) else sign * value, -c.step
 

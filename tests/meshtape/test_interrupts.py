@@ -24,7 +24,7 @@ else:
 
 
 @pytest.mark.parametrize("program", ["/usr/bin/meshtape", "-m"])
-@pytest.mark.parametrize("module", ["numpy", "meshtape.arrays.reductions", "click", "meshtape.cli_storage"])
+@pytest.mark.parametrize("module", ["numpy", "meshtape.arrays.reductions", "click", "meshtape.cli.storage"])
 def test_ctrl_c_during_the_import(module, program, tmp_path):
     code = _START.format(module=module, program=program)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)

@@ -267,7 +267,7 @@ def test_what_workers_cannot_read_is_an_error_of_the_call_and_not_of_the_worker(
 
 def test_a_worker_that_cannot_even_tell_its_error_is_lost(processes):
     def telling(fails: bool) -> None:
-        from meshtape.parallel import resident
+        from meshtape.parallel.dask import worker_queue as resident
 
         def no_memory(error: BaseException) -> None:
             raise MemoryError

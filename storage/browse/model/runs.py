@@ -16,8 +16,8 @@ from typing import Literal
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint import branches
 from ...checkpoint.branches import Branch
+from ...checkpoint.numbered import METRICS
 from ...format import manifest
-from ...saving.manager import METRICS
 from ...stores import atomic_directory
 from ...stores import store as stores
 

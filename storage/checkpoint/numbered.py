@@ -1,0 +1,77 @@
+"""The numbered checkpoints of a directory: ``step-00000100`` and so on."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+
+from ...arrays.core.errors import CheckpointError
+from ..format import manifest
+from ..stores import atomic_directory, store
+from . import branches
+from .branches import Branch
+
+METRICS = "meshtape.metrics"
+"""The key of a step's metrics in the metadata of its manifest."""
+_NAME = re.compile(r"\Astep-(\d{8,})\Z")
+_LOOKS = 100  # at a directory, while another process rotates it
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A complete checkpoint of the directory."""
+
+    step: int
+    path: str
+    metrics: dict[str, float]
+    branch: Branch
+
+
+def name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step-{step:08d}"
+
+
+def _listed(directory: str) -> dict[str, None]:
+    """Names of checkpoints that are there, or are being replaced, in order."""
+    folders = store.at(directory).folders()
+    # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
+    heads = (e.partition(".old-")[0] for e in folders)
+    return dict.fromkeys(sorted(e for e in heads if _NAME.match(e)))
+
+
+def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
+    """That of a checkpoint, or why it cannot be read; None where it has none."""
+    try:
+        return manifest.read(atomic_directory.resolve(path))
+    except CheckpointError as e:
+        return e
+
+
+def complete(directory: str, warn: bool = False) -> list[Numbered]:
+    """The complete checkpoints of a directory by their steps. With ``warn``, the others are named to the caller's caller."""
+    listed = _listed(directory)
+    held: dict[str, manifest.Manifest | CheckpointError | None] = {}
+    for _ in range(_LOOKS):
+        held = {n: held.get(n) or _manifest(store.join(directory, n)) for n in listed}
+        absent = {n for n, m in held.items() if m is None}
+        # What another process rotated away meanwhile made way for one that was not listed yet: look again. The others are incomplete.
+        if not absent or absent <= (listed := _listed(directory)).keys():
+            break
+    found: list[Numbered] = []
+    for n, m in held.items():
+        target = store.join(directory, n)
+        if isinstance(m, manifest.Manifest):
+            metrics = m.metadata.get(METRICS)
+            metrics = metrics if isinstance(metrics, dict) else {}
+            branch = branches.of_plain(m.metadata.get(branches.KEY))
+            found.append(Numbered(int(n.partition("-")[2]) if m.step is None else m.step, target, metrics, branch))
+        elif warn and n in listed:
+            incomplete = f"it has no {manifest.FILE}, so it is incomplete"
+            warnings.warn(f"skipped {target}: {m or incomplete}", stacklevel=4)
+    own = {c.step for c in found if c.path == store.join(directory, name(c.step))}
+    copies = [c for c in found if c.step in own and c.path != store.join(directory, name(c.step))]
+    for c in copies if warn else ():
+        warnings.warn(f"skipped {c.path}: its manifest says step {c.step}, which has its own folder", stacklevel=4)
+    return sorted((c for c in found if c not in copies), key=lambda c: (c.step, c.path))
