@@ -16,7 +16,7 @@ import meshtape as mt
 
 pytestmark = pytest.mark.timeout(600)
 
-CSS = files("meshtape.storage.browse").joinpath("static", "browse.css").read_text()
+CSS = files("meshtape.storage.browse.views").joinpath("static", "browse.css").read_text()
 NAMED = {"button", "link", "textbox", "searchbox", "combobox", "checkbox", "image", "img", "dialog", "navigation"}
 
 
