@@ -15,10 +15,10 @@ array([3., 4., 5.])
 import sys as _sys
 
 from .checkpoint.checkpoint import Checkpoint, StoredArray
-from .checkpoint.leftovers import Leftover, gc, leftovers
-from .checkpoint.open import open_checkpoint
+from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import Zstd
 from .loading.load import load
+from .loading.open import open_checkpoint
 from .loading.report import LoadReport
 from .loading.verify import VerifyReport, verify
 from .programs.program_file import LoadedProgram, load_program, program_document, save_program

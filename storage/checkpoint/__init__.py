@@ -1,4 +1,4 @@
-"""An opened checkpoint: its contents, generations and branches.
+"""An opened checkpoint as a mapping, and the places that hold many: numbered steps and branches.
 
-Imports readers, foreign, format, stores and base. Begin with open.py, then checkpoint.py.
+Imports readers, format, stores and base. Begin with checkpoint.py.
 """

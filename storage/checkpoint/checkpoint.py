@@ -20,7 +20,7 @@ from ..format import manifest
 from ..format.compression import Zstd, compression_of
 from ..format.documents import Documents
 from ..readers.tensor import StoredTensor, read_box, read_picks
-from .generations import NONE, Generation
+from ..stores.generations import NONE, Generation
 
 if TYPE_CHECKING:
     from ..browse.server.app import Page

@@ -1,4 +1,4 @@
 """Checkpoints of other libraries: PyTorch, Orbax, NumPy.
 
-Imports readers, format, stores and base. Begin with dcp.py.
+Imports checkpoint, readers, format, stores and base. Begin with dcp.py.
 """

@@ -26,7 +26,6 @@ from ..base import names
 from ..base.scratch import scratch
 from ..base.threads import UPLOADS, in_threads
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
-from ..checkpoint.generations import NONE, Generation
 from ..format import dtypes
 from ..format.chunk_grid import tiled
 from ..format.manifest import Leaf, decode_json, encode_json
@@ -35,6 +34,7 @@ from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of
 from ..stores import store
+from ..stores.generations import NONE, Generation
 from .torch_pickle import Made, Named, Persistent, read_values
 
 FILE = ".metadata"

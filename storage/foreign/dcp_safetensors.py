@@ -18,7 +18,6 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
-from ..checkpoint.generations import Generation
 from ..format.chunk_grid import tiled
 from ..format.manifest import Leaf
 from ..readers import safetensors
@@ -26,6 +25,7 @@ from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job
 from ..readers.safetensors import DCP_INFO as INFO
 from ..stores import store
+from ..stores.generations import Generation
 
 _NUMBERED = re.compile(r"\Ashard-(\d{1,9})-model-\d+-of-\d+\.safetensors\Z")
 

@@ -17,11 +17,11 @@ import numpy as np
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
-from ..checkpoint.generations import NONE, Generation
 from ..format import dtypes
 from ..format.manifest import Leaf
 from ..readers.zarr_tensor import ByLibrary, open_array
 from ..stores import store as stores
+from ..stores.generations import NONE, Generation
 
 FILE = "_METADATA"
 DATABASE = "manifest.ocdbt"

@@ -14,8 +14,8 @@ from typing import Any
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import names
 from ..base.checksums import crc32c
-from ..checkpoint.generations import NONE
 from ..stores import store as stores
+from ..stores.generations import NONE
 from .tensor_sums import values
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")

@@ -1,4 +1,4 @@
-"""Loading and verifying of checkpoints.
+"""Opening, loading and verifying of checkpoints.
 
-Imports checkpoint, readers and rules. Begin with load.py.
+Imports checkpoint, foreign, rules and what they stand on. Begin with open.py, then load.py.
 """

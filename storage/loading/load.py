@@ -24,13 +24,12 @@ from ..base.collector import no_collections
 from ..base.names import leaf_name
 from ..base.scratch import room
 from ..checkpoint.checkpoint import fill, unread
-from ..checkpoint.generations import once_more
-from ..checkpoint.open import open_checkpoint
 from ..readers.reading import run
 from ..readers.tensor import StoredTensor
 from ..rules.casting import CastLoss, Tally, tracked
 from ..rules.lazy_tensors import casts
 from ..rules.rules import Rules
+from ..stores.generations import once_more
 from ..stores.store import listed_once
 from .match_target import (
     Ignored,
@@ -45,6 +44,7 @@ from .match_target import (
     select,
     unread_of,
 )
+from .open import open_checkpoint
 from .report import LoadReport
 
 _LONG = 1 << 30  # bytes of a load that takes long enough for other threads to want their garbage collected

@@ -21,7 +21,6 @@ from ..base.checksums import combine, crc32c
 from ..base.scratch import scratch
 from ..browse.model.text import count
 from ..checkpoint.checkpoint import Checkpoint, unread
-from ..checkpoint.open import open_checkpoint
 from ..format import manifest
 from ..format.chunk_sums import StoredSums
 from ..format.zarr_format import chunk_coords, group_metadata, shard_index
@@ -30,6 +29,7 @@ from ..readers.compressed import CompressedTensor, frames_in
 from ..readers.reading import opened, run
 from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
+from .open import open_checkpoint
 from .verifying_others import verify_others
 
 T = TypeVar("T")

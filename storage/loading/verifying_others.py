@@ -8,10 +8,10 @@ from typing import Any
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.documents import Documents
-from ..readers.read_ahead import reading_ahead
 from ..readers.reading import run
 from ..readers.zarr_tensor import ZarrTensor
 from ..stores import store
+from .read_ahead import reading_ahead
 
 MEMORY = 64 << 20  # bytes of small tensors that are fetched together
 

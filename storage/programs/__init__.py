@@ -1,4 +1,4 @@
 """Files of programs: encoding, validation and limits of memory.
 
-Imports checkpoint, loading and saving. Begin with program_file.py.
+Imports commit, readers, format, stores and base. Begin with program_file.py.
 """

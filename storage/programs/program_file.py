@@ -39,7 +39,7 @@ from ...arrays.core.program import Program, last_uses, trace
 from ...arrays.ops.creation import asarray
 from ..base import names, strict_json
 from ..base.checksums import crc32c
-from ..checkpoint.contents import PROGRAMS
+from ..commit.contents import PROGRAMS
 from ..format import dtypes
 from ..format.documents import PROGRAM, marked
 from ..readers.safetensors import load_safetensors, save_safetensors

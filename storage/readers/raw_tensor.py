@@ -16,10 +16,10 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CorruptCheckpoint
 from ..base.checksums import combine, crc32c
 from ..base.scratch import room, scratch
-from ..checkpoint import generations
-from ..checkpoint.generations import Generation
 from ..format.tensor_sums import of_range
+from ..stores import generations
 from ..stores import store as stores
+from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened
 from .tensor import bytes_of, view
 

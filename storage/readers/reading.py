@@ -16,10 +16,10 @@ import numpy as np
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
-from ..checkpoint import generations
-from ..checkpoint.generations import Generation
+from ..stores import generations
 from ..stores import store as stores
 from ..stores.filesystem import IOV_MAX
+from ..stores.generations import Generation
 
 Job = Callable[[], int]
 SMALL = (

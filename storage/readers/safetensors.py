@@ -39,9 +39,9 @@ from ...arrays.core.errors import (
 from ...arrays.core.op import not_recording
 from ..base.checksums import crc32c
 from ..base.collector import no_collections
+from ..base.leaves import taken
 from ..base.scratch import room
 from ..format import dtypes, tensor_sums
-from ..saving.leaves import taken
 from ..stores import atomic_directory
 from ..stores import store as stores
 

@@ -24,13 +24,12 @@ from ...arrays.native.copies import is_large, stream
 from ..base import names
 from ..base.checksums import crc32c
 from ..base.scratch import room, scratch
-from ..checkpoint import generations
-from ..checkpoint.generations import Generation
 from ..format import dtypes
 from ..format.chunk_grid import Grid, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
-from ..stores import store
+from ..stores import generations, store
 from ..stores.filesystem import IOV_MAX
+from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened, run
 
 

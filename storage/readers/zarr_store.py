@@ -12,7 +12,7 @@ from typing import Any
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 
 from ..stores import store as stores
-from ..stores.local_zarr import known
+from .local_zarr import known
 
 
 class PlaceStore(Store):

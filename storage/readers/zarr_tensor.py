@@ -24,11 +24,11 @@ from ...arrays.core.errors import (
     StoreError,
 )
 from ..base import names, strict_json
-from ..checkpoint.generations import NONE, Generation
 from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import store as stores
+from ..stores.generations import NONE, Generation
 from .reading import Job
 
 
@@ -39,15 +39,15 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
     if not stores.is_url(root):
         from zarr.storage import LocalStore
 
-        from ..stores.local_zarr import InsideStore
+        from .local_zarr import InsideStore
 
         return LocalStore(root) if write else InsideStore(root), node
     if root.partition("://")[0] not in stores.SCHEMES:
         from .zarr_store import PlaceStore
 
         return PlaceStore(root), node
-    from ..stores.local_zarr import ObjectStore
     from ..stores.object_store import client
+    from .local_zarr import ObjectStore
 
     held, prefix = client(root)
     return ObjectStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
@@ -61,7 +61,7 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     encoding = ("v2", old) if form is None else (str(form.name), form.separator)
     dtype = np.dtype(array.dtype)
     if form is None and dtype.kind == "u":
-        from ..stores.local_zarr import extension
+        from .local_zarr import extension
 
         dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
     said = array.attrs.get(GROUP_ATTRIBUTE)

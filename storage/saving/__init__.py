@@ -1,4 +1,4 @@
-"""Saving: shards, checksums, commit, rotation.
+"""Saving: shards, packs, checksums, rotation.
 
-Imports format, stores and base. Begin with save.py, then write_shards.py.
+Imports loading, commit, format, stores and base. Begin with save.py, then write_shards.py.
 """

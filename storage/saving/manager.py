@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...arrays.core.errors import CheckpointError, MeshtapeError, NotACheckpoint
-from ..checkpoint import branches, contents, leftovers, numbered
+from ..checkpoint import branches, numbered
 from ..checkpoint.branches import Branch
 from ..checkpoint.numbered import Numbered
-from ..format import packs
+from ..commit import contents, leftovers
 from ..format.compression import Zstd, chosen
 from ..format.zarr_format import is_raw
 from ..loading.load import load
 from ..stores import atomic_directory, store
+from . import packs
 from .background import SaveHandle
 from .save import SaveReport, save, save_async
 

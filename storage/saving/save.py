@@ -26,17 +26,18 @@ from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
 from ..base.collector import no_collections
-from ..checkpoint import contents
-from ..format import dtypes, manifest, packs
+from ..base.leaves import taken
+from ..commit import contents
+from ..format import dtypes, manifest
 from ..format.chunk_grid import Grid, choose_grid, only_shard, place_of, whole_grid
 from ..format.compression import Zstd, chosen
 from ..format.documents import encode
 from ..format.zarr_format import is_raw
 from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, store
+from . import packs
 from .background import SaveHandle, finish_earlier, start
 from .finalize import Item, finish_directory
-from .leaves import taken
 from .write_shards import Record, Task, write_blocks
 
 _SCALARS = (bool, int, float, str)

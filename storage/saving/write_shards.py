@@ -19,10 +19,10 @@ from ..format.chunk_grid import Grid
 from ..format.chunk_sums import packed
 from ..format.compression import Compression
 from ..format.manifest import Pack
-from ..format.packs import laid_out
 from ..format.zarr_format import ShardBytes
 from ..stores import atomic_directory, store
 from ..stores.filesystem import active
+from .packs import laid_out
 
 _OPEN = 128  # files that are written before they are synced
 

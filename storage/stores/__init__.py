@@ -1,4 +1,4 @@
-"""Directories and object stores, and what makes a write in them atomic.
+"""Directories and object stores, what makes a write in them atomic, and which generation of files is read.
 
-Imports base. Begin with store.py.
+Imports base. Begin with contract.py, then store.py.
 """

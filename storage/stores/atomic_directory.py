@@ -72,7 +72,7 @@ def is_begun(root: str) -> bool:
     """Whether a writer has begun to fill a place in an object store, and has not finished."""
     if not store.is_url(root):
         return False
-    from ..saving import object_commit
+    from ..commit import object_commit
 
     return object_commit.is_begun(root)
 
@@ -128,7 +128,7 @@ def recover(parent: str) -> list[str]:
     In an object store ``parent`` is one target.
     """
     if store.is_url(parent):
-        from ..saving import object_commit
+        from ..commit import object_commit
 
         return object_commit.recover(parent)
     parent = os.path.abspath(parent)
@@ -173,7 +173,7 @@ def collect(path: str) -> bool:
 def discard(path: str) -> None:
     """Delete a directory: renamed first, so that it is never found half deleted under its own name."""
     if store.is_url(path):
-        from ..saving import object_commit
+        from ..commit import object_commit
 
         object_commit.discard(path)
         return
@@ -278,7 +278,7 @@ def replacing(target: str, *, overwrite: bool, tables: frozenset[str]) -> Iterat
     ``tables`` are the tables of contents of what may be replaced (see ``contents``): ``overwrite=True`` never deletes anything else.
     """
     if store.is_url(target):
-        from ..saving import object_commit
+        from ..commit import object_commit
 
         with object_commit.replacing(target, overwrite=overwrite, tables=tables) as there:
             yield there
@@ -315,10 +315,10 @@ def adopt(directory: str, target: str, without: str, *, overwrite: bool, tables:
 
 def check_target(target: str, overwrite: bool, tables: frozenset[str]) -> list[str]:
     """Raise `CheckpointExists` where ``target`` may not be replaced; returns the documents there that stay."""
-    from ..checkpoint import contents
+    from ..commit import contents
 
     if store.is_url(target):
-        from ..saving import object_commit
+        from ..commit import object_commit
 
         return object_commit.check_target(target, overwrite, tables)
     if not os.path.lexists(target):

@@ -1,4 +1,4 @@
 """Checkpoints made of checkpoints: merge, convert, reshard, and their comparison.
 
-Imports checkpoint, rules, loading and saving. Begin with convert.py, then transfer.py.
+Imports its sinks, saving, loading, rules and checkpoint. Begin with convert.py, then transfer.py.
 """

@@ -16,10 +16,8 @@ from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, Checkpo
 from ..base import activity, names
 from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, fill
-from ..checkpoint.contents import CHECKPOINTS
-from ..checkpoint.generations import Listed
-from ..checkpoint.open import open_checkpoint
-from ..format import dtypes, manifest, packs, tensor_sums
+from ..commit.contents import CHECKPOINTS
+from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
 from ..format.compression import Compression, Zstd, chosen
 from ..format.documents import Documents, with_dtype, without_quantization
@@ -27,18 +25,21 @@ from ..format.manifest import Leaf, scalar_leaves
 from ..format.sharding_spec import Choice, Chooser
 from ..format.zarr_format import is_raw
 from ..loading.match_target import prune, select, unread_of
-from ..readers.read_ahead import reading_ahead
+from ..loading.open import open_checkpoint
+from ..loading.read_ahead import reading_ahead
 from ..readers.safetensors import DCP_INFO
 from ..readers.zarr_tensor import ZarrTensor
 from ..rules.casting import CastLoss
 from ..rules.dequantized import dequantizes, is_quantized
 from ..rules.lazy_tensors import Converted
 from ..rules.rules import Rules
+from ..saving import packs
 from ..saving.finalize import Item
 from ..stores import atomic_directory, store
-from .sink_safetensors import HuggingFaceSink
-from .sink_zarr import ZarrSink
-from .sinks import Sink
+from ..stores.generations import Listed
+from .sinks.sink import Sink
+from .sinks.sink_safetensors import HuggingFaceSink
+from .sinks.sink_zarr import ZarrSink
 from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
 from .workers import Executor
 

@@ -16,11 +16,11 @@ from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import human_bytes
 from ...arrays.core.tree import flatten_with_path
 from ..base.names import leaf_name
-from ..checkpoint.open import open_checkpoint
 from ..format import dtypes
 from ..format.chunk_grid import choose_grid
 from ..format.compression import Zstd, chosen, most_nbytes
 from ..format.sharding_spec import Choice, Chooser, Layout
+from ..loading.open import open_checkpoint
 from ..readers import safetensors
 from .convert import split_files
 

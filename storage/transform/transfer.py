@@ -25,12 +25,12 @@ from typing import Any
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from ..base import scratch, strict_json
-from ..checkpoint.generations import Generation
 from ..rules.casting import CastLoss, Tally
 from ..rules.lazy_tensors import Recipes
 from ..stores import atomic_directory, store
 from ..stores.filesystem import active, try_lock
-from .sinks import Sink, Unit, Writer, put
+from ..stores.generations import Generation
+from .sinks.sink import Sink, Unit, Writer, put
 from .verify_writes import Step, Steps
 from .workers import Executor, Spread
 

@@ -17,12 +17,12 @@ import numpy as np
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, StoreError
 from ..base import strict_json
 from ..base.checksums import crc32c
-from ..checkpoint.generations import Generation
+from ..commit import object_commit
+from ..commit.object_commit import JOURNAL
 from ..rules.casting import CastLoss, Tally, tallied
-from ..saving import object_commit
-from ..saving.object_commit import JOURNAL
 from ..stores import store as stores
-from .sinks import Sink, Stream
+from ..stores.generations import Generation
+from .sinks.sink import Sink, Stream
 from .transfer import Progress, fingerprint
 from .workers import Spread
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .sinks import Unit, Writer, put
+from .sinks.sink import Unit, Writer, put
 
 
 class Step(NamedTuple):

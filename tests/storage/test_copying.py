@@ -13,8 +13,8 @@ from meshtape import errors
 from meshtape.storage import load, open_checkpoint, reshard, save, verify
 from meshtape.storage.format import chunk_grid as grid
 from meshtape.storage.format.chunk_grid import Grid
-from meshtape.storage.transform import copy_chunks, sink_zarr
-from meshtape.storage.transform.copy_chunks import moves
+from meshtape.storage.transform.sinks import copy_chunks, sink_zarr
+from meshtape.storage.transform.sinks.copy_chunks import moves
 
 CUTS = [
     ({"d": 1, "m": 1}, {}),

@@ -27,7 +27,7 @@ from meshtape.storage import (
     save_safetensors,
     verify,
 )
-from meshtape.storage.saving import object_commit
+from meshtape.storage.commit import object_commit
 from meshtape.storage.stores import owners
 from meshtape.storage.stores import store as stores
 

@@ -15,7 +15,7 @@ import meshtape as mt
 from meshtape import errors, storage
 from meshtape.cli.main import main
 from meshtape.storage import CheckpointManager, LoadReport, load, open_checkpoint, save
-from meshtape.storage.saving import object_commit
+from meshtape.storage.commit import object_commit
 from meshtape.storage.stores import multipart, object_store, store
 
 pytest.importorskip("obstore")

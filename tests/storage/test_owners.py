@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshtape.storage import CheckpointManager, SaveReport, gc, leftovers, load, merge, save
-from meshtape.storage.checkpoint import leftovers as collecting
+from meshtape.storage.commit import leftovers as collecting
 from meshtape.storage.stores import atomic_directory, owners, store
 from meshtape.storage.stores.filesystem import Files, try_lock, using
 

@@ -432,7 +432,7 @@ def test_names_that_no_header_can_hold_stay_arrays_of_their_own(tmp_path):
 
 
 def test_packs_of_a_limited_size(kit, tmp_path, monkeypatch):
-    from meshtape.storage.format import packs
+    from meshtape.storage.saving import packs
 
     monkeypatch.setattr(packs, "LIMIT", 100)
     tree = {f"w{i}": np.full(5, i, np.float64) for i in range(7)}
@@ -518,7 +518,7 @@ def test_convert_writes_the_packs_of_a_save(kit, tmp_path, limit):
 
 
 def test_reshard_writes_the_packs_of_ranks(kit, tmp_path, monkeypatch):
-    from meshtape.storage.format import packs
+    from meshtape.storage.saving import packs
 
     a, b = np.arange(63.0).reshape(7, 9), np.arange(5, dtype="f4")
     host = kit.Host({"x": 3})
@@ -576,7 +576,7 @@ def test_a_conversion_into_packs_killed_at_every_operation(kit, quick):
 
 def test_a_pack_of_a_conversion_that_changes_is_never_committed(kit, tmp_path, monkeypatch):
     """Windows are read back: a disk that stores other bytes than it was given is found."""
-    from meshtape.storage.saving import raw_writer
+    from meshtape.storage.transform.sinks import raw_writer
 
     save(tmp_path / "plain", _tree(1))
     real = raw_writer.RawWriter.put

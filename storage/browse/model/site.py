@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from ....arrays.core.errors import CheckpointError, NotACheckpoint
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.open import HF_INDEX, open_checkpoint
 from ...format import manifest
+from ...loading.open import HF_INDEX, open_checkpoint
 from ...stores import atomic_directory
 from ...stores import store as stores
 from .inventory import Inventory

@@ -7,7 +7,7 @@ from serving import one_in_three
 import meshtape as mt
 from meshtape import errors, storage
 from meshtape.storage import CheckpointManager, load, save
-from meshtape.storage.saving import object_commit
+from meshtape.storage.commit import object_commit
 from meshtape.storage.stores import multipart, object_store
 from meshtape.storage.stores import store as stores
 

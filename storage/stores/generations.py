@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ...arrays.core.errors import CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from ..base.threads import UPLOADS, in_threads
-from ..stores import store as stores
+from . import store as stores
 
 if TYPE_CHECKING:
-    from ..readers.read_ahead import ReadAhead
+    from ..loading.read_ahead import ReadAhead
 
 P = ParamSpec("P")
 T = TypeVar("T")

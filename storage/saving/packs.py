@@ -20,15 +20,15 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ..base.checksums import crc32c
+from ..format import dtypes, tensor_sums
+from ..format.chunk_grid import Grid, only_shard, place_of
+from ..format.stored_objects import Pack
 from ..readers.safetensors import DCP_INFO, TensorInfo, build_header, joined, pieces_of, sum_of
 from ..stores import store
-from . import dtypes, tensor_sums
-from .chunk_grid import Grid, only_shard, place_of
-from .stored_objects import Pack
 
 if TYPE_CHECKING:
-    from ..saving.finalize import Item
-    from ..saving.write_shards import Record, Task
+    from .finalize import Item
+    from .write_shards import Record, Task
 
 THRESHOLD = 1 << 20  # bytes of a block that are packed by default
 LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
@@ -102,7 +102,7 @@ def records_of(
     tasks: Sequence[Task], head: bytes, places: Mapping[str, TensorInfo], sums: Mapping[str, int]
 ) -> list[Record]:
     """The records of the blocks of one pack that was written."""
-    from ..saving.write_shards import Record
+    from .write_shards import Record
 
     pack = Pack(tasks[0].pack, len(head) + sum(p.nbytes for p in places.values()), len(head), crc32c(head))
     return [

@@ -18,8 +18,8 @@ from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
 from ..format import chunk_sums, manifest
 from ..format.documents import PROGRAM, is_kept
+from ..loading.open import HF_INDEX, HF_SINGLE, read_index
 from ..stores import store
-from .open import HF_INDEX, HF_SINGLE, read_index
 
 GROUP = "zarr.json"
 CHECKPOINTS = frozenset([manifest.FILE, HF_INDEX, HF_SINGLE])  # what makes a place a checkpoint: the tables of contents
@@ -121,7 +121,7 @@ def beside(root: str) -> list[str]:
     """What lies in the place of a checkpoint and is not its own, documents that nothing lists included."""
     held = None
     if store.is_url(root):
-        from ..saving.object_commit import is_of_a_writer
+        from .object_commit import is_of_a_writer
 
         held = {e.name for e in store.at(root).entries()}
     _, strangers, documents = look(root, held)

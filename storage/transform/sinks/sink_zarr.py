@@ -13,24 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
-from ..base.checksums import combine, crc32c
-from ..base.scratch import scratch
-from ..base.threads import SYNCS, compressors, in_threads, writers
-from ..format import chunk_sums, manifest
-from ..format.chunk_grid import Grid, ravel, windows
-from ..format.chunk_sums import packed
-from ..format.zarr_format import chunk_coords, shard_index
-from ..readers.tensor import consecutive
-from ..rules.lazy_tensors import whole_of
-from ..saving.finalize import Item, finish_directory
-from ..saving.write_shards import Record
-from ..stores.atomic_directory import Folder
-from ..stores.filesystem import IOV_MAX, active, preadv
+from ....arrays.core.blocks import Box
+from ...base.checksums import combine, crc32c
+from ...base.scratch import scratch
+from ...base.threads import SYNCS, compressors, in_threads, writers
+from ...format import chunk_sums, manifest
+from ...format.chunk_grid import Grid, ravel, windows
+from ...format.chunk_sums import packed
+from ...format.zarr_format import chunk_coords, shard_index
+from ...readers.tensor import consecutive
+from ...rules.lazy_tensors import whole_of
+from ...saving.finalize import Item, finish_directory
+from ...saving.write_shards import Record
+from ...stores.atomic_directory import Folder
+from ...stores.filesystem import IOV_MAX, active, preadv
 from .copy_chunks import copy_chunks, keeps_bytes
 from .shard_streams import ShardWriter, pieces_of, shard_of
+from .sink import BATCH, CHECKED, Stream, Unit, clear, cut, read, sums, touch
 from .sink_packs import BlockWriter, PackFiles
-from .sinks import BATCH, CHECKED, Stream, Unit, clear, cut, read, sums, touch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..readers.packed import PackedBlocks
+from ..readers.raw_tensor import RawTensor
 from ..rules.lazy_tensors import Derived
 from ..stores import store as stores
-from .packed import PackedBlocks
-from .raw_tensor import RawTensor
 
 
 class _Segment:

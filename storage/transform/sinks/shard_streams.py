@@ -16,20 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
-from ...arrays.core.errors import CheckpointError
-from ..format import dtypes
-from ..format.chunk_grid import Grid, windows
-from ..format.chunk_sums import packed
-from ..format.compression import Compression
-from ..format.zarr_format import ShardBytes
-from ..readers.compressed import digest
-from ..readers.reading import opened
-from ..rules.lazy_tensors import whole_of
-from ..saving.write_shards import Record
-from ..stores.filesystem import active
+from ....arrays.core.blocks import Box
+from ....arrays.core.errors import CheckpointError
+from ...format import dtypes
+from ...format.chunk_grid import Grid, windows
+from ...format.chunk_sums import packed
+from ...format.compression import Compression
+from ...format.zarr_format import ShardBytes
+from ...readers.compressed import digest
+from ...readers.reading import opened
+from ...rules.lazy_tensors import whole_of
+from ...saving.write_shards import Record
+from ...stores.filesystem import active
 from .copy_chunks import CopiedShard, keeps_bytes
-from .sinks import read
+from .sink import read
 
 Coord = tuple[int, ...]
 

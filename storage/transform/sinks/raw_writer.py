@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
-from ..base.checksums import crc32c
-from ..base.scratch import scratch
-from ..format import tensor_sums
-from ..format.chunk_grid import runs
-from ..stores.filesystem import IOV_MAX, active, preadv
-from ..transform.sinks import cut, read, touch
+from ....arrays.core.blocks import Box
+from ...base.checksums import crc32c
+from ...base.scratch import scratch
+from ...format import tensor_sums
+from ...format.chunk_grid import runs
+from ...stores.filesystem import IOV_MAX, active, preadv
+from .sink import cut, read, touch
 
 
 def begin(root: str, heads: Mapping[str, bytes]) -> None:

@@ -92,7 +92,7 @@ def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Lef
 
 
 def _stored(place: str, silence: float | None) -> Iterator[Leftover]:
-    from ..saving import object_commit
+    from . import object_commit
 
     for claim, (left, why) in object_commit.remains(store.at(place), silence).items():
         age = max(0.0, time.time() - max(e.modified for e in left))
@@ -161,7 +161,7 @@ def _collected(x: Leftover, older_than: float | None) -> bool:
     """Whether it is gone; somebody may have taken it, or have come back to it, since it was listed."""
     with atomic_directory.writing(x.path), contextlib.suppress(FileNotFoundError):  # whoever comes second finds it gone
         if x.kind == "claim":
-            from ..saving import object_commit
+            from . import object_commit
 
             object_commit.recover(x.path.rpartition("/")[0], older_than)
         elif x.kind == "part":

@@ -29,6 +29,7 @@ from ...arrays.core.errors import (
 )
 from ..base import names, strict_json
 from ..base.collector import no_collections
+from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..foreign import archives, dcp, dcp_safetensors, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
@@ -40,11 +41,9 @@ from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.reading import Job
 from ..readers.tensor import ChunkedTensor, StoredTensor
 from ..readers.zarr_tensor import of_array, zarr_place
-from ..stores import atomic_directory
+from ..stores import atomic_directory, generations
 from ..stores import store as stores
-from . import generations
-from .checkpoint import Checkpoint, StoredArray
-from .generations import Generation
+from ..stores.generations import Generation
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"

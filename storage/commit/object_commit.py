@@ -32,15 +32,15 @@ from typing import Any
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
 from ..base.threads import in_threads
-from ..checkpoint import contents
-from ..checkpoint.open import HF_INDEX, HF_SINGLE
 from ..format import chunk_sums, manifest
 from ..format.documents import MARK, PROGRAM, is_kept
 from ..format.zarr_format import GROUP_ATTRIBUTE, group_metadata
+from ..loading.open import HF_INDEX, HF_SINGLE
 from ..stores import owners
 from ..stores.atomic_directory import Folder
 from ..stores.owners import host
 from ..stores.store import Entry, Store, at, split
+from . import contents
 
 CLAIM = ".meshtape-writing"
 TRASH = ".meshtape-trash"

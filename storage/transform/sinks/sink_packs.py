@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...arrays.core.blocks import Box
-from ..base.checksums import combine
-from ..base.names import leaf_name
-from ..base.threads import SYNCS, in_threads
-from ..format import packs
-from ..format.chunk_grid import Grid, windows
-from ..format.stored_objects import Pack
-from ..readers.safetensors import TensorInfo
-from ..saving.finalize import Item
-from ..saving.raw_writer import RawWriter, begin, seal
-from ..saving.write_shards import Record, Task
-from .sinks import Stream, Unit, read
+from ....arrays.core.blocks import Box
+from ...base.checksums import combine
+from ...base.names import leaf_name
+from ...base.threads import SYNCS, in_threads
+from ...format.chunk_grid import Grid, windows
+from ...format.stored_objects import Pack
+from ...readers.safetensors import TensorInfo
+from ...saving import packs
+from ...saving.finalize import Item
+from ...saving.write_shards import Record, Task
+from .raw_writer import RawWriter, begin, seal
+from .sink import Stream, Unit, read
 
 Coord = tuple[int, ...]
 

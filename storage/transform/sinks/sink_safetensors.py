@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
-from ...arrays.core.errors import CorruptCheckpoint
-from ..base.checksums import combine, crc32c
-from ..checkpoint.open import HF_INDEX
-from ..format import dtypes, tensor_sums
-from ..format.chunk_grid import runs, windows
-from ..readers import safetensors
-from ..saving.raw_writer import RawWriter, begin, seal
-from ..stores import store
-from ..stores.atomic_directory import Folder
-from .sinks import Stream, Unit, clear, read, sums
+from ....arrays.core.blocks import Box
+from ....arrays.core.errors import CorruptCheckpoint
+from ...base.checksums import combine, crc32c
+from ...format import dtypes, tensor_sums
+from ...format.chunk_grid import runs, windows
+from ...loading.open import HF_INDEX
+from ...readers import safetensors
+from ...stores import store
+from ...stores.atomic_directory import Folder
+from .raw_writer import RawWriter, begin, seal
+from .sink import Stream, Unit, clear, read, sums
 
 
 class HuggingFaceSink:

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
-from ..base.checksums import crc32c
-from ..base.scratch import scratch
-from ..rules.casting import CastLoss, Tally, making, tallied
-from ..stores.atomic_directory import Folder
-from ..stores.filesystem import Files, active
+from ....arrays.core.blocks import Box
+from ...base.checksums import crc32c
+from ...base.scratch import scratch
+from ...rules.casting import CastLoss, Tally, making, tallied
+from ...stores.atomic_directory import Folder
+from ...stores.filesystem import Files, active
 
 BATCH = 8 << 20  # bytes handed to the kernel in one call, and of staging memory
 CHECKED = (

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from ..base.checksums import combine, crc32c
-from ..base.scratch import scratch
-from ..format.chunk_grid import Grid, ravel
-from ..format.compression import Compression, compression_of
-from ..format.zarr_format import chunk_coords, shard_index
-from ..readers.compressed import CompressedTensor
-from ..readers.packed import PackedBlocks
-from ..readers.reading import opened
-from ..readers.tensor import ChunkedTensor
-from ..stores import store
-from ..stores.filesystem import Files, active
+from ...base.checksums import combine, crc32c
+from ...base.scratch import scratch
+from ...format.chunk_grid import Grid, ravel
+from ...format.compression import Compression, compression_of
+from ...format.zarr_format import chunk_coords, shard_index
+from ...readers.compressed import CompressedTensor
+from ...readers.packed import PackedBlocks
+from ...readers.reading import opened
+from ...readers.tensor import ChunkedTensor
+from ...stores import store
+from ...stores.filesystem import Files, active
 
 Coord = tuple[int, ...]
 
