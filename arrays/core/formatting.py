@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def human_bytes(n: float) -> str:
     """A number of bytes for people, in powers of 1024.
@@ -14,3 +16,24 @@ def human_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
     return f"{n:.1f} TiB"
+
+
+def count(n: int, thing: str) -> str:
+    """
+    >>> count(1, "array"), count(1200, "array"), count(2, "entry")
+    ('1 array', '1,200 arrays', '2 entries')
+    """
+    many = thing if n == 1 else thing[:-1] + "ies" if thing.endswith("y") and thing[-2] not in "aeiou" else thing + "s"
+    return f"{n:,} {many}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3, 7."""
+    out: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = n
+        else:
+            out.append([n, n])
+    parts = [str(a) if a == b else f"{a}-{b}" for a, b in out]
+    return ",".join(parts) if len(parts) <= 6 else ",".join([*parts[:5], f"…,{parts[-1]}"])

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...arrays.core.errors import CheckpointKeyError, CorruptCheckpoint
-from ..stores import store
+from .locations import is_url, join
 
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
 # Zarr's own files, chunk keys, ours, and the device names that Windows cannot use as files.
@@ -109,8 +109,8 @@ def inside(root: str, relative: object, source: str) -> str:
     Face cache is made of them.
     """
     parts = plain(relative, source)
-    path = store.join(root, relative)
-    if store.is_url(root):  # no links there
+    path = join(root, relative)
+    if is_url(root):  # no links there
         return path
     step = root
     for part in parts:

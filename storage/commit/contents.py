@@ -17,14 +17,17 @@ from typing import Any
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
 from ..format import chunk_sums, manifest
-from ..format.documents import PROGRAM, is_kept
-from ..loading.open import HF_INDEX, HF_SINGLE, read_index
+from ..format.documents import MARK, PROGRAM, is_kept
+from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
 from ..stores import store
 
 GROUP = "zarr.json"
 CHECKPOINTS = frozenset([manifest.FILE, HF_INDEX, HF_SINGLE])  # what makes a place a checkpoint: the tables of contents
 SAVED = frozenset([manifest.FILE])
 PROGRAMS = frozenset([PROGRAM])
+CLAIM = ".meshtape-writing"
+TRASH = ".meshtape-trash"
+JOURNAL = ".meshtape-transfer"  # of a transfer that can go on
 _SHOWN = 8
 _IN_ARRAY = re.compile(r"zarr\.json|c([./].*)?")
 _SHARD = re.compile(r"(model[^/]*|pack-(local|\d+-\d+)-\d+(~g[0-9a-f]{8})?)\.safetensors")
@@ -34,6 +37,17 @@ def in_array(name: str, held: set[str]) -> bool:
     """Whether a name below a place is one that a writer of ours makes for an array."""
     top, _, rest = name.partition("/")
     return bool(rest) and (f"{top}/{GROUP}" in held or rest != GROUP) and _IN_ARRAY.fullmatch(rest) is not None
+
+
+def mark_of(name: str) -> str:
+    """The mark in a name below the target, or "" for plain ones."""
+    found = MARK.search(name.partition("/")[0])
+    return found[0] if found else ""
+
+
+def is_of_a_writer(name: str) -> bool:
+    """Whether a name is one that writers alone make, whatever became of them."""
+    return name in (TRASH, JOURNAL) or name.startswith(CLAIM) or bool(mark_of(name))
 
 
 @dataclass
@@ -121,8 +135,6 @@ def beside(root: str) -> list[str]:
     """What lies in the place of a checkpoint and is not its own, documents that nothing lists included."""
     held = None
     if store.is_url(root):
-        from .object_commit import is_of_a_writer
-
         held = {e.name for e in store.at(root).entries()}
     _, strangers, documents = look(root, held)
     return [n for n in strangers + documents if held is None or not is_of_a_writer(n)]

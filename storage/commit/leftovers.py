@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..stores import atomic_directory, owners, store
+from ..stores.contract import failed
 from ..stores.filesystem import try_lock
+from . import object_commit
+from .contents import JOURNAL
 
-PART, JOURNAL = ".part", ".meshtape-transfer"
+PART = ".part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Leftover:
 
 
 def places(directory: str) -> list[str]:
-    """Where `commit.recover` finds leftovers of a directory of checkpoints: there, or in each of its folders in an object store."""
+    """Where `CommitProtocol.recover` finds leftovers of a directory of checkpoints: there, or in each of its folders in an object store."""
     if not store.is_url(directory):
         return [directory]
     return [store.join(directory, name) for name in store.at(directory).folders()]
@@ -73,7 +76,7 @@ def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Lef
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as e:
-        raise store.failed(e, f"{parent[:200]} cannot be listed") from e
+        raise failed(e, f"{parent[:200]} cannot be listed") from e
     for entry in listed:
         path = os.path.join(parent, entry)
         m = atomic_directory.KINDS.match(entry)
@@ -92,8 +95,6 @@ def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Lef
 
 
 def _stored(place: str, silence: float | None) -> Iterator[Leftover]:
-    from . import object_commit
-
     for claim, (left, why) in object_commit.remains(store.at(place), silence).items():
         age = max(0.0, time.time() - max(e.modified for e in left))
         yield Leftover(store.join(place, claim), "claim", sum(e.nbytes for e in left), age, why or "")
@@ -161,8 +162,6 @@ def _collected(x: Leftover, older_than: float | None) -> bool:
     """Whether it is gone; somebody may have taken it, or have come back to it, since it was listed."""
     with atomic_directory.writing(x.path), contextlib.suppress(FileNotFoundError):  # whoever comes second finds it gone
         if x.kind == "claim":
-            from . import object_commit
-
             object_commit.recover(x.path.rpartition("/")[0], older_than)
         elif x.kind == "part":
             with _idle(x.path) as idle:

@@ -31,35 +31,24 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
+from ..base.locations import split
 from ..base.threads import in_threads
 from ..format import chunk_sums, manifest
-from ..format.documents import MARK, PROGRAM, is_kept
+from ..format.documents import PROGRAM, is_kept
+from ..format.hf_index import HF_INDEX, HF_SINGLE
 from ..format.zarr_format import GROUP_ATTRIBUTE, group_metadata
-from ..loading.open import HF_INDEX, HF_SINGLE
 from ..stores import owners
 from ..stores.atomic_directory import Folder
+from ..stores.contract import Entry, Store
 from ..stores.owners import host
-from ..stores.store import Entry, Store, at, split
+from ..stores.store import at
 from . import contents
+from .contents import CLAIM, JOURNAL, TRASH, is_of_a_writer, mark_of
 
-CLAIM = ".meshtape-writing"
-TRASH = ".meshtape-trash"
-JOURNAL = ".meshtape-transfer"  # of an upload that can go on (see ``upload``)
 _GROUP = "zarr.json"
 _LAST = (manifest.FILE, HF_INDEX, PROGRAM)
 
 _mine: set[str] = set()  # claims that this process, in any thread, holds now
-
-
-def _mark_of(name: str) -> str:
-    """The mark in a name below the target, or "" for plain ones."""
-    found = MARK.search(name.partition("/")[0])
-    return found[0] if found else ""
-
-
-def is_of_a_writer(name: str) -> bool:
-    """Whether a name is one that writers alone make, whatever became of them."""
-    return name in (TRASH, JOURNAL) or name.startswith(CLAIM) or bool(_mark_of(name))
 
 
 def _claim_text(replaces: Iterable[str]) -> bytes:
@@ -78,8 +67,8 @@ def why_gone(store: Store, claim: Entry, entries: Iterable[Entry], silence: floa
         return None  # just finished
     except (ValueError, KeyError, TypeError):
         owner, pid = "", 0
-    mark = _mark_of(claim.name)
-    last = max([claim.modified, *(e.modified for e in entries if _mark_of(e.name) == mark)])
+    mark = mark_of(claim.name)
+    last = max([claim.modified, *(e.modified for e in entries if mark_of(e.name) == mark)])
     return owners.why_dead(owner, pid, last, owners.FOREIGN_AGE if silence is None else silence)
 
 
@@ -93,7 +82,7 @@ def _replaced(store: Store, claim: str) -> set[str]:
 def _is_written(name: str, held: set[str]) -> bool:
     """Whether a writer makes such names where there was nothing: arrays, shards, Zarr's metadata and documents."""
     own = name in (JOURNAL, _GROUP, chunk_sums.FILE) or ("/" not in name and name.endswith(".safetensors"))
-    return own or bool(_mark_of(name)) or contents.in_array(name, held) or is_kept(name)
+    return own or bool(mark_of(name)) or contents.in_array(name, held) or is_kept(name)
 
 
 def _delete(store: Store, names: list[str]) -> None:
@@ -110,10 +99,10 @@ def _stale(store: Store, held: set[str]) -> set[str]:
     """Tables of contents that stand beside the one for which their writer, killed at that moment, was to delete them."""
     named = contents.listing(store.root, held)
     out: set[str] = set()
-    for claim in (n for n in held if n.startswith(CLAIM) and _mark_of(n) and len(named.tables) > 1):
-        mark = _mark_of(claim)
+    for claim in (n for n in held if n.startswith(CLAIM) and mark_of(n) and len(named.tables) > 1):
+        mark = mark_of(claim)
         for table in named.tables - {HF_SINGLE}:
-            if any(_mark_of(top) == mark for top in contents.listing(store.root, {table}).tops):
+            if any(mark_of(top) == mark for top in contents.listing(store.root, {table}).tops):
                 out |= (named.tables & _replaced(store, claim)) - {table}
     return out
 
@@ -127,13 +116,13 @@ def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[
     stale = _stale(store, held)
     named = contents.listing(store.root, held - stale)
     known = bool(named.tables)
-    beaten = known and all(_mark_of(n) for n in named.tops - {_GROUP, *named.tables})
+    beaten = known and all(mark_of(n) for n in named.tops - {_GROUP, *named.tables})
     out: dict[str, tuple[list[Entry], str | None]] = {}
     for claim in (e for e in entries if e.name == TRASH or e.name.startswith(CLAIM)):
         deletion = claim.name == TRASH
         # Beside a table of contents a deletion had not begun, so it does not happen.
         why = "a deletion was cut short" if deletion else why_gone(store, claim, entries, silence)
-        mark, replaced = _mark_of(claim.name), _replaced(store, claim.name)
+        mark, replaced = mark_of(claim.name), _replaced(store, claim.name)
 
         def left(name: str, mark: str = mark, replaced: set[str] = replaced, deletion: bool = deletion) -> bool:
             if name in stale:
@@ -145,14 +134,14 @@ def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[
             if name == JOURNAL:
                 return True
             if mark:
-                return _mark_of(name) == mark or name.partition("/")[0] in replaced
+                return mark_of(name) == mark or name.partition("/")[0] in replaced
             # Without a mark: a deletion, or a writer that came to an empty place. Another may have been faster, under marked names.
-            own = not _mark_of(name) and (_is_written(name, held) or name.partition("/")[0] in replaced)
+            own = not mark_of(name) and (_is_written(name, held) or name.partition("/")[0] in replaced)
             return own and (not known or (beaten and not is_kept(name)))
 
         out[claim.name] = [claim, *(e for e in entries if left(e.name))], why
     if not known and TRASH in out:
-        marked = [e for e in entries if (m := _mark_of(e.name)) and f"{CLAIM}{m}" not in out]
+        marked = [e for e in entries if (m := mark_of(e.name)) and f"{CLAIM}{m}" not in out]
         out[TRASH][0].extend(marked)
     return out
 
@@ -289,7 +278,7 @@ class ObjectFolder(Folder):
         self._single = HF_SINGLE in held
         listed = {n for n in held if found.tables and found.has(n, held)}
         self._replaces = {n.partition("/")[0] for n in listed}
-        self._documents = {n for n in held - listed if is_kept(n) and not _mark_of(n)}
+        self._documents = {n for n in held - listed if is_kept(n) and not mark_of(n)}
 
     def leave(self) -> None:
         """Stop, and leave what was written to whoever takes it over."""
@@ -301,7 +290,7 @@ class ObjectFolder(Folder):
     def put(self, name: str, data: bytes) -> None:
         if name in (*_LAST, _GROUP):
             self._late[name] = data
-        elif self._seen and "/" not in name and not _mark_of(name):
+        elif self._seen and "/" not in name and not mark_of(name):
             self._after[name] = data  # others read it by this very name: it changes when the rest has
         else:
             self.store.put(name, data)
@@ -350,14 +339,14 @@ class ObjectFolder(Folder):
         found = contents.listing(self.root, held)
         if not found.tables or found.damaged:
             return
-        alive = {_mark_of(name) for name in held if name.startswith(CLAIM) and name != self._claim}
+        alive = {mark_of(name) for name in held if name.startswith(CLAIM) and name != self._claim}
         # A document that stayed makes way for a new one of its name, which has a mark.
         renewed = self._documents & {name for name, file in found.documents.items() if name != file}
 
         def is_old(name: str) -> bool:
             if name in _LAST or name.startswith(CLAIM) or found.has(name, held):
                 return False
-            if mark := _mark_of(name):
+            if mark := mark_of(name):
                 return mark not in alive
             return name.partition("/")[0] in self._replaces or name in renewed
 
@@ -377,7 +366,7 @@ class ObjectFolder(Folder):
 
 @contextlib.contextmanager
 def replacing(root: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator[Any]:
-    """As `commit.replacing`, in an object store."""
+    """As `CommitProtocol.replacing`."""
     at(root).refuse_writes()
     recover(root)
     check_target(root, overwrite, tables)

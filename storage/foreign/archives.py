@@ -27,6 +27,7 @@ from ..format.manifest import Leaf, encode_json
 from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of
 from ..stores import store
+from ..stores.contract import Reader
 from .dcp import (
     Chunk,
     DcpTensor,
@@ -192,7 +193,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
 
 
 def _open_torch(
-    path: str, whole: Chunk, root: str, reader: store.Reader, archive: zipfile.ZipFile, verify: bool
+    path: str, whole: Chunk, root: str, reader: Reader, archive: zipfile.ZipFile, verify: bool
 ) -> Checkpoint:
     top, folder = described(path, archive, whole.nbytes, _MAX_PICKLE, lenient=True)
     arrays: dict[str, StoredArray] = {}

@@ -34,6 +34,7 @@ from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of
 from ..stores import store
+from ..stores.contract import Reader
 from ..stores.generations import NONE, Generation
 from .torch_pickle import Made, Named, Persistent, read_values
 
@@ -173,7 +174,7 @@ class DcpTensor:
 class _Slice(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, reader: store.Reader, start: int, nbytes: int) -> None:
+    def __init__(self, reader: Reader, start: int, nbytes: int) -> None:
         self._reader, self._start, self._nbytes, self._at = reader, start, nbytes, 0
 
     def seekable(self) -> bool:
@@ -223,7 +224,7 @@ def described(
     return read_values(text, where, lenient), folder
 
 
-def archive_of(reader: store.Reader, chunk: Chunk) -> zipfile.ZipFile:
+def archive_of(reader: Reader, chunk: Chunk) -> zipfile.ZipFile:
     """The archive in a part of a file. zipfile does not count its entries: one of a wrong length would swallow those behind it."""
     archive = zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
     end = bytearray(_END.size)
@@ -327,7 +328,7 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def entry_start(reader: store.Reader, info: zipfile.ZipInfo, base: int, where: str) -> int:
+def entry_start(reader: Reader, info: zipfile.ZipInfo, base: int, where: str) -> int:
     """Where the bytes of an entry begin, counted as in its archive."""
     head = bytearray(_LOCAL_HEADER.size)
     reader.readv([head], base + info.header_offset)

@@ -21,6 +21,7 @@ from ..format import dtypes
 from ..format.manifest import Leaf
 from ..readers.zarr_tensor import ByLibrary, open_array
 from ..stores import store as stores
+from ..stores.contract import Store
 from ..stores.generations import NONE, Generation
 
 FILE = "_METADATA"
@@ -159,7 +160,7 @@ def open_orbax(root: str) -> Checkpoint:
     return Checkpoint(root, "Orbax", arrays, _listed(tree), skipped=skipped)
 
 
-def _texts(store: stores.Store, where: str) -> dict[str, Any]:
+def _texts(store: Store, where: str) -> dict[str, Any]:
     try:
         held = strict_json.loads(store.get(_STRINGS))
     except FileNotFoundError:
@@ -169,7 +170,7 @@ def _texts(store: stores.Store, where: str) -> dict[str, Any]:
     return held if isinstance(held, dict) else {}
 
 
-def item_of(store: stores.Store) -> str | None:
+def item_of(store: Store) -> str | None:
     """The one item of a step of Orbax's manager, which is the checkpoint; None where this is no such step."""
     if store.size(STEP) is None:
         return None

@@ -16,7 +16,7 @@ import json
 import marshal
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,10 @@ from ..stores import store
 from . import dtypes
 from .chunk_grid import Grid
 from .chunk_sums import Section, has_section
-from .compression import Compression, of_plain
+from .compression import of_plain
 from .migrations import Migrations
-from .stored_objects import Pack, StoredObjects, pack_of
+from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 
-FILE = "meshtape.json"
 FORMAT = "meshtape"
 VERSION = 2  # 1: without packs, and still written where there are none, so that older readers read it
 
@@ -54,59 +53,6 @@ _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
 _KEYS = frozenset([str, int])
-
-
-@dataclass
-class ArrayEntry:
-    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local array."""
-
-    path: Path
-    directory: str
-    grid: Grid
-    dtype: np.dtype
-    mesh: int | None = None
-    sharding: list[str] | None = None
-    raw_objects: list[Any] = field(default_factory=list)
-    source: str = FILE
-    compression: Compression = None
-    sums: Section | None = None  # of its chunks, in the table of checksums
-    zarr: int | None = None  # crc32c of its ``zarr.json``
-    packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = names.leaf_name(self.path)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.grid.shape
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def objects(self) -> StoredObjects:
-        """Stored objects by grid coordinate. Each is checked when it is used: a large manifest opens quickly."""
-        # Not kept here: the two would hold each other, and a hundred thousand such pairs would wait for the collector.
-        return StoredObjects(self)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "path": list(self.path),
-            **({"dir": self.directory} if self.packs is None else {"packed": True}),
-            "shape": list(self.shape),
-            "dtype": dtypes.short_name(self.dtype),
-            "shard": list(self.grid.shard),
-            "chunk": list(self.grid.chunk),
-            **({} if self.compression is None else {"compression": self.compression.plain()}),
-            "nbytes": self.nbytes,
-            "mesh": self.mesh,
-            "sharding": self.sharding,
-            **({} if self.sums is None else {"sums": [self.sums[0], f"{self.sums[1]:08x}"]}),
-            **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
-            "objects": self.raw_objects,
-        }
 
 
 @dataclass

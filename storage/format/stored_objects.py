@@ -1,21 +1,24 @@
-"""The rows of a manifest that say where the shards of an array lie: in files of their own, or in packs (see ``packs``)."""
+"""The arrays of a manifest, and the rows that say where their shards lie: in files of their own, or in packs (see ``packs``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
+from ...arrays.core.tree import Path
 from ..base import names
-from .chunk_grid import ShardPlace, place_of
-from .compression import fits
+from . import dtypes
+from .chunk_grid import Grid, ShardPlace, place_of
+from .chunk_sums import Section
+from .compression import Compression, fits
 
-if TYPE_CHECKING:
-    from .manifest import ArrayEntry
-
+FILE = "meshtape.json"
 _REMEMBERED = 16  # rows of an array: most arrays have few
 
 
@@ -127,6 +130,59 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         if key not in self._elsewhere:
             raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
         return self._elsewhere[key]
+
+
+@dataclass
+class ArrayEntry:
+    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local array."""
+
+    path: Path
+    directory: str
+    grid: Grid
+    dtype: np.dtype
+    mesh: int | None = None
+    sharding: list[str] | None = None
+    raw_objects: list[Any] = field(default_factory=list)
+    source: str = FILE
+    compression: Compression = None
+    sums: Section | None = None  # of its chunks, in the table of checksums
+    zarr: int | None = None  # crc32c of its ``zarr.json``
+    packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = names.leaf_name(self.path)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grid.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def objects(self) -> StoredObjects:
+        """Stored objects by grid coordinate. Each is checked when it is used: a large manifest opens quickly."""
+        # Not kept here: the two would hold each other, and a hundred thousand such pairs would wait for the collector.
+        return StoredObjects(self)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": list(self.path),
+            **({"dir": self.directory} if self.packs is None else {"packed": True}),
+            "shape": list(self.shape),
+            "dtype": dtypes.short_name(self.dtype),
+            "shard": list(self.grid.shard),
+            "chunk": list(self.grid.chunk),
+            **({} if self.compression is None else {"compression": self.compression.plain()}),
+            "nbytes": self.nbytes,
+            "mesh": self.mesh,
+            "sharding": self.sharding,
+            **({} if self.sums is None else {"sums": [self.sums[0], f"{self.sums[1]:08x}"]}),
+            **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
+            "objects": self.raw_objects,
+        }
 
 
 def pack_of(row: Any, source: str) -> Pack:

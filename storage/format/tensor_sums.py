@@ -17,7 +17,7 @@ import numpy as np
 
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
-from ..stores import store
+from ..stores.contract import Reader
 
 KEY = "meshtape.crc32c"
 INDEX = "index"  # the name under which an index holds its own checksum
@@ -101,7 +101,7 @@ def of_index(data: bytes, metadata: dict[str, Any]) -> Mapping[str, str]:
     return stored
 
 
-def of_range(reader: store.Reader, start: int, nbytes: int) -> int | None:
+def of_range(reader: Reader, start: int, nbytes: int) -> int | None:
     """The crc32c of a part of a file, or None where it ends early."""
     value, at, end = 0, start, start + nbytes
     with contextlib.suppress(FileNotFoundError):

@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,15 @@ from ...arrays.core.errors import (
     NotACheckpoint,
     StoreError,
 )
-from ..base import names, strict_json
+from ..base import names
 from ..base.collector import no_collections
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..commit.contents import JOURNAL
+from ..commit.protocol import protocol_of
 from ..foreign import archives, dcp, dcp_safetensors, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
+from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
@@ -43,13 +46,11 @@ from ..readers.tensor import ChunkedTensor, StoredTensor
 from ..readers.zarr_tensor import of_array, zarr_place
 from ..stores import atomic_directory, generations
 from ..stores import store as stores
+from ..stores.contract import Store, recording
 from ..stores.generations import Generation
 
-HF_INDEX = "model.safetensors.index.json"
-HF_SINGLE = "model.safetensors"
 _ZARR = ("zarr.json", ".zgroup", ".zarray")
 _KNOWN = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, documents.PROGRAM)  # what says what a directory is
-_JOURNAL = ".meshtape-transfer"  # of a directory that a transfer is filling
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 
 
@@ -101,7 +102,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     """
     given = stores.location(path)
     for attempt in range(generations.ATTEMPTS):
-        with stores.recording() as tags:
+        with recording() as tags:
             try:
                 ckpt = _open(given, verify)
                 generation = Generation(tags())
@@ -141,7 +142,7 @@ def _open(given: str, verify: bool) -> Checkpoint:
     found = manifest.read(root)
     if found is not None:
         return _from_manifest(root, found, verify)
-    if not stores.is_url(root) and os.path.exists(os.path.join(root, _JOURNAL)):
+    if not stores.is_url(root) and os.path.exists(os.path.join(root, JOURNAL)):
         raise IncompleteCheckpoint(
             f"{root} is what an interrupted transfer has written so far; the same call goes on with it"
         )
@@ -176,7 +177,7 @@ def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
     return ckpt
 
 
-def _open_by_another_name(store: stores.Store, verify: bool) -> Checkpoint | None:
+def _open_by_another_name(store: Store, verify: bool) -> Checkpoint | None:
     """A directory whose one model is not called ``model``: ``adapter_model.safetensors``, ``diffusion_pytorch_model.safetensors.index.json``."""
     held = store.files()
     indexes = [n for n in held if n.endswith(".safetensors.index.json")]
@@ -188,7 +189,7 @@ def _open_by_another_name(store: stores.Store, verify: bool) -> Checkpoint | Non
     return None
 
 
-def _refusal(store: stores.Store) -> CheckpointError:
+def _refusal(store: Store) -> CheckpointError:
     root = store.root
     if not store.lists:
         return NotACheckpoint(f"{root} holds neither {manifest.FILE} nor {HF_INDEX} nor {HF_SINGLE} nor zarr.json")
@@ -202,7 +203,7 @@ def _refusal(store: stores.Store) -> CheckpointError:
         return NotACheckpoint(
             f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as {stores.join(root, orbax_steps[-1])}"
         )
-    begun = atomic_directory.is_begun(root)
+    begun = protocol_of(root).is_begun(root)
     if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:
         return IncompleteCheckpoint(
             f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
@@ -354,31 +355,6 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
             raise NotACheckpoint(f"{path} is not a safetensors file")
     tensors, metadata = _raw_tensors(path, verify)
     return flat(path, "safetensors", tensors, metadata)
-
-
-def read_index(
-    root: str, index: str = HF_INDEX, verify: bool = True
-) -> tuple[dict[str, str], dict[str, Any], Mapping[str, str]]:
-    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory, and checksums by file; every file lies inside it."""
-    path = names.inside(root, index, root)
-    data = stores.at(root).get(index)
-    try:
-        top = strict_json.loads(data)
-        weight_map = top["weight_map"]
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise ValueError("weight_map is not a map from names to files")
-        "".join((*weight_map, *weight_map.values())).encode()  # half of a surrogate pair is no name
-        metadata = top.get("metadata") or {}
-        metadata = metadata if isinstance(metadata, dict) else {}
-        sums = tensor_sums.of_index(data, metadata) if verify else {}
-        metadata.pop(tensor_sums.KEY, None)
-        if any(isinstance(v, dict) and tensor_sums.KEY in v for v in top.values()):
-            raise ValueError("checksums stand in an entry that is not 'metadata'")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CorruptCheckpoint(f"{path}: not an index: {e}") from None
-    for file in set(weight_map.values()):
-        names.inside(root, file, path)
-    return weight_map, metadata, sums
 
 
 def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:

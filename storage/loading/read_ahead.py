@@ -21,6 +21,7 @@ from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import RawTensor
 from ..rules.lazy_tensors import Derived
 from ..stores import store as stores
+from ..stores.contract import Reader
 
 
 class _Segment:
@@ -69,7 +70,7 @@ class ReadAhead:
         """Bytes that it may come to hold."""
         return self._limit if self._segments else 0
 
-    def reader(self, where: str, reader: stores.Reader) -> stores.Reader:
+    def reader(self, where: str, reader: Reader) -> Reader:
         """A reader of an object that takes from its segments what lies there."""
         return _Reader(self, where, reader) if where in self._segments else reader
 
@@ -78,7 +79,7 @@ class ReadAhead:
         at = bisect_right(starts, start) - 1
         return made[at] if at >= 0 and stop <= made[at].stop else None
 
-    def bytes_of(self, segment: _Segment, reader: stores.Reader) -> bytearray | None:
+    def bytes_of(self, segment: _Segment, reader: Reader) -> bytearray | None:
         """Those of a segment, fetched where they never were; None where they were given up."""
         with segment.lock:
             if not segment.fetched:
@@ -134,7 +135,7 @@ def _ranges(tensor: Any) -> Iterator[tuple[str, int, int]]:
 class _Reader:
     __slots__ = ("_ahead", "_inner", "_last", "_where")
 
-    def __init__(self, ahead: ReadAhead, where: str, inner: stores.Reader) -> None:
+    def __init__(self, ahead: ReadAhead, where: str, inner: Reader) -> None:
         self._ahead, self._where, self._inner = ahead, where, inner
         self._last: _Segment | None = None  # whose answer told length and tag
 

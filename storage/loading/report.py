@@ -10,22 +10,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 
+from ...arrays.core.formatting import ranges
 from ..rules.casting import CastLoss
 
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])")
 MAX_LINES = 40
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """``0-3,7`` for 0, 1, 2, 3, 7."""
-    out: list[list[int]] = []
-    for n in sorted(set(numbers)):
-        if out and n == out[-1][1] + 1:
-            out[-1][1] = n
-        else:
-            out.append([n, n])
-    parts = [str(a) if a == b else f"{a}-{b}" for a, b in out]
-    return ",".join(parts) if len(parts) <= 6 else ",".join([*parts[:5], f"…,{parts[-1]}"])
 
 
 def grouped(names: Iterable[str]) -> list[str]:

@@ -15,11 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from ...arrays.core.errors import CorruptCheckpoint
-from ...arrays.core.formatting import human_bytes
+from ...arrays.core.formatting import count, human_bytes
 from ..base import names
 from ..base.checksums import combine, crc32c
 from ..base.scratch import scratch
-from ..browse.model.text import count
 from ..checkpoint.checkpoint import Checkpoint, unread
 from ..format import manifest
 from ..format.chunk_sums import StoredSums
@@ -29,6 +28,7 @@ from ..readers.compressed import CompressedTensor, frames_in
 from ..readers.reading import opened, run
 from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
+from ..stores.contract import Reader
 from .open import open_checkpoint
 from .verifying_others import verify_others
 
@@ -221,7 +221,7 @@ def _some(bad: list[tuple[int, ...]]) -> str:
     return ", ".join(map(str, bad[:4])) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
 
 
-def _check_frames(t: CompressedTensor, coord: tuple[int, ...], reader: stores.Reader, faults: list[str]) -> None:
+def _check_frames(t: CompressedTensor, coord: tuple[int, ...], reader: Reader, faults: list[str]) -> None:
     """The same for a file of compressed chunks, each of which is unpacked too: a checksum does not say that it can be."""
     stored, grid = t.objects[coord], t.grid
     path = t.path(coord)

@@ -40,11 +40,12 @@ from ...arrays.ops.creation import asarray
 from ..base import names, strict_json
 from ..base.checksums import crc32c
 from ..commit.contents import PROGRAMS
+from ..commit.protocol import protocol_of
 from ..format import dtypes
 from ..format.documents import PROGRAM, marked
 from ..readers.safetensors import load_safetensors, save_safetensors
 from ..stores import store
-from ..stores.atomic_directory import replacing, resolve, room_for
+from ..stores.atomic_directory import resolve, room_for
 from .encode import current, decode, encode, from_json, to_json
 from .memory import most_held
 
@@ -92,7 +93,10 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     target = store.location(path)
     store.at(target).refuse_writes()
     nbytes = 4096 + len(json.dumps(document, indent=1)) + sum(a.nbytes for a in constants.values())
-    with room_for(nbytes, target), replacing(target, overwrite=overwrite, tables=PROGRAMS) as folder:
+    with (
+        room_for(nbytes, target),
+        protocol_of(target).replacing(target, overwrite=overwrite, tables=PROGRAMS) as folder,
+    ):
         document["file"] = marked(_CONSTANTS, folder.suffix)
         save_safetensors(store.join(folder.root, document["file"]), constants)
         folder.put(PROGRAM, json.dumps(_signed(document), indent=1, allow_nan=False).encode())

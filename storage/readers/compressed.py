@@ -24,6 +24,7 @@ from ..format.chunk_grid import Grid, ravel
 from ..format.compression import Zstd
 from ..format.stored_objects import StoredObject
 from ..stores import store
+from ..stores.contract import Reader
 from .reading import opened
 from .tensor import ChunkedTensor, bytes_of, consecutive, overlaps
 
@@ -106,7 +107,7 @@ class CompressedTensor(ChunkedTensor):
     def _is_range(self, stored: StoredObject, out: np.ndarray) -> bool:
         return False
 
-    def starts(self, reader: store.Reader, path: str, coord: Coord) -> np.ndarray:
+    def starts(self, reader: Reader, path: str, coord: Coord) -> np.ndarray:
         """Where the chunks of a shard begin in its file, and where the last one ends."""
         stored = self.objects[coord]
         key = (path, stored.nbytes, stored.crc32c)
@@ -152,9 +153,7 @@ class CompressedTensor(ChunkedTensor):
         number = ravel(local, self.grid.present(coord))
         return int(starts[number + 1] - starts[number])
 
-    def frames(
-        self, reader: store.Reader, path: str, coord: Coord, first: int, count: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def frames(self, reader: Reader, path: str, coord: Coord, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(bytes of some chunks as they are stored, checksums included; where each begins in them, and where the last one ends).
 
         The bytes are this thread's until it reads the next ones. Raises `CorruptCheckpoint` where a checksum does not fit.
@@ -210,7 +209,7 @@ class CompressedTensor(ChunkedTensor):
 
 
 def frames_in(
-    reader: store.Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int, batch: int
+    reader: Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int, batch: int
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(number, stored bytes with their checksum) of every chunk of a shard file, in order; each is valid until the next batch.
 
@@ -232,9 +231,7 @@ def frames_in(
         first = last
 
 
-def digest(
-    reader: store.Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int
-) -> tuple[int, list[int], list[int]]:
+def digest(reader: Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int) -> tuple[int, list[int], list[int]]:
     """(crc32c of all frames one after the other, numbers of the chunks that do not fit their checksum, crc32c of each) of a shard file.
 
     ``ValueError`` as `frames_in`.

@@ -17,6 +17,7 @@ from ..base.checksums import crc32c
 from ..format import dtypes, manifest
 from ..format.stored_objects import StoredObject
 from ..stores import store
+from ..stores.contract import Reader
 from .reading import Job, RangeJob, opened
 from .tensor import ChunkedTensor, bytes_of, view
 
@@ -62,7 +63,7 @@ class PackedBlocks(ChunkedTensor):
         stored = data.view(dtypes.bits(self.dtype)).reshape(held.box.shape)
         out.view(dtypes.bits(self.dtype))[...] = view(stored, local)
 
-    def check_length(self, reader: store.Reader, coord: tuple[int, ...], path: str) -> None:
+    def check_length(self, reader: Reader, coord: tuple[int, ...], path: str) -> None:
         nbytes, wanted = reader.nbytes, self.objects[coord].file_nbytes
         if nbytes != wanted:
             raise CorruptCheckpoint(

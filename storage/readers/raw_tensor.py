@@ -19,6 +19,7 @@ from ..base.scratch import room, scratch
 from ..format.tensor_sums import of_range
 from ..stores import generations
 from ..stores import store as stores
+from ..stores.contract import Reader
 from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened
 from .tensor import bytes_of, view
@@ -202,7 +203,7 @@ class RawTensor:
         out[...] = held
         return total
 
-    def check_length(self, reader: stores.Reader, coord: None = None, path: str = "") -> None:
+    def check_length(self, reader: Reader, coord: None = None, path: str = "") -> None:
         generations.refuse(self.path, self.generation.tags.get(self.path, ""), reader.tag)
         if reader.nbytes != self.file_nbytes:
             raise CorruptCheckpoint(f"{self.path} had {self.file_nbytes} bytes when it was opened, now {reader.nbytes}")

@@ -18,8 +18,10 @@ from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..stores import generations
 from ..stores import store as stores
+from ..stores.contract import Reader
 from ..stores.filesystem import IOV_MAX
 from ..stores.generations import Generation
+from ..stores.local import LocalStore
 
 Job = Callable[[], int]
 SMALL = (
@@ -28,7 +30,7 @@ SMALL = (
 _TOGETHER = 64
 _OPEN = 16  # files that a thread keeps open from one job to the next
 _MISSES = 4  # files in a row that are not in memory, after which all others are left to the threads
-_LOCAL = stores.LocalStore(os.sep)  # takes absolute paths
+_LOCAL = LocalStore(os.sep)  # takes absolute paths
 _own = threading.local()
 
 
@@ -83,10 +85,10 @@ class opened:  # used as a function is
     def __init__(self, where: str, what: str, generation: Generation = generations.NONE) -> None:
         self._where, self._what, self._generation = where, what, generation
 
-    def __enter__(self) -> stores.Reader:
+    def __enter__(self) -> Reader:
         held = getattr(_own, "readers", None)
-        self._closes: stores.Reader | None = None
-        reader: stores.Reader | None = held.get(self._where) if held else None
+        self._closes: Reader | None = None
+        reader: Reader | None = held.get(self._where) if held else None
         if reader is None:
             remote = stores.is_url(self._where)
             store, name = stores.holding(self._where) if remote else (_LOCAL, self._where)
@@ -129,7 +131,7 @@ class Ranged(Protocol):
     name: str
     generation: Generation
 
-    def check_length(self, reader: stores.Reader, coord: Any, path: str) -> None:
+    def check_length(self, reader: Reader, coord: Any, path: str) -> None:
         """Raise where the file is not as long as it must be."""
 
     def refused(self, coord: Any, value: int) -> CorruptCheckpoint:
@@ -171,7 +173,7 @@ def _neighbours(jobs: list[RangeJob]) -> list[list[RangeJob]]:
     for job in sorted(jobs, key=attrgetter("path", "start", "nbytes")):
         if job.path != path:
             path = job.path
-            store = stores.holding(path)[0] if stores.is_url(path) else stores.LocalStore
+            store = stores.holding(path)[0] if stores.is_url(path) else LocalStore
             gap, limit = store.gap, store.job
         else:
             last, stop = groups[-1][-1], job.start + job.nbytes
@@ -196,7 +198,7 @@ def _at_hand(groups: list[list[RangeJob]]) -> tuple[int, list[list[RangeJob]]]:
     for group in groups:
         job = group[0]
         span = group[-1].start + group[-1].nbytes - job.start
-        if missed < _MISSES and span <= stores.LocalStore.batch and not stores.is_url(job.path):
+        if missed < _MISSES and span <= LocalStore.batch and not stores.is_url(job.path):
             done = _read_ranges(group, wait=False)
             if done >= 0:
                 total += done

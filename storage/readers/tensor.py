@@ -28,6 +28,7 @@ from ..format import dtypes
 from ..format.chunk_grid import Grid, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
 from ..stores import generations, store
+from ..stores.contract import Reader
 from ..stores.filesystem import IOV_MAX
 from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened, run
@@ -160,9 +161,7 @@ class ChunkedTensor:
         """The file of a shard."""
         return names.inside(self.root, self.objects[coord].file, f"{self.root}: {self.name!r}")
 
-    def read_stored(
-        self, reader: store.Reader, path: str, coord: tuple[int, ...], first: int, out: np.ndarray
-    ) -> list[int]:
+    def read_stored(self, reader: Reader, path: str, coord: tuple[int, ...], first: int, out: np.ndarray) -> list[int]:
         """Fill ``out`` with chunks of a shard as they are stored, checksums included, from number ``first`` on; returns the checksums.
 
         Raises `CorruptCheckpoint` where one does not fit, whatever ``verify`` says: the bytes are to be stored again.
@@ -187,7 +186,7 @@ class ChunkedTensor:
             raise self.damaged(path, number, coord, value, int.from_bytes(stored[-4:].tobytes(), "little"))
         return value
 
-    def check_length(self, reader: store.Reader, coord: tuple[int, ...], path: str) -> None:
+    def check_length(self, reader: Reader, coord: tuple[int, ...], path: str) -> None:
         wanted = self.objects[coord].nbytes
         if reader.nbytes != wanted:
             raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")

@@ -24,6 +24,7 @@ from ...arrays.core.errors import (
     StoreError,
 )
 from ..base import names, strict_json
+from ..base.locations import SCHEMES
 from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
 from ..format.zarr_format import GROUP_ATTRIBUTE
@@ -42,7 +43,7 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
         from .local_zarr import InsideStore
 
         return LocalStore(root) if write else InsideStore(root), node
-    if root.partition("://")[0] not in stores.SCHEMES:
+    if root.partition("://")[0] not in SCHEMES:
         from .zarr_store import PlaceStore
 
         return PlaceStore(root), node

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, MeshtapeError, RuleConflict, RuleMatchError, RuleSyntaxError
-from ..loading.report import ranges
+from ...arrays.core.formatting import ranges
 from . import text
 from .dequantized import is_quantized, not_followed
 from .key_patterns import Pattern, natural, number_of, pattern_of

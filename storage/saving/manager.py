@@ -16,6 +16,7 @@ from ..checkpoint import branches, numbered
 from ..checkpoint.branches import Branch
 from ..checkpoint.numbered import Numbered
 from ..commit import contents, leftovers
+from ..commit.protocol import protocol_of
 from ..format.compression import Zstd, chosen
 from ..format.zarr_format import is_raw
 from ..loading.load import load
@@ -190,7 +191,7 @@ class CheckpointManager:
                 return None
             self.wait()
         for place in leftovers.places(self.directory):
-            atomic_directory.recover(place)
+            protocol_of(place).recover(place)
         kept = dict(metadata or {})
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
@@ -225,9 +226,8 @@ class CheckpointManager:
             self._newest = line[-1].step if line else None
         newest, back = self._newest, self._restored
         if newest is not None and back is not None and back[0] < step <= newest:
-            atomic_directory.check_target(
-                self.path(step), overwrite, contents.SAVED
-            )  # a save that is refused begins nothing
+            where = self.path(step)
+            protocol_of(where).check_target(where, overwrite, contents.SAVED)  # a save that is refused begins nothing
             self._begin(back[1].after(back[0], self._current()), back[0])
         elif newest is not None and step < newest:
             warnings.warn(
@@ -325,7 +325,7 @@ class CheckpointManager:
                 f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or roll back to another first"
             )
         contents.refuse_strangers(c.path, contents.beside(c.path), "only a checkpoint is deleted")
-        atomic_directory.discard(c.path)
+        protocol_of(c.path).discard(c.path)
         self._branch = None  # its newest step may be another now
 
     def _line(self, warn: bool = False) -> list[Numbered]:
@@ -465,4 +465,4 @@ class CheckpointManager:
                 if strangers := contents.beside(c.path):
                     warnings.warn(f"kept {c.path}, which holds {strangers[0]}: no manifest lists it", stacklevel=2)
                 else:
-                    atomic_directory.discard(c.path)
+                    protocol_of(c.path).discard(c.path)

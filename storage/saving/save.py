@@ -2,7 +2,7 @@
 
 Every rank writes its own blocks. A block that several ranks hold is written by one of them, chosen so that the bytes are
 balanced; the choice depends on nothing but the tree and the mesh. The calling process then checks that every shard of every
-array was written exactly once, adds the metadata and the manifest, and commits (see ``atomic_directory``).
+array was written exactly once, adds the metadata and the manifest, and commits (see ``protocol``).
 """
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -28,6 +28,7 @@ from ..base import activity, names
 from ..base.collector import no_collections
 from ..base.leaves import taken
 from ..commit import contents
+from ..commit.protocol import protocol_of
 from ..format import dtypes, manifest
 from ..format.chunk_grid import Grid, choose_grid, only_shard, place_of, whole_grid
 from ..format.compression import Zstd, chosen
@@ -449,7 +450,7 @@ class _Save:
         """Hold the values as they are now, so that `run` may come later and in another thread."""
         if not self.overwrite:
             # Refused now rather than in the background; what is there may be replaced, or not, is looked at again then.
-            atomic_directory.check_target(self.target, False, contents.SAVED)
+            protocol_of(self.target).check_target(self.target, False, contents.SAVED)
         meshes, groups = _by_mesh(self.items)
         for mesh, group in zip(meshes, groups, strict=True):
             for item, settled in zip(group, mesh.settle([i.array for i in group]), strict=True):
@@ -472,7 +473,7 @@ class _Save:
         with (
             activity.under_way(kind, target, expected) as work,
             atomic_directory.room_for(sum(i.least_nbytes for i in items) + slack, target),
-            atomic_directory.replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,
+            protocol_of(target).replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,
         ):
             work.root = folder.root
             for item in items:

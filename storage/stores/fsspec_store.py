@@ -18,9 +18,10 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 from ...arrays.core.errors import MeshtapeError, StoreError
+from ..base.locations import join
 from . import url_options
+from .contract import Entry, Pieces, Reader, Store, recorded
 from .object_store import plain_text, repeated
-from .store import Entry, Pieces, Reader, Store, join, recorded
 
 T = TypeVar("T")
 

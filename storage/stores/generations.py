@@ -14,14 +14,12 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from ...arrays.core.errors import CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from ..base.threads import UPLOADS, in_threads
 from . import store as stores
-
-if TYPE_CHECKING:
-    from ..loading.read_ahead import ReadAhead
+from .contract import Reader
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,12 +49,19 @@ def refuse(where: str, then: str, now: str | None) -> None:
         )
 
 
+class Ahead(Protocol):
+    """Bytes that were fetched before they are read (see ``read_ahead``)."""
+
+    def reader(self, where: str, reader: Reader) -> Reader:
+        """A reader of an object that takes from them."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """The files by which a checkpoint was opened, with the tag of each then."""
 
     tags: Mapping[str, str] = field(default_factory=dict)
-    ahead: ReadAhead | None = field(default=None, compare=False, kw_only=True)  # that those share who read it
+    ahead: Ahead | None = field(default=None, compare=False, kw_only=True)  # that those share who read it
 
     def check(self) -> None:
         """Raise `CheckpointReplaced` where one of the files is another by now."""

@@ -26,8 +26,9 @@ from typing import Any, ClassVar, TypeVar
 
 from ...arrays.core.errors import MeshtapeError, StoreError
 from ..base.checksums import crc32c
+from ..base.locations import READ_ONLY, join
 from . import multipart, url_options
-from .store import READ_ONLY, Entry, Pieces, Reader, Store, join, recorded
+from .contract import Entry, Pieces, Reader, Store, recorded
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ windows back, keeps those that are whole and does the rest; the journal therefor
 plan's part is removed. One process works on a target at a time: it holds a lock on the journal, which ends with the process.
 
 Every window is read back and compared while others are written, at the end the files are synced, metadata comes last, and the directory is committed as in
-``commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part for the next run; damage in the source removes it.
+``directory_commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part for the next run; damage in the source removes it.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -25,6 +25,8 @@ from typing import Any
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from ..base import scratch, strict_json
+from ..commit import directory_commit
+from ..commit.contents import JOURNAL
 from ..rules.casting import CastLoss, Tally
 from ..rules.lazy_tensors import Recipes
 from ..stores import atomic_directory, store
@@ -36,7 +38,6 @@ from .workers import Executor, Spread
 
 Progress = Callable[[int, int], None]
 
-JOURNAL = ".meshtape-transfer"
 MEMORY_LIMIT = 256 << 20
 THREADS = 2
 _LEAST = 64 << 10
@@ -154,7 +155,7 @@ def transfer(
     spread = Spread(threads, executor)
     atomic_directory.make_parents(target)
     atomic_directory.recover(os.path.dirname(target))
-    atomic_directory.check_target(target, overwrite, tables)
+    directory_commit.check_target(target, overwrite, tables)
     part = f"{target}.part"
     if not os.path.isdir(part):
         atomic_directory.check_room(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
@@ -247,7 +248,7 @@ def transfer(
                     synced.result()
                 source.check()
                 nbytes = sink.finish(atomic_directory.Folder(part), target)
-                atomic_directory.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=tables)
+                directory_commit.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=tables)
         except BaseException as e:
             # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is of no use.
             if not begun or (isinstance(e, CheckpointError) and not isinstance(e, StoreError)):

@@ -18,9 +18,10 @@ from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, StoreError
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..commit import object_commit
-from ..commit.object_commit import JOURNAL
+from ..commit.contents import JOURNAL
 from ..rules.casting import CastLoss, Tally, tallied
 from ..stores import store as stores
+from ..stores.contract import Store
 from ..stores.generations import Generation
 from .sinks.sink import Sink, Stream
 from .transfer import Progress, fingerprint
@@ -88,7 +89,7 @@ class _Journal:
         self.folder.store.put(JOURNAL, text.encode())
 
     @staticmethod
-    def read(store: stores.Store, key: str) -> tuple[str, dict[str, list[Any]], dict[str, Tally]] | None:
+    def read(store: Store, key: str) -> tuple[str, dict[str, list[Any]], dict[str, Tally]] | None:
         """(mark, files, losses by file) of an earlier run of the same plan."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             said = strict_json.loads(store.get(JOURNAL))

@@ -13,7 +13,7 @@ import meshtape as mt
 from meshtape import errors, storage
 from meshtape.cli.main import main
 from meshtape.storage import load, merge, open_checkpoint, save_safetensors
-from meshtape.storage.stores import store
+from meshtape.storage.stores import local
 
 PT = {"format": "pt"}
 
@@ -221,7 +221,7 @@ def terabytes(tmp_path_factory):
 
 def test_terabytes_are_looked_at_without_being_read(terabytes, monkeypatch):
     read = 0
-    original = store.preadv
+    original = local.preadv
 
     def counted(fd, buffers, offset):
         nonlocal read
@@ -229,7 +229,7 @@ def test_terabytes_are_looked_at_without_being_read(terabytes, monkeypatch):
         read += n
         return n
 
-    monkeypatch.setattr(store, "preadv", counted)
+    monkeypatch.setattr(local, "preadv", counted)
     a, b = str(terabytes / "a"), str(terabytes / "b")
 
     def call(*args):

@@ -174,7 +174,7 @@ def test_a_fork_does_not_keep_its_parents_locks(tmp_path):
     reader, writer = os.pipe()
     parent = os.fork()
     if parent == 0:
-        from meshtape.storage.stores.atomic_directory import replacing
+        from meshtape.storage.commit.directory_commit import replacing
 
         with replacing(os.fspath(tmp_path / "c"), overwrite=False, tables=frozenset()):
             if os.fork() == 0:

@@ -18,7 +18,7 @@ from meshtape.storage.base.checksums import crc32c
 from meshtape.storage.readers import reading
 from meshtape.storage.readers import tensor as tensors
 from meshtape.storage.readers.raw_tensor import RawTensor
-from meshtape.storage.stores import store
+from meshtape.storage.stores import local
 
 SHAPES = {"scalar": (), "line": (4001,), "matrix": (97, 130), "cube": (13, 17, 19), "thin": (900, 3), "none": (0, 5)}
 ARRAYS = {n: (np.arange(np.prod(s, dtype=int)).reshape(s) * 3 + 1).astype(np.float32) for n, s in SHAPES.items()}
@@ -97,10 +97,10 @@ def indexes(draw, shape):
 def test_every_index_gives_what_numpy_gives(stored, monkeypatch, kind, small, at_hand):
     if small:  # so that every way to cut a read is taken in little data
         for name, n in {"gap": 16, "row": 800, "near": 100, "batch": 1000, "job": 3000}.items():
-            monkeypatch.setattr(store.LocalStore, name, n, raising=False)
+            monkeypatch.setattr(local.LocalStore, name, n, raising=False)
         monkeypatch.setattr(tensors, "_WINDOW", 5000)
         monkeypatch.setattr(tensors, "_SKIPPED", 200)
-    monkeypatch.setattr(store._LocalReader, "at_hand", lambda self, offset: at_hand)
+    monkeypatch.setattr(local._LocalReader, "at_hand", lambda self, offset: at_hand)
     ckpt = stored[kind]
 
     @settings(max_examples=8 if "zarr v" in kind else 40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -127,7 +127,7 @@ def test_steps_over_chunks_of_dcp(stored):
 def _read_bytes(monkeypatch, run):
     """Bytes that ``run`` reads from local files."""
     total = []
-    readv, gather = store._LocalReader.readv, store._LocalReader.gather
+    readv, gather = local._LocalReader.readv, local._LocalReader.gather
 
     def gathered(self, nbytes, starts):
         out = gather(self, nbytes, starts)
@@ -135,8 +135,8 @@ def _read_bytes(monkeypatch, run):
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._LocalReader, "readv", lambda self, b, at: total.append(readv(self, b, at)) or total[-1])
-        patch.setattr(store._LocalReader, "gather", gathered)
+        patch.setattr(local._LocalReader, "readv", lambda self, b, at: total.append(readv(self, b, at)) or total[-1])
+        patch.setattr(local._LocalReader, "gather", gathered)
         run()
     return sum(total)
 
@@ -172,7 +172,7 @@ def test_gaps_are_skipped_where_that_is_cheap(monkeypatch, tmp_path, at_hand):
     w = np.arange(200 * 16_384, dtype="f4").reshape(200, 16_384)  # rows of 64 kB
     save_safetensors(tmp_path / "w.safetensors", {"w": w})
     a = open_checkpoint(tmp_path / "w.safetensors")["w"]
-    monkeypatch.setattr(store._LocalReader, "at_hand", lambda self, offset: at_hand)
+    monkeypatch.setattr(local._LocalReader, "at_hand", lambda self, offset: at_hand)
     got = _read_bytes(monkeypatch, lambda: a[:, 7])
     assert got == w[:, 7].nbytes if at_hand else got > w.nbytes / 2
 
@@ -227,8 +227,8 @@ def test_a_file_of_many_arrays_is_opened_for_many_and_replaced_files_are_told(tm
     where = tmp_path / "many.safetensors"
     save_safetensors(where, held)
     opened = []
-    real = store.LocalStore.reader
-    monkeypatch.setattr(store.LocalStore, "reader", lambda self, name: opened.append(name) or real(self, name))
+    real = local.LocalStore.reader
+    monkeypatch.setattr(local.LocalStore, "reader", lambda self, name: opened.append(name) or real(self, name))
     got = load(where)
     assert all(np.array_equal(got[n], a) for n, a in held.items())
     assert len(opened) < 100

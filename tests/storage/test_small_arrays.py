@@ -17,6 +17,7 @@ from meshtape.storage.format.zarr_format import array_metadata, group_metadata
 from meshtape.storage.readers import reading
 from meshtape.storage.readers.safetensors import joined
 from meshtape.storage.saving import write_shards
+from meshtape.storage.stores import local
 from meshtape.storage.stores import store as stores
 
 COUNT = 300
@@ -79,15 +80,15 @@ def _at_hand(where):
 def test_neighbours_share_reads(form, tmp_path, monkeypatch):
     where, tree = tmp_path / "c.safetensors", trees()
     save(where, tree, pack=True) if form == "packed" else save_safetensors(where, tree)
-    reads, real = [], stores.preadv
-    monkeypatch.setattr(stores, "preadv", lambda *args: reads.append(1) or real(*args))
+    reads, real = [], local.preadv
+    monkeypatch.setattr(local, "preadv", lambda *args: reads.append(1) or real(*args))
     same(load(where), tree)
     assert len(reads) < COUNT / 10
 
 
 def test_they_are_read_by_threads_where_a_disk_must_be_waited_for(kept, monkeypatch):
     _, where, tree = kept
-    monkeypatch.setattr(stores._LocalReader, "at_hand", lambda self, offset: False)
+    monkeypatch.setattr(local._LocalReader, "at_hand", lambda self, offset: False)
     same(load(where), tree)
     same(load(where, verify=False), tree)
 
@@ -107,7 +108,7 @@ def test_damage_names_the_array(kept, at_hand, monkeypatch):
         byte = f.read(1)
         f.seek(start)
         f.write(bytes([byte[0] ^ 1]))
-    monkeypatch.setattr(stores._LocalReader, "at_hand", lambda self, offset: at_hand)
+    monkeypatch.setattr(local._LocalReader, "at_hand", lambda self, offset: at_hand)
     with pytest.raises(errors.CorruptCheckpoint, match=r"layers\.7\.w"):
         load(where)
     got = load(where, verify=False)

@@ -347,18 +347,18 @@ def test_a_limit_on_the_length_of_files(kit, tmp_path, source):
 
 def test_a_disk_that_cannot_be_read(tmp_path, source, monkeypatch):
     """Each file that is read is named, and a transfer keeps what it has for when the disk is mended."""
-    from meshtape.storage.stores import store
+    from meshtape.storage.stores import local
 
     def broken(fd, buffers, offset):
         if "/c." in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return original(fd, buffers, offset)
 
-    original = store.preadv
+    original = local.preadv
     if not os.path.exists("/proc/self/fd"):
         pytest.skip("needs /proc")
     with monkeypatch.context() as m:
-        m.setattr(store, "preadv", broken)
+        m.setattr(local, "preadv", broken)
         for act in (
             lambda: load(source / "1"),
             lambda: mt.open_checkpoint(source / "1")["a"][2:5],
@@ -428,7 +428,7 @@ def test_a_place_below_a_file(tmp_path):
 def test_an_error_keeps_its_number_on_the_way_from_a_worker():
     import pickle
 
-    from meshtape.storage.stores.store import failed
+    from meshtape.storage.stores.contract import failed
 
     e = pickle.loads(pickle.dumps(failed(OSError(errno.EIO, "Input/output error"), "x cannot be read")))
     assert (type(e), e.errno, str(e)) == (errors.StoreError, errno.EIO, "x cannot be read: Input/output error")

@@ -192,10 +192,10 @@ def test_uploads_keep_the_sums_in_the_index(tmp_path):
 
 
 def test_large_reads_are_compared_in_pieces(tmp_path, monkeypatch):
-    from meshtape.storage.stores import store
+    from meshtape.storage.stores import local
 
-    monkeypatch.setattr(store.LocalStore, "job", 1000)
-    monkeypatch.setattr(store.LocalStore, "batch", 300)
+    monkeypatch.setattr(local.LocalStore, "job", 1000)
+    monkeypatch.setattr(local.LocalStore, "batch", 300)
     path = single(tmp_path)
     np.testing.assert_array_equal(np.asarray(load(path)["a.w"]), ARRAYS["a.w"])
     bad = bytearray(path.read_bytes())

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from ....arrays.core.errors import CheckpointError, NotACheckpoint
 from ...checkpoint.checkpoint import Checkpoint
 from ...format import manifest
-from ...loading.open import HF_INDEX, open_checkpoint
+from ...format.hf_index import HF_INDEX
+from ...loading.open import open_checkpoint
 from ...stores import atomic_directory
 from ...stores import store as stores
 from .inventory import Inventory

@@ -11,6 +11,7 @@ import math
 import re
 from typing import Any
 
+from ....arrays.core.formatting import count as count
 from ....arrays.core.formatting import human_bytes as human_bytes
 
 FORMATS = {"meshtape": "Zarr v3 + manifest"}  # what a kind of checkpoint is called, where that says more than its name
@@ -69,15 +70,6 @@ def number(x: float | int | None) -> str:
     if math.isinf(x):
         return "∞" if x > 0 else "−∞"
     return f"{x:.4g}"
-
-
-def count(n: int, thing: str) -> str:
-    """
-    >>> count(1, "array"), count(1200, "array"), count(2, "entry")
-    ('1 array', '1,200 arrays', '2 entries')
-    """
-    many = thing if n == 1 else thing[:-1] + "ies" if thing.endswith("y") and thing[-2] not in "aeiou" else thing + "s"
-    return f"{n:,} {many}"
 
 
 def percent(x: float) -> str:

@@ -27,6 +27,7 @@ from ...readers.packed import PackedBlocks
 from ...readers.reading import opened
 from ...readers.tensor import ChunkedTensor
 from ...stores import store
+from ...stores.contract import Reader
 from ...stores.filesystem import Files, active
 
 Coord = tuple[int, ...]
@@ -148,7 +149,7 @@ class CopiedShard:
         longest = max(1, store.at(tensor.root).batch // unit)
         lengths: list[int] = []
         with contextlib.ExitStack() as stack:
-            readers: dict[Coord, tuple[str, store.Reader]] = {}
+            readers: dict[Coord, tuple[str, Reader]] = {}
             for source, group in itertools.groupby(order, key=lambda m: m.source):
                 if source not in readers:
                     if len(readers) == _SOURCES:
@@ -180,9 +181,7 @@ class CopiedShard:
             raise
         return fd
 
-    def _take(
-        self, reader: store.Reader, path: str, source: Coord, first: int, count: int
-    ) -> tuple[np.ndarray, list[int]]:
+    def _take(self, reader: Reader, path: str, source: Coord, first: int, count: int) -> tuple[np.ndarray, list[int]]:
         """(bytes, length of each) of chunks that follow one another in a file, compared with their checksums."""
         tensor = self.tensor
         if isinstance(tensor, CompressedTensor):

@@ -22,7 +22,7 @@ from ....arrays.core.errors import CorruptCheckpoint
 from ...base.checksums import combine, crc32c
 from ...format import dtypes, tensor_sums
 from ...format.chunk_grid import runs, windows
-from ...loading.open import HF_INDEX
+from ...format.hf_index import HF_INDEX
 from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder

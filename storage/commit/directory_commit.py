@@ -1,0 +1,133 @@
+"""The commit of a directory of files, all at once, and the replacement of one by another.
+
+The protocol, for a target ``NAME``:
+
+1. A directory ``NAME.tmp-ID`` is made beside the target. ``ID`` names the host and process that owns it.
+2. Every file is written there under its final name, and synced. Nothing of an older generation is touched.
+3. The directories are synced. Then the *last* file is written and synced (the manifest, or an index): its presence is
+   what makes the directory complete, so it must not be durable before what it vouches for.
+4. A new target: ``NAME.tmp-ID`` is renamed to ``NAME``; the parent directory is synced.
+5. A replaced target: the two names are exchanged in one step (Linux ``renameat2``). At every instant ``NAME`` is the old
+   generation or the new one. Where the system cannot exchange, ``NAME`` is renamed to ``NAME.old-ID``, then
+   ``NAME.tmp-ID`` to ``NAME``. Between the two, ``NAME`` does not exist; `resolve` makes a reader take ``NAME.old-ID``
+   then, which is whole, and `recover` lets the next writer rename it back.
+6. What is no longer wanted is renamed to ``NAME.trash-ID`` and deleted from there, so that half a deletion is never
+   taken for a checkpoint.
+
+A kill at any point leaves ``NAME`` (or ``NAME.old-ID``) whole, and at most one ``.tmp-``, ``.old-`` or ``.trash-`` directory.
+Whoever fills, moves or deletes one of these holds a lock on it (see ``owners``). A writer, and nobody else, collects beside its target those
+whose owner is gone: `recover`. Readers and managers that start delete nothing.
+
+A replacement never takes what is not the checkpoint's: see ``contents``. Documents that stay are linked into the new generation before step 4.
+"""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
+from ...arrays.core.errors import CheckpointExists
+from ..stores import owners
+from ..stores.atomic_directory import Folder, discard, new_beside, owned, recover
+from ..stores.filesystem import active
+from . import contents
+
+
+def is_begun(root: str) -> bool:
+    """Whether a writer fills it under its own name: never."""
+    return False
+
+
+@contextlib.contextmanager
+def replacing(target: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator[Folder]:
+    """Give a directory to fill and `Folder.commit`; without the commit, nothing is left behind.
+
+    ``tables`` are the tables of contents of what may be replaced (see ``contents``): ``overwrite=True`` never deletes anything else.
+    """
+    fs = active()
+    target = os.path.abspath(target)
+    recover(os.path.dirname(target))
+    check_target(target, overwrite, tables)
+    held, _ = new_beside(target, fs.mkdir)
+    folder = Folder(held.path, lambda: _swap_in(held.path, target, overwrite, tables))
+    try:
+        yield folder
+    finally:
+        if not folder.committed:
+            # The error that brought us here matters more than one of the clean-up; the next writer collects the rest.
+            with contextlib.suppress(OSError):
+                fs.remove_tree(held.path)
+        held.release()
+
+
+def adopt(directory: str, target: str, without: str, *, overwrite: bool, tables: frozenset[str]) -> None:
+    """Commit a finished directory that stands beside the target under a name of its own, less its file ``without``."""
+    fs = active()
+    check_target(target, overwrite, tables)
+    temporary = f"{target}.tmp-{owners.new_id()}"
+    # Locked before it has a name that others collect.
+    with owned(directory), owned(temporary):
+        fs.rename(directory, temporary)
+        # Only now: a directory of the former name without this file could not be told from somebody else's.
+        fs.unlink(os.path.join(temporary, without))
+        fs.fsync_dir(temporary)
+        _swap_in(temporary, target, overwrite, tables)
+
+
+def check_target(target: str, overwrite: bool, tables: frozenset[str]) -> list[str]:
+    """Raise `CheckpointExists` where ``target`` may not be replaced; returns the documents there that stay."""
+    if not os.path.lexists(target):
+        return []
+    if not overwrite:
+        raise CheckpointExists(f"{target} exists; pass overwrite=True to replace it")
+    if os.path.islink(target) or not os.path.isdir(target):
+        raise CheckpointExists(f"{target} is not a directory; overwrite=True replaces checkpoint directories alone")
+    return contents.check(target, tables)
+
+
+def _swap_in(temporary: str, target: str, overwrite: bool, tables: frozenset[str]) -> None:
+    fs = active()
+    parent = os.path.dirname(target)
+    # Again: somebody may have put something there while we wrote.
+    documents = check_target(target, overwrite, tables)
+    if not os.path.lexists(target):
+        fs.rename(temporary, target)
+        fs.fsync_dir(parent)
+        return
+    _bring(target, temporary, documents)
+    old = f"{target}.old-{owners.new_id()}"
+    with owned(target), owned(old):
+        if fs.exchange(temporary, target):
+            old = temporary
+        else:
+            fs.rename(target, old)
+            try:
+                fs.rename(temporary, target)
+            except BaseException:
+                fs.rename(old, target)
+                raise
+        fs.fsync_dir(parent)
+    # The new generation is in place and durable: from here on an error is no longer one of the save.
+    with contextlib.suppress(OSError):
+        discard(old)
+
+
+def _bring(source: str, target: str, documents: list[str]) -> None:
+    """Bring documents that stay into the next generation, as links where there are such."""
+    fs = active()
+    brought = [d for d in documents if not os.path.lexists(os.path.join(target, d))]
+    for name in brought:
+        there, here = os.path.join(source, name), os.path.join(target, name)
+        try:
+            fs.link(there, here)
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES):
+                raise
+            with open(there, "rb") as f:
+                fs.write_file(here, f.read())
+    if brought:
+        fs.fsync_dir(target)

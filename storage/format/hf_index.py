@@ -1,0 +1,41 @@
+"""The index of a Hugging Face directory: which file holds each tensor."""
+
+# Paths are plain texts here: they come from manifests and go to system calls.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...arrays.core.errors import CorruptCheckpoint
+from ..base import names, strict_json
+from ..stores import store as stores
+from . import tensor_sums
+
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE = "model.safetensors"
+
+
+def read_index(
+    root: str, index: str = HF_INDEX, verify: bool = True
+) -> tuple[dict[str, str], dict[str, Any], Mapping[str, str]]:
+    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory, and checksums by file; every file lies inside it."""
+    path = names.inside(root, index, root)
+    data = stores.at(root).get(index)
+    try:
+        top = strict_json.loads(data)
+        weight_map = top["weight_map"]
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError("weight_map is not a map from names to files")
+        "".join((*weight_map, *weight_map.values())).encode()  # half of a surrogate pair is no name
+        metadata = top.get("metadata") or {}
+        metadata = metadata if isinstance(metadata, dict) else {}
+        sums = tensor_sums.of_index(data, metadata) if verify else {}
+        metadata.pop(tensor_sums.KEY, None)
+        if any(isinstance(v, dict) and tensor_sums.KEY in v for v in top.values()):
+            raise ValueError("checksums stand in an entry that is not 'metadata'")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise CorruptCheckpoint(f"{path}: not an index: {e}") from None
+    for file in set(weight_map.values()):
+        names.inside(root, file, path)
+    return weight_map, metadata, sums

@@ -1,0 +1,173 @@
+"""The contract of a store, which one test class checks for each of them:
+
+- what `put` has returned for is whole and durable, and readers see the whole of it or nothing, whatever happens meanwhile;
+- ``put(new=True)`` succeeds for one of many writers of a name, and raises ``FileExistsError`` for the others;
+- a `Reader` fills buffers from a place on, as far as the object goes, and knows the object's length after its first read;
+- `entries` lists all names below, in order; `delete` does not mind names that are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from ...arrays.core.errors import CheckpointReplaced, CorruptCheckpoint, StoreError
+from ..base.locations import join
+
+Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
+LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a million chunks has a fifth of that
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object: its name below the store's root, its length, when it was last written (seconds), and what tells its version."""
+
+    name: str
+    nbytes: int
+    modified: float
+    tag: str
+
+
+class Reader(Protocol):
+    """An object that is open for reading."""
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the whole object."""
+
+    @property
+    def tag(self) -> str:
+        """What tells the version of the object that is read: another writer's object has another."""
+
+    def readv(self, buffers: list[Any], offset: int) -> int:
+        """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
+
+    def at_hand(self, offset: int) -> bool:
+        """Whether the bytes there come from this machine's memory: then a small read costs little."""
+        return False
+
+    def close(self) -> None: ...
+
+
+class Store(ABC):
+    """Named byte strings below a root. Read the module's text for what its methods promise."""
+
+    root: str
+    writable: ClassVar[bool] = True
+    lists: ClassVar[bool] = True
+    readers: ClassVar[int] = 4  # threads that read faster than one
+    job: ClassVar[int] = 16 << 20  # bytes that one thread reads at a time
+    batch: ClassVar[int] = 1 << 20  # bytes of one read that are copied on: they stay in a processor's cache
+    gap: ClassVar[int] = 4 << 10  # bytes that are cheaper to read than to skip
+    row: ClassVar[int] = 128 << 10  # rows up to this length are cheaper to read whole
+    near: ClassVar[int] = 8 << 10  # the same, where a read need not wait for a disk
+
+    @abstractmethod
+    def reader(self, name: str) -> Reader:
+        """Open an object; ``FileNotFoundError`` where there is none, at the latest when it is read."""
+
+    @abstractmethod
+    def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
+        """Write an object whole from bytes or buffers; returns its length. ``new``: it must not exist.
+
+        A function that makes the buffers anew may be called again, where an upload has failed on the way.
+        """
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects."""
+
+    @abstractmethod
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        """All objects below the folder ``under``, sorted by name."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the folders directly below the root, sorted."""
+
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Names of the objects directly below the root, sorted; what lies in folders is not looked at."""
+
+    def get(self, name: str) -> bytes:
+        """A whole object; `CorruptCheckpoint` where it is far too long for what is read whole, such as a table of contents."""
+        with contextlib.closing(self.reader(name)) as r:
+            n = r.nbytes
+            if n > LONGEST:
+                raise CorruptCheckpoint(f"{join(self.root, name)} has {n} bytes, at most {LONGEST} are read at once")
+            data = bytearray(n)
+            got = r.readv([data], 0) if n else 0
+            return bytes(data[:got])
+
+    def size(self, name: str) -> int | None:
+        """The length of an object, or None where there is none."""
+        try:
+            with contextlib.closing(self.reader(name)) as r:
+                return r.nbytes
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def tag(self, name: str) -> str | None:
+        """What tells the version of an object that is there now, or None where there is none."""
+        try:
+            with contextlib.closing(self.reader(name)) as r:
+                return r.tag or None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def refuse_writes(self) -> None:
+        if not self.writable:
+            raise StoreError(f"{self.root} can only be read; write to a local directory, s3://, gs:// or az://")
+
+
+def failed(error: OSError, what: str) -> StoreError:
+    """The operating system's error as one of ours; ``what`` says what could not be done, and where.
+
+    >>> str(failed(PermissionError(13, "Permission denied", "/x"), "/x cannot be read"))
+    '/x cannot be read: Permission denied'
+    """
+    out = StoreError(f"{what}: {error.strerror or error}")
+    out.errno = error.errno
+    return out
+
+
+# ----- the versions of what is read -------------------------------------------------------------------------------------
+
+_opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Callable[[], dict[str, str]]]:
+    """Gives what tells the tag of each object that was read meanwhile, in this thread."""
+    opened: list[tuple[str, Reader]] = []
+    token = _opened.set(opened)
+    try:
+        yield lambda: _tags(opened)
+    finally:
+        _opened.reset(token)
+
+
+def _tags(opened: list[tuple[str, Reader]]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for where, reader in opened:
+        if out.setdefault(where, reader.tag) != reader.tag:
+            raise CheckpointReplaced(
+                f"{where} was replaced while the checkpoint was opened: it had {out[where]}; now it has {reader.tag}"
+            )
+    return out
+
+
+def recorded(where: str, reader: Reader) -> Reader:
+    """The reader of an object, after `recording` was told."""
+    if (opened := _opened.get()) is not None:
+        opened.append((where, reader))
+    return reader
+
+
+def is_recording() -> bool:
+    """Whether tags are asked for when a reader was closed."""
+    return _opened.get() is not None
