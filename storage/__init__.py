@@ -14,6 +14,7 @@ array([3., 4., 5.])
 
 import sys as _sys
 
+from . import browse as browse
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import Zstd

@@ -1,8 +1,12 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and the hook of notebooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+DRAWINGS: dict[str, Callable[..., Any]] = {}
+"""How notebooks show what lower rooms hold, by its kind; filled by the rooms that draw."""
 
 
 def human_bytes(n: float) -> str:

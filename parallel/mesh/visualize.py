@@ -8,8 +8,9 @@ from html import escape
 from typing import Any
 
 from ...arrays.core.array import Array
+from ...arrays.core.formatting import DRAWINGS
 from ..sharding.mesh_protocol import Mesh
-from ..sharding.placement import DRAWINGS, Sharding, make_layout
+from ..sharding.placement import Sharding, make_layout
 from .block_grid import Grid, Slab, Span, colour_of, grid_of, ranks_text
 
 MOST_ROWS, MOST_SLABS, MOST_CELLS = 16, 6, 64

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import MeshError, ShardingConflict
+from ...arrays.core.formatting import DRAWINGS
 from .mesh_protocol import Mesh
 
 REDUCE_OPS = ("sum", "prod", "max", "min", "any", "all")
@@ -175,10 +176,6 @@ def dims_text(shape: Sequence[int], layout: Layout, names: Sequence[str]) -> str
     """Lengths, each with the axes that split it: ``8@data,4``."""
     axes = [layout.axes_of(d) for d in range(len(shape))]
     return ",".join(f"{n}@{'+'.join(names[a] for a in s)}" if s else str(n) for n, s in zip(shape, axes, strict=True))
-
-
-DRAWINGS: dict[str, Callable[[Sharding], str]] = {}
-"""How notebooks show a sharding; filled by ``mesh.visualize``, which draws."""
 
 
 class Sharding:

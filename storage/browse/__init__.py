@@ -8,9 +8,30 @@ them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask dashb
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from ...arrays.core.formatting import DRAWINGS
+
 __all__ = ["Page", "Server", "close", "show"]
+
+
+def _draw(name: str, *of: Any) -> str:
+    from .server import notebook
+
+    return getattr(notebook, name)(*of)
+
+
+def _show(path: str, **parameters: Any) -> Any:
+    from .server import app
+
+    return app.show(path, **parameters)
+
+
+DRAWINGS["page"] = _show
+DRAWINGS["checkpoint"] = partial(_draw, "checkpoint_html")
+DRAWINGS["stored array"] = partial(_draw, "array_html")
+DRAWINGS["run"] = partial(_draw, "run_html")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,22 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import ArrayIndexError, CheckpointDTypeError, CheckpointKeyError, IncompleteCheckpoint
+from ...arrays.core.formatting import DRAWINGS
 from ...arrays.core.tree import Path
 from ..base.names import leaf_name
+from ..base.page import Page
 from ..format import manifest
 from ..format.compression import Zstd, compression_of
 from ..format.documents import Documents
 from ..readers.tensor import StoredTensor, read_box, read_picks
 from ..stores.generations import NONE, Generation
-
-if TYPE_CHECKING:
-    from ..browse.server.app import Page
 
 
 class StoredArray:
@@ -94,9 +93,7 @@ class StoredArray:
         return self.shape[0]
 
     def _repr_html_(self) -> str:
-        from ..browse.server.notebook import array_html
-
-        return array_html(self)
+        return DRAWINGS["stored array"](self)
 
     def __repr__(self) -> str:
         text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -254,9 +251,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         return "\n".join([self._title(), *lines])
 
     def _repr_html_(self) -> str:
-        from ..browse.server.notebook import checkpoint_html
-
-        return checkpoint_html(self)
+        return DRAWINGS["checkpoint"](self)
 
     def browse(self) -> Page:
         """Serve this checkpoint to a web browser from this process, on loopback: tree, values, distributions, chunks, health.
@@ -266,9 +261,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         Page
             Shows itself as a link; ``page.url`` is its address. The server ends with the process, or with ``storage.browse.close()``.
         """
-        from ..browse.server import app
-
-        return app.show(self.path)
+        return DRAWINGS["page"](self.path)
 
 
 def unread(skipped: Iterable[str]) -> str:

@@ -3,67 +3,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from ...arrays.core.blocks import BlockSharding
 from ...arrays.core.errors import CheckpointError
-from ...arrays.core.tree import Path
-from ..base import names
 from ..base.checksums import crc32c
 from ..base.collector import no_collections
 from ..base.threads import SYNCS, in_threads
 from ..format import chunk_sums, manifest
-from ..format.chunk_grid import Grid, place_of
-from ..format.compression import Compression, fits, most_nbytes
+from ..format.chunk_grid import place_of
+from ..format.compression import fits
 from ..format.documents import marked
 from ..format.zarr_format import array_metadata, group_metadata
 from ..stores import atomic_directory, store
-from .write_shards import Record
-
-
-@dataclass
-class Item:
-    """One array of the tree on its way to disk."""
-
-    path: Path
-    array: Any
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: BlockSharding | None
-    grid: Grid
-    directory: str = ""
-    mesh: int | None = None
-    compression: Compression = None
-    packed: bool = False
-    raw: bool = False  # see ``array_metadata``
-
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = names.leaf_name(self.path)
-        if not self.shape:  # a bare chunk of a few bytes
-            self.compression = None
-
-    @property
-    def stored_nbytes(self) -> int:
-        """Bytes of its files; with compression, the most that they can have."""
-        if self.packed:
-            return math.prod(self.shape) * self.dtype.itemsize
-        return sum(self.most(c) for c in self.grid.shards())
-
-    @property
-    def least_nbytes(self) -> int:
-        """Bytes that its files will surely have."""
-        return self.stored_nbytes if self.compression is None else 0
-
-    def most(self, coord: tuple[int, ...]) -> int:
-        """Bytes of the file of a shard; with compression, the most that it can have."""
-        return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
+from .items import Item, Record
 
 
 @no_collections()

@@ -9,9 +9,11 @@ import os
 import time
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ...arrays.core.errors import CheckpointError, MeshtapeError, NotACheckpoint
+from ...arrays.core.formatting import DRAWINGS
+from ..base.page import Page
 from ..checkpoint import branches, numbered
 from ..checkpoint.branches import Branch
 from ..checkpoint.numbered import Numbered
@@ -24,9 +26,6 @@ from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
 from .save import SaveReport, save, save_async
-
-if TYPE_CHECKING:
-    from ..browse.server.app import Page
 
 
 def _whole(what: str, value: Any) -> int:
@@ -416,15 +415,11 @@ class CheckpointManager:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}{best}{f', {now}' if now.number else ''})"
 
     def _repr_html_(self) -> str:
-        from ..browse.server.notebook import run_html
-
-        return run_html(self.directory, self.best_metric or "", self.best_is)
+        return DRAWINGS["run"](self.directory, self.best_metric or "", self.best_is)
 
     def browse(self) -> Page:
         """Serve the checkpoints of this directory to a web browser from this process, on loopback; returns a page that shows itself as a link."""
-        from ..browse.server import app
-
-        return app.show(self.directory, metric=self.best_metric, best=self.best_is)
+        return DRAWINGS["page"](self.directory, metric=self.best_metric, best=self.best_is)
 
     def _complete(self, warn: bool = False) -> list[Numbered]:
         return numbered.complete(self.directory, warn)

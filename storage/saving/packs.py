@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +25,7 @@ from ..format.chunk_grid import Grid, only_shard, place_of
 from ..format.stored_objects import Pack
 from ..readers.safetensors import DCP_INFO, TensorInfo, build_header, joined, pieces_of, sum_of
 from ..stores import store
-
-if TYPE_CHECKING:
-    from .finalize import Item
-    from .write_shards import Record, Task
+from .items import Item, Record, Task
 
 THRESHOLD = 1 << 20  # bytes of a block that are packed by default
 LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
@@ -102,8 +99,6 @@ def records_of(
     tasks: Sequence[Task], head: bytes, places: Mapping[str, TensorInfo], sums: Mapping[str, int]
 ) -> list[Record]:
     """The records of the blocks of one pack that was written."""
-    from .write_shards import Record
-
     pack = Pack(tasks[0].pack, len(head) + sum(p.nbytes for p in places.values()), len(head), crc32c(head))
     return [
         Record(t.file, places[t.name].nbytes, sums[t.name], b"", pack, len(head) + places[t.name].begin) for t in tasks

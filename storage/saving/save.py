@@ -38,8 +38,9 @@ from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle, finish_earlier, start
-from .finalize import Item, finish_directory
-from .write_shards import Record, Task, write_blocks
+from .finalize import finish_directory
+from .items import Item, Record, Task
+from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
 

@@ -6,51 +6,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
 from ..base import activity
 from ..base.threads import SYNCS, UPLOADS, compressors, in_threads, writers
-from ..format.chunk_grid import Grid
 from ..format.chunk_sums import packed
-from ..format.compression import Compression
-from ..format.manifest import Pack
 from ..format.zarr_format import ShardBytes
 from ..stores import atomic_directory, store
 from ..stores.filesystem import active
+from .items import Record, Task
 from .packs import laid_out
 
 _OPEN = 128  # files that are written before they are synced
-
-
-@dataclass(slots=True)
-class Task:
-    """One shard to write: which array of the call, which part of the rank's block, and the file's place in the grid."""
-
-    array: int
-    part: Box
-    grid: Grid
-    coord: tuple[int, ...]
-    file: str
-    compression: Compression = None
-    name: str | None = None  # of a packed array
-    pack: str = ""  # the file in which it lies with others
-
-
-@dataclass(slots=True)
-class Record:
-    """One shard written."""
-
-    file: str
-    nbytes: int
-    crc32c: int
-    sums: bytes  # of its chunks, in order (see ``chunk_sums``)
-    pack: Pack | None = None  # in which it lies, and from which byte on
-    start: int = 0
 
 
 def write_blocks(

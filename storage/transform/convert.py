@@ -34,13 +34,14 @@ from ..rules.dequantized import dequantizes, is_quantized
 from ..rules.lazy_tensors import Converted
 from ..rules.rules import Rules
 from ..saving import packs
-from ..saving.finalize import Item
+from ..saving.items import Item
 from ..stores import atomic_directory, store
 from ..stores.generations import Listed
+from .plan import Progress
 from .sinks.sink import Sink
 from .sinks.sink_safetensors import HuggingFaceSink
 from .sinks.sink_zarr import ZarrSink
-from .transfer import MEMORY_LIMIT, THREADS, Progress, transfer
+from .transfer import MEMORY_LIMIT, THREADS, transfer
 from .workers import Executor
 
 KEEP = "keep"  # the compression of the source

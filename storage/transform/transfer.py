@@ -14,11 +14,10 @@ Every window is read back and compared while others are written, at the end the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,31 +27,18 @@ from ..base import scratch, strict_json
 from ..commit import directory_commit
 from ..commit.contents import JOURNAL
 from ..rules.casting import CastLoss, Tally
-from ..rules.lazy_tensors import Recipes
 from ..stores import atomic_directory, store
 from ..stores.filesystem import active, try_lock
 from ..stores.generations import Generation
+from .plan import Progress, fingerprint
 from .sinks.sink import Sink, Unit, Writer, put
+from .upload import upload
 from .verify_writes import Step, Steps
 from .workers import Executor, Spread
-
-Progress = Callable[[int, int], None]
 
 MEMORY_LIMIT = 256 << 20
 THREADS = 2
 _LEAST = 64 << 10
-
-
-def fingerprint(
-    source: Generation, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int
-) -> str:
-    """What is the same for two runs that would write the same windows of the same bytes."""
-    made = Recipes()
-    held = [made.of(t) for t in tensors]
-    plan = json.dumps(
-        [3, dict(source.tags), source.changes(), held, sink.describe(), windows, memory_limit, threads], sort_keys=True
-    )
-    return hashlib.sha256(plan.encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -138,8 +124,6 @@ def transfer(
     if memory_limit < 1 or threads < 1:
         raise CheckpointError(f"memory_limit and threads must be positive, got {memory_limit} and {threads}")
     if store.is_url(target):
-        from .upload import upload
-
         return upload(
             source,
             tensors,

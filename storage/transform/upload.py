@@ -23,8 +23,8 @@ from ..rules.casting import CastLoss, Tally, tallied
 from ..stores import store as stores
 from ..stores.contract import Store
 from ..stores.generations import Generation
+from .plan import Progress, fingerprint
 from .sinks.sink import Sink, Stream
-from .transfer import Progress, fingerprint
 from .workers import Spread
 
 _BATCH = 8 << 20

@@ -9,10 +9,10 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable
-from html import escape
 from typing import Any
 
 from ....arrays.core.errors import CheckpointError
+from ...base.page import Page
 from ..model.site import Place, Site
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -170,20 +170,6 @@ def _listen(host: str, port: int) -> list[socket.socket]:
 
 _lock = threading.Lock()
 _shared: Server | None = None
-
-
-class Page:
-    """A page of the browser that this process serves. It shows itself as a link; `url` is its address."""
-
-    def __init__(self, url: str, what: str) -> None:
-        self.url = url
-        self.what = what
-
-    def __repr__(self) -> str:
-        return f"<browse {self.what} at {self.url}>"
-
-    def _repr_html_(self) -> str:
-        return f'<p>Browse <code>{escape(self.what)}</code> at <a href="{escape(self.url)}" target="_blank" rel="noopener">{escape(self.url)}</a></p>'
 
 
 def show(path: str | os.PathLike[str], **parameters: Any) -> Page:

@@ -26,7 +26,7 @@ from ...format.zarr_format import ShardBytes
 from ...readers.compressed import digest
 from ...readers.reading import opened
 from ...rules.lazy_tensors import whole_of
-from ...saving.write_shards import Record
+from ...saving.items import Record
 from ...stores.filesystem import active
 from .copy_chunks import CopiedShard, keeps_bytes
 from .sink import read

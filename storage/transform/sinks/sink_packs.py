@@ -21,8 +21,7 @@ from ...format.chunk_grid import Grid, windows
 from ...format.stored_objects import Pack
 from ...readers.safetensors import TensorInfo
 from ...saving import packs
-from ...saving.finalize import Item
-from ...saving.write_shards import Record, Task
+from ...saving.items import Item, Record, Task
 from .raw_writer import RawWriter, begin, seal
 from .sink import Stream, Unit, read
 

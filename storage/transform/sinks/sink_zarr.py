@@ -23,8 +23,8 @@ from ...format.chunk_sums import packed
 from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.tensor import consecutive
 from ...rules.lazy_tensors import whole_of
-from ...saving.finalize import Item, finish_directory
-from ...saving.write_shards import Record
+from ...saving.finalize import finish_directory
+from ...saving.items import Item, Record
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import IOV_MAX, active, preadv
 from .copy_chunks import copy_chunks, keeps_bytes

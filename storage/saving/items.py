@@ -1,0 +1,82 @@
+"""Items, tasks and records of a save: an array, a shard to write, and a shard that was written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import BlockSharding, Box
+from ...arrays.core.tree import Path
+from ..base import names
+from ..format.chunk_grid import Grid
+from ..format.compression import Compression, most_nbytes
+from ..format.stored_objects import Pack
+
+
+@dataclass
+class Item:
+    """One array of the tree on its way to disk."""
+
+    path: Path
+    array: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: BlockSharding | None
+    grid: Grid
+    directory: str = ""
+    mesh: int | None = None
+    compression: Compression = None
+    packed: bool = False
+    raw: bool = False  # see ``array_metadata``
+
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = names.leaf_name(self.path)
+        if not self.shape:  # a bare chunk of a few bytes
+            self.compression = None
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of its files; with compression, the most that they can have."""
+        if self.packed:
+            return math.prod(self.shape) * self.dtype.itemsize
+        return sum(self.most(c) for c in self.grid.shards())
+
+    @property
+    def least_nbytes(self) -> int:
+        """Bytes that its files will surely have."""
+        return self.stored_nbytes if self.compression is None else 0
+
+    def most(self, coord: tuple[int, ...]) -> int:
+        """Bytes of the file of a shard; with compression, the most that it can have."""
+        return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
+
+
+@dataclass(slots=True)
+class Task:
+    """One shard to write: which array of the call, which part of the rank's block, and the file's place in the grid."""
+
+    array: int
+    part: Box
+    grid: Grid
+    coord: tuple[int, ...]
+    file: str
+    compression: Compression = None
+    name: str | None = None  # of a packed array
+    pack: str = ""  # the file in which it lies with others
+
+
+@dataclass(slots=True)
+class Record:
+    """One shard written."""
+
+    file: str
+    nbytes: int
+    crc32c: int
+    sums: bytes  # of its chunks, in order (see ``chunk_sums``)
+    pack: Pack | None = None  # in which it lies, and from which byte on
+    start: int = 0

@@ -1,0 +1,26 @@
+"""The fingerprint of the plan of a transfer, by which an interrupted one goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..rules.lazy_tensors import Recipes
+from ..stores.generations import Generation
+from .sinks.sink import Sink
+
+Progress = Callable[[int, int], None]
+
+
+def fingerprint(
+    source: Generation, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int
+) -> str:
+    """What is the same for two runs that would write the same windows of the same bytes."""
+    made = Recipes()
+    held = [made.of(t) for t in tensors]
+    plan = json.dumps(
+        [3, dict(source.tags), source.changes(), held, sink.describe(), windows, memory_limit, threads], sort_keys=True
+    )
+    return hashlib.sha256(plan.encode()).hexdigest()
