@@ -11,6 +11,7 @@ import numpy as np
 from ..backends.row_blocks import wide
 from ..core.dispatch import apply
 from ..core.dtypes import result_type
+from ..core.errors import ArgumentError
 from ..core.index_template import is_basic, numpy_key, result_shape
 from ..core.op import Op
 from ..indexing.indexing import (
@@ -58,7 +59,7 @@ class AtIndex:
         from ..ops.creation import asarray
 
         if self._key is _NO_KEY:
-            raise TypeError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
+            raise ArgumentError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
         value = v if isinstance(v, Array | int | float | complex) else asarray(v)
         masked = masked_write(op.name, op, self._x, self._key, value)
         if masked is not None:
@@ -110,7 +111,7 @@ class AtIndex:
         from ..ops.manipulation import astype, broadcast_to, reshape
 
         if self._key is _NO_KEY:
-            raise TypeError("[index_multiply] x.at needs an index before it writes: x.at[...]")
+            raise ArgumentError("[index_multiply] x.at needs an index before it writes: x.at[...]")
         if isinstance(v, int | float | complex) or getattr(v, "ndim", 1) == 0:
             masked = masked_write("index_multiply", MULTIPLY, self._x, self._key, v)
             if masked is not None:

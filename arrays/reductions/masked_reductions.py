@@ -11,7 +11,7 @@ from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
 from ..ops.creation import full
 from ..ops.elementwise import add, maximum, minimum, multiply, where
@@ -41,7 +41,9 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
     x = as_array(x)
     if mask is not None:
         if op not in _NEUTRAL and initial is None:
-            raise ValueError(f"[{op.name}] of what where= selects may be of nothing: say its value then with initial=")
+            raise ArgumentError(
+                f"[{op.name}] of what where= selects may be of nothing: say its value then with initial="
+            )
         mask = selection(op.name, mask, x)
     axes = shape_rules.normalize_axis(op.name, axis, x.ndim)
 

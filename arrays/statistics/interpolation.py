@@ -13,7 +13,7 @@ from ..backends.short_ways import HALF, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import has_history
 from ..core.dtypes import result_type
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.wide_floats import in_float32
 
@@ -52,7 +52,7 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
         raise ShapeError(f"[interp] points of shapes {xp.shape} and {fp.shape} must have one dimension of one length")
     if period is not None:
         if not period:
-            raise ValueError("[interp] the period must not be zero")
+            raise ArgumentError("[interp] the period must not be zero")
         period, left, right = math.fabs(period), None, None
         xp = xp % period
         order = argsort(xp)
@@ -104,7 +104,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     if a.ndim != 1 or v.ndim != 1 or not a.size or not v.size:
         raise ShapeError(f"[convolve] takes two vectors that are not empty, got shapes {a.shape} and {v.shape}")
     if mode not in ("full", "same", "valid"):
-        raise ValueError(f"[convolve] mode must be 'full', 'same' or 'valid', got {mode!r}")
+        raise ArgumentError(f"[convolve] mode must be 'full', 'same' or 'valid', got {mode!r}")
     if v.size > a.size:
         a, v = v, a
     n, m = a.size, v.size
@@ -157,7 +157,7 @@ def gradient(
     sorted_axes = shape_rules.normalize_axis("gradient", axis, x.ndim)
     axes = sorted_axes if axis is None or np.ndim(axis) == 0 else [int(a) % x.ndim for a in axis]
     if edge_order not in (1, 2):
-        raise ValueError(f"[gradient] edge_order must be 1 or 2, got {edge_order!r}")
+        raise ArgumentError(f"[gradient] edge_order must be 1 or 2, got {edge_order!r}")
     steps = spacing or (1.0,)
     steps = steps * len(axes) if len(steps) == 1 and np.ndim(steps[0]) == 0 else steps
     if len(steps) != len(axes):
