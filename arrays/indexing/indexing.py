@@ -282,6 +282,15 @@ def getitem(x: Array, key: Any, /) -> Array:
     if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit
     out = apply(GETITEM, (x, *arrays), {"template": template})
-    if isinstance(out._buf, Deferred) and is_basic(template):
+    if not is_basic(template):
+        return out
+    if isinstance(out._buf, Deferred):
         out._buf.part = True
+    elif type(buf) is np.ndarray and type(out._buf) is np.ndarray and out._buf.size * _FEW <= buf.size:
+        # A tape that kept the view would keep all of ``x``, and each write to ``x`` in a loop would copy all of it.
+        out._buf = out._buf.copy()[...]
     return out
+
+
+_FEW = 8
+"""Of so many times as many elements a part that is read under a tape is copied."""

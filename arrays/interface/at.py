@@ -57,6 +57,7 @@ class AtIndex:
     def _write(self, op: Op, v: Any) -> Array:
         from ..core.array import Array
         from ..ops.creation import asarray
+        from ..ops.manipulation import astype
 
         if self._key is _NO_KEY:
             raise ArgumentError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
@@ -70,6 +71,9 @@ class AtIndex:
         check_value_dtype(op.name, value, self._x.dtype)
         if op is not INDEX_SET:
             check_fits(op.name, result_type(self._x.dtype, value), self._x.dtype)
+        if op in (INDEX_MIN, INDEX_MAX) and is_basic(template):
+            # No place repeats: the tape keeps what is read and written, where the op would keep all of ``x``, before and after.
+            return self.set(astype(apply(_WITH[op], (self._x[self._key], value)), self._x.dtype, copy=False))
         return apply(op, (self._x, value, *arrays), {"template": template})
 
     def _value(self, name: str, v: Any, target: tuple[int, ...]) -> Array:
