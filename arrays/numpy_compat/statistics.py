@@ -79,8 +79,8 @@ def average(
 ) -> Any:
     """The mean, each element counted by its weight: an array of the shape of ``x``, or of that of the dimensions ``axis``.
 
-    With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero. Inside a compiled function, and of
-    arrays that are split, values are not known: there the mean is NaN.
+    With ``returned`` the sum of the weights too. The mean is NaN where they add up to zero (NumPy raises `ZeroDivisionError`): so it is the
+    same inside a compiled function and of arrays that are split, whose values are not known.
 
     >>> import meshtape as mt
     >>> mt.average(mt.asarray([1.0, 4.0]), weights=[2, 1])
@@ -99,20 +99,17 @@ def _weighted(x: Array, axis: Axis, w: Array, returned: bool, keepdims: bool) ->
     # As NumPy: what is short of a float is counted in float64, before anything is multiplied.
     dtype = result_type(x.dtype, w.dtype, *([np.float64] if x.dtype.kind in "biu" else []))
     total = sum(broadcast_to(w, x.shape), axis=axis, keepdims=keepdims, dtype=dtype)
-    if isinstance(total._buf, Deferred):
-        total = where(total == 0, np.nan, total)
-    elif bool((total == 0).any()):
-        raise ZeroDivisionError("[average] the weights add up to zero")
     axes = shape_rules.normalize_axis("average", axis, x.ndim)
     if (buf := pieces.large(x)) is not None and (v := buffer(w)) is not None:
 
         def piece(b: np.ndarray, v: np.ndarray) -> np.ndarray:
             return np.add.reduce(np.multiply(b, v, dtype=dtype), axis=axes, keepdims=True)
 
-        out = wrap(pieces.reduced(piece, np.add, axes, keepdims, buf, v)) / total
+        out = wrap(pieces.reduced(piece, np.add, axes, keepdims, buf, v))
     else:
         x, w = x.astype(dtype, copy=False), w.astype(dtype, copy=False)
-        out = sum(x * w, axis=axes, keepdims=keepdims) / total
+        out = sum(x * w, axis=axes, keepdims=keepdims)
+    out = out / where(total == 0, np.nan, total)
     return (out, total) if returned else out
 
 
