@@ -27,7 +27,7 @@ from .core.array import Array
 from .core.devices import CPU, Device, default_device, device
 from .core.dispatch import Deferred, wrap
 from .core.dtypes import as_dtype
-from .core.errors import GradientError
+from .core.errors import ArgumentError, GradientError
 from .core.op import Op, state
 from .ops.creation import asarray
 
@@ -313,9 +313,9 @@ def prefetch(
     [[0, 0], [1, 1], [2, 2]]
     """
     if depth < 1:
-        raise ValueError(f"[prefetch] depth must be at least 1, got {depth}")
+        raise ArgumentError(f"[prefetch] depth must be at least 1, got {depth}")
     if staging_bytes < 2:
-        raise ValueError(f"[prefetch] staging_bytes must be at least 2, got {staging_bytes}")
+        raise ArgumentError(f"[prefetch] staging_bytes must be at least 2, got {staging_bytes}")
     where = default_device() if device is None else _device(device)
     copier = _HostCopier() if where is CPU else _CudaCopier(where, staging_bytes)
     return Prefetcher(items, copier, depth)

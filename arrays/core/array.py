@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+from .errors import ArgumentError
 from .value import Value
 
 _ids = itertools.count(1)
@@ -22,7 +23,7 @@ class Array(Value):
     __slots__ = ("__weakref__",)
 
     def __init__(self) -> None:
-        raise TypeError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
+        raise ArgumentError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
 
     @property
     def nbytes(self) -> int:

@@ -16,12 +16,14 @@ import numpy as np
 
 from .array import Array
 from .errors import (
+    ArgumentError,
     ConcurrentWriteError,
     DeviceError,
     DTypeError,
     GradientError,
     LinAlgError,
     MeshtapeError,
+    NumberRangeError,
     OutOfMemory,
     TracedValueError,
 )
@@ -292,8 +294,8 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
     text = f"[{op.name}] {error} (of {', '.join(map(str, avals))})"
     if isinstance(error, np.linalg.LinAlgError):
         raise LinAlgError(text) from None
-    if type(error) in (ValueError, TypeError, OverflowError) and not str(error).startswith("["):
-        raise type(error)(text) from None
+    if not str(error).startswith("["):
+        raise (NumberRangeError if isinstance(error, OverflowError) else ArgumentError)(text) from None
 
 
 def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .errors import ArgumentError
+
 _DELEGATED = (
     "alignment",
     "byteorder",
@@ -57,7 +59,7 @@ class DType:
     dtype: np.dtype
 
     def __init__(self) -> None:
-        raise TypeError("DType() is no constructor: the dtypes are meshtape.float32, meshtape.int8, …")
+        raise ArgumentError("DType() is no constructor: the dtypes are meshtape.float32, meshtape.int8, …")
 
     # Libraries ask isinstance(dtype, numpy.dtype) before they look at one (numpy.isdtype says False without it).
     @property

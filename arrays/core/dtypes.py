@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from .dtype_objects import BY_NAME, DType
-from .errors import DTypeError
+from .errors import ArgumentError, DTypeError
 
 if TYPE_CHECKING:
     from .array import Array
@@ -71,7 +71,7 @@ def parse(name: str) -> DType:
     try:
         return BY_NAME[name]
     except (KeyError, TypeError):
-        raise ValueError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}") from None
+        raise ArgumentError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}") from None
 
 
 OWN: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
@@ -127,7 +127,7 @@ def isdtype(dtype: np.dtype, kind: np.dtype | str | tuple[np.dtype | str, ...]) 
         return any(isdtype(dtype, k) for k in kind)
     if isinstance(kind, str):
         if kind not in KINDS:
-            raise ValueError(f"[isdtype] unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
+            raise ArgumentError(f"[isdtype] unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
         return dtype in KINDS[kind]
     return dtype == as_dtype(kind, "isdtype")
 
@@ -212,7 +212,7 @@ def result_type(*arrays_and_dtypes: Any) -> np.dtype:
     (dtype(bfloat16), 'int16')
     """
     if not arrays_and_dtypes:
-        raise ValueError("[result_type] needs at least one array, dtype or number")
+        raise ArgumentError("[result_type] needs at least one array, dtype or number")
     numbers = [a for a in arrays_and_dtypes if isinstance(a, builtins.bool | int | float | complex)]
     strong = [
         _dtype_of("result_type", a)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import AxisError, DTypeError, MeshtapeError, NumberRangeError, ShapeError
+from .errors import ArgumentError, AxisError, DTypeError, MeshtapeError, NumberRangeError, ShapeError
 from .op import Op
 from .program import freeze
 from .shape_dtype import ShapeDtype
@@ -116,7 +116,7 @@ def normalize_axis(op_name: str, axis: int | Sequence[int] | None, ndim: int) ->
         except TypeError:
             i = None
         if i is None or isinstance(a, bool | np.bool):
-            raise TypeError(f"[{op_name}] an axis is an int, several are a tuple of them: got {axis!r}")
+            raise ArgumentError(f"[{op_name}] an axis is an int, several are a tuple of them: got {axis!r}")
         if not -ndim <= i < ndim:
             raise AxisError(f"[{op_name}] axis {i} is out of bounds for an array of {ndim} dimension(s)")
         out.append(i % ndim)
@@ -130,7 +130,7 @@ def one_axis(op_name: str, axis: int, ndim: int) -> int:
     if type(axis) is int and -ndim <= axis < ndim:
         return axis % ndim
     if type(axis) is not int and isinstance(axis, Iterable) and np.ndim(axis):
-        raise TypeError(f"[{op_name}] takes one axis, an int: got {axis!r}")
+        raise ArgumentError(f"[{op_name}] takes one axis, an int: got {axis!r}")
     (one,) = normalize_axis(op_name, (axis,), ndim)
     return one
 

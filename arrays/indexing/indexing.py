@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.dispatch import Deferred, apply, wrap
 from ..core.dtypes import is_low_precision
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
 from ..core.op import Op, state
 from ..core.shape_dtype import ShapeDtype
@@ -92,12 +92,13 @@ def check_value_dtype(name: str, value: Any, dtype: np.dtype) -> None:
     """Complex values (arrays or numbers) are not written into real arrays: the imaginary part would be lost."""
     kind = value.dtype.kind if hasattr(value, "dtype") else "c" if isinstance(value, complex) else ""
     if kind == "c" and dtype.kind != "c":
-        raise TypeError(f"[{name}] cannot write complex values into {dtype.name}: take the real part first")
+        raise DTypeError(f"[{name}] cannot write complex values into {dtype.name}: take the real part first")
     if type(value) in (int, float) and dtype.kind in "iu":
         try:
             np.asarray(value, dtype)
         except (OverflowError, ValueError) as e:
-            raise type(e)(f"[{name}] {e}: {value} has no place in {dtype.name}") from None
+            kind = NumberRangeError if isinstance(e, OverflowError) else ArgumentError
+            raise kind(f"[{name}] {e}: {value} has no place in {dtype.name}") from None
 
 
 def check_fits(name: str, result: np.dtype, dtype: np.dtype) -> None:
@@ -281,6 +282,15 @@ def getitem(x: Array, key: Any, /) -> Array:
     if not is_basic(template):
         result_shape(template, x.shape, [a.shape for a in arrays])  # raises our message for arrays that do not fit
     out = apply(GETITEM, (x, *arrays), {"template": template})
-    if isinstance(out._buf, Deferred) and is_basic(template):
+    if not is_basic(template):
+        return out
+    if isinstance(out._buf, Deferred):
         out._buf.part = True
+    elif type(buf) is np.ndarray and type(out._buf) is np.ndarray and out._buf.size * _FEW <= buf.size:
+        # A tape that kept the view would keep all of ``x``, and each write to ``x`` in a loop would copy all of it.
+        out._buf = out._buf.copy()[...]
     return out
+
+
+_FEW = 8
+"""Of so many times as many elements a part that is read under a tape is copied."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..backends import host_sync
 from ..core.dispatch import Deferred, wrap
-from ..core.errors import ArrayIndexError
+from ..core.errors import ArgumentError, ArrayIndexError
 from ..core.index_template import Gap, Slot, Span, Template, Truth, is_basic
 from ..kernels import compact
 
@@ -61,7 +61,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
         elif isinstance(item, slice):
             parsed.append(Span(*(_bound(b) for b in (item.start, item.stop, item.step))))
             if parsed[-1].step == 0:
-                raise ValueError("slice step cannot be zero")
+                raise ArgumentError("slice step cannot be zero")
             axis += 1
         elif isinstance(item, int | np.integer):
             n = x.shape[axis]
@@ -98,7 +98,7 @@ def _bound(b: Any) -> int | None:
     try:
         return operator.index(b)
     except TypeError:
-        raise TypeError(
+        raise ArgumentError(
             f"slice indices must be integers or None or have an __index__ method, got {type(b).__name__} {b!r}"
         ) from None
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..backends.row_blocks import wide
 from ..core.dispatch import apply
 from ..core.dtypes import result_type
+from ..core.errors import ArgumentError
 from ..core.index_template import is_basic, numpy_key, result_shape
 from ..core.op import Op
 from ..indexing.indexing import (
@@ -56,9 +57,10 @@ class AtIndex:
     def _write(self, op: Op, v: Any) -> Array:
         from ..core.array import Array
         from ..ops.creation import asarray
+        from ..ops.manipulation import astype
 
         if self._key is _NO_KEY:
-            raise TypeError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
+            raise ArgumentError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
         value = v if isinstance(v, Array | int | float | complex) else asarray(v)
         masked = masked_write(op.name, op, self._x, self._key, value)
         if masked is not None:
@@ -69,6 +71,9 @@ class AtIndex:
         check_value_dtype(op.name, value, self._x.dtype)
         if op is not INDEX_SET:
             check_fits(op.name, result_type(self._x.dtype, value), self._x.dtype)
+        if op in (INDEX_MIN, INDEX_MAX) and is_basic(template):
+            # No place repeats: the tape keeps what is read and written, where the op would keep all of ``x``, before and after.
+            return self.set(astype(apply(_WITH[op], (self._x[self._key], value)), self._x.dtype, copy=False))
         return apply(op, (self._x, value, *arrays), {"template": template})
 
     def _value(self, name: str, v: Any, target: tuple[int, ...]) -> Array:
@@ -110,7 +115,7 @@ class AtIndex:
         from ..ops.manipulation import astype, broadcast_to, reshape
 
         if self._key is _NO_KEY:
-            raise TypeError("[index_multiply] x.at needs an index before it writes: x.at[...]")
+            raise ArgumentError("[index_multiply] x.at needs an index before it writes: x.at[...]")
         if isinstance(v, int | float | complex) or getattr(v, "ndim", 1) == 0:
             masked = masked_write("index_multiply", MULTIPLY, self._x, self._key, v)
             if masked is not None:

@@ -10,6 +10,7 @@ import numpy as np
 from ..backends.dlpack import export, read_only
 from ..core.array import Array
 from ..core.dispatch import Deferred, refuse_watched
+from ..core.errors import ArgumentError
 
 _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
@@ -27,7 +28,7 @@ class Protocols:
         refuse_watched("asarray", self)
         host = self._concrete()
         if copy is False and (not isinstance(self._buf, np.ndarray) or (dtype is not None and host.dtype != dtype)):
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.dtype.name} on {self.device} to {dtype or 'host memory'} takes a copy, and copy=False forbids it"
             )
         if dtype is not None and host.dtype != np.dtype(dtype):
@@ -38,7 +39,9 @@ class Protocols:
 
     def __array_namespace__(self: Array, /, *, api_version: str | None = None) -> Any:
         if api_version not in (None, *_API_VERSIONS):
-            raise ValueError(f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served")
+            raise ArgumentError(
+                f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served"
+            )
         return sys.modules[__package__.rpartition(".")[0]]  # the package above, which imports this one
 
     @property

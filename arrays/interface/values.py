@@ -22,7 +22,7 @@ from ..backends.memory_pool import is_sole
 from ..core.array import Array
 from ..core.devices import Device, device
 from ..core.dispatch import Deferred, apply, record, refuse_history, refuse_watched, wrap
-from ..core.errors import DeviceError, DTypeError, NumPyFunctionError, ShapeError
+from ..core.errors import ArgumentError, DeviceError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.index_template import result_shape
 from ..core.op import state
 from ..indexing import indexing
@@ -155,7 +155,7 @@ class Values:
     # (NumPy's 0-d results are scalars, which Python rounds to an int, or to one of their own kind.)
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        if ndigits is not None and not self.ndim:
+        if ndigits is not None:
             return self.round(ndigits)
         return round(self._real_number("round"))
 
@@ -171,7 +171,7 @@ class Values:
     def _real_number(self, name: str) -> Any:
         """The element as a Python number, an integer with all of its digits."""
         if self.ndim:
-            raise TypeError(f"{name}() takes a 0-d array, this one has shape {self.shape}: write mt.{name}(x)")
+            raise ArgumentError(f"{name}() takes a 0-d array, this one has shape {self.shape}: write mt.{name}(x)")
         return self._number(int if self.dtype.kind in "biu" else float)
 
     def __complex__(self) -> complex:
@@ -179,7 +179,7 @@ class Values:
 
     def __index__(self) -> int:
         if self.dtype.kind not in "iu" or self.ndim != 0:
-            raise TypeError(
+            raise ArgumentError(
                 f"only a 0-d integer array is an index, this one is {self.dtype.name} of shape {self.shape}"
             )
         return int(self._concrete().item())

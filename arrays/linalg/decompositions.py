@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..core.dispatch import apply
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..ops.manipulation import matrix_transpose
 from ..ops.matmul import matmul
 from .lapack import (
@@ -265,7 +265,7 @@ def qr(x: Any, /, mode: str = "reduced") -> QRResult:
     (2, 2)
     """
     if mode not in ("reduced", "complete"):
-        raise ValueError(f"[qr] mode must be 'reduced' or 'complete', got {mode!r}")
+        raise ArgumentError(f"[qr] mode must be 'reduced' or 'complete', got {mode!r}")
     x, dtype = matrices("qr", x)
     mode = mode if x.shape[-2] > x.shape[-1] else "reduced"  # one thing, then; and that one has a derivative
     return QRResult(*(back(y, dtype) for y in apply(QR, (x,), {"mode": mode})))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core import shape_rules
 from ..core.dispatch import Deferred, as_array, as_number
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.creation import beside, eye
 from ..ops.elementwise import abs, square, where
@@ -98,7 +98,7 @@ def norm(
     axes = shape_rules.normalize_axis("norm", axis, x.ndim)
     if len(axes) == 1 or ord is None:
         if isinstance(ord, str):
-            raise ValueError(f"[norm] ord={ord!r} is a norm of matrices, and axis={axis} names vectors")
+            raise ArgumentError(f"[norm] ord={ord!r} is a norm of matrices, and axis={axis} names vectors")
         return vector_norm(x, axis=axes, keepdims=keepdims, ord=2 if ord is None else ord)
     if len(axes) != 2:
         raise ShapeError(f"[norm] vectors have one dimension and matrices two, got axis={axis}")

@@ -15,6 +15,7 @@ from ..backends.short_ways import buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import real_of
+from ..core.errors import ArgumentError
 from ..core.op import composite
 from ..ops.creation import asarray, beside
 from ..ops.elementwise import (
@@ -141,5 +142,5 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = 
         s = s if scale is None else s * scale[..., 0]
         out = sum(s, axis=-1) if ord == "nuc" else (max if ord > 0 else min)(s, axis=-1)
     else:
-        raise ValueError(f"[matrix_norm] ord must be 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, got {ord!r}")
+        raise ArgumentError(f"[matrix_norm] ord must be 'fro', 'nuc', 1, -1, 2, -2, inf or -inf, got {ord!r}")
     return back(expand_dims(out, axis=(-2, -1)) if keepdims else out, dtype)

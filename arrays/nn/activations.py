@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.creation import inexact, ordered
 from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
@@ -29,7 +29,7 @@ def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     Array([0.00000000e+00, 6.93147181e-01, 1.00000000e+03], dtype=float64)
     """
     if not beta > 0:
-        raise ValueError(f"[softplus] beta must be positive, got {beta}")
+        raise ArgumentError(f"[softplus] beta must be positive, got {beta}")
     x = inexact(ordered("softplus", x))
     return logaddexp(x, 0.0) if beta == 1 else logaddexp(x * beta, 0.0) / beta
 

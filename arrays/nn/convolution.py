@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision, result_type
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
 from ..ops.wide_floats import in_float32
@@ -123,7 +123,7 @@ CONV_KERNEL = Op("conv_kernel", ("y", "x"), _conv_kernel, _infer_kernel)
 def _each(name: str, what: str, value: int | Sequence[int], n: int, least: int) -> Ints:
     full = (value,) * n if isinstance(value, int | np.integer) else tuple(value)
     if len(full) != n or any(not isinstance(v, int | np.integer) or v < least for v in full):
-        raise ValueError(f"[{name}] {what} must be an integer of at least {least}, or {n} of them, got {value!r}")
+        raise ArgumentError(f"[{name}] {what} must be an integer of at least {least}, or {n} of them, got {value!r}")
     return tuple(map(int, full))
 
 
@@ -131,7 +131,7 @@ def _paddings(
     name: str, padding: Any, image: Ints, kernel: Ints, stride: Ints, dilation: Ints
 ) -> list[tuple[int, int]]:
     if isinstance(padding, str) and padding not in ("valid", "same"):
-        raise ValueError(f"[{name}] padding must be 'valid', 'same' or integers, got {padding!r}")
+        raise ArgumentError(f"[{name}] padding must be 'valid', 'same' or integers, got {padding!r}")
     if padding == "valid":
         return [(0, 0)] * len(image)
     if padding == "same":
@@ -279,7 +279,7 @@ def pool(
     if n < 1:
         raise ShapeError(f"[pool] x has the shape (N, channels, *image), got {x.shape}")
     if kind not in ("max", "mean"):
-        raise ValueError(f"[pool] kind must be 'max' or 'mean', got {kind!r}")
+        raise ArgumentError(f"[pool] kind must be 'max' or 'mean', got {kind!r}")
     if x.dtype.kind in "biuc":
         raise DTypeError(f"[pool] x must be real floating, got {x.dtype.name}")
     size = _each("pool", "window", window, n, 1)
@@ -288,7 +288,7 @@ def pool(
     image = x.shape[2:]
     around = _paddings("pool", padding, image, size, steps, ones)
     if any(p >= k for pair, k in zip(around, size, strict=True) for p in pair):
-        raise ValueError(f"[pool] padding {around} would make windows {size} of nothing but padding")
+        raise ArgumentError(f"[pool] padding {around} would make windows {size} of nothing but padding")
     padded = any(p != (0, 0) for p in around)
     widths = ((0, 0), (0, 0), *around)
     y = pad(x, widths, constant_values=-np.inf if kind == "max" else 0) if padded else x

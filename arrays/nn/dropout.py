@@ -16,7 +16,7 @@ from ..backends.row_blocks import wide as _wide
 from ..core.cuda_rules import FLOATS
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import result_type
-from ..core.errors import DTypeError
+from ..core.errors import ArgumentError, DTypeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
 from ..kernels import philox as kernels
@@ -106,7 +106,7 @@ def _prepared(name: str, x: Array, rate: float, key: Any) -> tuple[Array, dict[s
     from ..random.draw import as_key, by_sample
 
     if key is None:
-        raise ValueError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
+        raise ArgumentError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
     if x.dtype.kind in "biu":
         raise DTypeError(f"[{name}] x must be floating, got {x.dtype.name}")
     key, shape = by_sample(as_key(name, key), x.shape)
@@ -123,7 +123,7 @@ def _over(op: Op, arrays: tuple[Array, ...], key: Array, params: dict[str, Any])
 
 def _check_rate(name: str, rate: float) -> None:
     if not 0 <= rate <= 1:
-        raise ValueError(f"[{name}] rate must be between 0 and 1, got {rate}")
+        raise ArgumentError(f"[{name}] rate must be between 0 and 1, got {rate}")
 
 
 @composite("dropout")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.dispatch import Deferred, apply, as_array, as_number
 from ..core.dtypes import result_type
-from ..core.errors import ArrayIndexError, DTypeError, ShapeError
+from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.value import FLOAT64
 from ..linalg.linalg import vector_norm
@@ -78,7 +78,7 @@ def cross_entropy(
     if reduction != "mean":
         check_reduction("cross_entropy", reduction)
     if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
+        raise ArgumentError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
     if dtype.kind == "c":
         raise DTypeError(f"[cross_entropy] logits must be real, got {dtype.name}")
     if dtype.kind in "biu":
@@ -160,7 +160,7 @@ def info_nce(
     if q.ndim != 2 or k.ndim != 2 or q.shape[1] != k.shape[1] or k.shape[0] != q.shape[0] * group_size:
         raise ShapeError(f"[info_nce] queries {q.shape} and keys {k.shape} do not fit groups of {group_size}")
     if not temperature > 0:
-        raise ValueError(f"[info_nce] temperature must be positive, got {temperature}")
+        raise ArgumentError(f"[info_nce] temperature must be positive, got {temperature}")
     dtype = result_type(q.dtype, k.dtype)
     q, k = (astype(x, _wide(x.dtype), copy=False) for x in (q, k))
     if normalize:

@@ -142,7 +142,7 @@ def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Arr
     except TypeError:
         raise ArgumentError(f"[one_hot] the number of classes is an integer, got {num_classes!r}") from None
     if num_classes < 0:
-        raise ValueError(f"[one_hot] the number of classes must not be negative, got {num_classes}")
+        raise ArgumentError(f"[one_hot] the number of classes must not be negative, got {num_classes}")
     # In the dtype of the labels where it can count that far; classes beyond it have no label.
     wide = labels.dtype if num_classes <= iinfo(labels.dtype).max else np.int64
     classes = arange(num_classes, dtype=wide, device=beside(labels))
@@ -169,6 +169,6 @@ def embedding(ids: Any, table: Any, /, *, padding_idx: int | None = None) -> Arr
         return rows
     n = table.shape[0]
     if not -n <= padding_idx < n:
-        raise ValueError(f"[embedding] padding_idx {padding_idx} is no row of a table of {n}")
+        raise ArgumentError(f"[embedding] padding_idx {padding_idx} is no row of a table of {n}")
     padding = (ids == padding_idx % n) | (ids == padding_idx % n - n)
     return where_(expand_dims(padding, axis=tuple(range(ids.ndim, rows.ndim))), stop_gradient(rows), rows)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..linalg.linalg import vector_norm
 from ..ops.creation import asarray, inexact
@@ -39,7 +39,7 @@ def _pair(name: str, predictions: Any, targets: Any) -> tuple[Array, Array, np.d
 
 def check_reduction(name: str, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"[{name}] reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        raise ArgumentError(f"[{name}] reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 def _reduced(name: str, losses: Array, reduction: str, dtype: np.dtype) -> Array:
@@ -81,7 +81,7 @@ def huber_loss(predictions: Any, targets: Any, /, *, delta: float = 1.0, reducti
     Array([0.125, 2.5  ], dtype=float64)
     """
     if not delta > 0:
-        raise ValueError(f"[huber_loss] delta must be positive, got {delta}")
+        raise ArgumentError(f"[huber_loss] delta must be positive, got {delta}")
     x, y, dtype = _pair("huber_loss", predictions, targets)
     # (Not of the magnitude, which has no second derivative at 0.)
     difference = x - y

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core import shape_rules
 from ..core.dtypes import result_type
-from ..core.errors import ArrayIndexError, DTypeError, NumPyFunctionError, ShapeError
+from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray
 from ..ops.elementwise import clip, where
@@ -102,7 +102,7 @@ def choose(x: Any, choices: Any, /, *, mode: str = "raise") -> Array:
     if not found:
         raise ShapeError("[choose] needs at least one choice")
     if mode not in ("raise", "wrap", "clip"):
-        raise ValueError(f"[choose] mode must be 'raise', 'wrap' or 'clip', got {mode!r}")
+        raise ArgumentError(f"[choose] mode must be 'raise', 'wrap' or 'clip', got {mode!r}")
     n, dtype = len(found), result_type(*found)
     x = x.astype(np.int64) if x.dtype.kind in "bu" else x
     # What is below zero would count from the end, where NumPy refuses it.

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core import shape_rules
 from ..core.dispatch import Deferred
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ArrayIndexError, ShapeError
 from ..ops.creation import asarray
 from ..ops.manipulation import reshape, stack
 from ..reductions.searching import nonzero
@@ -172,9 +172,11 @@ def unravel_index(places: Any, shape: Sequence[int], /) -> tuple[Array, ...]:
     places, shape = asarray(places), tuple(int(n) for n in shape)
     total = int(np.prod(shape, dtype=object))
     if places.dtype.kind not in "iu":
-        raise TypeError(f"[unravel_index] places are integers, got {places.dtype}")
+        raise ArgumentError(f"[unravel_index] places are integers, got {places.dtype}")
     if not isinstance(places._buf, Deferred) and not bool(all((places >= 0) & (places < total))):
-        raise IndexError(f"[unravel_index] a place is outside an array of shape {shape}, which has {total} elements")
+        raise ArrayIndexError(
+            f"[unravel_index] a place is outside an array of shape {shape}, which has {total} elements"
+        )
     out = []
     for n in reversed(shape):
         out.append(places % n)
@@ -204,6 +206,6 @@ def ravel_multi_index(coordinates: Sequence[Any], shape: Sequence[int], /) -> Ar
     for i, (c, n) in enumerate(zip(coordinates, shape, strict=True)):
         c = asarray(c)
         if not isinstance(c._buf, Deferred) and not bool(all((c >= 0) & (c < n))):
-            raise IndexError(f"[ravel_multi_index] a coordinate of dimension {i} is outside its length {n}")
+            raise ArrayIndexError(f"[ravel_multi_index] a coordinate of dimension {i} is outside its length {n}")
         out = out * int(n) + c
     return out

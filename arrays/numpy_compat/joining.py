@@ -10,7 +10,7 @@ import numpy as np
 
 from ..backends.short_ways import buffer, buffers, result
 from ..core import shape_rules
-from ..core.errors import ShapeError
+from ..core.errors import ArrayIndexError, ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray, elements
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
@@ -242,7 +242,7 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
     if places.dtype.kind == "b":
         places = np.flatnonzero(places)
     if places.size and (places.dtype.kind not in "iu" or places.min() < -length or places.max() > length):
-        raise IndexError(f"[insert] places {places.tolist()} do not fit an axis of length {length}")
+        raise ArrayIndexError(f"[insert] places {places.tolist()} do not fit an axis of length {length}")
     flat = places.reshape(-1).astype(np.intp)
     flat = np.where(flat < 0, flat + length, flat)
     rest = x.shape[:axis] + x.shape[axis + 1 :]

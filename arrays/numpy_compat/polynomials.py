@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.dtypes import result_type
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..linalg import linalg
 from ..ops.creation import asarray, inexact, zeros, zeros_like
@@ -59,7 +59,7 @@ def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
     if x.ndim != 1 or y.ndim not in (1, 2) or y.shape[0] != x.shape[0] or not x.size:
         raise ShapeError(f"[polyfit] x is a vector and y has as many rows, got shapes {x.shape} and {y.shape}")
     if deg < 0:
-        raise ValueError(f"[polyfit] the degree must not be negative, got {deg}")
+        raise ArgumentError(f"[polyfit] the degree must not be negative, got {deg}")
     x = inexact(x)
     left, right = vander(x, deg + 1), y.astype(x.dtype) if y.dtype.kind in "biu" else y
     if w is not None:

@@ -15,7 +15,7 @@ from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import Deferred, wrap
 from ..core.dtypes import real_of, result_type
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray, beside, full, full_like, inexact, ordered
 from ..ops.elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
@@ -79,8 +79,8 @@ def average(
 ) -> Any:
     """The mean, each element counted by its weight: an array of the shape of ``x``, or of that of the dimensions ``axis``.
 
-    With ``returned`` the sum of the weights too. Raises `ZeroDivisionError` where they add up to zero. Inside a compiled function, and of
-    arrays that are split, values are not known: there the mean is NaN.
+    With ``returned`` the sum of the weights too. The mean is NaN where they add up to zero (NumPy raises `ZeroDivisionError`): so it is the
+    same inside a compiled function and of arrays that are split, whose values are not known.
 
     >>> import meshtape as mt
     >>> mt.average(mt.asarray([1.0, 4.0]), weights=[2, 1])
@@ -99,20 +99,17 @@ def _weighted(x: Array, axis: Axis, w: Array, returned: bool, keepdims: bool) ->
     # As NumPy: what is short of a float is counted in float64, before anything is multiplied.
     dtype = result_type(x.dtype, w.dtype, *([np.float64] if x.dtype.kind in "biu" else []))
     total = sum(broadcast_to(w, x.shape), axis=axis, keepdims=keepdims, dtype=dtype)
-    if isinstance(total._buf, Deferred):
-        total = where(total == 0, np.nan, total)
-    elif bool((total == 0).any()):
-        raise ZeroDivisionError("[average] the weights add up to zero")
     axes = shape_rules.normalize_axis("average", axis, x.ndim)
     if (buf := pieces.large(x)) is not None and (v := buffer(w)) is not None:
 
         def piece(b: np.ndarray, v: np.ndarray) -> np.ndarray:
             return np.add.reduce(np.multiply(b, v, dtype=dtype), axis=axes, keepdims=True)
 
-        out = wrap(pieces.reduced(piece, np.add, axes, keepdims, buf, v)) / total
+        out = wrap(pieces.reduced(piece, np.add, axes, keepdims, buf, v))
     else:
         x, w = x.astype(dtype, copy=False), w.astype(dtype, copy=False)
-        out = sum(x * w, axis=axes, keepdims=keepdims) / total
+        out = sum(x * w, axis=axes, keepdims=keepdims)
+    out = out / where(total == 0, np.nan, total)
     return (out, total) if returned else out
 
 
@@ -169,7 +166,7 @@ def cov(
             if name == "fweights" and given.dtype.kind not in "biu":
                 raise DTypeError(f"[cov] fweights are integers, got {given.dtype.name}: aweights are any numbers")
             if not isinstance(given._buf, Deferred) and bool((given < 0).any()):
-                raise ValueError("[cov] weights must not be negative")
+                raise ArgumentError("[cov] weights must not be negative")
             if given.shape != (n,):
                 raise ShapeError(f"[cov] weights of shape {given.shape} for {n} observations")
             given = given.astype(real_of(x.dtype)) if given.dtype.kind in "biu" else given
@@ -293,7 +290,7 @@ def _nan_position(name: str, x: Any, axis: int | None, keepdims: bool, find: Any
         return find(x, axis=axis, keepdims=keepdims)
     bad = isnan(x)
     if not isinstance(bad._buf, Deferred) and bool(all(bad, axis=axis).any()):
-        raise ValueError(f"[{name}] a slice is NaN throughout")
+        raise ArgumentError(f"[{name}] a slice is NaN throughout")
     found = find(where(bad, fill, x), axis=axis, keepdims=keepdims)
     return where(all(bad, axis=axis, keepdims=keepdims), -1, found) if isinstance(bad._buf, Deferred) else found
 
@@ -338,14 +335,16 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False,
 
     x, q = asarray(x), asarray(q)
     if method != "linear":
-        raise ValueError(f"[nanquantile] method must be 'linear', got {method!r}: quantile has the others, without NaN")
+        raise ArgumentError(
+            f"[nanquantile] method must be 'linear', got {method!r}: quantile has the others, without NaN"
+        )
     if x.dtype.kind == "c":
         raise DTypeError(f"[nanquantile] complex numbers have no order, got {x.dtype}")
     if x.dtype.kind in "biu" and x.size:  # which have no NaN
         return quantile(x, q, axis, keepdims=keepdims)
     x = inexact(x)
     if bool(any((q < 0) | (q > 1))):
-        raise ValueError("[nanquantile] quantiles lie between 0 and 1")
+        raise ArgumentError("[nanquantile] quantiles lie between 0 and 1")
     axes = shape_rules.normalize_axis("nanquantile", axis, x.ndim)
     kept = tuple(i for i in range(x.ndim) if i not in axes)
     flat = moveaxis(x, kept, tuple(range(len(kept))))
@@ -411,7 +410,7 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Array:
     edges = np.asarray(bins)
     ascending, descending = bool((edges[1:] >= edges[:-1]).all()), bool((edges[1:] <= edges[:-1]).all())
     if not (ascending or descending):
-        raise ValueError("[digitize] bins must ascend or descend")
+        raise ArgumentError("[digitize] bins must ascend or descend")
     side = "left" if right else "right"
     if ascending:
         return searchsorted(bins, x, side=side)

@@ -30,7 +30,8 @@ def round(x: Any, /, decimals: int = 0) -> Array:
     if decimals == 0:
         return ew.round(x)
     x = asarray(x)
-    return x if x.dtype.kind in "biu" and decimals > 0 else ew.round_to(x, int(decimals))
+    # (A number beside bfloat16 becomes one of it, which has no place for all integers.)
+    return x if x.dtype.kind in "biu" and decimals > 0 else in_float32(ew.round_to)(x, int(decimals))
 
 
 def _floating(x: Any) -> Array:

@@ -17,7 +17,7 @@ from ..core.array import Array
 from ..core.devices import CPU, Device, default_device, device
 from ..core.dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, register_asarray, wrap
 from ..core.dtypes import OWN, as_dtype, check_cast, float64, result_type
-from ..core.errors import ArgumentError, DTypeError, NumberRangeError, OutOfMemory, ShapeError
+from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
 from ..core.op import state
 from ..core.shape_rules import as_shape
 from ..core.value import FIRST_USER_DTYPE
@@ -111,6 +111,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         return made(x, source) if state.now.recorders else x
     from .manipulation import astype
 
+    why = ""
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
     if isinstance(obj, Array):
         x = obj if device is None or str(obj.device) == str(device) else obj.to_device(device)
@@ -129,8 +130,8 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         # Exchanged so, bfloat16 and float8 of other libraries arrive as what they are.
         try:
             x = from_dlpack(obj, copy=copy)
-        except (BufferError, TypeError, RuntimeError):
-            pass  # not a plain array: it may convert itself
+        except (BufferError, TypeError, RuntimeError) as e:
+            why = f": {e}"  # not a plain array: it may convert itself
         else:
             return x if wanted is None and device is None else asarray(x, dtype=wanted, device=device)
     if isinstance(obj, list | tuple) and copy is not False and state.now.recorders and holds_history(obj):
@@ -141,14 +142,16 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
             check_numbers("asarray", obj, wanted)
         host = array_of(plain(obj), wanted, copy=copy is not False)
-    except ValueError as e:
-        if "inhomogeneous" not in str(e):
-            raise
-        raise ShapeError(f"[asarray] the nested sequences have different lengths: {e}") from None
+    except (MeshtapeError, MemoryError):
+        raise
+    except Exception as e:  # whatever the object's own ``__array__`` has to say
+        if "inhomogeneous" in str(e):
+            raise ShapeError(f"[asarray] the nested sequences have different lengths: {e}") from None
+        raise ArgumentError(f"[asarray] {type(obj).__name__} gives no array: {e}") from e
     if host.dtype.kind in "OUSMm":
         beyond = isinstance(host.flat[0] if host.size else None, int) and all(isinstance(v, int) for v in host.flat)
         what = "integers beyond 64 bits" if beyond else f"{host.dtype} elements"
-        raise NotNumbers(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({what})")
+        raise NotNumbers(f"[asarray] cannot make an array of numbers from {type(obj).__name__} ({what}){why}")
     return _place(_of_numpy(host, wanted, False) if host.dtype not in OWN else host, device)
 
 
@@ -165,7 +168,7 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
         host = host if copy is False else copied(host)
         return host if host.dtype is dtype else host.view(dtype)
     if copy is False:
-        raise ValueError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
+        raise ArgumentError(f"[asarray] {host.dtype} to {dtype.name} takes a copy, and copy=False forbids it")
     check_cast("asarray", host.dtype, dtype)
     return cast(host, dtype)
 
@@ -456,7 +459,7 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
     if device is None:
         return out
     if copy is False and str(out.device) != str(device):
-        raise ValueError(f"[from_dlpack] moving from {out.device} to {device} copies, and copy=False forbids it")
+        raise ArgumentError(f"[from_dlpack] moving from {out.device} to {device} copies, and copy=False forbids it")
     return out.to_device(device)
 
 
@@ -472,7 +475,7 @@ def meshgrid(*arrays: Any, indexing: str = "xy", sparse: bool = False) -> tuple[
     from .manipulation import broadcast_to, reshape
 
     if indexing not in ("xy", "ij"):
-        raise ValueError(f"[meshgrid] indexing must be 'xy' or 'ij', got {indexing!r}")
+        raise ArgumentError(f"[meshgrid] indexing must be 'xy' or 'ij', got {indexing!r}")
     xs = [asarray(a) for a in arrays]
     if any(x.ndim > 1 for x in xs):
         raise ShapeError(f"[meshgrid] takes arrays of one dimension, got shapes {', '.join(str(x.shape) for x in xs)}")

@@ -16,6 +16,7 @@ from ..backends.erf import erf32
 from ..backends.short_ways import HALF, REFUSED, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import Symbol, apply, as_array, number, record, wrap
+from ..core.dtypes import is_low_precision
 from ..core.errors import DTypeError
 from ..core.op import NO_PARAMS, Op, state
 from ..core.shape_dtype import ShapeDtype
@@ -134,10 +135,11 @@ def _round_to(xp: Any, x: Any, decimals: Any) -> Any:
         out = xp.empty(x.shape, x.dtype)
         out.real, out.imag = _round_to(xp, x.real, n), _round_to(xp, x.imag, n)
         return out
-    if abs(n) > 308:  # beyond the digits of any float
+    wide = x.astype(np.float32) if is_low_precision(x.dtype) else x
+    if abs(n) > (38 if wide.dtype == np.float32 else 308):  # beyond the digits of any such float
         return x if n > 0 else xp.where(xp.isfinite(x), x * 0, x)
     with np.errstate(over="ignore"):
-        out = xp.round(x.astype(np.float32) if x.dtype.itemsize <= 2 else x, n).astype(x.dtype, copy=False)
+        out = xp.round(wide, n).astype(x.dtype, copy=False)
     return xp.where(xp.isfinite(out), out, x) if n > 0 else out  # what is too large to be scaled has no digits there
 
 
@@ -441,9 +443,11 @@ def _sigmoid(xp: Any, x: Any) -> Any:
 
 
 def _silu(xp: Any, x: Any) -> Any:
-    s = SIGMOID.bind(xp)(x)
+    wide = x.astype(np.float32) if is_low_precision(x.dtype) else x
+    s = SIGMOID.bind(xp)(wide)
     # From where on the sigmoid is 0 in every dtype the product is: that of -inf would be NaN.
-    return x * s if x.dtype.kind == "c" else xp.maximum(x, SILU_IS_ZERO) * s
+    out = wide * s if x.dtype.kind == "c" else xp.maximum(wide, SILU_IS_ZERO) * s
+    return out.astype(x.dtype, copy=False)
 
 
 SILU_IS_ZERO = -1e4

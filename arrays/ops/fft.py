@@ -101,7 +101,7 @@ def _floating(name: str, x: Any, norm: str) -> Array:
     from .manipulation import astype
 
     if norm not in _NORMS:
-        raise ValueError(f"[{name}] norm must be 'backward', 'ortho' or 'forward', got {norm!r}")
+        raise ArgumentError(f"[{name}] norm must be 'backward', 'ortho' or 'forward', got {norm!r}")
     x = asarray(x)
     if x.dtype.itemsize <= 2 or x.dtype.kind in "iu":
         return astype(x, np.float64 if x.dtype.kind in "biu" else np.float32)

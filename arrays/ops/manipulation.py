@@ -15,7 +15,7 @@ from ..backends.short_ways import REFUSED, buffer, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from .elementwise import ASTYPE, clip
@@ -134,7 +134,7 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
     """
     if order != "C":
         if order != "F":
-            raise ValueError(
+            raise ArgumentError(
                 f"[reshape] order must be 'C' or 'F', got {order!r}: how the elements lie in memory is nobody's business"
             )
         full = tuple(shape) if isinstance(shape, Sequence) else (shape,)
@@ -461,7 +461,7 @@ def repeat(x: Any, repeats: Any, /, axis: int | None = None) -> Array:
     if counts.ndim > 1 or (counts.ndim == 1 and counts.shape[0] not in (1, n)):
         raise ShapeError(f"[repeat] repeats of shape {counts.shape} for axis {axis} of shape {x.shape}")
     if counts.size and counts.min() < 0:
-        raise ValueError("[repeat] repeats must not be negative")
+        raise ArgumentError("[repeat] repeats must not be negative")
     if counts.size == 1 and (n != 1 or counts.ndim == 0):
         k = int(counts.reshape(-1)[0])
         apart = reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))

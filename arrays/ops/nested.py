@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.array import Array
 from ..core.dispatch import as_array, has_history
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 
 
 def holds_history(obj: Any) -> bool:
@@ -63,7 +63,7 @@ def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None
     wide = np.result_type(*(np.dtype(float) if getattr(d, "kind", "") == "V" else d for d in given), 1.0)
     first, last = (astype(v, wide, copy=False) if isinstance(v, Array) else v for v in (start, stop))
     if num < 0:
-        raise ValueError(f"[linspace] num must not be negative, got {num}")
+        raise ArgumentError(f"[linspace] num must not be negative, got {num}")
     steps = num - 1 if endpoint else num
     delta = last - first
     places = reshape(astype(as_array(np.arange(num)), delta.dtype), (num,) + (1,) * delta.ndim)

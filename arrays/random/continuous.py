@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.errors import ArgumentError
 from . import bit_transforms as recipes
 from .draw import Request, distribution, floating, not_negative, number
 
@@ -45,7 +46,7 @@ def uniform(
         first, last = float(wanted.type(a)), float(wanted.type(b))
         width = b - a if wanted == recipes.F64 else float(np.float32(b - a))
     if not (-math.inf < first < last < math.inf and math.isfinite(width)):
-        raise ValueError(f"[uniform] there must be {wanted.name} numbers from low up to high, got {a} and {b}")
+        raise ArgumentError(f"[uniform] there must be {wanted.name} numbers from low up to high, got {a} and {b}")
     return Request(shape, wanted, {"low": a, "high": b})
 
 
@@ -99,10 +100,10 @@ def truncated_normal(
     a = number("truncated_normal", "lower", lower, finite=False)
     b = number("truncated_normal", "upper", upper, finite=False)
     if not a < b:
-        raise ValueError(f"[truncated_normal] lower must be below upper, got {a} and {b}")
+        raise ArgumentError(f"[truncated_normal] lower must be below upper, got {a} and {b}")
     # Below about 1e-300 the inverse of the distribution function has no digits left.
     if (recipes.ndtr(-a) - recipes.ndtr(-b) if a > 0 else recipes.ndtr(b) - recipes.ndtr(a)) < 1e-300:
-        raise ValueError(f"[truncated_normal] a normal number has no chance of lying between {a} and {b}")
+        raise ArgumentError(f"[truncated_normal] a normal number has no chance of lying between {a} and {b}")
     place = {"mean": number("truncated_normal", "mean", mean), "std": not_negative("truncated_normal", "std", std)}
     return Request(shape, wanted, {"lower": a, "upper": b, **place})
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.dtypes import as_dtype
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.shape_rules import as_shape
 from . import bit_transforms as recipes
@@ -72,7 +72,7 @@ def integers(
         raise DTypeError(f"[integers] low and high must be integers, got {low!r} and {high!r}") from None
     limits = np.iinfo(wanted)
     if not (limits.min <= a < b <= int(limits.max) + 1):
-        raise ValueError(f"[integers] needs {limits.min} <= low < high <= {int(limits.max) + 1}, got {a} and {b}")
+        raise ArgumentError(f"[integers] needs {limits.min} <= low < high <= {int(limits.max) + 1}, got {a} and {b}")
     return Request(shape, wanted, {"low": a, "span": b - a})
 
 
@@ -108,7 +108,7 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
         return uniform(key, full, wide) < broadcast_to(chance, full)
     chance_of_all = number("bernoulli", "p", p)
     if not 0 <= chance_of_all <= 1:
-        raise ValueError(f"[bernoulli] p must be between 0 and 1, got {chance_of_all}")
+        raise ArgumentError(f"[bernoulli] p must be between 0 and 1, got {chance_of_all}")
     return drawn(BERNOULLI, key, () if shape is None else shape, recipes.BOOL, threshold=round(chance_of_all * 2**32))
 
 

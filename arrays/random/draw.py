@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import as_dtype
-from ..core.errors import DTypeError, ShapeError, TracedValueError
+from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from ..core.shape_rules import as_shape
@@ -84,7 +84,7 @@ def number(name: str, what: str, value: Any, *, finite: bool = True) -> float:
     except (TypeError, ValueError):
         raise DTypeError(f"[{name}] {what} must be a number, got {value!r}") from None
     if math.isnan(found) or (finite and math.isinf(found)):
-        raise ValueError(f"[{name}] {what} must be {'finite' if finite else 'a number'}, got {found}")
+        raise ArgumentError(f"[{name}] {what} must be {'finite' if finite else 'a number'}, got {found}")
     return found
 
 
@@ -92,7 +92,7 @@ def not_negative(name: str, what: str, value: Any) -> float:
     """A finite number of at least 0."""
     found = number(name, what, value)
     if found < 0:
-        raise ValueError(f"[{name}] {what} must not be negative, got {found}")
+        raise ArgumentError(f"[{name}] {what} must not be negative, got {found}")
     return found
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.devices import Device
 from ..core.dispatch import apply
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from . import bit_transforms as recipes
@@ -82,7 +82,7 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
     except TypeError:
         raise DTypeError(f"[key] a seed is an integer, got {seed!r}") from None
     if not 0 <= number < 2**128:
-        raise ValueError(f"[key] a seed is between 0 and 2**128 - 1, got {number}")
+        raise ArgumentError(f"[key] a seed is between 0 and 2**128 - 1, got {number}")
     return asarray(np.array([number % 2**64, number >> 64], np.uint64), device=device, copy=False)
 
 
@@ -99,7 +99,7 @@ def split(key: Any, num: int = 2) -> Array:
     except TypeError:
         raise DTypeError(f"[split] the number of keys is an integer, got {num!r}") from None
     if count < 0:
-        raise ValueError(f"[split] the number of keys must not be negative, got {count}")
+        raise ArgumentError(f"[split] the number of keys must not be negative, got {count}")
     if getattr(key, "ndim", 1) == 3:  # the keys of n samples: num times as many
         from ..ops.manipulation import permute_dims
 
@@ -144,5 +144,5 @@ def fold_in(key: Any, data: Any) -> Array:
         except TypeError:
             raise DTypeError(f"[fold_in] data must be an integer or a string, got {data!r}") from None
         if not 0 <= data < 2**64:
-            raise ValueError(f"[fold_in] data must be between 0 and 2**64 - 1, got {data}")
+            raise ArgumentError(f"[fold_in] data must be between 0 and 2**64 - 1, got {data}")
     return apply(FOLD_IN, (k, data), {"stream": stream})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_rules import as_shape
 from . import bit_transforms as recipes
@@ -63,9 +63,9 @@ def _choice_impl(
 def _check_weights(weights: np.ndarray, count: int, replace: bool) -> None:
     some = int(np.count_nonzero(weights))
     if not np.all((weights >= 0) & np.isfinite(weights)) or (count and not some):
-        raise ValueError("[choice] p must hold finite weights that are not negative and not all 0")
+        raise ArgumentError("[choice] p must hold finite weights that are not negative and not all 0")
     if not replace and some < count:
-        raise ValueError(f"[choice] cannot choose {count} without replacement: only {some} elements have a weight")
+        raise ArgumentError(f"[choice] cannot choose {count} without replacement: only {some} elements have a weight")
 
 
 PERMUTATION = Op("random_permutation", ("key",), _permutation_impl, infer, nondifferentiable=RANDOM_BITS)
@@ -101,7 +101,7 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
     except TypeError:
         raise DTypeError(f"[permutation] takes a number of elements or an array, got {x!r}") from None
     if n < 0:
-        raise ValueError(f"[permutation] the number of elements must not be negative, got {n}")
+        raise ArgumentError(f"[permutation] the number of elements must not be negative, got {n}")
     return drawn(PERMUTATION, key, n, recipes.I64)
 
 
@@ -153,9 +153,9 @@ def choice(
             raise DTypeError(f"[choice] takes a number of elements or an array, got {a!r}") from None
     count = math.prod(full)
     if n < 0 or (n == 0 and count):
-        raise ValueError(f"[choice] cannot choose {count} of {n} elements")
+        raise ArgumentError(f"[choice] cannot choose {count} of {n} elements")
     if not replace and count > n:
-        raise ValueError(f"[choice] cannot choose {count} of {n} elements without replacement")
+        raise ArgumentError(f"[choice] cannot choose {count} of {n} elements without replacement")
     if p is not None:
         where = _weights(key, p, n, full, replace)
     elif replace:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.shape_rules import as_shape
 from . import bit_transforms as recipes
@@ -48,7 +48,7 @@ def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
     if found.dtype.kind not in "biuf" and found.dtype != recipes.BF16:
         raise DTypeError(f"[{name}] {what} must be real numbers, got {found.dtype.name}")
     if not isinstance(found._buf, Deferred) and not bool(all(found > 0)):
-        raise ValueError(f"[{name}] {what} must be positive")
+        raise ArgumentError(f"[{name}] {what} must be positive")
     return astype(found, wide)
 
 
@@ -188,7 +188,7 @@ def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> A
         raise DTypeError(f"[geometric] the dtype must be one of integers, got {wanted.name}")
     p = asarray(p)
     if not isinstance(p._buf, Deferred) and not bool(all((p > 0) & (p <= 1))):
-        raise ValueError("[geometric] p must be above 0 and at most 1")
+        raise ArgumentError("[geometric] p must be above 0 and at most 1")
     found, _, _ = _drawn("geometric", shape, np.float64, p)
     sure = p == 1
     rate = -log1p(-where(sure, 0.5, p.astype(np.float64)))
@@ -213,7 +213,7 @@ def triangular(key: Any, left: Any, mode: Any, right: Any, shape: Shape = None, 
     a, c, b = (_real(v, wide) for v in (left, mode, right))
     order = (a <= c) & (c <= b) & (a < b)
     if not isinstance(order._buf, Deferred) and not bool(all(order)):
-        raise ValueError("[triangular] left, mode and right must ascend, and not all be one number")
+        raise ArgumentError("[triangular] left, mode and right must ascend, and not all be one number")
     u = uniform(key, found, wide)
     rising = u * (b - a) < c - a
     # The branch that is not taken may have the root of zero, whose slope is infinite.

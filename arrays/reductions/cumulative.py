@@ -10,7 +10,7 @@ from ..backends.short_ways import HALF, REFUSED, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, is_low_precision
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 
@@ -123,7 +123,7 @@ def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: 
     x = asarray(x)
     axis = shape_rules.one_axis("diff", axis, x.ndim)
     if n < 0:
-        raise ValueError(f"[diff] n must not be negative, got {n}")
+        raise ArgumentError(f"[diff] n must not be negative, got {n}")
     if n == 0:  # as NumPy: then nothing is joined on
         return astype(x, x.dtype)
     parts = []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.dispatch import as_array
 from ..core.dtypes import result_type
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.creation import arange, beside, wrap_same
 from ..ops.elementwise import multiply
@@ -65,7 +65,7 @@ def einsum(formula: Any, /, *operands: Any) -> Array:
     try:
         steps = _recipe(formula, shapes)
     except TypeError:  # a formula that cannot be hashed
-        raise TypeError(f"[einsum] the formula is a text, got {type(formula).__name__}") from None
+        raise ArgumentError(f"[einsum] the formula is a text, got {type(formula).__name__}") from None
     dtype = env[0].dtype if env else None
     if any(x.dtype is not dtype for x in env):
         dtype = result_type(*{x.dtype for x in env})

@@ -10,8 +10,8 @@ from ..backends import pieces
 from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import as_array, wrap
-from ..core.dtypes import as_dtype, is_low_precision
-from ..core.errors import DTypeError, ShapeError
+from ..core.dtypes import as_dtype, is_low_precision, result_type
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
 from ..ops.creation import full
 from ..ops.elementwise import add, maximum, minimum, multiply, where
@@ -41,7 +41,9 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
     x = as_array(x)
     if mask is not None:
         if op not in _NEUTRAL and initial is None:
-            raise ValueError(f"[{op.name}] of what where= selects may be of nothing: say its value then with initial=")
+            raise ArgumentError(
+                f"[{op.name}] of what where= selects may be of nothing: say its value then with initial="
+            )
         mask = selection(op.name, mask, x)
     axes = shape_rules.normalize_axis(op.name, axis, x.ndim)
 
@@ -66,7 +68,11 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
             mask._buf,
         )
         out = astype(wrap(found), last) if short else wrap(found)
-    return out if initial is None else _kept(op.name, _JOIN[op](out, initial), out.dtype)
+    if initial is None:
+        return out
+    if out.dtype.kind == "b" and result_type(out, initial).kind in "iu":
+        initial = initial != 0  # beside truths a number is one: -1 is the largest of all then
+    return _kept(op.name, _JOIN[op](out, initial), out.dtype)
 
 
 def _kept(name: str, x: Array, dtype: np.dtype) -> Array:

@@ -11,7 +11,7 @@ from ..backends.pieces import large, reduced
 from ..backends.short_ways import REFUSED, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import Deferred, apply, as_array, wrap
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
 from ..kernels import compact
@@ -160,7 +160,7 @@ def searchsorted(x1: Any, x2: Any, /, side: str = "left", *, sorter: Any = None)
     if x1.ndim != 1:
         raise ShapeError(f"[searchsorted] the table must have one dimension, got shape {x1.shape}")
     if side not in ("left", "right"):
-        raise ValueError(f"[searchsorted] side must be 'left' or 'right', got {side!r}")
+        raise ArgumentError(f"[searchsorted] side must be 'left' or 'right', got {side!r}")
     if sorter is not None:
         x1 = take(x1, sorter, axis=0)
     return apply(SEARCHSORTED, (x1, x2), {"side": side})

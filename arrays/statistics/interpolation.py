@@ -12,8 +12,8 @@ from ..backends.pieces import mapped
 from ..backends.short_ways import HALF, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import has_history
-from ..core.dtypes import result_type
-from ..core.errors import ShapeError
+from ..core.dtypes import real_of, result_type
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.wide_floats import in_float32
 
@@ -44,15 +44,18 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
     Array([15., 20.], dtype=float64)
     """
     from ..ops.creation import inexact, ordered
-    from ..ops.manipulation import concat
+    from ..ops.manipulation import astype, concat
     from ..reductions.sorting import argsort
 
     x, xp, fp = inexact(ordered("interp", x)), inexact(ordered("interp", xp)), inexact(fp)
+    # (Slopes in the dtype of the result: that of short ``fp`` would overflow, or lose digits that ``x`` has.)
+    fp = astype(fp, result_type(x, xp, fp))
+    x, xp = astype(x, real_of(fp.dtype)), astype(xp, real_of(fp.dtype))
     if xp.ndim != 1 or xp.shape != fp.shape or not xp.size:
         raise ShapeError(f"[interp] points of shapes {xp.shape} and {fp.shape} must have one dimension of one length")
     if period is not None:
         if not period:
-            raise ValueError("[interp] the period must not be zero")
+            raise ArgumentError("[interp] the period must not be zero")
         period, left, right = math.fabs(period), None, None
         xp = xp % period
         order = argsort(xp)
@@ -104,7 +107,7 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     if a.ndim != 1 or v.ndim != 1 or not a.size or not v.size:
         raise ShapeError(f"[convolve] takes two vectors that are not empty, got shapes {a.shape} and {v.shape}")
     if mode not in ("full", "same", "valid"):
-        raise ValueError(f"[convolve] mode must be 'full', 'same' or 'valid', got {mode!r}")
+        raise ArgumentError(f"[convolve] mode must be 'full', 'same' or 'valid', got {mode!r}")
     if v.size > a.size:
         a, v = v, a
     n, m = a.size, v.size
@@ -112,12 +115,22 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
     if (both := buffers((a, v))) is not None and result_type(*both).num < HALF:
-        return result(np.convolve(*both, mode))
+        return result(_convolved(*both, mode))
     windows = np.arange(count)[:, None] + np.arange(m)
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
     inside = (windows >= before) & (windows < n + before)
     terms = pad(a, ((before, after),))[windows] * flip(v)
     return sum(where(inside, terms, False if terms.dtype.kind == "b" else 0), axis=-1, dtype=terms.dtype)
+
+
+def _convolved(a: np.ndarray, v: np.ndarray, mode: Any) -> np.ndarray:
+    """NumPy's, complex ones by their parts: BLAS makes NaN of a complex infinity times a number."""
+    if "c" not in a.dtype.kind + v.dtype.kind:
+        return np.convolve(a, v, mode)
+    re = np.convolve(a.real, v.real, mode) - np.convolve(a.imag, v.imag, mode)
+    out = re.astype(result_type(a, v))
+    out.imag = np.convolve(a.real, v.imag, mode) + np.convolve(a.imag, v.real, mode)
+    return out
 
 
 @composite("gradient")
@@ -157,7 +170,7 @@ def gradient(
     sorted_axes = shape_rules.normalize_axis("gradient", axis, x.ndim)
     axes = sorted_axes if axis is None or np.ndim(axis) == 0 else [int(a) % x.ndim for a in axis]
     if edge_order not in (1, 2):
-        raise ValueError(f"[gradient] edge_order must be 1 or 2, got {edge_order!r}")
+        raise ArgumentError(f"[gradient] edge_order must be 1 or 2, got {edge_order!r}")
     steps = spacing or (1.0,)
     steps = steps * len(axes) if len(steps) == 1 and np.ndim(steps[0]) == 0 else steps
     if len(steps) != len(axes):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.dispatch import Deferred, as_array
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -65,9 +65,9 @@ def pad(
 
     x = as_array(x)
     if mode not in _MODES:
-        raise ValueError(f"[pad] mode must be one of {', '.join(_MODES)}, got {mode!r}")
+        raise ArgumentError(f"[pad] mode must be one of {', '.join(_MODES)}, got {mode!r}")
     if reflect_type not in ("even", "odd"):
-        raise ValueError(f"[pad] reflect_type must be 'even' or 'odd', got {reflect_type!r}")
+        raise ArgumentError(f"[pad] reflect_type must be 'even' or 'odd', got {reflect_type!r}")
     widths = _widths(pad_width, x)
     given = {"constant": constant_values, "linear_ramp": end_values, "empty": 0}.get(mode, stat_length)
     values = _pairs("values" if mode in ("constant", "linear_ramp") else "stat_length", given, x)
@@ -135,7 +135,7 @@ def _widths(value: Any, x: Array) -> list[tuple[int, int]]:
     except TypeError:
         pairs = [(-1, -1)]
     if any(n < 0 for pair in pairs for n in pair):
-        raise ValueError(f"[pad] pad_width must be integers that are not negative, got {value}")
+        raise ArgumentError(f"[pad] pad_width must be integers that are not negative, got {value}")
     return pairs
 
 
@@ -192,7 +192,7 @@ def _statistic(x: Array, axis: int, width: int, length: Any, first: bool, mode: 
     n = x.shape[axis]
     length = n if length is None else operator.index(length)
     if length < 0 or (length == 0 and mode in ("maximum", "minimum")):
-        raise ValueError(f"[pad] stat_length of {length} gives no {mode}")
+        raise ArgumentError(f"[pad] stat_length of {length} gives no {mode}")
     part = x[(*(slice(None),) * axis, slice(0, length) if first else slice(n - length if length < n else 0, n))]
     reduce: Callable[..., Array] = {"maximum": max, "mean": mean, "median": median, "minimum": min}[mode]
     found = reduce(part, axis=axis, keepdims=True)

@@ -11,7 +11,7 @@ from ..backends.row_blocks import wide
 from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import wrap
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.value import FIRST_USER_DTYPE
 
@@ -134,9 +134,9 @@ def _weighted(name: str, rows: Array, weights: Array, parts: np.ndarray) -> Arra
     usable = isfinite(total) & (total > 0)
     if not getattr(weights._buf, "traced", False):
         if bool(any(weights < 0)):
-            raise ValueError(f"[{name}] weights must not be negative")
+            raise ArgumentError(f"[{name}] weights must not be negative")
         if not bool(usable.all()):
-            raise ValueError(f"[{name}] the weights are zero throughout, or not finite")
+            raise ArgumentError(f"[{name}] the weights are zero throughout, or not finite")
     elif rows.dtype.kind in "biu":
         raise DTypeError(
             f"[{name}] weights that are traced may be zero throughout, where integers have no value: cast x to a float"
@@ -161,11 +161,11 @@ def _quantile(
         flat = _quantile(name, x, parts.reshape(-1), axis, keepdims, method, weights)
         return reshape(flat, (*parts.shape, *flat.shape[1:]))
     if not ((parts >= 0) & (parts <= 1)).all():
-        raise ValueError(f"[{name}] q must be between 0 and {100 if name == 'percentile' else 1}")
+        raise ArgumentError(f"[{name}] q must be between 0 and {100 if name == 'percentile' else 1}")
     if method not in _METHODS:
-        raise ValueError(f"[{name}] method must be one of {', '.join(_METHODS)}, got {method!r}")
+        raise ArgumentError(f"[{name}] method must be one of {', '.join(_METHODS)}, got {method!r}")
     if weights is not None and method != "inverted_cdf":
-        raise ValueError(f"[{name}] weights go with method='inverted_cdf' alone, got {method!r}")
+        raise ArgumentError(f"[{name}] weights go with method='inverted_cdf' alone, got {method!r}")
     x = asarray(x)
     rows, axes = _rows(name, x, axis)
     whole = rows.dtype.kind in "biu"

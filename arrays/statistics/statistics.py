@@ -15,7 +15,7 @@ from ..backends.row_blocks import wide as wide_of
 from ..core import shape_rules
 from ..core.dispatch import as_array, as_number, has_history, refuse_history, wrap
 from ..core.dtypes import as_dtype
-from ..core.errors import DTypeError, ShapeError, TracedValueError
+from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
 from ..core.op import composite
 from ..ops.elementwise import clip, isnan, where
 from ..ops.manipulation import astype, reshape
@@ -208,7 +208,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
     if x.dtype.kind not in "iu" or x.ndim != 1:
         raise DTypeError(f"[bincount] takes integers in one dimension, got {x.dtype.name} of shape {x.shape}")
     if minlength < 0:
-        raise ValueError(f"[bincount] minlength must not be negative, got {minlength}")
+        raise ArgumentError(f"[bincount] minlength must not be negative, got {minlength}")
     if length is None and getattr(x._buf, "traced", False):
         raise TracedValueError(
             f"[bincount] how long the result is depends on the values of a {x._buf.aval} (minlength is the least), which mt.compile does "
@@ -216,11 +216,11 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
         )
     host = x._concrete() if length is None or beside(x) is not None else None
     if host is not None and host.size and host.min() < 0:
-        raise ValueError(f"[bincount] elements must not be negative, got {int(host.min())}")
+        raise ArgumentError(f"[bincount] elements must not be negative, got {int(host.min())}")
     if length is None:
         length = max(int(host.max()) + 1 if host is not None and host.size else 0, minlength)
     elif length < minlength:
-        raise ValueError(f"[bincount] a length of {length} is less than the minlength of {minlength}")
+        raise ArgumentError(f"[bincount] a length of {length} is less than the minlength of {minlength}")
     values: Any = 1 if weights is None else asarray(weights)
     if weights is not None and values.shape != x.shape:
         raise ShapeError(f"[bincount] weights of shape {values.shape} for elements of shape {x.shape}")
@@ -277,7 +277,7 @@ def histogram(
             range = (float(host.min()), float(host.max())) if host.size else (0.0, 1.0)
         low, high = (as_number("histogram", "range", v) for v in range)
         if not np.isfinite([low, high]).all() or low > high or bins < 1:
-            raise ValueError(f"[histogram] {bins} bins between {low} and {high}")
+            raise ArgumentError(f"[histogram] {bins} bins between {low} and {high}")
         wide = np.dtype(np.float64) if flat.dtype.kind in "biu" else wide_of(flat.dtype)
         if low == high:
             low, high, moving = low - 0.5, high + 0.5, False
@@ -287,7 +287,7 @@ def histogram(
             refuse_history("histogram", v, "the counts have no derivative by the edges")
         edges = np.asarray(bins)
         if edges.ndim != 1 or edges.size < 2 or (np.diff(edges) < 0).any():
-            raise ValueError("[histogram] edges must be at least two ascending numbers in one dimension")
+            raise ArgumentError("[histogram] edges must be at least two ascending numbers in one dimension")
     n = edges.size - 1
     where_to = asarray(edges, device=beside(flat))
     if moving:  # the outermost edges are elements, which have derivatives

@@ -54,7 +54,8 @@ class Replicate:
 class Partial:
     """Each rank of the mesh axis holds a contribution; the value is their reduction by ``op``.
 
-    ``op`` is ``"sum"``, ``"prod"``, ``"max"``, ``"min"``, ``"any"`` or ``"all"``.
+    ``op`` is ``"sum"``, ``"prod"``, ``"max"``, ``"min"``, ``"any"`` or ``"all"``; the last two take booleans, and ``"prod"`` no complex
+    numbers.
     """
 
     op: str = "sum"
@@ -268,6 +269,17 @@ class Sharding:
                     f"{dim % len(shape) - len(shape)}: name it one way, so that the first named axis is the outer one"
                 )
             fixed[dim % len(shape)] = axes
+        for axis, op in self.layout.partials:
+            if op in ("any", "all") and dtype.kind != "b":
+                raise ShardingConflict(
+                    f"{self} of {dtype.name}: {op!r} takes booleans, so compare the numbers first (x != 0)"
+                )
+            if op == "prod" and dtype.kind == "c":
+                name = self.mesh.names[axis]
+                raise ShardingConflict(
+                    f"{self} of {dtype.name}: a product of complex numbers cannot stay pending, as times 1 an infinite one is NaN; "
+                    f"replicate it, in mt.shard_map with mt.all_reduce(x, {name!r}, op='prod')"
+                )
         return Sharding.of(self.mesh, make_layout(fixed, dict(self.layout.partials)))
 
     def __eq__(self, other: object) -> bool:

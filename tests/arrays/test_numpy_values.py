@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,9 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("average", (a([]),), {"returned": True}),
     *(("interp", (a([0.5, 1.5, 2.25]), a([0, 1, 2, 3]), BIG[d]), {}) for d in SMALL),
     *(("interp", (a([2, 100]), ASCENDING[d], BIG["uint8"]), {}) for d in ASCENDING),
+    *(("interp", (a([0.1, 1.5, 2.25]), a([0, 1, 3], "float32"), a([-60000, 60000, 1], f)), {}) for f in ("float16", "float32", "int32", "complex64")),
+    *(("interp", (a([0.1, 1.5, 2.25]), a([0, 1, 3], "int8"), a(f, "int8")), {}) for f in ([-100, 100, -100], [127, -128, 5])),
+    *((n, (a(v, bool),), {"initial": i}) for n in ("min", "max") for v in ([1, 0], [0], [1, 1], []) for i in (-1, 0, 2, True, np.int8(-3))),
     ("interp", (a([-1, 0.0, 0.5, 1.0, 1.5, 2.0, 3]), a([0.0, 1, 2]), a([1, INF, 3.0])), {}),
     ("interp", (a([0.0, 0.5, 1.0, 1.5, 2.0]), a([0.0, 1, 2]), a([INF, INF, NAN])), {}),
     *(("gradient", (a([1.0, 2, 4, 8]), ASCENDING[d]), {}) for d in ASCENDING),
@@ -223,6 +228,55 @@ def test_large_numbers_keep_their_digits(dtype, number):
     want = np.full(4, number, dtype)
     for got in (mt.full_like(x, number), mt.compile(lambda x: mt.full_like(x, number))(x), mt.full_like(split, number)):
         np.testing.assert_array_equal(np.asarray(got), want)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "float32"])
+@pytest.mark.parametrize("at", [(1, None), (None, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["convolve", "correlate"])
+@pytest.mark.filterwarnings("ignore")
+def test_patterns_with_infinities_eager_and_compiled(name, at, dtype):
+    rng = np.random.default_rng(0)
+    pair = [(rng.normal(size=n) + 1j * rng.normal(size=n)).astype(dtype) for n in (5, 3)]
+    for x, i in zip(pair, at, strict=True):
+        if i is not None:
+            x[i] = INF
+    want = np.zeros(7, dtype)
+    with np.errstate(all="ignore"):
+        for i, j in itertools.product(range(5), range(3)):
+            want[i + (j if name == "convolve" else 2 - j)] += pair[0][i] * (
+                pair[1][j] if name == "convolve" else pair[1][j].conj()
+            )
+    fn = getattr(mt, name)
+    for got in (fn(*map(ours, pair), mode="full"), mt.compile(lambda x, y: fn(x, y, mode="full"))(*map(ours, pair))):
+        for part in ("real", "imag"):
+            np.testing.assert_allclose(getattr(np.asarray(got), part), getattr(want, part), rtol=1e-4, atol=1e-5)
+
+
+Z = a([1 + 2j, INF, -0.0, complex(NAN, 1), complex(0, INF), 1e300 * (1 + 1j), complex(3, -0.0)])
+MASK = a([True, False, True, True, True, True, False])
+
+
+@pytest.mark.parametrize("op", ["imul", "iadd", "isub", "itruediv"])
+@pytest.mark.parametrize("value", [2, 2j, INF, complex(INF, 0), True, np.arange(5.0), np.arange(5) * 1j], ids=str)
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.filterwarnings("ignore")
+def test_masked_arithmetic_of_complex_numbers_eager_and_compiled(op, value, dtype):
+    def changed(z: Any) -> Any:
+        z = z.copy()
+        z[MASK] = getattr(operator, op)(z[MASK], value)
+        return z
+
+    with np.errstate(all="ignore"):
+        z = Z.astype(dtype)
+        want = changed(z)
+        for got in (changed(mt.asarray(z)), mt.compile(changed)(mt.asarray(z))):
+            np.testing.assert_array_equal(np.asarray(got), want)
+            for part in ("real", "imag"):
+                signs = [
+                    np.where(np.isnan(v), False, np.signbit(v))
+                    for v in (getattr(want, part), getattr(np.asarray(got), part))
+                ]
+                np.testing.assert_array_equal(*signs)
 
 
 C = mt.asarray([1j, 2.0])

@@ -11,6 +11,7 @@ import numpy as np
 import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.indexing.keys import parse
 from meshtape.arrays.linalg import linalg
 from meshtape.arrays.ops import fft
 from meshtape.arrays.reductions import cumulative, sorting
@@ -118,12 +119,25 @@ def reading() -> list[Sample]:
     return [*out, (lambda x: x[[0, 0, 1]], (cplx(2, 3),)), (lambda x: x.T[[0, 2, 2]], (real(2, 3),))]
 
 
+_EXTREMA = ("min", "max")
+
+
+def _extremum(name: str, x: Any, v: Any, template: Any, arrays: Any) -> Any:
+    return apply(OPS[f"index_{name}"], (x, v, *arrays), {"template": template})
+
+
 def writing(method: str) -> list[Sample]:
     def write(key: Any) -> Callable[..., Any]:
+        if method in _EXTREMA:  # the op itself: ``.at`` writes by slices without it
+            return lambda x, v: _extremum(method, x, v, *parse(x, key))
         return lambda x, v: getattr(x.at[key], method)(v)
 
     out: list[Sample] = [(write(key), (real(*shape), real(*np.empty(shape)[key].shape))) for shape, key in KEYS]
     repeated = (I([0, 0, 1]), I([1, 1, 2]))
+    fixed = [
+        (lambda x: getattr(x.at[0], method)(2.5), (real(2, 3),)),
+        (lambda v: getattr(mt.zeros((2, 3)).at[0], method)(v), (real(3),)),
+    ]
     return [
         *out,
         (write(repeated), (real(2, 3), real(3))),
@@ -131,8 +145,7 @@ def writing(method: str) -> list[Sample]:
         (write(repeated), (real(2, 3), real(1, 1))),  # leading ones of a value are dropped
         (write(repeated), (cplx(2, 3), cplx(1))),
         (write((I([0, 1]),)), (real(2, 3), real(3))),
-        (lambda x: getattr(x.at[0], method)(2.5), (real(2, 3),)),
-        (lambda v: getattr(mt.zeros((2, 3)).at[0], method)(v), (real(3),)),
+        *(() if method in _EXTREMA else fixed),
     ]
 
 

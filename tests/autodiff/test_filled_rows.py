@@ -51,6 +51,19 @@ def _by_recurrence(a, x):
     return x
 
 
+def _by_sines(a, x):
+    x[0] = a[0]
+    for i in range(1, a.shape[0]):
+        x[i] = mt.sin(x[i - 1]) + a[i]
+    return x
+
+
+def _by_extrema(a, x):
+    for i in range(a.shape[0]):
+        x = x.at[i].max(2.0 * a[i]).at[i].min(5.0 * a[i])
+    return x
+
+
 def _overwritten(a, x):
     for _ in range(3):
         for i in range(a.shape[0]):
@@ -58,7 +71,7 @@ def _overwritten(a, x):
     return x
 
 
-FILLED = (_by_item, _by_item_array, _by_mask, _by_columns, _by_at, _by_recurrence, _overwritten)
+FILLED = (_by_item, _by_item_array, _by_mask, _by_columns, _by_at, _by_recurrence, _by_sines, _by_extrema, _overwritten)
 
 
 def _loss(fill, start=None):
@@ -120,12 +133,28 @@ class _Memory:
             weakref.finalize(out, self.alive.discard, id(out))
 
 
-@pytest.mark.parametrize("fill", [f for f in FILLED if f is not _by_at])
+@pytest.mark.parametrize("fill", [f for f in FILLED if f not in (_by_at, _by_extrema)])
 def test_a_gradient_writes_to_as_many_arrays_however_many_writes_there_are(fill, monkeypatch):
     a = mt.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH)))
     memory = _Memory(monkeypatch)
     mt.grad(_loss(fill))(a)
     assert memory.count <= 3
+
+
+@pytest.mark.parametrize("fill", [_by_item, _by_at, _by_recurrence, _by_sines, _by_extrema])
+def test_what_a_tape_keeps_grows_with_what_is_read_and_written(fill, peak_of):
+    a = mt.asarray(np.random.default_rng(0).normal(size=(200, 250)))
+    assert peak_of(lambda: mt.grad(_loss(fill))(a)) < 40 * a.nbytes  # kept whole at each write, it would be 200 times
+
+
+def test_a_write_to_a_row_of_a_row_is_refused_under_a_tape_too():
+    with pytest.raises(mt.errors.MeshtapeError, match="nobody holds"):
+        mt.grad(lambda x: _lost(x * 1.0))(mt.ones((40, 8)))
+
+
+def _lost(x):
+    x[1][2] = 3.0
+    return mt.sum(x)
 
 
 def test_a_gradient_of_functional_writes_copies_its_cotangent_once(monkeypatch):

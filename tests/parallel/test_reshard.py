@@ -142,6 +142,39 @@ def test_replicated_to_pending_and_back_is_the_identity(op, sizes):
         holds(mt.reshard(pending, **dict.fromkeys(axes, mt.Replicate())), value)
 
 
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint64", "float16", "bfloat16", "float32", "complex64", "complex128"]
+)
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "any", "all"])
+def test_pending_is_the_identity_in_every_dtype_or_refused(op, dtype):
+    """Truths have no place for numbers, and products no one that leaves complex infinities and signs of zero as they are."""
+    mesh = mesh_of((3,))
+    value = [2, 0, 5]
+    if dtype[0] == "c":
+        value += [complex(np.inf, 0), complex(-np.inf, np.inf), complex(-0.0, -0.0), complex(1, -0.0)]
+    elif "float" in dtype:
+        value += [-0.0, np.inf, np.nan]
+    x = mt.asarray(np.array(value), dtype=dtype)
+
+    def keep(b: mt.Array) -> mt.Array:
+        return b
+
+    keep = mt.shard_map(keep, mesh, {}, {"a": mt.Partial(op)})
+    if (op in ("any", "all") and dtype != "bool") or (op == "prod" and dtype[0] == "c"):
+        for use in (lambda: mt.reshard(mt.distribute(x, mesh), a=mt.Partial(op)), lambda: keep(x)):
+            with pytest.raises(mt.errors.ShardingConflict, match="cannot stay pending" if op == "prod" else "x != 0"):
+                use()
+        return
+    back = mt.reshard(mt.reshard(mt.distribute(x, mesh), a=mt.Partial(op)), a=mt.Replicate())
+    assert back.dtype == x.dtype
+    if dtype[0] == "c":
+        assert np.asarray(back).tobytes() == np.asarray(x).tobytes()
+    else:
+        got, want = (np.asarray(v).astype(float) for v in (back, x))
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
+
+
 def test_the_rank_that_keeps_the_value_is_known_by_its_coordinate():
     """On a mesh of two axes the rank at coordinate 0 of the axis keeps it, in every row of the other."""
     mesh = mesh_of((2, 2))

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...backends.row_blocks import row_blocks, row_sums
 from ...core.dispatch import apply, as_number
-from ...core.errors import DTypeError, ShapeError
+from ...core.errors import ArgumentError, DTypeError, ShapeError
 from ...core.op import Op, composite
 from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
@@ -35,7 +35,7 @@ def image(name: str, x: Any, channel_axis: int, eps: float, least: int = 2) -> t
     if x.dtype.kind in "biuc":
         raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
     if not eps > 0:
-        raise ValueError(f"[{name}] eps must be positive, got {eps}")
+        raise ArgumentError(f"[{name}] eps must be positive, got {eps}")
     if x.ndim < least:
         rest = " with something to average" if least > 2 else ""
         raise ShapeError(f"[{name}] x has the shape (N, channels, ...){rest}, got {x.shape}")

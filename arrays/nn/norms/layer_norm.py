@@ -16,7 +16,7 @@ import numpy as np
 from ...backends.row_blocks import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, row_sums, with_zeros
 from ...backends.row_blocks import wide as _wide
 from ...core.dispatch import apply, as_number
-from ...core.errors import DTypeError, ShapeError
+from ...core.errors import ArgumentError, DTypeError, ShapeError
 from ...core.op import Op, composite
 from ...core.shape_dtype import ShapeDtype
 from ...kernels import row_norms
@@ -299,7 +299,7 @@ def _operands(
     if not shape or x.shape[x.ndim - len(shape) :] != shape:
         raise ShapeError(f"[{name}] the last dimensions of x {x.shape} must be normalized_shape {shape}")
     if not eps > 0:
-        raise ValueError(f"[{name}] eps must be positive, got {eps}")
+        raise ArgumentError(f"[{name}] eps must be positive, got {eps}")
     out = [x]
     for what, (p, default) in parameters.items():
         p = full(shape, default, dtype=x.dtype, device=beside(x)) if p is None else asarray(p)
