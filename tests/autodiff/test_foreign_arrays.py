@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import array
+import functools
+import importlib
+import inspect
+import types
 
 import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.autodiff.captures import bytecode
 from meshtape.errors import DTypeError, GradientError
 
 pandas = pytest.importorskip("pandas")
@@ -122,6 +127,69 @@ def test_what_mt_asarray_makes_of_them_has_a_gradient():
         x = mt.asarray(make([1.0, 2.0, 3.0]))
         found = mt.grad(lambda v: mt.sum(v**2))(x)
         np.testing.assert_array_equal(np.asarray(found).ravel(), [2.0, 4.0, 6.0], err_msg=kind)
+
+
+# ----- in compiled functions ------------------------------------------------------------------------------------------
+
+
+class Warns:
+    """An object of a module, such as torch.distributed's `reduce_op`, that answers any question with a warning."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError("deprecated")
+
+
+READS = {
+    "argument": lambda x: (mt.compile(lambda x, y: mt.asarray(x) * y), lambda f: f(x, mt.ones(3))),
+    "in a tree": lambda x: (mt.compile(lambda d, y: mt.asarray(d["k"][0]) * y), lambda f: f({"k": [x]}, mt.ones(3))),
+    "closure": lambda x: (mt.compile(lambda y: mt.asarray(x) * y), lambda f: f(mt.ones(3))),
+    "attribute": lambda x: (
+        mt.compile(lambda h, y: mt.asarray(h.x) * y),
+        functools.partial(lambda h, f: f(h, mt.ones(3)), types.SimpleNamespace(x=x)),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """A library with a class of arrays, and with an object that warns as PyTorch's do."""
+    place = tmp_path_factory.mktemp("lib") / "site-packages"
+    place.mkdir()
+    source = [inspect.getsource(c) for c in (Tensor, Comparison, Warns)]
+    (place / "tensors_for_tests.py").write_text("\n\n".join(["import numpy as np", *source, "warns = Warns()"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(place)
+        yield importlib.import_module("tensors_for_tests")
+
+
+@pytest.mark.filterwarnings("ignore:.*traced at every call:RuntimeWarning")
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("kind", [*MAKERS, "library"])
+def test_compiled_functions_read_the_numbers_of_today(kind, read, library):
+    """Also where `==` compares element by element, and after a write that only the other library knows of."""
+    x = {**MAKERS, "library": library.Tensor}[kind]([1.0, 2.0, 3.0])
+    if kind == "frame":
+        x = x["a"]
+    fast, call = READS[read](x)
+    for _ in range(2):
+        np.testing.assert_array_equal(call(fast), [1.0, 2.0, 3.0])
+    if hasattr(x, "value"):
+        x.value[0] = 50.0
+        np.testing.assert_array_equal(call(fast), [50.0, 2.0, 3.0])
+
+
+def test_modules_of_objects_that_answer_no_question():
+    assert not bytecode._uses_us(Warns())
+    assert bytecode._uses_us(mt.sum)
+    assert bytecode._uses_us(mt)
+    assert bytecode._uses_us(mt.Mesh)
+    assert bytecode._uses_us(mt.ones(1))
+
+
+def test_numbers_of_numpy_are_told_apart_by_value():
+    seen = mt.compile(lambda x, s: x * float(s))
+    assert [float(seen(mt.ones(()), np.float64(k))) for k in (1, 2, 1, 2)] == [1.0, 2.0, 1.0, 2.0]
+    assert seen.signatures == 2
 
 
 # ----- integers of Python's -------------------------------------------------------------------------------------------
