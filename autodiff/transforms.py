@@ -25,6 +25,7 @@ from .tape.gradients import (
     loss_and_aux,
     names_of,
     own,
+    real,
     refuse_underivable,
     value_and_gradients,
     watched,
@@ -66,7 +67,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     (Array([ 2., 40.], dtype=float64),)
     """
     check_function("vjp", fn)
-    leaves = trees.flatten(primals)[0]
+    leaves = trees.flatten(tuple(map(real, primals)))[0]
     if leaves and all(without_derivatives(x) for x in leaves):
         refuse_underivable("vjp", primals, range(len(primals)))
     return _vjp("vjp", fn, primals, has_aux)
@@ -75,7 +76,7 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 def _vjp(who: str, fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool = False) -> Any:
     """:func:`vjp` of any primals."""
     refuse_underivable(who, primals, range(len(primals)), integers=False)
-    inputs, in_def = trees.flatten(tuple(primals))
+    inputs, in_def = trees.flatten(tuple(map(real, primals)))
     inputs = [own(x) for x in inputs]
     tape = Tape(persistent=True)
     with tape:
@@ -127,8 +128,10 @@ def value_and_grad(
     Raises
     ------
     DTypeError
-        For an array of integers or booleans in one of these arguments. (Python's own numbers count as floating.) Token ids, masks
-        and counters belong into other arguments.
+        For arrays of integers or booleans in one of these arguments, and for Python's own ints. (One that is the whole argument,
+        as in ``grad(f)(3)``, counts as floating.) Token ids, masks, sizes and counters belong into other arguments.
+    GradientError
+        For an array of another library in one of them: make it an Array with ``mt.asarray``.
 
     Examples
     --------
@@ -185,6 +188,12 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     (9.0, 12.0)
     """
     check_function("jvp", fn)
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, tuple | list):
+            raise GradientError(
+                f"[jvp] {name} must be a tuple or a list with one entry for each argument, got {type(given).__name__}: write "
+                "mt.jvp(fn, (x,), (v,))"
+            )
     value, pull = _vjp("jvp", fn, primals)
     pulled, pull_again = _vjp(
         "jvp", pull, [trees.tree_map(lambda y: zeros_like(y) if isinstance(y, Array) else y, value)]
@@ -221,7 +230,7 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
     """
 
     check_function("hvp", fn)
-    xs, x_def = trees.flatten(x)
+    xs, x_def = trees.flatten(real(x))
     vs, v_def = trees.flatten(v)
     if x_def != v_def:
         raise GradientError(f"[hvp] v has structure {v_def}, x {x_def}")

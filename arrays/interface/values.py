@@ -21,7 +21,7 @@ from ..backends.dlpack import read_only
 from ..backends.memory_pool import is_sole
 from ..core.array import Array
 from ..core.devices import Device, device
-from ..core.dispatch import Deferred, apply, record, refuse_history, refuse_watched, wrap
+from ..core.dispatch import Deferred, apply, is_watched, record, refuse_history, refuse_watched, wrap
 from ..core.errors import ArgumentError, DeviceError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.index_template import result_shape
 from ..core.op import state
@@ -29,6 +29,7 @@ from ..indexing import indexing
 from ..indexing import keys as index_keys
 from ..ops import elementwise as ew
 from ..ops import manipulation, matmul
+from .askers import REMEDY, writes_buffer
 from .at import AtIndex, masked_write
 from .operators import operator
 from .unpickling import unpickle
@@ -132,8 +133,12 @@ class Values:
     def _number(self, kind: type, complex_ok: bool = False) -> Any:
         if self.ndim != 0:
             raise TypeError(f"only a 0-d array is a Python {kind.__name__}, this one has shape {self.shape}")
-        if state.now.recorders and sys._getframe(2).f_globals.get("__name__", "").partition(".")[0] in _NUMBER_TAKERS:
-            refuse_watched(f"a parameter of {sys._getframe(2).f_code.co_name}", self)
+        if state.now.recorders:
+            asker = sys._getframe(2)
+            if asker.f_globals.get("__name__", "").partition(".")[0] in _NUMBER_TAKERS:
+                refuse_watched(f"a parameter of {asker.f_code.co_name}", self)
+            elif is_watched(self) and (how := writes_buffer(asker)) is not None:
+                refuse_watched(how, self, REMEDY)
         value = self._concrete().item()
         if isinstance(value, complex) and not complex_ok:
             raise TypeError(f"a complex array is no Python {kind.__name__}: take its real part first")

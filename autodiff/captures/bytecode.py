@@ -6,7 +6,7 @@ import dis
 import functools
 import sys
 import sysconfig
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 
@@ -152,5 +152,11 @@ _STANDARD = sysconfig.get_path("stdlib")
 
 
 def _uses_us(value: Any) -> bool:
-    name = value.__name__ if isinstance(value, type(sys)) else getattr(value, "__module__", None)
+    kind = type(value)  # and not its __class__: code of the object's own may warn or raise
+    if issubclass(kind, ModuleType):
+        name = vars(value).get("__name__")
+    else:
+        name = getattr(
+            value if issubclass(kind, type | FunctionType | BuiltinFunctionType) else kind, "__module__", None
+        )
     return isinstance(name, str) and name.startswith("meshtape")

@@ -93,15 +93,20 @@ def memory_of(x: Any) -> bytes | None:
         return None
 
 
+ANSWERS = frozenset({bool, np.bool})
+"""Types of an equality that is one answer."""
+
+
 def is_value(x: Any) -> bool:
-    """Whether the object is known by an equality of its own, such as a path or a date."""
+    """Whether the object is known by an equality of its own, such as a path or a date. (Arrays of other libraries compare element by
+    element.)"""
     if type(x).__eq__ is object.__eq__:
         return False
     try:
         hash(x)
-    except (TypeError, ValueError):  # the latter of memory that may be written to
+        return type(x == x) in ANSWERS
+    except Exception:  # such as a ValueError of memory that may be written to
         return False
-    return True
 
 
 def is_standard(module: str) -> bool:

@@ -44,7 +44,8 @@ class Tracer(Deferred):
             )
         raise TracedValueError(
             f"a value ({self.aval}) was asked for inside mt.compile, where arrays only stand for values: "
-            "use mt.where instead of `if`, keep printing and float(...) outside, or pass the number as a Python scalar"
+            "use mt.where instead of `if`, keep printing and float(...) outside, pass the number as a Python scalar, or collect elements "
+            "with mt.stack instead of writing them to a NumPy array"
         )
 
 

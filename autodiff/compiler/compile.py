@@ -26,6 +26,7 @@ from ...arrays.core.functions import check_function
 from ...arrays.core.op import not_recording, recording, state
 from ...arrays.core.program import Program, Traced, freeze, last_uses, register_tracer, simplify
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify
+from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import settled
 from ..captures.captures import Captures, Outside, captures_of
 from ..captures.lost_writes import Arguments, noting_logs, refuse_kept, restore
@@ -431,6 +432,9 @@ def _recorded(
         try:
             with not_recording(), recording(trace), noting_logs(trace):
                 result = fn(*given.args, **given.kwargs)
+        except ValueError as e:
+            say_ours(e)
+            raise
         finally:
             restore(name, reads, trace)
         given.refuse_writes()

@@ -17,6 +17,7 @@ from ...arrays.core.errors import DonatedArrayError
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.interface.writing import settled
+from ..tape.hidden import refuse_foreign
 
 
 class Gone(Deferred):
@@ -69,6 +70,7 @@ def donated_leaves(args: Sequence[Any], donate: Sequence[int], name: str) -> fro
     for i, a in enumerate(args):
         n = len(trees.flatten(a)[0])
         if i in donate:
+            refuse_foreign("compile", a, f"argument {i}, which {name} donates,")
             found.update(range(start, start + n))
         start += n
     return frozenset(found)

@@ -13,7 +13,7 @@ from ...arrays.core.tree import TreeDef
 from ...arrays.indexing.sparse_cotangent import IndexSum
 from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray
-from ..captures.objects import is_plain
+from ..captures.objects import ANSWERS, is_plain
 from ..captures.tracing import Tracer
 
 
@@ -55,13 +55,14 @@ def leaf_key(x: Any) -> Any:
     try:
         key = freeze(x)
         hash(key if type(x) is slice else x)  # slices have a hash since Python 3.12
+        comparable = type(x == x) in ANSWERS
     except Exception:
-        return ("object", _ById(x))
-    return ("static", type(x), key)
+        comparable = False
+    return ("static", type(x), key) if comparable else ("object", _ById(x))
 
 
 class _ById:
-    """An unhashable static argument, equal to itself alone; holding it keeps its id its own."""
+    """A static argument that has no hash, or compares element by element: equal to itself alone; holding it keeps its id its own."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -22,7 +22,7 @@ def global_norm(grads: Any) -> Array:
     """
     # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers it loses digits.)
     squares = [
-        square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [asarray(wide(x))]
+        square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [wide(asarray(x))]
     ]
     # As one array: what is pending on a mesh is joined in one round, where each addition would ask for its own.
     return sqrt(sum(stack([sum(s) for s in squares]))) if squares else asarray(0.0)
@@ -35,6 +35,7 @@ def clip_scale(norm: Array, limit: float) -> Array:
 
 def scaled(g: Array, scale: Array) -> Array:
     """A gradient times a number, computed in float32 at least."""
+    g = asarray(g)
     g, dtype = wide(g), g.dtype
     return (g * scale.astype(g.dtype, copy=False)).astype(dtype, copy=False)
 

@@ -124,7 +124,7 @@ def _optimizer(name: str, slots: tuple[str, ...], prepare: Callable[[Array], Rul
 
 def _column(name: str, what: str, tree: Any, treedef: trees.TreeDef) -> list[Any]:
     """Leaves of a tree that must look like the parameters."""
-    leaves, found = leaves_of(tree)
+    leaves, found = leaves_of(tree, trained=False)
     if found != treedef:
         raise ValueError(f"[{name}] {what} has the structure {found}, the parameters {treedef}")
     return leaves

@@ -11,7 +11,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred
 from ...arrays.ops.creation import asarray
-from ..tape.hidden import hides_arrays, refuse_hidden
+from ..tape.hidden import hides_arrays, is_foreign, refuse_foreign, refuse_hidden
 from ..tape.tape import is_differentiable
 
 
@@ -19,9 +19,12 @@ def is_none(x: Any) -> bool:
     return x is None
 
 
-def leaves_of(tree: Any) -> tuple[list[Any], trees.TreeDef]:
-    """Leaves and structure; a None counts as a leaf. Raises :class:`GradientError` for objects that nobody would train the arrays of."""
+def leaves_of(tree: Any, trained: bool = True) -> tuple[list[Any], trees.TreeDef]:
+    """Leaves and structure; a None counts as a leaf. Raises :class:`GradientError` for objects that nobody would train the arrays of, and
+    where the leaves are to be ``trained`` for arrays of other libraries."""
     leaves, treedef = trees.flatten(tree, is_leaf=is_none)
+    if trained and [x for x in leaves if type(x) is not Array and is_foreign(type(x))]:
+        refuse_foreign("optim", tree, "a tree of parameters")
     if [x for x in leaves if type(x) is not Array and hides_arrays(x)]:
         refuse_hidden("optim", tree, "a tree of parameters")
     return leaves, treedef

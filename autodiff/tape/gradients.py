@@ -12,24 +12,34 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.dispatch import apply, wrap
+from ...arrays.core.dispatch import apply, number, wrap
 from ...arrays.core.errors import DTypeError, GradientError
 from ...arrays.core.op import state
 from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray, zeros_like
 from ...arrays.ops.elementwise import ALIAS
 from .backward import same_value
-from .hidden import hides_arrays
+from .hidden import foreign_text, hides_arrays, is_foreign
 from .tape import Tape, is_differentiable, noted
+
+
+def is_integer(x: Any) -> bool:
+    """Whether a leaf is an integer of Python's. (True and False are flags, as texts are: nobody takes them for parameters.)"""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def real(x: Any) -> Any:
+    """An argument as it is differentiated by: an integer of Python's stands for the real number. (One in a tree is no parameter.)"""
+    x = number(x)
+    return float(x) if is_integer(x) else x
 
 
 def own(x: Any) -> Any:
     """A number as an Array of its own: an array passed twice gets two gradients."""
     if type(x) is Array and not state.now.recorders:
         return wrap(settled(x))
-    if isinstance(x, bool | str | bytes) or not isinstance(x, Array | int | float | complex | np.ndarray | np.generic):
-        return x
-    return apply(ALIAS, (asarray(float(x) if isinstance(x, int) else x),))
+    x = number(x)
+    return apply(ALIAS, (asarray(x),)) if isinstance(x, Array | float | complex | np.ndarray | np.generic) else x
 
 
 def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
@@ -39,28 +49,32 @@ def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
 
 
 def without_derivatives(x: Any) -> bool:
-    """Whether a leaf is an array of integers or booleans, or an object that holds arrays where no gradient finds them."""
+    """Whether a leaf is of integers or booleans, an array of another library, or an object that holds arrays where no gradient finds them."""
     if isinstance(x, Array | np.ndarray | np.generic):
         return not is_differentiable(x.dtype)
-    return hides_arrays(x)
+    return is_integer(x) or is_foreign(type(x)) or hides_arrays(x)
 
 
 def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int], integers: bool = True) -> None:
     """Raise where one of these arguments holds what has no derivatives: None in its place is easily overlooked."""
     for i in positions:
         for path, x in trees.flatten_with_path(args[i]):
-            if without_derivatives(x):
+            if without_derivatives(x if path else real(x)):
                 leaf = f", leaf {trees.path_name(path)}," if path else ""
-                if not hasattr(x, "dtype"):
+                if is_foreign(type(x)):
+                    raise GradientError(f"[{who}] argument {i}{leaf} {foreign_text(x)}")
+                known = isinstance(x, Array | np.ndarray | np.generic)
+                if not known and not is_integer(x):
                     raise GradientError(
                         f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get no gradient. Make it a "
                         f"dataclass, dict, list or tuple, call mt.tree.register({type(x).__name__}, flatten, unflatten), or pass it as an "
                         "argument that argnums= leaves out or through the closure of the function"
                     )
                 if integers:
+                    how = ".astype(float)" if known else "float(...)"
                     raise DTypeError(
-                        f"[{who}] argument {i}{leaf} is {x.dtype.name}, which has no derivatives: make it floating with .astype(float), or "
-                        "pass it as an argument that argnums= leaves out, or through the closure of the function"
+                        f"[{who}] argument {i}{leaf} is {x.dtype.name if known else type(x).__name__}, which has no derivatives: make it "
+                        f"floating with {how}, or pass it as an argument that argnums= leaves out, or through the closure of the function"
                     )
 
 
@@ -99,7 +113,7 @@ def value_and_gradients(
     places: dict[int, tuple[trees.TreeDef, int, int]] = {}
     for i in chosen:
         if i not in places:
-            given, treedef = trees.flatten(args[i])
+            given, treedef = trees.flatten(real(args[i]))
             mine = [own(x) for x in given]
             if [x for x in mine if without_derivatives(x)]:
                 refuse_underivable("grad", args, [i])

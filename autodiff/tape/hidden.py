@@ -1,9 +1,12 @@
-"""Arrays in places where no gradient finds them: in objects that are no trees."""
+"""Arrays that no gradient finds: those of other libraries, and those in objects that are no trees."""
 
 from __future__ import annotations
 
+import array
+import ctypes
 import functools
 import gc
+import mmap
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,6 +15,7 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
+from ...arrays.core.dispatch import Symbol
 from ...arrays.core.errors import GradientError
 
 _NO_HOLDERS = (
@@ -39,6 +43,34 @@ def held_in(x: Any, kinds: Any = Array) -> Iterator[Any]:
             elif id(v) not in seen and gc.is_tracked(v) and not isinstance(v, _NO_HOLDERS) and len(held) < _MOST_SEEN:
                 seen.add(id(v))
                 held.append(v)
+
+
+_EXPORTS = ("__array__", "__dlpack__", "__array_interface__", "__cuda_array_interface__", "__buffer__")
+_BUFFERS = (array.array, memoryview, mmap.mmap, ctypes.Array)
+_NOT_FOREIGN = (Array, Symbol, np.ndarray, np.generic, str, bytes, bytearray)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_foreign(kind: type) -> bool:
+    """Whether objects of a class are arrays of another library, which NumPy would convert."""
+    if issubclass(kind, _NOT_FOREIGN):
+        return False
+    return issubclass(kind, _BUFFERS) or any(hasattr(kind, name) for name in _EXPORTS)
+
+
+def foreign_text(x: Any) -> str:
+    """The end of a sentence about such an array, with the remedy."""
+    return (
+        f"is a {type(x).__module__}.{type(x).__qualname__}, an array of another library, which would get no gradient: make it an Array "
+        "with mt.asarray(...)"
+    )
+
+
+def refuse_foreign(who: str, tree: Any, what: str) -> None:
+    """Raise where a leaf of a tree is an array of another library."""
+    for path, x in trees.flatten_with_path(tree):
+        if is_foreign(type(x)):
+            raise GradientError(f"[{who}] {f'{trees.path_name(path)} of {what}' if path else what} {foreign_text(x)}")
 
 
 def hides_arrays(x: Any) -> bool:

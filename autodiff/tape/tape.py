@@ -30,6 +30,7 @@ from ...arrays.core.op import NO_PARAMS, not_recording, state
 from ...arrays.core.program import Entry, Site
 from ...arrays.core.value import FLOAT32, Value
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify
+from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import WATCHERS, settled
 from ...arrays.ops.creation import asarray, ones, zeros_like
 from .anomaly import is_checker
@@ -89,6 +90,7 @@ class Tape(Recording):
         now = state.now
         now.recorders = tuple([r for r in now.recorders if r is not self])
         WATCHERS.pop(id(self), None)
+        say_ours(exc[1])
 
     def watch(self, *arrays: Any) -> None:
         """Record what is computed from these arrays (or the arrays in these trees). Integers are passed over."""

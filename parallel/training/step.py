@@ -32,6 +32,7 @@ from ...autodiff import value_and_grad
 from ...autodiff.optim.clipping import clip_scale, scaled
 from ...autodiff.optim.optimizers import Average, Optimizer, global_norm, masters
 from ...autodiff.optim.parameters import trains, wide
+from ...autodiff.tape.hidden import refuse_foreign
 from ..mesh.api import distribute, reshard
 from ..mesh.mesh import Mesh
 from ..models.plans import AXES, Plan, widen
@@ -148,6 +149,7 @@ class Recipe:
             raise TrainingError("there are no parameters to train")
         if not trees.flatten(self.masked(params))[0]:
             raise TrainingError("no parameter is trained: trainable refuses all of them")
+        refuse_foreign("Trainer", self.masked(params), "the parameters")
         for path, x in trees.flatten_with_path(self.masked(params)):
             if not trains(x):
                 raise TrainingError(

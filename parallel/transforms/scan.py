@@ -8,6 +8,8 @@ turns comes with the task (or to the workers directly, where it is much), and th
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import concat, stack
 from ...autodiff.captures.tracing import Tracer
 from ...autodiff.compiler.compile import Compiled, compile
+from ...autodiff.tape.hidden import is_foreign
 from ..base import settings
 from ..execution.runtime import Turns
 from ..mesh.api import reshard
@@ -32,12 +35,13 @@ from ..mesh.sharded_array import ShardedBuffer, handles_of, sharded_array
 from ..partition.partition import partition
 from ..sharding.placement import REPLICATED, Layout
 
+_TREES = (Array, np.ndarray, dict, tuple)
 SEGMENT_BYTES = 64 << 20
 """Of data that travels with the turns of one task."""
 
 
 def scan(
-    step: Callable[[Any, Any], tuple[Any, Any]], init: Any, each: Iterable[Any] | None = None, length: int | None = None
+    step: Callable[[Any, Any], tuple[Any, Any]], init: Any, each: Any = None, length: int | None = None
 ) -> tuple[Any, Any]:
     """Run ``state, out = step(state, x)`` for every ``x``, and stack what comes out.
 
@@ -52,22 +56,25 @@ def scan(
     init
         The first state: a tree of arrays and numbers. Its shardings stay what they are.
     each
-        The data of the turns: trees of arrays, one a turn, from anything that can be iterated over. It is read ahead, while the
-        turns before run. Arrays that were put on the mesh by :func:`meshtape.distribute` travel in blocks, others to every rank.
+        The data of the turns, in one of two forms. An array, or a dict, tuple or dataclass of arrays, has the turns as first dimension,
+        as in JAX: ``step`` gets the tree of rows. A list, generator or other iterable has a tree of arrays for each turn; it is read
+        ahead, while the turns before run. Arrays that were put on the mesh by :func:`meshtape.distribute` travel in blocks, others to
+        every rank.
     length
-        Number of turns; only without ``each``, when ``step`` gets None.
+        Number of turns. Without ``each``, ``step`` gets None.
 
     Returns
     -------
     state
         After the last turn.
     outs
-        The tree of what ``step`` gave beside the state, each array with a new first dimension, the turns.
+        The tree of what ``step`` gave beside the state, each array and number with a new first dimension, the turns.
 
     Raises
     ------
     ShapeError
-        When ``step`` gives a state of another structure, shape or dtype, or there is no turn.
+        When ``step`` gives a state of another structure, shape or dtype, the arrays of ``each`` or ``length`` disagree about the number
+        of turns, or there is no turn.
     RankLost, CollectiveTimeout
         When a turn failed on a worker.
 
@@ -82,11 +89,16 @@ def scan(
     Array(12, sharding=Sharding(data=Replicate()))
     >>> sums
     Array([0, 4, 8], sharding=Sharding(data=Replicate()))
+
+    A tree of arrays, of which each turn gets a row:
+
+    >>> data = {"x": np.array([1.0, 2.0, 3.0]), "weight": np.array([0.5, 0.25, 0.25])}
+    >>> mean, _ = mt.scan(lambda mean, row: (mean + row["weight"] * row["x"], None), 0.0, data)
+    >>> mean
+    Array(1.75, dtype=float64)
     """
     check_function("scan", step)
-    if (each is None) == (length is None):
-        raise ShapeError("[scan] takes the data of the turns (each) or their number (length), one of the two")
-    data = iter([None] * length if length is not None else each)
+    data = _turns(each, length)
     state = trees.tree_map(lambda x: x if isinstance(x, Array) else asarray(x), init)
     turn = _turn_of(step)
     seen: list[Any] = []
@@ -108,6 +120,39 @@ def scan(
     if not seen:
         raise ShapeError("[scan] has no turn: what would it give?")
     return state, _joined(seen)
+
+
+def _turns(each: Any, length: int | None) -> Iterator[Any]:
+    """The data of each turn."""
+    if length is not None and (not hasattr(length, "__index__") or length < 1):
+        raise ShapeError(f"[scan] length must be a whole number from 1, got {length!r}")
+    if each is None:
+        if length is None:
+            raise ShapeError("[scan] takes the data of the turns (each) or their number (length)")
+        return itertools.repeat(None, length)
+    if hasattr(each, "__iter__") and not (isinstance(each, _TREES) or is_foreign(type(each))):
+        return iter(each) if length is None else _first(each, length)
+    arrays = trees.tree_map(asarray, each)
+    rows = {trees.path_name(path) or "each": x.shape[:1] for path, x in trees.flatten_with_path(arrays)}
+    if () in rows.values():
+        raise ShapeError(
+            f"[scan] {next(name for name in rows if not rows[name])} has no dimensions, the first of which would be the turns. Data of one "
+            "turn at a time come in a list or a generator; constants belong into the closure of the step"
+        )
+    turns = {name: n for name, (n,) in rows.items()} | ({} if length is None else {"length": length})
+    if len(set(turns.values())) != 1:
+        raise ShapeError(f"[scan] the arrays must have one number of turns as first dimension, got {turns}")
+    return (trees.tree_map(operator.itemgetter(i), arrays) for i in range(max(turns.values())))
+
+
+def _first(each: Iterable[Any], length: int) -> Iterator[Any]:
+    """As many turns as were asked for."""
+    data = iter(each)
+    for i in range(length):
+        x = next(data, _first)
+        if x is _first:
+            raise ShapeError(f"[scan] length is {length}, and the data end after {i} turns")
+        yield x
 
 
 def _segments(data: Iterator[Any]) -> Iterator[list[Any]]:
@@ -152,13 +197,28 @@ def _on(mesh: Mesh, state: Any) -> Any:
 
 
 def _stacked(outs: Sequence[Any]) -> Any:
-    return trees.tree_map(lambda *xs: stack(xs) if isinstance(xs[0], Array) else xs[0], *outs)
+    """Arrays and numbers of all turns, with the turns as first dimension."""
+    return trees.tree_map(lambda *xs: stack(list(map(asarray, xs))) if _is_numeric(xs[0]) else _constant(xs), *outs)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
-    return trees.tree_map(lambda *xs: concat(xs) if isinstance(xs[0], Array) else xs[0], *parts)
+    return trees.tree_map(lambda *xs: concat(xs) if isinstance(xs[0], Array) else _constant(xs), *parts)
+
+
+def _is_numeric(x: Any) -> bool:
+    return isinstance(x, Array | np.ndarray | np.generic | bool | int | float | complex)
+
+
+def _constant(xs: Sequence[Any]) -> Any:
+    """A leaf that is no number: the same at all turns."""
+    for x in xs:
+        if x is not xs[0] and not x == xs[0]:
+            raise ShapeError(
+                f"[scan] the step gives {xs[0]!r} at one turn and {x!r} at another: only numbers can be stacked"
+            )
+    return xs[0]
 
 
 class _Loaded(NamedTuple):
@@ -204,7 +264,8 @@ class _Turn:
                 aval = ShapeDtype((len(batch), *aval.shape), aval.dtype)
                 layout = Layout(tuple((d + 1, axes) for d, axes in layout.shards))
             made.append(sharded_array(mesh, layout, aval, h))
-        return ready.rebuilt(made)
+        state, out = ready.rebuilt(made)
+        return state, trees.tree_map(lambda x: x if isinstance(x, Array) else _stacked([x] * len(batch)), out)
 
     def _load(self, mesh: Mesh, program: Any, arrays: Sequence[Any]) -> _Loaded:
         inputs = [a for a in arrays if isinstance(a, Array)]

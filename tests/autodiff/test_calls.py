@@ -459,7 +459,7 @@ def test_hooks_on_trees_on_a_mesh_and_at_second_order():
         p = mt.gradient_hook(p, lambda g: g * 10.0)
         return (p["x"] ** 3).sum() + p["n"]
 
-    assert mt.grad(loss)({"x": x, "n": 1})["x"].tolist() == [30, 120, 270, 480]
+    assert mt.grad(loss)({"x": x, "n": 1.0})["x"].tolist() == [30, 120, 270, 480]
     # Each of the two backward passes goes through the hook once more.
     twice = mt.grad(mt.grad(lambda x: mt.gradient_hook(x, lambda g: g * 10.0) ** 3))
     assert float(twice(2.0)) == 6.0 * 2.0 * 100.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any
 
 import dask
@@ -97,6 +99,113 @@ def test_data_of_the_turns_that_is_large_or_computed(processes, monkeypatch):
         assert float(total) == 6.0 * 3
 
 
+@dataclasses.dataclass
+class Row:
+    x: Any
+    y: Any
+
+
+X, Y = rng.normal(size=(5, 3)), rng.normal(size=5)
+TREES = {
+    "tuple": ((X, Y), lambda r: (r[0], r[1])),
+    "dict": ({"x": X, "y": Y}, lambda r: (r["x"], r["y"])),
+    "nested": ({"a": (X, [Y]), "none": None}, lambda r: (r["a"][0], r["a"][1][0])),
+    "dataclass": (Row(X, Y), lambda r: (r.x, r.y)),
+    "arrays": ((mt.asarray(X), mt.asarray(Y)), lambda r: (r[0], r[1])),
+    "lists": ([(x, y) for x, y in zip(X, Y, strict=True)], lambda r: (r[0], r[1])),
+}
+CARRIES = {
+    "tuple": lambda a, b: (a, b),
+    "dict": lambda a, b: {"a": a, "b": [b]},
+    "dataclass": lambda a, b: Row(a, b),
+}
+
+
+@pytest.mark.parametrize("length", [None, 5])
+@pytest.mark.parametrize("carry", CARRIES)
+@pytest.mark.parametrize("data", TREES)
+@pytest.mark.parametrize("way", ["plain", "mesh", "compiled"])
+def test_data_states_and_results_are_any_tree(way, data, carry, length):
+    each, parts = TREES[data]
+
+    def step(state: Any, row: Any) -> Any:
+        a, b = mt.tree.flatten(state)[0]
+        x, y = parts(row)
+        return CARRIES[carry](a + x * y, b + y), {"sum": (a, [b]), "y": y}
+
+    init = CARRIES[carry](np.zeros(3), 0.0)
+    if way == "mesh":
+        init = mt.distribute(init, mt.Mesh({"a": 2}))
+    run = lambda each: mt.scan(step, init, each, length)  # noqa: E731
+    state, outs = (mt.compile(run) if way == "compiled" else run)(each)
+    assert type(state) is type(CARRIES[carry](0, 0))
+    a, b = mt.tree.flatten(state)[0]
+    before = np.cumsum(X * Y[:, None], 0) - X * Y[:, None], np.cumsum(Y) - Y
+    for found, right in (
+        (a, (X * Y[:, None]).sum(0)),
+        (b, Y.sum()),
+        (outs["sum"][0], before[0]),
+        (outs["sum"][1][0], before[1]),
+        (outs["y"], Y),
+    ):
+        np.testing.assert_allclose(found, right, rtol=1e-12, atol=1e-14)
+
+
+def test_a_gradient_by_the_data_of_the_turns():
+    found = mt.grad(lambda d: mt.scan(lambda c, r: (c + r["x"] @ r["x"] * r["y"], None), 0.0, d)[0])(
+        {"x": mt.asarray(X), "y": mt.asarray(Y)}
+    )
+    np.testing.assert_allclose(found["x"], 2 * X * Y[:, None], rtol=1e-12)
+    np.testing.assert_allclose(found["y"], (X * X).sum(1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("at", [None, "mesh"])
+@pytest.mark.parametrize("numbers", [[1, 2, 3], [1.5, 2.5, 3.5], [True, False, True]])
+def test_numbers_that_a_step_gives_are_stacked(numbers, at):
+    init = mt.distribute(np.zeros(()), mt.Mesh({"a": 2})) if at else 0.0
+    state, (found, same, text) = mt.scan(lambda c, x: (c + x, (x, 3, "s")), init, numbers)
+    assert float(state) == sum(numbers)
+    assert found.tolist() == numbers
+    assert same.tolist() == [3, 3, 3]
+    assert text == "s"
+    with pytest.raises(ShapeError, match="only numbers can be stacked"):
+        mt.scan(lambda c, x: (c, x), init, ["a", "b"])
+
+
+def test_rows_of_numpy_arrays_are_traced_once():
+    def step(c: Any, x: Any) -> Any:
+        return c + x, x
+
+    assert mt.scan(step, mt.asarray(0.0), np.arange(20.0))[1].tolist() == list(range(20))
+    assert scan._turn_of(step).compiled.signatures == 1
+
+
+@pytest.mark.parametrize(
+    ("each", "length", "message"),
+    [
+        ((X, Y[:3]), None, r"\{'0': 5, '1': 3\}"),
+        ({"x": X, "y": Y}, 4, r"\{'x': 5, 'y': 5, 'length': 4\}"),
+        (X, 4, r"\{'each': 5, 'length': 4\}"),
+        ({"x": X, "y": 2.0}, None, "y has no dimensions"),
+        (mt.asarray(1.0), None, "each has no dimensions"),
+        (3, None, "each has no dimensions"),
+        ([X, X], 3, "end after 2 turns"),
+        (None, 2.5, r"whole number from 1, got 2\.5"),
+        (None, 0, "got 0"),
+        (X[:0], None, "no turn"),
+        ((), None, r"got \{\}"),
+    ],
+)
+def test_data_of_no_turns_are_refused_by_name(each, length, message):
+    with pytest.raises(ShapeError, match=message):
+        mt.scan(lambda s, x: (s, x), 0.0, each, length)
+
+
+def test_length_bounds_endless_data():
+    data = itertools.repeat(np.ones(2))
+    assert float(mt.scan(lambda s, x: (s + mt.sum(x), None), 0.0, data, 4)[0]) == 8.0
+
+
 def test_data_is_read_as_the_turns_need_it():
     """Not all of it at once: a generator may be endless but for its last."""
     seen: list[int] = []
@@ -170,7 +279,7 @@ def test_steps_that_are_none(step, message):
 
 
 def test_bad_arguments():
-    with pytest.raises(ShapeError, match="one of the two"):
+    with pytest.raises(ShapeError, match="or their number"):
         mt.scan(lambda s, x: (s, x), 0.0)
     with pytest.raises(ShapeError, match="has no turn"):
         mt.scan(lambda s, x: (s, x), 0.0, [])

@@ -1,0 +1,81 @@
+"""Who asks an array for its number: the user, by ``float(x)``, or code in C that writes the number into memory where no gradient leads.
+
+Both come as a call of ``__float__`` from the user's own frame. The instruction that the frame is at tells them apart; one that is not known
+here is taken for the user's.
+"""
+
+from __future__ import annotations
+
+import array
+import dis
+import functools
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import GradientError, TracedValueError
+
+_NOT_THE_USERS = ("site-packages", "dist-packages")
+_STORES = ("STORE_SUBSCR", "STORE_SLICE")
+_CALLS = ("CALL", "PRECALL", "CALL_KW")
+_PUSHES_NOTHING = ("PRECALL", "KW_NAMES", "PUSH_NULL", "NOP", "NOT_TAKEN", "CACHE", "EXTENDED_ARG")
+_WRITERS = ("numpy", "array", "_operator")
+REMEDY = "collect the elements and use mt.stack, or write to an Array (y = y.at[i].set(v)); write float(v) where it is to be a constant"
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
+    """The instructions of a code, and which of them stands at an offset."""
+    steps = list(dis.get_instructions(code))
+    return steps, {s.offset: i for i, s in enumerate(steps)}
+
+
+def writes_buffer(frame: FrameType) -> str | None:
+    """How the line that a frame is at writes a number into foreign memory; None where it asks for the number in another way."""
+    code = frame.f_code
+    ours = frame.f_globals.get("__name__", "").startswith("meshtape.")
+    if ours or any(p in code.co_filename for p in _NOT_THE_USERS):
+        return None
+    steps, places = _steps(code)
+    at = places.get(frame.f_lasti)
+    name = steps[at].opname if at is not None else ""
+    if name in _STORES:
+        return "o[i] = x"
+    fn = _called(frame, steps, at) if at is not None and name in _CALLS else None
+    owner = getattr(fn, "__self__", None)
+    source = fn if owner is None or isinstance(owner, ModuleType) else type(owner)
+    library = (getattr(source, "__module__", None) or "").partition(".")[0]
+    writes = library in _WRITERS and fn is not np.float64  # a float of Python's too, and as plain a question
+    return f"{fn.__name__}(...)" if writes else None
+
+
+def _called(frame: FrameType, steps: list[dis.Instruction], at: int) -> Any:
+    """The function that a call calls, where it is a name, or attributes of one; else None."""
+    need = (steps[at].arg or 0) + (steps[at].opname == "CALL_KW")
+    k = at - 1
+    while k >= 0 and (need or steps[k].opname in _PUSHES_NOTHING):
+        if steps[k].opcode in dis.hasjrel:
+            return None  # an argument with a condition
+        if steps[k].opname not in _PUSHES_NOTHING:
+            need -= dis.stack_effect(steps[k].opcode, steps[k].arg)
+        k -= 1
+    names = []
+    while k >= 0 and steps[k].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        names.append(steps[k].argval)
+        k -= 1
+    first = steps[k].argval if k >= 0 and steps[k].opname.startswith("LOAD_") else None
+    if not isinstance(first, str):
+        return None
+    found = next((d[first] for d in (frame.f_locals, frame.f_globals, frame.f_builtins) if first in d), None)
+    for name in reversed(names):
+        plain = isinstance(found, ModuleType | np.ndarray | array.array)  # a property of the user's is not called
+        found = getattr(found, name, None) if plain else getattr(found, "__dict__", {}).get(name)
+    return found
+
+
+def say_ours(error: BaseException | None) -> None:
+    """Raise our error where NumPy replaced it by one of its own ("setting an array element with a sequence")."""
+    cause = error.__cause__ if isinstance(error, ValueError) else None
+    if isinstance(cause, GradientError | TracedValueError) and "array element" in str(error):
+        raise cause from None
