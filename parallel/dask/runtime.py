@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import itertools
 import secrets
 import uuid
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 import dask
 import numpy as np
-from distributed import Client
 from distributed.protocol import to_serialize
 
 from ...arrays.core.devices import CPU, Device
@@ -39,7 +37,7 @@ from .progress import last_word
 from .streams import WorkerFuture
 from .worker import set_up
 from .worker_queue import answered, packed
-from .workers import ask, call_scheduler, known_workers, silent, workers_with
+from .workers import ask, call_scheduler, check_client, check_known, known_workers, silent, workers_with
 
 settings.register()
 
@@ -70,25 +68,16 @@ class DaskRuntime:
     ) -> None:
         if device is not None:
             named(device)  # an unknown name is refused before anybody is asked
-        if not isinstance(client, Client):
-            raise MeshError(f"client=… takes a distributed.Client, got {type(client).__name__}")
-        if client.asynchronous:
-            raise MeshError("a mesh needs a synchronous client: Client(…) without asynchronous=True")
-        if client.status != "running":
-            raise ClusterError(f"the Dask client is {client.status}, not connected to a running scheduler")
+        check_client("a mesh", client)
         self.client = client
         annotated = dask.get_annotations().get("resources") or {}
         known = workers_with(known_workers(client), annotated if workers is None else {})
         quiet = silent(client, known if workers is None else [w for w in workers if w in known])
         if workers is not None:
-            missing = sorted(set(workers) - set(known))
-            if missing:
-                raise MeshError(
-                    f"the scheduler does not know worker(s) {', '.join(missing)}; it has {', '.join(known)}"
-                )
+            workers = check_known(workers, known)
             if quiet:
                 raise ClusterError(f"worker(s) {', '.join(quiet)} do not answer: stop them, or name others")
-            known = list(workers)
+            known = workers
         known = [w for w in known if w not in quiet]
         if not known:
             raise ClusterError("the Dask cluster has no workers: start some, or wait with client.wait_for_workers(n)")
@@ -96,11 +85,10 @@ class DaskRuntime:
         self.addresses = known[:count]
         self.homes = tuple(r * count // size for r in range(size))
         self._ranks = mesh_worker.names_of(self.homes, self.addresses)
-        self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
         # First: where a stream is opened anew, what its client had there is forgotten.
-        self._streams, problem = set_up(client, self.addresses)
+        self._streams = set_up(client, self.addresses)
         pool = int(settings.number("pool"))
         planes = ask(
             client,
@@ -114,9 +102,9 @@ class DaskRuntime:
         )
         for address, answer in planes.items():
             if isinstance(answer, MeshtapeError):
-                raise answer from problem
+                raise answer
             if isinstance(answer, BaseException):
-                raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from (problem or answer)
+                raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from answer
         self._limits = [planes[a][1] for a in self.addresses]
         self.device, self._choice = device, self._choose(device)
         seat = {
@@ -153,21 +141,6 @@ class DaskRuntime:
         hosts = {a.partition("://")[2].rpartition(":")[0] for a in self.addresses}
         seen = {a: found[a] for a in self.addresses}
         return choose(device, seen, plain=not encrypted or len(hosts) == 1, ports=self.transport != "comms")
-
-    def _check_versions(self) -> None:
-        """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
-        for package in ("meshtape", "numpy"):
-            mine = importlib.metadata.version(package)
-            found = ask(self.client, importlib.metadata.version, package, workers=self.addresses)
-            for address, theirs in found.items():
-                if isinstance(theirs, BaseException):
-                    raise WorkerMismatch(
-                        f"worker {address} cannot import {package}: install {package} {mine} in its environment, restart it"
-                    )
-                if theirs != mine:
-                    raise WorkerMismatch(
-                        f"worker {address} has {package} {theirs}, this process {mine}: use one version everywhere"
-                    )
 
     # ----- sending ----------------------------------------------------------------------------------------------------
 

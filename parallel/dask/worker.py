@@ -31,7 +31,7 @@ from ..transports.staged import Staged
 from .scheduler_plugin import MeshtapeScheduler
 from .streams import WorkerStreams, streams_of
 from .worker_queue import Desk, Item, Ref, Resident, unpacked
-from .workers import give_plugin
+from .workers import ask
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
@@ -123,11 +123,11 @@ class MeshtapeWorker(WorkerPlugin):
     """Gives each worker the queue of its meshes, lets clients and the scheduler reach it, and closes what meshtape opened when the
     worker goes.
 
-    Registered with the scheduler, which gives it to workers that come later or are started again.
+    Put on the workers of a mesh or a gang when it is made: registered with the scheduler, it would keep workers without meshtape from
+    joining.
     """
 
     name = "meshtape"
-    idempotent = True
 
     def setup(self, worker: Any) -> None:
         resident = Resident(worker, lambda desk, message: _command(state, desk, message), lambda c: state.left(c))
@@ -179,14 +179,14 @@ async def _taken(resident: Resident, session: str, number: int, slot: int, ranks
         return error_message(e)
 
 
-def set_up(client: Client, addresses: Sequence[str]) -> tuple[WorkerStreams, Exception | None]:
-    """Give the scheduler and the workers what they need, and open streams to some workers. Returns the streams and what went wrong with
-    the plugin on any of the workers, which may not be one that matters.
+def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
+    """Give the scheduler and some workers what they need, and open streams to these. Others get nothing: where workers are shared, those
+    of other users need no meshtape.
 
     Raises
     ------
     WorkerMismatch
-        Where the scheduler cannot import meshtape.
+        Where the scheduler or a worker cannot import meshtape, or a worker has another version of it or of NumPy.
     ClusterError
         Where a worker cannot be reached.
     """
@@ -197,12 +197,33 @@ def set_up(client: Client, addresses: Sequence[str]) -> tuple[WorkerStreams, Exc
             f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
             f"{importlib.metadata.version('meshtape')} in its environment, restart it"
         ) from e
-    problem, streams = give_plugin(client, MeshtapeWorker()), streams_of(client)
-    try:
-        streams.open(addresses)
-    except ClusterError as e:
-        raise e from problem
-    return streams, problem
+    _check_versions(client, addresses)
+    for address, problem in ask(client, _install, workers=addresses).items():
+        if isinstance(problem, BaseException):
+            raise WorkerMismatch(f"worker {address} cannot set up meshtape: {problem}") from problem
+    streams = streams_of(client)
+    streams.open(addresses)
+    return streams
+
+
+async def _install(dask_worker: Any) -> None:
+    if MeshtapeWorker.name not in dask_worker.plugins:
+        await dask_worker.plugin_add(MeshtapeWorker(), catch_errors=False)
+
+
+def _check_versions(client: Client, addresses: Sequence[str]) -> None:
+    """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
+    for package in ("meshtape", "numpy"):
+        mine = importlib.metadata.version(package)
+        for address, theirs in ask(client, importlib.metadata.version, package, workers=addresses).items():
+            if isinstance(theirs, BaseException):
+                raise WorkerMismatch(
+                    f"worker {address} cannot import {package}: install {package} {mine} in its environment, restart it"
+                )
+            if theirs != mine:
+                raise WorkerMismatch(
+                    f"worker {address} has {package} {theirs}, this process {mine}: use one version everywhere"
+                )
 
 
 def close_state(address: str) -> None:
@@ -226,7 +247,7 @@ def open_plane(
     with _LOCK:
         state = _STATES.get(dask_worker.address)
         if state is None:
-            raise ClusterError(f"worker {dask_worker.address} could not set up meshtape's worker plugin")
+            raise ClusterError(f"worker {dask_worker.address} is closing")
         if state.plane is None:
             tls = None
             if dask_worker.address.startswith(("tls://", "wss://")):

@@ -57,6 +57,16 @@ def unpacked(message: Sequence[Any]) -> Any:
     return loads(message[0], buffers=message[1:])
 
 
+def read_error(pickled: bytes) -> BaseException | None:
+    """An exception that another process has pickled; None where this one cannot make it: it has no such class, or one with arguments of
+    its own."""
+    try:
+        error = loads(pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
 def popped(queue: deque[T]) -> Iterator[T]:
     """What is in a queue, taken out; others may put more in meanwhile."""
     while queue:
