@@ -27,17 +27,17 @@ from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLo
 from ..base import settings
 from ..execution.devices import Choice, choose, visible
 from ..execution.memory_limits import Value, check_room
-from ..execution.runtime import HostValue, Turns
+from ..execution.runtime import HostValue, Turns, called
 from ..partition.overlap import Buckets
 from ..partition.rank_program import RankProgram
 from . import worker as mesh_worker
 from .in_flight import IN_FLIGHT, Flight, Gang
 from .lease import lease_of
 from .progress import last_word
+from .set_up import set_up
 from .streams import WorkerFuture
-from .worker import set_up
 from .worker_queue import answered, packed
-from .workers import ask, call_scheduler, check_client, check_known, known_workers, silent, workers_with
+from .workers import ask, call_scheduler, check_client, check_known, check_running, known_workers, silent, workers_with
 
 settings.register()
 
@@ -329,7 +329,7 @@ class DaskRuntime:
         for p in sorted({self.homes[r] for r in payloads}):
             mine = {r: payloads[r] for r in payloads if self.homes[r] == p}
             args[p] = [fn, mine, *self.reads(resolved, p, list(mine))]
-        name = getattr(fn, "__name__", "call").strip("_")
+        name = called(fn)
         return self._flight.gather(Gang(name, list(self.submit(mesh_worker.call_on_blocks, name, args).values())))
 
     def reads(self, handles: Sequence[Any], process: int, ranks: Sequence[int]) -> list[Any]:
@@ -347,7 +347,7 @@ class DaskRuntime:
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         self._check_open()
         args = {p: [fn, {r: payloads[r] for r in self.hosted(p)}] for p in range(len(self.addresses))}
-        this = self.kept(mesh_worker.create_blocks, "create", args)
+        this = self.kept(mesh_worker.create_blocks, called(fn), args)
         return [RemoteBlocks(this, i) for i in range(count)]
 
     def abandon(self) -> None:
@@ -373,8 +373,7 @@ class DaskRuntime:
     def _check_open(self) -> None:
         if self._closed:
             raise MeshError("this mesh was closed")
-        if self.client.status != "running":
-            raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this mesh is gone")
+        check_running(self.client)
 
 
 class Turning(NamedTuple):

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.metadata
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from distributed import Client, WorkerPlugin, get_worker
-from distributed.core import Status, error_message
+from distributed import WorkerPlugin, get_worker
+from distributed.core import Status
 from distributed.protocol import to_serialize
 
 from ...arrays.backends.memory_pool import POOL
-from ...arrays.core.errors import ClusterError, RankLost, WorkerMismatch
+from ...arrays.core.errors import ClusterError, RankLost
 from ...storage.base import activity
 from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from ..execution.executor import Prepared
@@ -28,10 +27,7 @@ from ..transports.group import Group, Transport
 from ..transports.nccl import NcclGroup
 from ..transports.rendezvous import Address, DataPlane, interface_of
 from ..transports.staged import Staged
-from .scheduler_plugin import MeshtapeScheduler
-from .streams import WorkerStreams, streams_of
-from .worker_queue import Desk, Item, Ref, Resident, unpacked
-from .workers import ask
+from .worker_queue import Desk, Item, Ref, Resident, failure_message, unpacked
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
@@ -160,6 +156,7 @@ class MeshtapeWorker(WorkerPlugin):
             "meshtape_value": resident.take,
             "meshtape_put": resident.put,
             "meshtape_busy": resident.busy_for,
+            "meshtape_fence": resident.fence,
         }
 
     def teardown(self, worker: Any) -> None:
@@ -176,54 +173,7 @@ async def _taken(resident: Resident, session: str, number: int, slot: int, ranks
             blocks = await asyncio.to_thread(lambda: {r: on_host(b) for r, b in blocks.items()})
         return {"value": to_serialize({r: np.asarray(b, order="C") for r, b in blocks.items()})}
     except Exception as e:
-        return error_message(e)
-
-
-def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
-    """Give the scheduler and some workers what they need, and open streams to these. Others get nothing: where workers are shared, those
-    of other users need no meshtape.
-
-    Raises
-    ------
-    WorkerMismatch
-        Where the scheduler or a worker cannot import meshtape, or a worker has another version of it or of NumPy.
-    ClusterError
-        Where a worker cannot be reached.
-    """
-    try:
-        client.register_plugin(MeshtapeScheduler())
-    except Exception as e:
-        raise WorkerMismatch(
-            f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
-            f"{importlib.metadata.version('meshtape')} in its environment, restart it"
-        ) from e
-    _check_versions(client, addresses)
-    for address, problem in ask(client, _install, workers=addresses).items():
-        if isinstance(problem, BaseException):
-            raise WorkerMismatch(f"worker {address} cannot set up meshtape: {problem}") from problem
-    streams = streams_of(client)
-    streams.open(addresses)
-    return streams
-
-
-async def _install(dask_worker: Any) -> None:
-    if MeshtapeWorker.name not in dask_worker.plugins:
-        await dask_worker.plugin_add(MeshtapeWorker(), catch_errors=False)
-
-
-def _check_versions(client: Client, addresses: Sequence[str]) -> None:
-    """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
-    for package in ("meshtape", "numpy"):
-        mine = importlib.metadata.version(package)
-        for address, theirs in ask(client, importlib.metadata.version, package, workers=addresses).items():
-            if isinstance(theirs, BaseException):
-                raise WorkerMismatch(
-                    f"worker {address} cannot import {package}: install {package} {mine} in its environment, restart it"
-                )
-            if theirs != mine:
-                raise WorkerMismatch(
-                    f"worker {address} has {package} {theirs}, this process {mine}: use one version everywhere"
-                )
+        return failure_message(e)
 
 
 def close_state(address: str) -> None:

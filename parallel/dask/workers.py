@@ -40,8 +40,21 @@ def check_client(who: str, client: Any) -> None:
         raise MeshError(f"{who} takes a distributed.Client, got {type(client).__name__}")
     if client.asynchronous:
         raise MeshError(f"{who} needs a synchronous client: Client(…) without asynchronous=True")
-    if client.status != "running":
-        raise ClusterError(f"the Dask client is {client.status}, not connected to a running scheduler")
+    check_running(client)
+
+
+def check_running(client: Client) -> None:
+    """Raise :class:`ClusterError` for a client that is closed, or whose scheduler is gone."""
+    status = client.status
+    if status == "connecting":  # anew: it was connected
+        raise ClusterError(f"the scheduler{_address(client)} is gone: its connection ended")
+    if status != "running":
+        raise ClusterError(f"the Dask client is {status}: it was closed, or its scheduler{_address(client)} is gone")
+
+
+def _address(client: Client) -> str:
+    address = getattr(client.scheduler, "address", None)
+    return f" at {address}" if address else ""
 
 
 def check_known(workers: Sequence[str], there: Iterable[str]) -> list[str]:
@@ -106,6 +119,7 @@ async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
             if again and isinstance(e, OSError) and not isinstance(e, TimeoutError):
                 continue
             why = str(e) or f"nothing was said in {seconds:.0f} s"
+            check_running(client)
             raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {why}") from None
     raise AssertionError
 

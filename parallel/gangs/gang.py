@@ -42,10 +42,11 @@ from ...arrays.core.functions import check_function
 from ...storage.stores.atomic_directory import writing
 from ..base.device_memory import on_host
 from ..dask.lease import lease_of
+from ..dask.set_up import set_up
 from ..dask.streams import WorkerFuture, WorkerStreams
-from ..dask.worker import Seat, blocks_of, set_up
-from ..dask.worker_queue import read_error
-from ..dask.workers import check_client, check_known, known_workers, workers_with
+from ..dask.worker import Seat, blocks_of
+from ..dask.worker_queue import STOOD_STILL, read_error
+from ..dask.workers import check_client, check_known, check_running, known_workers, workers_with
 from ..transports.rendezvous import interface_of
 from .rank_process import block, leave_block
 
@@ -327,8 +328,7 @@ class GangRun:
             ended.clear()
             if any(f.failed for f in self._futures.values()):
                 self._stop()
-            if self.client.status != "running":
-                raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this gang is gone")
+            check_running(self.client)
 
     def _of(self, process: int) -> list[int]:
         return [r for r, p in enumerate(self._homes) if p == process]
@@ -372,7 +372,7 @@ class GangRun:
             rank, (text, error) = next(iter(raised.items()))
             raise RankLost(f"[{self.name}] rank {rank} failed: {text}{self._tail(rank)}") from read_error(error)
         if failed:
-            raise RankLost(f"[{self.name}] ranks {', '.join(map(str, failed))} were ended")
+            raise RankLost(f"[{self.name}] ranks {', '.join(map(str, failed))} were ended: {STOOD_STILL}")
 
     def _tail(self, rank: int | None) -> str:
         lines = self._ended[rank].log.rstrip().splitlines()[-_SHOWN:] if rank in self._ended else []
