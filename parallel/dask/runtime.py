@@ -72,12 +72,11 @@ class DaskRuntime:
         self.client = client
         annotated = dask.get_annotations().get("resources") or {}
         known = workers_with(known_workers(client), annotated if workers is None else {})
-        quiet = silent(client, known if workers is None else [w for w in workers if w in known])
         if workers is not None:
-            workers = check_known(workers, known)
-            if quiet:
-                raise ClusterError(f"worker(s) {', '.join(quiet)} do not answer: stop them, or name others")
-            known = workers
+            known = check_known(workers, known)
+        quiet = silent(client, known)
+        if workers is not None and quiet:
+            raise ClusterError(f"worker(s) {', '.join(quiet)} do not answer: stop them, or name others")
         known = [w for w in known if w not in quiet]
         if not known:
             raise ClusterError("the Dask cluster has no workers: start some, or wait with client.wait_for_workers(n)")

@@ -59,9 +59,10 @@ def _address(client: Client) -> str:
 
 def check_known(workers: Sequence[str], there: Iterable[str]) -> list[str]:
     """The workers that a user names, each once. Raises :class:`ClusterError` for those that the scheduler does not know."""
-    if isinstance(workers, str):
+    if isinstance(workers, str) or not isinstance(workers, Iterable):
         raise MeshError(f"workers= takes a list of addresses, got {workers!r}")
-    if missing := sorted(set(workers) - set(there)):
+    workers = list(workers)
+    if missing := [str(w) for w in workers if w not in there]:
         raise ClusterError(
             f"the scheduler does not know worker(s) {', '.join(missing)}; it has {', '.join(sorted(there))}"
         )

@@ -124,7 +124,7 @@ def gang(
     MeshError
         For ``ranks`` below 1, or another number than the ranks of split arrays; arrays of several meshes, or of another client.
     NotAFunction, ArgumentError
-        For ``fn`` that cannot be called; what cannot be pickled, and ``env`` that is no environment.
+        For ``fn`` that cannot be called; what cannot be pickled; ``env`` that is no environment, and ``resources`` that are no numbers.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def gang(
     """
     check_client("mt.gang", client)
     check_function("gang", fn)
-    env = _checked(env or {})
+    _check_options(env, resources)
     if ranks is not None and (not isinstance(ranks, SupportsIndex) or operator.index(ranks) < 1):
         raise MeshError(f"ranks= is a whole number of at least 1, got ranks={ranks!r}")
     given, arrays = _pickled(fn, args, kwargs)
@@ -151,16 +151,23 @@ def gang(
         addresses = addresses[: min(len(addresses), size)]
         homes = tuple(r * len(addresses) // size for r in range(size))
     streams = set_up(client, addresses)
-    return GangRun(client, streams, addresses, homes, given, arrays, env, getattr(fn, "__name__", "gang"))
+    return GangRun(client, streams, addresses, homes, given, arrays, dict(env or {}), getattr(fn, "__name__", "gang"))
 
 
-def _checked(env: Mapping[str, str]) -> dict[str, str]:
-    for item in env.items():
-        if not all(isinstance(x, str) and "\0" not in x for x in item) or not item[0] or "=" in item[0]:
-            raise ArgumentError(
-                f"[gang] env= maps names to texts, without '=' in names and zero bytes in either, got {item[0]!r}: {item[1]!r}"
-            )
-    return dict(env)
+def _check_options(env: Any, resources: Any) -> None:
+    for name, given, of, fits in (
+        ("env", env, "texts, without '=' in names and zero bytes in either", _is_variable),
+        ("resources", resources, "numbers", lambda name, n: isinstance(n, int | float)),
+    ):
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentError(f"[gang] {name}= maps names to {of}, got {given!r}")
+        for item in (given or {}).items():
+            if not fits(*item):
+                raise ArgumentError(f"[gang] {name}= maps names to {of}, got {item[0]!r}: {item[1]!r}")
+
+
+def _is_variable(name: Any, text: Any) -> bool:
+    return all(isinstance(x, str) and "\0" not in x for x in (name, text)) and name != "" and "=" not in name
 
 
 def _pickled(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bytes, list[Array]]:

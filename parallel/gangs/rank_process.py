@@ -1,8 +1,8 @@
 """The process of one rank of :func:`meshtape.gang`.
 
 Its folder holds the blocks of arrays (``blocks``, pickled) and takes what the rank gave (``answer``); the folder around it, what all ranks
-call (``call``, pickled). Standard input says nothing, and ends with the worker
-that started the process, which then ends too: no rank outlives its worker.
+call (``call``, pickled). Standard input says nothing, and ends with the worker that started the process, which then ends too, with what it
+has started: no rank outlives its worker.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -76,7 +77,7 @@ def _end_with_the_worker(folder: Path) -> None:
     while sys.stdin.buffer.read(1 << 16):
         pass
     shutil.rmtree(folder, ignore_errors=True)  # one that was killed could not
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # this process, and what it has started
 
 
 def start() -> None:
