@@ -33,6 +33,7 @@ from ...autodiff.captures.static_results import ARRAY, filled, refuse_traced
 from ...autodiff.compiler.tracing import Tracer, _Trace
 from ...autodiff.tape.tape import Tape
 from ...storage.stores.atomic_directory import writing
+from ...storage.stores.store import location
 from ..base.device_memory import current_memory, on_host
 from ..execution.executor import Prepared
 from ..mesh.mesh import Mesh
@@ -314,11 +315,14 @@ def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]
     if to is None:
         return [None] * count
     if count == 1 and not isinstance(to, dict | list | tuple):
-        return [str(to)]
+        return [location(to)]
     flat, given = trees.flatten(to, is_leaf=lambda x: x is None)
     if given != result_def:
         raise MeshError(f"[stream] to= has the structure {given}, the result {result_def}")
-    return [None if p is None else str(p) for p, s in zip(flat, statics, strict=True) if s is ARRAY]
+    paths = [None if p is None else location(p) for p, s in zip(flat, statics, strict=True) if s is ARRAY]
+    if twice := [p for p in paths if p is not None and paths.count(p) > 1]:
+        raise MeshError(f"[stream] to= names {twice[0]} twice: each result needs a path of its own")
+    return paths
 
 
 def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
@@ -373,6 +377,8 @@ def _run_rank(job: _Job) -> list[Any]:
         for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
             layout, block = p.layouts[v], on_host(found[virtual])
             out = job.outputs[i]
+            if isinstance(out, Target):
+                out.check()
             if out is not None:
                 box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
                 with writing(out.path):

@@ -126,13 +126,13 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     >>> mt.stream(lambda x: mt.sum(x * 2, axis=0), x, memory=1000)
     Array([12., 12.], dtype=float64)
     """
-    sharding = Sharding(mesh, **placements)
-    found = _opened(str(path))
+    sharding, path = Sharding(mesh, **placements), stores.location(path)  # workers may be in other folders
+    found = _opened(path)
     shape, dtype = tuple(map(int, found.shape)), as_dtype(found.dtype, "from_zarr")
     sharding = sharding.check(shape, dtype)
     if sharding.partial:
         raise MeshError("[from_zarr] what is stored is not pending: use Shard(dim) or Replicate()")
-    return Stored(str(path), shape, dtype, sharding)
+    return Stored(path, shape, dtype, sharding)
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,11 @@ class Target:
         described = _created({"store": MemoryStore()}, self.shape, self.dtype, self.chunks)
         place = _place(self.place)
         return Array(AsyncArray(described.metadata, StorePath(place["store"], place["path"])))
+
+    def check(self) -> None:
+        """Raise where nobody wants it any more: a rank that went on writing would make it anew."""
+        if not stores.is_url(self.place) and not Path(self.place).is_dir():
+            raise StoreError(f"{self.path} was given up: another rank could not write it, or the client is gone")
 
 
 @contextmanager
