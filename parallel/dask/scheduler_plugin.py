@@ -20,11 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import dask
-from dask.utils import parse_timedelta
 from distributed import SchedulerPlugin
 from distributed.core import Status, connect
-from distributed.metrics import time as clock
 
 _REPORTS = 64  # clients whose last report is kept
 _PATIENCE = 2.0  # seconds that workers have to say what they do
@@ -56,12 +53,14 @@ class MeshtapeScheduler(SchedulerPlugin):
         self.meshes: dict[bytes, tuple[str, tuple[str, ...]]] = {}
         self.reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._idle_since: dict[str, float] = {}
+        self._heard: dict[str, float] = {}
         self._fenced: dict[str, frozenset[str]] = {}
         self._fences = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[Any]] = set()
         scheduler.handlers["meshtape_acquire"] = self.acquire
         scheduler.handlers["meshtape_release"] = self.release
+        scheduler.handlers["meshtape_here"] = self.here
         scheduler.handlers["meshtape_holding"] = self.holding
         scheduler.handlers["meshtape_relay"] = self.relay
         scheduler.handlers["meshtape_open"] = self.open
@@ -84,6 +83,7 @@ class MeshtapeScheduler(SchedulerPlugin):
             self._ask_holders()
             if self._watch is None or self._watch.done():
                 self._idle_since.clear()  # nobody has looked since the last watch ended
+                self._heard.clear()
                 self._watch = asyncio.create_task(self._revoke_idle())
         try:
             await wish.granted.wait()
@@ -98,6 +98,11 @@ class MeshtapeScheduler(SchedulerPlugin):
         """A client gives up its workers."""
         self._free(name)
 
+    async def here(self, name: str) -> None:
+        """A client that was told of others has not ended what is on its way, but goes on."""
+        if name in self.holders:
+            self._heard[name] = time.monotonic()
+
     async def holding(self, name: str, workers: Iterable[str]) -> list[tuple[str, list[str]]]:
         """Which other clients have some of these workers or were first to ask for them, and the programs that they run."""
         wanted = set(workers)
@@ -108,6 +113,7 @@ class MeshtapeScheduler(SchedulerPlugin):
     def _free(self, name: str) -> None:
         self.holders.pop(name, None)
         self._idle_since.pop(name, None)
+        self._heard.pop(name, None)
         self._grant()
 
     def _grant(self) -> None:
@@ -132,6 +138,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         """While clients wait: take the lease from holders that had nothing on their workers, or said nothing, for as long as those have
         patience."""
         while self.waiting:
+            self._ask_holders()
             await asyncio.sleep(min(0.5, *(w.patience / 4 for w in self.waiting)))
             now = time.monotonic()
             for name, workers in list(self.holders.items()):
@@ -144,17 +151,13 @@ class MeshtapeScheduler(SchedulerPlugin):
                 if name in self._fenced:  # the workers take nothing of it any more, and what they had has ended
                     if not running:
                         self._free(name)
-                elif self._silent(name, patience) or (
-                    not running and now - self._idle_since.setdefault(name, now) > patience
-                ):
+                    continue
+                since = [self._heard.setdefault(name, now)]
+                if not running:
+                    since.append(self._idle_since.setdefault(name, now))
+                if now - min(since) > patience:
                     self._fenced[name] = workers
                     await self._fence(name, workers, closed=True)
-
-    def _silent(self, name: str, patience: float) -> bool:
-        """Whether two heartbeats of a client are overdue, and more."""
-        client = self.scheduler.clients.get(name)
-        beat = parse_timedelta(dask.config.get("distributed.client.heartbeat"))
-        return client is not None and clock() - client.last_seen > patience + 2 * beat
 
     async def _fence(self, name: str, workers: Iterable[str], closed: bool) -> None:
         """Tell workers to refuse programs and gangs of a client, and to end what they can; or to take them again. Of two such messages the

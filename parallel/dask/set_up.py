@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
 from distributed import Client
 
-from ...arrays.core.errors import WorkerMismatch
+from ...arrays.core.errors import ClusterError, WorkerMismatch
+from ..base import settings
 from .scheduler_plugin import MeshtapeScheduler
 from .streams import WorkerStreams, streams_of
 from .worker import MeshtapeWorker
-from .workers import ask
+from .workers import ask, check_running
 
 
 def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
@@ -24,14 +26,23 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
     WorkerMismatch
         Where the scheduler or a worker cannot import meshtape, or a worker has another version of it or of NumPy.
     ClusterError
-        Where a worker cannot be reached.
+        Where a worker or the scheduler cannot be reached.
     """
+
+    async def register() -> None:
+        await asyncio.wait_for(client.register_plugin(MeshtapeScheduler()), settings.number("timeout"))
+
     try:
-        client.register_plugin(MeshtapeScheduler())
+        client.sync(register)
+    except (OSError, TimeoutError) as e:
+        check_running(client)
+        raise ClusterError(
+            f"the scheduler at {client.scheduler.address} does not answer: {str(e) or 'it stands still'}"
+        ) from e
     except Exception as e:
         raise WorkerMismatch(
             f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
-            f"{importlib.metadata.version('meshtape')} in its environment, restart it"
+            f"{importlib.metadata.version('meshtape')} in its environment, restart it ({type(e).__name__}: {e})"
         ) from e
     _check_versions(client, addresses)
     for address, problem in ask(client, _install, workers=addresses).items():
