@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
+import os
 import threading
 import time
 from collections import deque
@@ -12,12 +14,13 @@ from typing import Any
 
 from distributed import Client
 
-from ...arrays.core.errors import ClusterError, CollectiveTimeout, MeshtapeError, RankLost
+from ...arrays.core.errors import CollectiveTimeout, MeshtapeError, RankLost, StorageFull, StoreError
+from ...storage.stores.store import failed
 from ..base import settings
 from .lease import Lease
 from .streams import WorkerFuture, WorkerStream, WorkerStreams
-from .worker_queue import popped
-from .workers import LOOK
+from .worker_queue import RemoteError, popped
+from .workers import LOOK, check_running
 
 IN_FLIGHT = 4
 """Runs that are submitted before the first of them is waited for."""
@@ -42,6 +45,26 @@ class Slots:
             for s in self._streams:
                 s.send({"op": "drop_slots", "n": self.number, "slots": slots})
         return self._streams
+
+
+def _of_files(error: BaseException, name: str) -> BaseException:
+    """An error of the file system of a worker says whose it is: other workers may have room, and rights."""
+    if isinstance(error, StorageFull | StoreError):
+        said = copy.copy(error)
+        said.args = (f"{name}: {error}",)
+        return said
+    if not isinstance(error, OSError) or isinstance(error, MeshtapeError):
+        return error
+    where = "" if error.filename is None else f" {os.fsdecode(error.filename)}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = StorageFull(f"{name}: the disk of a file{where} filled up: {error.strerror}")
+        full.__cause__ = error
+        return full
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        refused = failed(error, f"{name}: a file{where} cannot be used")
+        refused.__cause__ = error
+        return refused
+    return error
 
 
 class Gang:
@@ -124,8 +147,8 @@ class Flight:
                 self._stop_the_rest()
             if failed_at is not None and time.monotonic() - failed_at > grace:
                 break
-            if not this.done and self.client.status != "running":
-                raise ClusterError(f"the Dask client is {self.client.status}: the cluster went away during {this.what}")
+            if not this.done:
+                check_running(self.client)
         if this in self.gangs:
             self.gangs.remove(this)
         if this.done and not this.failed:
@@ -163,12 +186,13 @@ class Flight:
 
     def _cause(self, this: Gang) -> MeshtapeError:
         errors: list[BaseException] = []
+        check_running(self.client)  # workers leave with their scheduler
         for f in this.futures:
             if f.state == "lost":
                 name = self.names.get(f.stream.address, f"worker {f.stream.address}")
                 errors.append(RankLost(f"{name} left the cluster during {this.what}: {f.stream.lost}"))
             elif f.error is not None:
-                errors.append(f.error)
+                errors.append(_of_files(f.error, self.names.get(f.stream.address, f"worker {f.stream.address}")))
         # A rank that failed by itself explains the others, which only noticed.
         errors.sort(
             key=lambda e: (isinstance(e, RankLost | CollectiveTimeout), " stopped: " in str(e) or " left" in str(e))
@@ -177,6 +201,8 @@ class Flight:
         if isinstance(cause, MeshtapeError):
             # The future keeps its error. Were that one raised, its traceback would hold the frames that hold the future.
             return copy.copy(cause).with_traceback(cause.__traceback__)
+        if isinstance(cause, RemoteError):
+            return RankLost(f"a worker failed while it ran {this.what}: {cause}")
         lost = RankLost(f"a worker failed while it ran {this.what}: {type(cause).__name__}: {cause}")
         lost.__cause__ = cause
         return lost

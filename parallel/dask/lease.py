@@ -101,6 +101,8 @@ class Lease:
         with self._changed:
             self._wanted = True
         self._give_up()
+        with contextlib.suppress(Exception):
+            self._call("meshtape_here", name=self._name)
 
     def _give_up(self) -> None:
         """Release what is held, if others want it and nothing is on its way."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import itertools
 import secrets
 import uuid
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 
 import dask
 import numpy as np
-from distributed import Client
 from distributed.protocol import to_serialize
 
 from ...arrays.core.devices import CPU, Device
@@ -29,17 +27,17 @@ from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLo
 from ..base import settings
 from ..execution.devices import Choice, choose, visible
 from ..execution.memory_limits import Value, check_room
-from ..execution.runtime import HostValue, Turns
+from ..execution.runtime import HostValue, Turns, called
 from ..partition.overlap import Buckets
 from ..partition.rank_program import RankProgram
 from . import worker as mesh_worker
 from .in_flight import IN_FLIGHT, Flight, Gang
 from .lease import lease_of
 from .progress import last_word
+from .set_up import set_up
 from .streams import WorkerFuture
-from .worker import set_up
 from .worker_queue import answered, packed
-from .workers import ask, call_scheduler, known_workers, silent, workers_with
+from .workers import ask, call_scheduler, check_client, check_known, check_running, known_workers, silent, workers_with
 
 settings.register()
 
@@ -70,25 +68,15 @@ class DaskRuntime:
     ) -> None:
         if device is not None:
             named(device)  # an unknown name is refused before anybody is asked
-        if not isinstance(client, Client):
-            raise MeshError(f"client=… takes a distributed.Client, got {type(client).__name__}")
-        if client.asynchronous:
-            raise MeshError("a mesh needs a synchronous client: Client(…) without asynchronous=True")
-        if client.status != "running":
-            raise ClusterError(f"the Dask client is {client.status}, not connected to a running scheduler")
+        check_client("a mesh", client)
         self.client = client
         annotated = dask.get_annotations().get("resources") or {}
         known = workers_with(known_workers(client), annotated if workers is None else {})
-        quiet = silent(client, known if workers is None else [w for w in workers if w in known])
         if workers is not None:
-            missing = sorted(set(workers) - set(known))
-            if missing:
-                raise MeshError(
-                    f"the scheduler does not know worker(s) {', '.join(missing)}; it has {', '.join(known)}"
-                )
-            if quiet:
-                raise ClusterError(f"worker(s) {', '.join(quiet)} do not answer: stop them, or name others")
-            known = list(workers)
+            known = check_known(workers, known)
+        quiet = silent(client, known)
+        if workers is not None and quiet:
+            raise ClusterError(f"worker(s) {', '.join(quiet)} do not answer: stop them, or name others")
         known = [w for w in known if w not in quiet]
         if not known:
             raise ClusterError("the Dask cluster has no workers: start some, or wait with client.wait_for_workers(n)")
@@ -96,13 +84,12 @@ class DaskRuntime:
         self.addresses = known[:count]
         self.homes = tuple(r * count // size for r in range(size))
         self._ranks = mesh_worker.names_of(self.homes, self.addresses)
-        self._check_versions()
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
         # First: where a stream is opened anew, what its client had there is forgotten.
-        self._streams, problem = set_up(client, self.addresses)
+        self._streams = set_up(client, self.addresses)
         try:
-            self._open(secret, problem, device)
+            self._open(secret, device)
         except BaseException:
             self._forget()
             raise
@@ -112,8 +99,8 @@ class DaskRuntime:
         self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
         self._closed = False
 
-    def _open(self, secret: bytes, problem: Exception | None, device: str | Device | None) -> None:
-        """Have every worker and the scheduler know the mesh. ``problem`` is what went wrong with the plugin."""
+    def _open(self, secret: bytes, device: str | Device | None) -> None:
+        """Have every worker and the scheduler know the mesh."""
         client = self.client
         pool = int(settings.number("pool"))
         planes = ask(
@@ -128,9 +115,9 @@ class DaskRuntime:
         )
         for address, answer in planes.items():
             if isinstance(answer, MeshtapeError):
-                raise answer from problem
+                raise answer
             if isinstance(answer, BaseException):
-                raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from (problem or answer)
+                raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from answer
         self._limits = [planes[a][1] for a in self.addresses]
         self.device, self._choice = device, self._choose(device)
         seat = {
@@ -171,21 +158,6 @@ class DaskRuntime:
         hosts = {a.partition("://")[2].rpartition(":")[0] for a in self.addresses}
         seen = {a: found[a] for a in self.addresses}
         return choose(device, seen, plain=not encrypted or len(hosts) == 1, ports=self.transport != "comms")
-
-    def _check_versions(self) -> None:
-        """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
-        for package in ("meshtape", "numpy"):
-            mine = importlib.metadata.version(package)
-            found = ask(self.client, importlib.metadata.version, package, workers=self.addresses)
-            for address, theirs in found.items():
-                if isinstance(theirs, BaseException):
-                    raise WorkerMismatch(
-                        f"worker {address} cannot import {package}: install {package} {mine} in its environment, restart it"
-                    )
-                if theirs != mine:
-                    raise WorkerMismatch(
-                        f"worker {address} has {package} {theirs}, this process {mine}: use one version everywhere"
-                    )
 
     # ----- sending ----------------------------------------------------------------------------------------------------
 
@@ -374,7 +346,7 @@ class DaskRuntime:
         for p in sorted({self.homes[r] for r in payloads}):
             mine = {r: payloads[r] for r in payloads if self.homes[r] == p}
             args[p] = [fn, mine, *self.reads(resolved, p, list(mine))]
-        name = getattr(fn, "__name__", "call").strip("_")
+        name = called(fn)
         return self._flight.gather(Gang(name, list(self.submit(mesh_worker.call_on_blocks, name, args).values())))
 
     def reads(self, handles: Sequence[Any], process: int, ranks: Sequence[int]) -> list[Any]:
@@ -392,7 +364,7 @@ class DaskRuntime:
     def create(self, fn: Any, payloads: Mapping[int, Any], count: int) -> list[Any]:
         self._check_open()
         args = {p: [fn, {r: payloads[r] for r in self.hosted(p)}] for p in range(len(self.addresses))}
-        this = self.kept(mesh_worker.create_blocks, "create", args)
+        this = self.kept(mesh_worker.create_blocks, called(fn), args)
         return [RemoteBlocks(this, i) for i in range(count)]
 
     def abandon(self) -> None:
@@ -413,8 +385,7 @@ class DaskRuntime:
     def _check_open(self) -> None:
         if self._closed:
             raise MeshError("this mesh was closed")
-        if self.client.status != "running":
-            raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this mesh is gone")
+        check_running(self.client)
 
 
 class Turning(NamedTuple):

@@ -3,7 +3,8 @@
 Gangs of two clients on the same workers would wait for each other for ever, one started first here and the other there. So a client
 holds a *lease* on the workers of its meshes while its gangs run. It keeps the lease without asking again until another client wants one
 of the workers; it is then told, ends what is on its way, and gives the lease up. The scheduler takes the lease from a client that
-leaves, or that does nothing with it for a while when others wait.
+leaves, and when others wait from one that does nothing with it for a while, or says nothing at all. The workers are told first: a client
+that goes on after it stood still knows of nothing, and what it sends must not come between the programs of others.
 
 The scheduler also learns first that a worker or a client is gone: it tells the workers of the meshes concerned.
 """
@@ -52,10 +53,14 @@ class MeshtapeScheduler(SchedulerPlugin):
         self.meshes: dict[bytes, tuple[str, tuple[str, ...]]] = {}
         self.reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._idle_since: dict[str, float] = {}
+        self._heard: dict[str, float] = {}
+        self._fenced: dict[str, frozenset[str]] = {}
+        self._fences = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[Any]] = set()
         scheduler.handlers["meshtape_acquire"] = self.acquire
         scheduler.handlers["meshtape_release"] = self.release
+        scheduler.handlers["meshtape_here"] = self.here
         scheduler.handlers["meshtape_holding"] = self.holding
         scheduler.handlers["meshtape_relay"] = self.relay
         scheduler.handlers["meshtape_open"] = self.open
@@ -74,22 +79,29 @@ class MeshtapeScheduler(SchedulerPlugin):
         wish = Wish(name, frozenset(workers), patience)
         self.waiting.append(wish)
         self._grant()
-        if wish.granted.is_set():
-            return
-        self._ask_holders()
-        if self._watch is None or self._watch.done():
-            self._idle_since.clear()  # nobody has looked since the last watch ended
-            self._watch = asyncio.create_task(self._revoke_idle())
+        if not wish.granted.is_set():
+            self._ask_holders()
+            if self._watch is None or self._watch.done():
+                self._idle_since.clear()  # nobody has looked since the last watch ended
+                self._heard.clear()
+                self._watch = asyncio.create_task(self._revoke_idle())
         try:
             await wish.granted.wait()
         except asyncio.CancelledError:
             if wish in self.waiting:
                 self.waiting.remove(wish)
             raise
+        if (fenced := self._fenced.pop(name, None)) is not None:
+            await self._fence(name, fenced, closed=False)
 
     async def release(self, name: str) -> None:
         """A client gives up its workers."""
         self._free(name)
+
+    async def here(self, name: str) -> None:
+        """A client that was told of others has not ended what is on its way, but goes on."""
+        if name in self.holders:
+            self._heard[name] = time.monotonic()
 
     async def holding(self, name: str, workers: Iterable[str]) -> list[tuple[str, list[str]]]:
         """Which other clients have some of these workers or were first to ask for them, and the programs that they run."""
@@ -101,6 +113,7 @@ class MeshtapeScheduler(SchedulerPlugin):
     def _free(self, name: str) -> None:
         self.holders.pop(name, None)
         self._idle_since.pop(name, None)
+        self._heard.pop(name, None)
         self._grant()
 
     def _grant(self) -> None:
@@ -122,26 +135,52 @@ class MeshtapeScheduler(SchedulerPlugin):
                 self.scheduler.log_event(YIELD + name, {"waiting": len(self.waiting)})
 
     async def _revoke_idle(self) -> None:
-        """While clients wait: take the lease from holders that had nothing on their workers for as long as those have patience."""
+        """While clients wait: take the lease from holders that had nothing on their workers, or said nothing, for as long as those have
+        patience."""
         while self.waiting:
+            self._ask_holders()
             await asyncio.sleep(min(0.5, *(w.patience / 4 for w in self.waiting)))
             now = time.monotonic()
             for name, workers in list(self.holders.items()):
                 patience = min((w.patience for w in self.waiting if not w.workers.isdisjoint(workers)), default=None)
-                if patience is None or await self._running(name, workers):
+                running = patience is None or await self._running(name, workers)
+                if running:
                     self._idle_since.pop(name, None)
-                elif now - self._idle_since.setdefault(name, now) > patience:
-                    self._free(name)
+                if patience is None or self.holders.get(name) is not workers:
+                    continue
+                if name in self._fenced:  # the workers take nothing of it any more, and what they had has ended
+                    if not running:
+                        self._free(name)
+                    continue
+                since = [self._heard.setdefault(name, now)]
+                if not running:
+                    since.append(self._idle_since.setdefault(name, now))
+                if now - min(since) > patience:
+                    self._fenced[name] = workers
+                    await self._fence(name, workers, closed=True)
+
+    async def _fence(self, name: str, workers: Iterable[str], closed: bool) -> None:
+        """Tell workers to refuse programs and gangs of a client, and to end what they can; or to take them again. Of two such messages the
+        one sent last counts, whichever comes first."""
+        message = {"op": "meshtape_fence", "client": name, "number": next(self._fences), "closed": closed}
+        await self._asked(message, workers)
 
     async def _running(self, name: str, workers: Iterable[str]) -> list[str]:
         """Names of what workers have still to do for a client; one that does not say so has something."""
-        there = [w for w in workers if w in self.scheduler.workers]
-        call = self.scheduler.broadcast(msg={"op": "meshtape_busy", "client": name}, workers=there, on_error="return")
-        try:
-            found = await asyncio.wait_for(call, _PATIENCE)
-        except TimeoutError:
+        found = await self._asked({"op": "meshtape_busy", "client": name}, workers)
+        if found is None:
             return ["something that keeps a worker from answering"]
         return sorted({n for names in found.values() if isinstance(names, list | tuple) for n in names})
+
+    async def _asked(self, message: dict[str, Any], workers: Iterable[str]) -> dict[str, Any] | None:
+        """Answers of those workers that are there; None where one of them takes too long."""
+        there = [w for w in workers if w in self.scheduler.workers]
+        try:
+            return await asyncio.wait_for(
+                self.scheduler.broadcast(msg=message, workers=there, on_error="return"), _PATIENCE
+            )
+        except TimeoutError:
+            return None
 
     # ----- workers that a client cannot reach ---------------------------------------------------------------------------
 
@@ -203,6 +242,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         if client in self.reports:
             self.reports[client]["left"] = True
         self.waiting = deque(w for w in self.waiting if w.client != client)
+        self._fenced.pop(client, None)
         self._free(client)
         for mesh, (name, workers) in list(self.meshes.items()):
             if name == client:

@@ -19,12 +19,12 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from distributed import Client
-from distributed.core import clean_exception, connect
+from distributed.core import connect
 
 from ...arrays.core.errors import ClusterError, RankLost
 from ..base import settings
-from .worker_queue import Outbox, Ref, answered, packed, popped
-from .workers import PerClient, scheduler_answer
+from .worker_queue import Outbox, Ref, answered, failure, packed, popped
+from .workers import PerClient, check_running, scheduler_answer
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
@@ -194,8 +194,7 @@ class WorkerStream:
                     if m["op"] == "done":
                         future.finish("done")
                     else:
-                        _, error, _ = clean_exception(**m)
-                        future.finish("failed", error)
+                        future.finish("failed", failure(m))
                     future = None
         except OSError as e:
             self.lose(f"its connection ended: {e}")
@@ -279,9 +278,9 @@ class WorkerStreams:
 
     def client(self) -> Client:
         client = self._client()
-        if client is None or client.status != "running":
-            status = "gone" if client is None else client.status
-            raise ClusterError(f"the Dask client is {status}: the cluster of this mesh is gone")
+        if client is None:
+            raise ClusterError("the Dask client is gone, and the cluster of this mesh with it")
+        check_running(client)
         return client
 
     def open(self, addresses: Sequence[str]) -> None:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.metadata
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from distributed import Client, WorkerPlugin, get_worker
-from distributed.core import Status, error_message
+from distributed import WorkerPlugin, get_worker
+from distributed.core import Status
 from distributed.protocol import to_serialize
 
 from ...arrays.backends.memory_pool import POOL
-from ...arrays.core.errors import ClusterError, RankLost, WorkerMismatch
+from ...arrays.core.errors import ClusterError, RankLost
 from ...storage.base import activity
 from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from ..execution.executor import Prepared
@@ -28,10 +27,7 @@ from ..transports.group import Group, Transport
 from ..transports.nccl import NcclGroup
 from ..transports.rendezvous import Address, DataPlane, interface_of
 from ..transports.staged import Staged
-from .scheduler_plugin import MeshtapeScheduler
-from .streams import WorkerStreams, streams_of
-from .worker_queue import Desk, Item, Ref, Resident, unpacked
-from .workers import give_plugin, while_answering
+from .worker_queue import Desk, Item, Ref, Resident, failure_message, unpacked
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
@@ -123,11 +119,11 @@ class MeshtapeWorker(WorkerPlugin):
     """Gives each worker the queue of its meshes, lets clients and the scheduler reach it, and closes what meshtape opened when the
     worker goes.
 
-    Registered with the scheduler, which gives it to workers that come later or are started again.
+    Put on the workers of a mesh or a gang when it is made: registered with the scheduler, it would keep workers without meshtape from
+    joining.
     """
 
     name = "meshtape"
-    idempotent = True
 
     def setup(self, worker: Any) -> None:
         resident = Resident(worker, lambda desk, message: _command(state, desk, message), lambda c: state.left(c))
@@ -160,6 +156,7 @@ class MeshtapeWorker(WorkerPlugin):
             "meshtape_value": resident.take,
             "meshtape_put": resident.put,
             "meshtape_busy": resident.busy_for,
+            "meshtape_fence": resident.fence,
         }
 
     def teardown(self, worker: Any) -> None:
@@ -176,35 +173,7 @@ async def _taken(resident: Resident, session: str, number: int, slot: int, ranks
             blocks = await asyncio.to_thread(lambda: {r: on_host(b) for r, b in blocks.items()})
         return {"value": to_serialize({r: np.asarray(b, order="C") for r, b in blocks.items()})}
     except Exception as e:
-        return error_message(e)
-
-
-def set_up(client: Client, addresses: Sequence[str]) -> tuple[WorkerStreams, Exception | None]:
-    """Give the scheduler and the workers what they need, and open streams to some workers. Returns the streams and what went wrong with
-    the plugin on any of the workers, which may not be one that matters.
-
-    Raises
-    ------
-    WorkerMismatch
-        Where the scheduler cannot import meshtape.
-    ClusterError
-        Where a worker cannot be reached, or the scheduler.
-    """
-    try:
-        while_answering(client, client.register_plugin, MeshtapeScheduler())
-    except ClusterError:
-        raise
-    except Exception as e:
-        raise WorkerMismatch(
-            f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
-            f"{importlib.metadata.version('meshtape')} in its environment, restart it"
-        ) from e
-    problem, streams = give_plugin(client, MeshtapeWorker()), streams_of(client)
-    try:
-        streams.open(addresses)
-    except ClusterError as e:
-        raise e from problem
-    return streams, problem
+        return failure_message(e)
 
 
 def close_state(address: str) -> None:
@@ -228,7 +197,7 @@ def open_plane(
     with _LOCK:
         state = _STATES.get(dask_worker.address)
         if state is None:
-            raise ClusterError(f"worker {dask_worker.address} could not set up meshtape's worker plugin")
+            raise ClusterError(f"worker {dask_worker.address} is closing")
         if state.plane is None:
             tls = None
             if dask_worker.address.startswith(("tls://", "wss://")):

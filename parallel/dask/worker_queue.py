@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import cloudpickle
 from distributed import Worker
-from distributed.core import Status, clean_exception, error_message
+from distributed.core import Status
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps, loads
 
@@ -33,6 +34,7 @@ T = TypeVar("T")
 PREFIX = "meshtape."
 """Of the keys under which a worker keeps our values."""
 
+STOOD_STILL = "the scheduler gave the workers to others that waited, as this client stood still for longer than meshtape.timeouts.lease: call it again"
 _NAMES = 50  # programs whose counts are told to the scheduler
 
 
@@ -55,6 +57,33 @@ def packed(value: Any) -> list[Any]:
 def unpacked(message: Sequence[Any]) -> Any:
     """See :func:`packed`."""
     return loads(message[0], buffers=message[1:])
+
+
+def read_error(pickled: bytes) -> BaseException | None:
+    """An exception that another process has pickled; None where this one cannot make it: it has no such class, or one with arguments of
+    its own."""
+    try:
+        error = loads(pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+class RemoteError(Exception):
+    """In place of an error of a worker that this process cannot make: its name and text."""
+
+
+def failure_message(error: BaseException) -> dict[str, Any]:
+    """An error for a message, which :func:`failure` reads. Dask's own messages show pickled bytes where one cannot be read."""
+    pickled = b""
+    with contextlib.suppress(Exception):
+        pickled = cloudpickle.dumps(error)
+    return {"failed": f"{type(error).__name__}: {error}", "pickled": to_serialize(pickled)}
+
+
+def failure(message: Mapping[str, Any]) -> BaseException:
+    """See :func:`failure_message`."""
+    return read_error(message["pickled"]) or RemoteError(message["failed"])
 
 
 def popped(queue: deque[T]) -> Iterator[T]:
@@ -148,20 +177,27 @@ class Desk:
         self.latest = max(self.latest, item.number)
         self.ended.setdefault(item.number, asyncio.Event())
         self.then(item)
+        if self.resident.fences.get(self.client, (0, False))[1]:
+            self.cut_off()
 
     def then(self, what: Item | Callable[[], None]) -> None:
         """The same, of something that gives no answer and takes no time."""
         self.queue.append(what)
         self._come.set()
 
-    def cancel(self, numbers: Iterable[int]) -> None:
+    def cut_off(self) -> None:
+        """Do not begin what needs the lease, and let it end where it can."""
+        items = [i for i in (self._now, *self.queue) if isinstance(i, Item)]
+        self.cancel([i.number for i in items if i.epoch is not None or i.stop is not None], STOOD_STILL)
+
+    def cancel(self, numbers: Iterable[int], why: str = "it was given up") -> None:
         """Do not begin these, and let those end that can."""
         given_up = set(numbers)
         if self._now is not None and self._now.number in given_up and self._now.stop is not None:
             self._now.stop.set()
         for item in [i for i in self.queue if isinstance(i, Item) and i.number in given_up]:
             self.queue.remove(item)
-            self._failed(item.number, RankLost("it was given up"))
+            self._failed(item.number, RankLost(why))
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Nobody asks for these values any more."""
@@ -180,7 +216,7 @@ class Desk:
     def _failed(self, number: int, error: BaseException) -> None:
         self.failures[number] = error.with_traceback(None)  # whose frames hold blocks
         self.ended.setdefault(number, asyncio.Event()).set()
-        self.say({"op": "failed", "n": number, **error_message(error)})
+        self.say({"op": "failed", "n": number, **failure_message(error)})
 
     # ----- what is asked for ------------------------------------------------------------------------------------------
 
@@ -274,12 +310,12 @@ class Desk:
 
 def answered(found: Any) -> Any:
     """The value in an answer to ``meshtape_value``; raises the error that is there instead."""
-    if not isinstance(found, Mapping) or "value" not in found:
-        if not isinstance(found, Mapping) or "exception" not in found:
-            raise RankLost(f"a worker has no answer: {found!r}")
-        _, error, _ = clean_exception(**found)
-        raise error
-    return found["value"]
+    if isinstance(found, Mapping) and "value" in found:
+        return found["value"]
+    if not isinstance(found, Mapping) or "failed" not in found:
+        raise RankLost(f"a worker has no answer: {found!r}")
+    error = failure(found)
+    raise RankLost(f"a worker failed: {error}") if isinstance(error, RemoteError) else error
 
 
 class Resident:
@@ -292,6 +328,7 @@ class Resident:
         self.worker, self._commands, self._left = worker, commands, left
         self.desks: dict[str, Desk] = {}
         self.counts: OrderedDict[str, Count] = OrderedDict()
+        self.fences: dict[str, tuple[int, bool]] = {}
         self._aside: dict[str, Any] = {}
         self._in_memory: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
@@ -354,19 +391,27 @@ class Resident:
         try:
             return {"value": to_serialize(await self.of(session).value(number))}
         except Exception as e:
-            return error_message(e)
+            return failure_message(e)
 
     async def put(self, session: str, number: int, name: str, value: Any) -> Any:
         """A value that a client sends past its stream, as that of an item."""
         try:
             self.of(session).keep(number, name, value)
         except Exception as e:
-            return error_message(e)
+            return failure_message(e)
         return {"value": None}
 
     async def busy_for(self, client: str) -> list[str]:
         """Names of what the worker has still to do for a client."""
         return [n for desk in self.desks.values() if desk.client == client for n in desk.names()]
+
+    async def fence(self, client: str, number: int, closed: bool) -> None:
+        """The scheduler has taken the lease from a client, or gives it back. It counts what it says."""
+        if number > self.fences.get(client, (0, False))[0]:
+            self.fences[client] = number, closed
+            for desk in self.desks.values():
+                if closed and desk.client == client:
+                    desk.cut_off()
 
     def of(self, session: str) -> Desk:
         """What a client has here. Raises :class:`RankLost` where it has no such session."""

@@ -6,14 +6,13 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
-from ...arrays.core.errors import ClusterError
+from distributed import Client
+
+from ...arrays.core.errors import ClusterError, MeshError
 from ..base import settings
-
-if TYPE_CHECKING:
-    from distributed import Client, WorkerPlugin
 
 T = TypeVar("T")
 LOOK = 2.0
@@ -33,6 +32,41 @@ class PerClient(Generic[T]):
             if found is None:
                 found = self.made[client] = self._make(client)
             return found
+
+
+def check_client(who: str, client: Any) -> None:
+    """Raise :class:`MeshError` for what is no synchronous client of Dask, :class:`ClusterError` for one that is not connected."""
+    if not isinstance(client, Client):
+        raise MeshError(f"{who} takes a distributed.Client, got {type(client).__name__}")
+    if client.asynchronous:
+        raise MeshError(f"{who} needs a synchronous client: Client(…) without asynchronous=True")
+    check_running(client)
+
+
+def check_running(client: Client) -> None:
+    """Raise :class:`ClusterError` for a client that is closed, or whose scheduler is gone."""
+    status = client.status
+    if status == "connecting":  # anew: it was connected
+        raise ClusterError(f"the scheduler{_address(client)} is gone: its connection ended")
+    if status != "running":
+        raise ClusterError(f"the Dask client is {status}: it was closed, or its scheduler{_address(client)} is gone")
+
+
+def _address(client: Client) -> str:
+    address = getattr(client.scheduler, "address", None)
+    return f" at {address}" if address else ""
+
+
+def check_known(workers: Sequence[str], there: Iterable[str]) -> list[str]:
+    """The workers that a user names, each once. Raises :class:`ClusterError` for those that the scheduler does not know."""
+    if isinstance(workers, str) or not isinstance(workers, Iterable):
+        raise MeshError(f"workers= takes a list of addresses, got {workers!r}")
+    workers = list(workers)
+    if missing := [str(w) for w in workers if w not in there]:
+        raise ClusterError(
+            f"the scheduler does not know worker(s) {', '.join(missing)}; it has {', '.join(sorted(there))}"
+        )
+    return list(dict.fromkeys(workers))
 
 
 def workers_with(there: Mapping[str, Any], resources: Mapping[str, float]) -> list[str]:
@@ -86,6 +120,7 @@ async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
             if again and isinstance(e, OSError) and not isinstance(e, TimeoutError):
                 continue
             why = str(e) or f"nothing was said in {seconds:.0f} s"
+            check_running(client)
             raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {why}") from None
     raise AssertionError
 
@@ -181,22 +216,3 @@ def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Seque
 
 
 _GONE = object()
-
-
-def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
-    """Let the scheduler give a plugin to its workers, those that come later too. Returns what went wrong on any of them, which may
-    not be one that matters; a worker that stands still is not waited for."""
-
-    async def give() -> Exception | None:
-        task = asyncio.ensure_future(client.register_plugin(plugin))
-        patience = 2 * settings.number("timeouts.silence")
-        try:
-            while not (await asyncio.wait([task], timeout=patience))[0]:
-                there = list(await _there(client))
-                if not all(await asyncio.gather(*(_answers(client, a) for a in there))):
-                    return None
-            return task.exception()
-        finally:
-            task.cancel()
-
-    return client.sync(give)

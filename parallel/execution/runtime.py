@@ -19,6 +19,25 @@ from ..sharding.placement import Layout, block_box
 from .executor import Prepared
 from .memory_limits import Value
 
+_CALLS = {
+    "write_blocks": "save",
+    "read_blocks": "load",
+    "counts": "load",
+    "run_blocks": "stream",
+    "read_on_worker": "the data loader",
+}
+
+
+def called(fn: Any) -> str:
+    """A function of blocks, as errors name it: by what the user called.
+
+    >>> def read_blocks(): ...
+    >>> called(read_blocks)
+    'load'
+    """
+    name = getattr(fn, "__name__", "call").strip("_")
+    return _CALLS.get(name, name)
+
 
 @dataclass(frozen=True, eq=False)
 class HostValue:

@@ -9,6 +9,8 @@ can be ended whatever it does, with the environment that ``torchrun`` would give
 from __future__ import annotations
 
 import contextlib
+import io
+import operator
 import os
 import shutil
 import signal
@@ -19,22 +21,35 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
+import cloudpickle
 import numpy as np
 from distributed import Client
 from distributed.protocol.pickle import dumps, loads
 
 from ...arrays.core.array import Array
-from ...arrays.core.errors import ClusterError, MeshError, RankLost
+from ...arrays.core.errors import (
+    ArgumentError,
+    ClusterError,
+    MeshError,
+    MeshtapeError,
+    RankLost,
+    StorageFull,
+    StoreError,
+)
+from ...arrays.core.functions import check_function
+from ...storage.stores.atomic_directory import writing
 from ...storage.stores.owners import Hold
 from ..base.device_memory import on_host
 from ..dask.lease import lease_of
+from ..dask.set_up import set_up
 from ..dask.streams import WorkerFuture, WorkerStreams
-from ..dask.worker import Seat, blocks_of, set_up
-from ..dask.workers import known_workers, workers_with
+from ..dask.worker import Seat, blocks_of
+from ..dask.worker_queue import STOOD_STILL, read_error
+from ..dask.workers import check_client, check_known, check_running, known_workers, workers_with
 from ..transports.rendezvous import interface_of
-from .rank_process import leave_block
+from .rank_process import block, leave_block
 
 _LOG = 1 << 20  # bytes of a rank's output that are brought, the last ones
 _SHOWN = 12  # lines of it in an error
@@ -44,14 +59,22 @@ _FOLDER = "meshtape-gang-"
 _CHILD = "from meshtape.parallel.gangs.rank_process import start; start()"
 
 
-class _Block(NamedTuple):
-    """In place of an argument: the rank's block of the array of this number."""
+class _Pickler(cloudpickle.Pickler):
+    """Wherever a split array lies in what is pickled, the rank's block stands in its place."""
 
-    number: int
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.arrays: list[Array] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Array) and obj.sharding is not None:
+            self.arrays.append(obj)
+            return block, (len(self.arrays) - 1,)
+        return super().reducer_override(obj)
 
 
 class _Ended(NamedTuple):
-    """How a rank has ended: its answer, pickled, or None where it left none; its exit status and its output."""
+    """How a rank has ended: its answer, pickled (:func:`.rank_process.main`), or None where it left none; its exit status and its output."""
 
     answer: bytes | None
     status: int
@@ -76,7 +99,8 @@ def gang(
         Of a Dask cluster; workers need meshtape.
     fn
         Called in each process as ``fn(*args, **kwargs)``. It and all arguments are pickled, but for arrays that are split over a mesh of
-        this client: each rank gets its block, an :class:`Array` that hands over its memory by DLPack (``torch.from_dlpack``).
+        this client, wherever they lie in them: each rank gets its block, an :class:`Array` that hands over its memory by DLPack
+        (``torch.from_dlpack``).
     ranks
         How many processes; one a worker where it is not given. The ranks of a worker are consecutive. With split arrays it is the size of
         their mesh.
@@ -96,9 +120,13 @@ def gang(
     Raises
     ------
     ClusterError
-        Where no worker has the resources, one is unknown, or cannot be reached.
+        Where no worker has the resources, one is unknown, or cannot be reached; the client is closed.
+    WorkerMismatch
+        Where a worker or the scheduler has no meshtape, or another version.
     MeshError
         For ``ranks`` below 1, or another number than the ranks of split arrays; arrays of several meshes, or of another client.
+    NotAFunction, ArgumentError
+        For ``fn`` that cannot be called; what cannot be pickled; ``env`` that is no environment, and ``resources`` that are no numbers.
 
     Examples
     --------
@@ -109,22 +137,55 @@ def gang(
     ...     mt.gang(client, lambda: os.environ["RANK"], ranks=4).result()
     ['0', '1', '2', '3']
     """
-    arrays = [a for a in args if isinstance(a, Array) and a.sharding is not None]
-    number = {id(a): i for i, a in enumerate(arrays)}
+    check_client("mt.gang", client)
+    check_function("gang", fn)
+    _check_options(env, resources)
+    if ranks is not None and (not isinstance(ranks, SupportsIndex) or operator.index(ranks) < 1):
+        raise MeshError(f"ranks= is a whole number of at least 1, got ranks={ranks!r}")
+    given, arrays = _pickled(fn, args, kwargs)
     if arrays:
         addresses, homes, size = _of_arrays(client, arrays, workers)
         if ranks is not None and ranks != size:
             raise MeshError(f"ranks={ranks}, but the mesh of the arrays has {size}: leave it out")
     else:
         addresses = _chosen(client, workers, resources)
-        size = len(addresses) if ranks is None else ranks
-        if not isinstance(size, int) or size < 1:
-            raise MeshError(f"a gang has at least one rank, got ranks={ranks!r}")
+        size = len(addresses) if ranks is None else operator.index(ranks)
         addresses = addresses[: min(len(addresses), size)]
         homes = tuple(r * len(addresses) // size for r in range(size))
-    streams, _ = set_up(client, addresses)
-    given = dumps((fn, [_Block(number[id(a)]) if id(a) in number else a for a in args], kwargs))
+    streams = set_up(client, addresses)
     return GangRun(client, streams, addresses, homes, given, arrays, dict(env or {}), getattr(fn, "__name__", "gang"))
+
+
+def _check_options(env: Any, resources: Any) -> None:
+    for name, given, of, fits in (
+        ("env", env, "texts, without '=' in names and zero bytes in either", _is_variable),
+        ("resources", resources, "numbers", lambda name, n: isinstance(n, int | float)),
+    ):
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentError(f"[gang] {name}= maps names to {of}, got {given!r}")
+        for item in (given or {}).items():
+            if not fits(*item):
+                raise ArgumentError(f"[gang] {name}= maps names to {of}, got {item[0]!r}: {item[1]!r}")
+
+
+def _is_variable(name: Any, text: Any) -> bool:
+    return all(isinstance(x, str) and "\0" not in x for x in (name, text)) and name != "" and "=" not in name
+
+
+def _pickled(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bytes, list[Array]]:
+    """A call for its ranks, and the split arrays of which they get blocks."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump((fn, args, kwargs))
+    except MeshtapeError:
+        raise
+    except Exception as e:
+        raise ArgumentError(
+            f"[gang] the function and its arguments go to other processes, and something in them cannot be pickled: "
+            f"{type(e).__name__}: {e}. Make it in the function"
+        ) from e
+    return file.getvalue(), pickler.arrays
 
 
 def _of_arrays(
@@ -142,18 +203,18 @@ def _of_arrays(
 
 def _chosen(client: Client, workers: Sequence[str] | None, resources: Mapping[str, float] | None) -> list[str]:
     there = known_workers(client)
-    if workers is not None and (unknown := sorted(set(workers) - set(there))):
-        raise ClusterError(
-            f"the scheduler does not know worker(s) {', '.join(unknown)}; it has {', '.join(sorted(there))}"
-        )
-    found = workers_with({a: w for a, w in there.items() if workers is None or a in workers}, resources or {})
+    named = None if workers is None else check_known(workers, there)
+    found = workers_with({a: w for a, w in there.items() if named is None or a in named}, resources or {})
     if not found:
         raise ClusterError("the Dask cluster has no workers: start some")
-    return found if workers is None else [a for a in workers if a in found]
+    return found if named is None else [a for a in named if a in found]
 
 
 class _RanksFailed(Exception):
     """Some ranks of a worker did not end well: its argument says how each of them ended."""
+
+    def __str__(self) -> str:  # Dask cuts off errors whose text is long
+        return "ranks failed"
 
 
 class GangRun:
@@ -196,7 +257,10 @@ class GangRun:
         Raises
         ------
         RankLost
-            Where a rank failed, with its error as the cause and the end of its output; where it was killed, or its worker is lost.
+            Where a rank failed, with its error as the cause (None where this process cannot read it) and the end of its output; where it was
+            killed, or its worker is lost; where this process cannot read what a rank gave.
+        StorageFull, StoreError
+            Where the blocks for the ranks of a worker could not be written there.
         TimeoutError
             When the gang has not ended within ``timeout`` seconds; it goes on.
         """
@@ -204,12 +268,21 @@ class GangRun:
             raise TimeoutError(f"{self} has not ended within {timeout} s")
         if self._error is not None:
             raise self._error
-        return [loads(self._ended[r].answer)[1] for r in range(self.ranks)]  # type: ignore[arg-type]
+        return [self._value(r) for r in range(self.ranks)]
+
+    def _value(self, rank: int) -> Any:
+        try:
+            return loads(self._ended[rank].answer)[1]  # type: ignore[arg-type]
+        except Exception as e:
+            text = f"[{self.name}] what rank {rank} gave cannot be read in this process: {type(e).__name__}: {e}"
+            raise RankLost(f"{text}. Return arrays, numbers, texts, or what this process can import") from e
 
     def logs(self, rank: int | None = None) -> Any:
         """What a rank has written to its standard output and error, at most the last MiB; of all ranks, by rank, without ``rank``.
-        Empty until they have ended."""
+        Empty until they have ended. Raises :class:`MeshError` for a rank that the gang does not have."""
         texts = {r: e.log for r, e in sorted(self._ended.items())}
+        if rank is not None and rank not in range(self.ranks):
+            raise MeshError(f"the gang has ranks 0 to {self.ranks - 1}, got {rank!r}")
         return texts if rank is None else texts.get(rank, "")
 
     def cancel(self) -> None:
@@ -264,8 +337,7 @@ class GangRun:
             ended.clear()
             if any(f.failed for f in self._futures.values()):
                 self._stop()
-            if self.client.status != "running":
-                raise ClusterError(f"the Dask client is {self.client.status}: the cluster of this gang is gone")
+            check_running(self.client)
 
     def _of(self, process: int) -> list[int]:
         return [r for r, p in enumerate(self._homes) if p == process]
@@ -290,12 +362,14 @@ class GangRun:
                 (found,) = self._streams.results([future])
             except _RanksFailed as e:
                 (found,) = e.args
+            except (StorageFull, StoreError) as e:
+                raise type(e)(f"[{self.name}] {names}: {e}") from e
             except Exception as e:
                 lost.append(f"{names}: {type(e).__name__}: {e}")
                 continue
             self._ended.update(found)
         failed = {r: e for r, e in self._ended.items() if e.answer is None or e.status}
-        raised = {r: loads(e.answer)[1] for r, e in failed.items() if e.answer is not None}
+        raised = {r: loads(e.answer)[1:] for r, e in failed.items() if e.answer is not None}
         if self._cancelled.is_set():
             raise RankLost(f"[{self.name}] the gang was cancelled")
         # A rank that was ended because of another says nothing; one that raised says more than one that was killed.
@@ -304,11 +378,10 @@ class GangRun:
             text = "; ".join([*lost, *(f"rank {r} ended with status {e.status}" for r, e in killed.items())])
             raise RankLost(f"[{self.name}] {text}{self._tail(next(iter(killed), None))}")
         if raised:
-            rank, error = next(iter(raised.items()))
-            text = f"[{self.name}] rank {rank} failed: {type(error).__name__}: {error}"
-            raise RankLost(f"{text}{self._tail(rank)}") from error
+            rank, (text, error) = next(iter(raised.items()))
+            raise RankLost(f"[{self.name}] rank {rank} failed: {text}{self._tail(rank)}") from read_error(error)
         if failed:
-            raise RankLost(f"[{self.name}] ranks {', '.join(map(str, failed))} were ended")
+            raise RankLost(f"[{self.name}] ranks {', '.join(map(str, failed))} were ended: {STOOD_STILL}")
 
     def _tail(self, rank: int | None) -> str:
         lines = self._ended[rank].log.rstrip().splitlines()[-_SHOWN:] if rank in self._ended else []
@@ -338,49 +411,54 @@ def _run_ranks(
     stop: threading.Event,
 ) -> dict[int, _Ended]:
     """Start the ranks of a worker, given as (rank, local rank), and wait until they have ended; where one fails, so do the others."""
-    held = _new_folder()
-    folder = Path(held.path)
     children: dict[int, subprocess.Popen[bytes]] = {}
     stopped: set[int] = set()
+    root = Path(_SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir())
+    with writing(f"{root}/{_FOLDER}"):
+        held = _new_folder(root)
+    folder = Path(held.path)
     try:
-        fn, args, kwargs = loads(given)
-        for rank, local in ranks:
-            mine = folder / str(rank)
-            mine.mkdir()
+        with writing(str(folder)):
+            (folder / "call").write_bytes(given)
             blocks = blocks_of(slots, bundles)
-            left = [leave_block(mine / f"block{i}", np.asarray(on_host(b[rank]))) for i, b in enumerate(blocks)]
-            own = [left[a.number] if isinstance(a, _Block) else a for a in args]
-            (mine / "call").write_bytes(dumps((fn, own, kwargs)))
+            for rank, _local in ranks:
+                mine = folder / str(rank)
+                mine.mkdir()
+                left = [leave_block(mine / f"block{i}", np.asarray(on_host(b[rank]))) for i, b in enumerate(blocks)]
+                (mine / "blocks").write_bytes(dumps(left))
+        for rank, local in ranks:
             place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))}
-            with (mine / "log").open("wb") as log:
+            with (folder / str(rank) / "log").open("wb") as log:
                 children[rank] = subprocess.Popen(
-                    [sys.executable, "-c", _CHILD, str(mine)],
+                    [sys.executable, "-c", _CHILD, str(folder / str(rank))],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONUNBUFFERED": "1", **world, **place},
                     start_new_session=True,
                 )
-        failed = False
-        while any(c.poll() is None for c in children.values()):
+        running, failed = set(children), False
+        while running:
             if stop.wait(_LOOK) or failed:
-                stopped = {r for r, c in children.items() if c.poll() is None}
-                _end([children[r] for r in stopped])
+                stopped = running
                 break
-            failed = any(c.poll() not in (None, 0) for c in children.values())
+            over = [children[r] for r in running if children[r].poll() is not None]
+            _end(over)  # at once: their numbers are free for others
+            running = {r for r in running if children[r].returncode is None}
+            failed = any(c.returncode for c in over)
+        _end([children[r] for r in stopped])
         ended = {r: _ending(folder / str(r), c, r in stopped) for r, c in children.items()}
         if any(e.status for e in ended.values()):
             raise _RanksFailed(ended)
         return ended
     finally:
-        _end([c for c in children.values() if c.poll() is None])
+        _end([c for c in children.values() if c.returncode is None])
         shutil.rmtree(folder, ignore_errors=True)
         held.release()
 
 
-def _new_folder() -> Hold:
+def _new_folder(root: Path) -> Hold:
     """A folder of this process. Those whose process was killed are removed."""
-    root = Path(_SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir())
     for path in root.glob(f"{_FOLDER}*"):
         left = Hold(str(path)).lock()
         if left.locked and left.is_there():
@@ -394,9 +472,9 @@ def _new_folder() -> Hold:
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and what they have started."""
+    """End processes, and what they have started in their process groups."""
     for c in children:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group of processes that have ended
             os.killpg(c.pid, signal.SIGKILL)
         c.wait()
 

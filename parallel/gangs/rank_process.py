@@ -1,13 +1,16 @@
 """The process of one rank of :func:`meshtape.gang`.
 
-The folder holds what to call (``call``, pickled) and takes what it gave (``answer``). Standard input says nothing, and ends with the worker
-that started the process, which then ends too: no rank outlives its worker.
+Its folder holds the blocks of arrays (``blocks``, pickled) and takes what the rank gave (``answer``); the folder around it, what all ranks
+call (``call``, pickled). Standard input says nothing, and ends with the worker that started the process, which then ends too, with what it
+has started: no rank outlives its worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import sys
 import threading
 import traceback
@@ -40,22 +43,29 @@ def leave_block(path: Path, block: np.ndarray) -> SharedBlock:
     return SharedBlock(str(path), block.shape, block.dtype)
 
 
+_blocks: list[Any] = []
+
+
+def block(number: int) -> Any:
+    """This rank's block of the array of this number, which the call names so."""
+    return _blocks[number]
+
+
 def main(folder: Path) -> int:
-    """Call what the folder says; 0 where it gave a value."""
+    """Call what the folder says; 0 where it gave a value. The answer is True and that value, or False, the error as a text, and pickled."""
     threading.Thread(
         target=_end_with_the_worker, args=(folder.parent,), name="meshtape-worker-watch", daemon=True
     ).start()
     try:
-        fn, args, kwargs = loads((folder / "call").read_bytes())
-        args = [a.array() if isinstance(a, SharedBlock) else a for a in args]
+        _blocks.extend(b.array() for b in loads((folder / "blocks").read_bytes()))
+        fn, args, kwargs = loads((folder.parent / "call").read_bytes())
         answer, code = dumps((True, fn(*args, **kwargs))), 0
     except BaseException as e:
         traceback.print_exc()
-        code = 1
-        try:
-            answer = dumps((False, e))
-        except Exception:  # that cannot be pickled
-            answer = dumps((False, RuntimeError(f"{type(e).__name__}: {e}")))
+        error, code = b"", 1
+        with contextlib.suppress(Exception):  # one that cannot be pickled
+            error = dumps(e)
+        answer = dumps((False, f"{type(e).__name__}: {e}", error))
     sys.stdout.flush()
     part = folder / "answer.part"
     part.write_bytes(answer)
@@ -67,7 +77,7 @@ def _end_with_the_worker(folder: Path) -> None:
     while sys.stdin.buffer.read(1 << 16):
         pass
     shutil.rmtree(folder, ignore_errors=True)  # one that was killed could not
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # this process, and what it has started
 
 
 def start() -> None:

@@ -18,7 +18,7 @@ from ...arrays.core.program import Const, Entry, Program
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..base.device_memory import memory_of
 from ..execution.devices import local_device
-from ..execution.runtime import HostValue, LocalRuntime, Runtime
+from ..execution.runtime import HostValue, LocalRuntime, Runtime, called
 from ..partition.explicit import is_explicit, refuse_moves, refuse_moves_within
 from ..partition.partition import partition
 from ..sharding import rules  # noqa: F401  # every op's factor mapping is registered by the import
@@ -306,7 +306,7 @@ class Mesh:
         if set(payloads) != set(range(self.size)):
             raise MeshError(f"create needs a payload for each of the {self.size} ranks, got {sorted(payloads)}")
         arrays = [(ShapeDtype(tuple(shape), np.dtype(dtype)), sharding.layout) for shape, dtype, sharding in specs]
-        self.runtime.check_room(getattr(fn, "__name__", "create").strip("_"), arrays, self.sizes)
+        self.runtime.check_room(called(fn), arrays, self.sizes)
         handles = self.runtime.create(fn, payloads, len(specs))
         return [sharded_array(self, lay, a, handle) for (a, lay), handle in zip(arrays, handles, strict=True)]
 

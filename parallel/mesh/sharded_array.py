@@ -257,7 +257,7 @@ class Pending:
                 if ready is None:
                     program = simplify(builder.build(outputs))
                     rank_program = partition(
-                        program, layouts, self.mesh.sizes, wanted=[b.layout for _, b in wanted], name="eager"
+                        program, layouts, self.mesh.sizes, wanted=[b.layout for _, b in wanted], name="program"
                     )
                     if len(self._programs) > 1000:
                         self._programs.clear()

@@ -32,6 +32,8 @@ from ...arrays.ops.creation import asarray
 from ...autodiff.captures.static_results import ARRAY, filled, refuse_traced
 from ...autodiff.captures.tracing import Tracer, _Trace
 from ...autodiff.tape.tape import Tape
+from ...storage.stores.atomic_directory import writing
+from ...storage.stores.store import location
 from ..base.device_memory import current_memory, on_host
 from ..execution.executor import Prepared
 from ..mesh.mesh import Mesh
@@ -39,7 +41,7 @@ from ..partition.partition import partition
 from ..partition.rank_program import Local, RankProgram
 from ..partition.streaming_passes import Pass, passes_of
 from ..sharding.placement import REDUCERS, REPLICATED, Layout, Sharding, block_box, make_layout
-from .stream_store import Parts, Stored, new_array, open_array, refuse_existing, scratch_room
+from .stream_store import Parts, Stored, Target, committed, open_array, refuse_existing, scratch_room
 
 MOST_PARTS = 1 << 16
 _NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays in memory"
@@ -51,7 +53,7 @@ class _Job(NamedTuple):
     program: RankProgram
     virtual: tuple[int, ...]
     inputs: tuple[Any, ...]  # path of a store, contributions in one, or the value itself
-    outputs: tuple[str | Parts | None, ...]
+    outputs: tuple[Target | Parts | None, ...]
     names: tuple[str, ...]
 
 
@@ -92,6 +94,9 @@ def stream(
         place to go; the message shows the step, and what to do.
     CheckpointExists
         Where something is already at a path of ``to``.
+    StorageFull, StoreError
+        Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error; what a killed process leaves is listed
+        by ``mt.storage.leftovers`` and goes with the next call.
     OutOfMemory
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """
@@ -127,16 +132,22 @@ def stream(
             refuse_existing(path)
     by_store = [any(_over_blocks(p.layouts[v], p.sizes) for v in p.outputs) for p, t in passes if t is not None]
     pending = [w and bool(layout.partials) for w, (_, layout) in zip(written, shapes, strict=True)]
-    with scratch_room(scratch, paths, mesh, any(by_store) or any(pending)) as room:
-        _create([s if w else None for s, w in zip(shapes, written, strict=True)], paths, last.sizes)
-        values = _run_passes(passes, given, program, mesh, parts, paths, room)
+    with contextlib.ExitStack() as stack:
+        room = stack.enter_context(scratch_room(scratch, paths, mesh, any(by_store) or any(pending)))
+        targets: list[Target | None] = []
+        for path, w, (aval, layout) in zip(paths, written, shapes, strict=True):
+            chunks = block_box(layout, last.sizes, aval.shape, 0).shape if w else aval.shape
+            targets.append(None if path is None else stack.enter_context(committed(path, aval, chunks)))
+        values = _run_passes(passes, given, program, mesh, parts, targets, room)
+        for value, target, w in zip(values, targets, written, strict=True):
+            if target is not None and not w:
+                target.open()[...] = value.astype(target.dtype, copy=False)
     out: list[Any] = []
     for value, (aval, layout), path, w in zip(values, shapes, paths, written, strict=True):
         if w:
             kept = make_layout({d: [a for a in axes if a < len(mesh.sizes)] for d, axes in layout.shards}, {})
             out.append(Stored(str(path), aval.shape, aval.dtype, Sharding.of(mesh, kept)))
         elif path is not None:
-            _write(path, value.astype(aval.dtype, copy=False))
             out.append(Stored(path, aval.shape, aval.dtype, Sharding.of(mesh, REPLICATED)))
         else:
             out.append(asarray(value.astype(aval.dtype, copy=False)))
@@ -149,7 +160,7 @@ def _run_passes(
     program: Program,
     mesh: Mesh,
     parts: int,
-    paths: Sequence[str | None],
+    results: Sequence[Target | None],
     room: str | None,
 ) -> list[Any]:
     """All passes over the blocks: the results of the last, None for those that were written."""
@@ -165,7 +176,7 @@ def _run_passes(
             if not _over_blocks(layout, p.sizes):
                 outputs.append(None)
             elif targets is None and not layout.partials:
-                outputs.append(paths[i])
+                outputs.append(results[i])
             else:
                 outputs.append(Parts.create(f"{room}/{len(sources)}-{i}", p, v))
         values = _run_pass(p, mesh, parts, sources, outputs)
@@ -179,12 +190,12 @@ def _run_passes(
                 join = RankProgram(
                     p.sizes, (v,), (), (v,), {v: program.avals[program.outputs[i]]}, layouts, name="stream"
                 )
-                _run_pass(join, mesh, parts, {v: o}, [paths[i]])
+                _run_pass(join, mesh, parts, {v: o}, [results[i]])
     return values
 
 
 def _run_pass(
-    p: RankProgram, mesh: Mesh, parts: int, sources: Mapping[int, Any], outputs: Sequence[str | Parts | None]
+    p: RankProgram, mesh: Mesh, parts: int, sources: Mapping[int, Any], outputs: Sequence[Target | Parts | None]
 ) -> list[np.ndarray | None]:
     """One pass over the blocks: its outputs, joined; None for those that go to ``outputs``."""
     inputs = tuple(sources[v] for v in p.inputs)
@@ -196,8 +207,8 @@ def _run_pass(
     for part in mesh.run_on_blocks(_run_blocks, [], payloads):
         found.update(part)
     return [
-        None if path is not None else _joined({r: found[r][i] for r in sorted(found)}, p, v, mesh, parts)
-        for i, (v, path) in enumerate(zip(p.outputs, outputs, strict=True))
+        None if o is not None else _joined({r: found[r][i] for r in sorted(found)}, p, v, mesh, parts)
+        for i, (v, o) in enumerate(zip(p.outputs, outputs, strict=True))
     ]
 
 
@@ -304,26 +315,14 @@ def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]
     if to is None:
         return [None] * count
     if count == 1 and not isinstance(to, dict | list | tuple):
-        return [str(to)]
+        return [location(to)]
     flat, given = trees.flatten(to, is_leaf=lambda x: x is None)
     if given != result_def:
         raise MeshError(f"[stream] to= has the structure {given}, the result {result_def}")
-    return [None if p is None else str(p) for p, s in zip(flat, statics, strict=True) if s is ARRAY]
-
-
-def _create(
-    shapes: Sequence[tuple[ShapeDtype, Layout] | None], paths: Sequence[str | None], sizes: tuple[int, ...]
-) -> None:
-    for found, path in zip(shapes, paths, strict=True):
-        if path is not None and found is not None:
-            # One chunk a block: no two writers meet in one.
-            aval, layout = found
-            new_array(path, aval.shape, aval.dtype, block_box(layout, sizes, aval.shape, 0).shape)
-
-
-def _write(path: str, value: np.ndarray) -> None:
-    """A result that is here, whole."""
-    new_array(path, value.shape, value.dtype, value.shape)[...] = value
+    paths = [None if p is None else location(p) for p, s in zip(flat, statics, strict=True) if s is ARRAY]
+    if twice := [p for p in paths if p is not None and paths.count(p) > 1]:
+        raise MeshError(f"[stream] to= names {twice[0]} twice: each result needs a path of its own")
+    return paths
 
 
 def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
@@ -362,7 +361,9 @@ def _run_rank(job: _Job) -> list[Any]:
     sources = [
         open_array(x.path) if isinstance(x, Parts) else open_array(x) if isinstance(x, str) else x for x in job.inputs
     ]
-    targets = [None if o is None else open_array(o.path if isinstance(o, Parts) else o, "r+") for o in job.outputs]
+    targets = [
+        open_array(o.path, "r+") if isinstance(o, Parts) else None if o is None else o.open() for o in job.outputs
+    ]
     homes = tuple(range(math.prod(p.sizes)))
     last = len(p.sizes) - 1
     kept: list[Any] = [None] * len(p.outputs)
@@ -376,12 +377,15 @@ def _run_rank(job: _Job) -> list[Any]:
         for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
             layout, block = p.layouts[v], on_host(found[virtual])
             out = job.outputs[i]
+            if isinstance(out, Target):
+                out.check()
             if out is not None:
                 box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
-                if block.size and isinstance(out, Parts):
-                    out.write(targets[i], box, np.unravel_index(virtual, p.sizes), block)
-                elif block.size:
-                    targets[i][box.slices] = block
+                with writing(out.path):
+                    if block.size and isinstance(out, Parts):
+                        out.write(targets[i], box, np.unravel_index(virtual, p.sizes), block)
+                    elif block.size:
+                        targets[i][box.slices] = block
                 continue
             op = dict(layout.partials).get(last)
             if op is not None and is_low_precision(block.dtype):

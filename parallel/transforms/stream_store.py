@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import shutil
+import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,10 @@ from ...arrays.core.errors import (
     StoreError,
 )
 from ...arrays.core.formatting import human_bytes
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...storage.checkpoint.checkpoint import StoredArray
 from ...storage.readers import zarr_tensor
+from ...storage.stores import atomic_directory
 from ...storage.stores import store as stores
 from ..collectives.reduction_tree import joined
 from ..execution.runtime import LocalRuntime
@@ -121,13 +125,76 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     >>> mt.stream(lambda x: mt.sum(x * 2, axis=0), x, memory=1000)
     Array([12., 12.], dtype=float64)
     """
-    sharding = Sharding(mesh, **placements)
-    found = _opened(str(path))
+    sharding, path = Sharding(mesh, **placements), stores.location(path)  # workers may be in other folders
+    found = _opened(path)
     shape, dtype = tuple(map(int, found.shape)), as_dtype(found.dtype, "from_zarr")
     sharding = sharding.check(shape, dtype)
     if sharding.partial:
         raise MeshError("[from_zarr] what is stored is not pending: use Shard(dim) or Replicate()")
-    return Stored(str(path), shape, dtype, sharding)
+    return Stored(path, shape, dtype, sharding)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A Zarr array that ranks fill, one chunk a block: no two writers meet in one. It has no metadata, and so is none, before
+    :func:`committed` ends."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    place: str
+    """Where it is written meanwhile."""
+
+    def open(self) -> Any:
+        """The array, to be written."""
+        from zarr import Array, AsyncArray
+        from zarr.storage import MemoryStore, StorePath
+
+        described = _created({"store": MemoryStore()}, self.shape, self.dtype, self.chunks)
+        place = _place(self.place)
+        return Array(AsyncArray(described.metadata, StorePath(place["store"], place["path"])))
+
+    def check(self) -> None:
+        """Raise where nobody wants it any more: a rank that went on writing would make it anew."""
+        if not stores.is_url(self.place) and not Path(self.place).is_dir():
+            raise StoreError(f"{self.path} was given up: another rank could not write it, or the client is gone")
+
+
+@contextmanager
+def committed(path: str, aval: ShapeDtype, chunks: Sequence[int]) -> Iterator[Target]:
+    """A new array at ``path``, all at once: where the block ends with an error there is nothing, and what a killed process leaves is no
+    array. A directory is filled under a temporary name (:mod:`~meshtape.storage.stores.atomic_directory`); in an object store the
+    metadata comes last."""
+    where = stores.location(path)
+    with _directory(where) as folder:
+        target = Target(path, aval.shape, np.dtype(aval.dtype), tuple(chunks), where if folder is None else folder.root)
+        yield target
+        new_array(target.place, target.shape, target.dtype, target.chunks)
+        if folder is not None:
+            folder.settle()
+            folder.commit()
+
+
+@contextmanager
+def _directory(where: str) -> Iterator[atomic_directory.Folder | None]:
+    """A new directory to fill and commit; None in an object store, where what was written goes after an error."""
+    if not stores.is_url(where):
+        with (
+            atomic_directory.room_for(0, where),
+            atomic_directory.replacing(where, overwrite=False, tables=frozenset()) as folder,
+        ):
+            yield folder
+        return
+    try:
+        yield None
+    except BaseException:
+        with contextlib.suppress(Exception):  # the error that left it matters more
+            from zarr.core.sync import sync
+
+            place = _place(where)
+            sync(place["store"].delete_dir(place["path"]))
+        raise
 
 
 @dataclass(frozen=True)
@@ -184,14 +251,17 @@ def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bo
         raise ShardingConflict(
             "[stream] values go from blocks to other blocks by way of a store: say where, with scratch=… that all workers can use"
         )
+    room = stores.location(room)
+    if not stores.is_url(room):
+        with _directory(room) as folder:  # never committed: it goes at the end, and with `gc` after a kill
+            yield folder.root  # type: ignore[union-attr]
+        return
     group = open_group(room, "w")
     try:
         yield room
     finally:
         for name in list(group.array_keys()):
             del group[name]
-        if "://" not in room:
-            shutil.rmtree(room, ignore_errors=True)
 
 
 def _opened(path: str) -> Any:
@@ -247,11 +317,14 @@ def open_group(path: str, mode: str) -> Any:
 
 def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
     """A new Zarr array."""
+    return _created(_place(path), shape, dtype, chunks)
+
+
+def _created(place: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
     import zarr
 
     from ...storage.format import zarr_dtypes  # noqa: F401
 
-    place = _place(path)
     return zarr.create_array(
         place["store"], name=place.get("path"), shape=shape, chunks=tuple(max(n, 1) for n in chunks), dtype=dtype
     )
@@ -264,6 +337,14 @@ def refuse_existing(path: str) -> None:
     try:
         found = zarr.open(**_place(path), mode="r")
     except FileNotFoundError:
+        where = stores.location(path)
+        if not stores.is_url(where) and os.path.lexists(where):
+            try:
+                Path(where).rmdir()  # an empty directory may be replaced
+            except OSError:
+                raise CheckpointExists(
+                    f"[stream] {path} is there already, and no Zarr array: choose another path"
+                ) from None
         return
     raise CheckpointExists(f"[stream] {path} holds a Zarr {type(found).__name__.lower()} already: choose another path")
 

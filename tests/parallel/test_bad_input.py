@@ -187,7 +187,7 @@ def test_a_program_that_the_workers_have_no_memory_for(small, runs, tmp_path):
             for placement in (mt.Shard(0), mt.Replicate()):  # what ranks of a worker share is there once
                 x = mt.distribute(value, mesh, a=placement)
                 with pytest.raises(
-                    errors.OutOfMemory, match=r"\[eager\] ranks 0-3 .* would hold 15\.3 MiB.*" + message
+                    errors.OutOfMemory, match=r"\[program\] ranks 0-3 .* would hold 15\.3 MiB.*" + message
                 ):
                     np.asarray(mt.sum(x))
             y = mt.distribute(value[:1000], mesh, a=mt.Shard(0))

@@ -159,9 +159,9 @@ def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
     """Right, as workers answer without it, or an error of ours: never one of Dask's, and never an endless wait."""
     mt.save(tmp_path / "there", {"x": np.arange(8.0)})
     client, scheduler = schedulers()
+    mesh = mt.Mesh({"a": 2}, client=client)  # the scheduler and the workers import meshtape, which takes its time
+    x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
     with dask.config.set(BRIEF):
-        mesh = mt.Mesh({"a": 2}, client=client)
-        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
         scheduler.send_signal(sign)
         for what in [*WAITS, *WAITS]:
             with contextlib.suppress(mt.errors.MeshtapeError):

@@ -137,7 +137,7 @@ def test_a_run_is_one_message_a_worker_whatever_it_computes(processes, runs):
             for _ in range(100):
                 y = mt.tanh(y + mt.sum(y))
             mt.compute(y)
-        assert done == ["eager"] * 2
+        assert done == ["program"] * 2
 
 
 def test_a_compiled_step_is_one_message_a_worker_each_time(processes, runs):

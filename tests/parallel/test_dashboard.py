@@ -116,9 +116,9 @@ def test_a_save_is_seen_as_tasks_and_a_failure_is_listed(cluster: Client, tmp_pa
     x = mt.distribute(np.ones((64, 8)), mesh, data=mt.Shard(0))
     mt.save(tmp_path / "saved", {"x": x})
     until = time.monotonic() + 200
-    while "write_blocks" not in (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["programs"]:
+    while "save" not in (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["programs"]:
         assert time.monotonic() < until, state
-    while (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["programs"]["write_blocks"]["done"] < 2:
+    while (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["programs"]["save"]["done"] < 2:
         assert time.monotonic() < until, state
     cluster.log_event("meshtape", {"failed": "mesh/<b>step</b>", "error": "RankLost: <script>"})
     while not (state := json.loads(ask(cluster, "/meshtape/?format=json")[1]))["failures"]:

@@ -326,7 +326,7 @@ def test_a_port_that_listens_and_says_nothing():
 
 
 def test_clusters_that_cannot_take_a_mesh(processes):
-    with pytest.raises(mt.errors.MeshError, match=r"does not know worker\(s\) tcp://127.0.0.1:1; it has tcp://"):
+    with pytest.raises(mt.errors.ClusterError, match=r"does not know worker\(s\) tcp://127.0.0.1:1; it has tcp://"):
         mt.Mesh({"a": 2}, client=processes, workers=["tcp://127.0.0.1:1"])
     with (
         LocalCluster(n_workers=0, processes=False, dashboard_address=None) as empty,

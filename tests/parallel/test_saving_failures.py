@@ -90,7 +90,7 @@ def test_a_writer_dies_when_its_part_is_done_and_its_answer_is_not_yet_here(
 
         def dies(self: Flight, this: Any) -> None:
             settle(self, this)
-            if this.what == "write_blocks":
+            if this.what == "save":
                 monkeypatch.setattr(Flight, "settle", settle)
                 os.kill(pid, signal.SIGKILL)
 
@@ -117,7 +117,7 @@ def test_an_answer_that_is_lost_on_its_way(
             return answer
 
         monkeypatch.setattr(streams, "send_recv_to", lost)
-        with pytest.raises(mt.errors.RankLost, match="write_blocks"):
+        with pytest.raises(mt.errors.RankLost, match="save"):
             save(tmp_path / "c", {"x": x})
         monkeypatch.undo()
         assert list(tmp_path.iterdir()) == []
