@@ -47,6 +47,11 @@ _SOLE_HOLDER = 3
 _NUMBER_TAKERS = ("numpy", "scipy")
 
 
+def _in_place(op: Any) -> Callable[[Array, Any], Any]:
+    """The method of ``Array`` for ``op=``."""
+    return lambda self, other: _operate_in_place(op, self, other)
+
+
 class Values:
     """Attributes, values, copies, indexing and operators of an :class:`Array`."""
 
@@ -376,44 +381,14 @@ class Values:
 
     # In place: the object takes the new value; other arrays that shared its memory keep theirs.
 
-    def __iadd__(self, other: Any) -> Array:
-        return _operate_in_place(ew.ADD, self, other)
-
-    def __isub__(self, other: Any) -> Array:
-        return _operate_in_place(ew.SUBTRACT, self, other)
-
-    def __imul__(self, other: Any) -> Array:
-        return _operate_in_place(ew.MULTIPLY, self, other)
-
-    def __itruediv__(self, other: Any) -> Array:
-        return _operate_in_place(ew.DIVIDE, self, other)
-
-    def __ifloordiv__(self, other: Any) -> Array:
-        return _operate_in_place(ew.FLOOR_DIVIDE, self, other)
-
-    def __imod__(self, other: Any) -> Array:
-        return _operate_in_place(ew.REMAINDER, self, other)
-
-    def __ipow__(self, other: Any) -> Array:
-        return _operate_in_place(ew.POW, self, other)
+    __iadd__, __isub__, __imul__ = map(_in_place, (ew.ADD, ew.SUBTRACT, ew.MULTIPLY))
+    __itruediv__, __ifloordiv__, __imod__ = map(_in_place, (ew.DIVIDE, ew.FLOOR_DIVIDE, ew.REMAINDER))
+    __ipow__, __iand__, __ior__ = map(_in_place, (ew.POW, ew.BITWISE_AND, ew.BITWISE_OR))
+    __ixor__, __ilshift__ = map(_in_place, (ew.BITWISE_XOR, ew.BITWISE_LEFT_SHIFT))
+    __irshift__ = _in_place(ew.BITWISE_RIGHT_SHIFT)
 
     def __imatmul__(self, other: Any) -> Array:
         return _replace("matmul", self, matmul.matmul(self, other))
-
-    def __iand__(self, other: Any) -> Array:
-        return _operate_in_place(ew.BITWISE_AND, self, other)
-
-    def __ior__(self, other: Any) -> Array:
-        return _operate_in_place(ew.BITWISE_OR, self, other)
-
-    def __ixor__(self, other: Any) -> Array:
-        return _operate_in_place(ew.BITWISE_XOR, self, other)
-
-    def __ilshift__(self, other: Any) -> Array:
-        return _operate_in_place(ew.BITWISE_LEFT_SHIFT, self, other)
-
-    def __irshift__(self, other: Any) -> Array:
-        return _operate_in_place(ew.BITWISE_RIGHT_SHIFT, self, other)
 
     def __neg__(self) -> Array:
         return apply(ew.NEGATIVE, (self,))

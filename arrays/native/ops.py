@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..backends.memory_pool import fresh
-from ..backends.threads import share, threads
 from . import AVAILABLE, _kernels
-from .calls import CHUNK, is_taken, memory, result_like, run
+from .calls import CHUNK, memory, result_like, run
 
 _TAKEN = frozenset("fd")
 _UINT64 = frozenset(np.dtype(c).num for c in "LQ" if np.dtype(c).itemsize == 8)  # of which the largest are no int64
@@ -30,47 +29,6 @@ def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
     """Rows, and elements of a row, where the last ``naxes`` dimensions are one row."""
     cut = x.ndim - naxes
     return math.prod(x.shape[:cut]), math.prod(x.shape[cut:])
-
-
-_NARROWEST = _kernels.NARROWEST if _kernels is not None else 0
-_ALONE = 1 << 18
-"""Products of numbers up to which OpenBLAS takes one thread for two matrices."""
-
-_STEPS = 32
-"""Products of numbers that take as long as other work on one element."""
-
-
-def matmul(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> Any:
-    """``x @ y`` for stacks of matrices in the same batches, of one dtype."""
-    if _kernels is None:
-        return NotImplemented
-    several = threads()
-    if several > 1:
-        shape, right = x.shape, y.shape
-        n = right[-1]
-        if shape[-2] * shape[-1] * n > _ALONE:
-            if len(shape) != 3 or shape[0] < 2 * several or n < _NARROWEST or shape[:-2] != right[:-2]:
-                return NotImplemented  # of one product a BLAS gives each thread a part
-            if out is None:
-                out = np.empty((*shape[:-1], n), x.dtype)
-            return out if _shared_stacks(x, y, out) else NotImplemented
-    if out is not None:
-        return out if is_taken(_kernels.product(x, y, out)) else NotImplemented
-    found = _kernels.matmul(x, y)
-    if found is None or type(found) is np.ndarray:
-        return NotImplemented if found is None else found
-    return found[0] if is_taken(found[1]) else NotImplemented
-
-
-def _shared_stacks(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> bool:
-    taken = True
-
-    def work(start: int, stop: int) -> None:
-        nonlocal taken
-        taken &= is_taken(_kernels.product(x[start:stop], y[start:stop], out[start:stop]))
-
-    share(len(x), work, size=out.size * x.shape[-1] // _STEPS)
-    return taken
 
 
 def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:

@@ -22,13 +22,8 @@ def _at_least(x: Any, ndim: int) -> Array:
     x = asarray(x)
     if x.ndim >= ndim:
         return x
-    if ndim == 3 and x.ndim == 2:
-        return reshape(x, (*x.shape, 1))
-    return reshape(x, {1: (1,), 2: (1, -1), 3: (1, -1, 1)}[ndim] if x.size else _empty(x.shape, ndim))
-
-
-def _empty(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    return {1: shape, 2: (1, *shape), 3: (1, *shape, 1)}[ndim]
+    shape = x.shape or (1,)
+    return reshape(x, shape if ndim == 1 else (*(1,) * (2 - len(shape)), *shape, *(1,) * (ndim - 2)))
 
 
 def _each(xs: tuple[Any, ...], ndim: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,44 +77,23 @@ def ediff1d(x: Any, /, to_end: Any = None, to_begin: Any = None) -> Array:
     return concat([*([] if to_begin is None else end(to_begin)), middle, *([] if to_end is None else end(to_end))])
 
 
-def hanning(n: int, /) -> Array:
-    """The Hann window of ``n`` points.
+def _window(name: str, title: str, example: str, shown: str) -> Callable[[int], Array]:
+    """NumPy's window of this name, and an example of it."""
 
-    >>> import meshtape as mt
-    >>> mt.hanning(3)
-    Array([0., 1., 0.], dtype=float64)
-    """
-    return asarray(np.hanning(n))
+    def window(n: int, /) -> Array:
+        return asarray(getattr(np, name)(n))
 
-
-def hamming(n: int, /) -> Array:
-    """The Hamming window of ``n`` points.
-
-    >>> import meshtape as mt
-    >>> mt.hamming(3)
-    Array([0.08, 1.  , 0.08], dtype=float64)
-    """
-    return asarray(np.hamming(n))
+    window.__name__ = window.__qualname__ = name
+    window.__doc__ = (
+        f"The {title} window of ``n`` points.\n\n    >>> import meshtape as mt\n    >>> {example}\n    {shown}\n    "
+    )
+    return window
 
 
-def bartlett(n: int, /) -> Array:
-    """The triangular window of ``n`` points.
-
-    >>> import meshtape as mt
-    >>> mt.bartlett(3)
-    Array([0., 1., 0.], dtype=float64)
-    """
-    return asarray(np.bartlett(n))
-
-
-def blackman(n: int, /) -> Array:
-    """The Blackman window of ``n`` points.
-
-    >>> import meshtape as mt
-    >>> mt.blackman(5)[2]
-    Array(1., dtype=float64)
-    """
-    return asarray(np.blackman(n))
+hanning = _window("hanning", "Hann", "mt.hanning(3)", "Array([0., 1., 0.], dtype=float64)")
+hamming = _window("hamming", "Hamming", "mt.hamming(3)", "Array([0.08, 1.  , 0.08], dtype=float64)")
+bartlett = _window("bartlett", "triangular", "mt.bartlett(3)", "Array([0., 1., 0.], dtype=float64)")
+blackman = _window("blackman", "Blackman", "mt.blackman(5)[2]", "Array(1., dtype=float64)")
 
 
 def kaiser(n: int, /, beta: float = 14.0) -> Array:

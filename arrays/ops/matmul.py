@@ -18,7 +18,6 @@ from ..core.errors import ShapeError
 from ..core.op import Op, state
 from ..core.shape_dtype import ShapeDtype
 from ..core.value import FIRST_USER_DTYPE
-from ..native import ops as native
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -40,31 +39,23 @@ def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 _OWN_PRODUCTS = frozenset(np.dtype(t).num for t in "fdFD")
 
 _WORTH_A_LOOK = 1 << 14
-"""Products of numbers below which NumPy has the result before it is known who would have it sooner."""
+"""Products of numbers below which NumPy has the result before it is known whether the rows can be put together."""
 
 
 def product(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """``np.matmul``, in less time for matrices that fit a processor's caches, and for stacks of rows times one matrix.
+    """``np.matmul``; a stack of rows times one matrix is one product over all rows.
 
-    ``out``, where it is given, is memory without gaps that neither operand has.
+    NumPy asks the BLAS for one for each matrix of the stack, and each prepares the right operand anew. ``out``, where it is given, is
+    memory without gaps that neither operand has.
     """
-    left, right, dtype = x.shape, y.shape, x.dtype
-    nx, ny = len(left), len(right)
-    alike = dtype is y.dtype or dtype.num == y.dtype.num
-    if nx < 2 or ny < 2 or not alike or x.size * right[ny - 1] < _WORTH_A_LOOK:
-        return np.matmul(x, y) if out is None else np.matmul(x, y, out)
-    if ny == 2 < nx and x.flags.c_contiguous and left[nx - 1] == right[0]:
-        # One product over all rows. NumPy asks for one for each matrix of the stack, and each prepares the right operand anew.
-        lead = left[: nx - 1]
-        if out is None:
-            out = fresh((*lead, right[1]), dtype)
-        rows = math.prod(lead)
-        product(x.reshape(rows, right[0]), y, out.reshape(rows, right[1]))
-        return out
-    found = native.matmul(x, y, out)
-    if found is not NotImplemented:
-        return found
-    return np.matmul(x, y) if out is None else np.matmul(x, y, out)
+    if y.ndim == 2 < x.ndim and x.dtype.num == y.dtype.num:
+        k, n = y.shape
+        if x.shape[-1] == k and x.size * n >= _WORTH_A_LOOK and x.flags.c_contiguous:
+            if out is None:
+                out = fresh((*x.shape[:-1], n), x.dtype)
+            np.matmul(x.reshape(-1, k), y, out.reshape(-1, n))
+            return out
+    return np.matmul(x, y, out)
 
 
 def times_transposed(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -86,7 +77,7 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
     dtype = xp.result_type(x.dtype, y.dtype)
     if xp is np and is_low_precision(dtype):
-        return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
+        return product(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
     if (
         xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
     ):  # CuPy has products of two matrices of these alone

@@ -45,9 +45,21 @@ def _shards(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     return out or None
 
 
+def _patterns(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> list[str] | None:
+    return list(value) or None
+
+
+def _mib(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    return value and value << 20
+
+
 _SELECTION = (
-    click.option("--keys", multiple=True, metavar="PATTERN", help="Take only these arrays (may be repeated)."),
-    click.option("--drop", multiple=True, metavar="PATTERN", help="Leave these arrays out (may be repeated)."),
+    click.option(
+        "--keys", multiple=True, callback=_patterns, metavar="PATTERN", help="Take only these arrays (may be repeated)."
+    ),
+    click.option(
+        "--drop", multiple=True, callback=_patterns, metavar="PATTERN", help="Leave these arrays out (may be repeated)."
+    ),
     click.option(
         "--rules", type=click.Path(exists=True, dir_okay=False), help="A file of key rules: renames, splits, casts, …"
     ),
@@ -56,12 +68,20 @@ _MESH = (
     click.option("--mesh", callback=_mapping, metavar="AXES", help="Axes of the target mesh: data=2,model=4."),
     click.option(
         "--shard",
-        "shards",
+        "shardings",
         callback=_shards,
         multiple=True,
         metavar="PATTERN:AXIS=DIM",
         help="What an axis splits (may be repeated).",
     ),
+)
+_MAX_SHARD = click.option(
+    "--max-shard-mib",
+    "max_shard_bytes",
+    type=click.IntRange(min=1),
+    metavar="MIB",
+    callback=_mib,
+    help="Largest file of safetensors; by default all arrays are in one.",
 )
 _STORED = (
     click.option(
@@ -102,6 +122,7 @@ _TARGET = (
         default=256,
         show_default=True,
         metavar="MIB",
+        callback=_mib,
         type=click.IntRange(min=1),
         help="Memory for what is on its way.",
     ),
@@ -122,20 +143,14 @@ _TARGET = (
 )
 
 
-def _selected(keys: tuple[str, ...], drop: tuple[str, ...], rules: str | None) -> dict[str, Any]:
-    return {
-        "keys": list(keys) or None,
-        "drop": list(drop) or None,
-        "rules": _rules(rules) if rules else None,
-    }
-
-
-def _rules(path: str) -> Any:
-    """The key rules of a file; errors name it."""
+def _rules(path: str | None) -> Any:
+    """The key rules of a file, if there is one; errors name it."""
     import meshtape as mt
 
     from ..errors import RuleSyntaxError
 
+    if path is None:
+        return None
     data = Path(path).read_bytes()
     try:
         return mt.Rules(data.decode("utf-8-sig"))
@@ -207,37 +222,19 @@ def _write(
     title: str,
     src: str,
     dst: str,
+    more: Callable[[Any], str] = lambda report: "",
     *,
-    keys: tuple[str, ...],
-    drop: tuple[str, ...],
     rules: str | None,
-    prefix: str | None,
     scheduler: str | None,
-    threads: int,
-    dtype: str | None,
-    memory_limit: int,
-    allow_overflow: bool,
     overwrite: bool,
     as_json: bool,
-    **own: Any,
-) -> Any:
-    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar."""
+    **options: Any,
+) -> None:
+    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar; print its report."""
     with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
+        options |= {"client": client, "progress": progress, "overwrite": overwrite, "rules": _rules(rules)}
         try:
-            return run(
-                src,
-                dst,
-                dtype=dtype,
-                prefix=prefix,
-                client=client,
-                threads=threads,
-                memory_limit=memory_limit << 20,
-                allow_overflow=allow_overflow,
-                overwrite=overwrite,
-                progress=progress,
-                **_selected(keys, drop, rules),
-                **own,
-            )
+            r = run(src, dst, **options)
         except Lossy as e:
             raise Lossy(str(e).replace("allow_overflow=True", "--allow-overflow")) from None
         except CheckpointExists:
@@ -246,6 +243,8 @@ def _write(
             raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted. What was written stays: the same command goes on with {dst}") from None
+    written = f"{r.path}: {count(r.arrays, 'array')}, {human_bytes(r.total_size)}{more(r)}"
+    _tell(r, as_json, f"{written}{_left_out(r)}{_lost(r)}")
 
 
 def _lost(report: Any) -> str:
@@ -290,15 +289,7 @@ def verify(path: str, as_json: bool) -> None:
 @each(_SELECTION)
 @click.option("--no-values", is_flag=True, help="Compare names, shapes and dtypes alone: reads the tables of contents.")
 @JSON
-def diff(
-    a: str,
-    b: str,
-    keys: tuple[str, ...],
-    drop: tuple[str, ...],
-    rules: str | None,
-    no_values: bool,
-    as_json: bool,
-) -> None:
+def diff(a: str, b: str, rules: str | None, no_values: bool, as_json: bool, **selection: Any) -> None:
     """Compare two checkpoints.
 
     Names, shapes, dtypes and values, whatever the formats. With --rules the names of A are written as in B first.
@@ -307,7 +298,7 @@ def diff(
     """
     from meshtape.storage import diff as compare  # mt.diff is the differences of an array
 
-    report = compare(a, b, values=not no_values, **_selected(keys, drop, rules))
+    report = compare(a, b, values=not no_values, rules=_rules(rules), **selection)
     _tell(report, as_json, str(report))
     if not report.same:
         raise click.exceptions.Exit(1)
@@ -322,41 +313,17 @@ def diff(
 )
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
-@click.option(
-    "--max-shard-mib",
-    type=click.IntRange(min=1),
-    metavar="MIB",
-    help="Largest file of safetensors; by default all arrays are in one.",
-)
+@_MAX_SHARD
 @each(_TARGET)
 @JSON
-def merge(
-    src: str,
-    dst: str,
-    max_shard_mib: int | None,
-    as_json: bool,
-    **target: Any,
-) -> None:
+def merge(src: str, dst: str, **options: Any) -> None:
     """Write Hugging Face style safetensors.
 
     Streaming: memory is bounded by --memory-limit, whatever the size.
     """
     import meshtape as mt
 
-    report = _write(
-        mt.merge,
-        "merging",
-        src,
-        dst,
-        as_json=as_json,
-        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
-        **target,
-    )
-    _tell(
-        report,
-        as_json,
-        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} in {', '.join(report.files)}{_left_out(report)}{_lost(report)}",
-    )
+    _write(mt.merge, "merging", src, dst, lambda report: f" in {', '.join(report.files)}", **options)
 
 
 @click.command(
@@ -364,45 +331,20 @@ def merge(
 )
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
-@click.option("--format", "kind", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
-@click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
+@click.option("--format", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
+@_MAX_SHARD
 @each(_MESH)
 @each(_STORED)
 @each(_TARGET)
 @JSON
-def convert(
-    src: str,
-    dst: str,
-    kind: str,
-    max_shard_mib: int | None,
-    mesh: dict[str, int] | None,
-    shards: dict[str, dict[str, int]] | None,
-    as_json: bool,
-    **target: Any,
-) -> None:
+def convert(src: str, dst: str, **options: Any) -> None:
     """Write a checkpoint in another format.
 
     Streaming. A run that was interrupted goes on where it stopped.
     """
     import meshtape as mt
 
-    report = _write(
-        mt.convert,
-        "converting",
-        src,
-        dst,
-        as_json=as_json,
-        format=kind,
-        mesh=mesh,
-        shardings=shards,
-        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
-        **target,
-    )
-    _tell(
-        report,
-        as_json,
-        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)}{_left_out(report)}{_lost(report)}",
-    )
+    _write(mt.convert, "converting", src, dst, **options)
 
 
 @click.command(
@@ -414,14 +356,7 @@ def convert(
 @each(_STORED)
 @each(_TARGET)
 @JSON
-def reshard(
-    src: str,
-    dst: str,
-    mesh: dict[str, int] | None,
-    shards: dict[str, dict[str, int]] | None,
-    as_json: bool,
-    **target: Any,
-) -> None:
+def reshard(src: str, dst: str, mesh: dict[str, int] | None, **options: Any) -> None:
     """Cut a checkpoint for another mesh.
 
     That mesh need not exist.
@@ -430,12 +365,7 @@ def reshard(
 
     if mesh is None:
         raise click.UsageError("Missing option '--mesh'.")
-    report = _write(run, "resharding", src, dst, as_json=as_json, mesh=mesh, shardings=shards, **target)
-    _tell(
-        report,
-        as_json,
-        f"{report.path}: {count(report.arrays, 'array')}, {human_bytes(report.total_size)} for {mesh}{_left_out(report)}{_lost(report)}",
-    )
+    _write(run, "resharding", src, dst, lambda report: f" for {mesh}", mesh=mesh, **options)
 
 
 @click.command(
@@ -448,8 +378,10 @@ def reshard(
 )
 @click.option("--optimizer", help="Add gradients, and the state of this optimizer: sgd, momentum, adam, adamw, lion, …")
 @click.option("--optimizer-dtype", default="float32", show_default=True, help="Of the state and the master weights.")
-@click.option("--zero", "over", metavar="AXIS", help="A mesh axis over which the optimizer's state is divided.")
-@click.option("--max-shard-mib", type=click.IntRange(min=1), metavar="MIB", help="Largest file of safetensors.")
+@click.option(
+    "--zero", "shard_optimizer_over", metavar="AXIS", help="A mesh axis over which the optimizer's state is divided."
+)
+@_MAX_SHARD
 @click.option(
     "--compression",
     metavar="zstd[:LEVEL]|none",
@@ -457,35 +389,14 @@ def reshard(
     help="Of the Zarr files: the most that they can then need.",
 )
 @JSON
-def estimate(
-    path: str,
-    mesh: dict[str, int] | None,
-    shards: dict[str, dict[str, int]] | None,
-    dtype: str | None,
-    optimizer: str | None,
-    optimizer_dtype: str,
-    over: str | None,
-    max_shard_mib: int | None,
-    compression: str | None,
-    as_json: bool,
-) -> None:
+def estimate(path: str, as_json: bool, **options: Any) -> None:
     """Bytes on disk and in the memory of ranks.
 
     Reads the table of contents alone.
     """
     from meshtape.storage import estimate as run
 
-    found = run(
-        path,
-        mesh=mesh,
-        shardings=shards,
-        dtype=dtype,
-        optimizer=optimizer,
-        optimizer_dtype=optimizer_dtype,
-        shard_optimizer_over=over,
-        max_shard_bytes=max_shard_mib << 20 if max_shard_mib else None,
-        compression=compression,
-    )
+    found = run(path, **options)
     _tell(found, as_json, str(found))
 
 

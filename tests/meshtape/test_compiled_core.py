@@ -173,7 +173,7 @@ def test_tape_short_ways_kernels_messages_and_training_of_the_wheel(site: Path) 
         "tests/arrays/test_short_ways.py",
         "tests/arrays/test_native.py",
         "tests/arrays/test_native_broadcasts.py",
-        "tests/arrays/test_native_products.py",
+        "tests/arrays/test_stacked_products.py",
         "tests/parallel/test_transports.py",
         # An interrupted training goes on bit for bit where kernels in C compute it, too.
         "tests/parallel/training/test_step.py",

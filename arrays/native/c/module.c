@@ -22,10 +22,8 @@ small kernel. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && defined(__GNUC__) && \
     __GNUC__ >= 12 && !defined(__INTEL_COMPILER)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#define HAVE_PRODUCTS 1
 #else
 #define CLONES
-#define HAVE_PRODUCTS 0
 #endif
 
 #if defined(_MSC_VER)
@@ -70,16 +68,6 @@ typedef struct {
     int count, slots, locals;
 } Chain;
 
-typedef struct {
-    ptrdiff_t m, n, k;
-    ptrdiff_t ar, ac, br, bc, cr; /* from row to row, and from column to column, in elements */
-    int direct;                   /* the right operand is read where it is */
-} Product;
-
-#define NARROWEST 48 /* columns of a product; fewer are too few for a tile */
-#define DEEP 512 /* steps of k, and columns, of a block of the right operand: 768 KiB of float32 at most */
-#define BLOCK 384
-
 #include "view.h"
 
 #define IS_FLOAT
@@ -87,13 +75,11 @@ typedef struct {
 #include "pointwise.h"
 #include "rows.h"
 #include "chain.h"
-#include "products.h"
 #include "undefine.h"
 #include "lanes.h"
 #include "pointwise.h"
 #include "rows.h"
 #include "chain.h"
-#include "products.h"
 #include "stream.h"
 
 typedef struct {
@@ -227,12 +213,6 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(good);
 }
 
-/* What a kernel's caller is told of what has happened on the way, perhaps in numbers that are not in the result. */
-#define HEARD_OF                                                                                                                          \
-    "Else what has\n"                                                                                                                     \
-    "happened on the way, perhaps in numbers that are not in the result: 1 an invalid operation, 2 an overflow, 4\n"                      \
-    "an underflow, 8 a division by zero."
-
 #define WARNED_OF (FE_INVALID | FE_OVERFLOW | FE_UNDERFLOW | FE_DIVBYZERO)
 
 static PyObject *heard_of(int raised) {
@@ -252,7 +232,8 @@ static int are_steps(const Chain *chain, Py_ssize_t bytes, Py_ssize_t read) {
 PyDoc_STRVAR(chain_doc, "chain(steps, operands, read, locals) -> int | None\n\n"
                         "Run elementwise steps on operands, of which the first `read` are read and broadcast, and the others written. Slots\n"
                         "after them are scratch. None, and nothing is done, where the operands are not of one dtype, or what is written\n"
-                        "has gaps, or what is read has them between the elements of a row. " HEARD_OF);
+                        "has gaps, or what is read has them between the elements of a row. Else what has happened on the way, perhaps in\n"
+                        "scratch: 1 an invalid operation, 2 an overflow, 4 an underflow, 8 a division by zero.");
 
 static PyObject *run_chain(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer steps;
@@ -343,19 +324,14 @@ static PyObject *below(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyBool_FromLong(!any_from((const uint64_t *)x.buf, x.count, limit));
 }
 
-#include "multiply.h"
-
 static PyMethodDef METHODS[] = {{"call", call, METH_VARARGS, call_doc},
                                 {"below", below, METH_VARARGS, below_doc},
                                 {"chain", run_chain, METH_VARARGS, chain_doc},
-                                {"matmul", matmul, METH_VARARGS, matmul_doc},
-                                {"product", product, METH_VARARGS, product_doc},
                                 {"stream", stream, METH_VARARGS, stream_doc},
                                 {NULL, NULL, 0, NULL}};
 
 static int fill(PyObject *module) {
-    if (PyArray_ImportNumPyAPI() < 0 || PyModule_AddIntMacro(module, MOST_LOCALS) < 0 || PyModule_AddIntMacro(module, MOST_SLOTS) < 0 ||
-        PyModule_AddIntMacro(module, NARROWEST) < 0)
+    if (PyArray_ImportNumPyAPI() < 0 || PyModule_AddIntMacro(module, MOST_LOCALS) < 0 || PyModule_AddIntMacro(module, MOST_SLOTS) < 0)
         return -1;
     PyObject *names = PyTuple_New(COUNT);
     if (!names) return -1;
