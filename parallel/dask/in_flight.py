@@ -15,7 +15,7 @@ from typing import Any
 from distributed import Client
 
 from ...arrays.core.errors import CollectiveTimeout, MeshtapeError, RankLost, StorageFull, StoreError
-from ...storage.stores.store import failed
+from ...storage.stores.contract import failed
 from ..base import settings
 from .lease import Lease
 from .streams import WorkerFuture, WorkerStream, WorkerStreams

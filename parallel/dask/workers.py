@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from distributed import Client
+from distributed import Client, WorkerPlugin
 
 from ...arrays.core.errors import ClusterError, MeshError
 from ..base import settings
@@ -186,6 +186,25 @@ async def _while_alive(client: Client, address: str, call: Coroutine[Any, Any, T
         return task.result()
     finally:
         task.cancel()
+
+
+def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
+    """Let the scheduler give a plugin to its workers, those that come later too. Returns what went wrong on any of them, which may
+    not be one that matters; a worker that stands still is not waited for."""
+
+    async def give() -> Exception | None:
+        task = asyncio.ensure_future(client.register_plugin(plugin))
+        patience = 2 * settings.number("timeouts.silence")
+        try:
+            while not (await asyncio.wait([task], timeout=patience))[0]:
+                there = list(await _there(client))
+                if not all(await asyncio.gather(*(_answers(client, a) for a in there))):
+                    return None
+            return task.exception()
+        finally:
+            task.cancel()
+
+    return client.sync(give)
 
 
 def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Sequence[str]) -> dict[str, Any]:

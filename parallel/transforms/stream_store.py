@@ -31,6 +31,7 @@ from ...arrays.core.errors import (
 from ...arrays.core.formatting import human_bytes
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...storage.checkpoint.checkpoint import StoredArray
+from ...storage.commit import directory_commit
 from ...storage.readers import zarr_tensor
 from ...storage.stores import atomic_directory
 from ...storage.stores import store as stores
@@ -164,7 +165,7 @@ class Target:
 @contextmanager
 def committed(path: str, aval: ShapeDtype, chunks: Sequence[int]) -> Iterator[Target]:
     """A new array at ``path``, all at once: where the block ends with an error there is nothing, and what a killed process leaves is no
-    array. A directory is filled under a temporary name (:mod:`~meshtape.storage.stores.atomic_directory`); in an object store the
+    array. A directory is filled under a temporary name (:mod:`~meshtape.storage.commit.directory_commit`); in an object store the
     metadata comes last."""
     where = stores.location(path)
     with _directory(where) as folder:
@@ -182,7 +183,7 @@ def _directory(where: str) -> Iterator[atomic_directory.Folder | None]:
     if not stores.is_url(where):
         with (
             atomic_directory.room_for(0, where),
-            atomic_directory.replacing(where, overwrite=False, tables=frozenset()) as folder,
+            directory_commit.replacing(where, overwrite=False, tables=frozenset()) as folder,
         ):
             yield folder
         return

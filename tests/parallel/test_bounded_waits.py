@@ -21,7 +21,7 @@ from distributed import Client
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker
 from meshtape.parallel.dask.lease import lease_of
-from meshtape.parallel.dask.worker import set_up
+from meshtape.parallel.dask.set_up import set_up
 from meshtape.parallel.dask.workers import known_workers
 from meshtape.parallel.training.job.rank_logs import collected
 from meshtape.parallel.training.job.status import Status, scheduler_jobs
@@ -273,8 +273,8 @@ def test_a_worker_that_cannot_even_tell_its_error_is_lost(processes):
             raise MemoryError
 
         if fails:
-            no_memory.true = resident.error_message
-        resident.error_message = no_memory if fails else resident.error_message.true
+            no_memory.true = resident.failure_message
+        resident.failure_message = no_memory if fails else resident.failure_message.true
 
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))

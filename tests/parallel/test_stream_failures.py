@@ -192,7 +192,7 @@ def test_a_client_that_is_killed_while_workers_write(processes, source, tmp_path
 
 
 def test_an_object_store_has_no_metadata_before_the_end(source, monkeypatch, tmp_path):
-    from meshtape.storage.stores.local_zarr import ObjectStore
+    from meshtape.storage.readers.local_zarr import ObjectStore
 
     out = f"memory://{tmp_path.name}/out"
     true, keys = ObjectStore.set, []
