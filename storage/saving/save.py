@@ -224,7 +224,7 @@ def _settle_first(items: list[Item]) -> None:
             item.grid = choose_grid(item.shape, item.dtype.itemsize, _boxes(item.sharding, item.shape))
 
 
-class Options(TypedDict, total=False):
+class SaveOptions(TypedDict, total=False):
     """What `save` and `save_async` share; `save` says what each is."""
 
     step: int | None
@@ -359,7 +359,7 @@ def save_async(
     tree: Any,
     *,
     then: Callable[[], None] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SaveOptions],
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
 

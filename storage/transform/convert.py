@@ -47,7 +47,7 @@ from .workers import Executor
 KEEP = "keep"  # the compression of the source
 
 
-class Options(TypedDict, total=False):
+class TransformOptions(TypedDict, total=False):
     """What `convert`, `merge` and `reshard` share; `convert` says what each is, holds the defaults and checks them."""
 
     rules: Any
@@ -437,7 +437,7 @@ def reshard(
     *,
     mesh: Mapping[str, int] | None = None,
     shardings: Mapping[str, Any] | Chooser | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[TransformOptions],
 ) -> ConvertReport:
     """Write a checkpoint cut for another mesh, without that mesh: so that each rank's blocks are files of their own.
 

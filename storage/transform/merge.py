@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from ..rules.casting import CastLoss
-from .convert import Options, convert
+from .convert import TransformOptions, convert
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def merge(
     dst: str | os.PathLike[str],
     *,
     max_shard_bytes: int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[TransformOptions],
 ) -> MergeReport:
     """Write a checkpoint as a Hugging Face directory, streaming; a run that was interrupted goes on where it stopped.
 

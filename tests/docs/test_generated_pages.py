@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "generate"
 
 
-@pytest.mark.parametrize("name", ["derivatives", "shardings"])
+@pytest.mark.parametrize("name", ["derivatives", "shardings", "stubs"])
 def test_the_page_is_up_to_date(name: str) -> None:
     # In a process of its own: other tests add ops to the table.
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--check"]

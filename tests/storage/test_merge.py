@@ -25,7 +25,7 @@ from meshtape.storage import (
     verify,
 )
 from meshtape.storage.saving import save as saving
-from meshtape.storage.transform.convert import Options
+from meshtape.storage.transform.convert import TransformOptions
 
 
 def test_layout_index_and_values(kit, tmp_path):
@@ -156,11 +156,11 @@ def test_all_that_write_zarr_share_how_it_is_stored():
     """save, save_async, the manager, convert and reshard; where it means nothing it is refused by name."""
     how = {"compression", "pack", "dtype_fallback"}
     own = set(inspect.signature(save).parameters) - {"path", "tree"}
-    assert set(saving.Options.__annotations__) == own
+    assert set(saving.SaveOptions.__annotations__) == own
     assert set(inspect.signature(save_async).parameters) == {"path", "tree", "then", "options"}
     for fn in (save, convert, CheckpointManager):
         assert how <= set(inspect.signature(fn).parameters), fn
-    assert how | {"overwrite"} <= set(Options.__annotations__) & own
+    assert how | {"overwrite"} <= set(TransformOptions.__annotations__) & own
 
 
 def test_every_way_of_writing_takes_a_dtype_fallback(tmp_path):
@@ -195,9 +195,9 @@ def test_every_way_of_writing_takes_a_dtype_fallback(tmp_path):
 
 def test_merge_reshard_and_convert_share_their_options():
     own = {"src", "dst", "format", "mesh", "shardings", "max_shard_bytes"}
-    assert set(Options.__annotations__) == set(inspect.signature(convert).parameters) - own
+    assert set(TransformOptions.__annotations__) == set(inspect.signature(convert).parameters) - own
     for fn, mine in ((merge, {"max_shard_bytes"}), (reshard, {"mesh", "shardings"})):
         assert set(inspect.signature(fn).parameters) == {"src", "dst", "options"} | mine
-        assert all(f"``{name}``" in fn.__doc__ for name in Options.__annotations__)
+        assert all(f"``{name}``" in fn.__doc__ for name in TransformOptions.__annotations__)
         with pytest.raises(TypeError, match="treads"):
             fn("nowhere", "nothing", treads=2)
