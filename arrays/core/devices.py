@@ -54,7 +54,7 @@ def device(name: str | Device) -> Device:
     if isinstance(name, Device):
         return _parse(str(name))
     if not isinstance(name, str):
-        raise DeviceError(f"a device is named by a string such as 'cpu' or 'cuda:0', got {name!r}")
+        raise DeviceError(f"[device] a device is named by a string such as 'cpu' or 'cuda:0', got {name!r}")
     return _parse(name)
 
 
