@@ -57,6 +57,8 @@ def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> C
     @functools.wraps(fn)
     def inner(*args: Any, **kwargs: Any) -> Any:
         own, counts = _declared(fn)
+        if room == "random.":  # whose functions say more of their numbers
+            counts = []
         try:
             try:
                 for i, count in counts:
