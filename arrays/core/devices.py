@@ -39,7 +39,7 @@ def _parse(text: str) -> Device:
         if kind == "cuda" or (kind == "cpu" and found.index == 0):
             # One object a device: other spellings are looked up under its proper name.
             return found if str(found) == text else _parse(str(found))
-    raise DeviceError(f"unknown device {text!r}: choose 'cpu' or 'cuda:N'")
+    raise DeviceError(f"[device] unknown device {text!r}: choose 'cpu' or 'cuda:N'")
 
 
 def device(name: str | Device) -> Device:
@@ -54,7 +54,7 @@ def device(name: str | Device) -> Device:
     if isinstance(name, Device):
         return _parse(str(name))
     if not isinstance(name, str):
-        raise DeviceError(f"a device is named by a string such as 'cpu' or 'cuda:0', got {name!r}")
+        raise DeviceError(f"[device] a device is named by a string such as 'cpu' or 'cuda:0', got {name!r}")
     return _parse(name)
 
 

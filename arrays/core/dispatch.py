@@ -14,16 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from . import foreign_errors
 from .array import Array
 from .errors import (
-    ArgumentError,
     ConcurrentWriteError,
     DeviceError,
     DTypeError,
     GradientError,
-    LinAlgError,
     MeshtapeError,
-    NumberRangeError,
     OutOfMemory,
     TracedValueError,
 )
@@ -292,10 +290,8 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
         names = " and ".join(dict.fromkeys(a.dtype.name for a in avals if hasattr(a, "dtype")))
         raise DTypeError(f"[{op.name}] {names} give no dtype together: cast one of them with astype") from None
     text = f"[{op.name}] {error} (of {', '.join(map(str, avals))})"
-    if isinstance(error, np.linalg.LinAlgError):
-        raise LinAlgError(text) from None
-    if not str(error).startswith("["):
-        raise (NumberRangeError if isinstance(error, OverflowError) else ArgumentError)(text) from None
+    if (kind := foreign_errors.type_for(error)) is not None:
+        raise kind(text) from None
 
 
 def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:

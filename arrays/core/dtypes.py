@@ -106,7 +106,8 @@ def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
             if known is not None:
                 return known
     text = dtype.name if isinstance(dtype, np.dtype) else getattr(dtype, "__name__", None) or repr(dtype)
-    raise DTypeError(f"[{name}] {text} is no dtype of an array: choose one of {', '.join(DTYPES)}")
+    hint = " (a shape is one argument, a tuple of lengths)" if type(dtype) is int else ""
+    raise DTypeError(f"[{name}] {text} is no dtype of an array{hint}: choose one of {', '.join(DTYPES)}")
 
 
 def check_cast(name: str, source: np.dtype, target: np.dtype) -> None:

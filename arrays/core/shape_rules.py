@@ -83,6 +83,8 @@ def result_dtype(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> np
     except TypeError:
         names = ", ".join(d.name if isinstance(d, np.dtype) else type(d).__name__ for d in dtypes)
         raise DTypeError(f"[{op.name}] is not defined for {names}") from None
+    except ValueError as e:  # of numbers that the op has no value for
+        raise ArgumentError(f"[{op.name}] {e} (of {', '.join(map(str, args))})") from None
     except OverflowError:
         arrays = {d.name for d in dtypes if isinstance(d, np.dtype)}
         numbers = [d for d in dtypes if not isinstance(d, np.dtype)]

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import reprlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
+from ..core import foreign_errors
 from ..core.dispatch import Symbol
-from ..core.errors import ArgumentError, LinAlgError, MeshtapeError, NumberRangeError, NumPyFunctionError, OutOfMemory
+from ..core.errors import MeshtapeError, NumPyFunctionError
 from ..ops import elementwise
 from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_ufunc
 
@@ -30,35 +32,61 @@ def _spelled(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return _called_with(name, fn, positional, keywords)
 
 
-elementwise.spelled = _spelled
+def _spelled_elementwise(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return _spelled(name, fn, args, dict(kwargs))
+    except foreign_errors.CAUGHT as e:
+        _refuse(e, name, args, kwargs)
 
 
-_OURS = (__name__.partition(".")[0], "numpy", "scipy", "ml_dtypes", "cupy")
+elementwise.spelled = _spelled_elementwise
 
 
-def guarded(name: str, fn: Callable[..., Any], theirs: Any) -> Callable[..., Any]:
-    """``fn`` for calls that may have keywords of NumPy's function ``theirs``, and arguments that make no sense."""
+def _refuse(error: Exception, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Raise an error of Python's or NumPy's as one of ours that shows the call; others as they are."""
+    kind = foreign_errors.type_for(error)
+    if kind is None:
+        raise error
+    raise kind(f"[{name}] {error}: {_shown(name, args, kwargs)}") from None
+
+
+def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> Callable[..., Any]:
+    """``fn`` for calls that may be those of NumPy's function ``theirs``, and for arguments that make no sense. ``room`` is the namespace
+    of ours that has it, as in ``fft.``."""
 
     @functools.wraps(fn)
     def inner(*args: Any, **kwargs: Any) -> Any:
         own, counts = _declared(fn)
+        if room == "random.":  # whose functions say more of their numbers
+            counts = []
         try:
-            for i, count in counts:
-                n = args[i] if i < len(args) else kwargs.get(count)
-                if type(n) is not int and n is not None and not isinstance(n, Symbol):
-                    operator.index(n)
-            return fn(*args, **kwargs)
-        except (ValueError, TypeError, ArithmeticError, MemoryError) as e:
-            if isinstance(e, MeshtapeError):
-                raise
-            if not isinstance(e, TypeError) or kwargs.keys() <= own:
-                kind = _kind(e)
-                if kind is None:
+            try:
+                for i, count in counts:
+                    n = args[i] if i < len(args) else kwargs.get(count)
+                    if type(n) is not int and n is not None and not isinstance(n, Symbol):
+                        operator.index(n)
+                return fn(*args, **kwargs)
+            except TypeError as e:
+                if isinstance(e, MeshtapeError) or (
+                    kwargs.keys() <= own and (_binds(fn, args, kwargs) or not _binds(theirs, args, kwargs))
+                ):
                     raise
-                raise kind(f"[{name}] {e}: {_shown(name, args, kwargs)}") from None
-        return _spelled(name, fn, args, kwargs, theirs)
+            return _spelled(name, fn, args, kwargs, theirs)
+        except foreign_errors.CAUGHT as e:
+            _refuse(e, room + name, args, kwargs)
 
     return inner
+
+
+def _binds(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function says that it takes such a call. (Of NumPy's ufuncs what goes beyond ours is ``out``.)"""
+    if fn is None or isinstance(fn, np.ufunc):
+        return False
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @functools.cache
@@ -69,22 +97,6 @@ def _declared(fn: Callable[..., Any]) -> tuple[set[str], list[tuple[int, str]]]:
     own = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     integers = [(i, p.name) for i, p in enumerate(parameters) if p.annotation in ("int", "int | None")]
     return own, [(i, name) for i, name in integers if not name.startswith("axis")]
-
-
-def _kind(error: Exception) -> type[MeshtapeError] | None:
-    """The type of ours for an error of Python's or NumPy's; None for one that has our words, or is that of a function that was passed."""
-    if str(error).startswith("["):
-        return None
-    step = error.__traceback__
-    while step is not None:
-        if step.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
-            return None
-        step = step.tb_next
-    if isinstance(error, np.linalg.LinAlgError):
-        return LinAlgError
-    if isinstance(error, MemoryError):
-        return OutOfMemory
-    return NumberRangeError if type(error) is OverflowError else ArgumentError
 
 
 def _shown(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -100,13 +112,15 @@ def add_keywords() -> None:
     """Have the functions of the namespaces take NumPy's keywords."""
     ours = _namespace()
     known: dict[Any, Any] = {}
-    for own, theirs in ((ours, np), (ours.linalg, np.linalg), (ours.fft, np.fft)):
+    rooms = (("", np), ("linalg.", np.linalg), ("fft.", np.fft), ("nn.", None), ("random.", None))
+    for room, theirs in rooms:
+        own = getattr(ours, room[:-1]) if room else ours
         for name, fn in list(vars(own).items()):
             # (Those of elements, which are the most frequent of all calls, see to it themselves.)
-            if name.startswith("_") or hasattr(fn, "__signature__") or not (own is ours or hasattr(theirs, name)):
+            if name.startswith("_") or hasattr(fn, "__signature__") or (room and name not in own.__all__):
                 continue
             if getattr(fn, "__module__", "").startswith(ours.__name__) and callable(fn) and not isinstance(fn, type):
                 if fn not in known:
-                    known[fn] = guarded(name, fn, getattr(theirs, name, None))
+                    known[fn] = guarded(name, fn, getattr(theirs, name, None), room)
                     known[fn].__module__ = own.__name__  # where pickle finds it: the defining module has the plain one
                 setattr(own, name, known[fn])

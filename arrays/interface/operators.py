@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ _OPERANDS = bool | int | float | complex | np.ndarray | np.generic | list | tupl
 def operate(op: Op, x: Any, y: Any) -> Any:
     """A binary operator, the general way: what cannot be an operand is left to the other side's reflected method."""
     for a in (x, y):
-        if type(a) is not dispatch._array_type and not isinstance(a, _OPERANDS):
-            return NotImplemented
+        if type(a) is not dispatch._array_type and not isinstance(a, _OPERANDS) and not isinstance(a, Number):
+            return NotImplemented  # (a fraction or a decimal is refused by `apply`, and `==` of one is not False)
     return apply(op, (x, y))
 
 

@@ -22,7 +22,7 @@ from ..backends.memory_pool import is_sole
 from ..core.array import Array
 from ..core.devices import Device, device
 from ..core.dispatch import Deferred, apply, is_watched, record, refuse_history, refuse_watched, wrap
-from ..core.errors import ArgumentError, DeviceError, DTypeError, NumPyFunctionError, ShapeError
+from ..core.errors import ArgumentError, DeviceError, DTypeError, NumberRangeError, NumPyFunctionError, ShapeError
 from ..core.index_template import result_shape
 from ..core.op import state
 from ..indexing import indexing
@@ -52,6 +52,15 @@ def _in_place(op: Any) -> Callable[[Array, Any], Any]:
     return lambda self, other: _operate_in_place(op, self, other)
 
 
+def _converted(kind: Callable[[Any], Any], value: Any) -> Any:
+    """``kind(value)``, of NaN or an infinity with our error."""
+    try:
+        return kind(value)
+    except (ValueError, OverflowError) as e:
+        of = NumberRangeError if isinstance(e, OverflowError) else ArgumentError
+        raise of(f"[{kind.__name__}] {e}: look for such elements with mt.isfinite(x)") from None
+
+
 class Values:
     """Attributes, values, copies, indexing and operators of an :class:`Array`."""
 
@@ -72,7 +81,8 @@ class Values:
     def T(self) -> Array:
         """The matrix with rows and columns exchanged. Raises :class:`ShapeError` unless there are two dimensions."""
         if len(self._buf.shape) != 2:
-            raise ShapeError(f"[T] is for two dimensions, this array has {self.ndim}: use .mT or permute_dims")
+            instead = "use .mT or permute_dims" if self.ndim > 2 else "leave .T out, or write x[:, None] for a column"
+            raise ShapeError(f"[T] is for two dimensions, this array has {self.ndim}: {instead}")
         return manipulation.permute_dims(self, (1, 0))
 
     @property
@@ -87,12 +97,12 @@ class Values:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a 0-d array")
+            raise ArgumentError("len() of a 0-d array")
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Array]:
         if not self.shape:
-            raise TypeError("iteration over a 0-d array")
+            raise ArgumentError("iteration over a 0-d array")
         if isinstance(self._buf, Deferred):
             return self._buf.elements(self)
         return (self[i] for i in range(self.shape[0]))
@@ -132,12 +142,12 @@ class Values:
 
     def __bool__(self) -> bool:
         if self.size != 1:
-            raise ValueError(f"the truth of an array of shape {self.shape} is ambiguous: use any(x) or all(x)")
+            raise ArgumentError(f"the truth of an array of shape {self.shape} is ambiguous: use any(x) or all(x)")
         return bool(self._concrete().item())
 
     def _number(self, kind: type, complex_ok: bool = False) -> Any:
         if self.ndim != 0:
-            raise TypeError(f"only a 0-d array is a Python {kind.__name__}, this one has shape {self.shape}")
+            raise ArgumentError(f"only a 0-d array is a Python {kind.__name__}, this one has shape {self.shape}")
         if state.now.recorders:
             asker = sys._getframe(2)
             if asker.f_globals.get("__name__", "").partition(".")[0] in _NUMBER_TAKERS:
@@ -146,13 +156,13 @@ class Values:
                 refuse_watched(how, self, REMEDY)
         value = self._concrete().item()
         if isinstance(value, complex) and not complex_ok:
-            raise TypeError(f"a complex array is no Python {kind.__name__}: take its real part first")
-        return kind(value)
+            raise ArgumentError(f"a complex array is no Python {kind.__name__}: take its real part first")
+        return _converted(kind, value)
 
     def __hash__(self) -> int:
         """That of the number, of a 0-d array, as of NumPy's scalars: ``{3.0: "c"}[x[0]]``, and pandas, look it up."""
         if self.ndim:
-            raise TypeError(f"unhashable: an array of shape {self.shape}, as == compares element by element")
+            raise ArgumentError(f"unhashable: an array of shape {self.shape}, as == compares element by element")
         refuse_history("hash", self)
         return hash(self._concrete().item())
 
@@ -167,22 +177,23 @@ class Values:
     def __round__(self, ndigits: int | None = None) -> Any:
         if ndigits is not None:
             return self.round(ndigits)
-        return round(self._real_number("round"))
+        return self._whole(round)
 
     def __floor__(self) -> int:
-        return math.floor(self._real_number("floor"))
+        return self._whole(math.floor)
 
     def __ceil__(self) -> int:
-        return math.ceil(self._real_number("ceil"))
+        return self._whole(math.ceil)
 
     def __trunc__(self) -> int:
-        return math.trunc(self._real_number("trunc"))
+        return self._whole(math.trunc)
 
-    def _real_number(self, name: str) -> Any:
-        """The element as a Python number, an integer with all of its digits."""
+    def _whole(self, to_int: Callable[[Any], int]) -> int:
+        """The integer that Python makes of the element, of an integer with all of its digits."""
+        name = to_int.__name__
         if self.ndim:
             raise ArgumentError(f"{name}() takes a 0-d array, this one has shape {self.shape}: write mt.{name}(x)")
-        return self._number(int if self.dtype.kind in "biu" else float)
+        return _converted(to_int, self._number(int if self.dtype.kind in "biu" else float))
 
     def __complex__(self) -> complex:
         return self._number(complex, complex_ok=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core import shape_rules
 from ..core.dispatch import Deferred, as_array, as_number
-from ..core.errors import ArgumentError, ShapeError
+from ..core.errors import ArgumentError, LinAlgError, ShapeError
 from ..core.op import composite
 from ..ops.creation import beside, eye
 from ..ops.elementwise import abs, square, where
@@ -122,6 +122,8 @@ def cond(x: Any, /, p: float | str | None = None) -> Array:
     from .decompositions import inv, slogdet, svdvals
 
     x = as_array(x)
+    if 0 in x.shape[-2:]:
+        raise LinAlgError(f"[cond] matrices without elements have no condition, got shape {x.shape}")
     if p in (None, 2, -2):
         s = svdvals(x)
         above, below = max(s, axis=-1), min(s, axis=-1)

@@ -131,13 +131,13 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = 
     x, dtype = matrices("matrix_norm", x)
     if ord in ("fro", None):
         return back(vector_norm(x, axis=(-2, -1), keepdims=keepdims), dtype)
-    if ord in (1, 2, math.inf) and 0 in x.shape[-2:]:
+    if ord in (1, 2, math.inf, "nuc") and 0 in x.shape[-2:]:
         return back(sum(abs(x), axis=(-2, -1), keepdims=keepdims), dtype)  # the norm of nothing is 0
     if ord in (1, -1, math.inf, -math.inf):
         lines = sum(abs(x), axis=-2 if ord in (1, -1) else -1)
         out = (max if ord > 0 else min)(lines, axis=-1)
     elif ord in (2, -2, "nuc"):
-        scale = _scale(x, (-2, -1), 2) if x.dtype.kind == "c" else None
+        scale = _scale(x, (-2, -1), 2) if x.dtype.kind == "c" and x.size else None
         s = apply(SVDVALS, (x if scale is None else x * (1 / scale),))
         s = s if scale is None else s * scale[..., 0]
         out = sum(s, axis=-1) if ord == "nuc" else (max if ord > 0 else min)(s, axis=-1)

@@ -10,6 +10,7 @@ from ..core.op import composite
 from ..ops.creation import inexact, ordered
 from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
 from ..ops.manipulation import moveaxis
+from ..ops.wide_floats import in_float32
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -141,6 +142,7 @@ def hard_silu(x: Any, /) -> Array:
 
 
 @composite("mish")
+@in_float32
 def mish(x: Any, /) -> Array:
     """``x * tanh(softplus(x))`` (Misra, 2019).
 

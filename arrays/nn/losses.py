@@ -72,7 +72,14 @@ def cross_entropy(
     logits, labels = as_array(logits), as_array(labels)
     shape, dtype, integer = logits.shape, logits.dtype, labels.dtype
     if not shape or shape[:-1] != labels.shape:
-        raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {shape}")
+        remedy = (
+            "labels are numbers of classes, one for each row of logits"
+            if labels.shape != shape
+            else (
+                "for labels that are probabilities write -mt.mean(mt.sum(labels * mt.nn.log_softmax(logits), axis=-1))"
+            )
+        )
+        raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {shape}: {remedy}")
     if integer.kind not in "iu":
         raise DTypeError(f"[cross_entropy] labels must be integers, got {integer.name}")
     if reduction != "mean":

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.backend import backend_for
+from ..backends.backend import backend_for, cupy_backend
 from ..backends.casts import NARROW, array_of, cast
 from ..backends.dlpack import read
 from ..backends.memory_pool import copied
@@ -122,8 +122,6 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         source = None if not state.now.recorders or _is_new(obj) else obj
         return made(_place(_of_numpy(obj, wanted, copy), device), source)
     if hasattr(obj, "__cuda_array_interface__"):
-        from ..backends.backend import cupy_backend
-
         x = wrap(cupy_backend().xp.asarray(obj))
         return x if dtype is None and device is None else asarray(x, dtype=dtype, device=device)
     if hasattr(obj, "__dlpack__") and not hasattr(obj, "__array_interface__"):
@@ -447,15 +445,14 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
     if isinstance(x, Array):
         out = wrap_same(x)  # an array of its own: writing to one is not seen through the other
     else:
-        kind = x.__dlpack_device__()[0]
-        if int(kind) in (1, 3):  # host memory, pinned or not
-            host = read(np, x)
-            out = wrap(host if copy is False else host.copy())
-        else:
-            from ..backends.backend import cupy_backend
-
-            buf = read(cupy_backend().xp, x)
-            out = wrap(buf if copy is False else buf.copy())
+        try:
+            on_host = int(x.__dlpack_device__()[0]) in (1, 3)  # host memory, pinned or not
+            buf = read(np if on_host else cupy_backend().xp, x)
+        except MeshtapeError:
+            raise
+        except Exception as e:  # whatever the object has to say, as a tensor that requires a gradient
+            raise ArgumentError(f"[from_dlpack] {type(x).__name__} gives no array: {e}") from e
+        out = wrap(buf if copy is False else buf.copy())
     if device is None:
         return out
     if copy is False and str(out.device) != str(device):

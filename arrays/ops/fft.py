@@ -342,7 +342,7 @@ def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, w
     from .creation import asarray
 
     if n < 1 or not d:
-        raise ArgumentError(f"[{name}] needs samples that are apart, got n={n}, d={d}")
+        raise ArgumentError(f"[fft.{name}] needs samples that are apart, got n={n}, d={d}")
     dtype = as_dtype(np.float64 if dtype is None else dtype, name)
     if dtype.kind in "biuc":
         raise DTypeError(f"[{name}] frequencies are real floating, got {dtype.name}")

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.memory_pool import LARGE, POOL
+from ...arrays.core import foreign_errors
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program
 from ...arrays.core.value import FLOAT32, FLOAT64, number
@@ -142,8 +143,14 @@ def local_executable(
         env = initial.copy()
         for i, b in zip(inputs, buffers, strict=True):
             env[i] = b
-        for fn, args, outputs, single, free, into in steps:
-            out = fn(*args(env)) if into is None else fn(*args(env), out=env[into])
+        for step in steps:
+            fn, args, outputs, single, free, into = step
+            try:
+                out = fn(*args(env)) if into is None else fn(*args(env), out=env[into])
+            except foreign_errors.CAUGHT as e:
+                if (kind := foreign_errors.type_for(e)) is None:
+                    raise
+                raise kind(f"[{_name(parts[steps.index(step)])}] {e} (in a compiled function)") from None
             if single:
                 env[outputs[0]] = out if type(out) is known else as_buffer(out)
             else:
@@ -157,6 +164,10 @@ def local_executable(
     if on_cuda:
         run = _on_their_device(run, xp)
     return Executable(run, frozenset(i for i, v in enumerate(program.inputs) if v in taken))
+
+
+def _name(part: Entry | Group) -> str:
+    return "+".join(e.op.name for e in part.entries) if isinstance(part, Group) else part.op.name
 
 
 def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:

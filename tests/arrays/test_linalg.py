@@ -224,3 +224,29 @@ def test_other_errors():
         mt.linalg.qr(mt.eye(2), mode="r")
     with pytest.raises(np.linalg.LinAlgError):
         mt.linalg.inv(mt.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0), (2, 0, 0), (0, 2, 2)])
+@pytest.mark.parametrize("ord", ["fro", "nuc", 1, 2, -2, np.inf, -1, -np.inf])
+def test_norms_and_conditions_without_elements(ord, shape, dtype):
+    x = np.zeros(shape, dtype)
+    try:
+        want = np.linalg.norm(x, ord, axis=(-2, -1))
+    except ValueError:
+        with pytest.raises(mt.errors.ShapeError, match="of no elements"):
+            mt.linalg.matrix_norm(mt.asarray(x), ord=ord)
+    else:
+        got = np.asarray(mt.linalg.matrix_norm(mt.asarray(x), ord=ord))
+        np.testing.assert_array_equal(got, want)
+        assert got.dtype == want.dtype
+    if 0 in shape[-2:]:
+        with pytest.raises(mt.errors.LinAlgError, match=r"^\[cond\] matrices without elements"):
+            mt.linalg.cond(mt.asarray(x), ord)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+@pytest.mark.parametrize("ord", [None, "fro", "nuc", 1, 2, -2, np.inf, -1, -np.inf])
+def test_the_condition_of_zeros_is_infinite(ord, dtype):
+    got = mt.linalg.cond(mt.zeros((2, 3, 3), dtype=dtype), ord)
+    np.testing.assert_array_equal(np.asarray(got), [np.inf, np.inf])

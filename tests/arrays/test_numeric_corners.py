@@ -118,6 +118,53 @@ def test_round_to_more_digits_than_there_are():
         np.testing.assert_array_equal(got, [0.0, -0.0, 0.0, np.inf, -0.0])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("decimals", [-3, -2, -1, 0, 1, 2, 5, 40])
+def test_round_of_short_floats_everywhere(decimals, dtype):
+    x = np.asarray(mt.asarray([1.2345, 234.5, -0.0, 3e-3, 17.5, 25, 35, -125], dtype=dtype))
+    want = np.round(x.astype(np.float64), decimals).astype(np.float32).astype(x.dtype)
+    for got in everywhere(lambda x: mt.round(x, decimals), x):
+        assert got.dtype == x.dtype
+        np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
+ACTIVATIONS = [
+    "celu",
+    "elu",
+    "gelu",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_tanh",
+    "leaky_relu",
+    "log_sigmoid",
+    "log_softmax",
+    "mish",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "softplus",
+    "softsign",
+    "squared_relu",
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_keep_short_dtypes_everywhere(name, dtype):
+    x = np.asarray(mt.asarray([[-2.0, -0.5], [0.25, 3.0]], dtype=dtype))
+    fn = getattr(mt.nn, name)
+    exact = np.asarray(fn(mt.asarray(x.astype(np.float64))))
+    for got in everywhere(fn, x):
+        assert got.dtype == x.dtype
+        np.testing.assert_allclose(
+            got.astype(np.float64), exact, rtol=0.26 if dtype == "float8_e5m2" else 0.13, atol=0.01
+        )
+    assert mt.grad(lambda x: mt.sum(fn(x).astype(mt.float32)))(mt.asarray(x)).dtype == x.dtype
+
+
 # ----- averages, edges, slopes ----------------------------------------------------------------------------------------
 
 

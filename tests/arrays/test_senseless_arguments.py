@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
+import operator
+import re
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -173,6 +178,32 @@ def test_errors_of_a_function_that_was_passed_stay_as_they_are():
         assert not isinstance(e.value, MeshtapeError)
 
 
+ROOMS = {"": mt.arrays, "linalg.": mt.linalg, "fft.": mt.fft, "nn.": mt.nn, "random.": mt.random}
+FUNCTIONS = {
+    room + name: getattr(namespace, name)
+    for room, namespace in ROOMS.items()
+    for name in namespace.__all__
+    if inspect.isroutine(getattr(namespace, name)) and getattr(namespace, name).__module__.startswith("meshtape.arrays")
+}
+SENSELESS = (None, "a", object(), 1j, {}, (), [], -1, 2.5, NAN, mt.zeros((0, 0)), mt.asarray([1, 2, 3]), M, [[1, 2], [3]], np.array(["a"]), Fraction(1, 3), slice(1), int, b"x")  # fmt: skip
+NAMED: tuple[dict[str, Any], ...] = ({}, {"nonsense": 1}, {"axis": "a"}, {"axis": 7}, {"dtype": "foo"}, {"ord": "x"})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_function_refuses_with_our_errors_or_computes(name):
+    """Whatever it is given. (Arguments too few or too many for a function of elements are Python's own to refuse.)"""
+    calls = [((v,) * k, {}) for k in (1, 2, 3) for v in SENSELESS]
+    calls += [((M, v), {}) for v in SENSELESS] + [((M,) * k, kw) for k in (1, 2) for kw in NAMED]
+    for args, kwargs in [((), {}), *calls]:
+        try:
+            FUNCTIONS[name](*args, **kwargs)
+        except MeshtapeError as e:
+            assert str(e).startswith("["), (args, kwargs, e)  # noqa: PT017
+        except TypeError as e:
+            assert re.search(r"positional argument", str(e)), (args, kwargs, e)  # noqa: PT017
+
+
 BFLOAT, INTS = mt.ones(3, dtype=mt.bfloat16), mt.asarray([1, 2, 3])
 PAIRS: dict[str, Any] = {
     "matmul": lambda a, b: a @ b,
@@ -210,3 +241,84 @@ def test_dtypes_that_give_none_together(name):
 
 def test_functions_say_what_they_take():
     assert str(inspect.signature(mt.eye)).startswith("(n_rows: 'int'")
+
+
+SCALAR = mt.asarray(1.5)
+TENSOR = type("Tensor", (), {"__dlpack_device__": lambda _: (1, 0)})()
+
+
+def _export(*_: Any, **__: Any) -> Any:
+    raise BufferError("it requires a gradient, use detach()")
+
+
+type(TENSOR).__dlpack__ = _export
+PROTOCOLS: dict[str, Any] = {
+    "int of NaN": (lambda: int(mt.asarray(NAN)), ValueError, "NaN"),
+    "int of infinity": (lambda: int(mt.asarray(INF)), OverflowError, "infinity"),
+    "round of NaN": (lambda: round(mt.asarray(NAN)), ValueError, "NaN"),
+    "floor of infinity": (lambda: math.floor(mt.asarray(-INF)), OverflowError, "infinity"),
+    "ceil of NaN": (lambda: math.ceil(mt.asarray(NAN)), ValueError, "NaN"),
+    "trunc of a vector": (lambda: math.trunc(X), TypeError, r"mt\.trunc"),
+    "round of a vector": (lambda: round(X), TypeError, r"mt\.round"),
+    "round of a complex number": (lambda: round(mt.asarray(1j)), TypeError, "real part"),
+    "float of a vector": (lambda: float(X), TypeError, "0-d"),
+    "index by a float": (lambda: [1, 2][SCALAR], TypeError, "0-d integer"),
+    "len": (lambda: len(SCALAR), TypeError, "0-d"),
+    "iteration": (lambda: list(SCALAR), TypeError, "0-d"),
+    "truth": (lambda: bool(X), ValueError, "ambiguous"),
+    "hash": (lambda: hash(X), TypeError, "unhashable"),
+    "times a fraction": (lambda: X * Fraction(1, 3), TypeError, r"\[multiply\].*Fraction"),
+    "a fraction times": (lambda: Fraction(1, 3) * X, TypeError, r"\[multiply\].*Fraction"),
+    "equal to a fraction": (lambda: Fraction(1, 3) == X, TypeError, r"\[equal\].*Fraction"),
+    "plus a decimal": (lambda: X + Decimal("1.5"), TypeError, r"\[add\].*Decimal"),
+    "from_dlpack": (lambda: mt.from_dlpack(TENSOR), ValueError, "detach"),
+    "from_dlpack of no exporter": (lambda: mt.from_dlpack(object()), ValueError, "gives no array"),
+    "a write of a complex number": (lambda: operator.setitem(mt.zeros(2), 0, 1j), TypeError, "real part"),
+    "powers": (lambda: mt.asarray([2, 3]) ** -1, ValueError, r"^\[pow\]"),
+    "powers by an array": (lambda: mt.asarray([2, 3]) ** mt.asarray([-1, 1]), ValueError, r"^\[pow\]"),
+    "powers, compiled": (lambda: mt.compile(lambda x: x**-1)(mt.asarray([2, 3])), ValueError, r"^\[pow\]"),
+    "powers by an array, compiled": (
+        lambda: mt.compile(lambda x, y: x**y)(mt.asarray([2, 3]), mt.asarray([-1, 1])),
+        ValueError,
+        r"^\[pow\].*compiled",
+    ),
+    "a singular matrix, compiled": (
+        lambda: mt.compile(mt.linalg.inv)(mt.zeros((2, 2))),
+        np.linalg.LinAlgError,
+        r"^\[inv\].*compiled",
+    ),
+    "T of a vector": (lambda: X.T, ValueError, r"x\[:, None\] for a column"),
+    "T of three dimensions": (lambda: mt.zeros((1, 2, 3)).T, ValueError, r"use \.mT"),
+    "zeros of two lengths": (lambda: mt.zeros(2, 3), TypeError, "a shape is one argument, a tuple"),
+    "labels that are probabilities": (lambda: mt.nn.cross_entropy(M, M), ValueError, r"labels \* mt\.nn\.log_softmax"),
+    "labels of another length": (lambda: mt.nn.cross_entropy(M, mt.asarray([1])), ValueError, "one for each row"),
+    "fftfreq": (lambda: mt.fft.fftfreq(2.5), TypeError, r"^\[fft\.fftfreq\].*mt\.fft\.fftfreq\(2\.5\)"),
+    "fftfreq, no distance": (lambda: mt.fft.fftfreq(4, 0), ValueError, r"^\[fft\.fftfreq\]"),
+    "out by position": (lambda: mt.matmul(M, M, M), TypeError, r"^\[matmul\]"),
+}
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+@pytest.mark.filterwarnings("ignore")
+def test_errors_of_ours_are_those_of_python_too(name):
+    call, kind, message = PROTOCOLS[name]
+    with pytest.raises(kind, match=message) as e:
+        call()
+    assert isinstance(e.value, MeshtapeError)
+
+
+def test_frequencies_take_their_distance_by_position_as_numpy_does():
+    for name in ("fftfreq", "rfftfreq"):
+        want = getattr(np.fft, name)(8, 0.5)
+        np.testing.assert_array_equal(np.asarray(getattr(mt.fft, name)(8, 0.5)), want)
+
+
+def test_errors_of_a_function_that_was_passed_stay_as_they_are_compiled_too():
+    class Mine(ValueError):
+        pass
+
+    def broken(*_: Any) -> Any:
+        raise Mine("mine")
+
+    with pytest.raises(Mine, match=r"^mine$"):
+        mt.compile(lambda x: broken(x))(X)

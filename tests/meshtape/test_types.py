@@ -43,7 +43,6 @@ reveal_type(t.shape)  # tuple[int, ...]
 reveal_type(softmax(x))  # Array
 reveal_type(mt.linalg.norm(x))  # Array
 reveal_type(mesh)  # Mesh
-reveal_type(z)  # Array
 reveal_type(report)  # SaveReport
 reveal_type(x.numpy())  # ndarray[tuple[Any, ...], dtype[Any]]
 x.smu()  # error: "Array" has no attribute "smu"

@@ -7,6 +7,7 @@ sharding says it holds.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import meshtape.parallel
 from meshtape.arrays import OPS
 from meshtape.arrays.core.dispatch import apply
 from meshtape.arrays.core.index_template import Slot, Span
+from meshtape.arrays.indexing.keys import parse
 from meshtape.autodiff.tape.tape import is_differentiable
 from meshtape.parallel.sharding.factors import RULES
 
@@ -158,6 +160,11 @@ def reshapes() -> list[Sample]:
     return [(lambda x, t=t: mt.reshape(x, t), (In(s),)) for s, t in pairs]
 
 
+def _extremum(name: str, x: Any, key: Any, v: Any) -> Any:
+    template, arrays = parse(x, key)
+    return apply(OPS[name], (x, v, *arrays), {"template": template})
+
+
 def index_samples() -> dict[str, list[Sample]]:
     i5, i2, i23 = In((5,), "i8", -4, 3), In((2,), "i8", -4, 3), In((2, 3), "i8", -4, 3)
     x, cube = In((4, 6)), In((4, 5, 6))
@@ -187,6 +194,8 @@ def index_samples() -> dict[str, list[Sample]]:
     write: dict[str, list[Sample]] = {}
     for name, method in (("index_set", "set"), ("index_add", "add"), ("index_min", "min"), ("index_max", "max")):
         at = lambda x, key, v, m=method: getattr(x.at[key], m)(v)  # noqa: E731
+        if method in ("min", "max"):  # the op itself: ``.at`` writes by slices without it
+            at = functools.partial(_extremum, name)
         write[name] = [
             (lambda x, v, at=at: at(x, slice(1, 3), v), (x, In((2, 6)))),
             (lambda x, v, at=at: at(x, slice(1, 3), v), (x, In((6,)))),
