@@ -165,10 +165,11 @@ def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
                 continue
             except mt.errors.MeshtapeError as e:
                 said.append(e)
-        assert said
+        assert isinstance(
+            said[-1], mt.errors.ClusterError
+        )  # at first it may be known only that workers left, which go with it
         for e in said:
-            assert isinstance(e, mt.errors.ClusterError), e
-            assert f"the scheduler at {address} " in str(e)
+            assert not isinstance(e, mt.errors.ClusterError) or f"the scheduler at {address} " in str(e)
         with contextlib.suppress(mt.errors.MeshtapeError):
             mesh.close()
         with pytest.raises(mt.errors.MeshtapeError):
