@@ -328,6 +328,7 @@ class DaskRuntime:
             try:
                 return answered(await stream.call("meshtape_blocks", number=this.number, slot=handle.slot, ranks=mine))
             except RankLost as e:
+                check_running(self.client)
                 raise RankLost(f"{self._ranks[p]} does not have what {this.what} left there any more: {e}") from e
 
         async def all_of_them() -> list[Any]:

@@ -95,8 +95,8 @@ def stream(
     CheckpointExists
         Where something is already at a path of ``to``.
     StorageFull, StoreError
-        Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error; what a killed process leaves is listed
-        by ``mt.storage.leftovers`` and goes with the next call.
+        Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error. What a killed process leaves is no
+        array: ``mt.storage.leftovers`` lists it, and the next call removes it; in an object store, the next call for that path replaces it.
     OutOfMemory
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """

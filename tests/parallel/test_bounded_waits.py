@@ -20,6 +20,7 @@ from distributed import Client
 
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker
+from meshtape.parallel.dask.cluster import local_cluster
 from meshtape.parallel.dask.lease import lease_of
 from meshtape.parallel.dask.set_up import set_up
 from meshtape.parallel.dask.workers import known_workers
@@ -39,7 +40,8 @@ def stopped(client: Client, mesh: mt.Mesh, process: int = 1) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # a nanny has ended it
+            os.kill(pid, signal.SIGCONT)
 
 
 def works(client: Client) -> None:
@@ -104,6 +106,17 @@ def test_a_worker_that_stands_still_and_goes_on_is_lost_for_its_mesh_and_not_for
     works(mortal)
 
 
+def test_what_dask_has_of_a_worker_that_stands_still_ends_with_dasks_limit():
+    with (
+        dask.config.set({"distributed.scheduler.worker-ttl": "2s"}),
+        local_cluster(2) as client,
+        mt.Mesh({"a": 2}, client=client) as mesh,
+    ):
+        blocks = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1).to_dask()
+        with stopped(client, mesh), pytest.raises(mt.errors.RankLost, match="left the cluster, and its blocks with it"):
+            client.compute(blocks.sum()).result(200)
+
+
 def test_a_client_that_stood_still_itself_blames_nobody(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh, dask.config.set({"meshtape.timeout": 1.0}):
         x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
@@ -162,10 +175,21 @@ def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
     mesh = mt.Mesh({"a": 2}, client=client)  # the scheduler and the workers import meshtape, which takes its time
     x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
     with dask.config.set(BRIEF):
+        address = client.scheduler.address
         scheduler.send_signal(sign)
+        said: list[Exception] = []
         for what in [*WAITS, *WAITS]:
-            with contextlib.suppress(mt.errors.MeshtapeError):
+            try:
                 what(x, tmp_path)
+            except mt.errors.CheckpointExists:
+                continue
+            except mt.errors.MeshtapeError as e:
+                said.append(e)
+        assert isinstance(
+            said[-1], mt.errors.ClusterError
+        )  # at first it may be known only that workers left, which go with it
+        for e in said:
+            assert not isinstance(e, mt.errors.ClusterError) or f"the scheduler at {address} " in str(e)
         for asks in BESIDE:
             with contextlib.suppress(mt.errors.MeshtapeError):
                 asks(client, tmp_path)

@@ -160,7 +160,7 @@ def test_blocks_stay_on_their_workers(processes):
         assert isinstance(handle, runtime.RemoteBlocks)
         assert [f.stream.address for f in handle.gang.futures] == mesh.runtime.addresses
         keys = [f"-{f.stream.session}-{f.number}" for f in handle.gang.futures]
-        found = processes.run(lambda dask_worker: [k for k in dask_worker.data if k.startswith("meshtape.eager-")])
+        found = processes.run(lambda dask_worker: [k for k in dask_worker.data if k.startswith("meshtape.program-")])
         for address, key in zip(mesh.runtime.addresses, keys, strict=True):
             assert [k.endswith(key) for k in found[address]].count(True) == 1
 

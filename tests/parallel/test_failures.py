@@ -136,6 +136,22 @@ def test_an_error_of_a_run_in_flight_is_raised_by_the_next_call(processes, event
             np.testing.assert_allclose(np.asarray(step(fine))[:2], np.cosh(1) + 4)
 
 
+def test_programs_that_did_not_begin_name_the_first_cause_once(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        step = mt.compile(lambda x: mt.cosh(x) + mt.sum(x))
+        fine, bad = (mt.distribute(np.full(4, v), mesh, a=mt.Shard(0)) for v in (1.0, 7.0))
+        with op_on(processes, mesh.runtime.addresses[1], "cosh", failing("raise", at=7.0)), found_out():
+            mt.compute(step(fine))
+            made = []
+            with contextlib.suppress(mt.errors.RankLost):  # where it is known already
+                made.append(step(bad))
+                made += [step(fine) for _ in range(3)]
+            for y in made:
+                with pytest.raises(mt.errors.RankLost) as e:
+                    np.asarray(y)
+                assert str(e.value).count("did not begin") <= 1
+
+
 def test_an_error_of_the_virtual_mesh_has_the_same_words(monkeypatch):
     mesh = mt.Mesh({"a": 2})
     x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
