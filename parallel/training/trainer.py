@@ -76,8 +76,8 @@ class Trainer(RunCheckpoints):
     zero
         ZeRO stage (0 to 3) over the axis ``data``.
     precision
-        ``"float32"`` (the default), ``"float64"``, ``"bfloat16"`` or ``"float16"`` for the computation, or a ``Precision``; parameters stay
-        as they are. A run with float64 parameters for which no precision was chosen warns.
+        ``"float32"`` (the default; it warns of float64 parameters), ``"float64"``, ``"bfloat16"`` or ``"float16"`` for the computation, or a
+        ``Precision``; parameters stay as they are.
     clip
         Largest global norm of the gradients.
     ema
@@ -181,14 +181,8 @@ class Trainer(RunCheckpoints):
         snapshot_every: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        for name, value in (
-            ("steps", steps),
-            ("epochs", epochs),
-            ("save_every", save_every),
-            ("eval_every", eval_every),
-            ("log_every", log_every),
-            ("snapshot_every", snapshot_every),
-        ):
+        sizes = {"steps": steps, "epochs": epochs, "save_every": save_every, "eval_every": eval_every}
+        for name, value in (sizes | {"log_every": log_every, "snapshot_every": snapshot_every}).items():
             if value is not None and not (isinstance(value, Integral) and value >= 1):
                 raise TrainingError(f"{name} must be a whole number and at least 1, got {value!r}")
         if steps is None and epochs is None:
