@@ -6,9 +6,10 @@ from .optim import optimizers as optim
 from .tape.anomaly import detect_anomaly
 from .tape.custom_calls import checkpoint, gradient_hook
 from .tape.custom_vjp import custom_vjp
+from .tape.no_grad import no_grad
 from .tape.sparse import SparseGradient, gradient_rows, sparse_gradient
 from .tape.tape import Tape
-from .transforms import check_grads, grad, hvp, jvp, no_grad, value_and_grad, vjp
+from .transforms import check_grads, grad, hvp, jvp, value_and_grad, vjp
 
 __all__ = [
     "SparseGradient",

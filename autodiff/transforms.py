@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from ..arrays.core import tree as trees
 from ..arrays.core.array import Array
 from ..arrays.core.errors import DTypeError, GradientError
 from ..arrays.core.functions import check_function
-from ..arrays.core.op import not_recording
 from ..arrays.ops.creation import asarray, zeros_like
 from .tape.backward import same_value
 from .tape.gradients import (
@@ -33,11 +31,6 @@ from .tape.gradients import (
 )
 from .tape.hidden import refuse_hidden
 from .tape.tape import Tape, is_differentiable, noted
-
-
-def no_grad() -> AbstractContextManager[None]:
-    """What is computed inside is recorded by no tape of this thread."""
-    return not_recording()
 
 
 def _arrays(tree: Any) -> list[Array]:
@@ -325,7 +318,6 @@ __all__ = [
     "grad",
     "hvp",
     "jvp",
-    "no_grad",
     "value_and_grad",
     "vjp",
 ]

@@ -9,6 +9,7 @@ another matter (:mod:`.lost_writes`).
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -180,6 +181,20 @@ class Compiled(Wrapper):
                 stacklevel=3,
             )
         return ready
+
+    def __deepcopy__(self, memo: Any = None) -> Compiled:
+        return self  # as of functions
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> Any:
+        """The function, to be traced anew; or its name, where a module has the compiled one in its place."""
+        name = getattr(self._fn, "__qualname__", "")
+        home = vars(sys.modules.get(getattr(self._fn, "__module__", None) or "", functools))
+        if home.get("__name__") != "__main__" and home.get(name) is self:
+            return name
+        options = {"cache_size": self._cache_size, "cuda_graph": self._cuda_graph, "donate": self._donate}
+        return functools.partial(compile, **options), (self._fn,)
 
     def __repr__(self) -> str:
         return f"compile({self._name}, {self.signatures} signature(s))"

@@ -135,7 +135,7 @@ def _rate(lr: Schedule, step: Array) -> Any:
 
 
 def _check_rate(name: str, lr: Schedule) -> None:
-    if not callable(lr) and not isinstance(lr, Array):
+    if not callable(lr):
         check(name, lr=lr)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.dispatch import Deferred
+from ...arrays.core.dispatch import Deferred, number
+from ...arrays.core.errors import ArgumentError
 from ...arrays.ops.creation import asarray
 from ..tape.hidden import hides_arrays, is_foreign, refuse_foreign, refuse_hidden
 from ..tape.tape import is_differentiable
@@ -55,7 +57,12 @@ def counter(params: Any) -> Array:
     return asarray(np.int64(0), device=arrays[0].device if arrays else None)
 
 
-def check(name: str, most: float = math.inf, **numbers: float) -> None:
-    for what, value in numbers.items():
-        if not 0 <= value <= most:
-            raise ValueError(f"[{name}] {what} must be from 0 to {most}, got {value}")
+def check(name: str, most: float = math.inf, **given: Any) -> None:
+    """Raise :class:`ArgumentError` for what is no number of the range. (True and False are flags; an array of one number may be traced.)"""
+    for what, value in given.items():
+        if isinstance(value, Array) and not value.ndim:
+            continue
+        value = number(value)
+        single = isinstance(value, Real) or (isinstance(value, np.ndarray) and not value.ndim)
+        if isinstance(value, bool) or not single or not 0 <= value <= most:
+            raise ArgumentError(f"[{name}] {what} must be a number from 0 to {most}, got {value!r}")

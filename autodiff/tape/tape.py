@@ -89,6 +89,9 @@ class Tape(Recording):
     def __exit__(self, *exc: object) -> None:
         now = state.now
         now.recorders = tuple([r for r in now.recorders if r is not self])
+        for r in now.recorders:
+            if hasattr(r, "forget"):  # a suspended block of `no_grad`
+                r.forget(self)
         WATCHERS.pop(id(self), None)
         say_ours(exc[1])
 

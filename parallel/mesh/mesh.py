@@ -177,6 +177,17 @@ class Mesh:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: Any = None) -> Mesh:
+        return self  # known by identity: arrays of a copy would lie on another mesh
+
+    __copy__ = __deepcopy__
+
+    def __reduce__(self) -> Any:
+        raise MeshError(
+            f"{self} has connections and blocks of this process, and cannot be pickled: make a mesh where it is needed, keep what arrays "
+            "have with mt.save, and let functions that are sent to workers take local arrays"
+        )
+
     def __repr__(self) -> str:
         where = [] if isinstance(self.runtime, LocalRuntime) else [str(self.runtime)]
         where += [placed] if (placed := self.runtime.placed()) is not None else []

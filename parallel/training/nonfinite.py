@@ -73,6 +73,8 @@ class Watch:
                 self._in_a_row = 0
                 continue
             said = f"at step {before[i].step + 1} the loss is {row['loss']} and the norm of the gradients {row['grad_norm']}"
+            if not row["weight"] > 0:
+                said += f", and the weight {row['weight']}: a total has a mean over a positive weight alone"
             if self.policy != "skip" and not self.scales:
                 consumed = before[i + 1].consumed if i + 1 < len(rows) else at.consumed
                 at.step, at.consumed, at.epoch = before[i].step, before[i].consumed, before[i].epoch

@@ -17,6 +17,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, TrainingError
 from ...arrays.ops.creation import asarray
+from ...arrays.ops.elementwise import where
 from ...arrays.ops.manipulation import astype
 from ...autodiff import compile, value_and_grad, vjp
 from ...autodiff.optim.optimizers import Optimizer
@@ -27,7 +28,7 @@ from ..models.plans import Plan, of_any_model
 from ..sharding.placement import Sharding
 from ..transforms.pipeline_schedules import Action, Schedule, schedule
 from .data.loader import fitted
-from .step import merged, weighted
+from .step import merged, refuse_constant, weighted
 
 Stage = Callable[[Any, Any, Any, Any], Any]
 Tied = tuple[tuple[int, str], tuple[int, str]]
@@ -233,11 +234,12 @@ class Pipeline:
             params: Sequence[Any], state: Sequence[Any], micro: Sequence[Any]
         ) -> tuple[list[Any], list[Any], Array]:
             sums, grads = self.value_and_grad(params, micro)
+            weight = where((sums["weight"] == 0) & (sums["loss"] == 0), 1.0, sums["weight"])  # nothing counts
             done = [
-                scaled(p, g, s, self.to(sums["weight"], i))
+                scaled(p, g, s, self.to(weight, i))
                 for i, (p, g, s) in enumerate(zip(params, grads, state, strict=True))
             ]
-            return [p for p, _ in done], [s for _, s in done], sums["loss"] / sums["weight"]
+            return [p for p, _ in done], [s for _, s in done], sums["loss"] / weight
 
         return init, step
 
@@ -349,6 +351,7 @@ def _loss_backward(stage: Stage, first: bool) -> Callable[..., Any]:
     def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, scale: Any, unit: float | None) -> Any:
         def loss(params: Any, x: Any) -> Any:
             total, weight, metrics = weighted(stage(_whole(params, frozen), x, batch, key), batch)
+            refuse_constant(total)
             wanted = total if unit is None else total * astype(scale / unit, total.dtype, copy=False)
             return wanted, {"loss": total, "weight": weight, **metrics}
 

@@ -68,6 +68,8 @@ class Precision:
     @classmethod
     def of(cls, given: Any) -> Precision:
         """From its name (or the dtype itself). float16 begins with a scale of 2 to the 15th."""
+        if given is None:
+            return UNSAID
         if isinstance(given, Precision):
             return given
         given = _name_of(given)
@@ -108,4 +110,7 @@ class Precision:
         }
 
 
-__all__ = ["DTYPES", "LEAST", "Precision"]
+UNSAID = Precision()
+"""The precision of a run for which none was chosen."""
+
+__all__ = ["DTYPES", "LEAST", "UNSAID", "Precision"]

@@ -15,8 +15,10 @@ are used.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, get_args
 
 import numpy as np
@@ -24,6 +26,7 @@ import numpy as np
 from ...arrays import random
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
+from ...arrays.core.dispatch import is_watched
 from ...arrays.core.errors import TrainingError
 from ...arrays.ops.creation import arange, asarray
 from ...arrays.ops.elementwise import isfinite, where
@@ -38,7 +41,7 @@ from ..mesh.mesh import Mesh
 from ..models.plans import AXES, Plan, widen
 from ..sharding.placement import Sharding
 from .nonfinite import OnNonFinite
-from .precision import Precision
+from .precision import UNSAID, Precision
 
 Loss = Callable[[Any, Any, Array], Any]
 """``loss(params, batch, key)``: the mean over the samples of the batch; or ``(total, weight)``, the sum over what counts and how
@@ -90,8 +93,12 @@ class Recipe:
             raise TrainingError(
                 f"the loss is called as loss(params, batch, key), with the key None in an evaluation; it does not take that: {e}"
             ) from None
-        if self.clip is not None and not self.clip > 0:
-            raise TrainingError(f"clip must be positive, got {self.clip}")
+        if not all(callable(getattr(self.optimizer, name, None)) for name in ("init", "update")):
+            raise TrainingError(
+                f"the optimizer must be one of mt.optim, such as mt.optim.adam(1e-3), got {self.optimizer!r}"
+            )
+        if self.clip is not None and not (isinstance(self.clip, Real) and self.clip > 0):
+            raise TrainingError(f"clip must be a positive number, got {self.clip!r}")
         if self.on_nonfinite not in get_args(OnNonFinite):
             raise TrainingError(
                 f"on_nonfinite must be one of {', '.join(get_args(OnNonFinite))}, got {self.on_nonfinite!r}"
@@ -150,6 +157,14 @@ class Recipe:
         if not trees.flatten(self.masked(params))[0]:
             raise TrainingError("no parameter is trained: trainable refuses all of them")
         refuse_foreign("Trainer", self.masked(params), "the parameters")
+        for path, x in trees.flatten_with_path(self.masked(params)):
+            if self.precision is UNSAID and getattr(x, "dtype", None) == np.float64:
+                warnings.warn(
+                    f"parameter {trees.path_name(path)} is float64, and the Trainer computes in float32: pass precision='float64' to compute "
+                    "with all digits, precision='float32' to be told no more, or parameters of float32 for half of the memory",
+                    stacklevel=2,
+                )
+                break
         for path, x in trees.flatten_with_path(self.masked(params)):
             if not trains(x):
                 raise TrainingError(
@@ -212,12 +227,14 @@ class Recipe:
         """The state after a step with these sums of gradients and losses."""
         scale = state["scaler"]["scale"] if self.precision.scales else None
         weight = sums["weight"]
-        over = where(weight == 0, 1.0, weight)
+        over = where(weight > 0, weight, 1.0)
         divisor = over if scale is None else over * scale
         found = {n: v / over for n, v in sums.items() if n != "weight"} | {"weight": weight}
         factor = 1.0 / divisor
         found["grad_norm"] = norm / divisor
-        good = isfinite(norm) & isfinite(found["loss"])
+        # Where nothing counts there is nothing to learn; a total without a weight, or with a negative one, has no mean.
+        nothing = (weight == 0) & (sums["loss"] == 0) & (norm == 0)
+        good = isfinite(norm) & isfinite(found["loss"]) & ((weight > 0) | nothing)
         if going is not None:
             good = good & going
         found["finite"] = good
@@ -239,6 +256,7 @@ class Recipe:
         def loss(train: Any) -> tuple[Array, dict[str, Array]]:
             p = train if self.trainable is None else merged(train, params)
             total, weight, metrics = weighted(self.loss(self.precision.cast(self.gathered(p)), batch, key), batch)
+            refuse_constant(total)
             wanted = total
             if scale is not None:
                 wanted = total * astype(scale / where(weight == 0, 1.0, weight), total.dtype, copy=False)
@@ -319,6 +337,15 @@ def weighted(found: Any, batch: Any) -> tuple[Array, Array, dict[str, Array]]:
     mean = _wide("mean", found)
     n = asarray(np.asarray(next(iter(rows)), mean.dtype))
     return mean * n, n, metrics
+
+
+def refuse_constant(total: Array) -> None:
+    """Raise where a loss that is being differentiated was not computed from the parameters."""
+    if not is_watched(total):
+        raise TrainingError(
+            "the loss does not depend on the parameters, so that nothing would be trained: compute it from the params that it is given, by "
+            "functions of meshtape; float(...), mt.stop_gradient, comparisons and integers have no derivative"
+        )
 
 
 def _wide(what: str, x: Any) -> Array:

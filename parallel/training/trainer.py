@@ -9,6 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ class Trainer(RunCheckpoints):
     zero
         ZeRO stage (0 to 3) over the axis ``data``.
     precision
-        ``"float32"``, ``"bfloat16"`` or ``"float16"`` for the computation, or a ``Precision``; parameters stay as they are.
+        ``"float32"`` (the default; it warns of float64 parameters), ``"float64"``, ``"bfloat16"`` or ``"float16"`` for the computation, or a
+        ``Precision``; parameters stay as they are.
     clip
         Largest global norm of the gradients.
     ema
@@ -157,7 +159,7 @@ class Trainer(RunCheckpoints):
         schedule: str = "1f1b",
         chunks: int = 1,
         zero: int = 0,
-        precision: str | Precision = "float32",
+        precision: str | Precision | None = None,
         clip: float | None = None,
         ema: Average | None = None,
         on_nonfinite: OnNonFinite = "raise",
@@ -179,18 +181,12 @@ class Trainer(RunCheckpoints):
         snapshot_every: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        for name, value in (
-            ("steps", steps),
-            ("epochs", epochs),
-            ("save_every", save_every),
-            ("eval_every", eval_every),
-        ):
-            if value is not None and value < 1:
-                raise TrainingError(f"{name} must be at least 1, got {value}")
+        sizes = {"steps": steps, "epochs": epochs, "save_every": save_every, "eval_every": eval_every}
+        for name, value in (sizes | {"log_every": log_every, "snapshot_every": snapshot_every}).items():
+            if value is not None and not (isinstance(value, Integral) and value >= 1):
+                raise TrainingError(f"{name} must be a whole number and at least 1, got {value!r}")
         if steps is None and epochs is None:
             raise TrainingError("a run needs steps= or epochs=, or it would never end")
-        if log_every < 1 or (snapshot_every is not None and snapshot_every < 1):
-            raise TrainingError("log_every and snapshot_every must be at least 1")
         if eval_every is not None and evaluate is None:
             raise TrainingError("eval_every needs evaluate=, the held-out samples")
         job = current_job()

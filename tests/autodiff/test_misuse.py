@@ -79,3 +79,25 @@ def test_a_complex_loss_with_a_seed() -> None:
         (found,) = pull(mt.asarray(g))
         expected = mt.grad(lambda z, g=g: mt.real(np.conj(g) * (z * z).sum()))(Z)
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize("write", ["x[x > 0] *= 2.0", "x[x > 0] += 2.0", "x[x > 0] = x[x > 0]"])
+def test_a_masked_write_in_a_compiled_function_says_how_to_write_it(write):
+    def f(x):
+        x = x * 1.0
+        exec(write, {}, {"x": x})
+        return mt.sum(x)
+
+    with pytest.raises(
+        mt.errors.ArrayIndexError, match=r"x\.at\[mask\]\.multiply\(c\) or x = mt\.where\(mask, x \* c, x\)"
+    ):
+        mt.compile(mt.grad(f))(mt.asarray([1.0, -2.0, 3.0]))
+
+
+def test_masked_writes_as_the_error_says():
+    x = mt.asarray([1.0, -2.0, 3.0])
+    for f in (
+        lambda x: mt.sum(x.at[x > 0].multiply(2.0) ** 2),
+        lambda x: mt.sum(mt.where(x > 0, x * 2.0, x) ** 2),
+    ):
+        assert mt.compile(mt.grad(f))(x).tolist() == mt.grad(f)(x).tolist() == [8.0, -4.0, 24.0]

@@ -261,7 +261,7 @@ def test_errors_say_what_does_not_fit():
         mt.optim.sgd(0.1, nesterov=True)
     with pytest.raises(ValueError, match=r"\[adamw\] b2 must be"):
         mt.optim.adamw(0.1, b2=1.0)
-    with pytest.raises(ValueError, match=r"\[ema\] decay must be from 0 to 1"):
+    with pytest.raises(ValueError, match=r"\[ema\] decay must be a number from 0 to 1"):
         mt.optim.ema(1.5)
     z, adam = mt.asarray([1j]), mt.optim.adam(0.1)
     state = adam.init(z)
@@ -351,3 +351,27 @@ def test_ema_of_low_precision_is_kept_in_float32():
     assert state["mean"]["w"].tolist() == pytest.approx([0.999**8], rel=1e-6)
     assert state["mean"]["ids"].tolist() == [7]  # integers are followed, not averaged
     assert avg.value(state, params)["w"].dtype == mt.bfloat16
+
+
+NONSENSE = ["0.1", None, [0.1], float("nan"), -1.0, 1j, True, object(), np.ones(2), mt.ones(2)]
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=[type(x).__name__ for x in NONSENSE])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [(name, "lr") for name in ("sgd", "momentum", "adam", "adamw", "lazy_adam")]
+    + [("sgd", "momentum"), ("sgd", "weight_decay"), ("adam", "b1"), ("adam", "b2"), ("adam", "eps"), ("ema", "decay")],
+)
+def test_numbers_that_are_none_are_refused_where_the_optimizer_is_made(name, what, value):
+    given = {} if what in ("lr", "decay") else {"lr": 0.1}
+    with pytest.raises(mt.errors.ArgumentError, match=rf"{what} must be a number from 0 to "):
+        getattr(mt.optim, name)(**given, **{what: value})
+
+
+@pytest.mark.parametrize("lr", [0.5, np.float32(0.5), np.asarray(0.5), mt.asarray(0.5), lambda step: 0.5])
+def test_rates_of_every_kind_of_number(lr):
+    opt = mt.optim.sgd(lr)
+    p, _ = opt.update(mt.ones(1), mt.ones(1), opt.init(mt.ones(1)))
+    assert p.tolist() == [0.5]
+    compiled = mt.compile(lambda p, lr: mt.optim.sgd(lr).update(p, p, mt.optim.sgd(lr).init(p))[0])
+    assert compiled(mt.ones(1), lr).tolist() == [0.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from ....arrays.core.errors import BatchSizeError
 
@@ -48,8 +49,8 @@ def batch_sizes(batch: int, *, ranks: int, micro: int | None = None, accumulatio
     meshtape.arrays.core.errors.BatchSizeError: a batch of 30 is no multiple of micro 4 * ranks 2 = 8: 24 and 32 are
     """
     for name, value in (("batch", batch), ("ranks", ranks), ("micro", micro), ("accumulation", accumulation)):
-        if value is not None and value < 1:
-            raise BatchSizeError(f"{name} must be at least 1, got {value}")
+        if value is not None and not (isinstance(value, Integral) and value >= 1):
+            raise BatchSizeError(f"{name} must be a whole number and at least 1, got {value!r}")
     if micro is None and accumulation is None:
         accumulation = 1
     if micro is None:

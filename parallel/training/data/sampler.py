@@ -56,7 +56,8 @@ class Sampler:
         return self._order[1]
 
     def take(self, consumed: int, count: int) -> tuple[np.ndarray, int]:
-        """Numbers of the next ``count`` samples (fewer at the end of an epoch), and what is consumed after them."""
+        """Numbers of the next ``count`` samples (fewer at the end of an epoch), and what is consumed after them. Samples that
+        ``drop_last`` leaves out count as consumed."""
         if consumed < 0 or count < 1:
             raise DataError(f"take needs consumed >= 0 and count >= 1, got {consumed} and {count}")
         epoch, offset = divmod(consumed, self.size)
@@ -65,7 +66,10 @@ class Sampler:
                 raise DataError(f"a batch of {count} is larger than the {self.size} samples, and drop_last leaves none")
             epoch, offset = epoch + 1, 0
         ids = self.order(epoch)[offset : offset + count]
-        return ids, epoch * self.size + offset + len(ids)
+        after = offset + len(ids)
+        if self.drop_last and after + count > self.size:
+            after = self.size  # the rest is left out, and the epoch done
+        return ids, epoch * self.size + after
 
     def batches_per_epoch(self, count: int) -> int:
         """Number of batches of ``count`` samples in an epoch."""

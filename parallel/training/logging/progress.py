@@ -35,7 +35,7 @@ class TrainResult:
     reason
         ``"steps"``, ``"epochs"``, the name of a signal, or what :meth:`Trainer.stop` was told.
     step, epoch, consumed
-        Steps done, epoch of the next sample, samples consumed.
+        Steps done, epoch of the next sample, samples consumed (with those that ``drop_last`` left out).
     loss
         Of the last steps that were logged and had a finite one, in a run that was resumed those before the checkpoint too; NaN where
         there are none.

@@ -110,6 +110,8 @@ def test_drop_last_skips_what_is_no_full_batch():
     assert list(ids) == list(sampler.order(1)[:4])
     assert after == 14
     assert sampler.batches_per_epoch(4) == 2
+    assert [sampler.take(at, 4)[1] for at in (0, 4, 10)] == [4, 10, 14]  # the epoch ends with its last full batch
+    assert [sampler.take(at, 5)[1] for at in (0, 5)] == [5, 10]
     with pytest.raises(mt.errors.DataError, match="larger than the 10 samples"):
         sampler.take(0, 11)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -261,6 +263,102 @@ def test_a_batch_that_counts_nothing_changes_nothing_and_gives_no_nan():
     state, seen = run(micro=[empty], optimizer=mt.optim.sgd(1.0), steps=1)
     assert seen[0]["loss"] == 0.0
     assert largest_difference(state["params"], de.init(mt.random.key(0), CONFIG)) == 0.0
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), 0.0])
+@pytest.mark.parametrize("static", [True, False])
+def test_a_total_without_a_positive_weight_is_no_step(static, weight, precision):
+    given = weight if static else mt.asarray(float(weight))
+    recipe = Recipe(
+        lambda p, b, key: (mt.sum(p * b), given),
+        mt.optim.sgd(0.1),
+        precision=Precision.of(precision),
+        on_nonfinite="skip",
+    )
+    state = recipe.init(mt.ones(2, dtype=mt.float32), None)
+    new, found = recipe.step(state, [mt.ones(2)], mt.random.key(0))
+    assert not found["finite"]
+    assert new["params"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("weight", [0, -1])
+def test_a_run_says_that_the_weight_is_to_blame(weight):
+    trainer = mt.Trainer(
+        lambda p, b, key: (mt.sum(p * b["x"]), weight),
+        mt.ones(2, dtype=mt.float32),
+        mt.optim.sgd(0.1),
+        {"x": np.ones((4, 2), np.float32)},
+        batch=2,
+        steps=2,
+    )
+    with pytest.raises(mt.errors.NonFiniteError, match=rf"at step 1 .* the weight {weight}.0: .* positive weight"):
+        trainer.fit()
+    assert trainer.params.tolist() == [1.0, 1.0]
+
+
+CONSTANT = {
+    "of the batch": lambda p, b, key: mt.mean(b["x"] ** 2),
+    "a number": lambda p, b, key: 1.0,
+    "an array": lambda p, b, key: mt.asarray(1.0),
+    "stopped": lambda p, b, key: mt.stop_gradient(mt.mean(p * b["x"])),
+    "an index": lambda p, b, key: mt.mean(mt.argmax(p * b["x"], axis=1)),
+    "a comparison": lambda p, b, key: mt.mean(mt.astype(p * b["x"] > 0, mt.float32)),
+    "a weight alone": lambda p, b, key: (mt.sum(b["x"]), mt.sum(p)),
+}
+
+
+@pytest.mark.parametrize("trainable", [None, lambda path: path != ("frozen",)])
+@pytest.mark.parametrize("kind", CONSTANT)
+def test_a_loss_without_derivative_is_refused(kind, trainable):
+    loss = CONSTANT[kind]
+    params = mt.ones(2, dtype=mt.float32)
+    if trainable is not None:
+        params = {"p": params, "frozen": params}
+        loss = lambda p, b, key: CONSTANT[kind](p["p"], b, key)  # noqa: E731
+    data = {"x": np.ones((4, 2), np.float32)}
+    trainer = mt.Trainer(loss, params, mt.optim.sgd(0.1), data, batch=2, steps=2, trainable=trainable)
+    with pytest.raises(mt.errors.TrainingError, match="the loss does not depend on the parameters"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("optimizer", ["adam", mt.optim.adam, None, {}])
+def test_an_optimizer_that_is_none_is_refused(optimizer):
+    with pytest.raises(mt.errors.TrainingError, match=r"the optimizer must be one of mt\.optim"):
+        Recipe(lambda p, b, key: p.sum(), optimizer)
+
+
+@pytest.mark.parametrize("value", ["a", 0, -1, 2.5])
+@pytest.mark.parametrize("name", ["steps", "epochs", "log_every", "snapshot_every", "batch", "micro", "accumulation"])
+def test_sizes_that_are_none_are_refused_before_the_run(name, value):
+    with pytest.raises(mt.errors.MeshtapeError, match=rf"{name} must be a .*, got {value!r}"):
+        mt.Trainer(
+            lambda p, b, key: p.sum(),
+            mt.ones(2),
+            mt.optim.sgd(0.1),
+            {"x": np.ones(4)},
+            **{"batch": 2, "steps": 1, name: value},
+        )
+
+
+@pytest.mark.parametrize("precision", [None, "float64", "float32", Precision()])
+def test_float64_parameters_warn_where_no_precision_was_chosen(precision):
+    seen = []
+
+    def loss(p, b, key):
+        seen.append(p["w"].dtype)
+        return mt.mean(p["w"] * b["x"])
+
+    trainer = mt.Trainer(
+        loss, {"w": mt.ones(2)}, mt.optim.sgd(0.1), {"x": np.ones((4, 2))}, batch=2, steps=1, precision=precision
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit()
+    told = [str(w.message) for w in found if "precision='float64'" in str(w.message)]
+    assert len(told) == (precision is None)
+    assert not told or told[0].startswith("parameter w is float64")
+    assert seen[0] == (mt.float64 if precision == "float64" else mt.float32)
 
 
 @pytest.mark.parametrize(
