@@ -27,61 +27,36 @@ def data(report: Any) -> dict[str, Any]:
     raise TypeError(f"no JSON for a {type(report).__name__}")
 
 
+def _fields(report: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in names}
+
+
 @data.register
 def _verified(r: VerifyReport) -> dict[str, Any]:
-    said = {"path": r.path, "arrays": r.arrays, "files": r.files, "file_nbytes": r.nbytes, "seconds": r.seconds}
-    return said | {"uncovered": r.uncovered, "skipped": r.skipped}
+    said = _fields(r, "path", "arrays", "files") | {"file_nbytes": r.nbytes}
+    return said | _fields(r, "seconds", "uncovered", "skipped")
 
 
 @data.register
 def _compared(r: DiffReport) -> dict[str, Any]:
-    return {
-        "a": r.a,
-        "b": r.b,
-        "same": r.same,
-        "equal": r.equal,
-        "only_a": r.only_a,
-        "only_b": r.only_b,
-        "differing": [dataclasses.asdict(d) for d in r.arrays],
-        "values": r.values,
-        "skipped": r.skipped,
-    }
+    said = _fields(r, "a", "b", "same", "equal", "only_a", "only_b")
+    return said | {"differing": [dataclasses.asdict(d) for d in r.arrays]} | _fields(r, "values", "skipped")
 
 
 @data.register
 def _estimated(e: Estimate) -> dict[str, Any]:
-    return {
-        "arrays": e.arrays,
-        "elements": e.elements,
-        "nbytes": e.nbytes,
-        "zarr": e.zarr,
-        "compression": e.compression,
-        "safetensors": e.safetensors,
-        "safetensors_files": e.files,
-        "largest": e.largest,
-        "ranks": [dataclasses.asdict(r) | {"total": r.total} for r in e.ranks],
-    }
+    said = _fields(e, "arrays", "elements", "nbytes", "zarr", "compression", "safetensors")
+    ranks = [dataclasses.asdict(r) | {"total": r.total} for r in e.ranks]
+    return said | {"safetensors_files": e.files, "largest": e.largest, "ranks": ranks}
 
 
 @data.register
-def _merged(r: MergeReport) -> dict[str, Any]:
-    return _written(r)
+def _written(r: MergeReport | ConvertReport) -> dict[str, Any]:
+    said = _fields(r, "path", "arrays") | {"nbytes": r.total_size, "written": r.files}
+    losses = {name: dataclasses.asdict(loss) for name, loss in r.losses.items()}
+    return said | _fields(r, "skipped", "notes", "left_behind") | {"losses": losses, "seconds": r.seconds}
 
 
 @data.register
 def _converted(r: ConvertReport) -> dict[str, Any]:
     return _written(r) | {"file_nbytes": r.nbytes, "resumed": r.resumed}
-
-
-def _written(r: MergeReport | ConvertReport) -> dict[str, Any]:
-    return {
-        "path": r.path,
-        "arrays": r.arrays,
-        "nbytes": r.total_size,
-        "written": r.files,
-        "skipped": r.skipped,
-        "notes": r.notes,
-        "left_behind": r.left_behind,
-        "losses": {name: dataclasses.asdict(loss) for name, loss in r.losses.items()},
-        "seconds": r.seconds,
-    }

@@ -322,15 +322,8 @@ def _outcome(job: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"meshes": [m.describe() for m in job.meshes]}
     if job.results:
         r = job.results[-1]
-        out |= {
-            "reason": r.reason,
-            "step": r.step,
-            "epoch": r.epoch,
-            "consumed": r.consumed,
-            "loss": r.loss if math.isfinite(r.loss) else None,
-            "restarts": r.restarts,
-            "checkpoint": r.checkpoint,
-        }
+        out |= {n: getattr(r, n) for n in ("reason", "step", "epoch", "consumed", "loss", "restarts", "checkpoint")}
+        out["loss"] = r.loss if math.isfinite(r.loss) else None
     return out
 
 

@@ -39,7 +39,7 @@ from .layers import (
     rotate,
     split_heads,
 )
-from .plans import AXES, Plan, Stages, block_cuts, parse
+from .plans import AXES, Plan, Stages, block_cuts, constrained, parse
 
 PARAMETERS = {
     "tp": {"*attn.[qkv]": 1, "*attn.o": 0, "*ffn.gate": 1, "*ffn.up": 1, "*ffn.down": 0, "*experts.gate": 2}
@@ -256,7 +256,7 @@ def apply(
 
 def embed(params: Any, ids: Array, config: Config, *, key: Array | None = None, plan: Plan | None = None) -> Array:
     """The first stage: vectors of tokens ``(batch, sequence, width)``."""
-    return _constrain(plan, nn.embedding(ids, params["embed"]), "residual")
+    return constrained(plan, nn.embedding(ids, params["embed"]), "residual")
 
 
 def blocks(
@@ -286,16 +286,12 @@ def blocks(
 
 def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> Array:
     """The last stage: norm and head, to logits."""
-    x = _constrain(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
+    x = constrained(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
     return linear(x, matrix_transpose(params["embed"]) if config.tied else params["head"])
 
 
 def _block_key(key: Array, i: int) -> Array:
     return random.fold_in(key, i)
-
-
-def _constrain(plan: Plan | None, x: Array, name: str) -> Array:
-    return x if plan is None else plan.constrain(x, name)
 
 
 def _block(
@@ -308,17 +304,17 @@ def _block(
     recompute: str,
 ) -> tuple[Array, Any]:
     keys = None if key is None else Keys(key)
-    h = _constrain(plan, nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps), "region")
+    h = constrained(plan, nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps), "region")
     attended = _attention(p["attn"], h, c, tables, plan, recompute)
-    x = x + _constrain(plan, maybe_dropout(attended, c.dropout, keys), "residual")
-    h = _constrain(plan, nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps), "region")
+    x = x + constrained(plan, maybe_dropout(attended, c.dropout, keys), "residual")
+    h = constrained(plan, nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps), "region")
     aux: Any = asarray(np.float32(0))
     if c.experts is None:
         f = p["ffn"]
         out = linear(nn.silu(linear(h, f["gate"])) * linear(h, f["up"]), f["down"])
     else:
         out, aux = moe.apply(p["ffn"], h, c.experts, plan=plan)
-    return x + _constrain(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
+    return x + constrained(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
 
 
 def _attention(

@@ -35,7 +35,7 @@ from .layers import (
     maybe_dropout,
     split_heads,
 )
-from .plans import Plan, Stages, block_cuts, parse
+from .plans import Plan, Stages, block_cuts, constrained, parse
 
 PARAMETERS = {
     "tp": {"*attn.[qkv].weight": 1, "*attn.[qkv].bias": 0, "*attn.o.weight": 0}
@@ -199,7 +199,7 @@ def _tokens(p: Any, ids: Any, c: Config, types: Any, key: Array | None, plan: Pl
     ids = check_ids("encoder", ids, c.max_length)
     segment = p["type"][0] if types is None else nn.embedding(types, p["type"])
     x = nn.embedding(ids, p["word"]) + p["place"][: ids.shape[1]] + segment
-    return _constrain(
+    return constrained(
         plan, maybe_dropout(_norm(x, p["norm"], c), c.dropout, None if key is None else Keys(key)), "residual"
     )
 
@@ -234,10 +234,6 @@ def _blocks(
     return x
 
 
-def _constrain(plan: Plan | None, x: Array, name: str) -> Array:
-    return x if plan is None else plan.constrain(x, name)
-
-
 def _linear(x: Array, p: Any) -> Array:
     return linear(x, p["weight"]) + p["bias"]
 
@@ -250,16 +246,16 @@ def _block(
     p: Any, x: Array, seen: Array | None, c: Config, keys: Keys | None, plan: Plan | None, recompute: str
 ) -> Array:
     a, f = p["attn"], p["ffn"]
-    inside = _constrain(plan, x, "region")
+    inside = constrained(plan, x, "region")
     q, k, v = (split_heads(_linear(inside, a[n]), c.heads) for n in ("q", "k", "v"))
     rate = c.dropout if keys is not None else 0.0
     dropout_key = keys() if keys is not None and rate else None
     attend = partial(nn.scaled_dot_product_attention, mask=seen, dropout_rate=rate, dropout_key=dropout_key)
     mixed = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
     out = maybe_dropout(_linear(join_heads(mixed), a["o"]), c.dropout, keys)
-    x = _constrain(plan, _norm(x + out, a["norm"], c), "residual")
-    out = maybe_dropout(_linear(nn.gelu(_linear(_constrain(plan, x, "region"), f["up"])), f["down"]), c.dropout, keys)
-    return _constrain(plan, _norm(x + out, f["norm"], c), "residual")
+    x = constrained(plan, _norm(x + out, a["norm"], c), "residual")
+    out = maybe_dropout(_linear(nn.gelu(_linear(constrained(plan, x, "region"), f["up"])), f["down"]), c.dropout, keys)
+    return constrained(plan, _norm(x + out, f["norm"], c), "residual")
 
 
 def embed(

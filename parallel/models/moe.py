@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,7 @@ from ...arrays.reductions.moments import mean
 from ...arrays.reductions.reductions import argmax
 from ...arrays.reductions.reductions import sum as sum_
 from .layers import Keys, dense
-from .plans import Plan
+from .plans import Plan, constrained
 
 ACTIVATIONS = {"expert_in": 1, "expert_out": 0}
 
@@ -177,20 +176,14 @@ def apply(params: Any, x: Array, config: Config, *, plan: Plan | None = None) ->
     if x.ndim != 3:
         raise ShapeError(f"[moe] x must have the shape (batch, s, width), got {x.shape}")
 
-    def constrain(a: Array, name: str) -> Array:
-        return a if plan is None else plan.constrain(a, name)
-
     wide = np.float32 if x.dtype.itemsize <= 2 else x.dtype
     probabilities = nn.softmax(astype(x @ params["router"], wide, copy=False))
     if config.capacity_factor is None:
         y, first = _drop_less(params["experts"], x, probabilities, config)
     else:
-        y, first = _with_places(params["experts"], x, probabilities, config, constrain)
+        y, first = _with_places(params["experts"], x, probabilities, config, plan)
     aux = config.experts * sum_(mean(first, axis=(0, 1)) * mean(probabilities, axis=(0, 1)))
     return y, aux
-
-
-Constrain = Callable[[Array, str], Array]
 
 
 def _drop_less(experts: Any, x: Array, probabilities: Array, config: Config) -> tuple[Array, Array]:
@@ -200,13 +193,13 @@ def _drop_less(experts: Any, x: Array, probabilities: Array, config: Config) -> 
 
 
 def _with_places(
-    experts: Any, x: Array, probabilities: Array, config: Config, constrain: Constrain
+    experts: Any, x: Array, probabilities: Array, config: Config, plan: Plan | None
 ) -> tuple[Array, Array]:
     b, s, width = x.shape
     e, c = config.experts, config.capacity(s)
     dispatch, combine, first = route(probabilities, config)
     to_places = matrix_transpose(reshape(astype(dispatch, x.dtype, copy=False), (b, s, e * c)))
-    inside = constrain(reshape(to_places @ x, (b, e, c, width)), "expert_in")
+    inside = constrained(plan, reshape(to_places @ x, (b, e, c, width)), "expert_in")
     hidden = nn.silu(inside @ experts["gate"]) * (inside @ experts["up"])
-    outside = constrain(hidden @ experts["down"], "expert_out")
+    outside = constrained(plan, hidden @ experts["down"], "expert_out")
     return reshape(astype(combine, x.dtype, copy=False), (b, s, e * c)) @ reshape(outside, (b, e * c, width)), first

@@ -152,6 +152,11 @@ class Plan:
         return reshard(x, **wanted) if wanted else x
 
 
+def constrained(plan: Plan | None, x: Array, name: str) -> Array:
+    """:meth:`Plan.constrain` where there is a plan."""
+    return x if plan is None else plan.constrain(x, name)
+
+
 @dataclass(frozen=True)
 class Stages:
     """How a model is cut into the stages of a pipeline, whatever their number; ``mt.models.decoder.staged`` gives one.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .listener import Gate
+from .streams import Handshake
 
 WINDOW = 4 << 20
 """Bytes that wait on either side at most."""
@@ -27,7 +28,7 @@ _PART = 1 << 20
 HANDLER = "meshtape_stream"
 
 
-class CommStream:
+class CommStream(Handshake):
     """A ``Stream`` over a Dask comm. Made on the event loop's thread."""
 
     apart = False
@@ -156,34 +157,14 @@ class CommStream:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(fn)
 
-    def read(self, n: int, timeout: float) -> bytes:
-        out, got, deadline = bytearray(n), 0, time.monotonic() + timeout
-        while got < n:
-            try:
-                part = self.recv_into(memoryview(out)[got:])
-                if part == 0:
-                    raise ConnectionError("closed during the handshake")
-                got += part
-            except BlockingIOError:
-                with self._changed:
-                    if not self._inbox and not self._ended:
-                        self._wait(deadline)
-        return bytes(out)
-
-    def write(self, data: bytes, timeout: float) -> None:
-        view, deadline = memoryview(data), time.monotonic() + timeout
-        while view:
-            try:
-                view = view[self.send([view]) :]
-            except BlockingIOError:
-                with self._changed:
-                    self._wait(deadline)
-
-    def _wait(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("no answer in time")
-        self._changed.wait(left)
+    def _wait(self, reading: bool, deadline: float) -> None:
+        with self._changed:
+            if reading and (self._inbox or self._ended):
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("no answer in time")
+            self._changed.wait(left)
 
     def shutdown(self) -> None:
         self._call(self._comm.abort)

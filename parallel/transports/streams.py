@@ -56,7 +56,33 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-class SocketStream:
+class Handshake:
+    """Reads and writes of a stream that wait for its other end, with a limit on their time."""
+
+    def read(self, n: int, timeout: float) -> bytes:
+        out, deadline = bytearray(n), time.monotonic() + timeout
+        got = 0
+        while got < n:
+            try:
+                part = self.recv_into(memoryview(out)[got:])
+            except BlockingIOError:
+                self._wait(True, deadline)
+                continue
+            if part == 0:
+                raise ConnectionError("closed during the handshake")
+            got += part
+        return bytes(out)
+
+    def write(self, data: bytes, timeout: float) -> None:
+        view, deadline = memoryview(data), time.monotonic() + timeout
+        while view:
+            try:
+                view = view[self.send([view]) :]
+            except BlockingIOError:
+                self._wait(False, deadline)
+
+
+class SocketStream(Handshake):
     """A plain socket."""
 
     apart = True
@@ -86,31 +112,9 @@ class SocketStream:
     def recv_into(self, view: memoryview) -> int:
         return self._sock.recv_into(view)
 
-    def read(self, n: int, timeout: float) -> bytes:
-        out, deadline = bytearray(n), time.monotonic() + timeout
-        got = 0
-        while got < n:
-            try:
-                part = self.recv_into(memoryview(out)[got:])
-            except BlockingIOError:
-                self._wait(self.events(True, False), deadline)
-                continue
-            if part == 0:
-                raise ConnectionError("closed during the handshake")
-            got += part
-        return bytes(out)
-
-    def write(self, data: bytes, timeout: float) -> None:
-        view, deadline = memoryview(data), time.monotonic() + timeout
-        while view:
-            try:
-                view = view[self.send([view]) :]
-            except BlockingIOError:
-                self._wait(self.events(False, True), deadline)
-
-    def _wait(self, events: int, deadline: float) -> None:
+    def _wait(self, reading: bool, deadline: float) -> None:
         poll = select.poll()
-        poll.register(self._sock, events)
+        poll.register(self._sock, self.events(reading, not reading))
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise TimeoutError("no answer in time")
 
