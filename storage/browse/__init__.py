@@ -16,22 +16,19 @@ from ...arrays.core.formatting import DRAWINGS
 __all__ = ["Page", "Server", "close", "show"]
 
 
-def _draw(name: str, *of: Any) -> str:
-    from .server import notebook
+def _draw(name: str, *of: Any, **parameters: Any) -> Any:
+    from .server import app, notebook
 
-    return getattr(notebook, name)(*of)
-
-
-def _show(path: str, **parameters: Any) -> Any:
-    from .server import app
-
-    return app.show(path, **parameters)
+    return getattr(app if name == "show" else notebook, name)(*of, **parameters)
 
 
-DRAWINGS["page"] = _show
-DRAWINGS["checkpoint"] = partial(_draw, "checkpoint_html")
-DRAWINGS["stored array"] = partial(_draw, "array_html")
-DRAWINGS["run"] = partial(_draw, "run_html")
+for _kind, _name in {
+    "page": "show",
+    "checkpoint": "checkpoint_html",
+    "stored array": "array_html",
+    "run": "run_html",
+}.items():
+    DRAWINGS[_kind] = partial(_draw, _name)
 
 
 def __getattr__(name: str) -> Any:
