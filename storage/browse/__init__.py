@@ -2,8 +2,8 @@
 
 ``inventory``, ``statistics``, ``slices``, ``layout``, ``health``, ``compare`` and ``runs`` say what a view shows, as plain data, and read only the
 bytes that it takes. ``view_*`` turn that into fragments of HTML in which everything from a file is escaped. Three faces show
-them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask dashboard, which mounts the same ``handlers``, and ``embed``
-(``_repr_html_``).
+them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask dashboard, which mounts the same ``handlers``, and ``notebook``
+(``_repr_html_``), by the hook of notebooks that is filled here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ def _draw(name: str, *of: Any, **parameters: Any) -> Any:
     return getattr(app if name == "show" else notebook, name)(*of, **parameters)
 
 
-for _kind, _name in {
-    "page": "show",
-    "checkpoint": "checkpoint_html",
-    "stored array": "array_html",
-    "run": "run_html",
-}.items():
-    DRAWINGS[_kind] = partial(_draw, _name)
+DRAWINGS["page"] = partial(_draw, "show")
+DRAWINGS["checkpoint"] = partial(_draw, "checkpoint_html")
+DRAWINGS["stored array"] = partial(_draw, "array_html")
+DRAWINGS["run"] = partial(_draw, "run_html")
 
 
 def __getattr__(name: str) -> Any:
