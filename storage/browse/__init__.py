@@ -2,8 +2,8 @@
 
 ``inventory``, ``statistics``, ``slices``, ``layout``, ``health``, ``compare`` and ``runs`` say what a view shows, as plain data, and read only the
 bytes that it takes. ``view_*`` turn that into fragments of HTML in which everything from a file is escaped. Three faces show
-them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask dashboard, which mounts the same ``handlers``, and ``embed``
-(``_repr_html_``).
+them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask dashboard, which mounts the same ``handlers``, and ``notebook``
+(``_repr_html_``), by the hook of notebooks that is filled here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,13 @@ from ...arrays.core.formatting import DRAWINGS
 __all__ = ["Page", "Server", "close", "show"]
 
 
-def _draw(name: str, *of: Any) -> str:
-    from .server import notebook
+def _draw(name: str, *of: Any, **parameters: Any) -> Any:
+    from .server import app, notebook
 
-    return getattr(notebook, name)(*of)
-
-
-def _show(path: str, **parameters: Any) -> Any:
-    from .server import app
-
-    return app.show(path, **parameters)
+    return getattr(app if name == "show" else notebook, name)(*of, **parameters)
 
 
-DRAWINGS["page"] = _show
+DRAWINGS["page"] = partial(_draw, "show")
 DRAWINGS["checkpoint"] = partial(_draw, "checkpoint_html")
 DRAWINGS["stored array"] = partial(_draw, "array_html")
 DRAWINGS["run"] = partial(_draw, "run_html")

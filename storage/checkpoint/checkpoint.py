@@ -264,6 +264,19 @@ class Checkpoint(Mapping[str, StoredArray]):
         return DRAWINGS["page"](self.path)
 
 
+def flat(
+    path: str,
+    kind: str,
+    tensors: Mapping[str, StoredTensor],
+    metadata: dict[str, Any] | None = None,
+    skipped: dict[str, str] | None = None,
+) -> Checkpoint:
+    """A checkpoint that is one dict of arrays."""
+    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
+    return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {})
+
+
 def unread(skipped: Iterable[str]) -> str:
     """
     >>> unread([]), unread(["a", "b"])

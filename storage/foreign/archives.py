@@ -21,7 +21,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ..base import names
 from ..base.scratch import room
-from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..format import dtypes
 from ..format.manifest import Leaf, encode_json
 from ..readers.reading import Job, opened
@@ -142,7 +142,7 @@ def open_npy(path: str) -> Checkpoint:
     place = Place(at, size, _strides(shape, fortran), (at, nbytes), 0)
     chunk = Chunk(Box.whole(shape), file, 0, size)
     tensor = PlacedTensor(root, SINGLE, shape, dtype, (chunk,), False, held=place)
-    return Checkpoint(path, "NumPy", {SINGLE: StoredArray((SINGLE,), tensor)}, {SINGLE: Leaf(0)})
+    return flat(path, "NumPy", {SINGLE: tensor})
 
 
 def open_archive(path: str, verify: bool) -> Checkpoint:
@@ -157,7 +157,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             raise CheckpointError(f"{path} is a zip archive, but neither of NumPy's arrays nor of torch.save")
         if len(set(inside)) != len(inside):
             raise CorruptCheckpoint(f"{path}: an entry occurs twice")
-        arrays: dict[str, StoredArray] = {}
+        tensors: dict[str, PlacedTensor] = {}
         skipped: dict[str, str] = {}
         for info in archive.infolist():
             name = info.filename.removesuffix(".npy")
@@ -178,8 +178,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             held = (root, name, shape, dtype, (chunk,), verify)
             if info.compress_type != zipfile.ZIP_STORED:
                 place = Place(prefix, size, strides, (0, 0), 0)
-                deflated = DeflatedTensor(*held[:-1], True, held=place, entry=info.filename)
-                arrays[name] = StoredArray((name,), deflated)
+                tensors[name] = DeflatedTensor(*held[:-1], True, held=place, entry=info.filename)
                 continue
             start = entry_start(reader, info, 0, where)
             if start + info.file_size > size:
@@ -187,9 +186,8 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             head = bytearray(prefix)
             reader.readv([head], start)
             place = Place(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
-            arrays[name] = StoredArray((name,), PlacedTensor(*held, held=place))
-    structure = {n: Leaf(i) for i, n in enumerate(arrays)}
-    return Checkpoint(path, "NumPy", arrays, structure, skipped=skipped)
+            tensors[name] = PlacedTensor(*held, held=place)
+    return flat(path, "NumPy", tensors, skipped=skipped)
 
 
 def _open_torch(

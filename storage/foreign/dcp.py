@@ -25,10 +25,10 @@ from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, Corrupt
 from ..base import names
 from ..base.scratch import scratch
 from ..base.threads import UPLOADS, in_threads
-from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format import dtypes
 from ..format.chunk_grid import tiled
-from ..format.manifest import Leaf, decode_json, encode_json
+from ..format.manifest import decode_json, encode_json
 from ..format.tensor_sums import BATCH
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, opened
@@ -452,6 +452,6 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
         raise CorruptCheckpoint(f"{where}: not the metadata of a checkpoint: {e}") from None
     # Their tags are those of the generation that is opened.
     in_threads(store.at(root).tag, sorted({c.file for t in tensors.values() for c in t.chunks}), UPLOADS)
-    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
-    structure: dict[str, Any] = {name: Leaf(i) for i, name in enumerate(arrays)} | values
-    return Checkpoint(root, "PyTorch DCP", arrays, structure, skipped=skipped)
+    ckpt = flat(root, "PyTorch DCP", tensors, skipped=skipped)
+    ckpt.structure |= values
+    return ckpt

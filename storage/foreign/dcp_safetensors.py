@@ -10,16 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
-from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format.chunk_grid import tiled
-from ..format.manifest import Leaf
 from ..readers import safetensors
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job
@@ -120,9 +119,7 @@ def open_shards(root: str, verify: bool = True) -> Checkpoint | None:
             held_at, value = header.data_start + t.begin, (header.sums or {}).get(name)
             raw = RawTensor(where, name, t.shape, dtype, held_at, header.file_nbytes, value)
             held.setdefault(name, {}).setdefault(Box(offsets[name], t.shape), raw)  # replicas are equal: the first
-    arrays = {name: StoredArray((name,), _joined(root, name, parts)) for name, parts in sorted(held.items())}
-    structure: Any = {name: Leaf(i) for i, name in enumerate(arrays)}
-    return Checkpoint(root, "PyTorch DCP", arrays, structure)
+    return flat(root, "PyTorch DCP", {name: _joined(root, name, parts) for name, parts in sorted(held.items())})
 
 
 def _joined(root: str, name: str, parts: dict[Box, RawTensor]) -> TiledTensor:

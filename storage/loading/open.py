@@ -13,7 +13,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from ...arrays.core.errors import (
 )
 from ..base import names
 from ..base.collector import no_collections
-from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
 from ..foreign import archives, dcp, dcp_safetensors, orbax, refusals
@@ -299,19 +298,6 @@ class _LazyObjects:
 
 
 # ----- others' --------------------------------------------------------------------------------------------------------
-
-
-def flat(
-    path: str,
-    kind: str,
-    tensors: dict[str, StoredTensor],
-    metadata: dict[str, Any],
-    skipped: dict[str, str] | None = None,
-) -> Checkpoint:
-    """A checkpoint that is one dict of arrays."""
-    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
-    structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
-    return Checkpoint(path, kind, arrays, structure, None, metadata, skipped=skipped or {})
 
 
 def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -24,7 +24,7 @@ from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import ProgramError, UnsupportedVersion
 from ...arrays.core.index_template import Gap, Slot, Span, Truth
 from ...arrays.core.op import OPS
-from ...arrays.core.program import Const, Entry, Program, freeze
+from ...arrays.core.program import Const, Entry, Program
 from ...arrays.core.shape_dtype import ShapeDtype
 from .validate import check_call, short
 
@@ -301,20 +301,3 @@ def _constant(constants: Mapping[str, np.ndarray], name: str, aval: ShapeDtype) 
     if value.shape != aval.shape or value.dtype != aval.dtype:
         raise ProgramError(f"{name} has {value.dtype.name}{list(value.shape)}, the program says {aval}")
     return value
-
-
-def same_program(a: Program, b: Program) -> bool:
-    """Whether two programs are equal but for the lines of source that they came from; NaN is equal to itself."""
-
-    def entry(e: Entry) -> Any:
-        inputs = tuple(v if isinstance(v, int) else ("const", freeze(v.value)) for v in e.inputs)
-        return e.op, inputs, e.outputs, freeze(e.params), e.origin
-
-    def bits(p: Program) -> Any:
-        return {v: (c.dtype, c.shape, np.ascontiguousarray(c).tobytes()) for v, c in p.constants.items()}
-
-    return (
-        (a.inputs, a.outputs, dict(a.avals)) == (b.inputs, b.outputs, dict(b.avals))
-        and list(map(entry, a.entries)) == list(map(entry, b.entries))
-        and bits(a) == bits(b)
-    )

@@ -30,6 +30,7 @@ from ..format.dtypes import EXTENSIONS, by_name
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import store as stores
 from ..stores.generations import NONE, Generation
+from ..stores.object_store import client
 from .reading import Job
 
 
@@ -47,7 +48,6 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
         from .zarr_store import PlaceStore
 
         return PlaceStore(root), node
-    from ..stores.object_store import client
     from .local_zarr import ObjectStore
 
     held, prefix = client(root)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape import errors, storage
+from meshtape.arrays.core.formatting import human_bytes
 from meshtape.storage import (
     CheckpointManager,
     Zstd,
@@ -152,7 +153,7 @@ def test_estimate_is_an_upper_bound(kit, tmp_path, level):
     files = sum(len(v) for k, v in content(tmp_path / "c").items() if "/c." in k)
     found = estimate(noise, compression=Zstd(level))
     assert files <= found.zarr <= 1.2 * files + 100
-    assert f"at most {mt.arrays.interface.display.human_bytes(found.zarr)} as Zarr (zstd:{level})" in str(found)
+    assert f"at most {human_bytes(found.zarr)} as Zarr (zstd:{level})" in str(found)
 
 
 # ----- cut anew, copied as they are -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 from ....arrays.core.errors import CheckpointError
 from ...base.page import Page
 from ..model.site import Place, Site
+from ..views.frame import href
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -78,8 +79,6 @@ class Server:
 
     def address(self, place: Place | None = None, **parameters: Any) -> str:
         """The address of a place of the site, or of the start page."""
-        from ..views.frame import href
-
         shown = self.host
         if shown in ("0.0.0.0", "::", ""):  # listens everywhere: one name by which others may find it
             shown = socket.getfqdn()
