@@ -156,9 +156,9 @@ class Recipe:
             raise TrainingError("there are no parameters to train")
         if not trees.flatten(self.masked(params))[0]:
             raise TrainingError("no parameter is trained: trainable refuses all of them")
-        refuse_foreign("Trainer", self.masked(params), "the parameters")
+        refuse_foreign("Trainer.fit", self.masked(params), "the parameters")
         for path, x in trees.flatten_with_path(self.masked(params)):
-            if self.precision is UNSAID and getattr(x, "dtype", None) == np.float64:
+            if self.precision is UNSAID and isinstance(x, Array | np.ndarray) and x.dtype == np.float64:
                 warnings.warn(
                     f"parameter {trees.path_name(path)} is float64, and the Trainer computes in float32: pass precision='float64' to compute "
                     "with all digits, precision='float32' to be told no more, or parameters of float32 for half of the memory",
