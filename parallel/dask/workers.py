@@ -213,7 +213,7 @@ def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Seque
     Raises
     ------
     ClusterError
-        Where a worker leaves the cluster meanwhile, or stops answering.
+        Where a worker leaves the cluster meanwhile, or stops answering; where the scheduler is gone.
     """
 
     async def one(address: str) -> Any:
@@ -228,7 +228,11 @@ def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Seque
     async def ask_all() -> list[Any]:
         return list(await asyncio.gather(*map(one, workers)))
 
-    found = dict(zip(workers, client.sync(ask_all), strict=True))
+    try:
+        found = dict(zip(workers, client.sync(ask_all), strict=True))
+    except (OSError, TimeoutError) as e:  # of the scheduler, which hands the question on
+        check_running(client)
+        raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {e}") from e
     if gone := [a for a, v in found.items() if v is _GONE]:
         raise ClusterError(f"worker(s) {', '.join(gone)} went away: they left the cluster, or no longer answer")
     return found
