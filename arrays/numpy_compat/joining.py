@@ -116,13 +116,16 @@ def append(x: Any, values: Any, /, axis: int | None = None) -> Array:
 # ----- apart ----------------------------------------------------------------------------------------------------------
 
 
+_MOST_PIECES = 2**24  # each is an Array of some hundred bytes
+
+
 def _pieces(name: str, x: Any, where: int | Sequence[int], axis: int, uneven: bool) -> list[Array]:
     x = asarray(x)
     axis = shape_rules.one_axis(name, axis, x.ndim)
     length = x.shape[axis]
     if isinstance(where, int | np.integer):
-        if where < 1:
-            raise ShapeError(f"[{name}] needs at least one piece, got {where}")
+        if not 1 <= where <= _MOST_PIECES:
+            raise ShapeError(f"[{name}] needs from 1 to {_MOST_PIECES:,} pieces, got {where}")
         if length % where and not uneven:
             raise ShapeError(
                 f"[{name}] an axis of length {length} does not divide into {where} equal pieces; array_split makes unequal ones"

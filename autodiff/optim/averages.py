@@ -58,7 +58,7 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
     >>> round(float(state["mean"]), 9)
     1.29
     """
-    check("ema", 1.0, decay=decay)
+    check("ema", most=1.0, decay=decay)
     if interval < 1:
         raise ValueError(f"[ema] interval must be at least 1, got {interval}")
 

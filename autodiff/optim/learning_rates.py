@@ -14,6 +14,7 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.ops.creation import asarray, ones_like
 from ...arrays.ops.elementwise import cos, minimum, where
+from .parameters import check
 
 Schedule = float | Callable[[Array], Any]
 """A learning rate: a number, or a function of the number of steps done so far (a 0-d integer Array)."""
@@ -31,6 +32,7 @@ def constant(lr: float) -> Callable[[Array], Array]:
     >>> float(mt.optim.constant(0.1)(mt.asarray(7)))
     0.1
     """
+    check("constant", lr=lr)
     return lambda step: ones_like(asarray(step), dtype=np.float64) * lr
 
 
@@ -41,6 +43,7 @@ def linear(start: float, end: float, steps: int) -> Callable[[Array], Array]:
     >>> [float(mt.optim.linear(1.0, 0.0, 4)(mt.asarray(i))) for i in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
+    check("linear", start=start, end=end, steps=steps)
     return lambda step: start + (end - start) * _progress(step, steps)
 
 
@@ -51,6 +54,7 @@ def cosine(lr: float, steps: int, end: float = 0.0) -> Callable[[Array], Array]:
     >>> [round(float(mt.optim.cosine(1.0, 4)(mt.asarray(i))), 6) for i in (0, 2, 4, 9)]
     [1.0, 0.5, 0.0, 0.0]
     """
+    check("cosine", lr=lr, steps=steps, end=end)
     return lambda step: end + (lr - end) * (0.5 * (1.0 + cos(math.pi * _progress(step, steps))))
 
 
@@ -61,6 +65,8 @@ def exponential(lr: float, decay: float, every: int = 1) -> Callable[[Array], Ar
     >>> [float(mt.optim.exponential(1.0, 0.5, 2)(mt.asarray(i))) for i in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
+    check("exponential", lr=lr, decay=decay)
+    check("exponential", least=1, every=every)
     return lambda step: lr * decay ** (asarray(step) // every).astype(np.float64)
 
 
@@ -71,7 +77,7 @@ def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
     >>> [float(mt.optim.warmup_linear(1.0, 2, 6)(mt.asarray(i))) for i in (0, 1, 2, 4, 6)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    return _warmup(peak, warmup, linear(peak, end, total - warmup))
+    return _warmup("warmup_linear", peak, warmup, total, lambda steps: linear(peak, end, steps))
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
@@ -81,10 +87,16 @@ def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
     >>> [round(float(mt.optim.warmup_cosine(1.0, 2, 6)(mt.asarray(i))), 6) for i in (0, 1, 2, 4, 6)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    return _warmup(peak, warmup, cosine(peak, total - warmup, end))
+    return _warmup("warmup_cosine", peak, warmup, total, lambda steps: cosine(peak, steps, end))
 
 
-def _warmup(peak: float, warmup: int, after: Callable[[Array], Array]) -> Callable[[Array], Array]:
+def _warmup(
+    name: str, peak: float, warmup: int, total: int, decay: Callable[[int], Callable[[Array], Array]]
+) -> Callable[[Array], Array]:
+    check(name, peak=peak, total=total)
+    check(name, most=total, warmup=warmup)
+    after = decay(total - warmup)
+
     def schedule(step: Array) -> Array:
         step = asarray(step)
         return where(step < warmup, peak * _progress(step, warmup), after(step - warmup))

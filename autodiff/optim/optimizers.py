@@ -299,7 +299,7 @@ def _adam(
 ) -> Optimizer:
     _check_rate(name, lr)
     check(name, eps=eps, weight_decay=weight_decay)
-    check(name, math.nextafter(1.0, 0.0), b1=b1, b2=b2)
+    check(name, most=math.nextafter(1.0, 0.0), b1=b1, b2=b2)
 
     def prepare(step: Array) -> Rule:
         rate = _rate(lr, step)

@@ -57,12 +57,12 @@ def counter(params: Any) -> Array:
     return asarray(np.int64(0), device=arrays[0].device if arrays else None)
 
 
-def check(name: str, most: float = math.inf, **given: Any) -> None:
+def check(name: str, *, least: float = 0, most: float = math.inf, **given: Any) -> None:
     """Raise :class:`ArgumentError` for what is no number of the range. (True and False are flags; an array of one number may be traced.)"""
     for what, value in given.items():
         if isinstance(value, Array) and not value.ndim:
             continue
         value = number(value)
         single = isinstance(value, Real) or (isinstance(value, np.ndarray) and not value.ndim)
-        if isinstance(value, bool) or not single or not 0 <= value <= most:
-            raise ArgumentError(f"[{name}] {what} must be a number from 0 to {most}, got {value!r}")
+        if isinstance(value, bool) or not single or not least <= value <= most:
+            raise ArgumentError(f"[{name}] {what} must be a number from {least} to {most}, got {value!r}")

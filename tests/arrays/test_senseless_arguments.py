@@ -122,6 +122,7 @@ CALLS: dict[str, Any] = {
     "concat of None": lambda: mt.concat(None),
     "concat of nothing": lambda: mt.concat([]),
     "permute_dims to None": lambda: mt.permute_dims(M, None),
+    "split into too many": lambda: mt.array_split(X, 2**70),
     "split at a text": lambda: mt.split(X, "a"),
     "fftfreq of nothing": lambda: mt.fft.fftfreq(0),
     "fftfreq, no distance": lambda: mt.fft.fftfreq(4, d=0),

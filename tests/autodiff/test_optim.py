@@ -88,6 +88,23 @@ def test_warmup_cosine():
     assert float(mt.optim.warmup_cosine(2.0, 0, 4)(mt.asarray(0))) == 2.0  # no warm-up
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.cosine("a", 4),
+        lambda s: s.cosine(1.0, -4),
+        lambda s: s.linear(1.0, None, 4),
+        lambda s: s.constant(math.nan),
+        lambda s: s.exponential(1.0, 0.5, every=0),
+        lambda s: s.warmup_linear(1.0, 5, 4),
+        lambda s: s.warmup_cosine(1.0, "2", 4),
+    ],
+)
+def test_senseless_schedules_are_refused_where_they_are_made(call):
+    with pytest.raises(mt.errors.ArgumentError, match="must be a number from"):
+        call(mt.optim)
+
+
 def test_a_schedule_drives_an_optimizer():
     opt = mt.optim.sgd(mt.optim.linear(1.0, 0.0, 2))
     params, state = mt.asarray(0.0), None
