@@ -19,6 +19,8 @@ def type_for(error: Exception) -> type[MeshtapeError] | None:
     """The type of ours for an error; None for one that names its function, or is that of a function that a user passed."""
     if str(error).startswith("[") or (isinstance(error, MeshtapeError) and type(error) not in _UNNAMED):
         return None
+    if isinstance(error, FloatingPointError):  # numpy.errstate asked for it
+        return None
     step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:

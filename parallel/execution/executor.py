@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.backends.memory_pool import SMALLEST, is_free, room
+from ...arrays.core import foreign_errors
 from ...arrays.core.dtypes import is_low_precision
-from ...arrays.core.errors import LinAlgError, MeshtapeError, RankLost
+from ...arrays.core.errors import MeshtapeError, RankLost
 from ...arrays.core.op import Op
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import SCATTER
@@ -349,11 +350,12 @@ class Prepared:
         where = f", called at {site}" if site else ""
         error = self.memory.translated(error)
         text = f"rank {rank} failed in {origin}{where}: "
-        if isinstance(error, np.linalg.LinAlgError):
-            return LinAlgError(f"{text}{error}")
-        if isinstance(error, MeshtapeError):
+        kind = foreign_errors.type_for(error) if isinstance(error, foreign_errors.CAUGHT) else None
+        if kind is None and isinstance(error, MeshtapeError):
+            kind = type(error)
+        if kind is not None:
             with contextlib.suppress(TypeError):  # that is made of more than a text
-                return type(error)(f"{text}{error}")
+                return kind(f"{text}{error}")
         return RankLost(f"{text}{type(error).__name__}: {error}")
 
     def _run_moves(self, s: PreparedMoves, env: Env, transport: Transport | None) -> list[dict[int, np.ndarray]]:

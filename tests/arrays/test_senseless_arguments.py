@@ -323,3 +323,9 @@ def test_errors_of_a_function_that_was_passed_stay_as_they_are_compiled_too():
 
     with pytest.raises(Mine, match=r"^mine$"):
         mt.compile(lambda x: broken(x))(X)
+
+
+@pytest.mark.parametrize("call", [mt.sqrt, mt.nanmean, mt.average, lambda x: mt.median(mt.log(x))])
+def test_errors_that_errstate_asks_for_stay_as_they_are(call):
+    with np.errstate(invalid="raise"), pytest.raises(FloatingPointError):
+        call(mt.asarray([-INF, INF, -1.0]))

@@ -240,3 +240,10 @@ def test_a_constant_of_no_dimensions_is_an_array_on_every_rank():
     g = mt.compile(mt.grad(lambda x, s: (x + s).sum(), argnums=1))(x, s)
     assert type(g._concrete()) is np.ndarray
     assert np.asarray(g) == 4.0
+
+
+def test_an_error_of_an_argument_has_the_type_that_it_has_in_one_process(mesh):
+    x = mt.distribute(np.arange(1, 9), mesh)
+    for operands, place in (((x, x - 4), mesh), ((mt.asarray([1, 2]), mt.asarray([1, -1])), None)):
+        with pytest.raises(mt.errors.ArgumentError, match="rank 0 failed in pow" if place else r"\[pow\]"):
+            np.asarray(operands[0] ** operands[1])
