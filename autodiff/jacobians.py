@@ -18,8 +18,7 @@ import numpy as np
 from ..arrays.core import tree as trees
 from ..arrays.core.array import Array
 from ..arrays.core.dispatch import wrap
-from ..arrays.core.errors import GradientError, TracedValueError
-from ..arrays.core.functions import check_function
+from ..arrays.core.errors import GradientError, TracedValueError, check_function
 from ..arrays.core.op import not_recording, state
 from ..arrays.ops.creation import asarray, ones_like, zeros, zeros_like
 from ..arrays.ops.elementwise import conj

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..arrays.core import tree as trees
 from ..arrays.core.array import Array
-from ..arrays.core.errors import DTypeError, GradientError
-from ..arrays.core.functions import check_function
+from ..arrays.core.errors import DTypeError, GradientError, check_function
 from ..arrays.ops.creation import asarray, zeros_like
 from .tape.backward import same_value
 from .tape.gradients import (

@@ -39,6 +39,14 @@ class NotAFunction(MeshtapeError, TypeError):
     """A transform was given what cannot be called."""
 
 
+def check_function(who: str, fn: Any) -> None:
+    """Raise :class:`NotAFunction` for what cannot be called."""
+    if not callable(fn):
+        raise NotAFunction(
+            f"[{who}] takes a function, got {type(fn).__name__}: pass the function itself, and not what it returned"
+        )
+
+
 class ArgumentError(MeshtapeError, ValueError, TypeError):
     """An argument makes no sense: a length of 2.5, a step of zero, a text for a number; shows the call."""
 

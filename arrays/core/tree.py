@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MemberDescriptorType
 from typing import Any
 
-from .errors import TreeError
-from .functions import check_function
+from .errors import TreeError, check_function
 
 Path = tuple[str | int, ...]
 

@@ -22,8 +22,7 @@ from ...arrays.backends.backend import backend_for, backend_of
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, wrap
-from ...arrays.core.errors import TracedValueError
-from ...arrays.core.functions import check_function
+from ...arrays.core.errors import TracedValueError, check_function
 from ...arrays.core.op import not_recording, recording, state
 from ...arrays.core.program import Program, Traced, freeze, last_uses, register_tracer, simplify
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify

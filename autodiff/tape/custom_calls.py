@@ -18,8 +18,7 @@ import numpy as np
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import apply, call_site, wrap
-from ...arrays.core.errors import GradientError
-from ...arrays.core.functions import check_function
+from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Const, Site
 from ...arrays.ops.creation import asarray

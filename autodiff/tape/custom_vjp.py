@@ -13,8 +13,7 @@ import numpy as np
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import wrap
-from ...arrays.core.errors import GradientError, NonDifferentiableError
-from ...arrays.core.functions import check_function
+from ...arrays.core.errors import GradientError, NonDifferentiableError, check_function
 from ...arrays.core.op import Op
 from ...arrays.core.program import Site, site_text
 from ...arrays.ops.creation import asarray

@@ -24,8 +24,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.devices import Device
 from ...arrays.core.dispatch import Deferred, argument_avals, wrap
-from ...arrays.core.errors import GradientError
-from ...arrays.core.functions import check_function
+from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import NO_PARAMS, not_recording, state
 from ...arrays.core.program import Entry, Site
 from ...arrays.core.value import FLOAT32, Value

@@ -37,8 +37,8 @@ from ...arrays.core.errors import (
     RankLost,
     StorageFull,
     StoreError,
+    check_function,
 )
-from ...arrays.core.functions import check_function
 from ...storage.stores.atomic_directory import writing
 from ...storage.stores.owners import Hold
 from ..base.device_memory import on_host

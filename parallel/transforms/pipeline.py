@@ -13,8 +13,7 @@ from typing import Any
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.errors import MeshError, ShapeError
-from ...arrays.core.functions import check_function
+from ...arrays.core.errors import MeshError, ShapeError, check_function
 from ...arrays.ops.creation import asarray, full, zeros
 from ...arrays.ops.manipulation import concat, stack
 from ...autodiff.tape.custom_vjp import custom_vjp

@@ -18,8 +18,7 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.errors import MeshError, ShapeError
-from ...arrays.core.functions import check_function
+from ...arrays.core.errors import MeshError, ShapeError, check_function
 from ...arrays.core.op import state as thread_state
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray

@@ -9,8 +9,7 @@ from typing import Any
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.errors import MeshError, ShardingConflict
-from ...arrays.core.functions import check_function
+from ...arrays.core.errors import MeshError, ShardingConflict, check_function
 from ...arrays.core.op import Op, recording, state
 from ...arrays.core.program import freeze
 from ...arrays.core.shape_dtype import ShapeDtype

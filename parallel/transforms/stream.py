@@ -22,9 +22,8 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import refuse_history, wrap
 from ...arrays.core.dtypes import is_low_precision
-from ...arrays.core.errors import MeshError, OutOfMemory, ShardingConflict
+from ...arrays.core.errors import MeshError, OutOfMemory, ShardingConflict, check_function
 from ...arrays.core.formatting import human_bytes
-from ...arrays.core.functions import check_function
 from ...arrays.core.op import not_recording, recording, state
 from ...arrays.core.program import Program, simplify
 from ...arrays.core.shape_dtype import ShapeDtype

@@ -38,6 +38,7 @@ FIRST_PAUSE = 0.1  # seconds; doubled each time
 CONNECT_TIMEOUT = timedelta(seconds=10)
 STALL_TIMEOUT = timedelta(seconds=30)  # without a byte
 WHOLE_TIMEOUT = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=3)  # the client's with a request; and no attempt of ours begins after it
 _REQUEST = 8 << 20  # bytes of one download
 
 # Where clouds keep the credentials of their own machines: asked where the environment has none.
@@ -106,7 +107,7 @@ def _connect(scheme: str, authority: str) -> Any:
                 "max_backoff": timedelta(seconds=15),
                 "base": 2,
             },
-            "retry_timeout": timedelta(minutes=3),
+            "retry_timeout": PATIENCE,
         },
     }
     try:
@@ -196,6 +197,7 @@ def _host(where: str) -> str:
 
 
 def repeated(work: Callable[[], T], where: str) -> T:
+    end = time.monotonic() + PATIENCE.total_seconds()
     for attempt in range(ATTEMPTS):
         try:
             return work()
@@ -203,7 +205,7 @@ def repeated(work: Callable[[], T], where: str) -> T:
             # obstore's own types; an error of ours, or of the caller's iterator, goes through as it is.
             if isinstance(e, MeshtapeError) or not (type(e).__module__.startswith("obstore") or isinstance(e, OSError)):
                 raise
-            if attempt == ATTEMPTS - 1 or not _passes(e):
+            if attempt == ATTEMPTS - 1 or time.monotonic() > end or not _passes(e):
                 raise _explained(e, where) from None
         time.sleep(FIRST_PAUSE * 2**attempt * (0.5 + random.random()))
     raise AssertionError("unreachable")

@@ -287,6 +287,19 @@ def test_a_server_that_only_fails_is_an_error(kit, s3, monkeypatch):
         load(f"{s3.url}/c")
 
 
+def test_no_attempt_begins_after_the_time_that_a_request_has(monkeypatch):
+    tried = []
+
+    def stalls():
+        tried.append(1)
+        raise OSError("timed out")
+
+    monkeypatch.setattr(object_store, "PATIENCE", datetime.timedelta(0))
+    with pytest.raises(errors.StoreError, match="timed out"):
+        object_store.repeated(stalls, "s3://bucket/x")
+    assert tried == [1]
+
+
 def test_nobody_listens(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")

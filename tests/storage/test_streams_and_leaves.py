@@ -74,7 +74,7 @@ def test_a_leaf_that_cannot_be_exported_is_named(tmp_path):
             raise BufferError("sparse")
 
     for use in (lambda x: save(tmp_path / "c", {"q": x}), lambda x: save_safetensors(tmp_path / "x", {"q": x})):
-        with pytest.raises(errors.CheckpointDTypeError, match=r"'q'.*DLPack: sparse"):
+        with pytest.raises(errors.CheckpointDTypeError, match=r"'q'.*DLPack: .*sparse"):
             use(Refuses(np.ones(2)))
     assert not os.listdir(tmp_path)
 

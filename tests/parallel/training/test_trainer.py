@@ -418,7 +418,7 @@ def test_axes_of_the_command_line():
     ("options", "error", "message"),
     [
         ({"steps": None}, mt.errors.TrainingError, "never end"),
-        ({"steps": 0}, mt.errors.TrainingError, "steps must be at least 1"),
+        ({"steps": 0}, mt.errors.TrainingError, "steps must be a whole number and at least 1"),
         ({"save_every": 2}, mt.errors.TrainingError, "a place to save to"),
         ({"eval_every": 2}, mt.errors.TrainingError, "needs evaluate"),
         ({"batch": 7}, mt.errors.BatchSizeError, "no multiple"),
