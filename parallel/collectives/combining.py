@@ -26,7 +26,7 @@ from .reduction_tree import Node, Span, levels
 
 Messages = dict[int, list[Any]]
 Run = tuple[int, int]
-"""From one place up to another of the vector that is reduced."""
+"""A range (start, stop) of the vector that is reduced."""
 
 
 class Merge(NamedTuple):
@@ -39,7 +39,7 @@ class Merge(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What is sent and joined in one round. ``sends``: (process, node, parts of its value)."""
+    """The sends and merges of one round. ``sends``: (process, node, parts of its value)."""
 
     sends: tuple[tuple[int, Span, tuple[Run, ...]], ...]
     merges: tuple[Merge, ...]
@@ -93,7 +93,7 @@ class Tree:
         return found
 
     def server(self, child: Span, process: int) -> int | None:
-        """Who gives a process the value of a child that it is not below; None where it is."""
+        """The process that sends ``process`` the value of a child; None where ``process`` is below that child."""
         if process in self.members(child):
             return None
         if child not in self._server:
@@ -101,7 +101,7 @@ class Tree:
         return self._server[child][process]
 
     def parts(self, span: Span, process: int) -> list[int]:
-        """Numbers of the parts that a process keeps of a node's value: those of its own, and of whom it serves."""
+        """Numbers of the parts of a node's value that a process keeps: its own, and those of processes it serves."""
         found = self._parts.get((span, process))
         if found is None:
             parent = self._parent.get(span)
@@ -170,7 +170,7 @@ class Combining:
         self._dtype, self._inner = dtype, np.dtype(np.float32) if wide else dtype
         self._values = {Span(t, t + 1): x.astype(self._inner, copy=False) for t, x in terms.items()}
         self.result: Any = None
-        """What this process keeps of the root, joined to one vector."""
+        """This process's parts of the root, joined to one vector."""
 
     def rounds(self) -> Iterator[tuple[Messages, Messages]]:
         """Messages by process, to be exchanged before the next ones are asked for."""

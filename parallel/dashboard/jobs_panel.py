@@ -20,7 +20,7 @@ _SILENT = 5.0  # seconds after which a report is said to be old
 
 
 def work_of(scheduler: Any) -> list[dict[str, Any]]:
-    """What clients save, merge and reshard: first what runs, then what has ended, the latest first."""
+    """The saves, merges and reshards of clients: first the running ones, then the ended ones, the latest first."""
     plugin = scheduler.plugins.get("meshtape")
     now = time.monotonic()
     out = []
@@ -58,7 +58,7 @@ def work_of(scheduler: Any) -> list[dict[str, Any]]:
 
 
 def jobs_of(scheduler: Any) -> list[dict[str, Any]]:
-    """The trainings that the scheduler was told of, the latest first."""
+    """The training jobs reported to the scheduler, the latest first."""
     held = scheduler.task_metadata.get(TOPIC, {})
     found = [with_life(f) for f in list(held.values()) if isinstance(f, dict) and "state" in f]
     return sorted(found, key=lambda f: -f.get("started", 0.0))[:_SHOWN]
@@ -84,7 +84,7 @@ def bar(share: float, label: str) -> Markup:
 
 
 def work_section(work: list[dict[str, Any]]) -> Markup | None:
-    """Checkpoints on their way."""
+    """The section of checkpoints that are being written."""
     if not work:
         return None
     rows = []
@@ -123,7 +123,7 @@ def work_section(work: list[dict[str, Any]]) -> Markup | None:
 
 
 def jobs_section(jobs: list[dict[str, Any]]) -> Markup | None:
-    """Trainings, as ``meshtape status`` shows them."""
+    """The section of training jobs, as ``meshtape status`` shows them."""
     if not jobs:
         return None
     rows = []

@@ -67,12 +67,12 @@ def mounted(*roots: str) -> Iterator[None]:
 
 
 def address(client: Any) -> str:
-    """Where the live page of a client's scheduler is, given that it is mounted there."""
+    """The address of the live page of a client's scheduler, if the page is mounted there."""
     return client.dashboard_link.rpartition("/")[0] + "/meshtape/"
 
 
 def programs_of(scheduler: Any) -> dict[str, dict[str, Any]]:
-    """What the workers say of programs and functions of blocks: how many run and wait, have ended or failed, and seconds of one."""
+    """Programs and functions of blocks by name: how many run, wait, ended and failed, and seconds a run."""
     found: dict[str, dict[str, Any]] = {}
 
     def of(name: str) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def programs_of(scheduler: Any) -> dict[str, dict[str, Any]]:
 
 
 def _report(worker: Any) -> dict[str, Any]:
-    """What a worker said with its last heartbeat."""
+    """The report in a worker's last heartbeat."""
     said = worker.metrics.get("meshtape")
     usual: dict[str, Any] = {"running": (), "waiting": (), "counts": {}, "bytes": 0, "exchanges": {}}
     return {**usual, **said} if isinstance(said, dict) else usual
 
 
 def state_of(scheduler: Any) -> dict[str, Any]:
-    """What the scheduler knows about meshes and their programs, as plain data."""
+    """The scheduler's view of meshes and their programs, as plain data."""
     plugin = scheduler.plugins.get("meshtape")
     meshes = []
     for mesh, (client, workers) in dict(getattr(plugin, "meshes", {})).items():

@@ -99,7 +99,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         self._free(name)
 
     async def here(self, name: str) -> None:
-        """A client that was told of others has not ended what is on its way, but goes on."""
+        """A client that was told that others wait still has runs in flight, and is alive."""
         if name in self.holders:
             self._heard[name] = time.monotonic()
 
@@ -117,7 +117,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         self._grant()
 
     def _grant(self) -> None:
-        """In the order of asking; who waits for other workers is not held up."""
+        """Grant leases in the order of asking. A client that waits for other workers does not hold up the rest."""
         taken = {w for name, workers in self.holders.items() for w in workers}
         for wish in list(self.waiting):
             if wish.workers.isdisjoint(taken):
@@ -166,7 +166,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         await self._asked(message, workers)
 
     async def _running(self, name: str, workers: Iterable[str]) -> list[str]:
-        """Names of what workers have still to do for a client; one that does not say so has something."""
+        """Names of the unfinished work of workers for a client. A worker that does not answer counts as busy."""
         found = await self._asked({"op": "meshtape_busy", "client": name}, workers)
         if found is None:
             return ["something that keeps a worker from answering"]
@@ -212,7 +212,8 @@ class MeshtapeScheduler(SchedulerPlugin):
         self.meshes.pop(mesh, None)
 
     async def activity(self, name: str, written: dict[str, Any], activities: list[dict[str, Any]]) -> None:
-        """What a client's process saves, merges and reshards (`progress`); the live page shows it, also when the client has left."""
+        """The saves, merges and reshards of a client's process (`progress`). The live page shows them even after the
+        client left."""
         before = self.reports.pop(name, {"bases": {}})["bases"]
         # Where a place in an object store is written once more, what was written there earlier does not count.
         bases = {

@@ -1,7 +1,8 @@
 """The plugin of Dask workers: programs, and functions of blocks, of one process of a mesh.
 
-The processes of a mesh run each program together. :mod:`.worker_queue` brings them what to run, in one order everywhere. A worker that is
-lost takes its blocks with it: what needs them fails with :class:`RankLost`, and nothing runs again elsewhere.
+The processes of a mesh run each program together. :mod:`.worker_queue` brings them the runs in one order everywhere. A
+lost worker takes its blocks with it: runs that need them fail with :class:`RankLost`, and nothing is repeated
+elsewhere.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Bundle:
         self.slots = slots
 
     def __sizeof__(self) -> int:
-        # What Dask's memory accounting and dashboard show: of the host.
+        # Dask's memory accounting and dashboard show this: host memory only.
         return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values() if is_on_host(b))
 
     def __reduce__(self) -> Any:
@@ -66,7 +67,7 @@ def _bundle_of(slots: dict[int, dict[int, np.ndarray]], device: str) -> Bundle:
 
 @dataclass
 class WorkerState:
-    """What meshtape keeps in a worker: the queue of what it runs, its data plane, its places in meshes and prepared programs."""
+    """The state of meshtape in a worker: its queue, its data plane, its places in meshes and its prepared programs."""
 
     resident: Resident
     plane: DataPlane | None = None
@@ -76,7 +77,7 @@ class WorkerState:
     device_groups: dict[tuple[bytes, int], Transport] = field(default_factory=dict)
 
     def device_group(self, seat: Seat, epoch: int, host: Group, timeout: float) -> Transport:
-        """What carries blocks of devices between the processes of a mesh: made once for each of its epochs."""
+        """The transport of device blocks between the processes of a mesh, made once for each of its epochs."""
         key = (seat.mesh, epoch)
         found = self.device_groups.get(key)
         if found is None:
@@ -91,7 +92,7 @@ class WorkerState:
         return found
 
     def drop_device_groups(self, mesh: bytes) -> None:
-        """Forget what carried the device blocks of a mesh."""
+        """Close the transports of device blocks of a mesh."""
         for key in [k for k in self.device_groups if k[0] == mesh]:
             self.device_groups.pop(key).close()
 
@@ -106,7 +107,7 @@ class WorkerState:
             del self.programs[p]
 
     def left(self, client: str) -> None:
-        """A client's stream has ended: so have its meshes."""
+        """Forget the meshes of a client whose stream has ended."""
         for mesh in [m for m, c in self.owners.items() if c == client]:
             self.forget(mesh)
 
@@ -137,7 +138,7 @@ class MeshtapeWorker(WorkerPlugin):
         }
         worker.metrics["meshtape_written"] = lambda w: activity.written()
 
-        # What the scheduler says when a worker or a client of a mesh is gone.
+        # The scheduler calls these when a worker or a client of a mesh is gone.
         async def meshtape_left(mesh: bytes, worker_left: str) -> None:
             if state.plane is not None:
                 state.plane.left(mesh, worker_left)
@@ -164,7 +165,7 @@ class MeshtapeWorker(WorkerPlugin):
 
 
 async def _taken(resident: Resident, session: str, number: int, slot: int, ranks: Sequence[int]) -> Any:
-    """Blocks of what an item left here, as soon as it has ended."""
+    """Blocks of an item's value, as soon as the item has ended."""
     try:
         bundle = await resident.of(session).value(number)
         blocks = {r: bundle.slots[slot][r] for r in ranks}
@@ -241,7 +242,7 @@ class Seat:
 
     @property
     def memory(self) -> BlockMemory:
-        """Where the blocks of this process are."""
+        """The memory of this process's blocks."""
         return memory_of(self.device)
 
     @functools.cached_property
@@ -294,7 +295,7 @@ def seat_here(mesh: bytes) -> Seat:
 
 
 def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
-    """Do what a client says, or put it in the queue."""
+    """Carry out a client's message, or queue it."""
     op = message["op"]
     if op == "run":
         desk.add(_run_item(state, desk, message))
@@ -377,8 +378,8 @@ def ranges_of(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def _landed(
     ranges: Ranges, bundles: Mapping[int, Bundle], given: Sequence[Mapping[int, np.ndarray]], memory: BlockMemory
 ) -> Iterator[Mapping[int, np.ndarray]]:
-    """The blocks of inputs where they are computed on: those that come with a message, or were sent before it, are host memory. The
-    number -1 stands for what comes with the message."""
+    """The blocks of inputs in the memory of the process. Blocks that come with a message, or were sent before it, are
+    in host memory. The number -1 stands for blocks that come with the message."""
     for n, first, count in ranges:
         for slot in range(first, first + count):
             blocks = given[slot] if n < 0 else bundles[n].slots.get(slot)
@@ -402,7 +403,7 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
         (:mod:`.scan`): how many, how many outputs are carried, and the slots that the turns read, turn by turn; ``blocks`` are inputs
         that come with the message; the inputs whose numbers are in ``keep`` stay in the bundle, after the outputs.
     bundles
-        What earlier items left here, by their numbers.
+        Values of earlier items on this worker, by item number.
     """
     seat, plane = state.seats.get(m["mesh"]), state.plane
     if seat is None or plane is None:
@@ -481,7 +482,7 @@ def create_blocks(seat: Seat, fn: Callable[..., Any], payloads: Mapping[int, Any
 
 
 def kept(seat: Seat, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
-    """Host blocks as a bundle: where the ranks compute."""
+    """Host blocks as a bundle, in the memory that the ranks compute in."""
     memory = seat.memory
     with memory.using():
         return Bundle({i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})
