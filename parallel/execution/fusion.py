@@ -1,7 +1,8 @@
 """Elementwise chains of a rank program: the same pass as for compiled programs of one device, on the steps that ranks run.
 
-Partitioning comes first: what is a chain is a run of calls on blocks of one split, whatever is pending in them, as each call was placed
-before. Collectives keep their order and stay where their results are first read; a call may wait, past them, for the one that reads it.
+Partitioning comes first, so a chain is a run of calls on blocks of one split; pending reductions do not matter.
+Collectives keep their order and stay where their results are first read. A call may move past them to the call that
+reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Doing = tuple[Any, tuple[int, ...]]
 
 
 class Chain(NamedTuple):
-    """Calls that go over the blocks together; ``group`` has them as entries."""
+    """Calls that are computed together, in one pass over the blocks; ``group`` has them as entries."""
 
     group: Group
     calls: tuple[Local, ...]
@@ -33,7 +34,7 @@ class Chain(NamedTuple):
 def fused(
     program: RankProgram, doings: Sequence[Doing], *, cuda: bool = False, apart: Collection[int] = frozenset()
 ) -> list[Doing]:
-    """What is done, in order, with runs of elementwise calls made into chains. ``apart`` are variables that no chain may have."""
+    """The steps in order, with runs of elementwise calls fused into chains. No chain has a variable of ``apart``."""
     calls = {s.outputs[0]: s for s, _ in doings if isinstance(s, Local) and _may_join(s, program, apart)}
     if len(calls) < 2:
         return list(doings)
@@ -62,7 +63,8 @@ def fused(
 
 
 def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
-    """Whether all ranks do the same in a call, as far as a chain is concerned. (Where blocks are empty, a pending maximum is filled in.)"""
+    """Whether a call is the same on all ranks, so that it may join a chain. (A pending maximum of no elements is filled
+    in.)"""
     if s.by_rank is not None or s.rule.localize is not None or len(s.outputs) != 1:
         return False
     if any(op in ("max", "min") for _, op in program.layouts[s.outputs[0]].partials):

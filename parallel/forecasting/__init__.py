@@ -31,7 +31,7 @@ def forecast(
     links: Mapping[str, Any] | LinkFigures | None = None,
     place: Place | None = None,
 ) -> Forecast:
-    """What ``step(*args)`` needs on a mesh of any size: memory, messages and time of a rank. Nothing is computed.
+    """Memory, messages and time of a rank for ``step(*args)`` on a mesh of any size. Nothing is computed.
 
     Every rank is a process with a device of its own. Bytes and messages are those that the executor would send. Times are
     lower bounds by data sheets: calls take as long as their operations or their bytes (a roofline), rounds of messages a latency each

@@ -61,7 +61,7 @@ FAMILIES = {
         },
     )
 }
-"""The models of Hugging Face that are this one, with the defaults of their ``config.json``."""
+"""The model types of Hugging Face that are this model, with the defaults of their ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def apply(
 
 
 def _tokens(p: Any, ids: Any, c: Config, types: Any, key: Array | None, plan: Plan | None) -> Array:
-    """What goes into the first block."""
+    """The embedded tokens, which are the input of the first block."""
     ids = check_ids("encoder", ids, c.max_length)
     segment = p["type"][0] if types is None else nn.embedding(types, p["type"])
     x = nn.embedding(ids, p["word"]) + p["place"][: ids.shape[1]] + segment
@@ -222,7 +222,7 @@ def _blocks(
     plan: Plan | None,
     recompute: str,
 ) -> Array:
-    """A run of blocks, of which the first has the number ``first``."""
+    """Consecutive blocks, numbered from ``first``."""
     for i, layer in enumerate(layers, first):
         # One key a block, drawn outside it: a block that is computed again draws the same. The first is the embedding's.
         block_key = None if key is None else random.fold_in(key, i + 2)
@@ -335,8 +335,8 @@ def staged(
     config
         The sizes.
     loss
-        ``loss(params, x, batch, key)``: what a loss function gives, from the vectors ``x`` of all tokens, ``(batch, sequence, width)``.
-        ``params`` has what stands in the tree beside ``"embed"`` and ``"layers"``: the parameters of a head.
+        ``loss(params, x, batch, key)``: a loss function of the vectors ``x`` of all tokens, ``(batch, sequence,
+        width)``. ``params`` has what stands in the tree beside ``"embed"`` and ``"layers"``: the parameters of a head.
     plan, recompute
         As :func:`apply` takes them.
     tied
