@@ -1,10 +1,10 @@
-"""Arrays larger than memory: Zarr on disk, computed block by block.
+"""Streaming: arrays larger than memory, in Zarr stores, computed block by block.
 
-The idea is that of more ranks than there is memory for. Each rank's block is divided further, along the dimension that is split
-first; the program is partitioned for all these *virtual ranks*; and a rank runs them one after the other, reading its blocks from
-the store and writing its results there. What is left pending (a sum, a maximum over all) is joined as it comes about; where later work
-needs it, the blocks are read once more (:mod:`.streaming_passes`). Before anything is read, the memory of a block's program is worked out from
-its liveness and held against the limit.
+Each rank's block is divided further, along the dimension that is split first, and the program is partitioned for all
+these *virtual ranks*. A rank runs them one after the other, reading their blocks from the store and writing their
+results there. Pending reductions (a sum, a maximum over all) are joined block by block. Where later calls need their
+values, the blocks are read once more (:mod:`~meshtape.parallel.partition.streaming_passes`). Before anything is read,
+the memory of a block's program is computed from its liveness and compared with the limit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays 
 
 
 class _Job(NamedTuple):
-    """What a rank is told: the program, its virtual ranks, where inputs come from and results go, and the axes of all blocks."""
+    """The job of a rank: the program, its virtual ranks, sources of inputs, targets of outputs, and names of axes."""
 
     program: RankProgram
     virtual: tuple[int, ...]
@@ -65,9 +65,9 @@ def stream(
     Parameters
     ----------
     fn
-        An ordinary function of whole arrays: elementwise work, products and normalisation along what is not split, sums and
-        extrema over it. Where it goes on with what is reduced over all blocks (``x - mean(x)``, a softmax over the split
-        dimension), the arrays are read once more for each such step.
+        An ordinary function of whole arrays: elementwise calls, products and normalisation along dimensions that are
+        not split, sums and extrema along those that are. The arrays are read once more for each reduction over all
+        blocks whose value is used further (``x - mean(x)``, a softmax over the split dimension).
     *args
         :class:`Stored` arrays of one mesh, arrays and numbers. Arrays that are not stored go to every rank whole.
     memory
@@ -76,14 +76,14 @@ def stream(
         Path of a Zarr array to write the result to; a tree of paths, like the result, for several; None where a result is a
         reduction, which is given back as an array.
     scratch
-        Directory (or address of a store) that every worker can use, for values on their way from blocks to other blocks: sums of
-        rows whose columns are split too. By default beside the first path of ``to``, or a temporary directory where all ranks
-        are in this process. It is emptied at the end.
+        Directory (or address of a store) that every worker can use, for values that are split over other blocks later:
+        sums of rows whose columns are split too. By default beside the first path of ``to``, or a temporary directory
+        where all ranks are in this process. It is emptied at the end.
 
     Returns
     -------
     tree
-        Like ``fn``'s: :class:`Stored` for what was written, arrays for what was reduced.
+        Like ``fn``'s: :class:`Stored` for written results, arrays for reductions.
 
     Raises
     ------
@@ -95,8 +95,9 @@ def stream(
     CheckpointExists
         Where something is already at a path of ``to``.
     StorageFull, StoreError
-        Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error. What a killed process leaves is no
-        array: ``mt.storage.leftovers`` lists it, and the next call removes it; in an object store, the next call for that path replaces it.
+        Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error. A killed process
+        may leave files, but no array: ``mt.storage.leftovers`` lists them, and the next call removes them; in an object
+        store, the next call for that path replaces them.
     OutOfMemory
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """
@@ -225,7 +226,7 @@ def _bytes(memory: int | str) -> int:
 
 
 def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDef) -> tuple[Program, Any, list[Any]]:
-    """The program of a function of arrays that are not here."""
+    """The program of a function, traced on stand-ins for stored arrays."""
     trace = _Trace()
 
     def stand_in(x: Any) -> Any:
@@ -249,7 +250,7 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
 
 
 def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> tuple[list[Pass], int]:
-    """The program for as many virtual ranks as it takes to stay within the limit, in passes; and how many a rank has."""
+    """The passes of the program over enough virtual ranks to stay within the limit, and their number a rank."""
     longest = max((_first(x)[1] for x in given if isinstance(x, Stored)), default=1)
     parts = 2  # so that what is split over blocks is known as such
     while True:
@@ -272,7 +273,7 @@ def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> t
 
 
 def _over_blocks(layout: Layout, sizes: Sequence[int]) -> bool:
-    """Whether each block gives elements of its own: what goes to a store as it comes about."""
+    """Whether a value is split over blocks, and so is written to a store block by block."""
     return any(len(sizes) - 1 in axes for _, axes in layout.shards)
 
 
@@ -294,7 +295,7 @@ def _divided(x: Stored, extra: int) -> Layout:
 
 
 def _peak(p: RankProgram) -> int:
-    """Bytes of the blocks that are alive together at the worst step of a virtual rank."""
+    """Peak bytes of live blocks on a virtual rank."""
 
     def size(v: int) -> int:
         aval = p.avals[v]
@@ -326,13 +327,13 @@ def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]
 
 
 def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
-    """Ranks that have something to do: along axes that nothing is split over, the first does it for all."""
+    """Ranks with work to do: along axes that nothing is split over, only the first."""
     used = {a for v in p.inputs for _, axes in p.layouts[v].shards for a in axes}
     return [r for r in range(mesh.size) if all(c == 0 or a in used for a, c in enumerate(mesh.coordinates(r)))]
 
 
 def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh, count: int) -> np.ndarray:
-    """What ranks found of a variable: their blocks put together, and contributions to one block reduced."""
+    """A variable's value from all ranks: blocks put together, contributions to one block reduced."""
     layout, aval = p.layouts[v], p.avals[v]
     bound = {a for a, _ in layout.partials} | {a for _, axes in layout.shards for a in axes}
     op = next((op for a, op in layout.partials if a < len(mesh.sizes)), None)
@@ -352,7 +353,7 @@ def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh,
 
 
 def _run_blocks(payloads: Mapping[int, _Job], blocks: Any) -> dict[int, list[Any]]:
-    """The virtual ranks of the ranks of one process, one after the other; what is left pending, joined."""
+    """Run the virtual ranks of one process's ranks one after the other, and join pending reductions."""
     return {r: _run_rank(job) for r, job in payloads.items()}
 
 
