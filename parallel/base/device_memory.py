@@ -30,8 +30,7 @@ class BlockMemory(Protocol):
     """The namespace of its arrays."""
 
     def using(self) -> AbstractContextManager[Any]:
-        """A context in which this thread computes on the device and used-up memory raises an error of ours. Every
-        thread enters its own."""
+        """A context for this thread to compute on the device. Used-up memory then raises an error of ours."""
 
     def bind(self, op: Op) -> Callable[..., Any]:
         """The implementation of an op for its arrays."""

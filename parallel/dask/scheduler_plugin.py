@@ -212,8 +212,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         self.meshes.pop(mesh, None)
 
     async def activity(self, name: str, written: dict[str, Any], activities: list[dict[str, Any]]) -> None:
-        """The saves, merges and reshards of a client's process (`progress`). The live page shows them even after the
-        client left."""
+        """The saves, merges and reshards of a client (`progress`). The live page shows them even after it has left."""
         before = self.reports.pop(name, {"bases": {}})["bases"]
         # Where a place in an object store is written once more, what was written there earlier does not count.
         bases = {

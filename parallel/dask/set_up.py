@@ -59,8 +59,7 @@ async def _install(dask_worker: Any) -> None:
 
 
 def _check_versions(client: Client, addresses: Sequence[str]) -> None:
-    """Check that every worker has this meshtape and this NumPy, by a function of the standard library, which any worker
-    has."""
+    """Check that every worker has this meshtape and this NumPy, by a function that needs neither."""
     for package in ("meshtape", "numpy"):
         mine = importlib.metadata.version(package)
         for address, theirs in ask(client, importlib.metadata.version, package, workers=addresses).items():

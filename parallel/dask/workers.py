@@ -35,8 +35,7 @@ class PerClient(Generic[T]):
 
 
 def check_client(who: str, client: Any) -> None:
-    """Raise :class:`MeshError` unless this is a synchronous client of Dask, :class:`ClusterError` if it is not
-    connected."""
+    """Raise :class:`MeshError` unless this is a synchronous client, :class:`ClusterError` unless it is connected."""
     if not isinstance(client, Client):
         raise MeshError(f"{who} takes a distributed.Client, got {type(client).__name__}")
     if client.asynchronous:

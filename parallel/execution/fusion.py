@@ -63,8 +63,7 @@ def fused(
 
 
 def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
-    """Whether a call is the same on all ranks, so that it may join a chain. (A pending maximum of no elements is filled
-    in.)"""
+    """Whether a call may join a chain, as it is the same on all ranks. (A pending maximum fills in empty blocks.)"""
     if s.by_rank is not None or s.rule.localize is not None or len(s.outputs) != 1:
         return False
     if any(op in ("max", "min") for _, op in program.layouts[s.outputs[0]].partials):

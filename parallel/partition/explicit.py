@@ -20,8 +20,7 @@ _active: ContextVar[bool] = ContextVar("explicit_sharding", default=False)
 
 @contextmanager
 def explicit_sharding() -> Iterator[None]:
-    """A context in which an op whose operands are split unsuitably raises, instead of having them gathered or
-    exchanged.
+    """A context in which an op whose operands would have to be gathered or exchanged raises instead.
 
     Still allowed are moves that are asked for by name (:func:`meshtape.reshard`, ``shard_map``), slices of replicated
     blocks, and the reduction of pending sums. The context applies to calls of ops and to the compilation of functions.

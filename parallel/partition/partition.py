@@ -282,8 +282,7 @@ def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], ori
 
 
 def with_frees(p: RankProgram) -> RankProgram:
-    """The program with the variables that may be dropped after each step, and without unused steps (such as random
-    draws that were made in parts instead)."""
+    """The program with the variables to drop after each step, and without unused steps (such as random draws)."""
     needed = set(p.outputs)
     steps: list[Step] = []
     for s in reversed(p.steps):

@@ -192,8 +192,7 @@ def plan_collective(n: int, c: Collective) -> CollectivePlan:
 
 
 def in_halves(c: Collective) -> tuple[Collective, Collective] | None:
-    """Two collectives that together are ``c``, for a process that hosts all ranks, if every block has parts of all
-    others.
+    """Two collectives that together are ``c``, for a process that hosts all ranks.
 
     The first joins all blocks to one shared array, the second cuts it. That takes two copies a rank instead of one for
     each pair of ranks. None for other collectives, and where blocks differ. The two may take, and return, blocks with

@@ -75,8 +75,7 @@ UNPACK = RankOp("unpack", ("found", "order", "counts", "like"), _unpack, _no_sha
 
 
 class Ragged(NamedTuple):
-    """A move of rows between the ranks of each group. Row ``i`` of a table has the counts that place ``i`` sends to
-    each.
+    """A move of rows between the ranks of each group. Row ``i`` of a table has the counts that place ``i`` sends.
 
     ``back`` returns the rows. ``likely`` and ``most`` count rows that cross between ranks: if all experts are chosen
     equally often, and at most.

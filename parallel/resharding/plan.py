@@ -129,8 +129,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want: Box) -> list[Overlap]:
-    """The blocks of a layout that meet ``want``, in the order of their places. They are found by division, without a
-    search.
+    """The blocks of a layout that meet ``want``, in order. They are found by division, without a search.
 
     >>> rows = Layout(((0, (0,)),))
     >>> [(o.rank, o.target.offset) for o in overlaps(rows, (4,), (10,), Box((2,), (5,)))]

@@ -288,8 +288,7 @@ class RankTrace:
         return tuple(found)
 
     def unreduced(self, x: Array) -> Array:
-        """The contributions to ``x`` if it is a sum over ranks, to be reduced later together with others; else
-        ``x``."""
+        """The contributions to ``x`` if it is a sum over ranks, to be reduced later with others; else ``x``."""
         parts = self.sums.get(x._buf.var) if self.meeting is None else None
         if parts is None or len(parts) == 1:
             return x if parts is None else parts[0]

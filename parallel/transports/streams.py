@@ -39,8 +39,7 @@ class Stream(Protocol):
         """Called when polling found the descriptor ready."""
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """Send some bytes and return their number. Raises ``BlockingIOError`` if none can go, ``OSError`` at the
-        end."""
+        """Send some bytes; returns how many. Raises ``BlockingIOError`` if none can go, ``OSError`` at the end."""
 
     def recv_into(self, view: memoryview) -> int:
         """Receive some bytes. Returns their number, 0 at the end. Raises ``BlockingIOError`` if none are there."""

@@ -76,8 +76,7 @@ def file_name(address: str) -> str:
 
 @contextmanager
 def collected(client: Any, folder: Path, *, quiet: bool = False) -> Iterator[None]:
-    """A context in which the logs of ``client``'s workers are appended to files in ``folder``; nothing without a
-    client.
+    """A context in which the logs of ``client``'s workers are appended to files in ``folder``.
 
     ``quiet`` keeps logs of Dask's workers from their own standard error. For workers that were started for this job
     that is the user's terminal, where each lost worker would leave a page of tracebacks although the run survives.
