@@ -1,9 +1,9 @@
 """Cost model of collectives: its constants, and the formulas that choose an algorithm.
 
-Seconds of a round, of a message and of a byte (Hockney: The communication challenge for MPP, 1994; with a term for what one process
-does for each message, as in Culler et al.: LogP, 1993). The constants of one host were fitted to two processes that share
-memory; those between hosts are figures of 10 Gbit Ethernet that were not measured here. They decide which algorithm is taken and never which
-result there is.
+Seconds of a round, of a message and of a byte (Hockney: The communication challenge for MPP, 1994; with a term for the
+overhead of a process for each message, as in Culler et al.: LogP, 1993). The constants of one host were fitted to two
+processes that share memory; those between hosts are figures of 10 Gbit Ethernet that were not measured here. They
+affect only the choice of the algorithm, never the result.
 """
 
 from __future__ import annotations

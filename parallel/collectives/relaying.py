@@ -1,9 +1,10 @@
-"""Small blocks that travel by way of other processes, so that a process sends as many messages as there are digits in their number.
+"""Relayed moves: small blocks go through other processes, so that each of n sends only about log2(n) messages.
 
-Processes stand in a ring. In round ``k`` each sends to the one ``2**k`` places on whatever it has that still has to go so far: every
-parcel takes the binary digits of its way, the lowest first. With one parcel for all this is the broadcast along a binomial tree, with
-one for each process Bruck's all-to-all, and with copies for all his all-gather, which sends no byte twice to one process (Bruck, Ho,
-Kipnis, Upfal, Weathersby: Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997).
+Processes form a ring. In round ``k`` each sends to the process ``2**k`` places on all parcels whose distance has that
+binary digit, the lowest digit first. With one parcel for all this is the broadcast along a binomial tree, with one for
+each process Bruck's all-to-all, and with copies for all his all-gather, which sends no byte twice to one process
+(Bruck, Ho, Kipnis, Upfal, Weathersby: Efficient algorithms for all-to-all communications in multiport message-passing
+systems, 1997).
 """
 
 from __future__ import annotations

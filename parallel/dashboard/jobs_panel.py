@@ -1,4 +1,4 @@
-"""The part of the live page that shows jobs, and the checkpoints that are being written: how far, how fast, and how they ended."""
+"""The jobs panel of the live page: training jobs and checkpoints in progress, with progress, rate and outcome."""
 
 from __future__ import annotations
 

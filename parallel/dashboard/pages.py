@@ -1,4 +1,4 @@
-"""Pages in the Dask scheduler's dashboard: what runs on the meshes, and the browser of checkpoints.
+"""Pages in the Dask scheduler's dashboard: activity on meshes, and the browser of checkpoints.
 
 One line of Dask's configuration mounts them::
 
@@ -8,10 +8,10 @@ One line of Dask's configuration mounts them::
 (`meshtape.storage.browse`). Both are as open as the dashboard itself; ``meshtape.browse.hosts`` may list the host names under which alone
 they answer.
 
-The page shows what the scheduler knows, and says where that ends. It knows what workers report with their heartbeats, twice a second at
-best: which programs wait, run and have run, and what the last collective was; one that took less may never be seen. Collectives go from worker
-to worker; of their bytes the scheduler knows nothing. Of checkpoints that are saved, merged or resharded it is told the bytes, by the
-processes that write them, at the same pace.
+The page shows only what the scheduler knows. Workers report with their heartbeats, twice a second at best: programs
+that wait, run and have run, and the last collective; a shorter one may never be seen. Collectives go from worker to
+worker, so the scheduler does not know their bytes. Processes that save, merge or reshard checkpoints report the bytes
+that they write, at the same pace.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The plugin of the Dask scheduler: turns of clients on workers, and news of who is gone.
+"""The plugin of the Dask scheduler: leases of clients on workers, and news of lost workers and clients.
 
-Gangs of two clients on the same workers would wait for each other for ever, one started first here and the other there. So a client
-holds a *lease* on the workers of its meshes while its gangs run. It keeps the lease without asking again until another client wants one
-of the workers; it is then told, ends what is on its way, and gives the lease up. The scheduler takes the lease from a client that
-leaves, and when others wait from one that does nothing with it for a while, or says nothing at all. The workers are told first: a client
-that goes on after it stood still knows of nothing, and what it sends must not come between the programs of others.
+Gangs of two clients on the same workers would deadlock, if one starts first here and the other there. So a client holds
+a *lease* on the workers of its meshes while its gangs run. It keeps the lease until another client wants one of the
+workers. The scheduler then tells the holder, which finishes its runs in flight and gives the lease up. The scheduler
+takes the lease from a client that leaves, and, if others wait, from one that has not used it for a while or does not
+answer. It tells the workers first: a client that hung and goes on does not know, and its messages must not come between
+the programs of others.
 
-The scheduler also learns first that a worker or a client is gone: it tells the workers of the meshes concerned.
+The scheduler also learns first of a lost worker or client, and tells the workers of the meshes concerned.
 """
 
 from __future__ import annotations
@@ -74,8 +75,7 @@ class MeshtapeScheduler(SchedulerPlugin):
     # ----- leases -----------------------------------------------------------------------------------------------------
 
     async def acquire(self, name: str, workers: Iterable[str], patience: float) -> None:
-        """Give a client these workers, when its turn comes. ``patience`` is the seconds after which a holder that does nothing
-        loses them."""
+        """Give a client these workers, when its turn comes. An idle holder loses them after ``patience`` seconds."""
         wish = Wish(name, frozenset(workers), patience)
         self.waiting.append(wish)
         self._grant()
@@ -135,8 +135,7 @@ class MeshtapeScheduler(SchedulerPlugin):
                 self.scheduler.log_event(YIELD + name, {"waiting": len(self.waiting)})
 
     async def _revoke_idle(self) -> None:
-        """While clients wait: take the lease from holders that had nothing on their workers, or said nothing, for as long as those have
-        patience."""
+        """Take the lease from holders that were idle or silent for longer than the patience of waiting clients."""
         while self.waiting:
             self._ask_holders()
             await asyncio.sleep(min(0.5, *(w.patience / 4 for w in self.waiting)))
@@ -160,8 +159,8 @@ class MeshtapeScheduler(SchedulerPlugin):
                     await self._fence(name, workers, closed=True)
 
     async def _fence(self, name: str, workers: Iterable[str], closed: bool) -> None:
-        """Tell workers to refuse programs and gangs of a client, and to end what they can; or to take them again. Of two such messages the
-        one sent last counts, whichever comes first."""
+        """Tell workers to refuse programs and gangs of a client and to stop those that they can, or to accept them
+        again. Of two such messages the one sent last counts."""
         message = {"op": "meshtape_fence", "client": name, "number": next(self._fences), "closed": closed}
         await self._asked(message, workers)
 
@@ -185,7 +184,7 @@ class MeshtapeScheduler(SchedulerPlugin):
     # ----- workers that a client cannot reach ---------------------------------------------------------------------------
 
     async def relay(self, comm: Any, client: str, session: str, address: str) -> Any:
-        """A client's stream to a worker, by way of the scheduler."""
+        """Relay a client's stream to a worker through the scheduler."""
         try:
             there = await connect(address, deserialize=False, **self.scheduler.connection_args)
         except (OSError, TimeoutError) as e:
@@ -269,7 +268,7 @@ class MeshtapeScheduler(SchedulerPlugin):
 
 
 async def _pump(source: Any, target: Any) -> None:
-    """Hand on what comes, unread, until one of the two ends."""
+    """Forward messages unread, until one of the two comms ends."""
     with contextlib.suppress(OSError):
         while True:
             await target.write(await source.read())

@@ -178,7 +178,7 @@ async def _taken(resident: Resident, session: str, number: int, slot: int, ranks
 
 
 def close_state(address: str) -> None:
-    """Close what is open for a worker of this process."""
+    """Close the resources of a worker of this process."""
     with _LOCK:
         state = _STATES.pop(address, None)
     if state is not None:
@@ -216,7 +216,7 @@ def open_plane(
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place in a mesh: what it is told once, when the mesh is opened."""
+    """A process's place in a mesh, sent to it once when the mesh is opened."""
 
     mesh: bytes
     process: int
@@ -270,8 +270,8 @@ def names_of(homes: Sequence[int], addresses: Sequence[str]) -> dict[int, str]:
 
 
 def desk_here(address: str, session: str) -> tuple[Desk, Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """In a task of Dask's: what a client has on this worker, and a function that waits for what the worker's event loop is to do. Raises
-    :class:`RankLost` on any other worker than the one at ``address``."""
+    """Called in a task of Dask's: a client's desk on this worker, and a function that waits for a coroutine on the
+    worker's event loop. Raises :class:`RankLost` on any other worker than the one at ``address``."""
     worker = get_worker()
     state = _STATES.get(worker.address)
     if worker.address != address or state is None:
@@ -284,7 +284,7 @@ def desk_here(address: str, session: str) -> tuple[Desk, Callable[[Coroutine[Any
 
 
 def seat_here(mesh: bytes) -> Seat:
-    """In a task of Dask's: the place of this worker in a mesh."""
+    """Called in a task of Dask's: the place of this worker in a mesh."""
     seat = _STATES[get_worker().address].seats.get(mesh)
     if seat is None:
         raise RankLost("this process forgot the mesh: it was closed")

@@ -122,7 +122,8 @@ class PreparedChain:
             self._by_rank[r] = made[shapes]
 
     def run(self, values: dict[int, Any], rank: int, failure: Callable[[Exception, str, str], Exception]) -> None:
-        """Compute the outputs among the blocks of a rank. ``failure`` says what is raised for an error, a call and its line."""
+        """Compute the outputs for the blocks of a rank. ``failure`` makes an exception of an error, a call and its
+        line."""
         fn, rooms = self._by_rank[rank]
         into: list[Any] = []
         if self._on_host:

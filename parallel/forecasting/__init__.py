@@ -1,4 +1,4 @@
-"""Forecasts: what a step would need on a mesh of any size, from its program alone.
+"""Forecasts: memory, messages and time of a step on a mesh of any size, from its program alone.
 
 No worker is asked and no array is made. The partitioner writes the rank program of thousands of virtual ranks, as it does for a run; the
 replay takes its steps as an executor would, and keeps account of blocks, messages and time. ``specs`` makes programs of shapes,

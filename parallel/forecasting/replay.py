@@ -278,7 +278,7 @@ class _Avals(Blocks):
 
 
 def _spread(program: RankProgram, kinds: Mapping[int, str]) -> dict[int, str]:
-    """Kinds of gradients handed on: to what they are before and after a collective or a cast, and when they are scaled or added."""
+    """The kinds with that of gradients propagated through collectives and casts, and to scaled or added gradients."""
     found = {v: k for v, k in kinds.items() if v in program.avals}
     for backwards in (True, False):
         for s in reversed(program.steps) if backwards else program.steps:

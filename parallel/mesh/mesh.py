@@ -155,7 +155,7 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def close(self, *, wait: bool = True) -> None:
-        """Give back what the mesh holds on its workers. Arrays on it cannot be used afterwards.
+        """Free everything that the mesh holds on its workers. Arrays on it cannot be used afterwards.
 
         ``wait=False`` gives up what is still on its way, for a mesh that has lost a worker.
         """

@@ -232,7 +232,7 @@ class Pending:
         return self.mesh.place_layouts(op, avals, out_avals, layouts, params)
 
     def run(self) -> None:
-        """Compute every pending array that somebody holds, as one program."""
+        """Compute every pending array that is still referenced, as one program."""
         with self._lock:
             builder, inputs, layouts = self._builder, self._inputs, self._layouts
             wanted = [(v, b) for v, b in sorted(self._alive.items()) if b.handle is None]

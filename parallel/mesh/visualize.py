@@ -1,4 +1,4 @@
-"""Pictures of who holds what: text, the same in colours for terminals, HTML for notebooks."""
+"""Pictures of the blocks of each rank: text, the same in colours for terminals, HTML for notebooks."""
 
 from __future__ import annotations
 
