@@ -153,8 +153,7 @@ def tree_of(at: tuple[int, ...], owners: tuple[int, ...] | None) -> Tree:
 
 
 def segments(at: tuple[int, ...], size: int) -> tuple[list[int], tuple[int, ...]]:
-    """A vector of ``size`` elements divided between processes: ends of the parts, in whole cache lines, and their
-    owners.
+    """A vector of ``size`` elements divided between processes: ends of the parts, in whole cache lines, and owners.
 
     For a power of two of processes, the parts of a value that a process keeps are contiguous.
     """
@@ -165,8 +164,7 @@ def segments(at: tuple[int, ...], size: int) -> tuple[list[int], tuple[int, ...]
 
 
 class Combining:
-    """A reduction in progress on one process, from its contributions as vectors. ``rounds`` yields sends and
-    receives."""
+    """A reduction in progress on one process, from its contributions as vectors; ``rounds`` yields messages."""
 
     def __init__(
         self, share: Share, terms: Mapping[int, Any], reducer: Any, wide: bool, dtype: np.dtype, memory: BlockMemory

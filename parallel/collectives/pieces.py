@@ -56,8 +56,7 @@ def nbytes(batches: Sequence[Batch]) -> int:
 
 
 class Sink(Protocol):
-    """The receiver of a batch. The transport goes through the chunks in order, and in each through the batch's
-    arrays."""
+    """The receiver of a batch. The transport goes through chunks in order, and in each through the arrays."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -178,8 +178,7 @@ class Flight:
         self._give_up(list(self.gangs))
 
     def _stop_the_rest(self) -> None:
-        """Stop workers that still wait for a failed one, without waiting for answers, as a worker may be unable to
-        answer."""
+        """Stop workers that still wait for a failed one, without waiting for answers, as one may have none."""
         with self._streams.order:
             for a in self.addresses:
                 self._streams[a].send({"op": "stop", "mesh": self.mesh, "epoch": self.epoch})

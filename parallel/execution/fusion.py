@@ -122,8 +122,7 @@ class PreparedChain:
             self._by_rank[r] = made[shapes]
 
     def run(self, values: dict[int, Any], rank: int, failure: Callable[[Exception, str, str], Exception]) -> None:
-        """Compute the outputs for the blocks of a rank. ``failure`` makes an exception of an error, a call and its
-        line."""
+        """Compute the outputs for the blocks of a rank. ``failure`` makes an exception of error, call and line."""
         fn, rooms = self._by_rank[rank]
         into: list[Any] = []
         if self._on_host:

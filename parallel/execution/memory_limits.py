@@ -37,7 +37,7 @@ def check_room(
     homes
         The process of each rank.
     limits
-        Bytes that each process may use; None where nobody says.
+        Bytes that each process may use; None without a limit.
     processes
         Each process in words.
 

@@ -1,4 +1,4 @@
-"""The mesh: an n-dimensional grid of ranks with named axes, and the face that other packages see of it."""
+"""The mesh: an n-dimensional grid of ranks with named axes, and its interface to other packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sharded_array import IMPLICIT_LIMIT, Pending, ShardedBuffer, another_mesh,
 from .visualize import mesh_html
 
 MOST_RANKS = 1 << 20
-"""Beyond it a plan alone is larger than what a process holds."""
+"""The most ranks; beyond it a plan alone is larger than a process's memory."""
 
 
 class Mesh:

@@ -325,7 +325,7 @@ def staged(
     recompute: Recompute = "none",
     tied: bool = False,
 ) -> Stages:
-    """The encoder as the Trainer takes it where it is to be a pipeline (``mt.Trainer(…, stages=…)``).
+    """The stages of an encoder, for the option ``stages`` of ``mt.Trainer``.
 
     Batches have ``"ids"``, and where they are used ``"mask"`` and ``"types"``, as :func:`apply` takes them. Blocks are dealt evenly, the
     first stages getting one more.
@@ -336,7 +336,8 @@ def staged(
         The sizes.
     loss
         ``loss(params, x, batch, key)``: a loss function of the vectors ``x`` of all tokens, ``(batch, sequence,
-        width)``. ``params`` has what stands in the tree beside ``"embed"`` and ``"layers"``: the parameters of a head.
+        width)``. ``params`` has the other branches of the tree than ``"embed"`` and ``"layers"``: the parameters of a
+        head.
     plan, recompute
         As :func:`apply` takes them.
     tied

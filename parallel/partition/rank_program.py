@@ -1,4 +1,4 @@
-"""The program that every rank of a mesh runs: plain data, which the partitioner writes and the executor reads."""
+"""The rank program, which every rank of a mesh runs: plain data from the partitioner for the executor."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Step = Local | Moves
 class RankProgram:
     """The partitioned form of a program: the same text for every rank of a mesh with these axis lengths.
 
-    ``avals`` are those of the whole arrays; ``layouts`` say what a rank holds of each variable.
+    ``avals`` are those of the whole arrays; ``layouts`` give the block of each variable on a rank.
     """
 
     sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Ops that belong to meshes: ``reshard``, and the class of those that exist in programs of ranks alone."""
+"""Ops of meshes: ``reshard``, and the class of ops that exist only in rank programs."""
 
 from __future__ import annotations
 

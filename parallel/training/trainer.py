@@ -339,8 +339,8 @@ class Trainer(RunCheckpoints):
             c.on_start(self)
 
     def resume_from(self, which: str, most: float = math.inf) -> str | None:
-        """Load the checkpoint that ``which`` names, as the option ``resume`` does: for ``"auto"`` the newest, up to step ``most``, whose
-        parameters are finite. Its path, or None where there is none."""
+        """Load the checkpoint ``which``, like the option ``resume``: for ``"auto"`` the newest, up to step ``most``,
+        whose parameters are finite. Its path, or None where there is none."""
         if which not in ("auto", "never"):
             self.load(which)
             if not self.session.finite():

@@ -47,7 +47,7 @@ def pipeline(
     stage
         ``stage(params, x)``: one stage; the parameters are those of the stage alone, and the result is the next stage's ``x``.
     loss
-        ``loss(shared, x, y)``: the loss of one micro-batch (a mean over its samples), from what the last stage gave.
+        ``loss(shared, x, y)``: the loss of one micro-batch (a mean over its samples), from the last stage's result.
     mesh
         Has the axis ``axis``, whose ranks are the stages.
     axis

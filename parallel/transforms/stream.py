@@ -91,7 +91,7 @@ def stream(
         Where a tape watches an array that ``fn`` takes or reads from around it: streams have no derivative.
     ShardingConflict
         Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split has no
-        place to go; the message shows the step, and what to do.
+        place to go; the message shows the step, and a remedy.
     CheckpointExists
         Where something is already at a path of ``to``.
     StorageFull, StoreError

@@ -45,7 +45,7 @@ class Transport(Protocol):
         """The exchanges that follow belong to this turn of a loop within the run."""
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
-        """Send batches to processes, and fill sinks from what processes send.
+        """Send batches to processes, and fill sinks with the batches of processes.
 
         Parameters
         ----------
@@ -55,8 +55,8 @@ class Transport(Protocol):
         what
             The purpose in the user's words: ``all_reduce(data) of mean``.
         sends, receives
-            Batches (or single arrays) for each process, and sinks (or arrays to fill) for what each sends, in equal order.
-            A process that is named here must name this one, with batches of the same shapes.
+            Batches (or single arrays) for each process, and sinks (or arrays to fill) for those of each, in equal
+            order. A process that is named here must name this one, with batches of the same shapes.
 
         Raises
         ------

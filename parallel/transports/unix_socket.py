@@ -1,7 +1,7 @@
-"""Sockets of the system itself between two processes of one host, which cost it less than TCP through the loopback.
+"""Unix sockets between two processes of one host, which are cheaper than TCP through the loopback.
 
-A door is a name in ``/dev/shm`` beside that of the segment that the two share, under which one of them waits for the other, and which is
-taken away as soon as it came. Only the user of the process that made it can open it.
+A door is a name in ``/dev/shm`` beside that of the shared segment. One process listens there for the other, and removes
+the name as soon as that has connected. Only the user of the listening process can open it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Factor mappings of reading and writing by index.
 
-A dimension taken by a full slice is split like any batch. A dimension that is sliced is fetched through a window. One that is looked
-up (by an index array or a number) may be split too: reading then leaves each rank with the sum's part that it holds, writing with
-those writes that are its own. The index arrays' own dimensions may be split for reading, since each position is looked up on its
-own; writes of different ranks to one place have an order only where one rank sees them all.
+A dimension taken by a full slice is split like any batch. A dimension that is sliced is fetched through a window. One
+that is looked up (by an index array or a number) may be split too: a read then leaves a pending sum, and in a write
+each rank does those to its own places. The dimensions of index arrays may be split for reads, as each position is
+looked up by itself. For writes they may not, as writes of different ranks to one place have no order.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Factor mappings of linear algebra, Fourier transforms, sorting and running sums: batches may be split, what an op works along
-stays whole."""
+"""Factor mappings of linear algebra, Fourier transforms, sorting and running sums, which keep their dimensions
+whole."""
 
 from __future__ import annotations
 
