@@ -62,7 +62,7 @@ class Costs(NamedTuple):
         net, rounds = self.inside if hosts == 1 else self.between, depth(n)
         crossing = depth(hosts)
         levels = (rounds - crossing) * (self.inside.round + self.inside.message) + crossing * (net.round + net.message)
-        share = nbytes * (n - 1) / n  # what a process gets of all others where each has an equal part
+        share = nbytes * (n - 1) / n  # bytes that a process gets of all others, if parts are equal
         # Halving sends half of the block in the first round, within the host, and ever less afterwards.
         inner = nbytes * (1 - hosts / n)
         halves = inner * self.inside.byte + (share - inner) * net.byte
@@ -85,7 +85,7 @@ class Costs(NamedTuple):
         ['relayed', 'direct']
         """
         net, rounds = self.inside if hosts == 1 else self.between, depth(n)
-        # By way of others, what is for one process travels half of the rounds; copies are made as late as can be.
+        # A relayed parcel for one process travels in half of the rounds; copies are made as late as possible.
         travels = max(gets, rounds * gives) if out > gives else max(gets, gives) * rounds / 2
         scattered = 2 * (net.round + partners * net.message) + 2 * gives * net.byte
         return Ways(

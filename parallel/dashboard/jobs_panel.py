@@ -37,7 +37,7 @@ def work_of(scheduler: Any) -> list[dict[str, Any]]:
                 if a["doing"] or a["state"] == "done":
                     done = a[
                         "total"
-                    ]  # what comes after the bytes has begun; the workers' last reports may not have come
+                    ]  # the step after the bytes has begun, though the workers' last reports may not have come
             out.append(
                 {
                     "client": client,

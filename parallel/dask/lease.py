@@ -64,7 +64,7 @@ class Lease:
                 elif needed <= self._held and not self._wanted:
                     self._busy += 1
                     return
-                elif self._busy:  # what is on its way ends first
+                elif self._busy:  # runs in flight end first
                     self._changed.wait(1.0)
                     meanwhile()
                 else:

@@ -38,7 +38,7 @@ def told_to_nannies() -> Iterator[None]:
     import distributed  # noqa: F401  # whose defaults they are
 
     key = "distributed.nanny.pre-spawn-environ"
-    defaults = dask.config.merge(*dask.config.defaults)  # what is set now may be another cluster's
+    defaults = dask.config.merge(*dask.config.defaults)  # the current setting may be another cluster's
     dasks = {k: str(v) for k, v in dask.config.get(key, {}, config=defaults).items()}
     before = {k: os.environ.get(k) for k in ENVIRONMENT}
     for k in ENVIRONMENT:

@@ -86,7 +86,7 @@ class DaskRuntime:
         self._ranks = mesh_worker.names_of(self.homes, self.addresses)
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
-        # First: where a stream is opened anew, what its client had there is forgotten.
+        # First: a stream that is opened anew has lost its client's state.
         self._streams = set_up(client, self.addresses)
         try:
             self._open(secret, device)
@@ -375,7 +375,7 @@ class DaskRuntime:
     def close(self) -> None:
         if self._closed:
             return
-        self._flight.land()  # what is on its way still needs its program
+        self._flight.land()  # runs in flight still need the program
         self._closed = True
         if self.client.status == "running":
             last_word(self.client)

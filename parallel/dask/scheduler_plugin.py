@@ -25,7 +25,7 @@ from distributed import SchedulerPlugin
 from distributed.core import Status, connect
 
 _REPORTS = 64  # clients whose last report is kept
-_PATIENCE = 2.0  # seconds that workers have to say what they do
+_PATIENCE = 2.0  # seconds for the answers of workers
 
 YIELD = "meshtape-yield-"
 """Topic, followed by a client's name, under which it is told that others wait."""
@@ -82,7 +82,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         if not wish.granted.is_set():
             self._ask_holders()
             if self._watch is None or self._watch.done():
-                self._idle_since.clear()  # nobody has looked since the last watch ended
+                self._idle_since.clear()  # not watched since the last watch ended
                 self._heard.clear()
                 self._watch = asyncio.create_task(self._revoke_idle())
         try:
@@ -147,7 +147,7 @@ class MeshtapeScheduler(SchedulerPlugin):
                     self._idle_since.pop(name, None)
                 if patience is None or self.holders.get(name) is not workers:
                     continue
-                if name in self._fenced:  # the workers take nothing of it any more, and what they had has ended
+                if name in self._fenced:  # the workers refuse its programs, and have ended those that they had
                     if not running:
                         self._free(name)
                     continue
@@ -213,7 +213,7 @@ class MeshtapeScheduler(SchedulerPlugin):
     async def activity(self, name: str, written: dict[str, Any], activities: list[dict[str, Any]]) -> None:
         """The saves, merges and reshards of a client (`progress`). The live page shows them even after it has left."""
         before = self.reports.pop(name, {"bases": {}})["bases"]
-        # Where a place in an object store is written once more, what was written there earlier does not count.
+        # Where a place in an object store is written once more, earlier bytes do not count.
         bases = {
             a["id"]: before[a["id"]] if a["id"] in before else self.written(a["root"]) for a in activities if a["root"]
         }

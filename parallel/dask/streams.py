@@ -178,7 +178,7 @@ class WorkerStream:
             await self._outbox.write_to(self.comm)
         except OSError as e:
             self.lose(f"its connection ended: {e}")
-        except Exception as e:  # what cannot be sent, or an error of ours: never an endless wait
+        except Exception as e:  # an unsendable message, or an error of ours: never an endless wait
             self.lose(f"a message to it could not be sent: {type(e).__name__}: {e}")
 
     async def _read(self) -> None:
@@ -412,7 +412,7 @@ class WorkerStreams:
                 s.send({"op": "ping"})
                 s.wake()
             await asyncio.sleep(tick)
-            # Ticks are counted, not the time: where this process was stopped itself, nobody else is to blame.
+            # Ticks are counted, not the time: if this process itself was stopped, workers are not to blame.
             for s in busy:
                 s.silent = 0.0 if s.heard else s.silent + tick
                 if s.silent >= timeout:

@@ -33,7 +33,7 @@ from .worker_queue import Desk, Item, Ref, Resident, failure_message, unpacked
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
 
-_POOL_PART = 8  # of what a worker may use, at most, is unused memory that it keeps for blocks
+_POOL_PART = 8  # the most of a worker's memory that it keeps unused for blocks
 
 Ranges = Sequence[tuple[int, int, int]]
 """Slots of bundles, as (number of the item that left the bundle, first slot, how many)."""
@@ -291,7 +291,7 @@ def seat_here(mesh: bytes) -> Seat:
     return seat
 
 
-# ----- what a stream says ---------------------------------------------------------------------------------------------
+# ----- commands of a stream -------------------------------------------------------------------------------------------
 
 
 def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
     elif op == "seat":
         seat = Seat(**message["seat"])
         state.seats[seat.mesh] = seat
-    elif op == "stop":  # what still waits for a process that failed ends
+    elif op == "stop":  # end the waits for a failed process
         if state.plane is not None:
             state.plane.stop(message["mesh"], message["epoch"])
     elif op == "cancel":
@@ -341,7 +341,7 @@ def _drop_slots(desk: Desk, number: int, slots: Sequence[int]) -> None:
     bundle = desk.resident.value(key)
     for slot in slots:
         bundle.slots.pop(slot, None)
-    desk.resident.store(key, bundle)  # what it weighs has changed
+    desk.resident.store(key, bundle)  # its size has changed
 
 
 def _run_item(state: WorkerState, desk: Desk, m: dict[str, Any]) -> Item:

@@ -170,7 +170,7 @@ class Desk:
         if not task.cancelled() and task.exception() is not None:
             self.comm.abort()
 
-    # ----- what comes -------------------------------------------------------------------------------------------------
+    # ----- incoming items ---------------------------------------------------------------------------------------------
 
     def add(self, item: Item) -> None:
         """Queue an item behind the earlier ones."""
@@ -218,7 +218,7 @@ class Desk:
         self.ended.setdefault(number, asyncio.Event()).set()
         self.say({"op": "failed", "n": number, **failure_message(error)})
 
-    # ----- what is asked for ------------------------------------------------------------------------------------------
+    # ----- values of items --------------------------------------------------------------------------------------------
 
     async def value(self, number: int) -> Any:
         """The value of an item, once it has ended. Raises its error, or :class:`RankLost` where the value is gone."""
@@ -269,7 +269,7 @@ class Desk:
                 self.resident.count(what.name, time.perf_counter() - begun)
                 self.say({"op": "done", "n": what.number})
             finally:
-                what = values = value = None  # type: ignore[assignment]  # they are not to live until the next comes
+                what = values = value = None  # type: ignore[assignment]  # they must not live until the next item comes
                 self._now = None
 
     async def _needed(self, ref: Ref) -> Any:
@@ -420,7 +420,7 @@ class Resident:
             raise RankLost(f"worker {self.worker.address} knows no session {session}: it was started anew, or cut off")
         return desk
 
-    # ----- what the scheduler is told ---------------------------------------------------------------------------------
+    # ----- reports to the scheduler -----------------------------------------------------------------------------------
 
     def count(self, name: str, seconds: float | None) -> None:
         """Count an item that has ended; ``seconds`` is None where it failed."""

@@ -429,7 +429,7 @@ class Beside:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and any(not f.done() for _, f in self._under_way.values()):
             self._failed = self._failed or error
-            self._transport.shutdown()  # whoever waits here waits no longer
+            self._transport.shutdown()  # wakes the threads that wait here
         self._thread.shutdown(wait=True)
         self._transport.eager = True
 

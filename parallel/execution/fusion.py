@@ -105,7 +105,7 @@ class PreparedChain:
         make: Callable[..., Any] = executable if self._on_host else cuda_fusion.executable
         self._takers = [tuple(group.inputs[k] for k in ks if group.inputs[k] in frees) for ks in takers(group)]
         variables = dict.fromkeys((*group.inputs, *(v for e in group.entries for v in e.outputs)))
-        # Ranks whose blocks have the same shapes share what is made.
+        # Ranks whose blocks have the same shapes share a function.
         kinds = dict.fromkeys((program.avals[v].shape, program.layouts[v].shards) for v in variables)
         examples = [
             next(v for v in variables if (program.avals[v].shape, program.layouts[v].shards) == k) for k in kinds

@@ -77,7 +77,7 @@ def _end_with_the_worker(folder: Path) -> None:
     while sys.stdin.buffer.read(1 << 16):
         pass
     shutil.rmtree(folder, ignore_errors=True)  # one that was killed could not
-    os.killpg(0, signal.SIGKILL)  # this process, and what it has started
+    os.killpg(0, signal.SIGKILL)  # this process and its children
 
 
 def start() -> None:

@@ -117,7 +117,7 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
             )
         there = Sharding.of(wanted.mesh, wanted.layout.reduced())
         moved = moved_to_mesh(x, there)
-        return reshard(moved, wanted) if wanted.layout.partials else moved  # what is pending begins on the new mesh
+        return reshard(moved, wanted) if wanted.layout.partials else moved  # pending reductions begin on the new mesh
     if wanted.layout == now.layout:
         return x
     for axis, op in wanted.layout.partials:

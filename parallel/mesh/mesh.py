@@ -216,7 +216,7 @@ class Mesh:
         if not placed.lost or op.decompose is None or placed.rule.choice:
             self.check_moves(op, avals, layouts, placed)
             return placed.results
-        # The op will be decomposed: what becomes of its results is found by partitioning just that.
+        # The op will be decomposed: the layouts of its results are found by partitioning the decomposition.
         inputs = tuple(i for i, a in enumerate(avals) if isinstance(a, ShapeDtype))
         program = Program(
             inputs=tuple(range(len(inputs))),

@@ -67,7 +67,7 @@ def plan_transfer(
     strides = strides_of(sizes)
     split = {a for _, axes in layout.shards for a in axes}
     free = [range(0, sizes[a] * strides[a], strides[a]) for a in range(len(sizes)) if a not in split]
-    copies = [sum(p) for p in itertools.product(*free)]  # what the numbers of the replicas of a block differ by
+    copies = [sum(p) for p in itertools.product(*free)]  # offsets between the ranks of a block's replicas
     near: dict[tuple[Any, int], int] = {}
     if homes is not None and new_homes is not None:
         for r in reversed(range(n)):

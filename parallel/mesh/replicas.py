@@ -153,7 +153,7 @@ class Replica:
         self._ended = threading.Event()
         self._open = 0
         self._failed = False
-        self._kept: dict[str, Any] = {}  # worker → future of what it keeps
+        self._kept: dict[str, Any] = {}  # worker → future of its kept blocks
         self._keepers: dict[Key, list[str]] = {}
         arrays = [asarray(x) for x in leaves]
         far = [i for i, x in enumerate(arrays) if _remote(x)]

@@ -323,7 +323,7 @@ def elements(x: Array, mesh: Mesh) -> Iterator[Array]:
 
 
 def _fetched(x: Array, mesh: Mesh, window: int) -> Iterator[Array]:
-    layout = x[0]._buf.layout.reduced()  # noted, and never computed, as nobody holds it
+    layout = x[0]._buf.layout.reduced()  # recorded, and never computed, as it is dropped
     aval = ShapeDtype(x.shape[1:], x.dtype)
     here, start, values = None, 0, np.empty(0)
     for i in range(x.shape[0]):
@@ -334,6 +334,6 @@ def _fetched(x: Array, mesh: Mesh, window: int) -> Iterator[Array]:
             whole = window >= x.shape[0]
             here, start = x._buf, 0 if whole else i
             values = (x if whole else x[i : i + window])._concrete()
-        # A copy: who keeps one element does not keep all.
+        # A copy, so that one kept element does not keep all.
         value = HostValue(np.array(values[i - start], copy=True), layout, mesh.sizes)
         yield sharded_array(mesh, layout, aval, value)

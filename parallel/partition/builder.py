@@ -44,7 +44,7 @@ class Writer:
         self.inners: set[int] = set()
         self.hints = Hints()
         self.rounded: dict[int, np.dtype] = {}
-        self.roundings: list[Local] = []  # of what the moves that are due bring
+        self.roundings: list[Local] = []  # of the results of due moves
 
     def new(self, aval: ShapeDtype, layout: Layout) -> int:
         v = self.next_var
@@ -105,7 +105,7 @@ class Writer:
             found = self.moved[key] = self.new(self.avals[var], layout)
             if var in self.due_targets:
                 self.flush()
-            dtype = None if self.avals[var].dtype == short else short  # of what this stands for in float32
+            dtype = None if self.avals[var].dtype == short else short  # of the value that this stands for in float32
             if _is_local(now, layout):
                 # Nothing is sent: no reason to carry out the reductions that can still wait.
                 self.steps.append(Moves((Move(var, found, origin, None, why),)))

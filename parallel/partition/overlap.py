@@ -62,7 +62,7 @@ def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Actio
     begin: dict[int, list[Step | Start]] = {}  # after a step: calls that were brought forward, then rounds that start
     for i, k in hoisted.items():
         begin.setdefault(k, []).append(program.steps[i])
-    rounds: dict[int, list[Move]] = {}  # what is left of a step's round
+    rounds: dict[int, list[Move]] = {}  # the rest of a step's round
     waits: dict[int, list[Wait]] = {}
     tickets = 0
     for r in _rounds(program, made, bucket):

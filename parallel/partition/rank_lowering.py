@@ -83,7 +83,7 @@ def _lower_uneven(w: Any, code: RankCode, inputs: Sequence[int]) -> list[int]:
     while True:
         moving = True
         while moving:
-            # Each in turn, as far as its next message: so that whoever waits for one goes on beside who sent it.
+            # Each in turn, up to its next message, so that its receiver goes on beside the sender.
             before = sum(at)
             for r in range(n):
                 if r not in waiting:

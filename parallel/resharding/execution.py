@@ -95,7 +95,7 @@ class Running:
         for s in r.sends:
             batches = sends.setdefault(s.process, [])
             arrays = tuple(_view(self._source, x, s.span, self._memory.xp) for x in s.sources)
-            # Contributions to one part travel together, chunk by chunk; what is not joined has one source.
+            # Contributions to one part travel together, chunk by chunk; parts that are not joined have one source.
             batches.append(arrays)
         for j in r.joins:
             block = r.blocks[j.block]
@@ -155,5 +155,5 @@ class Running:
 
 def _is_all(a: np.ndarray) -> bool:
     """Whether an array fills the memory that it keeps alive, more or less."""
-    # (What is below an array on the pool's memory has no size of its own.)
+    # (The base of an array on the pool's memory has no size of its own.)
     return getattr(a.base, "nbytes", 0) <= a.nbytes

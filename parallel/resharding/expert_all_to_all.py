@@ -33,7 +33,7 @@ from ..collectives.pieces import Target
 from ..sharding.ops import RankOp
 from .plan import Piece, Plan
 
-# ----- what a rank does before and after ------------------------------------------------------------------------------
+# ----- local ops before and after the exchange ------------------------------------------------------------------------
 
 
 def _rows(x: Any) -> Any:
@@ -71,7 +71,7 @@ PACK = RankOp("pack", ("x", "order"), _pack, _no_shape)
 UNPACK = RankOp("unpack", ("found", "order", "counts", "like"), _unpack, _no_shape)
 
 
-# ----- what ranks do together -----------------------------------------------------------------------------------------
+# ----- the exchange ---------------------------------------------------------------------------------------------------
 
 
 class Ragged(NamedTuple):
@@ -175,7 +175,7 @@ class RaggedRunning:
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         s = self._share
-        out: dict[tuple[int, int], Any] = {}  # what each pair's sender gives
+        out: dict[tuple[int, int], Any] = {}  # the rows of each pair's sender
         for r, block in self._blocks.items():
             group, i = s.place[r]
             cuts = self._parts(self._tables[r][i].tolist())

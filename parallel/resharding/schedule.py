@@ -181,7 +181,7 @@ def _plan_rounds(
 ) -> MoveRounds:
     if plan.elements_moved:
         processes = _processes(plan, homes, process)
-    else:  # nobody else has a part in it
+    else:  # no other process takes part
         processes = {process: _Process(plan, [r for r, h in enumerate(homes) if h == process])}
     me = processes[process]
     blocks: list[Block] = []
@@ -294,7 +294,7 @@ def _relayed(plan: Plan, homes: tuple[int, ...], process: int, itemsize: int, ho
     given = givers(first)
     giver, taker = (min(given), first) if given else (first, second)
     if len(_parcels(plan, processes, giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
-        return None  # to work out what comes by would take longer than it is worth
+        return None  # planning the parcels would take longer than it saves
     lists = [_parcels(plan, processes, giver, q) if q != giver else [] for q in processes]
     takers = [q for q, parcels in zip(processes, lists, strict=True) if parcels]
     partners = max(len(given), len(takers), *(len(givers(q)) for q in takers[:1]))

@@ -128,7 +128,7 @@ def _propagate(
     arrays = [i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)]
     result_bytes = sum(a.nbytes for a in out_avals)
     now = {i: layouts[i] or REPLICATED for i in arrays}
-    if rule.valueless:  # what is pending is no concern here
+    if rule.valueless:  # pending reductions do not matter here
         now = {i: Layout(lay.shards) for i, lay in now.items()}
     chosen: dict[int, Any] = {}  # mesh axis → factor (int), set of partial operands, or nothing
     split: dict[int, list[int]] = {}  # factor → mesh axes
@@ -162,7 +162,7 @@ def _propagate(
         for group in rule.linear:
             if all(dict(now[i].partials).get(axis) == "sum" for i in group):
                 others = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays if i not in group)
-                # Somebody will reduce the result: putting that off pays where it is no larger than what is pending now.
+                # The result is reduced later: to defer that pays if it is no larger than the pending operand.
                 growth = result_bytes / max(sum(avals[i].nbytes for i in group), 1)
                 now_bytes = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in group)
                 candidates[group] = others + growth * now_bytes

@@ -128,7 +128,7 @@ def _write(
     write = _WRITES[op].bind(xp)
     if here is True:
         return write(x, v, *own, template=inner)
-    # Only what is the rank's: the index arrays become lists of places, and the values those at these places, in the same order.
+    # Only the rank's own writes: lists of places in place of the index arrays, and their values, in the same order.
     common = np.broadcast_shapes(*map(_shape, own))
     here = xp.broadcast_to(xp.asarray(here), common)
     at = _front(template)

@@ -172,7 +172,7 @@ def from_one(x: Array, axes: tuple[int, ...], source: int) -> Array:
     x = t.varied(x, axes)
     shape, dtype = t.meet("broadcast", axes, (source,), (x.shape, x.dtype))[source]
     if dtype != x.dtype:
-        x = x.astype(dtype)  # what the others hold is of no account
+        x = x.astype(dtype)  # values of other ranks do not matter
     return t.settled(apply(BROADCAST, (x,), {"axes": axes, "shape": shape, "source": source}), axes)
 
 

@@ -84,13 +84,13 @@ class RankTrace:
         self.inputs: set[int] = set()
         self.captured: list[Lifted] = []
         self.found: dict[tuple[int, int], Array] = {}
-        self.gathered: dict[int, tuple[Array, Mapping[str, Any]]] = {}  # results of all_gather, and what was gathered
+        self.gathered: dict[int, tuple[Array, Mapping[str, Any]]] = {}  # results of all_gather, and its operands
         self.sums: dict[
             int, tuple[Array, ...]
-        ] = {}  # all-reduced sums: what was reduced, or the reduced ones that were added
+        ] = {}  # all-reduced sums: their contributions, or the reduced sums that were added
         self.ids: dict[
             int, tuple[Any, ...]
-        ] = {}  # what values that are the same on all ranks are, in the same words on all
+        ] = {}  # names of those values that are the same on all ranks; so are their names
         self.used: list[tuple[tuple[int, ...], Any, Any]] = []  # … of those that ranks use beside values of their own
         self.ragged: frozenset[int] = NOWHERE  # axes along which blocks have different shapes
         self.known: frozenset[int] = NOWHERE  # axes along which Python code knows its index
@@ -306,7 +306,7 @@ def tracing(trace: RankTrace) -> Iterator[None]:
         raise MeshError("[shard_map] inside another mt.shard_map: the ranks' code is per-rank code already")
     before, origin = state.recorders, state.origin
     current.trace = trace
-    state.origin = None  # what is inside speaks its own words
+    state.origin = None  # calls inside name themselves
     state.recorders = (*(Outside(r) for r in before), _Notes(trace))
     try:
         yield

@@ -262,7 +262,7 @@ class _Run:
         self.keys = [None] * len(micro) if keys is None else keys
         self.frozen = [None] * len(params) if frozen is None else frozen
         self.scale = None if scale is None else pipe.to(scale, len(params) - 1)
-        self.inputs: dict[tuple[int, int], Any] = {}  # what a stage holds until its backward pass is over
+        self.inputs: dict[tuple[int, int], Any] = {}  # inputs of stages until their backward pass is over
         self.arriving: dict[tuple[int, int], Any] = {}  # outputs and cotangents on their way to the next action
         self.grads: list[Any] = [None] * len(pipe.parts)
         self.sums: dict[str, Array] = {}

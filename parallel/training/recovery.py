@@ -63,7 +63,7 @@ class Recovery:
             if self.policy is None or mesh is None or not is_loss(error, mesh):
                 raise error
             self._count(error, mesh, self.policy)
-            following = self._next(mesh)  # which waits as long as the policy says: what it raises is the end
+            following = self._next(mesh)  # waits as long as the policy says; its errors end the run
             try:
                 self._move(following)
                 return

@@ -109,7 +109,7 @@ class StagedSession(Session):
 
         return run
 
-    # ----- who has what -------------------------------------------------------------------------------------------------
+    # ----- owners of parameters ---------------------------------------------------------------------------------------
 
     def _learn(self, params: Any) -> None:
         """Find the leaves of the parameters that each stage needs, and their owners."""

@@ -88,7 +88,7 @@ class Recipe:
             raise TrainingError(f"zero must be a stage from 0 to 3, got {self.zero!r}")
         try:
             inspect.signature(self.loss).bind(None, None, None)
-        except ValueError:  # one in C, which does not say what it takes
+        except ValueError:  # a function in C without a signature
             pass
         except TypeError as e:
             raise TrainingError(
@@ -208,7 +208,7 @@ class Recipe:
         for batch, batch_key in zip(micro, sample_keys(step_key, micro), strict=True):
             loss = self._scaled(params, batch, batch_key, scale)
             (_, seen), g = value_and_grad(loss, has_aux=True)(train)
-            if scale is not None:  # what was differentiated is a mean: a sum would leave float16's range
+            if scale is not None:  # the mean was differentiated, as a sum would leave float16's range
                 g = trees.tree_map(lambda x, w=seen["weight"]: x * astype(w, x.dtype, copy=False), g)
             grads = g if grads is None else trees.tree_map(lambda a, b: wide(a) + wide(b), grads, g)
             sums = seen if not sums else {n: sums[n] + v for n, v in seen.items()}

@@ -228,7 +228,7 @@ class Trainer(RunCheckpoints):
         """A session of the run on a mesh."""
         return session_of(self.recipe, self.pipelining, mesh, self.source, self.sampler, **self.sizes)
 
-    # ----- what users read ------------------------------------------------------------------------------------------------
+    # ----- properties -------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:

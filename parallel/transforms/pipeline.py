@@ -270,7 +270,7 @@ class _Rank:
                 else:
                     of_x[j] = _filled(found[2], self._micro(x, j))
                 if a.kind == "I":
-                    # The same calls again, later: those that are equal are made once, so that only what is left is put off.
+                    # The same calls again, later. Equal calls are merged, so that only the others are deferred.
                     self.pulls[i, j] = (lambda pull=pull, seed=seed: pull(seed), None)
                 else:
                     of_params[i] = _sum(of_params.get(i), _filled(found[0], self._of_stage(params, i)))

@@ -118,7 +118,7 @@ def stream(
     passes, parts = _divide(program, given, mesh, limit)
     paths = _paths(to, result_def, statics)
     last = passes[-1].program
-    # A sum over blocks is kept in float32 until it is whole; it is stored, and given back, as what the function returned.
+    # A sum over blocks is kept in float32 until it is whole; it is stored, and returned, in the function's dtype.
     shapes = [(program.avals[o], last.layouts[v]) for o, v in zip(program.outputs, last.outputs, strict=True)]
     written = [_over_blocks(layout, last.sizes) for _, layout in shapes]
     for i, (path, (_, layout)) in enumerate(zip(paths, shapes, strict=True)):
@@ -186,7 +186,7 @@ def _run_passes(
             sources.update(zip(targets, found, strict=True))
             continue
         for i, (v, o) in enumerate(zip(p.outputs, outputs, strict=True)):
-            if isinstance(o, Parts):  # what ranks contributed is joined as it is read again
+            if isinstance(o, Parts):  # contributions are joined when they are read again
                 layouts = {v: p.layouts[v].reduced()}
                 join = RankProgram(
                     p.sizes, (v,), (), (v,), {v: program.avals[program.outputs[i]]}, layouts, name="stream"
@@ -235,7 +235,7 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
         aval = ShapeDtype(tuple(x.shape), x.dtype)
         return wrap(Tracer(trace, trace.builder.input(aval), aval, CPU, None, None))
 
-    # Tapes go on listening, so that what is made of a watched array on the way is known as such.
+    # Tapes keep recording, so that results of watched arrays are known as such.
     others = [r for r in state.recorders if not isinstance(r, Tape)]
     with not_recording(*others) if others else contextlib.nullcontext(), recording(trace):
         result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
@@ -252,7 +252,7 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
 def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> tuple[list[Pass], int]:
     """The passes of the program over enough virtual ranks to stay within the limit, and their number a rank."""
     longest = max((_first(x)[1] for x in given if isinstance(x, Stored)), default=1)
-    parts = 2  # so that what is split over blocks is known as such
+    parts = 2  # so that values that are split over blocks are known as such
     while True:
         sizes = (*mesh.sizes, parts)
         layouts = {

@@ -65,7 +65,7 @@ class CommStream(Handshake):
                     if self._in_bytes >= WINDOW:
                         await self._room.wait()
         except (OSError, TypeError, ValueError):
-            pass  # closed, or what came is not ours
+            pass  # closed, or the message is not ours
         finally:
             self._finish()
 

@@ -234,7 +234,7 @@ class Group:
             found = self._waiter.wait(patience, self.eager and self._apart)
             if found:
                 break
-            # Whoever computes still answers; a process that is stopped or cut off does not, and need not be waited for.
+            # A computing process still answers. One that is stopped or cut off does not, and is not waited for.
             if self._answers is not None and time.monotonic() < deadline:
                 for p in missing:
                     if not self._answers(p, min(self.silence, left)):

@@ -35,13 +35,12 @@ class Gate:
         """The most there were at once."""
 
     def enter(self, address: str, end: Callable[[], None]) -> int:
-        """A place for a connection from ``address``, which ``end`` ends; if there is none, another connection is
-        ended."""
+        """A place for a connection from ``address``, which ``end`` ends. A full gate ends another one first."""
         with self._changed:
             while len(self._inside) >= self._limit:
                 crowd, _ = Counter(a for a, _ in self._inside.values()).most_common(1)[0]
                 next(e for a, e in self._inside.values() if a == crowd)()
-                # Its thread ends as soon as it is run; until then nobody else comes in.
+                # Its thread ends as soon as it is run; until then no other connection enters.
                 self._changed.wait(_PAUSE)
             self._next += 1
             self._inside[self._next] = address, end

@@ -186,7 +186,7 @@ class NcclGroup:
         self._host.shutdown()
 
     def close(self) -> None:
-        # It waits for the device; whoever closes a mesh may be an event loop.
+        # It waits for the device, and an event loop may close the mesh.
 
         def destroy() -> None:
             with self._device:

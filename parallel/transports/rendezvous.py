@@ -133,7 +133,7 @@ class DataPlane:
             self._left.pop(mesh, None)
             for key in [k for k in self._groups if k[0] == mesh]:
                 group = self._groups.pop(key)
-                group.shutdown()  # wakes whoever still waits there; closing would not
+                group.shutdown()  # wakes waiting threads; closing would not
                 group.close()
             for key in [k for k in self._arrived if k[0] == mesh]:
                 self._arrived.pop(key).close()
@@ -207,7 +207,7 @@ class DataPlane:
             except (_Refused, ConnectionRefusedError):
                 raise
             except ConnectionError:
-                # A door that many stand in may have closed it, to let others in.
+                # A crowded listener may have closed it, to let others in.
                 time.sleep(pause)
         return self._connect_once(mesh, epoch, process, peer, address, share, timeout)
 
@@ -461,7 +461,7 @@ def _take(stream: Stream, peer: int, timeout: float) -> Link:
             if inside is None:
                 stream.write(b"+", timeout)
             else:
-                token = os.urandom(_TOKEN)  # says that who came in is who was let in here
+                token = os.urandom(_TOKEN)  # proves that the peer is the authenticated process
                 try:
                     inside.write(token, timeout)
                     stream.write(_ENTERED + token, timeout)

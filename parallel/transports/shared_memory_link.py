@@ -115,7 +115,7 @@ class SlotLink(Link):
                 self._start += 1
             if self._start < self._end:
                 if self._free == before and not self._receiving and self._buffer[self._start] == _HEAD_BYTE:
-                    raise ConnectionError("it stopped before it had all")  # whoever goes on has taken everything first
+                    raise ConnectionError("it stopped before it had all")  # it takes everything before it goes on
                 return
             try:
                 self._fill()

@@ -23,7 +23,7 @@ class Door:
         self._path = ROOT / f"{segment}{_SUFFIX}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(self._socket.fileno(), 0o600)  # before it has a name, so that nobody else is ever let in
+            os.fchmod(self._socket.fileno(), 0o600)  # before it has a name, so that no other user can ever connect
             self._socket.bind(str(self._path))
             self._socket.listen(1)
         except BaseException:
@@ -45,7 +45,7 @@ class Door:
 def enter(segment: str) -> socket.socket:
     """The connection to the process that made the door. Raises ``OSError`` where there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)  # where somebody stands in the door it is an error, and no wait
+    sock.setblocking(False)  # a busy door is an error, not a wait
     try:
         sock.connect(str(ROOT / f"{segment}{_SUFFIX}"))
     except BaseException:

@@ -67,7 +67,7 @@ def _factors(dims: Sequence[Dim]) -> frozenset[int]:
     return frozenset(d.factor for d in dims)
 
 
-# ----- what a rank runs -------------------------------------------------------------------------------------------------
+# ----- local calls ----------------------------------------------------------------------------------------------------
 
 
 def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], **params: Any) -> Any:

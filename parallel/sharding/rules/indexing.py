@@ -126,8 +126,9 @@ def _getitem(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Para
 
 @rule(ix.SCATTER)
 def _scatter(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions. To sum what they
-    # leave is to send the whole array; where few places of it were read, every rank is rather sent those, with their values.
+    # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions.
+    # Their sum sends the whole array. Where few places were read, it is cheaper to gather these and their values on all
+    # ranks.
     letters = Letters()
     shape = out_avals[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=False)

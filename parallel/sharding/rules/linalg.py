@@ -1,5 +1,4 @@
-"""Factor mappings of linear algebra, Fourier transforms, sorting and running sums, which keep their dimensions
-whole."""
+"""Factor mappings of linear algebra, Fourier transforms, sorting and running sums: they work along whole dimensions."""
 
 from __future__ import annotations
 

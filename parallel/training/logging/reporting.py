@@ -42,7 +42,7 @@ class Reporting:
 
     def _close_writers(self) -> None:
         for w in self._writers:
-            with contextlib.suppress(OSError):  # what was not written was told when it was to be
+            with contextlib.suppress(OSError):  # a failed write was reported then
                 w.close()
         self._writers = []
 
