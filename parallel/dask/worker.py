@@ -117,11 +117,11 @@ _LOCK = threading.Lock()
 
 
 class MeshtapeWorker(WorkerPlugin):
-    """Gives each worker the queue of its meshes, lets clients and the scheduler reach it, and closes what meshtape opened when the
-    worker goes.
+    """The worker plugin: a queue for meshes, handlers for clients and the scheduler, and clean-up when the worker
+    closes.
 
-    Put on the workers of a mesh or a gang when it is made: registered with the scheduler, it would keep workers without meshtape from
-    joining.
+    It is installed on the workers of a mesh or a gang when that is made. Registered with the scheduler, it would keep
+    workers without meshtape from joining.
     """
 
     name = "meshtape"

@@ -42,8 +42,8 @@ def forecast(
     step
         A function of arrays, such as a training step; it is traced as :func:`compile` does.
     args
-        Its arguments: trees of arrays, or of anything with ``shape`` and ``dtype`` and perhaps a ``sharding`` (``mt.ShapeDtype``, what
-        :func:`abstract` gives). Values are not read, but for numbers that are no arrays.
+        Its arguments: trees of arrays, or of anything with ``shape`` and ``dtype`` and perhaps a ``sharding``
+        (``mt.ShapeDtype``, results of :func:`abstract`). Values are not read, but for numbers that are no arrays.
     mesh_shape
         Names and lengths of the axes. Arguments keep their placements by name; a mesh of their own may have other lengths. By default their
         mesh.

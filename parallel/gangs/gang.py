@@ -127,7 +127,8 @@ def gang(
     MeshError
         For ``ranks`` below 1, or another number than the ranks of split arrays; arrays of several meshes, or of another client.
     NotAFunction, ArgumentError
-        For ``fn`` that cannot be called; what cannot be pickled; ``env`` that is no environment, and ``resources`` that are no numbers.
+        For ``fn`` that cannot be called; a call that cannot be pickled; ``env`` that is no environment; ``resources``
+        that are no numbers.
 
     Examples
     --------
@@ -259,7 +260,7 @@ class GangRun:
         ------
         RankLost
             Where a rank failed, with its error as the cause (None where this process cannot read it) and the end of its output; where it was
-            killed, or its worker is lost; where this process cannot read what a rank gave.
+            killed, or its worker is lost; where this process cannot read its result.
         StorageFull, StoreError
             Where the blocks for the ranks of a worker could not be written there.
         TimeoutError

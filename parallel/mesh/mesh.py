@@ -157,7 +157,7 @@ class Mesh:
     def close(self, *, wait: bool = True) -> None:
         """Free everything that the mesh holds on its workers. Arrays on it cannot be used afterwards.
 
-        ``wait=False`` gives up what is still on its way, for a mesh that has lost a worker.
+        ``wait=False`` gives up runs in flight, for a mesh that has lost a worker.
         """
         meshes = self._all_parts()
         if not wait:  # of all parts at first, as they wait for each other

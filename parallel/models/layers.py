@@ -110,8 +110,9 @@ class RopeScaling:
     factor
         By how much.
     low, high, original
-        Without them all angles are (``"linear"``; Chen et al., 2023). With them Llama 3.1's way: those that turn less than ``low`` times in
-        ``original`` tokens are, those that turn more than ``high`` times are not, and between it goes smoothly from one to the other.
+        Without them all angles are (``"linear"``; Chen et al., 2023). With them as in Llama 3.1: angles that turn less
+        than ``low`` times in ``original`` tokens are slowed down, those that turn more than ``high`` times are not,
+        with a smooth transition between.
     """
 
     factor: float

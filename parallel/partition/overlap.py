@@ -93,7 +93,7 @@ def variables(s: Step | Start | Wait) -> tuple[tuple[Any, ...], tuple[int, ...]]
 
 
 def dropped(steps: Iterable[tuple[Iterable[Any], Iterable[int]]], outputs: Iterable[int]) -> list[tuple[int, ...]]:
-    """The variables that nothing reads after each step, from what each reads and makes."""
+    """The variables that nothing reads after each step. A step is given by the variables that it reads and makes."""
     needed, out = set(outputs), []
     for reads, makes in reversed(list(steps)):
         used = dict.fromkeys([*(v for v in reads if isinstance(v, int)), *makes])

@@ -94,7 +94,7 @@ def axis_index(axis: Axis) -> Array:
     """Place of this rank along a mesh axis (or several), as an integer array of no dimensions.
 
     ``int(mt.axis_index("data"))`` gives the number itself, so that Python code may go different ways on different ranks; each
-    rank is then traced by itself, and what ranks return replicated along that axis must come right out of a collective.
+    rank is then traced by itself, and results that are replicated along that axis must come right out of a collective.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 3})

@@ -37,7 +37,7 @@ class RankCode:
     """Traced per-rank code.
 
     ``programs`` is one program for all ranks, or one a rank; ``operands[k]`` says which operands of the call the inputs of
-    program ``k`` are. The operands are the arguments, and then what the code reads from around it (``captured``).
+    program ``k`` are. The operands are the arguments, followed by captured arrays (``captured``).
     """
 
     def __init__(
