@@ -1,7 +1,7 @@
-"""Where a process keeps the blocks of its ranks, and what computes on them: the host's memory and NumPy, or one GPU's and CuPy.
+"""Block memories: the host's, with NumPy, or one GPU's, with CuPy.
 
-A process computes on one device; all its ranks share it. What comes from elsewhere (values of the client, stored blocks, messages
-staged through the host) is put there when it arrives, and what leaves is host memory again.
+A process computes on one device, which all its ranks share. Values of the client, stored blocks and messages staged
+through the host are copied there when they arrive. Blocks that leave the process are copied to host memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...arrays.native.copies import is_large, stream
 
 
 class BlockMemory(Protocol):
-    """What an executor asks of the device that its process computes on."""
+    """The interface of an executor to the device of its process."""
 
     name: str
     """``cpu`` or ``cuda:N``."""
@@ -30,31 +30,31 @@ class BlockMemory(Protocol):
     """The namespace of its arrays."""
 
     def using(self) -> AbstractContextManager[Any]:
-        """Within it this thread computes on the device; used-up memory is an error of ours. Each thread enters it for itself."""
+        """A context for this thread to compute on the device. Used-up memory then raises an error of ours."""
 
     def bind(self, op: Op) -> Callable[..., Any]:
         """The implementation of an op for its arrays."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """An array whose content is whatever was there."""
+        """An uninitialized array."""
 
     def full(self, shape: tuple[int, ...], value: object, dtype: np.dtype) -> Any:
         """An array of one repeated value."""
 
     def put(self, a: Any) -> Any:
-        """``a`` there: itself where it is there already."""
+        """``a`` on the device; ``a`` itself if it is there already."""
 
     def copy(self, to: Any, source: Any) -> None:
         """``to[...] = source``, where the two share no memory."""
 
     def mark(self) -> Any:
-        """What this thread has asked of the device so far, for another thread to :meth:`follow`."""
+        """A mark behind all work that this thread has queued on the device, for another thread to :meth:`follow`."""
 
     def follow(self, mark: Any) -> None:
-        """What this thread asks of the device from now on comes after what is marked."""
+        """Run the work that this thread queues from now on after the marked work."""
 
     def translated(self, error: Exception) -> Exception:
-        """What went wrong in an op, as an error of ours where there is one for it."""
+        """The error of an op, as an error of ours where there is one for it."""
 
 
 class HostMemory:
@@ -157,7 +157,7 @@ def memory_of(name: str) -> BlockMemory:
 
 
 def on_host(block: Any) -> np.ndarray:
-    """A block as host memory: itself where it is there already."""
+    """A block in host memory; the block itself if it is there already."""
     return block if isinstance(block, np.ndarray) else block.get()
 
 
@@ -175,7 +175,7 @@ _thread = _Thread()
 
 @contextmanager
 def serving(memory: BlockMemory) -> Iterator[None]:
-    """Functions that are called on blocks within it learn by :func:`current_memory` where those are computed on."""
+    """A context in which :func:`current_memory` is ``memory``, for functions that are called on blocks."""
     before, _thread.memory = _thread.memory, memory
     try:
         yield
@@ -184,5 +184,5 @@ def serving(memory: BlockMemory) -> Iterator[None]:
 
 
 def current_memory() -> BlockMemory:
-    """Where the ranks compute whose blocks this thread was called on."""
+    """The memory of the ranks whose blocks this thread was called on."""
     return _thread.memory

@@ -1,15 +1,18 @@
-"""Reductions along the tree of :mod:`.reduction_tree`: what one process sends, joins and keeps, level by level.
+"""Tree reductions over :mod:`.reduction_tree`: the sends, joins and kept parts of one process, level by level.
 
-Every process below a node has the node's value, whole or in part. In a level it gets what it lacks of the two children from one
-process below each, and joins. Three collectives differ in what a process keeps of the root:
+Every process below a node has the node's value, whole or in part. In a level it gets the missing parts of the two
+children from one
+process below each, and joins them. Three collectives differ in the parts that a process keeps:
 
 * *doubling* (an all-reduce of few bytes): everything, at every node. Messages: one or two a level.
-* *halving* (a reduce-scatter): its own part of the root, and at a node the parts of those that it stands for higher up. A process
+* *halving* (a reduce-scatter): its own part of the root, and at a node also the parts of processes that it serves
+higher up. A process
   sends each byte of its block once, less its own part, in one or two messages a level.
 * halving, then the same messages backwards (an all-reduce of many bytes): twice as many bytes, however many processes there are.
 
-The lowest levels are between neighbours in the mesh, which are most often on one host: what crosses hosts is the last levels, and of
-a halved block a small part (Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005).
+The lowest levels are between neighbours in the mesh, which are most often on one host. Only the last levels cross
+hosts, with a small part of a halved block (Thakur, Rabenseifner, Gropp: Optimization of collective communication
+operations in MPICH, 2005).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from .reduction_tree import Node, Span, levels
 
 Messages = dict[int, list[Any]]
 Run = tuple[int, int]
-"""From one place up to another of the vector that is reduced."""
+"""A range (start, stop) of the vector that is reduced."""
 
 
 class Merge(NamedTuple):
@@ -39,15 +42,15 @@ class Merge(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What is sent and joined in one round. ``sends``: (process, node, parts of its value)."""
+    """The sends and merges of one round. ``sends``: (process, node, parts of its value)."""
 
     sends: tuple[tuple[int, Span, tuple[Run, ...]], ...]
     merges: tuple[Merge, ...]
 
 
 class Share(NamedTuple):
-    """The part of one process in a reduction over vectors of ``size`` elements. ``holds`` gives what it has of each node's value,
-    ``back`` whether all get the whole result."""
+    """The part of one process in a reduction over vectors of ``size`` elements. ``holds`` has its ranges of each node's
+    value. ``back`` says whether all processes get the whole result."""
 
     size: int
     count: int
@@ -57,7 +60,7 @@ class Share(NamedTuple):
 
 
 class Tree:
-    """The tree over contributions whose processes are ``at``, as all of them see it.
+    """The tree over contributions on the processes ``at``; all processes have the same one.
 
     ``owners`` names the process that keeps each part of the root; None: all keep everything.
     """
@@ -82,7 +85,7 @@ class Tree:
         return found
 
     def served(self, child: Span) -> dict[int, list[int]]:
-        """For processes below a child: those below its sibling alone that get its value from them."""
+        """For each process below a child: the processes below its sibling alone that get the child's value from it."""
         found = self._served.get(child)
         if found is None:
             inside = list(self.members(child))
@@ -93,7 +96,7 @@ class Tree:
         return found
 
     def server(self, child: Span, process: int) -> int | None:
-        """Who gives a process the value of a child that it is not below; None where it is."""
+        """The process that sends ``process`` the value of a child; None where ``process`` is below that child."""
         if process in self.members(child):
             return None
         if child not in self._server:
@@ -101,7 +104,7 @@ class Tree:
         return self._server[child][process]
 
     def parts(self, span: Span, process: int) -> list[int]:
-        """Numbers of the parts that a process keeps of a node's value: those of its own, and of whom it serves."""
+        """Numbers of the parts of a node's value that a process keeps: its own, and those of processes it serves."""
         found = self._parts.get((span, process))
         if found is None:
             parent = self._parent.get(span)
@@ -150,9 +153,9 @@ def tree_of(at: tuple[int, ...], owners: tuple[int, ...] | None) -> Tree:
 
 
 def segments(at: tuple[int, ...], size: int) -> tuple[list[int], tuple[int, ...]]:
-    """A vector of ``size`` elements divided between processes: ends of the parts, whole cache lines each, and who keeps which.
+    """A vector of ``size`` elements divided between processes: ends of the parts, in whole cache lines, and owners.
 
-    In such an order that what a process keeps of a value is in one piece, where their number is a power of two.
+    For a power of two of processes, the parts of a value that a process keeps are contiguous.
     """
     processes = tuple(dict.fromkeys(at))
     order = tree_of(at, processes).parts(Span(0, 1), at[0])
@@ -161,7 +164,7 @@ def segments(at: tuple[int, ...], size: int) -> tuple[list[int], tuple[int, ...]
 
 
 class Combining:
-    """A reduction being carried out by one process, from its contributions as vectors; ``rounds`` gives what it sends and receives."""
+    """A reduction in progress on one process, from its contributions as vectors; ``rounds`` yields messages."""
 
     def __init__(
         self, share: Share, terms: Mapping[int, Any], reducer: Any, wide: bool, dtype: np.dtype, memory: BlockMemory
@@ -170,7 +173,7 @@ class Combining:
         self._dtype, self._inner = dtype, np.dtype(np.float32) if wide else dtype
         self._values = {Span(t, t + 1): x.astype(self._inner, copy=False) for t, x in terms.items()}
         self.result: Any = None
-        """What this process keeps of the root, joined to one vector."""
+        """This process's parts of the root, joined to one vector."""
 
     def rounds(self) -> Iterator[tuple[Messages, Messages]]:
         """Messages by process, to be exchanged before the next ones are asked for."""

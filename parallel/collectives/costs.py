@@ -1,9 +1,9 @@
 """Cost model of collectives: its constants, and the formulas that choose an algorithm.
 
-Seconds of a round, of a message and of a byte (Hockney: The communication challenge for MPP, 1994; with a term for what one process
-does for each message, as in Culler et al.: LogP, 1993). The constants of one host were fitted to two processes that share
-memory; those between hosts are figures of 10 Gbit Ethernet that were not measured here. They decide which algorithm is taken and never which
-result there is.
+Seconds of a round, of a message and of a byte (Hockney: The communication challenge for MPP, 1994; with a term for the
+overhead of a process for each message, as in Culler et al.: LogP, 1993). The constants of one host were fitted to two
+processes that share memory; those between hosts are figures of 10 Gbit Ethernet that were not measured here. They
+affect only the choice of the algorithm, never the result.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Costs(NamedTuple):
         net, rounds = self.inside if hosts == 1 else self.between, depth(n)
         crossing = depth(hosts)
         levels = (rounds - crossing) * (self.inside.round + self.inside.message) + crossing * (net.round + net.message)
-        share = nbytes * (n - 1) / n  # what a process gets of all others where each has an equal part
+        share = nbytes * (n - 1) / n  # bytes that a process gets of all others, if parts are equal
         # Halving sends half of the block in the first round, within the host, and ever less afterwards.
         inner = nbytes * (1 - hosts / n)
         halves = inner * self.inside.byte + (share - inner) * net.byte
@@ -85,7 +85,7 @@ class Costs(NamedTuple):
         ['relayed', 'direct']
         """
         net, rounds = self.inside if hosts == 1 else self.between, depth(n)
-        # By way of others, what is for one process travels half of the rounds; copies are made as late as can be.
+        # A relayed parcel for one process travels in half of the rounds; copies are made as late as possible.
         travels = max(gets, rounds * gives) if out > gives else max(gets, gives) * rounds / 2
         scattered = 2 * (net.round + partners * net.message) + 2 * gives * net.byte
         return Ways(

@@ -2,7 +2,7 @@
 
 A message is a list of *batches*, each a tuple of arrays of one shape. Both sides cut a batch into the same chunks of at most
 :data:`QUANTUM` bytes, boxes of the array in C order, from its shape alone: a sender may pack from a strided view and a receiver
-unpack into another. Chunks that fit a processor's cache are also what keeps copying fast.
+unpack into another. Chunks that fit a processor's cache also keep copying fast.
 
 A *sink* takes the chunks of one batch: :class:`Target` copies them into an array, :class:`Fold` joins contributions.
 """
@@ -56,7 +56,7 @@ def nbytes(batches: Sequence[Batch]) -> int:
 
 
 class Sink(Protocol):
-    """Where a batch goes. The transport asks for each chunk in order, for each chunk the arrays of the batch in order."""
+    """The receiver of a batch. The transport goes through chunks in order, and in each through the arrays."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -96,7 +96,7 @@ class Target:
 class Fold:
     """Contributions joined in the order of :mod:`..reduction_tree`, chunk by chunk: the same bits however many processes there are.
 
-    ``terms`` holds, in order, the arrays of this process and None for what others send: :meth:`sink` makes the sink for those.
+    ``terms`` holds, in order, the arrays of this process and None for those of others, which go to :meth:`sink`.
     ``wide`` joins in float32 and rounds once. Memory is ``out`` and a chunk for each value that waits for its sibling; a large result
     is joined chunk by chunk in a place that stays in the cache, and copied from there past it.
     """
@@ -156,7 +156,7 @@ class Fold:
         self._t += 1
 
     def _advance(self) -> None:
-        """Join what is here, as far as the order allows."""
+        """Join the contributions that are here, as far as the order allows."""
         n = len(self._terms)
         while self._k < len(self._chunks):
             while self._t < n and (own := self._terms[self._t]) is not None:

@@ -1,4 +1,4 @@
-"""The order of a sum over ranks: one binary tree over the contributions, whatever carries it out.
+"""The reduction tree: one binary tree over the contributions, which fixes the order of a sum over ranks.
 
 With ``p`` the largest power of two up to ``n``, the first ``2 (n - p)`` of ``n`` contributions are joined in pairs, and the ``p``
 values that there are then by a perfect tree: neighbours, then neighbours of those. The left operand is always that of the lower mesh
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def merges(n: int) -> tuple[int, ...]:
-    """How many nodes are complete when each contribution has come, in order: what a stack evaluates the tree by.
+    """The number of merges after each contribution, in order, when a stack evaluates the tree.
 
     >>> merges(6)  # ((0 + 1) + (2 + 3)) + (4 + 5)
     (0, 1, 0, 2, 0, 2)

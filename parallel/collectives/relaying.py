@@ -1,9 +1,10 @@
-"""Small blocks that travel by way of other processes, so that a process sends as many messages as there are digits in their number.
+"""Relayed moves: small blocks go through other processes, so that each of n sends only about log2(n) messages.
 
-Processes stand in a ring. In round ``k`` each sends to the one ``2**k`` places on whatever it has that still has to go so far: every
-parcel takes the binary digits of its way, the lowest first. With one parcel for all this is the broadcast along a binomial tree, with
-one for each process Bruck's all-to-all, and with copies for all his all-gather, which sends no byte twice to one process (Bruck, Ho,
-Kipnis, Upfal, Weathersby: Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997).
+Processes form a ring. In round ``k`` each sends to the process ``2**k`` places on all parcels whose distance has that
+binary digit, the lowest digit first. With one parcel for all this is the broadcast along a binomial tree, with one for
+each process Bruck's all-to-all, and with copies for all his all-gather, which sends no byte twice to one process
+(Bruck, Ho, Kipnis, Upfal, Weathersby: Efficient algorithms for all-to-all communications in multiport message-passing
+systems, 1997).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Delivery(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One message that goes, and one that comes; none where there are no parcels."""
+    """One message sent and one received; none where there are no parcels."""
 
     to: int
     sent: tuple[Parcel, ...]
@@ -45,7 +46,7 @@ class Round(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The part of one process: its rounds, and where in its blocks the parcels go that are for it."""
+    """The rounds of one process, and where in its blocks the parcels for it go."""
 
     rounds: tuple[Round, ...]
     deliveries: Mapping[Parcel, tuple[Delivery, ...]]
@@ -57,12 +58,12 @@ def route(
     given: Callable[[int, int], Sequence[Parcel]],
     deliveries: Mapping[Parcel, tuple[Delivery, ...]],
 ) -> Route:
-    """What one process does; ``given`` tells what one process has for another."""
+    """The route of one process. ``given(source, target)`` lists the parcels that one process has for another."""
     n, here = len(processes), list(processes).index(process)
     known: dict[tuple[int, int], Sequence[Parcel]] = {}
 
     def carried(at: int, k: int) -> tuple[Parcel, ...]:
-        """What comes to a place in round ``k``: of each source that is so far away, all that goes on from there or ends there."""
+        """The parcels that reach a place in round ``k``, whether they end there or go on."""
         out: dict[Parcel, None] = {}
         for way in range(1 << k, min(2 << k, n)):
             source = (at - way) % n

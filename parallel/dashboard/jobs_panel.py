@@ -1,4 +1,4 @@
-"""The part of the live page that shows jobs, and the checkpoints that are being written: how far, how fast, and how they ended."""
+"""The jobs panel of the live page: training jobs and checkpoints in progress, with progress, rate and outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SILENT = 5.0  # seconds after which a report is said to be old
 
 
 def work_of(scheduler: Any) -> list[dict[str, Any]]:
-    """What clients save, merge and reshard: first what runs, then what has ended, the latest first."""
+    """The saves, merges and reshards of clients: first the running ones, then the ended ones, the latest first."""
     plugin = scheduler.plugins.get("meshtape")
     now = time.monotonic()
     out = []
@@ -37,7 +37,7 @@ def work_of(scheduler: Any) -> list[dict[str, Any]]:
                 if a["doing"] or a["state"] == "done":
                     done = a[
                         "total"
-                    ]  # what comes after the bytes has begun; the workers' last reports may not have come
+                    ]  # the step after the bytes has begun, though the workers' last reports may not have come
             out.append(
                 {
                     "client": client,
@@ -58,7 +58,7 @@ def work_of(scheduler: Any) -> list[dict[str, Any]]:
 
 
 def jobs_of(scheduler: Any) -> list[dict[str, Any]]:
-    """The trainings that the scheduler was told of, the latest first."""
+    """The training jobs reported to the scheduler, the latest first."""
     held = scheduler.task_metadata.get(TOPIC, {})
     found = [with_life(f) for f in list(held.values()) if isinstance(f, dict) and "state" in f]
     return sorted(found, key=lambda f: -f.get("started", 0.0))[:_SHOWN]
@@ -84,7 +84,7 @@ def bar(share: float, label: str) -> Markup:
 
 
 def work_section(work: list[dict[str, Any]]) -> Markup | None:
-    """Checkpoints on their way."""
+    """The section of checkpoints that are being written."""
     if not work:
         return None
     rows = []
@@ -123,7 +123,7 @@ def work_section(work: list[dict[str, Any]]) -> Markup | None:
 
 
 def jobs_section(jobs: list[dict[str, Any]]) -> Markup | None:
-    """Trainings, as ``meshtape status`` shows them."""
+    """The section of training jobs, as ``meshtape status`` shows them."""
     if not jobs:
         return None
     rows = []

@@ -1,4 +1,4 @@
-"""Pages in the Dask scheduler's dashboard: what runs on the meshes, and the browser of checkpoints.
+"""Pages in the Dask scheduler's dashboard: activity on meshes, and the browser of checkpoints.
 
 One line of Dask's configuration mounts them::
 
@@ -8,10 +8,10 @@ One line of Dask's configuration mounts them::
 (`meshtape.storage.browse`). Both are as open as the dashboard itself; ``meshtape.browse.hosts`` may list the host names under which alone
 they answer.
 
-The page shows what the scheduler knows, and says where that ends. It knows what workers report with their heartbeats, twice a second at
-best: which programs wait, run and have run, and what the last collective was; one that took less may never be seen. Collectives go from worker
-to worker; of their bytes the scheduler knows nothing. Of checkpoints that are saved, merged or resharded it is told the bytes, by the
-processes that write them, at the same pace.
+The page shows only what the scheduler knows. Workers report with their heartbeats, twice a second at best: programs
+that wait, run and have run, and the last collective; a shorter one may never be seen. Collectives go from worker to
+worker, so the scheduler does not know their bytes. Processes that save, merge or reshard checkpoints report the bytes
+that they write, at the same pace.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def mounted(*roots: str) -> Iterator[None]:
 
 
 def address(client: Any) -> str:
-    """Where the live page of a client's scheduler is, given that it is mounted there."""
+    """The address of the live page of a client's scheduler, if the page is mounted there."""
     return client.dashboard_link.rpartition("/")[0] + "/meshtape/"
 
 
 def programs_of(scheduler: Any) -> dict[str, dict[str, Any]]:
-    """What the workers say of programs and functions of blocks: how many run and wait, have ended or failed, and seconds of one."""
+    """Programs and functions of blocks by name: how many run, wait, ended and failed, and seconds a run."""
     found: dict[str, dict[str, Any]] = {}
 
     def of(name: str) -> dict[str, Any]:
@@ -92,14 +92,14 @@ def programs_of(scheduler: Any) -> dict[str, dict[str, Any]]:
 
 
 def _report(worker: Any) -> dict[str, Any]:
-    """What a worker said with its last heartbeat."""
+    """The report in a worker's last heartbeat."""
     said = worker.metrics.get("meshtape")
     usual: dict[str, Any] = {"running": (), "waiting": (), "counts": {}, "bytes": 0, "exchanges": {}}
     return {**usual, **said} if isinstance(said, dict) else usual
 
 
 def state_of(scheduler: Any) -> dict[str, Any]:
-    """What the scheduler knows about meshes and their programs, as plain data."""
+    """The scheduler's view of meshes and their programs, as plain data."""
     plugin = scheduler.plugins.get("meshtape")
     meshes = []
     for mesh, (client, workers) in dict(getattr(plugin, "meshes", {})).items():

@@ -17,8 +17,9 @@ SELDOM = {
     "distributed.admin.tick.interval": ("20ms", "500ms"),
     "distributed.worker.profile.interval": ("10ms", "100ms"),
 }
-"""What Dask does so often that an idle scheduler and two workers take a tenth of a core, and an interpreter from the computation each
-time: its default, and what is set where the user set nothing. Measured: 127 ms of processor time a second with the defaults."""
+"""Intervals of Dask's periodic work: its default, and the value set here if the user set none. With the defaults an
+idle scheduler and two workers take 127 ms of processor time a second (measured), and the interpreter from
+computations."""
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
 
 
 def _preloads() -> list[str]:
-    """What the user has workers load when they start, and what we do."""
+    """The user's preloads of workers, followed by ours."""
     import dask
 
     users = dask.config.get("distributed.worker.preload")

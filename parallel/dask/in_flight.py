@@ -1,4 +1,4 @@
-"""Runs on their way: waiting for gangs, and what is done when one fails."""
+"""Runs in flight: waiting for gangs, and the handling of their failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN_FLIGHT = 4
 
 
 class Slots:
-    """The arrays of a gang that nobody holds any more."""
+    """The slots of a gang whose arrays were dropped by the client."""
 
     def __init__(self, number: int, streams: Sequence[WorkerStream]) -> None:
         self.number, self._streams = number, tuple(streams)
@@ -48,7 +48,7 @@ class Slots:
 
 
 def _of_files(error: BaseException, name: str) -> BaseException:
-    """An error of the file system of a worker says whose it is: other workers may have room, and rights."""
+    """A file-system error of a worker, with the worker's name: other workers may have space and permissions."""
     if isinstance(error, StorageFull | StoreError):
         said = copy.copy(error)
         said.args = (f"{name}: {error}",)
@@ -88,7 +88,7 @@ class Gang:
             self.end()
 
     def end(self) -> None:
-        """Nothing of this gang is waited for any more."""
+        """Call ``on_end``, once: nothing waits for this gang any more."""
         with self._lock:
             fn, self._on_end = self._on_end, None
         if fn is not None:
@@ -122,12 +122,12 @@ class Flight:
         self.epoch = 0
 
     def check(self) -> None:
-        """Raise what went wrong in an earlier run, if anything did."""
+        """Raise the error of an earlier run, if any."""
         while self.gangs and (self.gangs[0].done or self.gangs[0].failed):
             self.settle(self.gangs[0])
 
     def land(self) -> None:
-        """Wait for everything; an error has nobody left to tell."""
+        """Wait for all gangs, and ignore their errors."""
         while self.gangs:
             with contextlib.suppress(MeshtapeError):
                 self.settle(self.gangs[0])
@@ -158,7 +158,7 @@ class Flight:
         raise self._cause(this)
 
     def _give_up(self, gangs: Sequence[Gang]) -> None:
-        """Wait for these no longer: neither here, nor with what comes next."""
+        """Stop waiting for these gangs. The next run begins a new epoch."""
         self._stop_the_rest()
         self.epoch += 1  # the next run connects anew
         waiting: dict[WorkerStream, list[int]] = {}
@@ -174,11 +174,11 @@ class Flight:
         self.gangs.clear()
 
     def abandon(self) -> None:
-        """Give up what is on its way: with the part of it that a lost worker had, the rest may never end."""
+        """Give up all gangs in flight: after the loss of a worker they may never end."""
         self._give_up(list(self.gangs))
 
     def _stop_the_rest(self) -> None:
-        """Workers that still wait for one that failed are told; nobody waits for their answer, as one may have none."""
+        """Stop workers that still wait for a failed one, without waiting for answers, as one may have none."""
         with self._streams.order:
             for a in self.addresses:
                 self._streams[a].send({"op": "stop", "mesh": self.mesh, "epoch": self.epoch})

@@ -1,4 +1,4 @@
-"""A client's lease on the workers of its meshes: the client's side of ``scheduler``."""
+"""A client's lease on the workers of its meshes: the client's side of :mod:`.scheduler_plugin`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .scheduler_plugin import YIELD
 from .workers import LOOK, PerClient, call_scheduler, scheduler_answer
 
 NOTICE = 10.0
-"""Seconds after which a client that waits for workers says for whom; again when it has waited twice as long."""
+"""Seconds after which a client that waits for workers warns, naming their holders; again after twice the time."""
 
 log = logging.getLogger("meshtape")
 
@@ -33,7 +33,7 @@ def _waiting(seconds: float, workers: Sequence[str], holders: Sequence[tuple[str
 
 
 class Lease:
-    """One a client. Runs are submitted between :meth:`enter` and :meth:`leave`; in between the workers are this client's."""
+    """The lease of one client, which has the workers between :meth:`enter` and :meth:`leave` of a run."""
 
     def __init__(self, client: Client) -> None:
         self._client = weakref.ref(client)
@@ -54,8 +54,8 @@ class Lease:
         client.subscribe_topic(YIELD + self._name, asked)
 
     def enter(self, workers: Iterable[str], meanwhile: Callable[[], None]) -> None:
-        """Wait until these workers are this client's, and keep them until :meth:`leave`. ``meanwhile`` looks after the gangs that
-        are on their way, and raises what went wrong with them."""
+        """Wait until this client has these workers, and keep them until :meth:`leave`. ``meanwhile`` checks the gangs
+        in flight, and raises their errors."""
         needed = frozenset(workers)
         with self._changed:
             while True:
@@ -64,7 +64,7 @@ class Lease:
                 elif needed <= self._held and not self._wanted:
                     self._busy += 1
                     return
-                elif self._busy:  # what is on its way ends first
+                elif self._busy:  # runs in flight end first
                     self._changed.wait(1.0)
                     meanwhile()
                 else:
@@ -105,7 +105,7 @@ class Lease:
             self._call("meshtape_here", name=self._name)
 
     def _give_up(self) -> None:
-        """Release what is held, if others want it and nothing is on its way."""
+        """Release the workers, if others want them and nothing is in flight."""
         with self._changed:
             if not self._wanted or self._busy or self._asking or not self._held:
                 return

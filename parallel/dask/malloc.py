@@ -1,4 +1,4 @@
-"""The allocator of worker processes: what it is told when they start, and whether it keeps memory."""
+"""The allocator of worker processes: its environment variables, and a test of whether it keeps freed memory."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ than 32 MB. They must be there when the process starts: ``dask worker`` processe
 ``distributed.nanny.pre-spawn-environ`` of Dask's configuration."""
 
 MEGABYTES = 32
-"""Of the temporaries that are measured: more than an arena of a thread takes."""
+"""Size of the temporaries that are measured: more than an arena of a thread takes."""
 
 
 @contextmanager
 def told_to_nannies() -> Iterator[None]:
-    """Nannies that are made within it give :data:`ENVIRONMENT` to their workers, but for what the user has set otherwise.
+    """A context whose nannies give :data:`ENVIRONMENT` to their workers, except for variables that the user has set.
 
-    A nanny prefers what is in this process's environment, and leaves there what it gave its worker: what another cluster of this
-    process has left of Dask's defaults is no wish of the user's.
+    A nanny prefers the variables of this process's environment, and leaves those of its worker there. So Dask's
+    defaults that another cluster of this process left there do not count as set by the user.
     """
     import dask
     import distributed  # noqa: F401  # whose defaults they are
 
     key = "distributed.nanny.pre-spawn-environ"
-    defaults = dask.config.merge(*dask.config.defaults)  # what is set now may be another cluster's
+    defaults = dask.config.merge(*dask.config.defaults)  # the current setting may be another cluster's
     dasks = {k: str(v) for k, v in dask.config.get(key, {}, config=defaults).items()}
     before = {k: os.environ.get(k) for k in ENVIRONMENT}
     for k in ENVIRONMENT:
@@ -55,7 +55,7 @@ def told_to_nannies() -> Iterator[None]:
 
 
 class Allocator(NamedTuple):
-    """How the allocator of one worker's process does."""
+    """The allocator of one worker's process, as measured."""
 
     worker: str
     faults: int | None
@@ -65,7 +65,7 @@ class Allocator(NamedTuple):
 
     @property
     def keeps(self) -> bool:
-        """Whether memory that is free is used again, and not given back to the system each time."""
+        """Whether freed memory is reused, not returned to the system each time."""
         # Fresh memory has a fault a page, and huge pages have 2 MiB at least.
         return self.faults is None or self.faults < MEGABYTES // 4
 

@@ -1,7 +1,7 @@
-"""Tells the scheduler what this process saves, merges and reshards, for the live page of the dashboard.
+"""Progress reports of saves, merges and reshards to the scheduler, for the live page of the dashboard.
 
-Nothing is sent while nothing happens. While something does, a message goes out twice a second at most, from the client's event loop: work
-never waits for it, and a scheduler that does not answer costs the page alone.
+An idle process sends nothing. A busy one sends a message twice a second at most, from the client's event loop. Work
+never waits for it: if the scheduler does not answer, only the page suffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATIENCE = 5.0  # seconds that the last word may take
 
 
 class Reporter:
-    """The reports of one client. What is underscored runs on the client's event loop."""
+    """The reports of one client. Underscored methods run on the client's event loop."""
 
     def __init__(self, client: Any) -> None:
         self._client = weakref.ref(client)
@@ -29,7 +29,7 @@ class Reporter:
         self._known = False  # whether the scheduler has our plugin
 
     def wake(self) -> None:
-        """Something began or ended. Called in any thread."""
+        """Report that an activity began or ended. Called in any thread."""
         client = self._client()
         if client is None or client.status != "running":
             activity.forget(self.wake)
@@ -52,7 +52,7 @@ class Reporter:
             self._sending = False
 
     async def send(self) -> bool:
-        """One message; whether there is still somebody to send it to."""
+        """Send one message. Returns whether there is still somebody to send to."""
         client = self._client()
         if client is None or client.status != "running":
             return False
@@ -73,7 +73,7 @@ _reporter = PerClient(Reporter)
 
 
 def follow(client: Any) -> None:
-    """Have the scheduler of ``client`` told of what this process does."""
+    """Report this process's activities to the scheduler of ``client``."""
     reporter = _reporter(client)
     activity.observe(reporter.wake)
     if activity.busy():
@@ -81,7 +81,7 @@ def follow(client: Any) -> None:
 
 
 def last_word(client: Any) -> None:
-    """Send how everything ended, before the client goes."""
+    """Report how every activity ended, before the client closes."""
     reporter = _reporter.made.get(client)
     if reporter is not None and activity.news() and client.status == "running":
         with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):

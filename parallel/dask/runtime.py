@@ -1,9 +1,9 @@
 """A mesh on the workers of a Dask cluster.
 
-The client side: ranks are given to workers in consecutive runs, a program run is one message to each worker, and the blocks that come
-of it stay where they are. Programs travel once, and so does what a worker must know of the mesh; small new inputs travel with the message
-of the run that first reads them, large ones by connections of their own. Up to :data:`~.flight.IN_FLIGHT` runs are on their way at a time,
-and an error in one of them is raised by the next call.
+The client side. Each worker gets consecutive ranks. A program run is one message to each worker, and the resulting
+blocks stay on the workers. Programs, and each worker's part of the mesh, are sent once. Small new inputs travel with
+the message of the run that first reads them, large ones by connections of their own. Up to
+:data:`~.in_flight.IN_FLIGHT` runs are in flight at a time; an error in one of them is raised by the next call.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class DaskRuntime:
         self._ranks = mesh_worker.names_of(self.homes, self.addresses)
         self.mesh_id, secret = uuid.uuid4().bytes, secrets.token_bytes(32)
         self.transport = settings.transport()
-        # First: where a stream is opened anew, what its client had there is forgotten.
+        # First: a stream that is opened anew has lost its client's state.
         self._streams = set_up(client, self.addresses)
         try:
             self._open(secret, device)
@@ -133,7 +133,7 @@ class DaskRuntime:
         call_scheduler(client, "meshtape_open", name=client.id, mesh=self.mesh_id, workers=self.addresses)
 
     def _forget(self) -> None:
-        """Have them forget it."""
+        """Have every worker and the scheduler forget the mesh."""
         with self._streams.order:
             for address in self.addresses:
                 self._streams[address].send({"op": "close", "mesh": self.mesh_id})
@@ -148,7 +148,7 @@ class DaskRuntime:
         return self._choice.text
 
     def _choose(self, device: str | Device | None) -> Choice:
-        """What each worker computes on."""
+        """The device of each worker."""
         if device is not None and named(device) == CPU:
             return Choice(("cpu",) * len(self.addresses))
         found = ask(self.client, visible, workers=self.addresses)
@@ -162,14 +162,14 @@ class DaskRuntime:
     # ----- sending ----------------------------------------------------------------------------------------------------
 
     def submit(self, fn: Callable[..., Any], name: str, args: Mapping[int, Sequence[Any]]) -> dict[int, WorkerFuture]:
-        """Have processes call a function with their place in the mesh and ``args``; futures among these stand for what they give, on
-        whatever worker."""
+        """Have processes call a function with their place in the mesh and ``args``. Futures among these stand for their
+        results, on whatever worker."""
         self._check_open()
         futures = self._streams.call(fn, name, {self.addresses[p]: a for p, a in args.items()}, self.mesh_id)
         return {p: futures[self.addresses[p]] for p in args}
 
     def kept(self, fn: Callable[..., Any], name: str, args: Mapping[int, Sequence[Any]]) -> Gang:
-        """The same, of what gives each process a bundle of new blocks; waits for them."""
+        """The same for a function that returns a bundle of new blocks on each process; waits for them."""
         this = Gang(name, list(self.submit(fn, name, args).values()))
         self._flight.settle(this)
         return this
@@ -299,8 +299,8 @@ class DaskRuntime:
         return Gang(program.name, list(futures.values()), self._lease.leave)
 
     def _loop(self, turns: Turns | None, given: int) -> Turning | None:
-        """The turns as the message of a run tells of them. Host values that they read go to the workers first where they are large,
-        and else with the message, after the ``given`` ones."""
+        """The turns in the form of a run's message. Large host values that they read are sent to the workers first;
+        small ones go with the message, after the ``given`` ones."""
         if turns is None:
             return None
         flat = [h for hs in turns.each for h in hs]
@@ -375,7 +375,7 @@ class DaskRuntime:
     def close(self) -> None:
         if self._closed:
             return
-        self._flight.land()  # what is on its way still needs its program
+        self._flight.land()  # runs in flight still need the program
         self._closed = True
         if self.client.status == "running":
             last_word(self.client)
@@ -390,7 +390,7 @@ class DaskRuntime:
 
 
 class Turning(NamedTuple):
-    """Several turns of a program, for the message of a run: what it says, host values that go with it, and what must live until it
+    """Several turns of a program in a run's message: its fields, its host values, and objects that must live until it
     is sent."""
 
     message: tuple[int, int, Any]

@@ -1,12 +1,13 @@
-"""The plugin of the Dask scheduler: turns of clients on workers, and news of who is gone.
+"""The plugin of the Dask scheduler: leases of clients on workers, and news of lost workers and clients.
 
-Gangs of two clients on the same workers would wait for each other for ever, one started first here and the other there. So a client
-holds a *lease* on the workers of its meshes while its gangs run. It keeps the lease without asking again until another client wants one
-of the workers; it is then told, ends what is on its way, and gives the lease up. The scheduler takes the lease from a client that
-leaves, and when others wait from one that does nothing with it for a while, or says nothing at all. The workers are told first: a client
-that goes on after it stood still knows of nothing, and what it sends must not come between the programs of others.
+Gangs of two clients on the same workers would deadlock, if one starts first here and the other there. So a client holds
+a *lease* on the workers of its meshes while its gangs run. It keeps the lease until another client wants one of the
+workers. The scheduler then tells the holder, which finishes its runs in flight and gives the lease up. The scheduler
+takes the lease from a client that leaves, and, if others wait, from one that has not used it for a while or does not
+answer. It tells the workers first: a client that hung and goes on does not know, and its messages must not come between
+the programs of others.
 
-The scheduler also learns first that a worker or a client is gone: it tells the workers of the meshes concerned.
+The scheduler also learns first of a lost worker or client, and tells the workers of the meshes concerned.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from distributed import SchedulerPlugin
 from distributed.core import Status, connect
 
 _REPORTS = 64  # clients whose last report is kept
-_PATIENCE = 2.0  # seconds that workers have to say what they do
+_PATIENCE = 2.0  # seconds for the answers of workers
 
 YIELD = "meshtape-yield-"
 """Topic, followed by a client's name, under which it is told that others wait."""
@@ -74,15 +75,14 @@ class MeshtapeScheduler(SchedulerPlugin):
     # ----- leases -----------------------------------------------------------------------------------------------------
 
     async def acquire(self, name: str, workers: Iterable[str], patience: float) -> None:
-        """Give a client these workers, when its turn comes. ``patience`` is the seconds after which a holder that does nothing
-        loses them."""
+        """Give a client these workers, when its turn comes. An idle holder loses them after ``patience`` seconds."""
         wish = Wish(name, frozenset(workers), patience)
         self.waiting.append(wish)
         self._grant()
         if not wish.granted.is_set():
             self._ask_holders()
             if self._watch is None or self._watch.done():
-                self._idle_since.clear()  # nobody has looked since the last watch ended
+                self._idle_since.clear()  # not watched since the last watch ended
                 self._heard.clear()
                 self._watch = asyncio.create_task(self._revoke_idle())
         try:
@@ -99,7 +99,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         self._free(name)
 
     async def here(self, name: str) -> None:
-        """A client that was told of others has not ended what is on its way, but goes on."""
+        """A client that was told that others wait still has runs in flight, and is alive."""
         if name in self.holders:
             self._heard[name] = time.monotonic()
 
@@ -117,7 +117,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         self._grant()
 
     def _grant(self) -> None:
-        """In the order of asking; who waits for other workers is not held up."""
+        """Grant leases in the order of asking. A client that waits for other workers does not hold up the rest."""
         taken = {w for name, workers in self.holders.items() for w in workers}
         for wish in list(self.waiting):
             if wish.workers.isdisjoint(taken):
@@ -135,8 +135,7 @@ class MeshtapeScheduler(SchedulerPlugin):
                 self.scheduler.log_event(YIELD + name, {"waiting": len(self.waiting)})
 
     async def _revoke_idle(self) -> None:
-        """While clients wait: take the lease from holders that had nothing on their workers, or said nothing, for as long as those have
-        patience."""
+        """Take the lease from holders that were idle or silent for longer than the patience of waiting clients."""
         while self.waiting:
             self._ask_holders()
             await asyncio.sleep(min(0.5, *(w.patience / 4 for w in self.waiting)))
@@ -148,7 +147,7 @@ class MeshtapeScheduler(SchedulerPlugin):
                     self._idle_since.pop(name, None)
                 if patience is None or self.holders.get(name) is not workers:
                     continue
-                if name in self._fenced:  # the workers take nothing of it any more, and what they had has ended
+                if name in self._fenced:  # the workers refuse its programs, and have ended those that they had
                     if not running:
                         self._free(name)
                     continue
@@ -160,13 +159,13 @@ class MeshtapeScheduler(SchedulerPlugin):
                     await self._fence(name, workers, closed=True)
 
     async def _fence(self, name: str, workers: Iterable[str], closed: bool) -> None:
-        """Tell workers to refuse programs and gangs of a client, and to end what they can; or to take them again. Of two such messages the
-        one sent last counts, whichever comes first."""
+        """Tell workers to refuse programs and gangs of a client and to stop those that they can, or to accept them
+        again. Of two such messages the one sent last counts."""
         message = {"op": "meshtape_fence", "client": name, "number": next(self._fences), "closed": closed}
         await self._asked(message, workers)
 
     async def _running(self, name: str, workers: Iterable[str]) -> list[str]:
-        """Names of what workers have still to do for a client; one that does not say so has something."""
+        """Names of the unfinished work of workers for a client. A worker that does not answer counts as busy."""
         found = await self._asked({"op": "meshtape_busy", "client": name}, workers)
         if found is None:
             return ["something that keeps a worker from answering"]
@@ -185,7 +184,7 @@ class MeshtapeScheduler(SchedulerPlugin):
     # ----- workers that a client cannot reach ---------------------------------------------------------------------------
 
     async def relay(self, comm: Any, client: str, session: str, address: str) -> Any:
-        """A client's stream to a worker, by way of the scheduler."""
+        """Relay a client's stream to a worker through the scheduler."""
         try:
             there = await connect(address, deserialize=False, **self.scheduler.connection_args)
         except (OSError, TimeoutError) as e:
@@ -212,9 +211,9 @@ class MeshtapeScheduler(SchedulerPlugin):
         self.meshes.pop(mesh, None)
 
     async def activity(self, name: str, written: dict[str, Any], activities: list[dict[str, Any]]) -> None:
-        """What a client's process saves, merges and reshards (`progress`); the live page shows it, also when the client has left."""
+        """The saves, merges and reshards of a client (`progress`). The live page shows them even after it has left."""
         before = self.reports.pop(name, {"bases": {}})["bases"]
-        # Where a place in an object store is written once more, what was written there earlier does not count.
+        # Where a place in an object store is written once more, earlier bytes do not count.
         bases = {
             a["id"]: before[a["id"]] if a["id"] in before else self.written(a["root"]) for a in activities if a["root"]
         }
@@ -269,7 +268,7 @@ class MeshtapeScheduler(SchedulerPlugin):
 
 
 async def _pump(source: Any, target: Any) -> None:
-    """Hand on what comes, unread, until one of the two ends."""
+    """Forward messages unread, until one of the two comms ends."""
     with contextlib.suppress(OSError):
         while True:
             await target.write(await source.read())

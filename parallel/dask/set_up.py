@@ -1,4 +1,4 @@
-"""What the scheduler and the workers of a mesh or a gang get before it begins."""
+"""Set-up of the scheduler and the workers, before a mesh or a gang begins: plugins, versions, streams."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .workers import ask, check_running
 
 
 def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
-    """Give the scheduler and some workers what they need, and open streams to these. Others get nothing: where workers are shared, those
-    of other users need no meshtape.
+    """Register the plugins of the scheduler and of some workers, and open streams to these workers. Other workers are
+    left alone: in a shared cluster, those of other users need no meshtape.
 
     Raises
     ------
@@ -59,7 +59,7 @@ async def _install(dask_worker: Any) -> None:
 
 
 def _check_versions(client: Client, addresses: Sequence[str]) -> None:
-    """Every worker has this meshtape and this NumPy. Asked with a function of the standard library, which any worker has."""
+    """Check that every worker has this meshtape and this NumPy, by a function that needs neither."""
     for package in ("meshtape", "numpy"):
         mine = importlib.metadata.version(package)
         for address, theirs in ask(client, importlib.metadata.version, package, workers=addresses).items():

@@ -1,8 +1,8 @@
-"""A client's streams to the workers of its meshes: what it sends, what they answer, and whether they live.
+"""A client's streams to the workers of its meshes: requests, answers and liveness.
 
-The client's side of :mod:`.worker_queue`. A worker that was asked for something and says nothing for ``meshtape.timeout`` seconds is lost,
-and so is one whose connection ends: all that waits for it ends with :class:`RankLost`. Workers that this process cannot reach are reached
-through the scheduler.
+The client's side of :mod:`.worker_queue`. A worker that does not answer for ``meshtape.timeout`` seconds is lost, and
+so is one whose connection ends: everything that waits for it ends with :class:`RankLost`. Workers that this process
+cannot reach directly are reached through the scheduler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAUSED = (
 
 
 class WorkerFuture:
-    """What one worker does for this client, and gives. It is released there when nobody here has it any more."""
+    """An item of work on one worker, and its value. The worker drops the value when no future of it is left here."""
 
     __slots__ = ("__weakref__", "_callbacks", "_lock", "_needs", "error", "name", "number", "state", "stream", "task")
 
@@ -62,11 +62,11 @@ class WorkerFuture:
 
     @property
     def ref(self) -> Ref:
-        """In its place among the arguments of another item."""
+        """The reference that stands for it among the arguments of another item."""
         return Ref(self.number, self.stream.address, self.stream.session)
 
     def add_done_callback(self, fn: Callable[[WorkerFuture], None]) -> None:
-        """Call ``fn`` when it has ended, on the client's event loop; at once where it has. It must not wait for anything."""
+        """Call ``fn`` on the client's event loop when the item has ended; at once if it has. ``fn`` must not block."""
         with self._lock:
             if self.state == "pending":
                 self._callbacks.append(fn)
@@ -74,7 +74,7 @@ class WorkerFuture:
         fn(self)
 
     def finish(self, state: str, error: BaseException | None = None) -> None:
-        """It has ended."""
+        """Record that the item has ended."""
         with self._lock:
             if self.state != "pending":
                 return
@@ -84,13 +84,13 @@ class WorkerFuture:
             fn(self)
 
     def hold(self, needs: Sequence[WorkerFuture]) -> None:
-        """Keep these until it has ended: another worker reads what they give when it comes to that."""
+        """Keep these futures until the item has ended: another worker may read their values until then."""
         with self._lock:
             if self.state == "pending":
                 self._needs = needs
 
     def follow(self, task: Any) -> None:
-        """It has ended when a future of Dask's has, which sees to it that the worker has its value."""
+        """End with a future of Dask's, which brings its value to the worker."""
         self.stream.pending[self.number] = self
         self.task = task
 
@@ -112,7 +112,7 @@ class WorkerFuture:
 
 
 class WorkerStream:
-    """The stream to one worker. All but :meth:`send` and :meth:`drop` is used on the client's event loop."""
+    """The stream to one worker. Only :meth:`send` and :meth:`drop` may be called outside of the client's event loop."""
 
     def __init__(self, streams: WorkerStreams, address: str) -> None:
         self.streams, self.address = streams, address
@@ -136,7 +136,7 @@ class WorkerStream:
         self._outbox.put(message)
 
     def drop(self, number: int) -> None:
-        """Nobody asks for this value any more. Called by finalizers, in any thread, at any moment: it takes no lock."""
+        """Have the worker drop a value. Called by finalizers, in any thread, at any moment: it takes no lock."""
         self._outbox.put({"op": "drop", "numbers": (number,)})
         self.streams.flush_later(lambda: (self,))
 
@@ -170,7 +170,7 @@ class WorkerStream:
         raise ClusterError(f"worker {self.address} cannot be reached: {type(problem).__name__}: {problem}")
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Send the messages in the queue, if any."""
         self._outbox.wake()
 
     async def _write(self) -> None:
@@ -178,7 +178,7 @@ class WorkerStream:
             await self._outbox.write_to(self.comm)
         except OSError as e:
             self.lose(f"its connection ended: {e}")
-        except Exception as e:  # what cannot be sent, or an error of ours: never an endless wait
+        except Exception as e:  # an unsendable message, or an error of ours: never an endless wait
             self.lose(f"a message to it could not be sent: {type(e).__name__}: {e}")
 
     async def _read(self) -> None:
@@ -208,7 +208,7 @@ class WorkerStream:
         self.paused = paused
 
     def lose(self, why: str) -> None:
-        """The worker is lost: nothing that waits for it waits any longer."""
+        """Mark the worker as lost, and end everything that waits for it."""
         if self.lost is not None:
             return
         self.lost = why
@@ -222,17 +222,17 @@ class WorkerStream:
         self.give_up()
 
     def give_up(self) -> None:
-        """Nothing is waited for any more from a worker that is lost."""
+        """End all pending futures of a lost worker with its error."""
         pending, self.pending = list(self.pending.values()), {}
         for future in pending:
             future.finish("lost", self.error())
 
     def error(self) -> RankLost:
-        """The worker is lost."""
+        """The error of a lost worker."""
         return RankLost(f"worker {self.address} is lost: {self.lost}")
 
     async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
-        """What a call gives. Raises :class:`RankLost` where the worker is lost meanwhile, or its connection."""
+        """The result of a call. Raises :class:`RankLost` where the worker or its connection is lost meanwhile."""
         task = asyncio.ensure_future(call)
         self.waiting += 1
         self.streams.watch()
@@ -249,7 +249,7 @@ class WorkerStream:
             task.cancel()
 
     async def call(self, op: str, **kwargs: Any) -> Any:
-        """The answer of one of the worker's handlers, by a connection of its own: what is large does not hold up the stream."""
+        """The answer of a worker's handler, over a connection of its own: large messages do not hold up the stream."""
         client, message = self.streams.client(), {"op": op, "session": self.session, **kwargs}
         if not self.far:
             return await self.while_alive(send_recv_to(client, self.address, message))
@@ -307,7 +307,7 @@ class WorkerStreams:
     # ----- sending ------------------------------------------------------------------------------------------------------
 
     def number(self) -> int:
-        """Of the next item. Under :attr:`order`."""
+        """The number of the next item. Called while :attr:`order` is held."""
         return next(self._numbers)
 
     def call(
@@ -318,8 +318,9 @@ class WorkerStreams:
         mesh: bytes | None = None,
         stoppable: bool = False,
     ) -> dict[str, WorkerFuture]:
-        """Have workers, by address, call a function with their place in the mesh (None without one) and ``args``; futures among these
-        stand for what they give, on whatever worker. One that is ``stoppable`` gets an event ``stop``, which is set when it is cancelled."""
+        """Have workers, by address, call a function with their place in the mesh (None without one) and ``args``.
+        Futures among these stand for their results, on whatever worker. A ``stoppable`` function gets an event
+        ``stop``, which is set when it is cancelled."""
         messages = {}
         for address, given in args.items():
             args_there = tuple(a.ref if isinstance(a, WorkerFuture) else a for a in given)
@@ -333,7 +334,7 @@ class WorkerStreams:
         return futures
 
     def submit(self, number: int, name: str, messages: Mapping[str, dict[str, Any]]) -> dict[str, WorkerFuture]:
-        """Send an item to each of some workers, by address. Under :attr:`order`."""
+        """Send an item to each of some workers, by address. Called while :attr:`order` is held."""
         futures = {}
         for address, message in messages.items():
             stream = self._streams[address]
@@ -355,7 +356,7 @@ class WorkerStreams:
         return self.client().sync(all_of_them)
 
     def flush(self, addresses: Iterable[str]) -> None:
-        """Let what was put in the queues of these workers go."""
+        """Send the queued messages of these workers."""
         streams = [self._streams[a] for a in addresses]
 
         def go() -> None:
@@ -369,7 +370,7 @@ class WorkerStreams:
             self._loop.call_soon_threadsafe(go)
 
     def flush_later(self, put: Callable[[], Iterable[WorkerStream]]) -> None:
-        """The same, for finalizers, of the streams that ``put`` gives: many at once are one message."""
+        """The same for finalizers, on the streams that ``put`` returns: many calls become one message."""
         self._late.append(put)
         if not self._flushing:
             self._flushing = True
@@ -385,7 +386,7 @@ class WorkerStreams:
     # ----- are they alive -------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Look after the workers that something is waited from."""
+        """Watch the workers that have pending requests."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(self._look())
 
@@ -395,7 +396,7 @@ class WorkerStreams:
             busy = [s for s in self._streams.values() if s.lost is None and (s.pending or s.waiting)]
             if not busy:
                 return
-            # What is a task of Dask's waits for the scheduler, too.
+            # A future that follows a task of Dask's waits for the scheduler, too.
             followed = [f for s in busy for f in s.pending.values() if f.task is not None]
             if asking is not None and asking.done():
                 for future in followed if asking.exception() is not None else ():
@@ -411,7 +412,7 @@ class WorkerStreams:
                 s.send({"op": "ping"})
                 s.wake()
             await asyncio.sleep(tick)
-            # Ticks are counted, not the time: where this process was stopped itself, nobody else is to blame.
+            # Ticks are counted, not the time: if this process itself was stopped, workers are not to blame.
             for s in busy:
                 s.silent = 0.0 if s.heard else s.silent + tick
                 if s.silent >= timeout:

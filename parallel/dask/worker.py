@@ -1,7 +1,8 @@
 """The plugin of Dask workers: programs, and functions of blocks, of one process of a mesh.
 
-The processes of a mesh run each program together. :mod:`.worker_queue` brings them what to run, in one order everywhere. A worker that is
-lost takes its blocks with it: what needs them fails with :class:`RankLost`, and nothing runs again elsewhere.
+The processes of a mesh run each program together. :mod:`.worker_queue` brings them the runs in one order everywhere. A
+lost worker takes its blocks with it: runs that need them fail with :class:`RankLost`, and nothing is repeated
+elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .worker_queue import Desk, Item, Ref, Resident, failure_message, unpacked
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
 
-_POOL_PART = 8  # of what a worker may use, at most, is unused memory that it keeps for blocks
+_POOL_PART = 8  # the most of a worker's memory that it keeps unused for blocks
 
 Ranges = Sequence[tuple[int, int, int]]
 """Slots of bundles, as (number of the item that left the bundle, first slot, how many)."""
@@ -45,7 +46,7 @@ class Bundle:
         self.slots = slots
 
     def __sizeof__(self) -> int:
-        # What Dask's memory accounting and dashboard show: of the host.
+        # Dask's memory accounting and dashboard show this: host memory only.
         return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values() if is_on_host(b))
 
     def __reduce__(self) -> Any:
@@ -66,7 +67,7 @@ def _bundle_of(slots: dict[int, dict[int, np.ndarray]], device: str) -> Bundle:
 
 @dataclass
 class WorkerState:
-    """What meshtape keeps in a worker: the queue of what it runs, its data plane, its places in meshes and prepared programs."""
+    """The state of meshtape in a worker: its queue, its data plane, its places in meshes and its prepared programs."""
 
     resident: Resident
     plane: DataPlane | None = None
@@ -76,7 +77,7 @@ class WorkerState:
     device_groups: dict[tuple[bytes, int], Transport] = field(default_factory=dict)
 
     def device_group(self, seat: Seat, epoch: int, host: Group, timeout: float) -> Transport:
-        """What carries blocks of devices between the processes of a mesh: made once for each of its epochs."""
+        """The transport of device blocks between the processes of a mesh, made once for each of its epochs."""
         key = (seat.mesh, epoch)
         found = self.device_groups.get(key)
         if found is None:
@@ -91,7 +92,7 @@ class WorkerState:
         return found
 
     def drop_device_groups(self, mesh: bytes) -> None:
-        """Forget what carried the device blocks of a mesh."""
+        """Close the transports of device blocks of a mesh."""
         for key in [k for k in self.device_groups if k[0] == mesh]:
             self.device_groups.pop(key).close()
 
@@ -106,7 +107,7 @@ class WorkerState:
             del self.programs[p]
 
     def left(self, client: str) -> None:
-        """A client's stream has ended: so have its meshes."""
+        """Forget the meshes of a client whose stream has ended."""
         for mesh in [m for m, c in self.owners.items() if c == client]:
             self.forget(mesh)
 
@@ -116,11 +117,11 @@ _LOCK = threading.Lock()
 
 
 class MeshtapeWorker(WorkerPlugin):
-    """Gives each worker the queue of its meshes, lets clients and the scheduler reach it, and closes what meshtape opened when the
-    worker goes.
+    """The worker plugin: a queue for meshes, handlers for clients and the scheduler, and clean-up when the worker
+    closes.
 
-    Put on the workers of a mesh or a gang when it is made: registered with the scheduler, it would keep workers without meshtape from
-    joining.
+    It is installed on the workers of a mesh or a gang when that is made. Registered with the scheduler, it would keep
+    workers without meshtape from joining.
     """
 
     name = "meshtape"
@@ -137,7 +138,7 @@ class MeshtapeWorker(WorkerPlugin):
         }
         worker.metrics["meshtape_written"] = lambda w: activity.written()
 
-        # What the scheduler says when a worker or a client of a mesh is gone.
+        # The scheduler calls these when a worker or a client of a mesh is gone.
         async def meshtape_left(mesh: bytes, worker_left: str) -> None:
             if state.plane is not None:
                 state.plane.left(mesh, worker_left)
@@ -164,7 +165,7 @@ class MeshtapeWorker(WorkerPlugin):
 
 
 async def _taken(resident: Resident, session: str, number: int, slot: int, ranks: Sequence[int]) -> Any:
-    """Blocks of what an item left here, as soon as it has ended."""
+    """Blocks of an item's value, as soon as the item has ended."""
     try:
         bundle = await resident.of(session).value(number)
         blocks = {r: bundle.slots[slot][r] for r in ranks}
@@ -177,7 +178,7 @@ async def _taken(resident: Resident, session: str, number: int, slot: int, ranks
 
 
 def close_state(address: str) -> None:
-    """Close what is open for a worker of this process."""
+    """Close the resources of a worker of this process."""
     with _LOCK:
         state = _STATES.pop(address, None)
     if state is not None:
@@ -215,7 +216,7 @@ def open_plane(
 
 @dataclass(frozen=True)
 class Seat:
-    """A process's place in a mesh: what it is told once, when the mesh is opened."""
+    """A process's place in a mesh, sent to it once when the mesh is opened."""
 
     mesh: bytes
     process: int
@@ -241,7 +242,7 @@ class Seat:
 
     @property
     def memory(self) -> BlockMemory:
-        """Where the blocks of this process are."""
+        """The memory of this process's blocks."""
         return memory_of(self.device)
 
     @functools.cached_property
@@ -269,8 +270,8 @@ def names_of(homes: Sequence[int], addresses: Sequence[str]) -> dict[int, str]:
 
 
 def desk_here(address: str, session: str) -> tuple[Desk, Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """In a task of Dask's: what a client has on this worker, and a function that waits for what the worker's event loop is to do. Raises
-    :class:`RankLost` on any other worker than the one at ``address``."""
+    """Called in a task of Dask's: a client's desk on this worker, and a function that waits for a coroutine on the
+    worker's event loop. Raises :class:`RankLost` on any other worker than the one at ``address``."""
     worker = get_worker()
     state = _STATES.get(worker.address)
     if worker.address != address or state is None:
@@ -283,18 +284,18 @@ def desk_here(address: str, session: str) -> tuple[Desk, Callable[[Coroutine[Any
 
 
 def seat_here(mesh: bytes) -> Seat:
-    """In a task of Dask's: the place of this worker in a mesh."""
+    """Called in a task of Dask's: the place of this worker in a mesh."""
     seat = _STATES[get_worker().address].seats.get(mesh)
     if seat is None:
         raise RankLost("this process forgot the mesh: it was closed")
     return seat
 
 
-# ----- what a stream says ---------------------------------------------------------------------------------------------
+# ----- commands of a stream -------------------------------------------------------------------------------------------
 
 
 def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
-    """Do what a client says, or put it in the queue."""
+    """Carry out a client's message, or queue it."""
     op = message["op"]
     if op == "run":
         desk.add(_run_item(state, desk, message))
@@ -314,7 +315,7 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
     elif op == "seat":
         seat = Seat(**message["seat"])
         state.seats[seat.mesh] = seat
-    elif op == "stop":  # what still waits for a process that failed ends
+    elif op == "stop":  # end the waits for a failed process
         if state.plane is not None:
             state.plane.stop(message["mesh"], message["epoch"])
     elif op == "cancel":
@@ -340,7 +341,7 @@ def _drop_slots(desk: Desk, number: int, slots: Sequence[int]) -> None:
     bundle = desk.resident.value(key)
     for slot in slots:
         bundle.slots.pop(slot, None)
-    desk.resident.store(key, bundle)  # what it weighs has changed
+    desk.resident.store(key, bundle)  # its size has changed
 
 
 def _run_item(state: WorkerState, desk: Desk, m: dict[str, Any]) -> Item:
@@ -377,8 +378,8 @@ def ranges_of(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
 def _landed(
     ranges: Ranges, bundles: Mapping[int, Bundle], given: Sequence[Mapping[int, np.ndarray]], memory: BlockMemory
 ) -> Iterator[Mapping[int, np.ndarray]]:
-    """The blocks of inputs where they are computed on: those that come with a message, or were sent before it, are host memory. The
-    number -1 stands for what comes with the message."""
+    """The blocks of inputs in the memory of the process. Blocks that come with a message, or were sent before it, are
+    in host memory. The number -1 stands for blocks that come with the message."""
     for n, first, count in ranges:
         for slot in range(first, first + count):
             blocks = given[slot] if n < 0 else bundles[n].slots.get(slot)
@@ -402,7 +403,7 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
         (:mod:`.scan`): how many, how many outputs are carried, and the slots that the turns read, turn by turn; ``blocks`` are inputs
         that come with the message; the inputs whose numbers are in ``keep`` stay in the bundle, after the outputs.
     bundles
-        What earlier items left here, by their numbers.
+        Values of earlier items on this worker, by item number.
     """
     seat, plane = state.seats.get(m["mesh"]), state.plane
     if seat is None or plane is None:
@@ -481,7 +482,7 @@ def create_blocks(seat: Seat, fn: Callable[..., Any], payloads: Mapping[int, Any
 
 
 def kept(seat: Seat, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
-    """Host blocks as a bundle: where the ranks compute."""
+    """Host blocks as a bundle, in the memory that the ranks compute in."""
     memory = seat.memory
     with memory.using():
         return Bundle({i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})

@@ -1,11 +1,11 @@
-"""The queue of a worker: what the clients of its meshes have it do, outside of the slots that Dask gives to tasks.
+"""The queue of a worker: the work of its meshes' clients, outside of Dask's task slots.
 
-Each client has one stream to the worker, and the worker does what comes in it in that order, in a thread of its own. A client sends to all
-workers of a mesh in one order, and the lease (:mod:`.lease`) keeps other clients from them meanwhile: so programs, whose ranks wait for
-each other, never stand in each other's way. Users' tasks keep none of them waiting, however many there are.
+Each client has one stream to the worker, which works through it in order, in a thread of its own. A client sends to all
+workers of a mesh in one order, and the lease (:mod:`.lease`) keeps other clients from them meanwhile. So programs,
+whose ranks wait for each other, never block each other. Users' tasks do not hold them up, however many there are.
 
-What an item gives is kept in the worker's ``data``, where Dask's memory manager may put it aside on disk, until the client drops it. A
-stream that ends takes with it all that its client left here.
+An item's value is kept in the worker's ``data``, where Dask's memory manager may spill it to disk, until the client
+drops it. When a stream ends, all values of its client are dropped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAMES = 50  # programs whose counts are told to the scheduler
 
 
 class Ref(NamedTuple):
-    """In place of an argument: what an earlier item gives, on the worker at ``address``, to whom it was sent by this session."""
+    """A placeholder for an argument: the value of an earlier item of this session, on the worker at ``address``."""
 
     number: int
     address: str
@@ -47,8 +47,8 @@ class Ref(NamedTuple):
 
 
 def packed(value: Any) -> list[Any]:
-    """A value for a message, which :func:`unpacked` reads where it is used: one that cannot be read there is the error of what needs
-    it, and not of the stream."""
+    """A value for a message, which :func:`unpacked` reads where it is used. If it cannot be read there, only the item
+    that needs it fails, not the stream."""
     buffers: list[Any] = []
     head = dumps(value, buffer_callback=buffers.append)
     return [to_serialize(head), *(to_serialize(b.raw()) for b in buffers)]
@@ -70,7 +70,7 @@ def read_error(pickled: bytes) -> BaseException | None:
 
 
 class RemoteError(Exception):
-    """In place of an error of a worker that this process cannot make: its name and text."""
+    """Stands for a worker's error that this process cannot rebuild: its name and text."""
 
 
 def failure_message(error: BaseException) -> dict[str, Any]:
@@ -87,30 +87,30 @@ def failure(message: Mapping[str, Any]) -> BaseException:
 
 
 def popped(queue: deque[T]) -> Iterator[T]:
-    """What is in a queue, taken out; others may put more in meanwhile."""
+    """The elements of a queue, popped one by one; others may append meanwhile."""
     while queue:
         yield queue.popleft()
 
 
 class Outbox:
-    """Messages that go to the other end of a stream, those that have gathered in one piece. :meth:`put` is for any thread; the rest is used
-    on the event loop."""
+    """Messages to the other end of a stream; those that have gathered are sent together. :meth:`put` may be called in
+    any thread, the rest only on the event loop."""
 
     def __init__(self) -> None:
         self._messages: deque[dict[str, Any]] = deque()
         self._some = asyncio.Event()
 
     def put(self, message: dict[str, Any]) -> None:
-        """Add a message. It takes no lock, and wakes nobody."""
+        """Add a message, without a lock and without waking the writer."""
         self._messages.append(message)
 
     def wake(self) -> None:
-        """Write what is there."""
+        """Wake the writer."""
         if self._messages:
             self._some.set()
 
     async def write_to(self, comm: Any) -> None:
-        """Write what comes, until the stream ends."""
+        """Write messages as they come, until the stream ends."""
         while True:
             await self._some.wait()
             self._some.clear()
@@ -120,8 +120,8 @@ class Outbox:
 
 @dataclass(slots=True)
 class Item:
-    """Something to do. ``needs`` are the items whose values ``work`` is called with. Where it fails, items of the same ``epoch`` of a
-    mesh do not begin."""
+    """A piece of work. ``work`` is called with the values of the items ``needs``. If it fails, items of the same
+    ``epoch`` of a mesh do not begin."""
 
     number: int
     name: str
@@ -129,7 +129,7 @@ class Item:
     needs: Sequence[Ref] = ()
     epoch: tuple[bytes, int] | None = None
     stop: threading.Event | None = None
-    """Set where it is to end early, of work that looks."""
+    """Set to end the work early, if the work checks it."""
 
 
 @dataclass
@@ -143,8 +143,8 @@ class Count:
 
 @dataclass
 class Desk:
-    """What one client has this worker do, and what that gave. A client that connects anew has a new session, and finds nothing of an
-    earlier one. Used on the worker's event loop."""
+    """The items of one client on this worker, and their values. A client that reconnects gets a new session, without
+    the values of an earlier one. Used on the worker's event loop."""
 
     resident: Resident
     client: str
@@ -170,10 +170,10 @@ class Desk:
         if not task.cancelled() and task.exception() is not None:
             self.comm.abort()
 
-    # ----- what comes -------------------------------------------------------------------------------------------------
+    # ----- incoming items ---------------------------------------------------------------------------------------------
 
     def add(self, item: Item) -> None:
-        """Do this when what came before it is done."""
+        """Queue an item behind the earlier ones."""
         self.latest = max(self.latest, item.number)
         self.ended.setdefault(item.number, asyncio.Event())
         self.then(item)
@@ -181,17 +181,17 @@ class Desk:
             self.cut_off()
 
     def then(self, what: Item | Callable[[], None]) -> None:
-        """The same, of something that gives no answer and takes no time."""
+        """The same for a short action without an answer."""
         self.queue.append(what)
         self._come.set()
 
     def cut_off(self) -> None:
-        """Do not begin what needs the lease, and let it end where it can."""
+        """Do not begin items that need the lease, and stop those that can be stopped."""
         items = [i for i in (self._now, *self.queue) if isinstance(i, Item)]
         self.cancel([i.number for i in items if i.epoch is not None or i.stop is not None], STOOD_STILL)
 
     def cancel(self, numbers: Iterable[int], why: str = "it was given up") -> None:
-        """Do not begin these, and let those end that can."""
+        """Do not begin these items, and stop those that can be stopped."""
         given_up = set(numbers)
         if self._now is not None and self._now.number in given_up and self._now.stop is not None:
             self._now.stop.set()
@@ -200,7 +200,7 @@ class Desk:
             self._failed(item.number, RankLost(why))
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Nobody asks for these values any more."""
+        """Drop the values of these items."""
         for n in numbers:
             self.ended.pop(n, None)
             self.failures.pop(n, None)
@@ -208,7 +208,7 @@ class Desk:
                 self.resident.forget(key)
 
     def keep(self, number: int, name: str, value: Any) -> None:
-        """Keep a value; whoever waits for it is told."""
+        """Keep an item's value, and wake those that wait for it."""
         self.kept[number] = key = f"{PREFIX}{name.replace('-', '_')}-{self.session}-{number}"
         self.resident.store(key, value)
         self.ended.setdefault(number, asyncio.Event()).set()
@@ -218,10 +218,10 @@ class Desk:
         self.ended.setdefault(number, asyncio.Event()).set()
         self.say({"op": "failed", "n": number, **failure_message(error)})
 
-    # ----- what is asked for ------------------------------------------------------------------------------------------
+    # ----- values of items --------------------------------------------------------------------------------------------
 
     async def value(self, number: int) -> Any:
-        """What an item gave, as soon as it has ended; raises its error, and :class:`RankLost` where there is nothing any more."""
+        """The value of an item, once it has ended. Raises its error, or :class:`RankLost` where the value is gone."""
         if number not in self.ended and number > self.latest:  # on its way, by another connection
             self.ended[number] = asyncio.Event()
         if (ended := self.ended.get(number)) is not None:
@@ -229,7 +229,7 @@ class Desk:
         return self.now(number)
 
     def now(self, number: int) -> Any:
-        """The same, of an item that has ended."""
+        """The same for an item that has ended."""
         if (error := self.failures.get(number)) is not None:
             raise error
         if (key := self.kept.get(number)) is None:
@@ -269,7 +269,7 @@ class Desk:
                 self.resident.count(what.name, time.perf_counter() - begun)
                 self.say({"op": "done", "n": what.number})
             finally:
-                what = values = value = None  # type: ignore[assignment]  # they are not to live until the next comes
+                what = values = value = None  # type: ignore[assignment]  # they must not live until the next item comes
                 self._now = None
 
     async def _needed(self, ref: Ref) -> Any:
@@ -280,14 +280,14 @@ class Desk:
         )
 
     def names(self) -> list[str]:
-        """Of what is running and has still to run."""
+        """Names of the running and the waiting items."""
         waiting = [i.name for i in self.queue if isinstance(i, Item)]
         return [self._now.name, *waiting] if self._now is not None else waiting
 
     # ----- saying -----------------------------------------------------------------------------------------------------
 
     def say(self, message: dict[str, Any]) -> None:
-        """Tell the client."""
+        """Send a message to the client."""
         self._answers.put(message)
         self._answers.wake()
 
@@ -296,7 +296,7 @@ class Desk:
             await self._answers.write_to(self.comm)
 
     def end(self) -> None:
-        """The client is gone."""
+        """End the desk: the client is gone."""
         self.open = False
         if self._now is not None and self._now.stop is not None:
             self._now.stop.set()
@@ -309,7 +309,7 @@ class Desk:
 
 
 def answered(found: Any) -> Any:
-    """The value in an answer to ``meshtape_value``; raises the error that is there instead."""
+    """The value in an answer to ``meshtape_value``. Raises its error, if it holds one."""
     if isinstance(found, Mapping) and "value" in found:
         return found["value"]
     if not isinstance(found, Mapping) or "failed" not in found:
@@ -319,8 +319,8 @@ def answered(found: Any) -> Any:
 
 
 class Resident:
-    """See the module: one a worker. ``commands`` does what a message of a stream says; ``left`` is called with a client whose stream
-    ended."""
+    """The queue of one worker; see the module. ``commands`` carries out a stream's message. ``left`` is called with a
+    client whose stream has ended."""
 
     def __init__(
         self, worker: Worker, commands: Callable[[Desk, dict[str, Any]], None], left: Callable[[str], None]
@@ -334,7 +334,7 @@ class Resident:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
 
     def close(self) -> None:
-        """The worker goes."""
+        """End all streams, as the worker closes."""
         for desk in list(self.desks.values()):
             desk.end()
             desk.comm.abort()
@@ -343,7 +343,7 @@ class Resident:
     # ----- values -----------------------------------------------------------------------------------------------------
 
     def store(self, key: str, value: Any) -> None:
-        """Keep a value where Dask can put it aside."""
+        """Keep a value where Dask can spill it."""
         try:
             self.worker.data[key] = value
         except Exception:  # that has no room, or cannot be written: it stays here
@@ -352,11 +352,11 @@ class Resident:
             self._in_memory[key] = value
 
     def value(self, key: str) -> Any:
-        """A value that is kept."""
+        """A kept value."""
         return self._aside[key] if key in self._aside else self.worker.data[key]
 
     def forget(self, key: str) -> None:
-        """Give a value up."""
+        """Drop a value."""
         self._aside.pop(key, None)
         with contextlib.suppress(KeyError):
             del self.worker.data[key]
@@ -387,14 +387,14 @@ class Resident:
             self._left(desk.client)
 
     async def take(self, session: str, number: int) -> Any:
-        """What an item gave, for another worker or for the client."""
+        """The value of an item, for another worker or for the client."""
         try:
             return {"value": to_serialize(await self.of(session).value(number))}
         except Exception as e:
             return failure_message(e)
 
     async def put(self, session: str, number: int, name: str, value: Any) -> Any:
-        """A value that a client sends past its stream, as that of an item."""
+        """Keep a value that a client sends outside of its stream as the value of an item."""
         try:
             self.of(session).keep(number, name, value)
         except Exception as e:
@@ -402,11 +402,11 @@ class Resident:
         return {"value": None}
 
     async def busy_for(self, client: str) -> list[str]:
-        """Names of what the worker has still to do for a client."""
+        """Names of a client's unfinished items."""
         return [n for desk in self.desks.values() if desk.client == client for n in desk.names()]
 
     async def fence(self, client: str, number: int, closed: bool) -> None:
-        """The scheduler has taken the lease from a client, or gives it back. It counts what it says."""
+        """Close or reopen a client's queue, as the scheduler takes or returns its lease. ``number`` orders messages."""
         if number > self.fences.get(client, (0, False))[0]:
             self.fences[client] = number, closed
             for desk in self.desks.values():
@@ -414,16 +414,16 @@ class Resident:
                     desk.cut_off()
 
     def of(self, session: str) -> Desk:
-        """What a client has here. Raises :class:`RankLost` where it has no such session."""
+        """The desk of a session. Raises :class:`RankLost` where there is no such session."""
         desk = self.desks.get(session)
         if desk is None:
             raise RankLost(f"worker {self.worker.address} knows no session {session}: it was started anew, or cut off")
         return desk
 
-    # ----- what the scheduler is told ---------------------------------------------------------------------------------
+    # ----- reports to the scheduler -----------------------------------------------------------------------------------
 
     def count(self, name: str, seconds: float | None) -> None:
-        """An item has ended; ``seconds`` is None where it failed."""
+        """Count an item that has ended; ``seconds`` is None where it failed."""
         count = self.counts.pop(name, None) or Count()
         self.counts[name] = count
         while len(self.counts) > _NAMES:
@@ -434,7 +434,7 @@ class Resident:
             count.done, count.seconds = count.done + 1, count.seconds + seconds
 
     def report(self) -> dict[str, Any]:
-        """What runs, what has run, and the bytes that are kept, as plain data."""
+        """Running, waiting and ended items, and the bytes of kept values, as plain data."""
         names = [n for desk in self.desks.values() for n in desk.names()]
         keys = [k for desk in self.desks.values() for k in desk.kept.values()]
         return {

@@ -1,4 +1,4 @@
-"""The workers of a Dask cluster: who they are, whether they answer, and what they answer."""
+"""The workers of a Dask cluster: their addresses, liveness and answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PerClient(Generic[T]):
 
 
 def check_client(who: str, client: Any) -> None:
-    """Raise :class:`MeshError` for what is no synchronous client of Dask, :class:`ClusterError` for one that is not connected."""
+    """Raise :class:`MeshError` unless this is a synchronous client, :class:`ClusterError` unless it is connected."""
     if not isinstance(client, Client):
         raise MeshError(f"{who} takes a distributed.Client, got {type(client).__name__}")
     if client.asynchronous:
@@ -80,10 +80,10 @@ def workers_with(there: Mapping[str, Any], resources: Mapping[str, float]) -> li
 
 
 def known_workers(client: Client) -> dict[str, Any]:
-    """What the scheduler knows now of each of its workers, by address.
+    """The scheduler's current information on each of its workers, by address.
 
-    ``client.scheduler_info`` tells of them too, but hands over what the client remembers: an update that the client makes of its own
-    accord may have replaced the answer by one without workers. To take that for the truth would be to lose all of them.
+    ``client.scheduler_info`` is no substitute: it returns the client's cached copy, which an update of the client
+    itself may have replaced by one without workers. All workers would then count as lost.
 
     Raises
     ------
@@ -99,7 +99,7 @@ async def _there(client: Client) -> dict[str, Any]:
 
 
 def call_scheduler(client: Client, op: str, **kwargs: Any) -> Any:
-    """What one of the scheduler's handlers gives.
+    """The answer of one of the scheduler's handlers.
 
     Raises
     ------
@@ -126,8 +126,8 @@ async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
 
 
 def while_answering(client: Client, fn: Callable[..., Any], *args: Any) -> Any:
-    """What a function of Dask's client gives that may take its time, as long as the scheduler answers. Raises :class:`ClusterError` where
-    it does not."""
+    """The result of a slow function of Dask's client, waited for as long as the scheduler answers. Raises
+    :class:`ClusterError` where it does not."""
 
     async def wait() -> Any:
         task = asyncio.ensure_future(fn(*args))
@@ -160,8 +160,8 @@ async def _answers(client: Client, address: str) -> bool:
 
 
 async def while_present(client: Client, address: str, call: Coroutine[Any, Any, T]) -> T | None:
-    """What a call of a worker gives; None where the worker leaves the cluster meanwhile, which its connections may be slow to
-    show. On the client's event loop."""
+    """The result of a worker call; None where the worker leaves the cluster meanwhile, which its connections may be
+    slow to show. Runs on the client's event loop."""
     answer = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait([answer], timeout=LOOK))[0]:
@@ -173,7 +173,7 @@ async def while_present(client: Client, address: str, call: Coroutine[Any, Any, 
 
 
 async def _while_alive(client: Client, address: str, call: Coroutine[Any, Any, T]) -> T | None:
-    """The same, of a worker that may also stop without leaving the cluster."""
+    """The same for a worker that may also stop without leaving the cluster."""
     task = asyncio.ensure_future(while_present(client, address, call))
     try:
         asked_at = time.monotonic()
@@ -189,8 +189,8 @@ async def _while_alive(client: Client, address: str, call: Coroutine[Any, Any, T
 
 
 def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
-    """Let the scheduler give a plugin to its workers, those that come later too. Returns what went wrong on any of them, which may
-    not be one that matters; a worker that stands still is not waited for."""
+    """Have the scheduler give a plugin to its workers, later ones too. Returns the error, if one fails, even
+    where that worker is not needed. Does not wait for workers that hang."""
 
     async def give() -> Exception | None:
         task = asyncio.ensure_future(client.register_plugin(plugin))
@@ -208,7 +208,7 @@ def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
 
 
 def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Sequence[str]) -> dict[str, Any]:
-    """What a function gives on each of some workers; the exception, where it raised one there.
+    """The result of a function on each of some workers, or the exception that it raised there.
 
     Raises
     ------

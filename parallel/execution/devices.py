@@ -1,8 +1,9 @@
-"""Which device each process of a mesh computes on, and how blocks go from one GPU to another.
+"""The device of each process of a mesh, and the transport between GPUs.
 
-Every process says what it sees (:func:`visible`); the client decides for all of them (:func:`choose`), so that no two processes take
-one GPU while another is idle. dask-cuda shows each worker all GPUs, its own one first; plain workers of a host see the same GPUs in
-the same order. Taking the first that the fewest others have taken serves both.
+Every process reports its visible GPUs (:func:`visible`). The client chooses for all of them (:func:`choose`), so that
+no two processes take one GPU while another is idle. dask-cuda shows each worker all GPUs, its own one first; plain
+workers of a host see the same GPUs in the same order. Taking the first GPU that the fewest others have taken serves
+both.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ..transports.nccl import nccl
 
 
 class Gpus(NamedTuple):
-    """What a process sees. ``ids`` name its GPUs in its own order, each the same in every process; ``missing`` says why there is
-    none, ``without_nccl`` why NCCL cannot be used, ``nccl`` is its version."""
+    """The visible GPUs of a process. ``ids`` name them in its own order; a GPU has the same id in every process.
+    ``missing`` says why there is none, ``without_nccl`` why NCCL cannot be used. ``nccl`` is its version."""
 
     ids: tuple[str, ...] = ()
     missing: str = ""
@@ -30,7 +31,7 @@ class Gpus(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was decided: the device of each process by name, whether its GPUs talk through NCCL, and why not or why no GPU."""
+    """The chosen devices by process, and whether GPUs use NCCL. ``why`` gives the reason against NCCL or GPUs."""
 
     devices: tuple[str, ...]
     nccl: bool = False
@@ -38,7 +39,7 @@ class Choice(NamedTuple):
 
     @property
     def text(self) -> str | None:
-        """In words, for a ``repr``; None where all is as on any CPU."""
+        """The choice in words, for a ``repr``; None for a CPU without a special reason."""
         if self.devices[0] == "cpu":
             return f"cpu: {self.why}" if self.why else None
         where = "cuda" if len(self.devices) > 1 else self.devices[0]
@@ -48,7 +49,7 @@ class Choice(NamedTuple):
 
 
 def visible() -> Gpus:
-    """What this process sees. CuPy is imported only where a driver with a device answers."""
+    """The GPUs that this process sees. CuPy is imported only if a driver with a device answers."""
     problem = _no_driver()
     if problem:
         return Gpus(missing=problem)
@@ -64,7 +65,7 @@ def visible() -> Gpus:
 
 
 def _no_driver() -> str:
-    """Why the CUDA driver has no device for this process; nothing where it has. It knows ``CUDA_VISIBLE_DEVICES``."""
+    """Why the CUDA driver has no device for this process; empty if it has one. Respects ``CUDA_VISIBLE_DEVICES``."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -84,7 +85,7 @@ def _identity(backend: CuPyBackend, index: int) -> str:
 
 
 def local_device(wanted: str | Device | None) -> str:
-    """Of a mesh whose ranks are all in this process: they share one device.
+    """The device of a mesh whose ranks are all in this process: they share one.
 
     Raises
     ------
@@ -163,7 +164,7 @@ def choose(wanted: str | Device | None, found: Mapping[str, Gpus], *, plain: boo
 
 
 def _without_nccl(found: Mapping[str, Gpus], plain: bool, ports: bool) -> str:
-    """Why NCCL cannot connect these processes; nothing where it can."""
+    """Why NCCL cannot connect these processes; empty if it can."""
     for address, g in found.items():
         if not g.nccl:
             return f"worker {address} has no NCCL ({g.without_nccl})"

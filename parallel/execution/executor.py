@@ -44,8 +44,8 @@ Env = dict[int, dict[int, np.ndarray]]
 
 
 class Way(NamedTuple):
-    """A move, or one of several that are one together: blocks are taken as of shape ``given``, and the new ones handed on as of
-    shape ``made``, where that is not how the plan has them."""
+    """A move, or one of several successive moves in its place. Source blocks are reshaped to ``given``, and new blocks
+    to ``made``, where the plan has other shapes."""
 
     plan: Plan
     given: tuple[int, ...] | None = None
@@ -61,7 +61,7 @@ class PreparedMove(NamedTuple):
     table: int | None
 
     def running(self, env: Env, memory: BlockMemory) -> Running | RaggedRunning:
-        """The move about to be carried out on these blocks."""
+        """The move, ready to be carried out on these blocks."""
         blocks = {r: sparse_ops.dense(values[self.source]) for r, values in env.items() if self.source in values}
         if self.way.given is not None:
             blocks = {r: b.reshape(self.way.given) for r, b in blocks.items()}
@@ -70,7 +70,7 @@ class PreparedMove(NamedTuple):
         return Running(self.rounds, blocks, self.neutral, memory)
 
     def results(self, running: Running | RaggedRunning) -> dict[int, np.ndarray]:
-        """The new blocks, once it was."""
+        """The new blocks of a move that was carried out."""
         found = running.results()
         return found if self.way.made is None else {r: b.reshape(self.way.made) for r, b in found.items()}
 
@@ -93,11 +93,11 @@ class PreparedLocal(NamedTuple):
     origin: str
     site: str
     room: Mapping[int, tuple[tuple[int, ...], np.dtype]] | None
-    """Shape and dtype of each rank's result, where it can be written to memory that is given."""
+    """Shape and dtype of each rank's result, if the op can write it to given memory."""
     dying: tuple[int, ...]
     """Operands that nothing reads afterwards: the result may take their memory."""
     sparse: Op | None
-    """The op, where operands may be sparse (:mod:`meshtape.arrays.indexing.sparse_ops`)."""
+    """The op, if operands may be sparse (:mod:`meshtape.arrays.indexing.sparse_ops`)."""
     keeps: bool
     """Whether the result may stay sparse."""
 
@@ -121,7 +121,7 @@ class Prepared:
         self.homes = tuple(homes)
         self.names = tuple(names)
         self._all_here = len(self.hosted) == len(self.homes)
-        # What only one rank's ops read of a table's gradient stays sparse there; what is sent, and what is returned, is dense.
+        # A gradient of a table stays sparse while only ops of one rank read it. It is dense when sent or returned.
         self._thin = thin_values(program) if memory.xp is np else frozenset()
         actions = schedule(program, buckets) if not self._all_here else None
         if actions is None:
@@ -206,8 +206,8 @@ class Prepared:
             return self.memory.put(value)
 
     def _ways(self, m: Move) -> tuple[Way, ...]:
-        """How a move is made. Two, one after the other, where this process hosts all ranks and that takes fewer copies: blocks that
-        are each made of parts of all others (an all-to-all, a reduce-scatter) are joined to one array, and that is cut."""
+        """The ways of a move: one, or two in succession where this process hosts all ranks and that takes fewer copies.
+        In an all-to-all or a reduce-scatter all blocks are then joined to one array, which is cut."""
         p = self.program
         way = Way(p.plan(m))
         if not self._all_here:
@@ -346,7 +346,7 @@ class Prepared:
                 values.update(zip(outputs, map(put, out), strict=True))
 
     def _failure(self, rank: int, error: Exception, origin: str, site: str) -> MeshtapeError:
-        """What went wrong in a call: of the type that it has in one process, where that is one of ours."""
+        """The error of a call, with the type that it has in one process if that is an error of ours."""
         where = f", called at {site}" if site else ""
         error = self.memory.translated(error)
         text = f"rank {rank} failed in {origin}{where}: "
@@ -378,8 +378,8 @@ class Prepared:
 
 
 class Beside:
-    """Rounds that run in a thread of their own while the program goes on: one after the other, as all processes start them in
-    one order. Within the context."""
+    """A context whose rounds run in a thread of their own, beside the program. They run one after the other, and all
+    processes start them in one order."""
 
     def __init__(self, transport: Transport, memory: BlockMemory) -> None:
         self._transport, self._memory = transport, memory
@@ -389,11 +389,11 @@ class Beside:
         transport.eager = False
 
     def start(self, ticket: int, moves: PreparedMoves, fn: Any, *args: Any) -> None:
-        """Run a round beside; its results are :meth:`wait`'s."""
+        """Start a round in the thread; :meth:`wait` returns its results."""
         self._under_way[ticket] = moves, self._submit(fn, *args)
 
     def wait(self, ticket: int) -> tuple[PreparedMoves, Any]:
-        """The round that was started with this ticket and its results. Raises what went wrong with it."""
+        """The round that was started with this ticket, and its results. Raises its error."""
         moves, future = self._under_way.pop(ticket)
         return moves, self._result(future)
 
@@ -431,13 +431,13 @@ class Beside:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and any(not f.done() for _, f in self._under_way.values()):
             self._failed = self._failed or error
-            self._transport.shutdown()  # whoever waits here waits no longer
+            self._transport.shutdown()  # wakes the threads that wait here
         self._thread.shutdown(wait=True)
         self._transport.eager = True
 
 
 def _between(m: Move) -> int:
-    """The variable between the two halves of a reshard that goes by way of another layout: no program has one like it."""
+    """The variable between two successive moves of one reshard; no program uses its number."""
     return -2 - m.target
 
 

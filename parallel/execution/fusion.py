@@ -1,7 +1,8 @@
 """Elementwise chains of a rank program: the same pass as for compiled programs of one device, on the steps that ranks run.
 
-Partitioning comes first: what is a chain is a run of calls on blocks of one split, whatever is pending in them, as each call was placed
-before. Collectives keep their order and stay where their results are first read; a call may wait, past them, for the one that reads it.
+Partitioning comes first, so a chain is a run of calls on blocks of one split; pending reductions do not matter.
+Collectives keep their order and stay where their results are first read. A call may move past them to the call that
+reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Doing = tuple[Any, tuple[int, ...]]
 
 
 class Chain(NamedTuple):
-    """Calls that go over the blocks together; ``group`` has them as entries."""
+    """Calls that are computed together, in one pass over the blocks; ``group`` has them as entries."""
 
     group: Group
     calls: tuple[Local, ...]
@@ -33,7 +34,7 @@ class Chain(NamedTuple):
 def fused(
     program: RankProgram, doings: Sequence[Doing], *, cuda: bool = False, apart: Collection[int] = frozenset()
 ) -> list[Doing]:
-    """What is done, in order, with runs of elementwise calls made into chains. ``apart`` are variables that no chain may have."""
+    """The steps in order, with runs of elementwise calls fused into chains. No chain has a variable of ``apart``."""
     calls = {s.outputs[0]: s for s, _ in doings if isinstance(s, Local) and _may_join(s, program, apart)}
     if len(calls) < 2:
         return list(doings)
@@ -62,7 +63,7 @@ def fused(
 
 
 def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
-    """Whether all ranks do the same in a call, as far as a chain is concerned. (Where blocks are empty, a pending maximum is filled in.)"""
+    """Whether a call may join a chain, as it is the same on all ranks. (A pending maximum fills in empty blocks.)"""
     if s.by_rank is not None or s.rule.localize is not None or len(s.outputs) != 1:
         return False
     if any(op in ("max", "min") for _, op in program.layouts[s.outputs[0]].partials):
@@ -104,7 +105,7 @@ class PreparedChain:
         make: Callable[..., Any] = executable if self._on_host else cuda_fusion.executable
         self._takers = [tuple(group.inputs[k] for k in ks if group.inputs[k] in frees) for ks in takers(group)]
         variables = dict.fromkeys((*group.inputs, *(v for e in group.entries for v in e.outputs)))
-        # Ranks whose blocks have the same shapes share what is made.
+        # Ranks whose blocks have the same shapes share a function.
         kinds = dict.fromkeys((program.avals[v].shape, program.layouts[v].shards) for v in variables)
         examples = [
             next(v for v in variables if (program.avals[v].shape, program.layouts[v].shards) == k) for k in kinds
@@ -121,7 +122,7 @@ class PreparedChain:
             self._by_rank[r] = made[shapes]
 
     def run(self, values: dict[int, Any], rank: int, failure: Callable[[Exception, str, str], Exception]) -> None:
-        """Compute the outputs among the blocks of a rank. ``failure`` says what is raised for an error, a call and its line."""
+        """Compute the outputs for the blocks of a rank. ``failure`` makes an exception of error, call and line."""
         fn, rooms = self._by_rank[rank]
         into: list[Any] = []
         if self._on_host:

@@ -21,10 +21,10 @@ def check_room(
     limits: Sequence[int | None],
     processes: Mapping[int, str],
 ) -> None:
-    """Raise :class:`OutOfMemory` where blocks that are there at one time are more than a process may use.
+    """Raise :class:`OutOfMemory` where blocks held at one time exceed the memory limit of a process.
 
-    What is counted is certain: each block that a process holds, once, however many of its ranks share it. What a program needs
-    beside comes on top.
+    The count is a lower bound: each block of a process, once, however many of its ranks share it. Other memory of a
+    program comes on top.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def check_room(
     homes
         The process of each rank.
     limits
-        Bytes that each process may use; None where nobody says.
+        Bytes that each process may use; None without a limit.
     processes
         Each process in words.
 

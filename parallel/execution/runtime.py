@@ -1,7 +1,7 @@
 """Hosts of the ranks of a mesh: this process (the virtual mesh), or the workers of a Dask cluster.
 
-A runtime keeps blocks and runs rank programs. What it hands out are *handles*: the client holds those, the blocks stay where
-their ranks are.
+A runtime keeps blocks and runs rank programs. It hands out *handles*: the client holds these, the blocks stay with
+their ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CALLS = {
 
 
 def called(fn: Any) -> str:
-    """A function of blocks, as errors name it: by what the user called.
+    """The name of a function of blocks in errors: that of the function that the user called.
 
     >>> def read_blocks(): ...
     >>> called(read_blocks)
@@ -41,7 +41,7 @@ def called(fn: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class HostValue:
-    """Blocks that are still one array of this process: shipped with the first program that reads them."""
+    """Blocks that are still one array of this process; they are sent with the first program that reads them."""
 
     value: np.ndarray
     layout: Layout
@@ -71,16 +71,16 @@ class Turns:
 
 
 class Runtime(Protocol):
-    """What a mesh asks of whoever hosts its ranks. Handles are :class:`HostValue` or what the runtime itself gave out."""
+    """The interface of a mesh to the host of its ranks. A handle is a :class:`HostValue` or made by the runtime."""
 
     homes: tuple[int, ...]
     """Process of each rank."""
 
     def placed(self) -> str | None:
-        """In words, where blocks are that are not in the host's memory, and how they travel; None for the host's."""
+        """In words, the device of blocks and the transport between devices; None where blocks are in host memory."""
 
     def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
-        """Raise :class:`OutOfMemory` where the blocks of arrays that are to be there at one time are more than a process may use."""
+        """Raise :class:`OutOfMemory` where the blocks of these arrays together exceed the memory limit of a process."""
 
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
         """The program made ready: a function from the handles of inputs and constants to the handles of outputs.
@@ -90,7 +90,7 @@ class Runtime(Protocol):
         """
 
     def wait(self, handle: Any) -> None:
-        """Until the blocks are there; raises what went wrong with them."""
+        """Wait for the blocks. Raises their error."""
 
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
         """Blocks brought to this process."""
@@ -109,10 +109,10 @@ class Runtime(Protocol):
         """See ``BlockHost.create``: handles of ``count`` new arrays."""
 
     def abandon(self) -> None:
-        """Give up what is on its way."""
+        """Give up the runs in flight."""
 
     def close(self) -> None:
-        """Give back what the runtime holds."""
+        """Free everything that the runtime holds."""
 
 
 class LocalRuntime:
@@ -131,7 +131,7 @@ class LocalRuntime:
         return None if self.memory is HOST else self.memory.name
 
     def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
-        """Nobody says how much this process may use."""
+        """Nothing: this process has no known limit."""
 
     def _blocks(self, handle: Any) -> Mapping[int, np.ndarray]:
         if not isinstance(handle, HostValue):
@@ -144,7 +144,7 @@ class LocalRuntime:
         return blocks
 
     def _put(self, blocks: Mapping[int, np.ndarray]) -> Mapping[int, Any]:
-        """Host blocks where the mesh computes; ranks whose blocks are the same memory share one there too."""
+        """Host blocks on the device of the mesh. Ranks that share memory on the host share it there too."""
         if self.memory is HOST:
             return blocks
         seen: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Forecasts: what a step would need on a mesh of any size, from its program alone.
+"""Forecasts: memory, messages and time of a step on a mesh of any size, from its program alone.
 
 No worker is asked and no array is made. The partitioner writes the rank program of thousands of virtual ranks, as it does for a run; the
 replay takes its steps as an executor would, and keeps account of blocks, messages and time. ``specs`` makes programs of shapes,
@@ -31,7 +31,7 @@ def forecast(
     links: Mapping[str, Any] | LinkFigures | None = None,
     place: Place | None = None,
 ) -> Forecast:
-    """What ``step(*args)`` needs on a mesh of any size: memory, messages and time of a rank. Nothing is computed.
+    """Memory, messages and time of a rank for ``step(*args)`` on a mesh of any size. Nothing is computed.
 
     Every rank is a process with a device of its own. Bytes and messages are those that the executor would send. Times are
     lower bounds by data sheets: calls take as long as their operations or their bytes (a roofline), rounds of messages a latency each
@@ -42,8 +42,8 @@ def forecast(
     step
         A function of arrays, such as a training step; it is traced as :func:`compile` does.
     args
-        Its arguments: trees of arrays, or of anything with ``shape`` and ``dtype`` and perhaps a ``sharding`` (``mt.ShapeDtype``, what
-        :func:`abstract` gives). Values are not read, but for numbers that are no arrays.
+        Its arguments: trees of arrays, or of anything with ``shape`` and ``dtype`` and perhaps a ``sharding``
+        (``mt.ShapeDtype``, results of :func:`abstract`). Values are not read, but for numbers that are no arrays.
     mesh_shape
         Names and lengths of the axes. Arguments keep their placements by name; a mesh of their own may have other lengths. By default their
         mesh.

@@ -19,15 +19,15 @@ class DeviceFigures:
     Parameters
     ----------
     name
-        For people.
+        The name to show.
     flops
         Dense floating-point operations a second by dtype. A dtype that is left out has those of ``float32``.
     bandwidth
         Bytes a second to and from its memory.
     memory
-        Bytes, or None where nobody says.
+        Bytes, or None if unknown.
     overhead
-        Seconds that a call takes at least.
+        The least seconds of a call.
     cuda
         Whether elementwise calls are fused as on a GPU.
     """
@@ -95,7 +95,7 @@ def device_figures(device: Any) -> DeviceFigures:
     Raises
     ------
     DeviceError
-        For an unknown name, and figures that are missing or not positive; lists what is known.
+        For an unknown name, and figures that are missing or not positive; lists the known devices.
 
     >>> device_figures("H200-141GB").bandwidth
     4800000000000.0

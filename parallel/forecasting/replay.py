@@ -1,4 +1,4 @@
-"""A rank's run of a program, replayed without values: which blocks are alive at each step, what is sent, and when it is done."""
+"""Replay of a rank's run of a program without values: live blocks, messages and times, step by step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACTIVATIONS, COLLECTIVES = "activations", "collective buffers"
 
 @dataclass
 class Link:
-    """What went over the links of one kind."""
+    """The traffic over the links of one kind, in messages and bytes."""
 
     messages: int = 0
     sent: int = 0
@@ -35,15 +35,15 @@ class Link:
 
 @dataclass
 class RankForecast:
-    """What one rank needs for a step. Bytes are those at the worst moment; seconds are of the whole step."""
+    """Memory, messages and time of one rank for a step. Bytes are those at the peak; seconds are of the whole step."""
 
     rank: int
     peak: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     activations: dict[str, int] = field(default_factory=dict)
-    """By the function that made them."""
+    """Bytes of activations, by the function that made them."""
     at: str = ""
-    """The call of the worst moment."""
+    """The call at the peak."""
     start: int = 0
     """Bytes of the arguments, which stay until the end."""
     within: Link = field(default_factory=Link)
@@ -62,7 +62,7 @@ class RankForecast:
 
 
 class Order:
-    """The steps of a program in the order in which the executor of any rank takes them, and what its variables are for."""
+    """The steps of a program in the executor's order, and the kinds of its variables."""
 
     def __init__(
         self, program: RankProgram, names: Sequence[str], kinds: Mapping[int, str], cuda: bool, buckets: Buckets
@@ -85,7 +85,7 @@ class Order:
 
 
 class _Memory:
-    """The memory of one rank: variables, and what each of them lies in."""
+    """The memory of one rank: its variables, and the allocation that each lies in."""
 
     def __init__(self, held: dict[int, tuple[int, int]]) -> None:
         self.held, self.total = held, 0
@@ -95,29 +95,29 @@ class _Memory:
         self._users: Counter[int] = Counter()
 
     def make(self, v: int, nbytes: int) -> None:
-        """New memory for a variable."""
+        """Allocate memory for a variable."""
         self.home[v], self.in_order[v] = v, True
         self._users[v] += 1
         self.held[v] = v, nbytes
         self.total += nbytes
 
     def share(self, v: int, other: int, in_order: bool) -> None:
-        """A variable in the memory of another."""
+        """Put a variable in the memory of another."""
         self.home[v], self.in_order[v] = self.home[other], in_order
         self._users[self.home[v]] += 1
 
     def take(self, v: int, other: int) -> None:
-        """A variable in place of another, which nothing reads again."""
+        """Put a variable in place of another, which nothing reads again."""
         self.share(v, other, True)
         self.held[self.home[v]] = v, self.held[self.home[v]][1]
 
     def is_sole(self, v: int) -> bool:
-        """Whether nothing else lies in a variable's memory, and the caller does not hold it."""
+        """Whether a variable shares its memory with no other, nor with the caller."""
         at = self.home.get(v)
         return at is not None and self._users[at] == 1 and at not in self.kept
 
     def free(self, v: int) -> None:
-        """A variable is dropped; its memory goes with the last."""
+        """Drop a variable; the memory is freed with its last variable."""
         at = self.home.pop(v, None)
         if at is not None:
             self._users[at] -= 1
@@ -136,7 +136,7 @@ class Replay:
     # ----- memory -------------------------------------------------------------------------------------------------------
 
     def memory(self, into: RankForecast) -> None:
-        """The worst moment, and what is there then."""
+        """The peak, and the blocks that are alive then."""
         most, worst = -1, 0
         for i, total in enumerate(self._totals({})):
             into.start = into.start or total
@@ -158,7 +158,7 @@ class Replay:
         into.at = self._called(self.order.steps[worst - 1][0]) if worst else "the start"
 
     def _totals(self, held: dict[int, tuple[int, int]]) -> Iterable[int]:
-        """Bytes in use at the start and in each step. ``held`` has what is there: by number, the variable it was made for and its bytes."""
+        """Bytes in use at the start and in each step. ``held`` has the variable and bytes of each allocation."""
         p, memory = self.program, _Memory(held)
         for v in (*p.inputs, *p.constants):
             memory.make(v, self.avals[v].nbytes)
@@ -190,7 +190,7 @@ class Replay:
                 memory.free(v)
 
     def _make(self, memory: _Memory, outputs: Sequence[int], dying: set[int]) -> None:
-        """New memory for results, or that of an operand that nothing reads again."""
+        """Give results new memory, or that of an operand that nothing reads again."""
         for v in outputs:
             alike = (d for d in sorted(dying) if memory.in_order[d] and self.avals[d] == self.avals[v])
             match = next(alike, None)
@@ -201,14 +201,14 @@ class Replay:
                 memory.take(v, match)
 
     def _same_block(self, m: Move, memory: _Memory) -> bool:
-        """Whether a move hands on the block that is there."""
+        """Whether a move hands on the source block itself."""
         p = self.program
         if m.collective is not None or m.source not in memory.home or self.avals[m.source] != self.avals[m.target]:
             return False
         return p.layouts[m.source].partials == p.layouts[m.target].partials and not self.traffic.of((m,))
 
     def _called(self, s: Any) -> str:
-        """A step for people."""
+        """A step in words."""
         if isinstance(s, Chain):
             return ", ".join(dict.fromkeys(c.origin or c.op.name for c in s.calls))
         return (s.origin or s.op.name) if isinstance(s, Local) else self._moved(s.moves)
@@ -219,7 +219,7 @@ class Replay:
     # ----- time ---------------------------------------------------------------------------------------------------------
 
     def time(self, device: DeviceFigures, links: LinkFigures, into: RankForecast) -> None:
-        """When each step ends: calls one after the other, rounds that start early in a line of their own, beside them."""
+        """The time of the step. Calls run one after the other, and early rounds in a line of their own beside them."""
         now = line = 0.0
         ends: dict[int, float] = {}
         for s, _ in self.order.steps:
@@ -278,7 +278,7 @@ class _Avals(Blocks):
 
 
 def _spread(program: RankProgram, kinds: Mapping[int, str]) -> dict[int, str]:
-    """Kinds of gradients handed on: to what they are before and after a collective or a cast, and when they are scaled or added."""
+    """The kinds with that of gradients propagated through collectives and casts, and to scaled or added gradients."""
     found = {v: k for v, k in kinds.items() if v in program.avals}
     for backwards in (True, False):
         for s in reversed(program.steps) if backwards else program.steps:
@@ -301,7 +301,7 @@ def _spread(program: RankProgram, kinds: Mapping[int, str]) -> dict[int, str]:
 
 
 def forecast_rank(replay: Replay, device: DeviceFigures, links: LinkFigures) -> RankForecast:
-    """All of it for one rank."""
+    """The memory and time of one rank."""
     out = RankForecast(replay.rank)
     replay.memory(out)
     replay.time(device, links, out)

@@ -22,7 +22,7 @@ _MOST_ROWS = 8
 
 @dataclass(frozen=True, repr=False)
 class Forecast:
-    """What a step needs on a mesh; :func:`meshtape.forecast` makes it.
+    """The forecast of a step on a mesh, made by :func:`meshtape.forecast`.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Forecast:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return math.prod(self.mesh.values())
 
     def rank(self, rank: int) -> RankForecast:
@@ -62,12 +62,12 @@ class Forecast:
 
     @functools.cached_property
     def fullest(self) -> RankForecast:
-        """Of the ranks that were looked at, that with the highest peak."""
+        """The rank with the highest peak, of those that were looked at."""
         return max(self.looked_at, key=lambda r: r.peak)
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank at the worst moment."""
+        """Bytes of the fullest rank at its peak."""
         return self.fullest.peak
 
     @property
@@ -197,7 +197,7 @@ def _bar(
 
 
 def _seconds(s: float) -> str:
-    """A time for people.
+    """A time in words.
 
     >>> _seconds(0.0123)
     '12.3 ms'

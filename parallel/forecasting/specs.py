@@ -1,4 +1,4 @@
-"""Arguments without values: shapes, dtypes and shardings on a virtual mesh, and the program that a step is of them."""
+"""Arguments without values: shapes, dtypes and shardings on a virtual mesh, and the program of a step on them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PARAMETER_NAMES = frozenset({"params", "parameters", "weights"})
 
 
 class _NoValue:
-    """The handle of an array that has no blocks. Whoever computes with it gets an error that says so."""
+    """The handle of an array without blocks. Computing with it raises an error."""
 
     @property
     def blocks(self) -> Any:
@@ -42,7 +42,7 @@ class _NoValue:
 
 
 class Spec(NamedTuple):
-    """Shape, dtype and sharding of an array that is still to come."""
+    """Shape, dtype and sharding of an array without values."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -52,21 +52,21 @@ class Spec(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step as a rank program, and what its variables are for."""
+    """A step as a rank program, and the kinds of its variables."""
 
     program: RankProgram
     whole: Program
-    """The same on whole arrays."""
+    """The program on whole arrays."""
     kinds: Mapping[int, str]
-    """Inputs and outputs, and the gradients that the step asks for."""
+    """Kinds of inputs, outputs and the gradients that the step asks for."""
     state: tuple[ShapeDtype, ...]
-    """Parameters and optimizer state: a checkpoint."""
+    """Parameters and optimizer state: the content of a checkpoint."""
     uneven: tuple[str, ...]
-    """Inputs of which ranks hold blocks of several lengths."""
+    """Inputs whose blocks have different lengths on different ranks."""
 
 
 def abstract(fn: Callable[..., Any], *args: Any) -> Any:
-    """What ``fn(*args)`` would give, as shapes, dtypes and shardings; nothing is computed and no array is made.
+    """The result of ``fn(*args)`` as shapes, dtypes and shardings. Nothing is computed and no array is made.
 
     Arguments are arrays, or anything with ``shape`` and ``dtype`` and perhaps a ``sharding``.
 
@@ -171,10 +171,10 @@ def _replicates(placement: Any) -> bool:
 def _kinds(
     program: Program, gradients: tuple[tuple[int, int], ...], result: Any, leaves: list[tuple[trees.Path, Array]]
 ) -> tuple[dict[int, str], list[int]]:
-    """What inputs and outputs are for, and the inputs that a checkpoint holds.
+    """The kinds of inputs and outputs, and the inputs that a checkpoint holds.
 
-    Parameters are those that are differentiated or called so. Other arrays of a parameter's shape, and those that are called so, are
-    state of the optimizer.
+    Parameters are the inputs that are differentiated or have a parameter's name. Other arrays of a
+    parameter's shape, and those with a name of optimizer state, are optimizer state.
     """
     sources = {s for s, _ in gradients}
     shapes = {program.avals[v].shape for v in sources.intersection(program.inputs) if program.avals[v].shape}

@@ -1,6 +1,7 @@
-"""Messages and bytes of collectives, counted: the executor runs them on blocks that take no memory, and a transport counts what it is given.
+"""Traffic of collectives: messages and bytes, counted by a transport on blocks that take no memory.
 
-No algorithm is described here a second time. Whatever the executor hands to its transport in a round is what a real run sends.
+The executor itself runs the moves, so that no algorithm is described twice: the counted messages are those of a real
+run.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ..transports.group import Receives, Sends
 
 
 class Exchange(NamedTuple):
-    """One round: bytes that are sent to and come from each other rank, a message each."""
+    """One round: bytes sent to and received from each other rank, in one message each."""
 
     sent: Counter[int]
     received: Counter[int]
 
 
 class CountingTransport:
-    """A transport that notes what it is to send and to receive, and moves nothing."""
+    """A transport that counts sends and receives, and moves nothing."""
 
     eager = True
 
@@ -38,7 +39,7 @@ class CountingTransport:
         self.exchanges: dict[int, Exchange] = {}
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
-        """Note one round."""
+        """Count one round."""
         sent = {
             p: sum(a.nbytes for b in batches for a in (b if isinstance(b, tuple) else (b,)))
             for p, batches in sends.items()
@@ -90,7 +91,7 @@ class Traffic:
         self._merged: dict[Any, tuple[Exchange, ...]] = {}
 
     def of(self, moves: Sequence[Move]) -> tuple[Exchange, ...]:
-        """The rounds of moves that travel together: what goes to one rank in one round is one message."""
+        """The rounds of moves that travel together, with one message for each peer in a round."""
         p = self._program
         counts: Counter[Any] = Counter()
         for m in moves:

@@ -1,9 +1,10 @@
-"""``mt.gang``: a function run by several processes of a Dask cluster that need each other, as PyTorch's, JAX's and XGBoost's collectives do.
+"""Gangs: functions run in processes of a Dask cluster that wait for each other, as collectives of PyTorch or JAX do.
 
-Dask starts tasks when it can, one here and one there, and starts a lost one again: processes that wait for each other wait for ever then. A
-gang starts on all of its workers or on none, has them to itself until it ends (:mod:`.lease`), and ends everywhere when one rank fails
-(https://github.com/dask/distributed/issues/8624, https://github.com/dmlc/xgboost/issues/9420). Each rank is a process of its own, which
-can be ended whatever it does, with the environment that ``torchrun`` would give it.
+Dask starts tasks one by one as slots become free, and restarts lost ones; processes that wait for each other would wait
+for ever. A gang starts on all of its workers or on none, has them to itself until it ends (:mod:`.lease`), and ends
+everywhere when one rank fails (https://github.com/dask/distributed/issues/8624,
+https://github.com/dmlc/xgboost/issues/9420). Each rank is a process of its own, which can be ended whatever it does,
+with the environment that ``torchrun`` would give it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _CHILD = "from meshtape.parallel.gangs.rank_process import start; start()"
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Wherever a split array lies in what is pickled, the rank's block stands in its place."""
+    """A pickler that replaces each split array by the rank's block."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -74,7 +75,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class _Ended(NamedTuple):
-    """How a rank has ended: its answer, pickled (:func:`.rank_process.main`), or None where it left none; its exit status and its output."""
+    """The end of a rank: its pickled answer (:func:`.rank_process.main`) or None, its exit status and its output."""
 
     answer: bytes | None
     status: int
@@ -126,7 +127,8 @@ def gang(
     MeshError
         For ``ranks`` below 1, or another number than the ranks of split arrays; arrays of several meshes, or of another client.
     NotAFunction, ArgumentError
-        For ``fn`` that cannot be called; what cannot be pickled; ``env`` that is no environment, and ``resources`` that are no numbers.
+        For ``fn`` that cannot be called; a call that cannot be pickled; ``env`` that is no environment; ``resources``
+        that are no numbers.
 
     Examples
     --------
@@ -173,7 +175,7 @@ def _is_variable(name: Any, text: Any) -> bool:
 
 
 def _pickled(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bytes, list[Array]]:
-    """A call for its ranks, and the split arrays of which they get blocks."""
+    """A pickled call, and the split arrays whose blocks its ranks get."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -211,7 +213,7 @@ def _chosen(client: Client, workers: Sequence[str] | None, resources: Mapping[st
 
 
 class _RanksFailed(Exception):
-    """Some ranks of a worker did not end well: its argument says how each of them ended."""
+    """Some ranks of a worker failed. Its argument says how each rank ended."""
 
     def __str__(self) -> str:  # Dask cuts off errors whose text is long
         return "ranks failed"
@@ -252,13 +254,13 @@ class GangRun:
         return self._over.is_set()
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """What each rank gave, by rank.
+        """The results of all ranks, in their order.
 
         Raises
         ------
         RankLost
             Where a rank failed, with its error as the cause (None where this process cannot read it) and the end of its output; where it was
-            killed, or its worker is lost; where this process cannot read what a rank gave.
+            killed, or its worker is lost; where this process cannot read its result.
         StorageFull, StoreError
             Where the blocks for the ranks of a worker could not be written there.
         TimeoutError
@@ -278,7 +280,7 @@ class GangRun:
             raise RankLost(f"{text}. Return arrays, numbers, texts, or what this process can import") from e
 
     def logs(self, rank: int | None = None) -> Any:
-        """What a rank has written to its standard output and error, at most the last MiB; of all ranks, by rank, without ``rank``.
+        """The standard output and error of a rank, at most the last MiB; without ``rank`` those of all ranks, by rank.
         Empty until they have ended. Raises :class:`MeshError` for a rank that the gang does not have."""
         texts = {r: e.log for r, e in sorted(self._ended.items())}
         if rank is not None and rank not in range(self.ranks):
@@ -326,7 +328,7 @@ class GangRun:
         self._futures = self._streams.call(_run_ranks, self.name, args, stoppable=True)
 
     def _wait(self) -> None:
-        """Until all ranks have ended: where one fails, or the gang is cancelled, the rest are ended."""
+        """Wait until all ranks have ended. If one fails, or the gang is cancelled, end the rest."""
         ended = threading.Event()
         for f in self._futures.values():
             f.add_done_callback(lambda _: ended.set())
@@ -350,7 +352,7 @@ class GangRun:
                     self._streams.flush([address])
 
     def _collect(self) -> None:
-        """The answers of all ranks; the first of what went wrong."""
+        """Collect the answers of all ranks, or the first error."""
         lost: list[str] = []
         for p, address in enumerate(self._addresses):
             future = self._futures[address]
@@ -410,7 +412,7 @@ def _run_ranks(
     *bundles: Any,
     stop: threading.Event,
 ) -> dict[int, _Ended]:
-    """Start the ranks of a worker, given as (rank, local rank), and wait until they have ended; where one fails, so do the others."""
+    """Start the ranks of a worker, given as (rank, local rank), and wait for them. If one fails, end the others."""
     children: dict[int, subprocess.Popen[bytes]] = {}
     stopped: set[int] = set()
     root = Path(_SHARED if os.access(_SHARED, os.W_OK) else tempfile.gettempdir())
@@ -458,7 +460,7 @@ def _run_ranks(
 
 
 def _new_folder(root: Path) -> Hold:
-    """A folder of this process. Those whose process was killed are removed."""
+    """A new folder of this process. Folders of killed processes are removed."""
     for path in root.glob(f"{_FOLDER}*"):
         left = Hold(str(path)).lock()
         if left.locked and left.is_there():
@@ -472,7 +474,7 @@ def _new_folder(root: Path) -> Hold:
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes, and what they have started in their process groups."""
+    """End processes and their process groups."""
     for c in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group of processes that have ended
             os.killpg(c.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """The process of one rank of :func:`meshtape.gang`.
 
-Its folder holds the blocks of arrays (``blocks``, pickled) and takes what the rank gave (``answer``); the folder around it, what all ranks
-call (``call``, pickled). Standard input says nothing, and ends with the worker that started the process, which then ends too, with what it
-has started: no rank outlives its worker.
+Its folder holds the pickled blocks of arrays (``blocks``) and gets the rank's result (``answer``). The parent folder
+holds the pickled call of all ranks (``call``). Standard input is empty and ends with the worker; the process then ends
+its children and itself, so that no rank outlives its worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SharedBlock(NamedTuple):
     dtype: np.dtype
 
     def array(self) -> Any:
-        """The block as an array; what is written to it stays in this process."""
+        """The block as an array; writes to it stay in this process."""
         if 0 in self.shape:
             return asarray(np.empty(self.shape, self.dtype))
         return asarray(np.memmap(self.path, self.dtype, "c", shape=self.shape), copy=False)
@@ -52,7 +52,7 @@ def block(number: int) -> Any:
 
 
 def main(folder: Path) -> int:
-    """Call what the folder says; 0 where it gave a value. The answer is True and that value, or False, the error as a text, and pickled."""
+    """Run the folder's call. Returns 0 on success. The answer is (True, value) or (False, text, pickled error)."""
     threading.Thread(
         target=_end_with_the_worker, args=(folder.parent,), name="meshtape-worker-watch", daemon=True
     ).start()
@@ -77,7 +77,7 @@ def _end_with_the_worker(folder: Path) -> None:
     while sys.stdin.buffer.read(1 << 16):
         pass
     shutil.rmtree(folder, ignore_errors=True)  # one that was killed could not
-    os.killpg(0, signal.SIGKILL)  # this process, and what it has started
+    os.killpg(0, signal.SIGKILL)  # this process and its children
 
 
 def start() -> None:

@@ -1,4 +1,4 @@
-"""Functions that put arrays on meshes and show what happens there."""
+"""Functions that distribute, reshard, compute and explain arrays on meshes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
             )
         there = Sharding.of(wanted.mesh, wanted.layout.reduced())
         moved = moved_to_mesh(x, there)
-        return reshard(moved, wanted) if wanted.layout.partials else moved  # what is pending begins on the new mesh
+        return reshard(moved, wanted) if wanted.layout.partials else moved  # pending reductions begin on the new mesh
     if wanted.layout == now.layout:
         return x
     for axis, op in wanted.layout.partials:
@@ -140,9 +140,9 @@ defvjp(TRANSFER, x=_moved_back)
 
 
 def compute(*trees_in: Any) -> Any:
-    """Run what is pending and wait for it; gives back its arguments (one: itself), whose arrays now have their blocks.
+    """Run pending calls and wait for them. Returns its arguments (a single one as it is), whose arrays now have blocks.
 
-    What went wrong on a worker is raised here at the latest.
+    An error on a worker is raised here at the latest.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 2})
@@ -159,12 +159,12 @@ def compute(*trees_in: Any) -> Any:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What every rank runs for ``fn(*args)``: each entry with its blocks, the collectives put in, their bytes, and why they are there.
+    """The rank program of ``fn(*args)`` as text: calls with their blocks, and collectives with their bytes and reasons.
 
-    Collectives that travel in one round are bracketed, and so, with round corners, are elementwise calls on large blocks that are
-    computed together, piece by piece. In ``float64[2,4@model]`` the second dimension is split along an axis, and
-    ``{sum:model}`` says that a sum along that axis is still to be made. Where blocks are not in the host's memory, a first line says where
-    they are, and how they travel.
+    Brackets join the collectives of one round. Brackets with round corners join elementwise calls that are computed
+    together, piece by piece, as their blocks are large. ``float64[2,4@model]`` is split in the second dimension along
+    an axis, and ``{sum:model}`` marks a pending sum along that axis. If blocks are not in the host's memory, a first
+    line says where they are and how they travel.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"model": 2})

@@ -27,7 +27,7 @@ class Slab(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """All blocks of an array, the ranks that have no element, and what there is to say beside."""
+    """All blocks of an array, the ranks without elements, and notes."""
 
     slabs: tuple[Slab, ...]
     idle: tuple[int, ...]

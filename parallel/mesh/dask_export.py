@@ -1,7 +1,7 @@
 """An array on a mesh as a Dask collection: its blocks are futures on the workers that hold them.
 
-``x.to_dask()`` gives the ``dask.array`` of these blocks. What takes Dask collections (``dask.compute``, and for arrays that are
-computed ``distributed.progress`` and ``distributed.wait``) takes our arrays.
+``x.to_dask()`` gives the ``dask.array`` of these blocks. Functions of Dask collections (``dask.compute``, and for
+computed arrays ``distributed.progress`` and ``distributed.wait``) take our arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def to_dask(buf: Blocks) -> da.Array:
-    """The blocks of a split array as a ``dask.array``: one chunk a block, where the blocks are."""
+    """The blocks of a split array as a ``dask.array``: one chunk a block, on the worker that has it."""
     import dask.array as da
 
     buf.computed()
@@ -95,7 +95,7 @@ def _block_here(ref: tuple[int, str, str], slot: int, rank: int) -> np.ndarray:
 
 
 def exported(block: Any) -> Any:
-    """A block for Dask's tasks. They share the memory of a worker with the mesh: NumPy's is read-only for them, a device's is copied."""
+    """A block for Dask's tasks, which share the worker's memory: a read-only NumPy array, or a copy from a device."""
     return read_only(block) if isinstance(block, np.ndarray) else block.copy()
 
 
@@ -123,7 +123,7 @@ def _on_the_clients_loop(mesh: Mesh) -> bool:
 
 
 def persisted(buf: Blocks) -> tuple[Any, tuple[Any, ...]]:
-    """What Dask calls after it has persisted an array: its blocks have been on the workers all the time."""
+    """The hook that Dask calls after it has persisted an array. Its blocks are on the workers already."""
     return _the_same, (buf,)
 
 

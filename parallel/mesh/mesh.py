@@ -1,4 +1,4 @@
-"""The mesh: an n-dimensional grid of ranks with named axes, and the face that other packages see of it."""
+"""The mesh: an n-dimensional grid of ranks with named axes, and its interface to other packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sharded_array import IMPLICIT_LIMIT, Pending, ShardedBuffer, another_mesh,
 from .visualize import mesh_html
 
 MOST_RANKS = 1 << 20
-"""Beyond it a plan alone is larger than what a process holds."""
+"""The most ranks; beyond it a plan alone is larger than a process's memory."""
 
 
 class Mesh:
@@ -155,9 +155,9 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def close(self, *, wait: bool = True) -> None:
-        """Give back what the mesh holds on its workers. Arrays on it cannot be used afterwards.
+        """Free everything that the mesh holds on its workers. Arrays on it cannot be used afterwards.
 
-        ``wait=False`` gives up what is still on its way, for a mesh that has lost a worker.
+        ``wait=False`` gives up runs in flight, for a mesh that has lost a worker.
         """
         meshes = self._all_parts()
         if not wait:  # of all parts at first, as they wait for each other
@@ -216,7 +216,7 @@ class Mesh:
         if not placed.lost or op.decompose is None or placed.rule.choice:
             self.check_moves(op, avals, layouts, placed)
             return placed.results
-        # The op will be decomposed: what becomes of its results is found by partitioning just that.
+        # The op will be decomposed: the layouts of its results are found by partitioning the decomposition.
         inputs = tuple(i for i, a in enumerate(avals) if isinstance(a, ShapeDtype))
         program = Program(
             inputs=tuple(range(len(inputs))),

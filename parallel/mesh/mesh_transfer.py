@@ -1,8 +1,8 @@
-"""Arrays that change their mesh: to a part of it, a larger one, one beside it, or one that overlaps it.
+"""Mesh transfers: arrays that move to a part of their mesh, a larger one, a separate one, or one that overlaps it.
 
-The plan is a pure value: which part of which block of the old mesh goes where in which block of the new one; every element is taken
-once, from a rank of the same worker where there is one. On a Dask cluster the parts are cut on the workers that hold them and joined
-on the workers that get them; Dask carries them from the one to the other. They do not pass through the client.
+The plan is a pure value: the boxes of old blocks that make each new block. Every element is taken once, from a rank of
+the same worker if there is one. On a Dask cluster the parts are cut on the workers that hold them and joined on the
+workers that get them. Dask carries them from worker to worker, not through the client.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def plan_transfer(
     strides = strides_of(sizes)
     split = {a for _, axes in layout.shards for a in axes}
     free = [range(0, sizes[a] * strides[a], strides[a]) for a in range(len(sizes)) if a not in split]
-    copies = [sum(p) for p in itertools.product(*free)]  # what the numbers of the replicas of a block differ by
+    copies = [sum(p) for p in itertools.product(*free)]  # offsets between the ranks of a block's replicas
     near: dict[tuple[Any, int], int] = {}
     if homes is not None and new_homes is not None:
         for r in reversed(range(n)):

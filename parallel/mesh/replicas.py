@@ -1,8 +1,8 @@
-"""Copies of arrays in the memory of the workers, each block on two of them, from which the arrays are there again when one is lost.
+"""In-memory replicas: each block is kept on two workers, so that the arrays can be restored when one is lost.
 
-A copy is taken while the mesh computes on: blocks are never written to, so a worker keeps its own by holding on to them, and what no other
-worker has is sent to one, on another host where there is one. A copy counts when every block is where it should be. What is kept is the
-value of futures that this process holds, so the memory is given back when they are dropped, or when the process goes.
+A copy is taken while the mesh computes on. Blocks are immutable, so a worker keeps its own by reference; a block that
+no other worker has is sent to one, if possible on another host. A copy is complete when every block is where it should
+be. Futures of this process hold the kept blocks, so the memory is freed when they are dropped or the process ends.
 
 >>> import meshtape as mt
 >>> mesh = mt.Mesh({"data": 2})
@@ -43,7 +43,7 @@ from .sharded_array import sharded_array
 log = logging.getLogger("meshtape")
 
 COPIES = 2
-"""Workers that have each block."""
+"""The number of workers that keep each block."""
 
 
 class Key(NamedTuple):
@@ -56,7 +56,7 @@ class Key(NamedTuple):
 def plan_copies(
     holders: Mapping[Key, tuple[Sequence[str], int]], workers: Sequence[str]
 ) -> tuple[dict[str, list[Key]], dict[tuple[str, str], list[Key]]]:
-    """Who keeps which block, and who sends which to whom.
+    """The workers that keep each block, and the sends between them.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def _host(address: str) -> str:
 
 @dataclass
 class _Leaf:
-    """An array of which there is a copy."""
+    """An array of a replica."""
 
     aval: ShapeDtype
     here: Any = None  # its value, where it is in this process
@@ -132,8 +132,8 @@ class Replica:
     Parameters
     ----------
     tree
-        Of arrays, on any meshes of one Dask client, on meshes of this process, or local. What has fewer than two workers to lie on is
-        brought to this process.
+        Of arrays, on any meshes of one Dask client, on meshes of this process, or local. With fewer than two workers
+        the arrays are copied to this process.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class Replica:
         self._ended = threading.Event()
         self._open = 0
         self._failed = False
-        self._kept: dict[str, Any] = {}  # worker → future of what it keeps
+        self._kept: dict[str, Any] = {}  # worker → future of its kept blocks
         self._keepers: dict[Key, list[str]] = {}
         arrays = [asarray(x) for x in leaves]
         far = [i for i, x in enumerate(arrays) if _remote(x)]
@@ -235,7 +235,7 @@ class Replica:
         return self._ended.is_set() and not self._failed
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the copy is complete or has failed; whether it is complete."""
+        """Wait until the copy is complete or has failed. Returns whether it is complete."""
         self._ended.wait(timeout)
         return self.complete
 
@@ -282,7 +282,7 @@ class Replica:
         return trees.unflatten(treedef, out)
 
     def local(self) -> Any:
-        """The arrays of the copy as local ones, where it is in this process."""
+        """The arrays of a copy that is in this process, as local ones."""
         if any(leaf.here is None for leaf in self._leaves):
             raise ReshardError("the copy is on the workers of a Dask cluster: restore it onto a mesh of its client")
         return trees.unflatten(self._treedef, [asarray(np.asarray(leaf.here)) for leaf in self._leaves])
@@ -325,7 +325,7 @@ class Replica:
         }
 
     def _whole(self, arrays: Iterable[int], there: Collection[str]) -> dict[Key, list[str]]:
-        """The workers that have each block of these arrays as it was. Raises :class:`RankLost` where none has."""
+        """The workers that have each block of these arrays unchanged. Raises :class:`RankLost` where none has."""
         asked: dict[str, list[Key]] = {}
         for key, workers in self._keepers.items():
             for w in workers if key.array in arrays else ():
@@ -361,7 +361,7 @@ def _remote(x: Array) -> bool:
 
 
 def _here(x: Array) -> Any:
-    """An array that is held by value: of this process, or brought here from a single worker."""
+    """An array of this process, fetched from a single worker if need be."""
     if _remote(x):
         return asarray(np.asarray(x))
     return asarray(x, copy=True) if x.sharding is None else wrap(x._buf)
@@ -382,7 +382,7 @@ def _by_mesh(arrays: Mapping[int, Array]) -> list[tuple[Mesh, list[int]]]:
 def _wanted(
     keys: Sequence[Key], worker: str, sources: Mapping[Key, Mapping[str, tuple[Any, int, int]]]
 ) -> tuple[list[tuple[Key, int, tuple[int, int]]], list[Any]]:
-    """For each block its rank and where it is in the bundles of a worker; and the futures of those bundles."""
+    """The rank and the place in a worker's bundles of each block, and the futures of those bundles."""
     gangs: list[Any] = []
     futures, out = [], []
     for key in keys:
@@ -413,12 +413,12 @@ class Kept:
 
 
 def cut(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], *bundles: Any) -> Kept:
-    """On a worker that has blocks: those that another one is to keep."""
+    """Run on a worker that has blocks: those that another worker is to keep."""
     return Kept({key: bundles[i].slots[slot][rank] for key, rank, (i, slot) in wanted})
 
 
 def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int, *values: Any) -> Kept:
-    """On a worker that keeps blocks: its own, and those that were sent."""
+    """Run on a worker that keeps blocks: its own, and those that were sent to it."""
     kept = cut(_, wanted, *values[:count])
     for part in values[count:]:
         kept.blocks.update(part.blocks)
@@ -427,7 +427,7 @@ def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int,
 
 
 def changed(_: Any, keys: Sequence[Key], kept: Kept) -> list[Key]:
-    """Of blocks that a worker keeps, those that do not have the bytes any more that they had."""
+    """The kept blocks of a worker whose bytes have changed."""
     return [key for key in keys if _sum(kept.blocks[key]) != kept.sums[key]]
 
 
@@ -441,7 +441,7 @@ def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: Kept) -> dict
 
 
 def join_kept(seat: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]) -> Any:
-    """On a worker of the new mesh: a bundle of the blocks of its ranks."""
+    """Run on a worker of the new mesh: a bundle of its ranks' blocks."""
     from ..dask.worker import kept
 
     pieces = {name: part for c in cuts for name, part in c.items()}

@@ -1,9 +1,9 @@
-"""Arrays that are split over a mesh, and the tape of what is still to be computed on them.
+"""Arrays that are split over a mesh, and the tape of their pending calls.
 
-An op on a sharded array is only noted: its shape, dtype and sharding are known at once, and errors in them are raised at once.
-The noted calls run together, once, when a value is needed; nothing is computed twice while an array is alive, and what nobody
-holds any more is not computed at all. The sharding of an array never changes: what was to be a pending sum is one when it is
-computed, also where the program needed its value elsewhere and reduced it there.
+An op on a sharded array is only recorded: its shape, dtype and sharding are known at once, and errors in them are
+raised at once. The recorded calls run together, once, when a value is needed. Nothing is computed twice while an array
+is alive, and dropped arrays are not computed at all. The sharding of an array never changes: a pending sum stays one
+when it is computed, even where the program reduced it for another call.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from .dask_export import as_collection, persisted
 from .mesh_transfer import TRANSFER, transferred
 from .visualize import blocks_html
 
-# A local array beside sharded ones is copied to every rank; above this size that must be said, by mt.distribute, unless it is one
-# repeated value.
+# A local array beside sharded ones is copied to every rank. Above this size mt.distribute must ask for it, unless the
+# array is one repeated value.
 IMPLICIT_LIMIT = 1 << 20
 
-# More noted calls than this are run without being asked for: a program of endless length helps nobody.
+# At this number of recorded calls they run without being asked for, which bounds the length of a program.
 PENDING_LIMIT = 5000
 
-# ``for v in x``: each ``x[i]`` by itself is a program, and its value a question to a worker: milliseconds, for eight bytes. So small
-# elements are fetched many at a time. What comes is an array on the mesh like ``x[i]``, whose value is in this process already.
+# ``for v in x``: each ``x[i]`` by itself would be a program and a request to a worker: milliseconds, for eight bytes.
+# So small elements are fetched many at a time. Each is an array on the mesh like ``x[i]``, whose value is in this
+# process already.
 
 FEW_ELEMENTS = 8
 """Elements of an array that are indexed one by one: ``a, b = x`` waits for nothing."""
@@ -87,19 +88,19 @@ class ShardedBuffer(Deferred):
         return self.mesh.pending.emit(op, args, params)
 
     def computed(self) -> ShardedBuffer:
-        """Itself, with a handle."""
+        """Compute it if it is pending. Returns itself, with a handle."""
         if self.handle is None:
             self.check_alive()
             self.mesh.pending.run()
         return self
 
     def check_alive(self) -> None:
-        """Raise :class:`MeshError` where the run that would have computed this failed."""
+        """Raise :class:`MeshError` if the run that was to compute this failed."""
         if self.failure is not None:
             raise MeshError(f"this array was never computed, as the run that would have made it failed: {self.failure}")
 
     def concrete(self) -> np.ndarray:
-        """The whole array in this process. What is pending is computed, contributions are reduced."""
+        """The whole array in this process. Pending calls are computed, contributions are reduced."""
         self.computed()
         if isinstance(self.handle, HostValue):
             return self.handle.value
@@ -134,7 +135,7 @@ class ShardedBuffer(Deferred):
 
 
 class Pending:
-    """The calls that are noted on a mesh and not yet run."""
+    """The recorded calls of a mesh that have not yet run."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -178,7 +179,7 @@ class Pending:
         return known[0] if known is not None else self._input(id(buf), buf, buf)
 
     def _spread(self, buf: np.ndarray, one: np.ndarray) -> int:
-        """A large array that is ``one`` everywhere: noted as made by the ranks."""
+        """Record a large array that is ``one`` everywhere as made by the ranks."""
         known = self._inputs.get(id(buf))
         if known is None:
             value = HostValue(one, REPLICATED, self.mesh.sizes)
@@ -231,7 +232,7 @@ class Pending:
         return self.mesh.place_layouts(op, avals, out_avals, layouts, params)
 
     def run(self) -> None:
-        """Compute every pending array that somebody holds, as one program."""
+        """Compute every pending array that is still referenced, as one program."""
         with self._lock:
             builder, inputs, layouts = self._builder, self._inputs, self._layouts
             wanted = [(v, b) for v, b in sorted(self._alive.items()) if b.handle is None]
@@ -271,12 +272,12 @@ class Pending:
                 b.handle, b.var = handle, None
 
     def _lost(self, wanted: Sequence[tuple[int, ShardedBuffer]], e: BaseException) -> None:
-        """The calls are lost with an error; arrays that wait for them say so."""
+        """Mark the arrays that wait for failed calls with the error."""
         for _, b in wanted:
             b.var, b.failure = None, f"{type(e).__name__}: {e}"
 
     def close(self) -> None:
-        """Nothing that is noted will run any more, and what it would have read is let go."""
+        """Drop the recorded calls and their inputs."""
         with self._lock:
             wanted = [(v, b) for v, b in self._alive.items() if b.handle is None]
             self._programs.clear()
@@ -292,7 +293,7 @@ def two_meshes(op: str, a: Mesh, b: Mesh) -> MeshError:
 
 
 def another_mesh(what: str, theirs: Mesh, ours: Mesh) -> MeshError:
-    """The error of a value that is where it cannot be used."""
+    """The error of a value that is on a mesh where it cannot be used."""
     return MeshError(f"{what} is on another mesh: {theirs}, not {ours}{_alike(theirs, ours)}")
 
 
@@ -306,7 +307,7 @@ def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> 
 
 
 def handles_of(buffers: Sequence[ShardedBuffer]) -> list[Any]:
-    """Handles, computed where they are pending."""
+    """The handles of arrays; pending ones are computed."""
     return [b.computed().handle for b in buffers]
 
 
@@ -314,7 +315,7 @@ def handles_of(buffers: Sequence[ShardedBuffer]) -> list[Any]:
 
 
 def elements(x: Array, mesh: Mesh) -> Iterator[Array]:
-    """``x[0]``, ``x[1]``, … of an array on a mesh. Where calls are recorded, each is a call; otherwise small ones come in windows."""
+    """``x[0]``, ``x[1]``, … of an array on a mesh: recorded calls under a trace, else fetched in windows if small."""
     count, nbytes = x.shape[0], x.nbytes // max(1, x.shape[0])
     if count <= FEW_ELEMENTS or nbytes > LARGEST_FETCHED or state.recorders:
         return (x[i] for i in range(count))
@@ -322,7 +323,7 @@ def elements(x: Array, mesh: Mesh) -> Iterator[Array]:
 
 
 def _fetched(x: Array, mesh: Mesh, window: int) -> Iterator[Array]:
-    layout = x[0]._buf.layout.reduced()  # noted, and never computed, as nobody holds it
+    layout = x[0]._buf.layout.reduced()  # recorded, and never computed, as it is dropped
     aval = ShapeDtype(x.shape[1:], x.dtype)
     here, start, values = None, 0, np.empty(0)
     for i in range(x.shape[0]):
@@ -333,6 +334,6 @@ def _fetched(x: Array, mesh: Mesh, window: int) -> Iterator[Array]:
             whole = window >= x.shape[0]
             here, start = x._buf, 0 if whole else i
             values = (x if whole else x[i : i + window])._concrete()
-        # A copy: who keeps one element does not keep all.
+        # A copy, so that one kept element does not keep all.
         value = HostValue(np.array(values[i - start], copy=True), layout, mesh.sizes)
         yield sharded_array(mesh, layout, aval, value)

@@ -1,4 +1,4 @@
-"""Pictures of who holds what: text, the same in colours for terminals, HTML for notebooks."""
+"""Pictures of the blocks of each rank: text, the same in colours for terminals, HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _svg(slab: Slab, shape: tuple[int, ...], width: int, height: int) -> str:
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{bw:.1f}" height="{bh:.1f}" fill="{colour_of(ranks[0])}" '
                 f'stroke="#555" stroke-width="{min(1.0, bw / 8, bh / 8):.2f}"><title>{escape(title)}</title></rect>'
             )
-            if size >= 5:  # what could not be read is in the title alone
+            if size >= 5:  # unreadable labels are in the title alone
                 parts.append(
                     f'<text x="{x + bw / 2:.1f}" y="{y + bh / 2 + size * 0.36:.1f}" font-size="{size:.1f}" '
                     f'text-anchor="middle" fill="#222" pointer-events="none">{escape(label)}</text>'

@@ -7,7 +7,7 @@ themselves are the same on one device and on any mesh.
 - ``mt.models.decoder``: a GPT-style decoder (RoPE, grouped queries, RMSNorm, SwiGLU, tied head), dense or with experts.
 - ``mt.models.encoder``: a BERT-style encoder and its sentence embeddings.
 - ``mt.models.moe``: a mixture-of-experts block.
-- ``mt.models.Plan``: what a named plan is made of, for models of your own; ``mt.models.Stages``: how one is cut for a pipeline.
+- ``mt.models.Plan``: a sharding plan for models of your own; ``mt.models.Stages``: the stages of one for a pipeline.
 
 Imports arrays, autodiff, storage, mesh and transforms. Begin with layers.py, then decoder.py.
 """

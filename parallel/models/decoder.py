@@ -142,7 +142,7 @@ class Config:
         Raises
         ------
         UnsupportedModel
-            Where the model is not this one, or has what this one lacks; names each field.
+            Where the model is of another kind, or has features that this one lacks; names each field.
         """
         c = huggingface.read(path, FAMILIES, max_length=max_length)
         kv_heads, experts = c["num_key_value_heads"], None
@@ -343,7 +343,7 @@ def loss(
     plan: Plan | None = None,
     recompute: Recompute = "none",
 ) -> tuple[Array, Array]:
-    """Sum of the next-token losses in nats, and the number of tokens that count: what ``mt.Trainer`` takes.
+    """Sum of the next-token losses in nats, and the number of tokens that count, as ``mt.Trainer`` takes them.
 
     ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not count.
     With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
@@ -406,7 +406,7 @@ def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], li
 
 
 def staged(config: Config, *, plan: Plan | None = None, recompute: Recompute = "none") -> Stages:
-    """How a decoder is cut into stages: what ``mt.Trainer`` takes as ``stages`` for a plan with ``pp``.
+    """The stages of a decoder, for the option ``stages`` of ``mt.Trainer`` and a plan with ``pp``.
 
     Parameters
     ----------

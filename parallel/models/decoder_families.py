@@ -1,4 +1,4 @@
-"""The models of Hugging Face that the decoder computes: the values of their ``config.json``, and the names of their weights."""
+"""Hugging Face's models that the decoder computes: values of their ``config.json``, and names of their weights."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ FAMILIES = {
     "mistral": huggingface.Family("mt.models.decoder", _LLAMA | {"num_key_value_heads": 8}, _SAME),
     "mixtral": huggingface.Family("mt.models.decoder", _LLAMA | _MIXTRAL, _SAME | {"router_jitter_noise": (0.0, 0)}),
 }
-"""The models of Hugging Face that are this one, with the defaults of their ``config.json``."""
+"""The model types of Hugging Face that are this model, with the defaults of their ``config.json``."""
 
 
 def rules(config: Any) -> Rules:
     """Key rules from the names of Hugging Face's Llama to this tree; ``.inverse`` leads back.
 
-    They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral. Names say nothing of how a model
-    computes: :func:`~meshtape.models.decoder.from_pretrained` reads that too, and refuses what this one would compute wrongly.
+    They stored weights as ``(outputs, inputs)``. A decoder with experts follows the names of Mixtral. Names do not tell
+    how a model computes: :func:`~meshtape.models.decoder.from_pretrained` reads that too, and refuses models that this
+    one would compute wrongly.
     """
     lines = [
         "model.embed_tokens.weight -> embed",

@@ -61,7 +61,7 @@ FAMILIES = {
         },
     )
 }
-"""The models of Hugging Face that are this one, with the defaults of their ``config.json``."""
+"""The model types of Hugging Face that are this model, with the defaults of their ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def apply(
 
 
 def _tokens(p: Any, ids: Any, c: Config, types: Any, key: Array | None, plan: Plan | None) -> Array:
-    """What goes into the first block."""
+    """The embedded tokens, which are the input of the first block."""
     ids = check_ids("encoder", ids, c.max_length)
     segment = p["type"][0] if types is None else nn.embedding(types, p["type"])
     x = nn.embedding(ids, p["word"]) + p["place"][: ids.shape[1]] + segment
@@ -222,7 +222,7 @@ def _blocks(
     plan: Plan | None,
     recompute: str,
 ) -> Array:
-    """A run of blocks, of which the first has the number ``first``."""
+    """Consecutive blocks, numbered from ``first``."""
     for i, layer in enumerate(layers, first):
         # One key a block, drawn outside it: a block that is computed again draws the same. The first is the embedding's.
         block_key = None if key is None else random.fold_in(key, i + 2)
@@ -325,7 +325,7 @@ def staged(
     recompute: Recompute = "none",
     tied: bool = False,
 ) -> Stages:
-    """The encoder as the Trainer takes it where it is to be a pipeline (``mt.Trainer(…, stages=…)``).
+    """The stages of an encoder, for the option ``stages`` of ``mt.Trainer``.
 
     Batches have ``"ids"``, and where they are used ``"mask"`` and ``"types"``, as :func:`apply` takes them. Blocks are dealt evenly, the
     first stages getting one more.
@@ -335,8 +335,9 @@ def staged(
     config
         The sizes.
     loss
-        ``loss(params, x, batch, key)``: what a loss function gives, from the vectors ``x`` of all tokens, ``(batch, sequence, width)``.
-        ``params`` has what stands in the tree beside ``"embed"`` and ``"layers"``: the parameters of a head.
+        ``loss(params, x, batch, key)``: a loss function of the vectors ``x`` of all tokens, ``(batch, sequence,
+        width)``. ``params`` has the other branches of the tree than ``"embed"`` and ``"layers"``: the parameters of a
+        head.
     plan, recompute
         As :func:`apply` takes them.
     tied

@@ -1,7 +1,7 @@
-"""Reads the ``config.json`` of a Hugging Face model: by an allow-list, so that what a model here would leave out is refused by name.
+"""Reader of a Hugging Face model's ``config.json``, with an allow-list of fields.
 
-A field is read by the model, or is known to leave the forward pass as it is, or may have one value only (the one for which the model here
-computes the same), or is refused. So is every field that this list does not know, unless it is null or empty.
+A field is read by the model, or is known not to affect the forward pass, or may have one value only (for which the
+model here computes the same). All other fields are refused by name, unless they are null or empty.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from .plans import Plan
 
 @dataclass(frozen=True)
 class Expected:
-    """What ``mt.load(like=…)`` is told of an array that is still to come."""
+    """Shape, dtype and sharding of an array to load, for ``mt.load(like=…)``."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -42,11 +42,11 @@ def expected(shapes: Any, mesh: Mesh | None, plan: Plan, dtype: Any = np.float32
 
 
 Recompute = Literal["none", "attention", "blocks"]
-"""What the backward pass computes again instead of keeping it."""
+"""The parts whose activations the backward pass recomputes."""
 
 
 def check_recompute(recompute: str) -> None:
-    """Refuse a policy that is none."""
+    """Raise for an unknown recomputation policy."""
     if recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}, got {recompute!r}")
 
@@ -110,8 +110,9 @@ class RopeScaling:
     factor
         By how much.
     low, high, original
-        Without them all angles are (``"linear"``; Chen et al., 2023). With them Llama 3.1's way: those that turn less than ``low`` times in
-        ``original`` tokens are, those that turn more than ``high`` times are not, and between it goes smoothly from one to the other.
+        Without them all angles are (``"linear"``; Chen et al., 2023). With them as in Llama 3.1: angles that turn less
+        than ``low`` times in ``original`` tokens are slowed down, those that turn more than ``high`` times are not,
+        with a smooth transition between.
     """
 
     factor: float

@@ -116,7 +116,7 @@ def choose(probabilities: Array, config: Config) -> tuple[list[Array], list[Arra
 
 
 def route(probabilities: Array, config: Config) -> tuple[Array, Array, Array]:
-    """Who goes where, where experts have places.
+    """The routing of tokens to the places of experts, with a capacity.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Named sharding plans: ``"dp+tp"`` and the like, as a value that says where parameters live and which activations move.
+"""Named sharding plans such as ``"dp+tp"``: the shardings of a model's parameters and activations.
 
 A plan is a product of *parts*, each of which uses one axis of the mesh:
 
@@ -159,15 +159,15 @@ def constrained(plan: Plan | None, x: Array, name: str) -> Array:
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is cut into the stages of a pipeline, whatever their number; ``mt.models.decoder.staged`` gives one.
+    """The stages of a model for a pipeline, for any number of them; ``mt.models.decoder.staged`` makes one.
 
     Parameters
     ----------
     functions
-        ``functions(count)``: that many functions ``stage(params, x, batch, key)``. ``x`` is what the stage before gave (None in the
-        first): an array, or a tree of them. ``batch`` is the micro-batch in the first and the last stage and None between; ``key`` is for
-        dropout, the same in all stages, and None where nothing is dropped. The last stage gives what a loss function gives:
-        ``(total, weight)``, ``(total, weight, metrics)`` or a mean.
+        ``functions(count)``: that many functions ``stage(params, x, batch, key)``. ``x`` is the result of the stage
+        before (None in the first): an array, or a tree of them. ``batch`` is the micro-batch in the first and the last
+        stage and None between; ``key`` is for dropout, the same in all stages, and None without dropout. The last stage
+        returns the result of a loss function: ``(total, weight)``, ``(total, weight, metrics)`` or a mean.
     split
         ``split(params, count)``: the tree that each stage takes, put together from the leaves of the model's tree, in which those of
         other stages may be missing (None). A leaf that stands in the trees of two stages is one parameter: it gets both gradients.
@@ -221,9 +221,9 @@ def parse(text: str | Plan, parameters: Table, activations: Table) -> Plan:
 
 
 def of_any_model(given: str | Plan | None) -> Plan:
-    """A plan for parameters that nobody has a table of: ``"dp"`` where none is given, or ``"fsdp"``. A `Plan` is handed on.
+    """A plan for a model without tables: ``"dp"`` by default, or ``"fsdp"``. A `Plan` is returned as it is.
 
-    Raises `PlanError` for a text with other parts: what these split only the model can tell.
+    Raises `PlanError` for a text with other parts, as only the model knows which parameters these split.
 
     >>> str(of_any_model(None)), str(of_any_model("fsdp"))
     ('dp', 'fsdp')

@@ -1,7 +1,7 @@
-"""The builder of rank programs: the steps so far, and where their variables are.
+"""The builder of rank programs: the steps so far, and the layouts of their variables.
 
-A sum (or product) of floats of one or two bytes that is still to be made is kept in float32: ranks add in it, scale in it and send it,
-and round what they get. ``rounded`` says which variables are such, and the dtype of the values that they stand for.
+A pending sum (or product) of floats of one or two bytes is kept in float32: ranks add, scale and send it in that dtype,
+and round the result. ``rounded`` has these variables, with the dtype of their values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Writer:
         self.inners: set[int] = set()
         self.hints = Hints()
         self.rounded: dict[int, np.dtype] = {}
-        self.roundings: list[Local] = []  # of what the moves that are due bring
+        self.roundings: list[Local] = []  # of the results of due moves
 
     def new(self, aval: ShapeDtype, layout: Layout) -> int:
         v = self.next_var
@@ -105,7 +105,7 @@ class Writer:
             found = self.moved[key] = self.new(self.avals[var], layout)
             if var in self.due_targets:
                 self.flush()
-            dtype = None if self.avals[var].dtype == short else short  # of what this stands for in float32
+            dtype = None if self.avals[var].dtype == short else short  # of the value that this stands for in float32
             if _is_local(now, layout):
                 # Nothing is sent: no reason to carry out the reductions that can still wait.
                 self.steps.append(Moves((Move(var, found, origin, None, why),)))
@@ -245,10 +245,10 @@ def _cast(var: int, target: int, dtype: np.dtype) -> Local:
 
 
 def _between(now: Layout, then: Layout) -> Layout | None:
-    """Where different reductions end or begin together: a layout on the way, so that each move has one of them.
+    """An intermediate layout where different reductions end or begin together, so that each move has a single one.
 
-    The value is what is left when the last axis is reduced first. Those ahead of it whose operator is another can not be reduced
-    before it, and one that begins ahead of others begins first.
+    The last axis is reduced first. Axes ahead of it with another operator cannot be reduced before it, and a reduction
+    that begins ahead of others begins first.
     """
     ending = {a for a, _ in now.partials} - {a for a, _ in then.partials}
     begins = [(a, op) for a, op in then.partials if a not in dict(now.partials)]
@@ -264,7 +264,7 @@ def _between(now: Layout, then: Layout) -> Layout | None:
 
 
 def _is_local(now: Layout, then: Layout) -> bool:
-    """Whether each rank can cut its new block from its old one: nothing is reduced or gathered, and what is split was whole."""
+    """Whether each rank can cut its new block from its old one, without reductions or gathers."""
     return now.partials == then.partials and all(then.axes_of(d) == axes for d, axes in now.shards)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a call whose rows are sent to the ranks of their experts (:mod:`.expert_all_to_all`), written into a rank program."""
+"""Expert dispatch: the steps of a call whose rows are sent to the ranks of their experts, in a rank program."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _amounts(
 
 
 class _Steps:
-    """Writes steps, each but once: what the forward pass has sent is there for the backward pass."""
+    """Writes steps, equal ones only once: the backward pass reuses the rows that the forward pass sent."""
 
     def __init__(self, w: Writer, origin: str, site: str) -> None:
         self.w, self.origin, self.site = w, origin, site

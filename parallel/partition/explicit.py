@@ -1,4 +1,4 @@
-"""Nothing moves that nobody asked for: a context in which an op that would gather or exchange blocks is an error."""
+"""Explicit sharding: a context in which an op that would gather or exchange blocks is an error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _active: ContextVar[bool] = ContextVar("explicit_sharding", default=False)
 
 @contextmanager
 def explicit_sharding() -> Iterator[None]:
-    """Within, an op whose operands do not fit as they are split raises, instead of having them gathered or exchanged.
+    """A context in which an op whose operands would have to be gathered or exchanged raises instead.
 
-    Moves that are asked for by name (:func:`meshtape.reshard`, ``shard_map``), slices of what each rank has whole, and the
-    reduction of pending sums stay. It counts where ops are called, and where functions are compiled.
+    Still allowed are moves that are asked for by name (:func:`meshtape.reshard`, ``shard_map``), slices of replicated
+    blocks, and the reduction of pending sums. The context applies to calls of ops and to the compilation of functions.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def refuse_moves(
 
 
 def refuse_moves_within(name: str, program: RankProgram, names: Sequence[str]) -> None:
-    """The same of a call that is decomposed."""
+    """The same for a call that is decomposed."""
     for step in program.steps:
         for m in step.moves if isinstance(step, Moves) else ():
             now, then = program.layouts[m.source], program.layouts[m.target]
@@ -108,6 +108,6 @@ def _refuse(
 
 
 def _longer(layout: Layout, sizes: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """What is split, by axes of more than one rank."""
+    """Split dimensions, each with its mesh axes of more than one rank."""
     found = ((d, tuple(a for a in axes if sizes[a] > 1)) for d, axes in layout.shards)
     return [(d, axes) for d, axes in found if axes]

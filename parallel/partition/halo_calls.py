@@ -1,4 +1,4 @@
-"""Calls that ranks make on parts of their operands which do not run in step with their part of the result: halos and lookups."""
+"""Partitioning of ops that need halos or lookups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rank_program import Local
 
 
 def place_part(w: Writer, e: Entry, placed: Placed) -> None:
-    """A call that ranks make on parts of its operands which do not run in step with their part of the result."""
+    """Write a call whose ranks need halos of operands, or look up in their part of a table."""
     rule, ranks = placed.rule, range(math.prod(w.sizes))
     assert rule.part is not None
     views: list[list[Box | None]] = [[] for _ in ranks]

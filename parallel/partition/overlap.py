@@ -1,10 +1,10 @@
-"""When the collectives of a program start: as early as their sources are there, so that they run beside what is computed meanwhile.
+"""Overlap of collectives with computation: rounds start as soon as their sources are ready.
 
-The partitioner puts reshards where their results are first used, all that are due in one round. Here the reshards of all rounds are
-put in *buckets* by the order in which the program makes their sources, and a bucket that is large enough starts as soon as its last
-source is made; the program waits for it where the first of its results is used. Gradients of the last layers are thus reduced while those
-of the first are computed, and what is small travels with others, whatever uses it. All processes start their buckets in one order,
-as they run one program.
+The partitioner puts reshards where their results are first used, all that are due in one round. Here the reshards of
+all rounds are put in *buckets* by the order in which the program makes their sources. A large enough bucket starts as
+soon as its last source is made, and the program waits for it where the first of its results is used. So the gradients
+of the last layers are reduced while those of the first are computed, and small reshards travel with others. All
+processes start their buckets in one order, as they run one program.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ from .rank_program import Local, Move, Moves, RankProgram, Step
 
 
 class Start(NamedTuple):
-    """A round that begins here; ``ticket`` numbers it."""
+    """The start of a round; ``ticket`` numbers it."""
 
     ticket: int
     moves: tuple[Move, ...]
 
 
 class Wait(NamedTuple):
-    """From here on the results of a round are used."""
+    """The wait for a round, before its results are used."""
 
     ticket: int
     moves: tuple[Move, ...]
 
 
 class Action(NamedTuple):
-    """One thing to do, and the variables that may be dropped afterwards."""
+    """A step, and the variables that may be dropped after it."""
 
     what: Step | Start | Wait
     frees: tuple[int, ...]
 
 
 class Buckets(NamedTuple):
-    """What runs beside: ``size`` bytes travel together, and ``least`` bytes are worth it (0: never). All processes of a mesh must
-    have the same, or they would wait for each other in different places: workers get it from the client."""
+    """Sizes of buckets: up to ``size`` bytes travel together, and rounds of at least ``least`` bytes start early (0:
+    none). All processes of a mesh need the same sizes, or they would wait for each other at different steps; workers
+    get them from the client."""
 
     size: float
     least: float
 
     @classmethod
     def configured(cls) -> Buckets:
-        """As Dask's configuration of this process has it."""
+        """The sizes in Dask's configuration of this process."""
         return cls(settings.number("bucket"), settings.number("overlap"))
 
 
 def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Action]:
-    """The steps of a program with its large rounds started early; by this process's configuration where nothing else is said."""
+    """The steps of a program with its large rounds started early; ``buckets`` defaults to the configuration."""
     bucket, least = buckets or Buckets.configured()
     if not least:
         return [Action(s, f) for s, f in zip(program.steps, program.frees, strict=True)]
@@ -61,7 +62,7 @@ def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Actio
     begin: dict[int, list[Step | Start]] = {}  # after a step: calls that were brought forward, then rounds that start
     for i, k in hoisted.items():
         begin.setdefault(k, []).append(program.steps[i])
-    rounds: dict[int, list[Move]] = {}  # what is left of a step's round
+    rounds: dict[int, list[Move]] = {}  # the rest of a step's round
     waits: dict[int, list[Wait]] = {}
     tickets = 0
     for r in _rounds(program, made, bucket):
@@ -85,14 +86,14 @@ def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Actio
 
 
 def variables(s: Step | Start | Wait) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """What is read, and what is made. The blocks that a round reads must last until its end."""
+    """The variables that a step reads and makes. The blocks that a round reads must last until its end."""
     if isinstance(s, Local):
         return s.inputs, s.outputs
     return tuple(v for m in s.moves for v in m.reads), () if isinstance(s, Start) else tuple(m.target for m in s.moves)
 
 
 def dropped(steps: Iterable[tuple[Iterable[Any], Iterable[int]]], outputs: Iterable[int]) -> list[tuple[int, ...]]:
-    """The variables that nothing reads after each step, from what each reads and makes."""
+    """The variables that nothing reads after each step. A step is given by the variables that it reads and makes."""
     needed, out = set(outputs), []
     for reads, makes in reversed(list(steps)):
         used = dict.fromkeys([*(v for v in reads if isinstance(v, int)), *makes])
@@ -102,10 +103,11 @@ def dropped(steps: Iterable[tuple[Iterable[Any], Iterable[int]]], outputs: Itera
 
 
 def _hoisted(program: RankProgram) -> tuple[dict[int, int], dict[int, int]]:
-    """Calls that are made earlier, and the step after which each variable is there.
+    """Calls that are hoisted, and the step after which each variable is ready.
 
-    What makes the source of a round from one variable, like the ``0.1 * g`` of ``w - 0.1 * g``, follows the step that makes that: the
-    sum of ``g`` over the ranks passes it, and would otherwise start no earlier than the optimizer.
+    A call that makes the source of a round from one variable, like the ``0.1 * g`` of ``w - 0.1 * g``, is hoisted to
+    the step that makes that variable. The sum over the ranks comes after that call, and would otherwise start no
+    earlier than the optimizer.
     """
     made: dict[int, int] = {}
     calls: dict[int, int] = {}  # variables that are made from one other, and where
@@ -142,7 +144,7 @@ _OPEN = 32
 
 @dataclass
 class _Round:
-    """Moves that travel together: after the step ``ready`` their sources are there, and in the step ``due`` one of them is needed."""
+    """Moves that travel together. All sources are ready after the step ``ready``; the step ``due`` needs a result."""
 
     moves: list[Move]
     ready: int
@@ -172,15 +174,15 @@ def _rounds(program: RankProgram, made: Mapping[int, int], limit: float) -> list
 
 
 def _fit(r: _Round, ready: int, due: int, m: Move, size: int) -> bool:
-    """Whether a move that is due in another step may travel with these. Only what is needed at about the same time does: what is needed at
-    once, like activations, must not wait for what has time, like gradients. What code of the user's asks for stays where it is."""
+    """Whether a move that is due in another step may join this round. Only moves that are due at about the same time
+    do: urgent ones, like activations, must not wait for others, like gradients. Collectives of the user's code stay
+    where they are."""
     free = size and r.size and m.collective is None and all(x.collective is None for x in r.moves)
     return bool(free) and abs(due - r.due) <= min(due, r.due) - max(ready, r.ready)
 
 
 def _bytes(program: RankProgram, m: Move) -> int:
-    """Bytes that a rank has in a move, about; 0 where each can cut its new block from its own. (The plan, which knows exactly, is
-    a long list on many ranks.)"""
+    """Estimated bytes of a rank in a move; 0 if each rank cuts its new block from its own. (An exact plan is long.)"""
     now, then = program.layouts[m.source], program.layouts[m.target]
     aval = program.avals[m.source]
     if m.collective is not None:

@@ -1,9 +1,9 @@
-"""From a program on whole arrays to one program that every rank runs on its blocks.
+"""The partitioner: from a program on whole arrays to the rank program that every rank runs on its blocks.
 
-The partitioner walks the entries forward, asks the propagator what each operand must become, and writes two kinds of steps:
-*local* ones (the op on a block, its shape parameters made local) and *moves* (reshards). A move is written where its source
-appears, as soon as it is known to be needed, and carried out where its result is first used, together with all others that are
-due by then: reductions are as late, and as bucketed, as the data flow allows.
+The partitioner walks the entries forward, asks the propagator for the layouts of operands, and writes two kinds of
+steps: *local* ones (the op on a block, its shape parameters made local) and *moves* (reshards). A move is written where
+its source appears, as soon as it is known to be needed, and carried out where its result is first used, together with
+all others that are due by then: reductions are as late, and as bucketed, as the data flow allows.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def partition(
 
 
 def _same_constants(program: Program, layouts: Mapping[int, Layout]) -> dict[int, int]:
-    """Constants of one buffer under several names, which a tape gives them: all but the first, by the first's."""
+    """Constants that share a buffer under several names: each later variable, mapped to the first."""
     first: dict[Any, int] = {}
     return {
         v: known
@@ -140,7 +140,7 @@ def _readers(program: Program) -> dict[int, list[Entry]]:
 
 
 def _reduced_for(var: int, program: Program, readers: Mapping[int, Sequence[Entry]]) -> str:
-    """Who wants a pending value whole: the first call that cannot take it pending, or the caller."""
+    """Why a pending value is reduced: the first call that cannot take it pending, or the caller."""
     for e in readers.get(var, ()):
         if e.op is RESHARD or isinstance(e.op, ShardMapOp):
             continue
@@ -184,7 +184,7 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
 
 
 def _place_wide(w: Writer, e: Entry, placed: Placed, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
-    """A call of which a result is a pending sum of short floats: made in float32, and what is not pending rounded at once."""
+    """A call with a pending sum of short floats: it computes in float32, and rounds results that are not pending."""
     inputs = tuple(
         w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
         if v in w.rounded and layout is not None and not w.is_wide(w.rounded[v], layout)
@@ -282,7 +282,7 @@ def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], ori
 
 
 def with_frees(p: RankProgram) -> RankProgram:
-    """The variables that may be dropped after each step, and no step that nobody needs: draws that were made in parts instead."""
+    """The program with the variables to drop after each step, and without unused steps (such as random draws)."""
     needed = set(p.outputs)
     steps: list[Step] = []
     for s in reversed(p.steps):

@@ -1,7 +1,7 @@
-"""Per-rank code into a rank program: the partitioner calls :func:`lower` where a program has a call of per-rank code.
+"""Lowering of per-rank code into a rank program: the partitioner calls :func:`lower` for each call of such code.
 
-Code that is alike on all ranks becomes steps that all ranks run, shared with equal ones that are there. Code that differs becomes
-steps of single ranks, in waves from collective to collective.
+Code that is the same on all ranks becomes steps of all ranks, merged with equal steps. Code that differs becomes steps
+of single ranks, in waves from collective to collective.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _lower_uneven(w: Any, code: RankCode, inputs: Sequence[int]) -> list[int]:
     while True:
         moving = True
         while moving:
-            # Each in turn, as far as its next message: so that whoever waits for one goes on beside who sent it.
+            # Each in turn, up to its next message, so that its receiver goes on beside the sender.
             before = sum(at)
             for r in range(n):
                 if r not in waiting:
@@ -110,8 +110,8 @@ def _advance(
     waiting: dict[int, Entry],
     mail: dict[tuple[int, int], deque[int]],
 ) -> int:
-    """Write what a rank does up to its next collective, after its next message, or up to one that was not sent yet; where it is
-    then."""
+    """Write a rank's steps up to its next collective, after its next message, or up to one that was not sent yet.
+    Returns its position."""
     entries = code.programs[rank].entries
     while at < len(entries):
         x = entries[at]

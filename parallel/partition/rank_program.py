@@ -1,4 +1,4 @@
-"""The program that every rank of a mesh runs: plain data, which the partitioner writes and the executor reads."""
+"""The rank program, which every rank of a mesh runs: plain data from the partitioner for the executor."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Local(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A reshard of one variable into another, or a collective of per-rank code, which says by itself what goes where."""
+    """A reshard of one variable into another, or a collective of per-rank code, which has a plan of its own."""
 
     source: int
     target: int
     origin: str | None
     collective: Collective | Fetch | Ragged | None = None
     why: str | None = None
-    """What it is needed for, in words."""
+    """The reason for the move, in words."""
     table: int | None = None
-    """Of a :class:`~.dispatch.Ragged` move: the variable that says how much goes where."""
+    """The variable with the row counts of a :class:`Ragged` move."""
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Variables that must be there."""
+        """The variables that the move reads."""
         return (self.source,) if self.table is None else (self.source, self.table)
 
 
@@ -65,7 +65,7 @@ Step = Local | Moves
 class RankProgram:
     """The partitioned form of a program: the same text for every rank of a mesh with these axis lengths.
 
-    ``avals`` are those of the whole arrays; ``layouts`` say what a rank holds of each variable.
+    ``avals`` are those of the whole arrays; ``layouts`` give the block of each variable on a rank.
     """
 
     sizes: tuple[int, ...]
@@ -81,7 +81,7 @@ class RankProgram:
     """Variables of per-rank code: their avals are those of one rank's block."""
 
     def plan(self, m: Move) -> Plan:
-        """What goes where in a move."""
+        """The plan of a move."""
         if isinstance(m.collective, Fetch):
             return m.collective.plan(self.sizes)
         if isinstance(m.collective, Ragged):
@@ -91,7 +91,7 @@ class RankProgram:
         return plan_reshard(self.avals[m.source].shape, self.sizes, self.layouts[m.source], self.layouts[m.target])
 
     def move_text(self, m: Move, names: Sequence[str]) -> str:
-        """A move in the field's words."""
+        """A move as text, such as ``all_gather(data)``."""
         if isinstance(m.collective, Fetch):
             return m.collective.text(names, self.sizes)
         if m.collective is not None:

@@ -1,8 +1,8 @@
-"""Programs in passes: where work on blocks needs what all blocks together give, that is found first, and the blocks are read again.
+"""Streaming passes: a program over blocks that needs global reductions reads the blocks in several passes.
 
-``x - mean(x)`` block by block: the first pass adds up, the second one subtracts. A rank program is cut where a value has to cross
-between blocks: the pass before gives it, joined, to the pass after, for which it is one more input. A program needs as many passes
-as it has such values that depend on one another, and one. What is split over the blocks itself goes by way of a store.
+For ``x - mean(x)`` the first pass adds up, and the second one subtracts. A rank program is cut where a value has to
+cross between blocks: one pass reduces it, and the next has it as one more input. Passes = longest chain of global
+reductions + 1. Values that are split over the blocks go through a store.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def passes_of(p: RankProgram, names: Sequence[str]) -> list[Pass]:
 
 
 def _trimmed(p: RankProgram, inputs: Sequence[int], steps: Sequence[Step], outputs: Sequence[int]) -> RankProgram:
-    """Just what some variables need."""
+    """The part of a program that some variables need."""
     found = with_frees(replace(p, inputs=(), constants=(), steps=tuple(steps), outputs=tuple(outputs)))
     used = set(outputs)
     for s in found.steps:
@@ -78,7 +78,7 @@ def _first_cuts(p: RankProgram, steps: Sequence[Step], names: Sequence[str]) -> 
 
 
 def _refuse(p: RankProgram, m: Move, names: Sequence[str]) -> None:
-    """Raise where a move neither joins what all blocks give nor makes other blocks of them."""
+    """Raise where a move neither reduces over all blocks nor makes other blocks of them."""
     now, then = p.layouts[m.source], p.layouts[m.target]
     over = [len(p.sizes) - 1 in {a for _, axes in x.shards for a in axes} for x in (now, then)]
     joined = not then.partials and len({op for _, op in now.partials}) < 2

@@ -1,7 +1,7 @@
-"""Collectives of per-rank code as plans: which piece of which rank's block goes where.
+"""Plans of per-rank collectives: the target of each piece of each rank's block.
 
-A :class:`Collective` is a small value that travels with a rank program; each process works out the plan when it prepares the
-program. The plans are those of a reshard (:class:`~meshtape.parallel.resharding.plan.Plan`), so that one executor carries out both.
+A :class:`Collective` is a small value in a rank program; each process makes the plan when it prepares the program. The
+plans are those of a reshard (:class:`~meshtape.parallel.resharding.plan.Plan`), so that one executor carries out both.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ Shape = tuple[int, ...]
 
 
 class Collective(NamedTuple):
-    """What ranks do together at one place of per-rank code.
+    """A collective at one place of per-rank code.
 
-    ``shapes`` and ``results`` are those of the blocks that ranks give and get: one for all, or one a rank. ``groups`` are the
-    ranks that take part, each group in the order of its coordinates along ``axes``. What ``params`` holds depends on ``kind``:
+    ``shapes`` and ``results`` are the shapes of the blocks that ranks send and receive: one for all, or one a rank.
+    ``groups`` are the ranks that take part, each group in the order of its coordinates along ``axes``. The content of
+    ``params`` depends on
+    ``kind``:
 
     ==================  ===============================================================================
     ``all_reduce``      ``op``
     ``all_gather``      ``dim``
     ``reduce_scatter``  ``dim``, ``lengths`` (of each rank's part)
     ``slice``           ``dim``, ``lengths``
-    ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (:class:`~.part_sizes.PartSizes`)
-    ``permute``         ``pairs`` (from, to); who gets nothing has zeros
+    ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (:class:`~.split_sizes.PartSizes`)
+    ``permute``         ``pairs`` (from, to); ranks without a source get zeros
     ``broadcast``       ``source``
     ``message``         nothing: the first rank of the group sends, the second one gets
     ==================  ===============================================================================
@@ -85,7 +87,7 @@ class CollectivePlan(Plan):
         return self._c.shapes[rank if len(self._c.shapes) > 1 else 0]
 
     def takes_part(self, rank: int) -> bool:
-        # Who sends a message gets nothing.
+        # The sender of a message gets no new block.
         return rank in self._place and not (self._c.kind == "message" and self._place[rank][1] == 0)
 
     def box(self, rank: int) -> Box:
@@ -116,7 +118,7 @@ class CollectivePlan(Plan):
         return tuple(p for p in found if p is not None)
 
     def _sources(self, rank: int) -> Sequence[int]:
-        """Ranks of which a rank may be given something."""
+        """Ranks that may send a piece to a rank."""
         g, me = self._place[rank]
         kind, group = self._c.kind, self._c.groups[g]
         if kind == "slice":
@@ -135,7 +137,7 @@ class CollectivePlan(Plan):
         return Piece(source, *where, self._place[source][1] if self.reduce else 0)
 
     def _part(self, g: int, i: int, me: int, source: int, rank: int) -> tuple[Box, Box] | None:
-        """Part of the block of place ``i`` of group ``g``, and part of the new block at place ``me``."""
+        """The piece from place ``i`` to place ``me`` of group ``g``: its boxes in the source and in the new block."""
         kind, params, given = self._c.kind, self._params, self._given(source)
         if kind == "all_reduce":
             return Box.whole(given), self.box(rank)
@@ -165,7 +167,7 @@ class CollectivePlan(Plan):
         raise AssertionError(f"no collective called {kind}")
 
     def _starts_of(self, what: str, i: Hashable, lengths: Any) -> list[int]:
-        """Where parts of these lengths start, when they stand one after the other; worked out once."""
+        """Start of each of these consecutive lengths; cached."""
         found = self._starts.get((what, i))
         if found is None:
             found = self._starts[what, i] = [0, *itertools.accumulate(lengths())]
@@ -190,11 +192,11 @@ def plan_collective(n: int, c: Collective) -> CollectivePlan:
 
 
 def in_halves(c: Collective) -> tuple[Collective, Collective] | None:
-    """For a process that hosts all ranks: two collectives that together are ``c``, where every block is made of parts of all others.
+    """Two collectives that together are ``c``, for a process that hosts all ranks.
 
-    Joined to one array, which all ranks share, and cut, those are twice as many copies as there are ranks, and not their square.
-    None for other collectives, and where blocks differ. The two may take, and give, blocks with one more dimension: of the same
-    elements in the same order.
+    The first joins all blocks to one shared array, the second cuts it. That takes two copies a rank instead of one for
+    each pair of ranks. None for other collectives, and where blocks differ. The two may take, and return, blocks with
+    one more dimension, of the same elements in the same order.
     """
     n = len(c.groups[0]) if c.groups else 0
     if n <= 8 or len(c.shapes) > 1 or len(c.results) > 1:

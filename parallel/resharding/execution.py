@@ -1,4 +1,4 @@
-"""Carrying out the rounds of reshards: messages to exchange, and the new blocks they make."""
+"""Execution of reshards: the messages of each round, and the new blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Blocks = Mapping[int, np.ndarray]
 
 
 def carry_out(running: Sequence[Any], exchange: Callable[[int, Messages, Messages], None]) -> None:
-    """Reshards of one round together: ``exchange`` is called with a number, 0 for the first time and then 1, and the messages."""
+    """Carry out the reshards of one round together. ``exchange`` gets 0 the first time and then 1, and the messages."""
     for i, (sends, receives) in enumerate(together([r.rounds() for r in running])):
         if sends or receives:
             exchange(min(i, 1), sends, receives)
 
 
 def together(going: Sequence[Iterator[tuple[Messages, Messages]]]) -> Iterator[tuple[Messages, Messages]]:
-    """The messages of several, round by round: those of the first come first."""
+    """The messages of several reshards, round by round, in their order."""
     if len(going) == 1:
         yield from going[0]
         return
@@ -46,7 +46,7 @@ def _view(blocks: Blocks, source: Source, span: slice | None, xp: Any) -> np.nda
 
 
 class Running:
-    """One reshard being carried out: :meth:`rounds` gives the messages of each, then there are :meth:`results`."""
+    """A reshard in progress: :meth:`rounds` yields the messages by round, then :meth:`results` has the new blocks."""
 
     def __init__(self, rounds: MoveRounds, blocks: Blocks, neutral: object, memory: BlockMemory = HOST) -> None:
         self._rounds, self._source, self._memory = rounds, blocks, memory
@@ -90,12 +90,12 @@ class Running:
         return Combining(c.share, terms, REDUCERS[r.reduce], r.wide, r.dtype, self._memory)
 
     def _scatter(self, sends: Messages, receives: Messages) -> None:
-        """Add what the first round sends and receives; join what is here."""
+        """Add the sends and receives of the first round, and join the parts that are here."""
         r = self._rounds
         for s in r.sends:
             batches = sends.setdefault(s.process, [])
             arrays = tuple(_view(self._source, x, s.span, self._memory.xp) for x in s.sources)
-            # Contributions to one part travel together, chunk by chunk; what is not joined has one source.
+            # Contributions to one part travel together, chunk by chunk; parts that are not joined have one source.
             batches.append(arrays)
         for j in r.joins:
             block = r.blocks[j.block]
@@ -136,7 +136,7 @@ class Running:
             receives.setdefault(h, []).append(sink)
 
     def _gather(self) -> tuple[Messages, Messages]:
-        """What the second round sends and receives."""
+        """The sends and receives of the second round."""
         sends: Messages = {}
         receives: Messages = {}
         for g in self._rounds.gathers:
@@ -154,6 +154,6 @@ class Running:
 
 
 def _is_all(a: np.ndarray) -> bool:
-    """Whether an array has its memory to itself, give or take."""
-    # (What is below an array on the pool's memory has no size of its own.)
+    """Whether an array fills the memory that it keeps alive, more or less."""
+    # (The base of an array on the pool's memory has no size of its own.)
     return getattr(a.base, "nbytes", 0) <= a.nbytes

@@ -1,18 +1,19 @@
-"""Rows that are sent to the ranks of their experts and back, however many they are: an all-to-all whose sizes are found at run time.
+"""The ragged all-to-all of experts: rows go to the ranks of their experts and back, with sizes found at run time.
 
 Where one mesh axis splits both the rows and the experts, each rank sends a row once to every rank that has one of its experts, and gets
-the weighted sum of that rank's experts back. Three kinds of steps are made of it, in a program of which the rest is static:
+the weighted sum of that rank's experts back. This takes three kinds of steps, in an otherwise static program:
 
 1. ``route`` lists the rows for each rank, and counts them; the counts are gathered (``p`` numbers a rank);
 2. ``ragged_all_to_all`` sends the rows. Every rank knows all counts by then, so that empty parts cost no message and nothing is padded;
-3. the op itself runs on the rows that came, and the same exchange backwards returns what it gives.
+3. the op itself runs on the received rows, and the same exchange backwards returns its results.
 
-What is sent once serves the forward and the backward pass: a rank keeps the rows that it got until their gradients are made. Blocks
-whose number of rows is found at run time never leave these steps, so that all shapes outside are known before.
+Rows are sent once for the forward and the backward pass: a rank keeps the received rows until their gradients are made.
+Blocks whose number of rows is found at run time never leave these steps, so that all other shapes are static.
 
-The alternative, a buffer of equal places for each expert, is what routing with a capacity does: its shapes are static, its places are
-padded, and its tokens may be lost (GShard: Lepikhin et al., 2021). Sizes at run time, as in MegaBlocks (Gale et al., 2023), are possible
-here as ranks exchange messages of any length; on the other hand a rank may be sent all rows, and its memory has to hold them.
+The alternative, routing with a capacity, has a buffer of equal places for each expert: its shapes are static, its
+places are padded, and tokens may be lost (GShard: Lepikhin et al., 2021). Sizes at run time, as in MegaBlocks (Gale et
+al., 2023), are possible here as ranks exchange messages of any length. But one rank may receive all rows, and its
+memory has to hold them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..collectives.pieces import Target
 from ..sharding.ops import RankOp
 from .plan import Piece, Plan
 
-# ----- what a rank does before and after ------------------------------------------------------------------------------
+# ----- local ops before and after the exchange ------------------------------------------------------------------------
 
 
 def _rows(x: Any) -> Any:
@@ -50,7 +51,7 @@ def _pack(xp: Any, x: Any, order: Any) -> Any:
 
 
 def _unpack(xp: Any, found: Any, order: Any, counts: Any, like: Any) -> Any:
-    """Rows added up where they came from; a row that was sent to several ranks comes back from each."""
+    """Add received rows up at their sources; a row that was sent to several ranks comes back from each."""
     n, width = math.prod(like.shape[:-1]), found.shape[-1]
     out = xp.zeros((n, width), wide(found.dtype))
     at = 0
@@ -70,13 +71,14 @@ PACK = RankOp("pack", ("x", "order"), _pack, _no_shape)
 UNPACK = RankOp("unpack", ("found", "order", "counts", "like"), _unpack, _no_shape)
 
 
-# ----- what ranks do together -----------------------------------------------------------------------------------------
+# ----- the exchange ---------------------------------------------------------------------------------------------------
 
 
 class Ragged(NamedTuple):
-    """A move of rows between the ranks of each group, of which a table says how many: row ``i`` has what place ``i`` sends to each.
+    """A move of rows between the ranks of each group. Row ``i`` of a table has the counts that place ``i`` sends.
 
-    ``back`` returns them. ``likely`` and ``most`` are rows that cross between ranks: where every expert is chosen as often, and at most.
+    ``back`` returns the rows. ``likely`` and ``most`` count rows that cross between ranks: if all experts are chosen
+    equally often, and at most.
     """
 
     axes: tuple[int, ...]
@@ -90,11 +92,11 @@ class Ragged(NamedTuple):
         return f"ragged_all_to_all({'+'.join(names[a] for a in self.axes)})"
 
     def plan(self, row: int) -> RaggedPlan:
-        """How much is moved, for rows of so many elements."""
+        """The expected volume, for rows of ``row`` elements."""
         return RaggedPlan(self, row)
 
     def share(self, homes: Sequence[int], process: int) -> RaggedShare:
-        """What a process does in it; ``homes`` gives the process of every rank."""
+        """The part of one process; ``homes`` gives the process of every rank."""
         place = {r: (g, i) for g in self.groups for i, r in enumerate(g)}
         sends = tuple((r, d) for r in sorted(place) if homes[r] == process for d in place[r][0])
         receives = tuple((s, r) for s in sorted(place) for r in place[s][0] if homes[r] == process)
@@ -102,7 +104,7 @@ class Ragged(NamedTuple):
 
 
 class RaggedPlan(Plan):
-    """How much a :class:`Ragged` move is expected to move. What goes where is found out at run time, and no rank's part is known."""
+    """The expected volume of a :class:`Ragged` move. It has no pieces, as these are found at run time."""
 
     reduce, terms, fill = None, 1, "sum"
 
@@ -153,7 +155,7 @@ class RaggedShare(NamedTuple):
 
 
 class RaggedRunning:
-    """A ragged move being carried out, like :class:`~.reshard_execution.Running`; it has one round."""
+    """A ragged move being carried out, like :class:`~.execution.Running`; it has one round."""
 
     def __init__(
         self, share: RaggedShare, blocks: Mapping[int, Any], tables: Mapping[int, np.ndarray], memory: BlockMemory
@@ -169,11 +171,11 @@ class RaggedRunning:
             at += n
 
     def rounds(self) -> Iterator[tuple[dict[int, list[Any]], dict[int, list[Any]]]]:
-        """What is sent and received, at once; what stays here is handed over."""
+        """The messages of the only round; rows between ranks of this process are copied."""
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         s = self._share
-        out: dict[tuple[int, int], Any] = {}  # what each pair's sender gives
+        out: dict[tuple[int, int], Any] = {}  # the rows of each pair's sender
         for r, block in self._blocks.items():
             group, i = s.place[r]
             cuts = self._parts(self._tables[r][i].tolist())

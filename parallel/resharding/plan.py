@@ -1,11 +1,11 @@
-"""Resharding as a pure plan: which piece of which block goes where.
+"""Reshard plans: the source of each piece of each target block, as pure values.
 
-A plan is a value that can be looked at, counted and tested without a cluster. Its rule: every element of every target block
-comes from exactly one source block, or, where contributions are pending, from exactly one block of each contribution. Any pair
-of layouts on one mesh has a plan: gather, slice, all-to-all, all-reduce and reduce-scatter are what it turns out to be.
+A plan can be inspected, counted and tested without a cluster. Its rule: every element of every target block comes from
+exactly one source block, or, where contributions are pending, from exactly one block of each contribution. Any pair of
+layouts on one mesh has a plan; gather, slice, all-to-all, all-reduce and reduce-scatter are special cases.
 
-A plan is arithmetic on coordinates, and no list of pairs of ranks: it answers what one rank is given, or what one rank gives to
-another. A process asks for what concerns its own ranks, so that its work grows with the number of ranks, not with its square.
+A plan is arithmetic on coordinates, not a list of pairs of ranks: it gives the pieces of one rank, or of one pair of
+ranks. A process queries its own ranks alone, so that its work grows with the number of ranks, not with its square.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Piece(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """How one rank's new block is made: from ``pieces``, in order; ``neutral`` blocks are filled with the identity of a pending
-    reduction, which another rank's block carries."""
+    """The sources of one rank's new block: ``pieces``, in order. A ``neutral`` block is filled with the identity of a
+    pending reduction, whose value another rank's block carries."""
 
     box: Box
     pieces: tuple[Piece, ...]
@@ -44,18 +44,18 @@ class RankPlan(NamedTuple):
 
 
 class Plan(ABC):
-    """Which piece of which rank's block goes where, on a mesh of ``size`` ranks.
+    """The pieces that move between the blocks of ``size`` ranks.
 
-    ``reduce`` is the operator that joins the ``terms`` contributions to an element, None where there is one; ``fill`` that whose
-    identity neutral blocks are filled with.
+    ``reduce`` is the operator that joins the ``terms`` contributions to an element, None for a single one. Neutral
+    blocks are filled with the identity of the operator ``fill``.
 
-    Ranks come in classes, which a process uses to do nothing twice:
+    Ranks come in classes, by which a process avoids double work:
 
-    * those that hold the same block of the same contribution, replicas, agree in :meth:`holds`;
+    * replicas, which hold the same block of the same contribution, agree in :meth:`holds`;
     * a rank takes each piece from the one replica with its own :meth:`lane`, or from one of its own process;
-    * those whose new blocks are equal agree in :meth:`same`;
-    * those that have a collective among themselves agree in :meth:`group`;
-    * nothing goes between ranks that are no :meth:`partners`.
+    * ranks whose new blocks are equal agree in :meth:`same`;
+    * ranks that have a collective among themselves agree in :meth:`group`;
+    * only :meth:`partners` exchange pieces.
     """
 
     size: int
@@ -77,11 +77,11 @@ class Plan(ABC):
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What a rank's new block is made of: by contribution, and by place within each."""
+        """The pieces of a rank's new block, by contribution and by place within each."""
 
     @abstractmethod
     def piece(self, source: int, rank: int) -> Piece | None:
-        """What a rank's new block takes of the block of ``source``, a rank of its lane; None for nothing."""
+        """The piece of a rank's new block from ``source``, a rank of its lane; None if there is none."""
 
     @abstractmethod
     def lane(self, rank: int) -> Hashable: ...
@@ -97,8 +97,7 @@ class Plan(ABC):
 
     @abstractmethod
     def partners(self, rank: int) -> Sequence[int]:
-        """The ranks that may give a rank something or get something from it, and it itself: all others it need not look at. Whoever is a
-        partner of a partner is one too."""
+        """The rank itself, and all ranks that it may exchange pieces with. Partners of partners are partners."""
 
     @property
     @abstractmethod
@@ -106,14 +105,14 @@ class Plan(ABC):
         """Elements that cross between ranks."""
 
     def rank_plan(self, rank: int) -> RankPlan | None:
-        """How a rank's new block is made; None for a rank that has no part in it."""
+        """The sources of a rank's new block; None for a rank that takes no part."""
         if not self.takes_part(rank):
             return None
         return RankPlan(self.box(rank), self.pieces(rank), self.neutral(rank))
 
     @property
     def ranks(self) -> tuple[RankPlan | None, ...]:
-        """The plan of every rank: a list that may be as long as the square of their number."""
+        """The plan of every rank; together they may have as many pieces as the square of the number of ranks."""
         return tuple(map(self.rank_plan, range(self.size)))
 
     def bytes_received(self, itemsize: int) -> int:
@@ -130,7 +129,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want: Box) -> list[Overlap]:
-    """The blocks of a layout that meet ``want``, in the order of their places; found by division, none is tried in vain.
+    """The blocks of a layout that meet ``want``, in order. They are found by division, without a search.
 
     >>> rows = Layout(((0, (0,)),))
     >>> [(o.rank, o.target.offset) for o in overlaps(rows, (4,), (10,), Box((2,), (5,)))]
@@ -168,7 +167,7 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
 
 
 _MOST_PARTS = 64
-"""Pairs of blocks of which a plan remembers what they have in common: replicas, and blocks that are whole, are asked for by many ranks."""
+"""Pairs of blocks whose intersection a plan caches: many ranks ask for replicas and for whole blocks."""
 
 
 def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
@@ -219,12 +218,12 @@ class Reshard(Plan):
         self._parts: dict[tuple[Box, Box], tuple[Box, Box] | None] = {}
 
     def _steps(self, axes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Stride and length of these axes."""
+        """Stride and length of each of these axes."""
         strides = strides_of(self._sizes)
         return tuple((strides[a], self._sizes[a]) for a in axes)
 
     def _aligned(self) -> set[int]:
-        """Axes that cut a dimension at the same places before and after, as the outer ones of those that split it."""
+        """Outer axes that cut a dimension at the same places before and after."""
         found: set[int] = set()
         for dim, n in enumerate(self._shape):
             before, after = self._source.axes_of(dim), self._target.axes_of(dim)
@@ -300,7 +299,7 @@ class Reshard(Plan):
 
     @functools.cached_property
     def elements_moved(self) -> int:
-        # What a rank needs of all contributions, less what it has of its own: for all ranks at once.
+        # The elements that a rank needs of all contributions, less those in its own block; for all ranks at once.
         need, own = np.ones(self.size, np.int64), np.ones(self.size, np.int64)
         want = self._ends(self._target, self._boxes)
         for (lo, hi), (start, stop) in zip(want, self._ends(self._source, None), strict=True):
@@ -312,7 +311,7 @@ class Reshard(Plan):
         return int(np.sum((self.terms * need - own)[taking]))
 
     def _coordinates(self, axis: int) -> np.ndarray:
-        """Of all ranks along one axis."""
+        """Coordinates of all ranks along one axis."""
         return np.arange(self.size) // strides_of(self._sizes)[axis] % self._sizes[axis]
 
     def _ends(self, layout: Layout, boxes: Sequence[Box] | None) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -352,7 +351,7 @@ def plan_reshard(
 
     Examples
     --------
-    An all-reduce over 4,096 ranks is worked out for the one rank that asks:
+    An all-reduce over 4,096 ranks is planned for the one rank that asks:
 
     >>> plan = plan_reshard((6,), (4096,), Layout((), ((0, "sum"),)), Layout())
     >>> plan.terms, len(plan.pieces(7)), plan.bytes_received(8)
@@ -362,7 +361,7 @@ def plan_reshard(
 
 
 def reshard_text(source: Layout, target: Layout, names: Sequence[str]) -> str:
-    """What a reshard amounts to, axis by axis, in the field's words: ``all_reduce(model)``."""
+    """A reshard as collectives, axis by axis: ``all_reduce(model)``."""
     words = []
     for i, name in enumerate(names):
         a, b = source.placement(i), target.placement(i)
@@ -382,7 +381,7 @@ def reshard_text(source: Layout, target: Layout, names: Sequence[str]) -> str:
 
 
 class Fetch(NamedTuple):
-    """A move that gives each rank a part of its own choice of an array: ``boxes`` are those parts, by rank."""
+    """A move in which each rank gets a box of an array of its own choice; ``boxes`` has them by rank."""
 
     shape: tuple[int, ...]
     source: Layout
@@ -393,7 +392,7 @@ class Fetch(NamedTuple):
         return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
 
     def text(self, names: Sequence[str], sizes: tuple[int, ...]) -> str:
-        """As in ``halo_exchange(data)``; ``slice(data)`` where every rank has what it needs."""
+        """As in ``halo_exchange(data)``; ``slice(data)`` if every rank has its box already."""
         axes = sorted({a for _, split in (*self.source.shards, *self.target.shards) for a in split})
         kind = "halo_exchange" if self.plan(sizes).elements_moved else "slice"
         return f"{kind}({'+'.join(names[a] for a in axes)})"

@@ -1,24 +1,26 @@
 """The schedule of reshards: rounds of messages between processes.
 
-A reshard is a plan of pieces (``reshard``). Here it is sorted by process: which parts of blocks this process sends to each other,
-and how the blocks of its own ranks are joined from parts of its own and parts that arrive. Ranks of one process that need the same
-block share it, and it travels once.
+A reshard is a plan of pieces (:mod:`.plan`). A schedule sorts it by process: the parts of blocks that this process
+sends to each other, and the joins of its ranks' new blocks from its own parts and received ones. Ranks of one process
+that need the same block share it, and it travels once.
 
-The algorithm is the one that :mod:`.costs` expects to be fastest; all processes come to the same, as all know the same.
+The algorithm is the fastest by :mod:`meshtape.parallel.collectives.costs`. All processes choose the same one, from the
+same data.
 
 *direct*
-    Every process is sent what its blocks are made of, all pairs at once, in one round.
+    Every process gets the pieces of its blocks from all others at once, in one round.
 *scattered*
     Where several processes need one and the same block, each takes a part of it, and the parts are then gathered: two rounds, and
     twice the block in bytes, however many processes there are.
 *doubling*, *halving*
-    Reductions along a tree (:mod:`.combining`): of few bytes in few messages, of many bytes with the volumes of a ring.
+    Reductions along a tree (:mod:`meshtape.parallel.collectives.combining`): of few bytes in few messages, of many
+    bytes with the volumes of a ring.
 *relayed*
-    Small blocks by way of other processes (:mod:`.relaying`).
+    Small blocks that go through other processes (:mod:`meshtape.parallel.collectives.relaying`).
 
-Contributions are joined in the order of one tree over their mesh coordinates (:mod:`.reduction_tree`) in all of them, which is why a
-result has the same bits in every run, on every rank, and on the virtual mesh. A ring would start its order at another rank for each
-part.
+All of them join contributions in the order of one tree over mesh coordinates
+(:mod:`meshtape.parallel.collectives.reduction_tree`). So a result has the same bits in every run, on every rank, and on
+the virtual mesh. A ring would start its order at another rank for each part.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Block(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What one process is sent for one part: sources of ranks of this process, perhaps only some of their elements."""
+    """The message to one process for one part: sources in this process's blocks, or a ``span`` of their elements."""
 
     process: int
     sources: tuple[Source, ...]
@@ -72,7 +74,7 @@ class Outgoing(NamedTuple):
 
 
 class Joining(NamedTuple):
-    """How a part of one of this process's blocks is joined. ``homes`` gives the process of each source."""
+    """The join of a part of one of this process's blocks. ``homes`` gives the process of each source."""
 
     block: int
     part: Part
@@ -81,7 +83,7 @@ class Joining(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """The second round of a scattered block: this process's span goes to the others, and theirs come."""
+    """The second round of a scattered block: this process sends its span and receives those of the others."""
 
     block: int
     own: slice
@@ -89,8 +91,8 @@ class Gathering(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """A reduction along the tree: ``terms`` gives the sources of each contribution of this process, which make one vector; ``blocks``
-    are those of this process that are parts of what it keeps."""
+    """A reduction along the tree. ``terms`` has the sources of each contribution of this process, which form one
+    vector; ``blocks`` the new blocks of this process, with their slices of its result."""
 
     share: Share
     terms: tuple[tuple[int, tuple[Source, ...]], ...]
@@ -98,7 +100,7 @@ class Combined(NamedTuple):
 
 
 class MoveRounds(NamedTuple):
-    """One reshard as one process takes part in it."""
+    """The part of one process in a reshard."""
 
     blocks: tuple[Block, ...]
     sends: tuple[Outgoing, ...]
@@ -126,8 +128,8 @@ def _parts(pieces: Sequence[Piece]) -> tuple[Part, ...]:
 
 
 class _Process:
-    """Ranks of one process: those whose new blocks are equal (``makes``), one for each block that is there (``has``), and all by
-    lane."""
+    """The ranks of one process: by new block (``makes``), by lane (``lanes``), and one for each held block
+    (``has``)."""
 
     def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -152,8 +154,8 @@ def _hosted(homes: tuple[int, ...]) -> dict[int, list[int]]:
 
 @functools.lru_cache(maxsize=8)
 def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _Process]:
-    """A process, and all with which it may have to do, or those with whom these have."""
-    # What processes do together is decided by all whom it concerns alike, so by those of partners, too.
+    """A process, its partners, and their partners."""
+    # All processes concerned must choose alike, so partners of partners count, too.
     ranks, looked_at, found, left = _hosted(homes), set[int](), {process}, [process]
     while left:
         for r in ranks[left.pop()]:
@@ -169,7 +171,7 @@ def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _P
 def plan_rounds(
     plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int = 1
 ) -> MoveRounds:
-    """What ``process`` does in a reshard; ``homes`` gives the process of every rank, ``hosts`` the number of machines."""
+    """The part of ``process`` in a reshard; ``homes`` has the process of every rank, ``hosts`` counts machines."""
     return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
 
 
@@ -179,7 +181,7 @@ def _plan_rounds(
 ) -> MoveRounds:
     if plan.elements_moved:
         processes = _processes(plan, homes, process)
-    else:  # nobody else has a part in it
+    else:  # no other process takes part
         processes = {process: _Process(plan, [r for r, h in enumerate(homes) if h == process])}
     me = processes[process]
     blocks: list[Block] = []
@@ -223,8 +225,7 @@ def _plan_rounds(
 
 
 def described(plan: Plan, dtype: np.dtype) -> str:
-    """The algorithm and the time that is expected of it, where each rank has a process of its own on one host; nothing for direct
-    ways."""
+    """The algorithm and its expected time, if each rank is a process on one host; empty for direct moves."""
     homes = tuple(range(plan.size))
     if plan.size <= 2 or plan.elements_moved == 0:
         return ""
@@ -243,8 +244,8 @@ def described(plan: Plan, dtype: np.dtype) -> str:
 def _given(
     plan: Plan, processes: Mapping[int, _Process], process: int, q: int, shared: _Shared | None = None
 ) -> Iterator[tuple[int, list[list[Piece]]]]:
-    """For each block that ``q`` makes otherwise than along the tree, named by a rank: the pieces of it that one process sends, part
-    by part."""
+    """The pieces that ``process`` sends to ``q``, part by part, for each new block of ``q``, named by a rank. Blocks
+    that are reduced along the tree are left out."""
     other, mine = processes[q], processes[process].lanes
     for ranks in other.makes.values():
         first = ranks[0]
@@ -262,7 +263,7 @@ def _given(
 
 
 def _sends(plan: Plan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
-    """What each other process is sent, in the order in which it joins it: block by block, and part by part."""
+    """The messages to other processes, in the order in which these join them: block by block, part by part."""
     for q in processes:
         if q == process:
             continue
@@ -273,15 +274,15 @@ def _sends(plan: Plan, processes: Mapping[int, _Process], process: int, shared: 
 
 
 def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int) -> list[Parcel]:
-    """What one process has for another, where nothing is joined."""
+    """The parcels of one process for another, in a move without reduction."""
     given = _given(plan, processes, process, q)
     return [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
 
 
 @functools.lru_cache(maxsize=512)
 def _relayed(plan: Plan, homes: tuple[int, ...], process: int, itemsize: int, hosts: int, costs: Costs) -> float | None:
-    """Seconds that blocks travel by way of other processes, where that is fastest. The first process and one that gives it something
-    stand for all."""
+    """Expected seconds of the relayed algorithm, if it is the fastest; estimated from the first process and a
+    source."""
     processes = _processes(plan, homes, process)
     if plan.reduce is not None or len(processes) <= 2 or (len(processes) <= 8 and costs.only is None):
         return None
@@ -293,7 +294,7 @@ def _relayed(plan: Plan, homes: tuple[int, ...], process: int, itemsize: int, ho
     given = givers(first)
     giver, taker = (min(given), first) if given else (first, second)
     if len(_parcels(plan, processes, giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
-        return None  # to work out what comes by would take longer than it is worth
+        return None  # planning the parcels would take longer than it saves
     lists = [_parcels(plan, processes, giver, q) if q != giver else [] for q in processes]
     takers = [q for q, parcels in zip(processes, lists, strict=True) if parcels]
     partners = max(len(given), len(takers), *(len(givers(q)) for q in takers[:1]))
@@ -313,10 +314,10 @@ def _shared(
 
 
 class _Shared:
-    """How reduced blocks come about between the processes that need them.
+    """The algorithms for blocks that several processes share.
 
-    ``tree`` is for those whose ranks have the collective among themselves, each with one contribution in one piece; ``spans`` for
-    those that need the same whole block, each of which takes a part of it first.
+    ``tree`` is for processes whose ranks have the collective among themselves, each with one contribution in one piece.
+    ``spans`` is for processes that need the same whole block, each of which takes a part of it first.
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class _Shared:
         self._spans: dict[Any, dict[int, slice] | None] = {}
         self._trees: dict[Any, _Group | None] = {}
         self.chosen: dict[Any, tuple[str, float]] = {}
-        """By group: the algorithm, and seconds."""
+        """The algorithm and its seconds, by group."""
         if len(processes) > 1:
             for q, p in sorted(processes.items()):
                 for same, ranks in p.makes.items():
@@ -347,7 +348,7 @@ class _Shared:
         return self._plan.same(rank), self._plan.group(rank)
 
     def order(self, rank: int) -> int:
-        """A number by which the blocks that two processes share are in the same order for both."""
+        """A sort key that gives two processes the same order of their shared blocks."""
         return self._members[self._key(rank)][0][1]
 
     def spans(self, rank: int) -> dict[int, slice] | None:
@@ -382,13 +383,13 @@ class _Shared:
         return {q: slice(min(i * step, size), min((i + 1) * step, size)) for i, (q, _) in enumerate(members)}
 
     def _is_from_one(self, members: Sequence[tuple[int, int]], piece: Piece) -> bool:
-        """Whether all need one block that one of them has."""
+        """Whether all members need one block that a single one of them has."""
         plan, holds = self._plan, self._plan.holds(piece.rank)
         here = [q for q, _ in members if holds in self._processes[q].has]
         return here == [self._homes[piece.rank]] and len({plan.lane(r) for _, r in members}) == 1
 
     def tree(self, rank: int) -> _Group | None:
-        """How the group of a rank reduces along the tree; None where it does not."""
+        """The reduction of a rank's group along the tree; None if it uses another algorithm."""
         if self._plan.reduce is None or len(self._groups) == 0 or self._plan.terms < 2:
             return None
         group = self._plan.group(rank)
@@ -463,8 +464,8 @@ class _Shared:
 
 
 class _Group(NamedTuple):
-    """A reduction along the tree: contributions of the ranks ``sources``, of which a rank of each of ``items`` makes another block
-    (``whole``: all make the same one)."""
+    """A reduction along the tree: contributions of the ranks ``sources``, and in ``items`` one rank for each different
+    new block (``whole``: all processes need the same one)."""
 
     tree: Tree
     sources: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Sizes that ranks exchange in an all-to-all: the rows of a matrix, each different one written once."""
+"""Sizes of the parts in an all-to-all: a matrix whose different rows are stored once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ...arrays.core.blocks import ceil_blocks
 
 
 class PartSizes(NamedTuple):
-    """Row ``i`` of the matrix, ``rows[of[i]]``, says how much rank ``i`` of a group sends to each.
+    """Row ``i`` of the matrix, ``rows[of[i]]``, has the lengths that rank ``i`` of a group sends to each.
 
-    Blocks that are alike are cut alike: what is written down then grows with the number of ranks, and not with its square.
+    Equal blocks have equal rows, so the stored size grows with the number of ranks, not with its square.
 
     Examples
     --------
@@ -29,19 +29,19 @@ class PartSizes(NamedTuple):
 
     @classmethod
     def cut(cls, lengths: Sequence[int], parts: int) -> PartSizes:
-        """Where rank ``i`` cuts a dimension of ``lengths[i]`` in ``parts`` by the ceil rule."""
+        """The sizes where rank ``i`` cuts a dimension of ``lengths[i]`` in ``parts`` by the ceil rule."""
         number = {n: k for k, n in enumerate(dict.fromkeys(lengths))}
         rows = tuple(tuple(k for _, k in ceil_blocks(n, parts)) for n in number)
         return cls(rows, tuple(number[n] for n in lengths))._shortest()
 
     @classmethod
     def matrix(cls, rows: Sequence[tuple[int, ...]]) -> PartSizes:
-        """Of a matrix that is written out."""
+        """The sizes of a dense matrix."""
         return cls(tuple(rows), tuple(range(len(rows))))._shortest()
 
     @classmethod
     def alike(cls, row: Sequence[int], ranks: int) -> PartSizes:
-        """Where all ranks have the same row."""
+        """The sizes where all ranks have the same row."""
         return cls((tuple(row),), (0,) * ranks)
 
     def _shortest(self) -> PartSizes:
@@ -49,20 +49,20 @@ class PartSizes(NamedTuple):
         return PartSizes(tuple(number), tuple(number[self.rows[k]] for k in self.of))
 
     def row(self, i: int) -> tuple[int, ...]:
-        """What rank ``i`` sends to each."""
+        """The lengths that rank ``i`` sends to each."""
         return self.rows[self.of[i]]
 
     def column(self, j: int) -> tuple[int, ...]:
-        """What rank ``j`` is sent by each."""
+        """The lengths that rank ``j`` receives from each."""
         kinds = self.kinds(j)
         return tuple(kinds[k] for k in self.of)
 
     def kinds(self, j: int) -> tuple[int, ...]:
-        """What rank ``j`` is sent by one rank of each different row: columns are equal where these are."""
+        """The lengths that rank ``j`` receives, one for each different row; columns with equal kinds are equal."""
         return tuple(row[j] for row in self.rows)
 
     def transposed(self) -> PartSizes:
-        """What goes back."""
+        """The sizes of the reverse exchange."""
         kinds = list(zip(*self.rows, strict=True))
         number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
         rows = tuple(tuple(kind[k] for k in self.of) for kind in number)

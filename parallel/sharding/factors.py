@@ -1,23 +1,26 @@
-"""Factor mappings: how an op says along which dimensions it may be split.
+"""Factor mappings: the dimensions along which an op may be split.
 
-For each call a rule names the op's *factors*, like the letters of an einsum: which dimension of each operand and result each
-factor runs along. That one datum gives the sharding of the results, the collectives that operands need, and what each rank
-computes. Legend:
+For each call a rule names the op's *factors*, like the letters of an einsum: which dimension of each operand and result
+each factor runs along. From this mapping follow the sharding of the results, the collectives of the operands, and the
+calls on each
+rank. Legend:
 
 * a factor that all results have may be split freely (*batch*);
 * a factor that a result lacks leaves that result ``Partial(op)`` when it is split, by the factor's ``reduce``;
 * a factor with ``whole=True`` must not be split: operands split there are gathered (or the op is decomposed);
 * a dimension can be made of a factor and an inner length: ``Dim(f, inner=3)`` is ``3 * size(f)`` long, so that it may be split
   only where the split falls on multiples of 3 (*blocked*);
-* a dimension can see a factor through a *window*: a slice, a concatenation or a convolution, of which each rank fetches what its
+* a dimension can see a factor through a *window* (a slice, a concatenation, a convolution): each rank then fetches the
+range that its
   part of the factor needs (a *halo*).
 
-Where what a rank runs on its part is not the op itself (a table of which it has some rows), ``part`` says what it is.
+Where a rank does not run the op itself on its part (as on some rows of a table), ``part`` names the other op.
 
-``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along a mesh
-axis, so is the result, and nothing needs to be reduced yet. It has to hold for infinities and the signs of zeros too: a product with
-what another array holds is no such op, as the parts of a sum may be zero where the sum is not, and 0 × inf is NaN. ``made`` says that any block of the results can be made from
-operands that are whole along it (random numbers, broadcasts): a part of a replicated one is then made, not cut out.
+``linear`` lists the sets of operands in which the op is jointly linear: when exactly those are ``Partial("sum")`` along
+a mesh axis, so is the result, and nothing needs to be reduced yet. It has to hold for infinities and the signs of zeros
+too. So a product with the values of another array is not linear: the parts of a sum may be zero where the sum is not,
+and 0 × inf is NaN. ``made`` says that any block of the results can be made from operands that are whole along it
+(random numbers, broadcasts): a part of a replicated result is then made, not cut out.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from .halos import Window
 
 
 class Dim(NamedTuple):
-    """A dimension that runs along factor ``factor``, times ``inner`` elements that stay together; or, where there is a ``window``,
-    one of which a rank needs what that says for its part of the factor."""
+    """A dimension along factor ``factor``, times ``inner`` elements that stay together. With a ``window``, a rank
+    fetches the range that the window gives for its block."""
 
     factor: int
     inner: int = 1
@@ -51,7 +54,7 @@ class Factor:
 
 
 class RankView(NamedTuple):
-    """What one rank sees of a call: the blocks of its operands and results within the whole arrays."""
+    """One rank's view of a call: the boxes of its operand and result blocks within the whole arrays."""
 
     operands: tuple[Box | None, ...]
     results: tuple[Box, ...]
@@ -61,19 +64,19 @@ Localize = Callable[[Mapping[str, Any], RankView], Mapping[str, Any]]
 
 
 class PartCall(NamedTuple):
-    """What a rank runs in place of the op where one of ``factors`` is split: another op, with parameters of its own."""
+    """The op that a rank runs in place of the call's op where a factor of ``factors`` is split, with own parameters."""
 
     factors: frozenset[int]
     op: Op
     localize: Localize
     makes: frozenset[int] = frozenset()
-    """Factors that results have and no operand: a part of a result that is replicated there can be made, not cut out."""
+    """Factors of results that no operand has: a part of a result that is replicated there can be made, not cut out."""
 
 
 class Exchange(NamedTuple):
-    """Factors that one mesh axis may split together: ``rows`` (any of them) and ``expert``, which each row needs but some of.
-    Operand ``chosen`` says which, by the ``numbers`` of another; ranks send the rows to each other when the program runs
-    (:mod:`.expert_all_to_all`)."""
+    """Factors that one mesh axis may split together: any of ``rows``, and ``expert``, of which each row needs a few.
+    Operand ``chosen`` says which, by the ``numbers`` of another. Ranks send the rows to each other at run time
+    (:mod:`meshtape.parallel.resharding.expert_all_to_all`)."""
 
     rows: frozenset[int]
     expert: int
@@ -94,9 +97,9 @@ class FactorRule:
     made: bool = False
     part: PartCall | None = None
     valueless: bool = False
-    """The op reads shapes, and no values: operands may stay pending."""
+    """Whether the op reads only shapes of operands, which may then stay pending."""
     choice: str = ""
-    """Why dimensions are to be whole, where that was chosen for its price and the op could do without."""
+    """Why dimensions are kept whole for speed, although the op could split them."""
     exchange: Exchange | None = None
 
 
@@ -164,7 +167,7 @@ def bilinear(out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
 
 
 def replicated_rule(avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> FactorRule:
-    """Every dimension whole: each rank computes everything."""
+    """The rule with every dimension whole: each rank computes everything."""
     letters = Letters()
     operands = [letters.many(a.shape, whole=True) if isinstance(a, ShapeDtype) else () for a in avals]
     results = [letters.many(a.shape, whole=True) for a in out_avals]

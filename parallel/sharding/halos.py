@@ -1,8 +1,8 @@
-"""Dimensions that do not run in step: which part of an operand a rank needs for its block of a result.
+"""Halos: the part of an operand that a rank needs for its block of a result.
 
-A slice, a concatenation, a convolution: element ``t`` of the result needs elements of the operand that are somewhere else, though
-not far. Where such a dimension is split, each rank fetches just the part that its block needs (a *halo*, where blocks overlap), and
-runs the op on that.
+In a slice, a concatenation or a convolution, element ``t`` of the result needs other, nearby elements of the operand.
+Where such a dimension is split, each rank fetches just the part that its block needs (a *halo*, where blocks overlap),
+and runs the op on that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """Which elements ``[start, start + length)`` of an operand the elements ``[o, o + k)`` of a result need.
+    """The elements ``[start, start + length)`` of an operand that the elements ``[o, o + k)`` of a result need.
 
     ==============  ===============================  ======================================================
     kind            numbers                          of
@@ -28,7 +28,7 @@ class Window(NamedTuple):
     numbers: tuple[int, ...]
 
     def region(self, o: int, k: int) -> tuple[int, int]:
-        """(start, length) of what is needed for ``k`` elements from ``o``."""
+        """(start, length) of the elements needed for ``k`` elements from ``o``."""
         if k == 0:
             return 0, 0
         if self.kind == "slice":

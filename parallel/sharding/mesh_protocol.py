@@ -1,4 +1,4 @@
-"""The mesh as the rooms below it see it: a contract, which :class:`meshtape.parallel.mesh.mesh.Mesh` fulfils."""
+"""The mesh protocol: the interface of :class:`meshtape.parallel.mesh.mesh.Mesh` for packages below it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...arrays.core.op import Op
 
 
 class Mesh(Protocol):
-    """A grid of ranks with named axes, and what arrays on it ask of it."""
+    """A grid of ranks with named axes, with the methods that its arrays need."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]

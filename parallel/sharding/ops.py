@@ -1,4 +1,4 @@
-"""Ops that belong to meshes: ``reshard``, and the class of those that exist in programs of ranks alone."""
+"""Ops of meshes: ``reshard``, and the class of ops that exist only in rank programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _one_place(xp: Any, x: Any, layout: Any) -> Any:
 RESHARD = Op("reshard", ("x",), _one_place, same)
 """The same value in another layout. On an array in one place it does nothing. The partitioner reads ``layout`` itself."""
 
-# The cotangent of a value needs no particular layout: what uses it next says what it must become.
+# The cotangent of a value needs no particular layout: its next use determines it.
 defvjp(RESHARD, x=lambda xp, g: g)
 
 

@@ -1,8 +1,8 @@
-"""Placements and shardings: small immutable values that say who holds what.
+"""Placements and shardings: immutable values that describe the blocks of each rank.
 
-A *placement* says what an array does along one axis of a mesh. A *sharding* is a mesh and a placement for each of its axes.
-Where several axes split one dimension, their order matters: the first named is the outer one. Blocks follow the ceil rule over
-all ranks that split a dimension together: 5 elements over 4 ranks are 2, 2, 1 and 0.
+A *placement* says how an array is laid out along one axis of a mesh. A *sharding* is a mesh and a placement for each of
+its axes. Where several axes split one dimension, their order matters: the first named is the outer one. Blocks follow
+the ceil rule over all ranks that split a dimension together: 5 elements over 4 ranks are 2, 2, 1 and 0.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Layout:
         return ()
 
     def placement(self, axis: int) -> Placement:
-        """What the array does along a mesh axis."""
+        """The placement along a mesh axis."""
         for d, axes in self.shards:
             if axis in axes:
                 return Shard(d)
@@ -135,7 +135,7 @@ def make_layout(shards: Mapping[int, Sequence[int]], partials: Mapping[int, str]
 
 @functools.cache
 def strides_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart in the numbers of ranks neighbours along each mesh axis are.
+    """The stride of rank numbers along each mesh axis.
 
     >>> strides_of((2, 3, 4))
     (12, 4, 1)
@@ -180,7 +180,7 @@ def dims_text(shape: Sequence[int], layout: Layout, names: Sequence[str]) -> str
 
 
 class Sharding:
-    """A mesh, and what an array does along each of its axes.
+    """A mesh, and the placement of an array along each of its axes.
 
     Parameters
     ----------
@@ -302,7 +302,7 @@ class Sharding:
 
 
 def identity_of(op: str, dtype: np.dtype) -> object:
-    """What a rank without elements contributes to a reduction. Of floats, a sum keeps its bits only beside a negative zero."""
+    """The identity of a reduction, for ranks without elements. A sum of floats has -0.0, as -0.0 + 0.0 is 0.0."""
     if op == "sum":
         return 0 if dtype.kind in "biu" else complex(-0.0, -0.0) if dtype.kind == "c" else -0.0
     if op == "any":
@@ -323,7 +323,7 @@ def identity_of(op: str, dtype: np.dtype) -> object:
 
 
 def has_infinity(dtype: np.dtype) -> bool:
-    """Whether a floating dtype has infinities: ``float8_e4m3fn`` turns them into NaN."""
+    """Whether a floating dtype has infinities; ``float8_e4m3fn`` has only NaN."""
     return bool(np.isinf(np.asarray(math.inf).astype(dtype)))
 
 

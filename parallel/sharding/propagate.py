@@ -1,17 +1,19 @@
-"""The generic propagator: from the shardings of a call's operands to what each must become, and the results' shardings.
+"""The propagator: from the layouts of a call's operands to those they must have, and those of the results.
 
 One procedure reads every op's factor mapping, forward and backward entries alike, one mesh axis at a time:
 
 1. The operands propose: each factor that one of them is split along on this axis is a candidate, and so is each set of
    operands that is ``Partial("sum")`` together and in which the op is linear, and so is replication.
-2. The candidate that moves the fewest bytes wins, the reduction of a result that stays pending counted in: it is put off unless
-   the op makes what is pending larger. At ties a split wins over replication, earlier operands over later ones.
-3. An axis that splits rows as well as what each of them needs but some of splits both: rows are sent to where they are needed.
-4. Where a factor is split by several axes, a candidate must keep blocks even where the mapping needs it; axes are taken from
-   the largest to the smallest (ties: the outer one first), so that the largest one stays.
+2. The candidate that moves the fewest bytes wins, including the reduction of a pending result. Such a reduction is
+deferred unless
+   the op makes the pending value larger. At ties a split wins over replication, earlier operands over later ones.
+3. An axis that splits both rows and experts, of which each row needs a few, keeps both splits: rows are sent to their
+experts. 4. Where a factor is split by several axes, a candidate must keep blocks even if the mapping needs it. Axes are
+taken from the
+   largest to the smallest (ties: the outer one first), so that the largest one stays.
 
-The function is cached: it knows layouts and lengths, neither meshes nor values. Where only some of the axes that split a dimension can
-stay, it says so in the log ``meshtape``, once for an op and a layout.
+The function is cached: it depends on layouts and lengths, not on meshes or values. Where only some of the axes that
+split a dimension can stay, it says so in the log ``meshtape``, once for an op and a layout.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ log = logging.getLogger("meshtape")
 
 
 class Placed(NamedTuple):
-    """What the propagator found for a call.
+    """The layouts chosen for a call.
 
-    ``operands`` are the layouts that the operands must have (None for scalars), ``results`` those that the results then have.
-    ``lost`` is the number of bytes that operands split along a ``whole`` factor must move: a reason to decompose the op. ``split``
-    are the factors that are split, ``exchanged`` the mesh axes between whose ranks rows are sent (:class:`~.factors.Exchange`).
+    ``operands`` are the layouts that the operands must have (None for scalars), ``results`` those of the results.
+    ``lost`` is the number of bytes that operands split along a ``whole`` factor must move: a reason to decompose the
+    op. ``split`` are the split factors, ``exchanged`` the mesh axes between whose ranks rows are sent
+    (:class:`~.factors.Exchange`).
     """
 
     operands: tuple[Layout | None, ...]
@@ -125,7 +128,7 @@ def _propagate(
     arrays = [i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)]
     result_bytes = sum(a.nbytes for a in out_avals)
     now = {i: layouts[i] or REPLICATED for i in arrays}
-    if rule.valueless:  # what is pending is no concern here
+    if rule.valueless:  # pending reductions do not matter here
         now = {i: Layout(lay.shards) for i, lay in now.items()}
     chosen: dict[int, Any] = {}  # mesh axis → factor (int), set of partial operands, or nothing
     split: dict[int, list[int]] = {}  # factor → mesh axes
@@ -159,7 +162,7 @@ def _propagate(
         for group in rule.linear:
             if all(dict(now[i].partials).get(axis) == "sum" for i in group):
                 others = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays if i not in group)
-                # Somebody will reduce the result: putting that off pays where it is no larger than what is pending now.
+                # The result is reduced later: to defer that pays if it is no larger than the pending operand.
                 growth = result_bytes / max(sum(avals[i].nbytes for i in group), 1)
                 now_bytes = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in group)
                 candidates[group] = others + growth * now_bytes
@@ -182,7 +185,7 @@ def _propagate(
 
 
 def reason(name: str, placed: Placed, i: int, now: Layout, sizes: Sequence[int]) -> str | None:
-    """Why operand ``i`` of a call of ``name``, which is as ``now``, has to become as ``placed`` says; None where it stays."""
+    """Why operand ``i`` of a call of ``name`` has to change from layout ``now`` to ``placed``; None where it stays."""
     then = placed.operands[i]
     if then is None or then == now:
         return None
@@ -204,17 +207,17 @@ def reason(name: str, placed: Placed, i: int, now: Layout, sizes: Sequence[int])
 
 
 class Hints:
-    """What one pass over a program remembers of tables that were looked up: their gradients are to be split as they are.
+    """The layouts of the tables that a program looks up, by which their gradients are split.
 
-    The op that makes such a gradient sees the indices and what is added, and not the table; left to itself it would give every
-    rank all of it.
+    The op that makes such a gradient has the indices and the added rows as operands, but not the table. Without the
+    hint every rank would get the whole gradient.
     """
 
     def __init__(self) -> None:
         self._tables: dict[Any, Layout] = {}
 
     def placed(self, e: Entry, found: Placed, layouts: Sequence[Layout | None], sizes: Sequence[int]) -> Placed:
-        """``found``, the result split where the table is, along axes that nothing else uses."""
+        """``found`` with the result split like the table, along axes that nothing else uses."""
         if e.op is GETITEM:
             indices = tuple(v for v in e.inputs[1:] if isinstance(v, int))
             if indices and layouts[0] is not None:
@@ -284,7 +287,7 @@ def _operand(rule: FactorRule, i: int, split: Mapping[int, list[int]], chosen: M
 
 
 def _exchanged(rule: FactorRule, now: Mapping[int, Layout], axis: int) -> int | None:
-    """The factor of rows that this axis splits, where it splits the experts too."""
+    """The factor of rows that this axis splits, if it splits the experts too."""
     if rule.exchange is None:
         return None
     found = []

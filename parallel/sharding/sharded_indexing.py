@@ -1,8 +1,8 @@
-"""Indexing where the dimension that is looked up is split: each rank answers for the part that it holds.
+"""Indexing along a split dimension: each rank answers for its own part.
 
-Reading gives the zeros that change nothing for what is elsewhere, so that the sum over the ranks is the value (a *masked partial*: vocabulary-parallel
-embeddings, Megatron-LM); writing leaves out what is elsewhere. No rank gets more of the array than it has. Indices are checked
-against the whole length first, as on one rank.
+A read gives the identity of a sum for elements of other ranks, so that the sum over the ranks is the value (a *masked
+partial*: vocabulary-parallel embeddings, Megatron-LM). A write skips elements of other ranks. No rank gets more of the
+array than it has. Indices are checked against the whole length first, as on one rank.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .ops import RankOp
 from .placement import identity_of
 
 Part = tuple[int, int, int]
-"""Of a dimension: where the rank's part starts, its length, and the whole length."""
+"""A rank's part of a dimension: its start, its length, and the whole length."""
 
 
 def _answers(
     xp: Any, template: keys.Template, arrays: Sequence[Any], parts: Sequence[Part | None]
 ) -> tuple[keys.Template, list[Any], Any]:
-    """Template and indices within the rank's part (0 where they are elsewhere), and which places are the rank's: an array that
-    broadcasts as the index arrays do, or a bool where there are none."""
+    """Template and indices within the rank's part (0 where they are elsewhere), and a mask of the rank's places: an
+    array that broadcasts like the index arrays, or a bool without these."""
     own: list[Any] = list(arrays)
     out: list[Any] = []
     here: Any = True
@@ -80,7 +80,7 @@ def _shape(a: Any) -> tuple[int, ...]:
 
 
 def _spread(xp: Any, here: Any, template: keys.Template, arrays: Sequence[Any], ndim: int) -> Any:
-    """Which elements of the indexed part are the rank's, to broadcast with it."""
+    """The mask of the rank's elements, in a shape that broadcasts with the indexed part."""
     if keys.is_basic(template) or not _shape(here):
         return here
     count = len(np.broadcast_shapes(*map(_shape, arrays)))
@@ -109,7 +109,7 @@ def _add_to_zeros(
     if here is False or not math.prod(shape):
         return xp.zeros(shape, g.dtype)
     if here is not True and xp is np:
-        # What is elsewhere is left out, so that a rank keeps no more places than it has.
+        # Places of other ranks are left out, so that a rank keeps no more places than it has.
         common = np.broadcast_shapes(*map(_shape, own))
         here = np.broadcast_to(here, common)
         g = g[(slice(None),) * _front(template) + (here,)]
@@ -128,7 +128,7 @@ def _write(
     write = _WRITES[op].bind(xp)
     if here is True:
         return write(x, v, *own, template=inner)
-    # Only what is the rank's: the index arrays become lists of places, and the values those at these places, in the same order.
+    # Only the rank's own writes: lists of places in place of the index arrays, and their values, in the same order.
     common = np.broadcast_shapes(*map(_shape, own))
     here = xp.broadcast_to(xp.asarray(here), common)
     at = _front(template)
@@ -176,7 +176,7 @@ def _parts(
 def _within(
     template: keys.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
 ) -> keys.Template:
-    """The template with slices as they are within a block of the indexed array."""
+    """The template with slices relative to a block of the indexed array."""
     out: list[Any] = []
     d = 0
     for p in template:

@@ -1,7 +1,7 @@
-"""Large arrays of one repeated value beside sharded ones: one element travels, and each rank makes the part that it needs.
+"""Splats: large arrays of one repeated value beside sharded ones. One element travels, and each rank makes its part.
 
-Such arrays are seldom the user's. Functions make them (what :func:`meshtape.pad` pads with), and the gradient of a sum is one: as large
-as the array that was summed, which may be larger than the memory of one process.
+Such arrays are seldom the user's. Functions make them (the padding of :func:`meshtape.pad`), and the gradient of a sum
+is one: as large as the array that was summed, which may be larger than the memory of one process.
 """
 
 from __future__ import annotations

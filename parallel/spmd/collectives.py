@@ -1,8 +1,8 @@
-"""Collectives of per-rank code: what ranks do together inside :func:`meshtape.shard_map`.
+"""Collectives of per-rank code, inside :func:`meshtape.shard_map`.
 
-All of them take a mesh axis by name, or several names as a tuple (the first is the outer one), and trees of arrays; all are
-differentiable (the table of forward and backward pairs is in :mod:`meshtape.parallel.spmd.rank_ops`); all ranks of the axis take part,
-whatever the size of what they bring, nothing included.
+All of them take a mesh axis by name, or several names as a tuple (the first is the outer one), and trees of arrays. All
+are differentiable (the table of forward and backward pairs is in :mod:`meshtape.parallel.spmd.rank_ops`). All ranks of
+the axis take part, whatever the size of their blocks, empty ones included.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def axis_index(axis: Axis) -> Array:
     """Place of this rank along a mesh axis (or several), as an integer array of no dimensions.
 
     ``int(mt.axis_index("data"))`` gives the number itself, so that Python code may go different ways on different ranks; each
-    rank is then traced by itself, and what ranks return replicated along that axis must come right out of a collective.
+    rank is then traced by itself, and results that are replicated along that axis must come right out of a collective.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 3})
@@ -106,7 +106,7 @@ def axis_index(axis: Axis) -> Array:
 
 
 def all_reduce(x: Any, axis: Axis, *, op: str = "sum") -> Any:
-    """The reduction of what all ranks of an axis hold; all get it.
+    """The reduction of the values of all ranks of an axis; all get it.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0) -> Any:
 
 
 def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Any:
-    """The reduction of what all ranks hold, of which each keeps a part.
+    """The reduction of the values of all ranks, of which each keeps a part.
 
     Parameters
     ----------
@@ -216,7 +216,7 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: str = "sum", sizes: 
 def all_to_all(
     x: Any, axis: Axis, *, split_dim: int = 0, concat_dim: int = 0, split_sizes: Sequence[Any] | None = None
 ) -> Any:
-    """Each rank sends a part of its block to each other, and joins what it gets.
+    """Each rank sends a part of its block to each other, and joins the parts that it gets.
 
     Parameters
     ----------
@@ -229,8 +229,8 @@ def all_to_all(
     concat_dim
         Dimension along which the parts that arrive are joined, in the order of the ranks.
     split_sizes
-        Lengths of the parts: one list that all ranks use, or a matrix whose row ``i`` has what rank ``i`` sends to each. ``ceil``
-        blocks by default. Zeros are allowed.
+        Lengths of the parts: one list that all ranks use, or a matrix whose row ``i`` has the lengths that rank ``i``
+        sends to each. ``ceil`` blocks by default. Zeros are allowed.
 
     Examples
     --------
@@ -267,7 +267,7 @@ def all_to_all(
 
 
 def permute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]] | None = None, *, shift: int | None = None) -> Any:
-    """Blocks sent along pairs of places (from, to); who is sent nothing gets zeros.
+    """Blocks sent along pairs of places (from, to); ranks without a source get zeros.
 
     ``shift=k`` sends to the k-th next rank, round the ring.
 
@@ -295,7 +295,7 @@ def permute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]] | None = None, 
 
 
 def broadcast(tree: Any, axis: Axis, *, source: int = 0) -> Any:
-    """What one rank of an axis holds, on all of them: a tree of arrays, its structure and its other leaves included.
+    """The tree of one rank of an axis on all of them: arrays, structure and other leaves.
 
     Receivers need no template: where ranks hold different trees, all get that of the source.
 

@@ -1,8 +1,8 @@
-"""Per-rank code that was traced: a program for all ranks or one for each, what it takes and gives, and its derivative.
+"""Traced per-rank code as one op: its programs, operands and results, and its derivative.
 
-To the tape, to ``mt.compile`` and to the pending program of a mesh, a call of per-rank code is one call of one op. The partitioner
-writes its insides into the rank program (:func:`lower`), where equal calls are shared: the derivative computes again what the
-forward pass computed, and finds it there.
+For the tape, ``mt.compile`` and the pending program of a mesh, a call of per-rank code is one call of one op. The
+partitioner inlines it into the rank program (:func:`lower`), where equal calls are shared. So the derivative repeats
+the calls of the forward pass, but reuses their results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankCode:
     """Traced per-rank code.
 
     ``programs`` is one program for all ranks, or one a rank; ``operands[k]`` says which operands of the call the inputs of
-    program ``k`` are. The operands are the arguments, and then what the code reads from around it (``captured``).
+    program ``k`` are. The operands are the arguments, followed by captured arrays (``captured``).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RankCode:
         return f"<{self.name}>"
 
     def _key_of(self, c: Lifted) -> Any:
-        """What makes one of two captured arrays: of the constants of a derivative the value, else the array itself."""
+        """The key by which captured arrays are merged: the value for a derivative's constants, else the identity."""
         if self.is_derivative and isinstance(c.buf, np.ndarray):
             return c.buf.shape, c.buf.dtype, c.buf.tobytes()
         return id(c.array), id(c.buf)
@@ -102,7 +102,7 @@ class RankCode:
         return frozenset(a for a in axes if self.mesh.sizes[a] > 1)
 
     def _run(self, out_layouts: Any, trace: RankTrace, arguments: Sequence[Array]) -> Sequence[Array]:
-        """The body, its results made to vary where they are split or pending."""
+        """Run the body. Its results vary along the axes where they are split or pending."""
         out = []
         for i, x in enumerate(self.body(trace, arguments)):
             x = trace.lift(x)
@@ -113,7 +113,7 @@ class RankCode:
     # ----- results ----------------------------------------------------------------------------------------------------
 
     def _check_replicated(self, layout: Layout, outs: Sequence[tuple[RankTrace, Array]], what: str) -> None:
-        """Every axis that a result is replicated along is one along which ranks cannot differ."""
+        """Raise where a result is declared replicated along an axis on which ranks may differ."""
         for trace, x in outs:
             wrong = sorted(x._buf.varying - self._varying(layout))
             if wrong:
@@ -159,7 +159,7 @@ class RankCode:
     # ----- calls ------------------------------------------------------------------------------------------------------
 
     def __call__(self, arguments: Sequence[Array]) -> list[Array]:
-        """The call, as one op."""
+        """Record the call as one op."""
         if not self.out_avals:
             return []
         given = [*arguments, *(made(c.current()) for c in self.captured)]
@@ -181,7 +181,8 @@ class RankCode:
 
     def backward(self, operands: Sequence[Array], seeds: Sequence[Array | None]) -> list[Array | None]:
         """Cotangents of the operands of a call."""
-        # What a derivative reads beside its arguments are the constants of rules, which nobody else knows.
+        # A derivative reads constants of rules beside its arguments. Nobody else knows these, so they need no
+        # cotangent.
         known = self.in_avals[: self.count] if self.is_derivative else self.in_avals
         smooth_in = tuple(i for i, a in enumerate(known) if is_differentiable(a.dtype))
         if any(e.op in ops.MESSAGES for p in self.programs for e in p.entries):
@@ -276,7 +277,7 @@ class RankCode:
         return out
 
     def _once_more(self, trace: RankTrace, operands: Sequence[Array]) -> Sequence[Array]:
-        """The body itself, on other values: what it reads from around it is among them."""
+        """Run the body on other values, those for its captured arrays included."""
         for c, x in zip(self.captured, operands[self.count :], strict=True):
             trace.found[id(c.array), id(c.buf)] = x
         outs = self.body(trace, operands[: self.count])
@@ -287,8 +288,8 @@ class RankCode:
     def _replay(
         self, k: int, trace: RankTrace, operands: Sequence[Array], ties: Tape | None, extra: list[Array]
     ) -> list[Array]:
-        """The calls of program ``k`` on other values. With ``ties`` every collective takes part in the backward pass, on every
-        rank, whether or not anything depends on it there."""
+        """Replay program ``k`` on other values. With ``ties`` every collective takes part in the backward pass, on
+        every rank, even if nothing depends on it there."""
         p = self.programs[k]
         env: dict[int, Array] = {v: operands[i] for v, i in zip(p.inputs, self.operands[k], strict=True)}
         origin, site = state.origin, state.site
@@ -322,7 +323,7 @@ class RankCode:
 
 
 def _vary_all(trace: RankTrace, xs: Sequence[Array]) -> list[Array]:
-    """Values of all ranks as values of each, at one place of the code: later uses find them, wherever they are."""
+    """Make common values vary, at one place of the code where all ranks are; later uses reuse the results."""
     everywhere = tuple(range(len(trace.mesh.sizes)))
     out = []
     for x in xs:
@@ -335,7 +336,7 @@ def _vary_all(trace: RankTrace, xs: Sequence[Array]) -> list[Array]:
 
 
 def _without_dead(programs: Sequence[Program]) -> list[Program]:
-    """The programs of ranks that differ, without calls whose results nobody needs.
+    """Different programs of ranks, without dead calls.
 
     Collectives stay, as other ranks take part in them; so does each ``vary`` that some rank needs, as all take part in its
     derivative.
@@ -352,7 +353,7 @@ def _without_dead(programs: Sequence[Program]) -> list[Program]:
 
 
 def _shared(p: Program) -> Program:
-    """The program with equal calls made once, but for those in which other ranks take part."""
+    """The program with equal calls merged, except for those in which other ranks take part."""
     seen: dict[Any, tuple[int, ...]] = {}
     names: dict[int, int] = {}
     entries: list[Entry] = []

@@ -1,8 +1,9 @@
-"""The ops of per-rank code, their derivatives, and how each is typed.
+"""The ops of per-rank code, their derivatives, and their types.
 
-A value inside :func:`meshtape.shard_map` *varies* along some mesh axes and is the same on all ranks of the others. The tracer
-keeps count of that; these ops are what changes it. With V for "may differ between the ranks of the axis" and I for "the same on
-all of them", forward and backward come in pairs:
+A value inside :func:`meshtape.shard_map` *varies* along some mesh axes and is the same on all ranks of the others. The
+tracer keeps track of that; only these ops change it. With V for "may differ between the ranks of the axis" and I for
+"the same on all of
+them", forward and backward come in pairs:
 
 =======================  =======  ==========================  ==================================================
 forward                  type     backward                    remark
@@ -79,7 +80,7 @@ COLLECTIVES = {
 """Ops that are carried out as collectives, with the kind of each."""
 
 MESSAGES = frozenset({SEND, RECEIVE})
-"""What two ranks do, whose derivative is up to the code that uses them (the pipeline)."""
+"""Messages between two ranks. Their derivative is up to the code that uses them (the pipeline)."""
 
 INVARIANT_RESULT = frozenset({ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, BROADCAST})
 
@@ -116,7 +117,7 @@ def gather(x: Array, axes: tuple[int, ...], dim: int, *, varying: bool = False) 
 
 
 def scatter_sum(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> Array:
-    """V → V: the sum, of which each rank keeps a part."""
+    """V → V: the sum; each rank keeps a part of it."""
     t = trace_of(x)
     x = t.varied(x, axes)
     t.meet("reduce_scatter", axes, (x.shape, x.dtype.name, dim, lengths))
@@ -125,7 +126,7 @@ def scatter_sum(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, .
 
 
 def own_part(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> Array:
-    """I → V: each rank's part of what all have."""
+    """I → V: each rank's part of the common value."""
     t = trace_of(x)
     t.meet("slice", axes, (x.shape, x.dtype.name, dim, lengths))
     shape = _with_length(x.shape, dim, lengths[_place(t, axes, len(set(lengths)) > 1)])
@@ -171,12 +172,12 @@ def from_one(x: Array, axes: tuple[int, ...], source: int) -> Array:
     x = t.varied(x, axes)
     shape, dtype = t.meet("broadcast", axes, (source,), (x.shape, x.dtype))[source]
     if dtype != x.dtype:
-        x = x.astype(dtype)  # what the others hold is of no account
+        x = x.astype(dtype)  # values of other ranks do not matter
     return t.settled(apply(BROADCAST, (x,), {"axes": axes, "shape": shape, "source": source}), axes)
 
 
 def _place(t: BlockTrace, axes: tuple[int, ...], uneven: bool) -> int:
-    """This rank's place in the group, where what each gets has another shape (``uneven``)."""
+    """This rank's place in the group; ``uneven`` says that the shapes of results depend on it."""
     me = t.place(axes, uneven=uneven)
     if uneven:
         t.differ(axes)
@@ -195,7 +196,7 @@ AGAIN: dict[Op, Callable[[Array, Mapping[str, Any]], Array]] = {
     PERMUTE: lambda x, p: send(x, p["axes"], p["pairs"]),
     BROADCAST: lambda x, p: from_one(x, p["axes"], p["source"]),
 }
-"""How each op is called again on another value, when a program of per-rank code is replayed."""
+"""The function that replays each op on another value."""
 
 
 def _with_length(shape: Shape, dim: int, n: int) -> Shape:
@@ -206,7 +207,7 @@ def _with_length(shape: Shape, dim: int, n: int) -> Shape:
 
 
 def _settled(g: Array, axes: tuple[int, ...]) -> Array:
-    """The cotangent of a value that is the same on all ranks: where each rank brought its own, they count together."""
+    """The cotangent of a value that is the same on all ranks: the sum where ranks have their own."""
     open_axes = tuple(a for a in axes if a in trace_of(g).axes_of_variation(g)) if in_trace(g) else ()
     return sum_over(g, open_axes) if open_axes else g
 
@@ -223,7 +224,7 @@ def _traced(g: Array, like: Array) -> Array:
 def _all_reduce_by(xp: Any, g: Any, x: Any, ans: Any, axes: tuple[int, ...], op: str) -> Any:
     g = _settled(_traced(g, x), axes)
     if op == "prod":
-        # The product of the others: everybody's value, with one in place of one's own.
+        # The product of the others: all values, with 1 in place of the own one.
         size = trace_of(x).group_size(axes)
         all_of_them = gather(x[None], axes, 0)
         mine = xp.arange(size) == trace_of(x).index(axes)
@@ -258,7 +259,7 @@ def _all_to_all(
 ) -> Any:
     if split_dim == concat_dim:
         return exchange(g, axes, split_dim, split_dim, sizes.transposed())
-    # What came from a rank was as long, along `concat_dim`, as that rank's own block.
+    # The part from a rank was as long, along `concat_dim`, as that rank's own block.
     lengths = tuple(trace_of(g).meet("all_to_all vjp", axes, (split_dim, concat_dim), x_like.shape[concat_dim]))
     return exchange(g, axes, concat_dim, split_dim, PartSizes.alike(lengths, len(lengths)))
 

@@ -1,8 +1,9 @@
 """Tracing per-rank code: once for all ranks while they are alike, else once for each.
 
-Inside :func:`meshtape.shard_map` an array stands for one rank's block. The tracer writes a program of local ops and collectives,
-and keeps, for every value, the mesh axes along which it *varies*. Where a value that is the same on all ranks meets one that
-varies, a ``vary`` is put in, which costs nothing and is what the derivative needs (see :mod:`.rank_ops`).
+Inside :func:`meshtape.shard_map` an array stands for one rank's block. The tracer writes a program of local ops and
+collectives, and tracks, for every value, the mesh axes along which it *varies*. Where a value that is the same on all
+ranks meets one that varies, the tracer inserts a ``vary``, which costs nothing and which the derivative needs (see
+:mod:`.rank_ops`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ current = _Current()
 
 
 class Outside:
-    """A recorder of the code around: it is shown the calls on its own values, and none on those that stand for blocks."""
+    """A recorder of the surrounding code. It sees the calls on its own values, but none on tracers of blocks."""
 
     def __init__(self, recorder: Any) -> None:
         self.recorder = recorder
@@ -58,7 +59,7 @@ class Outside:
 
 
 class _Notes:
-    """Notices calls that bring a derivative of their own (``custom_vjp``), and recomputed ones (``checkpoint``)."""
+    """A recorder that detects calls with their own derivative (``custom_vjp``) or recomputation (``checkpoint``)."""
 
     def __init__(self, trace: RankTrace) -> None:
         self.trace = trace
@@ -67,14 +68,14 @@ class _Notes:
         return False
 
     def record(self, *call: Any) -> None:
-        """The trace itself has it."""
+        """Nothing: the trace itself records the call."""
 
     def note_call(self, outs: Sequence[Array]) -> None:
         self.trace.has_calls = True
 
 
 class RankTrace:
-    """The program of per-rank code as it is written: of all ranks (``rank`` None) or of one, which meets the others."""
+    """A trace of per-rank code: of all ranks (``rank`` None), or of one, which meets the others at collectives."""
 
     def __init__(self, mesh: Mesh, rank: int | None = None, meeting: Meeting | None = None) -> None:
         self.mesh, self.rank, self.meeting = mesh, rank, meeting
@@ -83,13 +84,13 @@ class RankTrace:
         self.inputs: set[int] = set()
         self.captured: list[Lifted] = []
         self.found: dict[tuple[int, int], Array] = {}
-        self.gathered: dict[int, tuple[Array, Mapping[str, Any]]] = {}  # results of all_gather, and what was gathered
+        self.gathered: dict[int, tuple[Array, Mapping[str, Any]]] = {}  # results of all_gather, and its operands
         self.sums: dict[
             int, tuple[Array, ...]
-        ] = {}  # all-reduced sums: what was reduced, or the reduced ones that were added
+        ] = {}  # all-reduced sums: their contributions, or the reduced sums that were added
         self.ids: dict[
             int, tuple[Any, ...]
-        ] = {}  # what values that are the same on all ranks are, in the same words on all
+        ] = {}  # names of those values that are the same on all ranks; so are their names
         self.used: list[tuple[tuple[int, ...], Any, Any]] = []  # … of those that ranks use beside values of their own
         self.ragged: frozenset[int] = NOWHERE  # axes along which blocks have different shapes
         self.known: frozenset[int] = NOWHERE  # axes along which Python code knows its index
@@ -112,7 +113,7 @@ class RankTrace:
         return group_of(self.mesh.sizes, axes, self.rank)
 
     def place(self, axes: tuple[int, ...], *, uneven: bool = True) -> int:
-        """This rank's place in its group; any, where ranks are alike and it makes no difference."""
+        """This rank's place in its group; 0 in the trace of all ranks, unless the place matters (``uneven``)."""
         if self.rank is not None:
             return self.group(axes).index(self.rank)
         if uneven:
@@ -120,7 +121,7 @@ class RankTrace:
         return 0
 
     def meet(self, what: str, axes: tuple[int, ...], details: Any, payload: Any = None) -> list[Any]:
-        """What each rank of the group brings, where all must bring the same ``details``."""
+        """The payloads of all ranks of the group, which must have equal ``details``."""
         if self.meeting is None:
             self.last_meeting += 1
             return [payload] * self.group_size(axes)
@@ -135,7 +136,7 @@ class RankTrace:
         return out
 
     def send(self, x: Array, axes: tuple[int, ...], to: int) -> None:
-        """A value for the rank at place ``to`` of the group, which takes it by :meth:`receive`; this one goes on."""
+        """Send a value to the rank at place ``to`` of the group, without waiting for its :meth:`receive`."""
         assert self.meeting is not None
         assert self.rank is not None
         x = self.varied(x, axes)
@@ -144,7 +145,7 @@ class RankTrace:
         self.meeting.post(self.rank, peer, (x.shape, x.dtype, x._buf.varying))
 
     def receive(self, axes: tuple[int, ...], source: int) -> Array:
-        """What the rank at place ``source`` of the group sent, in its order."""
+        """The next value that the rank at place ``source`` of the group sent."""
         assert self.meeting is not None
         assert self.rank is not None
         peer = self.group(axes)[source]
@@ -152,7 +153,7 @@ class RankTrace:
         return self._emit(ops.RECEIVE, (), {"peer": peer, "shape": shape, "dtype": dtype}, varying)[0]
 
     def look(self, axes: tuple[int, ...]) -> int:
-        """The place itself: from here on Python code may go different ways on different ranks."""
+        """This rank's place as a number. From here on Python code may go different ways on different ranks."""
         place = self.place(axes)
         fresh = self._real(axes) - self.known
         if fresh:
@@ -175,7 +176,7 @@ class RankTrace:
         return wrap(RankTracer(self, var, aval, varying))
 
     def lift(self, x: Array) -> Array:
-        """A value from around the code: an input like any other, the same on all ranks."""
+        """A captured array as an input, which is the same on all ranks."""
         buf = x._buf
         if isinstance(buf, RankTracer):
             if buf.builder is not self:
@@ -201,7 +202,7 @@ class RankTrace:
         return x._buf.varying
 
     def varied(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """The value as one that may differ along the axes."""
+        """The value, made to vary along the axes."""
         x = self.lift(x)
         missing = tuple(sorted(self._real(axes) - x._buf.varying))
         if not missing:
@@ -220,8 +221,8 @@ class RankTrace:
         return apply(ops.VARY, (x,), {"axes": missing})
 
     def settled(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """The result of a collective that is the same on all ranks. Where ranks go different ways, it is made a value of each here,
-        where they all are, so that the derivative has them meet here, too."""
+        """The result of a collective, which is the same on all ranks. If each rank has its own trace, it is made to
+        vary here, where all ranks are, so that they meet here in the derivative, too."""
         if self.meeting is not None:
             self.ids[x._buf.var] = ("meeting", self.last_meeting)
             self.twins[x._buf.var] = apply(ops.VARY, (x,), {"axes": tuple(sorted(self._real(axes)))})
@@ -232,7 +233,7 @@ class RankTrace:
         self.ragged |= self._real(axes)
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The operands lifted, and made to vary along the same axes."""
+        """The operands as tracers, made to vary along the same axes."""
         lifted = tuple(self.lift(a) if isinstance(a, Array) else a for a in args)
         if isinstance(op, ops.RankOp):
             return lifted
@@ -245,8 +246,8 @@ class RankTrace:
         return tuple(self.varied(a, axes) if isinstance(a, Array) else a for a in lifted)
 
     def _stays_same(self, op: Op, args: Sequence[Any]) -> bool:
-        """Whether a call on values that are the same on all ranks is the same call on all ranks, although their blocks differ: one
-        that asks for no length. The numbers in it are compared when all ranks are traced."""
+        """Whether a call gives the same result on all ranks although their blocks differ in shape: elementwise, without
+        broadcasting. The numbers in it are compared when all ranks are traced."""
         arrays = [a for a in args if isinstance(a, Array)]
         return op in ELEMENTWISE and len({a.shape for a in arrays}) == 1
 
@@ -287,7 +288,7 @@ class RankTrace:
         return tuple(found)
 
     def unreduced(self, x: Array) -> Array:
-        """Where ``x`` is a sum over ranks: the contributions, which somebody else may reduce later, together with others."""
+        """The contributions to ``x`` if it is a sum over ranks, to be reduced later with others; else ``x``."""
         parts = self.sums.get(x._buf.var) if self.meeting is None else None
         if parts is None or len(parts) == 1:
             return x if parts is None else parts[0]
@@ -300,12 +301,12 @@ class RankTrace:
 
 @contextmanager
 def tracing(trace: RankTrace) -> Iterator[None]:
-    """Calls on values of ``trace`` are written down; the recorders of the code around see none of them."""
+    """A context that records calls on values of ``trace``. Recorders of the surrounding code see none of them."""
     if current.trace is not None:
         raise MeshError("[shard_map] inside another mt.shard_map: the ranks' code is per-rank code already")
     before, origin = state.recorders, state.origin
     current.trace = trace
-    state.origin = None  # what is inside speaks its own words
+    state.origin = None  # calls inside name themselves
     state.recorders = (*(Outside(r) for r in before), _Notes(trace))
     try:
         yield
@@ -350,7 +351,7 @@ def trace_all(
 
 
 def _compare(traces: Sequence[RankTrace]) -> None:
-    """What ranks computed each for itself, and the code took for the same on all, is the same."""
+    """Raise where ranks differ in values that each computed for itself and the code uses as the same on all."""
     mesh = traces[0].mesh
     for a in range(len(mesh.sizes)):
         for group in groups_of(mesh.sizes, (a,)):

@@ -15,7 +15,7 @@ from ..sharding.mesh_protocol import Mesh
 
 
 class BlockTrace(Protocol):
-    """A trace of per-rank code, as its ops see it; :class:`.rank_trace.RankTrace` is the one that there is."""
+    """The interface of ops to a trace of per-rank code, implemented by :class:`.rank_trace.RankTrace`."""
 
     mesh: Mesh
 
@@ -26,19 +26,19 @@ class BlockTrace(Protocol):
         """This rank's place in its group."""
 
     def index(self, axes: tuple[int, ...]) -> Array:
-        """The same as a value of the program."""
+        """The place as a value of the program."""
 
     def meet(self, what: str, axes: tuple[int, ...], details: Any, payload: Any = None) -> list[Any]:
-        """What each rank of the group brings."""
+        """The payloads of all ranks of the group."""
 
     def lift(self, x: Array) -> Array:
-        """A value from around the code as an input."""
+        """A captured array as an input."""
 
     def axes_of_variation(self, x: Array) -> frozenset[int]:
         """Axes along which ranks may hold different values."""
 
     def varied(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """The value as one that may differ along the axes."""
+        """The value, made to vary along the axes."""
 
     def settled(self, x: Array, axes: tuple[int, ...]) -> Array:
         """The result of a collective that is the same on all ranks."""
@@ -48,7 +48,7 @@ class BlockTrace(Protocol):
 
 
 class RankTracer(Tracer):
-    """A buffer that stands for a block of one rank, or of each rank alike."""
+    """A buffer that stands for the block of one rank, or of every rank."""
 
     __slots__ = ("index_of", "varying")
     priority = 3

@@ -1,8 +1,8 @@
-"""Ranks whose code is traced one beside the other, and where they meet.
+"""Rendezvous of ranks that are traced separately.
 
-Where ranks may take different ways through a function (blocks of different shapes, ``int(mt.axis_index(…))``) each is traced by a
-thread of its own. One runs at a time; at a collective it waits for the others of its group. Code in which ranks would wait for
-each other for ever ends here, with an error that names them, before anything has run.
+Where ranks may take different paths through a function (blocks of different shapes, ``int(mt.axis_index(…))``) each is
+traced by a thread of its own. One runs at a time; at a collective it waits for the others of its group. A deadlock of
+ranks is found here, before anything has run, and raises an error that names them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...arrays.core.op import state
 
 
 class Uneven(BaseException):
-    """Raised inside the trace that stands for all ranks, where they turn out to differ: each must be traced by itself.
+    """Raised inside the trace of all ranks if they turn out to differ, so that each must be traced by itself.
 
     No ``Exception``, so that nothing in the user's code takes it for an error of his own.
     """
@@ -35,7 +35,7 @@ class Waiting(NamedTuple):
 
 
 class Meeting:
-    """Runs one function a rank and lets them meet."""
+    """Runs one function for each rank, and synchronizes them at collectives."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -118,14 +118,14 @@ class Meeting:
         return self.answers.pop(rank)
 
     def post(self, rank: int, to: int, what: Any) -> None:
-        """Something for another rank, which may come for it later; nobody waits. Called by the thread of ``rank``."""
+        """Leave a value for another rank to :meth:`take`, without waiting. Called by the thread of ``rank``."""
         self.mail.setdefault((rank, to), deque()).append(what)
         if self.expecting.get(to) == rank:
             del self.expecting[to]
             self.runnable.append(to)
 
     def take(self, rank: int, source: int) -> Any:
-        """What another rank posted, in its order. Called by the thread of ``rank``."""
+        """The next value that another rank posted. Called by the thread of ``rank``."""
         box = self.mail.setdefault((source, rank), deque())
         if not box:
             self.expecting[rank] = source

@@ -1,4 +1,4 @@
-"""Callbacks of a run: functions called at its turns, and early stopping as one of them."""
+"""Callbacks of a run, and early stopping as one of them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from .job.run import TrainingRun
 class Callback:
     """Base of callbacks: every method may be overridden, none need be.
 
-    All are called in the process that holds the Trainer, between two steps. ``trainer`` is the :class:`meshtape.Trainer`; ``trainer.stop(reason)`` ends the run there.
-    ``state`` is saved with each checkpoint and handed to ``restore`` by a run that resumes: plain numbers and texts.
+    All are called in the process that holds the Trainer, between two steps. ``trainer`` is the
+    :class:`meshtape.Trainer`; ``trainer.stop(reason)`` ends the run there. ``state`` is saved with each checkpoint, as
+    plain numbers and texts; a run that resumes passes it to ``restore``.
     """
 
     name = ""
 
     def on_start(self, trainer: TrainingRun) -> None:
-        """Before the first step of a run, or of what is left of it after a restart."""
+        """Before the first step of a run, or the first one after a restart."""
 
     def on_log(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
-        """After each ``log_every`` steps, with what is logged; there is no loss where no sample of them counted."""
+        """After each ``log_every`` steps, with the logged numbers; without a loss if no sample counted."""
 
     def on_evaluate(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
         """After each evaluation; names begin with ``eval_``."""
 
     def on_save(self, trainer: TrainingRun, path: str) -> None:
-        """After a checkpoint is complete: for one that is written in the background, before one of the steps after it, or at the end."""
+        """After a checkpoint is complete; if it is written in the background, before a later step or at the end."""
 
     def on_stop(self, trainer: TrainingRun, reason: str) -> None:
         """After the last step."""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know."""
+        """The state that a resumed run needs."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -47,9 +48,9 @@ class EarlyStop(Callback):
     Parameters
     ----------
     metric
-        Which number, as it is logged.
+        The name of the number, as it is logged.
     patience
-        How many evaluations in a row may bring nothing.
+        The number of evaluations in a row without improvement.
     least
         An improvement smaller than this is none.
     highest
@@ -73,7 +74,7 @@ class EarlyStop(Callback):
         self.best, self.without = math.inf, 0
 
     def seen(self, value: float) -> bool:
-        """Note a value; whether it is time to stop. NaN is no improvement."""
+        """Record a value. Returns whether it is time to stop. NaN is no improvement."""
         signed = -value if self.highest else value
         if signed < self.best - self.least:
             self.best, self.without = signed, 0

@@ -1,10 +1,10 @@
-"""Going on when workers are lost or come: which mesh the run gets next.
+"""Elastic training: the policy for the next mesh when workers are lost or added.
 
-The policy is a value. When a rank is lost the run waits a moment for its worker to come back (a nanny starts a new one within a
-second), then builds a mesh of the workers that are there, puts the newest snapshot on it and goes on. With ``on_loss="shrink"``
-each worker keeps the number of ranks it had, and the data axis gets shorter; with ``"keep"`` the mesh keeps its axes, and workers
-take more ranks each, so that the numbers stay the same to the bit, until workers are back. All other axes keep their lengths in either case: where too few
-workers are left for them, workers take more ranks.
+When a rank is lost the run waits a moment for its worker to come back (a nanny starts a new one within a second). It
+then builds a mesh of the present workers, puts the newest snapshot on it and goes on. With ``on_loss="shrink"`` each
+worker keeps its number of ranks, and the data axis gets shorter. With ``"keep"`` the mesh keeps its axes, and workers
+take more ranks each until others are back, so that the numbers stay the same to the bit. All other axes keep their
+lengths in either case: if too few workers are left for them, workers take more ranks.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ POLL = 0.2
 
 @dataclass(frozen=True)
 class Elastic:
-    """What to do when workers are lost or come.
+    """The policy of a run when workers are lost or added.
 
     Parameters
     ----------
     max_restarts
-        How many losses a run survives; the next one ends it.
+        The number of losses that a run survives; the next one ends it.
     on_loss
         ``"shrink"`` or ``"keep"``; see the module.
     rejoin
         Seconds that lost workers are waited for before the run goes on without them.
     min_workers
-        Fewer are waited for, up to ``patience`` seconds.
+        With fewer workers the run waits, up to ``patience`` seconds.
     patience
         Seconds until a run without ``min_workers`` gives up.
     most
@@ -98,9 +98,9 @@ class Elastic:
 
 
 def is_loss(error: BaseException, mesh: Mesh | None) -> bool:
-    """Whether an error means that the cluster lost something, and not that the job is wrong.
+    """Whether an error was caused by a loss in the cluster, and not by the job.
 
-    The scheduler is asked: an error of any kind while a worker of the mesh is gone was caused by that.
+    While the scheduler misses a worker of the mesh, an error of any kind counts as caused by that.
     """
     client = client_of(mesh)
     if client is None or mesh is None or isinstance(error, WorkerMismatch):
@@ -125,7 +125,7 @@ def is_loss(error: BaseException, mesh: Mesh | None) -> bool:
 def rebuild(
     mesh: Mesh, first: dict[str, int], per_worker: int, policy: Elastic, fits: Callable[[int], bool], wanted: int
 ) -> Mesh:
-    """A new mesh in place of one that lost workers. ``wanted`` is how many workers the run began with.
+    """A new mesh in place of one that lost workers. ``wanted`` is the number of workers that the run began with.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""One run a directory: a lock that the operating system holds for the process, and takes away with it.
+"""The lock of a run's directory, which the operating system releases with the process.
 
-On one host a second run is refused at once, and a holder that is dead, however it died, blocks nobody. Between hosts that holds where the file
-system carries locks from host to host (NFS with its lock service, Lustre with ``flock``, GPFS, CephFS). Where it does not, a second run
-cannot know: it is warned, if a run on another host did not give the directory back.
+On one host a second run is refused at once, and a dead holder never blocks. Between hosts this needs a file system that
+carries locks from host to host (NFS with its lock service, Lustre with ``flock``, GPFS, CephFS). On others a second run
+cannot detect the first; it only warns if a run on another host did not release the directory.
 """
 
 from __future__ import annotations

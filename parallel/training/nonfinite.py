@@ -1,11 +1,11 @@
-"""Steps whose loss or gradients are NaN or infinite, and how a run goes on after them.
+"""Policies for non-finite steps, whose loss or gradients are NaN or infinite.
 
-``"raise"``: the run ends with a :class:`NonFiniteError`, at the step before. ``"skip"``: the step is left out, and its batch with it.
-``"rollback"``: the run goes on from its newest snapshot or checkpoint, with the batch after the one that failed. The step itself never
-changes anything (:mod:`.step`). Its flag is read where numbers are logged or saved; for ``"raise"`` and ``"rollback"`` the steps between
-do nothing, so that the run stands where it stood before the step.
+``"raise"``: the run ends with a :class:`NonFiniteError`, at the step before. ``"skip"``: the step is left out, and its
+batch with it. ``"rollback"``: the run goes on from its newest snapshot or checkpoint, with the batch after the one that
+failed. The step itself never changes anything (:mod:`.step`). Its flag is read where numbers are logged or saved. With
+``"raise"`` and ``"rollback"`` the steps in between do nothing, so that the run stays before the step.
 
-A scaled loss (float16) is tried at smaller scales first; the policy is for what overflows at the least of them.
+A scaled loss (float16) is tried at smaller scales first; the policy applies if it overflows at the smallest one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .precision import LEAST
 OnNonFinite = Literal["raise", "skip", "rollback"]
 
 IN_A_ROW = 30
-"""So many steps that are left out one after the other end a run."""
+"""The number of skipped steps in a row that ends a run."""
 
 ROLLBACKS = 3
-"""How often a run is rolled back to one step."""
+"""The most rollbacks of a run to one step."""
 
 
 def are_finite(params: Any) -> bool:
-    """Whether all numbers of a tree are finite. Each mesh is asked once."""
+    """Whether all numbers of a tree are finite, with one query for each mesh."""
     flags: dict[int, list[Any]] = {}
     for x in trees.flatten(params)[0]:
         if x.dtype.kind in "fcV":
@@ -43,7 +43,7 @@ def are_finite(params: Any) -> bool:
 
 
 class NonFiniteStep(NonFiniteError):
-    """The error of a step. A rollback goes on after ``consumed`` samples; with None there is no use in one."""
+    """The error of a step. A rollback goes on after ``consumed`` samples; None where it would not help."""
 
     def __init__(self, message: str, consumed: int | None = None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class NonFiniteStep(NonFiniteError):
 
 
 class Watch:
-    """Reads the flags of steps, and knows where each of those that were not read yet began."""
+    """Reads the flags of steps, with the position at the start of each unread step."""
 
     def __init__(self, policy: OnNonFinite, scales: bool) -> None:
         self.policy, self.scales = policy, scales
@@ -59,13 +59,14 @@ class Watch:
         self._in_a_row = 0
 
     def begin(self, at: Progress) -> None:
-        """A step begins here."""
+        """Record the start of a step."""
         self._before.append(dataclasses.replace(at))
 
     def read(self, rows: Sequence[Mapping[str, float]], at: Progress) -> NonFiniteStep | None:
-        """Count the steps that were left out; and what ends the run or takes it back, if anything does.
+        """Count the skipped steps. Returns the error that ends the run or rolls it back, if any.
 
-        ``at`` is after the last step. Where the steps did nothing from the first bad one on, it becomes the place before that.
+        ``at`` is the position after the last step. If the steps did nothing from the first bad one on, it is set to
+        before that.
         """
         before, self._before = self._before, []
         for i, row in enumerate(rows):

@@ -1,10 +1,10 @@
 """Pipeline parallelism: the stages of a model on parts of the mesh, and micro-batches that pass through them by a schedule.
 
-A stage is a pure function ``stage(params, x, batch, key)``: it gets what the stage before gave (None in the first one) and gives what the next one
-gets; the last gives what a loss function gives, such as ``(total, weight)``. The first and the last stage see the micro-batch, and all
-the key of the micro-batch. Each stage lives on the part of the mesh at one place along the axis ``pipe``, split there by a plan like any
-other model. What a rank keeps of a micro-batch between its forward and its backward pass is the input of the stage; the backward pass
-computes the stage again.
+A stage is a pure function ``stage(params, x, batch, key)``. ``x`` is the result of the stage before (None in the first
+one); the last stage returns the result of a loss function, such as ``(total, weight)``. The first and the last stage
+get the micro-batch, and all get its key. Each stage lives on the part of the mesh at one place along the axis ``pipe``,
+split there by a plan like any other model. Between the forward and the backward pass of a micro-batch a rank keeps only
+the stage's input; the backward pass recomputes the stage.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Pipeline:
     chunks
         Stages a rank, for ``"interleaved"``. Stage ``i`` is on rank ``i % ranks``.
     plan
-        How the parameters of a stage lie on its part; by default they are replicated, and batches split over ``data``.
+        The shardings of a stage on its part; by default parameters are replicated, and batches split over ``data``.
     tied
-        Pairs of parameters that are one: ``((0, "embed"), (3, "embed"))``, each a stage and a name. Their gradients are added, and both get the sum.
+        Pairs of tied parameters: ``((0, "embed"), (3, "embed"))``, each a stage and a name. Both get the sum of their
+        gradients.
 
     Raises
     ------
@@ -112,7 +113,7 @@ class Pipeline:
         return [self.plan.distribute(p, part) for p, part in zip(params, self.parts, strict=True)]
 
     def sees(self, stage: int) -> bool:
-        """Whether a stage is given the micro-batch."""
+        """Whether a stage gets the micro-batch."""
         return stage in (0, len(self.parts) - 1)
 
     def put(self, batch: Any, stage: int) -> Any:
@@ -128,7 +129,7 @@ class Pipeline:
         return trees.tree_map(one, batch)
 
     def to(self, x: Any, stage: int) -> Any:
-        """Values on the part of a stage, split as they were; what is local is replicated."""
+        """Values moved to the part of a stage, split as before; local ones are replicated."""
         part = self.parts[stage]
 
         def one(a: Any) -> Array:
@@ -148,9 +149,10 @@ class Pipeline:
     # ----- a step -----------------------------------------------------------------------------------------------------------
 
     def schedule(self, micros: int) -> Schedule:
-        """Who does what when, for so many micro-batches.
+        """The schedule for so many micro-batches.
 
-        A number that an interleaved schedule does not take, as the last batch of an epoch may have, goes all forward, then all backward.
+        If an interleaved schedule does not take that number, as in the last batch of an epoch, all forward passes come
+        first, then all backward passes.
         """
         if self.kind != "interleaved" or micros % self.ranks == 0:
             return schedule(self.kind, self.ranks, micros, chunks=self.chunks)
@@ -182,9 +184,9 @@ class Pipeline:
         keys
             A key for each of them; by default the stages get None.
         frozen
-            Trees of the stages with values for what is None in ``params``: parameters that are not differentiated.
+            Trees of the stages with parameters that are not differentiated; these are None in ``params``.
         scale
-            What the mean loss of a micro-batch is multiplied by before it is differentiated, for small floats (the gradients keep the factor).
+            Factor of a micro-batch's mean loss before differentiation, for small floats. The gradients keep the factor.
 
         Returns
         -------
@@ -193,7 +195,7 @@ class Pipeline:
 
         Notes
         -----
-        ``peak`` then says how many inputs of stages each rank held at most.
+        ``peak`` then has the largest number of stage inputs that each rank held.
         """
         plan = self.schedule(len(micro))
         run = _Run(self, params, micro, keys, frozen, scale)
@@ -260,7 +262,7 @@ class _Run:
         self.keys = [None] * len(micro) if keys is None else keys
         self.frozen = [None] * len(params) if frozen is None else frozen
         self.scale = None if scale is None else pipe.to(scale, len(params) - 1)
-        self.inputs: dict[tuple[int, int], Any] = {}  # what a stage holds until its backward pass is over
+        self.inputs: dict[tuple[int, int], Any] = {}  # inputs of stages until their backward pass is over
         self.arriving: dict[tuple[int, int], Any] = {}  # outputs and cotangents on their way to the next action
         self.grads: list[Any] = [None] * len(pipe.parts)
         self.sums: dict[str, Array] = {}
@@ -276,7 +278,7 @@ class _Run:
         return self.batches[stage, i]
 
     def _unit(self, i: int) -> float | None:
-        """What a gradient of micro-batch ``i`` is short of, where the loss was scaled as a mean: elements of its largest array."""
+        """The divisor of micro-batch ``i``'s scaled loss, by which its gradients are multiplied: its most elements."""
         if self.scale is None:
             return None
         return float(max(math.prod(x.shape) for x in trees.flatten(self.micro[i])[0]))
@@ -365,7 +367,7 @@ def _loss_backward(stage: Stage, first: bool) -> Callable[..., Any]:
 
 
 def _backward(stage: Stage, first: bool, inputs: bool, weights: bool) -> Callable[..., dict[str, Any]]:
-    """Cotangents of a stage's input, of its parameters, or of both; the stage is computed again."""
+    """Cotangents of a stage's input, of its parameters, or of both, with the stage recomputed."""
 
     def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, g: Any, unit: float | None) -> dict[str, Any]:
         out: dict[str, Any] = {}

@@ -25,7 +25,8 @@ DTYPES = {
 }
 
 LEAST = 2.0**-14
-"""Of a loss's scale. From the usual 2 to the 15th it takes 29 steps in a row to come down to it: what is not finite then is the loss itself."""
+"""The smallest scale of a loss. The usual 2**15 reaches it after 29 bad steps in a row, so that then the loss itself is
+not finite."""
 
 
 def _name_of(dtype: Any) -> Any:
@@ -34,19 +35,18 @@ def _name_of(dtype: Any) -> Any:
 
 @dataclass(frozen=True)
 class Precision:
-    """How a step computes.
+    """The precision of a step.
 
     Parameters
     ----------
     compute
-        ``"float32"``, ``"bfloat16"`` or ``"float16"`` (or ``"float64"``), or the dtype itself: parameters are cast to it before the loss sees them.
-        The parameters themselves stay as they are: they are the masters.
+        ``"float32"``, ``"bfloat16"`` or ``"float16"`` (or ``"float64"``), or the dtype itself: the loss gets parameters
+        cast to it. The parameters themselves keep their dtype, as masters.
     scale
-        What the loss is multiplied by at first, so that small gradients survive in float16; 1 for all others.
+        The first factor of the loss, so that small gradients survive in float16; 1 for other dtypes.
     growth, every
         The scale grows by this factor after so many good steps in a row, and halves at a step whose gradients are not finite;
-        that step is left out (Micikevicius et al., 2018). Where it comes down to 2 to the -14th, ``on_nonfinite`` of the Trainer says how the
-        run goes on.
+        that step is left out (Micikevicius et al., 2018). At a scale of 2**-14 ``on_nonfinite`` of the Trainer applies.
     """
 
     compute: str = "float32"
@@ -98,7 +98,7 @@ class Precision:
         return {"scale": asarray(np.float32(self.scale)), "good": asarray(np.int64(0)), "skipped": asarray(np.int64(0))}
 
     def update(self, state: Any, good: Array) -> dict[str, Any]:
-        """The state after a step whose gradients were, or were not, finite."""
+        """The scaler's state after a step; ``good`` says whether its gradients were finite."""
         run = state["good"] + 1
         grown = where(
             run >= self.every, minimum(state["scale"] * np.float32(self.growth), np.float32(2.0**24)), state["scale"]

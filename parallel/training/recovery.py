@@ -17,11 +17,11 @@ from .logging.progress import Progress
 from .nonfinite import ROLLBACKS, NonFiniteStep
 
 SNAPSHOT_LIMIT = 300.0
-"""Seconds after which a snapshot that is still on its way is given up."""
+"""Seconds after which an incomplete snapshot is given up."""
 
 
 class Recovery:
-    """The part of a run that knows how it began, how often it was moved, and what it can go on from."""
+    """The part of a run that recovers it: its first mesh, the number of restarts, and its snapshots."""
 
     def __init__(self, trainer: TrainingRun, policy: Elastic | None) -> None:
         self.trainer, self.policy = trainer, policy
@@ -63,7 +63,7 @@ class Recovery:
             if self.policy is None or mesh is None or not is_loss(error, mesh):
                 raise error
             self._count(error, mesh, self.policy)
-            following = self._next(mesh)  # which waits as long as the policy says: what it raises is the end
+            following = self._next(mesh)  # waits as long as the policy says; its errors end the run
             try:
                 self._move(following)
                 return
@@ -86,7 +86,7 @@ class Recovery:
         t.report.open_writers()
 
     def _still_connected(self, error: Exception, mesh: Mesh | None) -> None:
-        """Say so where the scheduler is gone: what the connection's end looks like to what was under way says little."""
+        """Raise a clear error if the scheduler is gone, as errors of the broken connection say little."""
         client = client_of(mesh)
         if (
             client is not None
@@ -160,7 +160,7 @@ class Recovery:
         t.saved_at = saved
 
     def _from_memory(self, saved: int) -> bool:
-        """Go on from the newest snapshot that is not older than the checkpoint, if there is one whose workers are there."""
+        """Restore the newest snapshot that is no older than the checkpoint and has its workers. Returns success."""
         t = self.trainer
         client = client_of(t.mesh)
         there = [] if client is None else alive(client)

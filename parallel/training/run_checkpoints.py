@@ -56,7 +56,7 @@ class RunCheckpoints:
             self._saved(at.step)
 
     def landed(self, wait: bool = False) -> None:
-        """Note the checkpoint that was written in the background, if it is complete; raise what went wrong with it."""
+        """Record the background checkpoint if it is complete. Raises its error."""
         if self._saving is None or not (wait or self._saving[1].done()):
             return
         assert self.checkpoints is not None

@@ -1,4 +1,4 @@
-"""The state of a run on one mesh: the compiled step, the data, the parameters. After a loss the run makes another session.
+"""The session of a run on one mesh: compiled step, data and parameters. After a loss the run makes another one.
 
 A session whose mesh has stages of a pipeline is a :class:`~.stages.StagedSession`.
 """
@@ -146,7 +146,7 @@ class Session:
         return {f"eval_{name}": value / weight if weight else float("nan") for name, value in sums.items()}
 
     def close(self) -> None:
-        """Drop what lies on the mesh."""
+        """Drop the state on the mesh."""
         self.state = None
 
 

@@ -1,9 +1,9 @@
-"""A run whose model is in stages of a pipeline.
+"""Sessions of a pipeline: training state and steps of a model in stages.
 
-The state has the structure that it has on any other mesh, so that checkpoints, snapshots and averages are the same; only its leaves lie on
-the parts of the mesh. Each parameter, with its slots, belongs to the first stage that takes it; another stage that takes it as well (a head
-that is the transposed embedding) is sent its value before a step, and sends its gradient back. What belongs to no parameter, such as
-the number of steps, is kept on every part alike.
+The state has the same structure as on any other mesh, so that checkpoints, snapshots and averages are the same; only
+its leaves lie on parts of the mesh. Each parameter, with its slots, belongs to the first stage that uses it. Another
+stage that uses it as well (a head that is the transposed embedding) gets its value before a step, and sends its
+gradient back. Leaves of no parameter, such as the number of steps, are kept on every part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .step import Recipe, sample_keys
 
 @dataclass(frozen=True)
 class Pipelining:
-    """How a model is cut into stages, and by which schedule micro-batches pass through them."""
+    """The stages of a model, and the schedule of micro-batches."""
 
     stages: Stages
     schedule: str = "1f1b"
@@ -109,10 +109,10 @@ class StagedSession(Session):
 
         return run
 
-    # ----- who has what -------------------------------------------------------------------------------------------------
+    # ----- owners of parameters ---------------------------------------------------------------------------------------
 
     def _learn(self, params: Any) -> None:
-        """Find which leaves of the parameters each stage needs, and whose they are."""
+        """Find the leaves of the parameters that each stage needs, and their owners."""
         leaves, self._form = _leaves(params)
         numbers = trees.unflatten(self._form, [None if x is None else _Number(k) for k, x in enumerate(leaves)])
         self.needs = [[n.k for n in trees.flatten(t)[0]] for t in self.pipelining.stages.split(numbers, self.count)]
@@ -133,7 +133,7 @@ class StagedSession(Session):
     def _walk(
         self, nodes: Sequence[Any], own: Callable[[int, list[Any]], Any], shared: Callable[[list[Any]], Any]
     ) -> Any:
-        """States alike, leaf by leaf: ``own`` for the leaves of trees that look like the parameters, ``shared`` for others."""
+        """Map over the states of all parts: ``own`` on trees shaped like the parameters, ``shared`` on other leaves."""
         first = nodes[0]
         columns, forms = zip(*map(_leaves, nodes), strict=True)
         if all(f == self._form for f in forms):
@@ -194,7 +194,7 @@ class StagedSession(Session):
     # ----- work ---------------------------------------------------------------------------------------------------------
 
     def _given(self, tree: Any) -> list[Any]:
-        """For each stage the leaves of the parameters (as trees like the whole) that it needs, on its part."""
+        """The leaves of the parameters that each stage needs, on its part, as trees like the whole."""
         leaves = _leaves(tree)[0]
         out = []
         for s, ks in enumerate(self.needs):
@@ -205,7 +205,7 @@ class StagedSession(Session):
         return out
 
     def _gathered_grads(self, grads: Sequence[Any]) -> list[Any]:
-        """For each part the gradients of its own parameters, over all stages that take them."""
+        """The gradients of each part's own parameters, summed over all stages that use them."""
         parts: list[list[Any]] = [[None] * len(self.owner) for _ in self.parts]
         for tree in grads:
             for k, g in enumerate(_leaves(tree)[0]):

@@ -1,15 +1,15 @@
 """One optimizer step as a pure function of the state and the micro-batches, traced once for each shape of a batch.
 
-A step whose loss or gradients are not finite changes nothing: parameters, slots, averages and masters stay as they were, on all ranks alike,
-as the norm of all gradients is one number that all of them have.
+A step whose loss or gradients are not finite changes nothing: parameters, slots, averages and masters stay the same, on
+all ranks, as all have the same norm of the gradients.
 
 The state is a tree: ``params``, ``optimizer``, ``step``, and where they are used ``ema`` and ``scaler``. Losses are sums with
 their weights (tokens, or samples), so that the gradient is that of the mean over the whole global batch, however unevenly it is
 cut. All micro-batches are in one program: gradients stay unreduced from micro-batch to micro-batch, and each is reduced once.
 
-ZeRO is a matter of shardings (Rajbhandari et al., 2020). Stage 1 splits the optimizer's slots over the data axis, stage 2 the
-gradients too (a reduce-scatter takes the place of the all-reduce), stage 3 the parameters too, which are gathered where they
-are used.
+ZeRO consists of shardings (Rajbhandari et al., 2020). Stage 1 splits the optimizer's slots over the data axis, stage 2
+the gradients too (a reduce-scatter takes the place of the all-reduce), stage 3 the parameters too, which are gathered
+where they are used.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from .nonfinite import OnNonFinite
 from .precision import UNSAID, Precision
 
 Loss = Callable[[Any, Any, Array], Any]
-"""``loss(params, batch, key)``: the mean over the samples of the batch; or ``(total, weight)``, the sum over what counts and how
-much that is; or ``(total, weight, metrics)`` with sums of other numbers, which are divided by the weight too."""
+"""``loss(params, batch, key)``: the mean over the samples of the batch; or ``(total, weight)``, the sum over the
+samples or tokens that count, and their number; or ``(total, weight, metrics)`` with sums of other numbers, which are
+divided by the weight too."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a step does; everything that does not change from step to step.
+    """The configuration of a step, which is the same for all steps.
 
     Attributes
     ----------
     loss, optimizer
         As ``mt.Trainer`` takes them.
     plan
-        Where things live.
+        The shardings of parameters and batches.
     zero
         ZeRO stage, 0 to 3.
     clip
@@ -87,7 +88,7 @@ class Recipe:
             raise TrainingError(f"zero must be a stage from 0 to 3, got {self.zero!r}")
         try:
             inspect.signature(self.loss).bind(None, None, None)
-        except ValueError:  # one in C, which does not say what it takes
+        except ValueError:  # a function in C without a signature
             pass
         except TypeError as e:
             raise TrainingError(
@@ -106,13 +107,13 @@ class Recipe:
 
     @property
     def halts(self) -> bool:
-        """Whether the steps after one that is not finite do nothing, until somebody has looked. A scaled loss is tried at a smaller scale."""
+        """Whether steps after a non-finite one change nothing until it is handled; not if the loss has a scale."""
         return self.on_nonfinite != "skip" and not self.precision.scales
 
     # ----- shardings ----------------------------------------------------------------------------------------------------
 
     def _whole(self, path: trees.Path, x: Any, mesh: Mesh) -> Sharding:
-        """Where a parameter is computed with."""
+        """The sharding of a parameter in computations."""
         parts = tuple(p for p in self.plan.parts if p != "fsdp")
         return Plan(parts, self.plan.parameters, self.plan.activations).sharding(path, x.shape, mesh)
 
@@ -127,12 +128,12 @@ class Recipe:
         return 3 if "fsdp" in self.plan.parts else self.zero
 
     def sharding(self, path: trees.Path, x: Any, mesh: Mesh) -> Sharding:
-        """Where a leaf of the state rests; ``path`` begins with the state's own key."""
+        """The sharding of a leaf of the state between steps; ``path`` begins with the state's own key."""
         split = self.stage >= 3 if path[0] == "params" else self.stage >= 1
         return (self._split if split else self._whole)(path[1:], x, mesh)
 
     def place(self, state: Any, mesh: Mesh | None) -> Any:
-        """A state (or a part of one that begins with the state's keys) put where it rests."""
+        """A state, or a part of it from the state's keys on, in its shardings between steps."""
         if mesh is None:
             return trees.tree_map(asarray, state)
 
@@ -146,12 +147,12 @@ class Recipe:
     # ----- the state ----------------------------------------------------------------------------------------------------
 
     def init(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
-        """The state before the first step. On a mesh nothing is computed before it is needed."""
+        """The state before the first step. On a mesh it is computed lazily."""
         self.check(params)
         return self.begun(params, mesh)
 
     def check(self, params: Any) -> None:
-        """Refuse parameters of which there is nothing to train."""
+        """Raise where no parameter is trained, or one that is has no gradient."""
         if not trees.flatten(params)[0]:
             raise TrainingError("there are no parameters to train")
         if not trees.flatten(self.masked(params))[0]:
@@ -207,14 +208,14 @@ class Recipe:
         for batch, batch_key in zip(micro, sample_keys(step_key, micro), strict=True):
             loss = self._scaled(params, batch, batch_key, scale)
             (_, seen), g = value_and_grad(loss, has_aux=True)(train)
-            if scale is not None:  # what was differentiated is a mean: a sum would leave float16's range
+            if scale is not None:  # the mean was differentiated, as a sum would leave float16's range
                 g = trees.tree_map(lambda x, w=seen["weight"]: x * astype(w, x.dtype, copy=False), g)
             grads = g if grads is None else trees.tree_map(lambda a, b: wide(a) + wide(b), grads, g)
             sums = seen if not sums else {n: sums[n] + v for n, v in seen.items()}
         return self.finished(state, *self.reduced(grads), sums, going)
 
     def reduced(self, grads: Any) -> tuple[Any, Array]:
-        """Sums of gradients where the optimizer wants them, and what must be known of all before it moves: their norm."""
+        """Sums of gradients in the shardings of the optimizer, and their global norm, which it needs first."""
         if self.stage >= 2:
             grads = self._moved(grads, self._split)
         elif self.stage == 1:
@@ -251,7 +252,7 @@ class Recipe:
         return new, found
 
     def _scaled(self, params: Any, batch: Any, key: Array, scale: Any) -> Callable[[Any], Any]:
-        """The loss of one micro-batch as a function of what is trained: (what is differentiated, sums)."""
+        """The loss of one micro-batch as a function of the trained parameters. Gives (differentiated value, sums)."""
 
         def loss(train: Any) -> tuple[Array, dict[str, Array]]:
             p = train if self.trainable is None else merged(train, params)
@@ -265,7 +266,7 @@ class Recipe:
         return loss
 
     def gathered(self, params: Any) -> Any:
-        """Parameters where they are computed with: stage 3 gathers them, and its gradient is a reduce-scatter."""
+        """Parameters in the shardings of computations: stage 3 gathers them, with a reduce-scatter as its gradient."""
         if self.stage < 3:
             return params
         return self._moved(params, self._whole)
@@ -288,12 +289,12 @@ class Recipe:
         done = rest if self.stage in (0, 3) else self._moved(rest, self._whole)
         new["params"] = done if self.trainable is None else merged(done, params)
         mesh = next((x.sharding.mesh for x in trees.flatten(params)[0] if x.sharding is not None), None)
-        # What the propagator chose may differ from where the state rests; the next step must find it there.
+        # The propagator may choose other shardings; the next step needs those of the state.
         return self.place(new, mesh) if mesh is not None else new
 
 
 def sample_keys(key: Array, micro: Sequence[Any]) -> list[Array]:
-    """For each micro-batch the keys of its samples, ``(n, 1, 2)``: functions of their places in the whole batch, however that is cut."""
+    """The keys of the samples of each micro-batch, ``(n, 1, 2)``. They depend only on places in the whole batch."""
     out, first = [], 0
     for batch in micro:
         after = first + max((len(x) for x in trees.flatten(batch)[0] if getattr(x, "ndim", 0)), default=1)

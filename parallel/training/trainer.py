@@ -1,4 +1,4 @@
-"""``mt.Trainer``: a training run from its first step to its last, over interruptions, lost workers and other meshes."""
+"""``mt.Trainer``: a training run that survives interruptions, lost workers and changes of the mesh."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Trainer(RunCheckpoints):
     Parameters
     ----------
     loss
-        ``loss(params, batch, key)``: a mean over the samples of the batch, or ``(total, weight)``, a sum over what counts (tokens)
-        and how much that is, or ``(total, weight, metrics)``. Gradients are those of the mean over the whole global batch. ``key``
-        is for dropout: a key for each sample of the batch (see ``mt.random.fold_in``), which is a function of the step and of the sample's
-        place in the whole batch; None in an evaluation.
+        ``loss(params, batch, key)``: a mean over the samples of the batch, or ``(total, weight)``, a sum (over tokens,
+        say) and the number of its terms, or ``(total, weight, metrics)``. Gradients are those of the mean over the
+        whole global batch. ``key`` is for dropout: a key for each sample of the batch (see ``mt.random.fold_in``),
+        which is a function of the step and of the sample's place in the whole batch; None in an evaluation.
     init
         The parameters (a tree of local arrays), or a function of a key that makes them.
     optimizer
@@ -85,8 +85,8 @@ class Trainer(RunCheckpoints):
     on_nonfinite
         After a step whose loss or gradients are NaN or infinite, which itself changes nothing: ``"raise"`` :class:`NonFiniteError` and stand
         before it; ``"skip"`` it (30 in a row end the run); or ``"rollback"``: go on from the newest snapshot or checkpoint with the batch
-        after it (a fourth time to the same place ends the run). The log counts them. What float16 loses at one scale of the loss is
-        tried at a smaller one first.
+        after it (a fourth time to the same place ends the run). The log counts them. With float16 a smaller scale of
+        the loss is tried first.
     trainable
         ``trainable(path)`` says whether a parameter is trained; the others stay as they are and cost no optimizer state.
     seed
@@ -225,10 +225,10 @@ class Trainer(RunCheckpoints):
         self.recovery = Recovery(self, elastic)
 
     def new_session(self, mesh: Mesh | None) -> Session:
-        """What the run has on a mesh."""
+        """A session of the run on a mesh."""
         return session_of(self.recipe, self.pipelining, mesh, self.source, self.sampler, **self.sizes)
 
-    # ----- what users read ------------------------------------------------------------------------------------------------
+    # ----- properties -------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
@@ -249,7 +249,7 @@ class Trainer(RunCheckpoints):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """What was logged, in order."""
+        """The logged numbers, in order."""
         return self.report.history
 
     def stop(self, reason: str) -> None:
@@ -278,7 +278,7 @@ class Trainer(RunCheckpoints):
             return self._fit()
 
     def _place(self) -> Path | None:
-        """The directory that this run alone may write to, where its job does not hold it already."""
+        """The directory for this run to lock; None if its job holds it already."""
         place, job = self.directory, current_job()
         if place is None and self.checkpoints is not None and "://" not in self.checkpoints.directory:
             place = Path(self.checkpoints.directory)
@@ -339,8 +339,8 @@ class Trainer(RunCheckpoints):
             c.on_start(self)
 
     def resume_from(self, which: str, most: float = math.inf) -> str | None:
-        """Load the checkpoint that ``which`` names, as the option ``resume`` does: for ``"auto"`` the newest, up to step ``most``, whose
-        parameters are finite. Its path, or None where there is none."""
+        """Load the checkpoint ``which``, like the option ``resume``: for ``"auto"`` the newest, up to step ``most``,
+        whose parameters are finite. Its path, or None where there is none."""
         if which not in ("auto", "never"):
             self.load(which)
             if not self.session.finite():
@@ -370,7 +370,7 @@ class Trainer(RunCheckpoints):
         return None
 
     def load(self, path: str) -> None:
-        """State and position from a checkpoint."""
+        """Load state and position from a checkpoint."""
         held = open_checkpoint(path).metadata.get(METADATA_KEY)
         if not isinstance(held, dict):
             raise TrainingError(f"{path} was not saved by a Trainer: it does not say how far the run had come")
@@ -391,7 +391,7 @@ class Trainer(RunCheckpoints):
         self.saved_at = found.step
 
     def go_to(self, progress: Progress) -> None:
-        """Be where ``progress`` says."""
+        """Go to the position ``progress``."""
         self.progress = dataclasses.replace(progress)
         for c in self.callbacks:
             held = progress.callbacks.get(c.name or type(c).__name__)
@@ -400,12 +400,12 @@ class Trainer(RunCheckpoints):
         self.report.forget_after(progress.step)
 
     def position(self) -> Progress:
-        """Where the run is, with the states of the callbacks."""
+        """The position of the run, with the states of the callbacks."""
         self.progress.callbacks = {c.name or type(c).__name__: c.state() for c in self.callbacks}
         return self.progress
 
     def _run(self) -> str:
-        """Steps up to the end; why it is the end."""
+        """Run all steps. Returns the reason for the end."""
         at = self.progress
         meter = Meter(self.session.mesh)
         if self._done():
@@ -485,7 +485,7 @@ class Trainer(RunCheckpoints):
     # ----- numbers --------------------------------------------------------------------------------------------------------
 
     def _read(self, meter: Meter) -> None:
-        """Look at the steps since the last time: log them, or raise what was wrong with them."""
+        """Read the steps since the last read: log them, or raise their error."""
         at, rows = self.progress, meter.rows()
         wrong = self.watch.read(rows, at)
         if wrong is None or any(r["finite"] for r in rows):

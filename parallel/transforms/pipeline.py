@@ -1,8 +1,8 @@
 """Pipelines: the layers of a model in stages on different ranks, through which micro-batches go by a schedule.
 
-The schedule is data (:mod:`.pipeline_schedules`); here each rank follows its row of it in per-rank code, where a stage's result is sent to the
-next stage's rank and a cotangent back. The gradient comes out of the same run as the loss, so that the pipeline is one differentiable
-function of ordinary arrays.
+The schedule is data (:mod:`.pipeline_schedules`). Each rank follows its row of it in per-rank code: it sends a stage's
+result to the next stage's rank, and a cotangent back. One run gives the loss and the gradient, so that the pipeline is
+one differentiable function of ordinary arrays.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def pipeline(
     kind: str | Schedule = "1f1b",
     chunks: int = 1,
 ) -> Callable[..., Any]:
-    """A model whose layers are in stages on the ranks of a mesh axis, as a function that gives its loss.
+    """The loss function of a model whose layers are in stages on the ranks of a mesh axis.
 
     Parameters
     ----------
     stage
         ``stage(params, x)``: one stage; the parameters are those of the stage alone, and the result is the next stage's ``x``.
     loss
-        ``loss(shared, x, y)``: the loss of one micro-batch (a mean over its samples), from what the last stage gave.
+        ``loss(shared, x, y)``: the loss of one micro-batch (a mean over its samples), from the last stage's result.
     mesh
         Has the axis ``axis``, whose ranks are the stages.
     axis
@@ -154,7 +154,7 @@ def pipeline(
 
 
 class _Rank:
-    """What one rank does."""
+    """The execution of one rank's row of the schedule."""
 
     def __init__(self, stage: Stage, loss: Loss, plan: Schedule, names: tuple[str, ...], replicas: int) -> None:
         self.stage, self.loss, self.plan, self.replicas = stage, loss, plan, replicas
@@ -169,7 +169,7 @@ class _Rank:
         self.losses: list[Any] = []
 
     def _own(self, tree: Any) -> Any:
-        """Values that differ between ranks from here on: their gradients stay with the rank, and are reduced once."""
+        """Values made to vary between ranks: their gradients stay with the rank, and are reduced once."""
         return trees.tree_map(lambda a: self.trace.varied(self.trace.lift(asarray(a)), self.split), tree)
 
     def _of_stage(self, params: Any, i: int) -> Any:
@@ -184,7 +184,7 @@ class _Rank:
         return trees.tree_map(cut, tree)
 
     def _send(self, tree: Any, stage: int) -> Any:
-        """A tree to the rank of a stage; its structure is known to all who follow."""
+        """Send a tree to the rank of a stage, its structure at trace time."""
         leaves, treedef = trees.flatten(tree)
         to = stage % self.ranks
         self.trace.meeting.post(self.trace.rank, self.trace.group(self.axes)[to], treedef)  # type: ignore[union-attr, arg-type]
@@ -198,7 +198,7 @@ class _Rank:
         return trees.unflatten(treedef, [self.trace.receive(self.axes, source) for _ in range(treedef.size)])
 
     def _input(self, kept: dict[Any, Any], x: Any, i: int, j: int) -> Any:
-        """What stage ``i`` is given: part of the batch, what this rank has from its chunk before, or a message."""
+        """The input of stage ``i``: part of the batch, the output of this rank's own stage before it, or a message."""
         if i == 0:
             return self._micro(x, j)
         return kept.pop((i, j)) if self.ranks == 1 else self._receive(i - 1)
@@ -232,7 +232,7 @@ class _Rank:
 
     @property
     def scale(self) -> float:
-        """What the loss of a micro-batch counts in the mean."""
+        """The weight of a micro-batch's loss in the mean."""
         return 1.0 / (self.plan.micros * self.replicas)
 
     def train(self, params: Any, shared: Any, x: Any, y: Any) -> Any:
@@ -269,7 +269,7 @@ class _Rank:
                 else:
                     of_x[j] = _filled(found[2], self._micro(x, j))
                 if a.kind == "I":
-                    # The same calls again, later: those that are equal are made once, so that only what is left is put off.
+                    # The same calls again, later. Equal calls are merged, so that only the others are deferred.
                     self.pulls[i, j] = (lambda pull=pull, seed=seed: pull(seed), None)
                 else:
                     of_params[i] = _sum(of_params.get(i), _filled(found[0], self._of_stage(params, i)))

@@ -1,9 +1,9 @@
-"""Pipeline schedules: who computes which micro-batch of which stage, and in what order. Plain data, no arrays.
+"""Pipeline schedules: the actions of each rank on micro-batches and stages, in order. Plain data, no arrays.
 
-A schedule is a matrix of actions, one row a rank: ``F3`` is the forward pass of micro-batch 3, ``B3`` its backward pass, ``I3`` and
-``W3`` the two halves of that (the cotangent of the input, which the stage before waits for, and those of the parameters, for which
-nobody waits), ``R3`` drops what the forward pass of micro-batch 3 was given. With ``chunks`` a rank has several stages: stage
-``c * ranks + rank`` is its ``c``-th.
+A schedule is a matrix of actions, one row a rank: ``F3`` is the forward pass of micro-batch 3, ``B3`` its backward
+pass, ``I3`` and ``W3`` the two halves of that (the cotangent of the input, which the stage before waits for, and those
+of the parameters, for which no stage waits), ``R3`` drops the input of the forward pass of micro-batch 3. With
+``chunks`` a rank has several stages: stage ``c * ranks + rank`` is its ``c``-th.
 
 ==================  ============================================  ================================  ==========================
 kind                order                                         idle time, in stage times         stages' activations held
@@ -29,7 +29,7 @@ KINDS = ("fthenb", "1f1b", "interleaved", "zerobubble")
 
 
 class Action(NamedTuple):
-    """One thing that a rank does: ``kind`` is ``"F"``, ``"B"``, ``"I"``, ``"W"`` or ``"R"``."""
+    """One action of a rank: ``kind`` is ``"F"``, ``"B"``, ``"I"``, ``"W"`` or ``"R"``."""
 
     kind: str
     stage: int
@@ -40,8 +40,8 @@ class Action(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """What a schedule amounts to: when each action ends, the whole time, the idle time of the worst rank, and the largest number of
-    activations that each rank holds."""
+    """A simulated schedule: the end of each action, the total time, the idle time of the worst rank, and the peak
+    number of activations on each rank."""
 
     ends: Mapping[Action, float]
     time: float
@@ -151,7 +151,7 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bo
     Parameters
     ----------
     kind
-        ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``; the module says what they are.
+        ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``; see the module.
     ranks
         Number of ranks along the pipe.
     micros

@@ -1,4 +1,4 @@
-"""Attention whose sequence is split over ranks: keys and values go round a ring (Liu et al., 2023)."""
+"""Ring attention: the sequence is split over ranks, and keys and values go round a ring (Liu et al., 2023)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def ring_attention(
 ) -> Array:
     """:func:`mt.nn.scaled_dot_product_attention` with the sequence split over a mesh axis; no rank ever holds all of it.
 
-    Each rank keeps its block of the queries. The blocks of keys and values go round, and what each brings is joined by its running
-    maximum and sum, so that the result is that of the whole softmax. Peak memory of the scores falls with the square of the number of
-    ranks; per rank and step, ``2 * b * kv_heads * s / ranks * d`` elements are sent.
+    Each rank keeps its block of the queries. The blocks of keys and values go round, and their contributions are joined
+    by a running maximum and sum, so that the result is that of the whole softmax. Peak memory of the scores falls with
+    the square of the number of ranks; per rank and step, ``2 * b * kv_heads * s / ranks * d`` elements are sent.
 
     Parameters
     ----------

@@ -1,8 +1,9 @@
-"""``mt.scan``: many turns of one step, run where the blocks are.
+"""``mt.scan``: many turns of one step in one task a worker.
 
-A run of a compiled step costs a Dask task on each worker and a word with the scheduler, some ten milliseconds; a step of small arrays
-costs less than one. So the turns of a loop travel together: the state stays on the workers from one turn to the next, the data of the
-turns comes with the task (or to the workers directly, where it is much), and the next batches are fetched and sent while these run.
+A run of a compiled step takes a Dask task on each worker and messages of the scheduler, some ten milliseconds; a step
+of small arrays takes less than one. So the turns of a loop travel together. The state stays on the workers from one
+turn to the next. The data of the turns comes with the task (large data to the workers directly), and the next batches
+are fetched and sent meanwhile.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ from ..sharding.placement import REPLICATED, Layout
 
 _TREES = (Array, np.ndarray, dict, tuple)
 SEGMENT_BYTES = 64 << 20
-"""Of data that travels with the turns of one task."""
+"""The most bytes of data that travel with the turns of one task."""
 
 
 def scan(
     step: Callable[[Any, Any], tuple[Any, Any]], init: Any, each: Any = None, length: int | None = None
 ) -> tuple[Any, Any]:
-    """Run ``state, out = step(state, x)`` for every ``x``, and stack what comes out.
+    """Run ``state, out = step(state, x)`` for every ``x``, and stack the outputs.
 
     The same as a Python loop around the compiled step, and written like ``jax.lax.scan``; on a mesh of Dask workers many turns are
-    one task a worker (``meshtape.loop`` in Dask's configuration, 64), so that a turn costs what it computes.
+    one task a worker (``meshtape.loop`` in Dask's configuration, 64), so that a turn has no overhead of its own.
 
     Parameters
     ----------
     step
         A function of the state and of the data of one turn, which gives the new state, of the same structure, shapes and dtypes,
-        and what is to be seen of the turn. It is compiled, see :func:`meshtape.compile`.
+        and the output of the turn. It is compiled, see :func:`meshtape.compile`.
     init
-        The first state: a tree of arrays and numbers. Its shardings stay what they are.
+        The first state: a tree of arrays and numbers. Its shardings stay the same.
     each
         The data of the turns, in one of two forms. An array, or a dict, tuple or dataclass of arrays, has the turns as first dimension,
         as in JAX: ``step`` gets the tree of rows. A list, generator or other iterable has a tree of arrays for each turn; it is read
@@ -67,7 +68,7 @@ def scan(
     state
         After the last turn.
     outs
-        The tree of what ``step`` gave beside the state, each array and number with a new first dimension, the turns.
+        The tree of the outputs of ``step``, each array and number with a new first dimension, the turns.
 
     Raises
     ------
@@ -180,7 +181,7 @@ def _signature(x: Any) -> Any:
 
 
 def _mesh_of(*values: Any) -> Mesh | None:
-    """The mesh to run on; None where the loop is an ordinary one: no array is on a mesh, or somebody records what is called."""
+    """The mesh to run on; None for an ordinary loop: no array is on a mesh, or calls are recorded."""
     arrays = [a for a in trees.flatten(values)[0] if isinstance(a, Array)]
     if thread_state.recorders or any(isinstance(a._buf, Tracer) for a in arrays):
         return None
@@ -221,7 +222,7 @@ def _constant(xs: Sequence[Any]) -> Any:
 
 
 class _Loaded(NamedTuple):
-    """A step on a mesh: how to run it, and the layouts and avals of what it gives."""
+    """A step on a mesh: the function that runs it, and the layouts and avals of its results."""
 
     run: Callable[..., list[Any]]
     outs: list[tuple[Layout, ShapeDtype]]

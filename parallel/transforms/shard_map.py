@@ -1,4 +1,4 @@
-"""``mt.shard_map``: code that is written for one rank, and run by all of them."""
+"""``mt.shard_map``: code for one rank that all ranks run."""
 
 from __future__ import annotations
 
@@ -219,8 +219,8 @@ def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placem
         :class:`Sharding`, or a tree of these like the argument, of which a leaf may stand for a whole branch. One that is no
         tuple serves for all arguments. Arguments that are elsewhere are moved. Keyword arguments replicate.
     out_placements
-        The same for what ``fn`` returns. ``Shard(dim)`` joins the ranks' results, ``Partial(op)`` leaves them to be reduced,
-        and what replicates must be the same on all ranks.
+        The same for the results of ``fn``. ``Shard(dim)`` joins the ranks' results, ``Partial(op)`` leaves them
+        pending, and a replicated result must be the same on all ranks.
 
     Returns
     -------

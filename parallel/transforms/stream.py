@@ -1,10 +1,10 @@
-"""Arrays larger than memory: Zarr on disk, computed block by block.
+"""Streaming: arrays larger than memory, in Zarr stores, computed block by block.
 
-The idea is that of more ranks than there is memory for. Each rank's block is divided further, along the dimension that is split
-first; the program is partitioned for all these *virtual ranks*; and a rank runs them one after the other, reading its blocks from
-the store and writing its results there. What is left pending (a sum, a maximum over all) is joined as it comes about; where later work
-needs it, the blocks are read once more (:mod:`.streaming_passes`). Before anything is read, the memory of a block's program is worked out from
-its liveness and held against the limit.
+Each rank's block is divided further, along the dimension that is split first, and the program is partitioned for all
+these *virtual ranks*. A rank runs them one after the other, reading their blocks from the store and writing their
+results there. Pending reductions (a sum, a maximum over all) are joined block by block. Where later calls need their
+values, the blocks are read once more (:mod:`~meshtape.parallel.partition.streaming_passes`). Before anything is read,
+the memory of a block's program is computed from its liveness and compared with the limit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays 
 
 
 class _Job(NamedTuple):
-    """What a rank is told: the program, its virtual ranks, where inputs come from and results go, and the axes of all blocks."""
+    """The job of a rank: the program, its virtual ranks, sources of inputs, targets of outputs, and names of axes."""
 
     program: RankProgram
     virtual: tuple[int, ...]
@@ -64,9 +64,9 @@ def stream(
     Parameters
     ----------
     fn
-        An ordinary function of whole arrays: elementwise work, products and normalisation along what is not split, sums and
-        extrema over it. Where it goes on with what is reduced over all blocks (``x - mean(x)``, a softmax over the split
-        dimension), the arrays are read once more for each such step.
+        An ordinary function of whole arrays: elementwise calls, products and normalisation along dimensions that are
+        not split, sums and extrema along those that are. The arrays are read once more for each reduction over all
+        blocks whose value is used further (``x - mean(x)``, a softmax over the split dimension).
     *args
         :class:`Stored` arrays of one mesh, arrays and numbers. Arrays that are not stored go to every rank whole.
     memory
@@ -75,14 +75,14 @@ def stream(
         Path of a Zarr array to write the result to; a tree of paths, like the result, for several; None where a result is a
         reduction, which is given back as an array.
     scratch
-        Directory (or address of a store) that every worker can use, for values on their way from blocks to other blocks: sums of
-        rows whose columns are split too. By default beside the first path of ``to``, or a temporary directory where all ranks
-        are in this process. It is emptied at the end.
+        Directory (or address of a store) that every worker can use, for values that are split over other blocks later:
+        sums of rows whose columns are split too. By default beside the first path of ``to``, or a temporary directory
+        where all ranks are in this process. It is emptied at the end.
 
     Returns
     -------
     tree
-        Like ``fn``'s: :class:`Stored` for what was written, arrays for what was reduced.
+        Like ``fn``'s: :class:`Stored` for written results, arrays for reductions.
 
     Raises
     ------
@@ -90,12 +90,13 @@ def stream(
         Where a tape watches an array that ``fn`` takes or reads from around it: streams have no derivative.
     ShardingConflict
         Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split has no
-        place to go; the message shows the step, and what to do.
+        place to go; the message shows the step, and a remedy.
     CheckpointExists
         Where something is already at a path of ``to``.
     StorageFull, StoreError
-        Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error. What a killed process leaves is no
-        array: ``mt.storage.leftovers`` lists it, and the next call removes it; in an object store, the next call for that path replaces it.
+        Where a rank cannot write its blocks. Nothing is left at the paths of ``to`` after an error. A killed process
+        may leave files, but no array: ``mt.storage.leftovers`` lists them, and the next call removes them; in an object
+        store, the next call for that path replaces them.
     OutOfMemory
         Where not even one row of a block fits the limit. Nothing was read or written then.
     """
@@ -116,7 +117,7 @@ def stream(
     passes, parts = _divide(program, given, mesh, limit)
     paths = _paths(to, result_def, statics)
     last = passes[-1].program
-    # A sum over blocks is kept in float32 until it is whole; it is stored, and given back, as what the function returned.
+    # A sum over blocks is kept in float32 until it is whole; it is stored, and returned, in the function's dtype.
     shapes = [(program.avals[o], last.layouts[v]) for o, v in zip(program.outputs, last.outputs, strict=True)]
     written = [_over_blocks(layout, last.sizes) for _, layout in shapes]
     for i, (path, (_, layout)) in enumerate(zip(paths, shapes, strict=True)):
@@ -184,7 +185,7 @@ def _run_passes(
             sources.update(zip(targets, found, strict=True))
             continue
         for i, (v, o) in enumerate(zip(p.outputs, outputs, strict=True)):
-            if isinstance(o, Parts):  # what ranks contributed is joined as it is read again
+            if isinstance(o, Parts):  # contributions are joined when they are read again
                 layouts = {v: p.layouts[v].reduced()}
                 join = RankProgram(
                     p.sizes, (v,), (), (v,), {v: program.avals[program.outputs[i]]}, layouts, name="stream"
@@ -224,7 +225,7 @@ def _bytes(memory: int | str) -> int:
 
 
 def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDef) -> tuple[Program, Any, list[Any]]:
-    """The program of a function of arrays that are not here."""
+    """The program of a function, traced on stand-ins for stored arrays."""
     trace = _Trace()
 
     def stand_in(x: Any) -> Any:
@@ -233,7 +234,7 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
         aval = ShapeDtype(tuple(x.shape), x.dtype)
         return wrap(Tracer(trace, trace.builder.input(aval), aval, CPU, None, None))
 
-    # Tapes go on listening, so that what is made of a watched array on the way is known as such.
+    # Tapes keep recording, so that results of watched arrays are known as such.
     others = [r for r in state.recorders if not isinstance(r, Tape)]
     with not_recording(*others) if others else contextlib.nullcontext(), recording(trace):
         result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
@@ -248,9 +249,9 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
 
 
 def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> tuple[list[Pass], int]:
-    """The program for as many virtual ranks as it takes to stay within the limit, in passes; and how many a rank has."""
+    """The passes of the program over enough virtual ranks to stay within the limit, and their number a rank."""
     longest = max((_first(x)[1] for x in given if isinstance(x, Stored)), default=1)
-    parts = 2  # so that what is split over blocks is known as such
+    parts = 2  # so that values that are split over blocks are known as such
     while True:
         sizes = (*mesh.sizes, parts)
         layouts = {
@@ -271,7 +272,7 @@ def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> t
 
 
 def _over_blocks(layout: Layout, sizes: Sequence[int]) -> bool:
-    """Whether each block gives elements of its own: what goes to a store as it comes about."""
+    """Whether a value is split over blocks, and so is written to a store block by block."""
     return any(len(sizes) - 1 in axes for _, axes in layout.shards)
 
 
@@ -293,7 +294,7 @@ def _divided(x: Stored, extra: int) -> Layout:
 
 
 def _peak(p: RankProgram) -> int:
-    """Bytes of the blocks that are alive together at the worst step of a virtual rank."""
+    """Peak bytes of live blocks on a virtual rank."""
 
     def size(v: int) -> int:
         aval = p.avals[v]
@@ -325,13 +326,13 @@ def _paths(to: Any, result_def: Any, statics: Sequence[Any]) -> list[str | None]
 
 
 def _needed(p: RankProgram, mesh: Mesh) -> list[int]:
-    """Ranks that have something to do: along axes that nothing is split over, the first does it for all."""
+    """Ranks with work to do: along axes that nothing is split over, only the first."""
     used = {a for v in p.inputs for _, axes in p.layouts[v].shards for a in axes}
     return [r for r in range(mesh.size) if all(c == 0 or a in used for a, c in enumerate(mesh.coordinates(r)))]
 
 
 def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh, count: int) -> np.ndarray:
-    """What ranks found of a variable: their blocks put together, and contributions to one block reduced."""
+    """A variable's value from all ranks: blocks put together, contributions to one block reduced."""
     layout, aval = p.layouts[v], p.avals[v]
     bound = {a for a, _ in layout.partials} | {a for _, axes in layout.shards for a in axes}
     op = next((op for a, op in layout.partials if a < len(mesh.sizes)), None)
@@ -351,7 +352,7 @@ def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh,
 
 
 def _run_blocks(payloads: Mapping[int, _Job], blocks: Any) -> dict[int, list[Any]]:
-    """The virtual ranks of the ranks of one process, one after the other; what is left pending, joined."""
+    """Run the virtual ranks of one process's ranks one after the other, and join pending reductions."""
     return {r: _run_rank(job) for r, job in payloads.items()}
 
 

@@ -1,4 +1,4 @@
-"""Arrays in Zarr stores that ranks read and write block by block: those of the user, and values on their way to other blocks."""
+"""Zarr arrays that ranks read and write block by block: the user's, and intermediate values between passes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ..sharding.placement import REDUCERS, Placement, Sharding, block_box
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """An array in a Zarr store that is to be worked on by the ranks of a mesh; made by :func:`from_zarr` and :func:`stream`."""
+    """An array in a Zarr store with a sharding over a mesh; made by :func:`from_zarr` and :func:`stream`."""
 
     path: str
     shape: tuple[int, ...]
@@ -137,18 +137,18 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
 
 @dataclass(frozen=True)
 class Target:
-    """A Zarr array that ranks fill, one chunk a block: no two writers meet in one. It has no metadata, and so is none, before
-    :func:`committed` ends."""
+    """A Zarr array that ranks fill, one chunk a block, so that no two ranks write to one chunk. It has no metadata, and
+    so is no array, before :func:`committed` ends."""
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[int, ...]
     place: str
-    """Where it is written meanwhile."""
+    """The path that it is written to before the commit."""
 
     def open(self) -> Any:
-        """The array, to be written."""
+        """The array, opened for writing."""
         from zarr import Array, AsyncArray
         from zarr.storage import MemoryStore, StorePath
 
@@ -157,16 +157,16 @@ class Target:
         return Array(AsyncArray(described.metadata, StorePath(place["store"], place["path"])))
 
     def check(self) -> None:
-        """Raise where nobody wants it any more: a rank that went on writing would make it anew."""
+        """Raise if the write was given up: a rank that went on writing would create the array anew."""
         if not stores.is_url(self.place) and not Path(self.place).is_dir():
             raise StoreError(f"{self.path} was given up: another rank could not write it, or the client is gone")
 
 
 @contextmanager
 def committed(path: str, aval: ShapeDtype, chunks: Sequence[int]) -> Iterator[Target]:
-    """A new array at ``path``, all at once: where the block ends with an error there is nothing, and what a killed process leaves is no
-    array. A directory is filled under a temporary name (:mod:`~meshtape.storage.commit.directory_commit`); in an object store the
-    metadata comes last."""
+    """An atomic new array at ``path``: after an error in the context there is nothing, and a killed process leaves no
+    array. A directory is filled under a temporary name (:mod:`~meshtape.storage.commit.directory_commit`); in an object
+    store the metadata comes last."""
     where = stores.location(path)
     with _directory(where) as folder:
         target = Target(path, aval.shape, np.dtype(aval.dtype), tuple(chunks), where if folder is None else folder.root)
@@ -179,7 +179,7 @@ def committed(path: str, aval: ShapeDtype, chunks: Sequence[int]) -> Iterator[Ta
 
 @contextmanager
 def _directory(where: str) -> Iterator[atomic_directory.Folder | None]:
-    """A new directory to fill and commit; None in an object store, where what was written goes after an error."""
+    """A new directory to fill and commit; None for an object store, whose new objects are deleted after an error."""
     if not stores.is_url(where):
         with (
             atomic_directory.room_for(0, where),
@@ -200,8 +200,8 @@ def _directory(where: str) -> Iterator[atomic_directory.Folder | None]:
 
 @dataclass(frozen=True)
 class Parts:
-    """A value in a store, split over blocks, with what each rank along its pending axes contributes: these come first, one a
-    dimension. ``axes`` are those, ``op`` joins them."""
+    """A value in a store, split over blocks, with all contributions of its pending ``axes``: these are the first
+    dimensions of the stored array. ``op`` joins the contributions."""
 
     path: str
     axes: tuple[int, ...]
@@ -209,7 +209,7 @@ class Parts:
 
     @classmethod
     def create(cls, path: str, p: RankProgram, v: int) -> Parts:
-        """Room for an output of a program."""
+        """Create the array for an output of a program."""
         layout, aval = p.layouts[v], p.avals[v]
         parts = cls(path, tuple(a for a, _ in layout.partials), next((op for _, op in layout.partials), None))
         wide = bool(parts.axes) and is_low_precision(aval.dtype)
@@ -223,11 +223,11 @@ class Parts:
         return parts
 
     def write(self, array: Any, box: Box, place: Sequence[int], block: np.ndarray) -> None:
-        """The block of the rank at ``place`` of the mesh."""
+        """Write the block of the rank at ``place`` of the mesh."""
         array[(*(place[a] for a in self.axes), *box.slices)] = block.astype(array.dtype)
 
     def read(self, array: Any, box: Box, dtype: np.dtype) -> np.ndarray:
-        """A box of the value, joined."""
+        """Read a box of the value, its contributions joined."""
         found = np.asarray(array[(*(slice(None) for _ in self.axes), *box.slices)])
         if self.op is None:
             return found
@@ -237,7 +237,7 @@ class Parts:
 
 @contextmanager
 def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bool) -> Iterator[str | None]:
-    """Where values go on their way from blocks to other blocks: empty before and after."""
+    """A scratch location for intermediate values, which is empty before and after."""
     if not needed:
         yield None
         return
@@ -266,7 +266,7 @@ def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bo
 
 
 def _opened(path: str) -> Any:
-    """The Zarr array of a user; what is wrong with it is an error of ours."""
+    """Open the Zarr array of a user. Raises errors of ours."""
     try:
         return zarr_tensor.open_array(stores.location(path), "")
     except (IncompleteCheckpoint, CorruptCheckpoint) as e:
@@ -277,7 +277,7 @@ def _opened(path: str) -> Any:
             ) from e
         if isinstance(e, IncompleteCheckpoint):
             raise NotACheckpoint(f"[from_zarr] there is no Zarr array at {path}") from e
-        # What a client says of a URL may hold a signature.
+        # A client's error text on a URL may hold a signature.
         why = type(e.__cause__).__name__ if stores.is_url(path) else e.__cause__ or e
         raise StoreError(f"[from_zarr] {path} cannot be read as a Zarr array: {why}") from e
 
@@ -299,7 +299,7 @@ def _place(path: str, write: bool = True) -> dict[str, Any]:
 
 
 def open_array(path: str, mode: str = "r") -> Any:
-    """A Zarr array that is there, to be indexed with slices."""
+    """An existing Zarr array, to be indexed with slices."""
     if mode == "r":
         return StoredArray((path,), zarr_tensor.open_array(stores.location(path), "").kept())
     import zarr

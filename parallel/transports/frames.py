@@ -1,7 +1,7 @@
-"""The head of every message between processes: who sends it, for which collective, and how long it is.
+"""Frames: the head of every message between processes, with its sender, collective and length.
 
-A frame is a fixed head and raw bytes of known length; nothing is unpickled. The head says epoch, group, sequence and op, so that
-processes that meet in different places of a program find out at once, and each names both.
+A frame is a fixed head and raw bytes of known length; nothing is unpickled. The head has epoch, group, sequence and op,
+so that processes at different steps of a program detect it at once, and each names both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIZE = _HEAD.size
 
 
 class Place(NamedTuple):
-    """Where in its work a process is: the number of the run, the turn of a loop within it, the step of the program."""
+    """The position of a process: the number of the run, the turn of a loop within it, the step of the program."""
 
     run: int
     turn: int

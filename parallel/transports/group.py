@@ -1,7 +1,7 @@
-"""The processes of a mesh as one of them sees them: :class:`Transport`, and :class:`Group`, which drives one link to each other.
+"""Transports between the processes of a mesh: the :class:`Transport` protocol, and :class:`Group` over links.
 
-The one primitive is an *exchange*: send batches to some processes, fill sinks from what others send. Everything that ranks do
-together is made of it (``rounds``). Sends and receives of one exchange overlap, by polling descriptors; no thread is started.
+The one primitive is an *exchange*: send batches to some processes, and fill sinks with the batches of others. All
+collectives are made of it. Sends and receives of one exchange overlap, by polling descriptors; no thread is started.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Receives: TypeAlias = Mapping[int, Sequence["Sink | np.ndarray"]]
 
 
 class Transport(Protocol):
-    """What an executor needs of the other processes of its mesh.
+    """The interface of an executor to the other processes of its mesh.
 
     One thread uses it at a time, in the same order in every process of the mesh. Nothing may be used after an error.
     """
 
     eager: bool
-    """Whether a wait may keep its core for a moment; False while the process computes beside it. Set by who uses it."""
+    """Whether a wait may spin for a moment; False while the process computes beside it. Set by the caller."""
 
     def begin(self, run: int, timeout: float) -> None:
         """The exchanges that follow belong to run number ``run``; each may take ``timeout`` seconds."""
@@ -45,44 +45,45 @@ class Transport(Protocol):
         """The exchanges that follow belong to this turn of a loop within the run."""
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
-        """Send batches to processes, and fill sinks from what processes send.
+        """Send batches to processes, and fill sinks with the batches of processes.
 
         Parameters
         ----------
         step
-            Number of the exchange within the program, the same in all processes: who is elsewhere is found out.
+            Number of the exchange within the program, the same in all processes, which detects processes at another
+            step.
         what
-            What it is for, in the user's words: ``all_reduce(data) of mean``.
+            The purpose in the user's words: ``all_reduce(data) of mean``.
         sends, receives
-            Batches (or single arrays) for each process, and sinks (or arrays to fill) for what each sends, in equal order.
-            A process that is named here must name this one, with batches of the same shapes.
+            Batches (or single arrays) for each process, and sinks (or arrays to fill) for those of each, in equal
+            order. A process that is named here must name this one, with batches of the same shapes.
 
         Raises
         ------
         RankLost
-            A process left, or stopped and said why.
+            A process left, or stopped with a reason.
         CollectiveMismatch
-            A process is in another place of its program, or sends what has another size.
+            A process is at another step of its program, or sends another size.
         CollectiveTimeout
-            Not all is done in time; names the processes that are missing.
+            The exchange is not done in time; names the missing processes.
         """
 
     def abort(self, reason: str) -> None:
-        """Tell all others why this process stops, as far as they still listen."""
+        """Send all processes that still listen the reason why this one stops."""
 
     def shutdown(self) -> None:
-        """End the connections without giving them up: whoever waits for one sees it closed. Called by any thread."""
+        """End the connections without freeing them: threads that wait for one see it closed. Called by any thread."""
 
     def close(self) -> None:
-        """Give back connections and memory."""
+        """Free connections and memory."""
 
 
 class Group:
-    """A :class:`Transport` over one :class:`Link` to each other process that it has to do with.
+    """A :class:`Transport` with one :class:`Link` to each other process that it exchanges with.
 
-    ``mesh`` and ``epoch`` say which mesh and which of its lives this is, ``ranks`` names each process in messages. ``connect`` makes
-    links to some processes within so many seconds. ``answers`` tells whether a process is alive, asked when it was silent for
-    :attr:`silence` seconds.
+    ``mesh`` and ``epoch`` identify the mesh and its epoch, ``ranks`` names each process in errors. ``connect`` makes
+    links to some processes within so many seconds. ``answers`` tells whether a process is alive; it is called after
+    :attr:`silence` seconds without a sign of it.
     """
 
     silence = 5.0
@@ -102,7 +103,7 @@ class Group:
         self._by_fd: dict[int, Link] = {}
         self._waiter = Waiter()
         self.eager = True
-        # What another thread of this process brings comes sooner where nobody takes the interpreter from it.
+        # Bytes that another thread of this process moves come sooner if this one does not hold the interpreter.
         self._apart = True
         self._place, self._timeout = Place(0, 0, 0), 60.0
         self._what, self._expect = "", dict[int, int]()
@@ -115,7 +116,7 @@ class Group:
         self._place = self._place._replace(turn=number)
 
     def connect(self, processes: Collection[int]) -> None:
-        """Make the links to these processes that are not there; each of them does the same. Raises as :meth:`exchange`."""
+        """Make the missing links to these processes, each of which does the same. Raises as :meth:`exchange`."""
         missing = [p for p in processes if p not in self.links]
         if missing:
             found = self._connect(missing, self._timeout)
@@ -129,7 +130,7 @@ class Group:
 
     @property
     def last(self) -> tuple[int, str]:
-        """(number of the run, what its last exchange was for). Read by other threads, to be shown."""
+        """(number of the run, purpose of its last exchange). Read by other threads, for display."""
         return self._place.run, self._what
 
     def close(self) -> None:
@@ -186,7 +187,7 @@ class Group:
                 self._serve(link, sending, receiving)
 
     def _serve(self, link: Link, sending: dict[int, Link], receiving: dict[int, Link]) -> None:
-        """Send and receive what one link can now."""
+        """Send and receive on one link as far as possible without blocking."""
         p = link.peer
         while True:
             before = link.moved
@@ -204,7 +205,7 @@ class Group:
                 return
 
     def _unstall(self, sending: dict[int, Link], receiving: dict[int, Link]) -> bool:
-        """Offer chunks again whose turn may have come; whether anything is left to do."""
+        """Offer stalled chunks again. Returns whether anything is left to do."""
         again = True
         while again:
             again = False
@@ -233,7 +234,7 @@ class Group:
             found = self._waiter.wait(patience, self.eager and self._apart)
             if found:
                 break
-            # Whoever computes still answers; a process that is stopped or cut off does not, and need not be waited for.
+            # A computing process still answers. One that is stopped or cut off does not, and is not waited for.
             if self._answers is not None and time.monotonic() < deadline:
                 for p in missing:
                     if not self._answers(p, min(self.silence, left)):
@@ -246,7 +247,7 @@ class Group:
             link.stream.awake()
 
     def _lost(self, link: Link, error: OSError) -> None:
-        """A send failed. The peer may have said why before it closed: what it sent is read first."""
+        """Handle a failed send. The peer may have sent a reason before it closed, so that is read first."""
         deadline = time.monotonic() + 1.0
         with contextlib.suppress(OSError, CollectiveMismatch):
             link.start(None, (), (), 0)

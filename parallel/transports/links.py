@@ -1,6 +1,7 @@
-"""One process's connection to one other while messages are exchanged: what is still to be sent, and what is to come.
+"""Links: a process's connection to one other, with the state of the current exchange.
 
-:class:`StreamLink` sends everything through a byte stream; ``slots`` has another way for large messages.
+:class:`StreamLink` sends everything through a byte stream. :mod:`.shared_memory_link` sends large messages through
+shared memory.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from . import frames
 from .streams import Stream
 
 Check = Callable[["Link", frames.Head | None], None]
-"""Looks at a head that came; raises where it is not what was expected."""
+"""Checks a received head; raises for an unexpected one."""
 
 
 class Small:
-    """A small message that is to come, head and all: read in one go, then handed out."""
+    """A small message to receive, with its head: it is read in one piece, then delivered."""
 
     __slots__ = ("_i", "_j", "_offset", "_sinks", "got", "raw")
 
@@ -31,7 +32,7 @@ class Small:
         self._sinks, self._offset, self._i, self._j = sinks, frames.SIZE, 0, 0
 
     def deliver(self) -> bool:
-        """Hand out the arrays; False where the next one's turn has not come."""
+        """Deliver the arrays to their sinks; False if a sink does not accept its array yet."""
         while self._i < len(self._sinks):
             sink = self._sinks[self._i]
             count = math.prod(sink.shape)
@@ -46,21 +47,21 @@ class Small:
 
 
 class Link(ABC):
-    """See the module. A link is told what an exchange moves by :meth:`start`; then the group calls :meth:`push` and :meth:`pull`
-    until both return True."""
+    """See the module. :meth:`start` sets the sends and receives of an exchange; then the group calls :meth:`push` and
+    :meth:`pull` until both return True."""
 
     @property
     def apart(self) -> bool:
-        """Whether the other end needs no thread of this process."""
+        """Whether bytes move without the help of another thread of this process."""
         return self.stream.apart
 
     def __init__(self, peer: int, stream: Stream) -> None:
         self.peer, self.stream = peer, stream
         stream.trust()
         self.stalled = False
-        """A chunk is here whose turn has not come."""
+        """Whether a received chunk is not accepted by its sink yet."""
         self.moved = 0
-        """Counts what changed, so that a caller knows when another attempt is worth it."""
+        """A counter of progress, by which a caller knows when another attempt is worth it."""
         self._views: deque[memoryview] = deque()  # go through the stream next
         self._out = outgoing(())
         self._in = incoming(())
@@ -76,11 +77,11 @@ class Link(ABC):
         small: int | None,
         expected: bytes = b"",
     ) -> None:
-        """What this exchange sends and receives.
+        """Set the sends and receives of an exchange.
 
-        ``head`` is what goes first (None: nothing is sent), a small message as a whole; ``batches`` follow it. ``sinks`` take what
-        comes (None: nothing does); ``small`` is its size where it is a small message. ``expected`` is the head that comes if all is
-        well: another one is looked at.
+        ``head`` is sent first (None: nothing is sent), with a small message as a whole; ``batches`` follow it.
+        ``sinks`` take the received message (None: nothing is received); ``small`` is its size if it is a small one.
+        ``expected`` is the usual head; only another one is checked.
         """
         self._expected = expected
         if head is not None:
@@ -92,7 +93,7 @@ class Link(ABC):
             self._message, self._checked = Small(sinks if small is not None else (), small or 0), False
 
     def _look(self, message: Small, check: Check) -> None:
-        """The head is here."""
+        """Check a complete head."""
         self._checked = True
         raw = message.raw[: frames.SIZE]
         if raw != self._expected:
@@ -100,19 +101,19 @@ class Link(ABC):
 
     @abstractmethod
     def push(self) -> bool:
-        """Send what can be sent now; True when all is sent."""
+        """Send as much as possible now; True when all is sent."""
 
     @abstractmethod
     def pull(self, check: Check) -> bool:
-        """Receive what is here; True when all has come."""
+        """Receive the bytes that are here; True when all has come."""
 
     @abstractmethod
     def interest(self) -> int:
-        """What to poll for, of what :meth:`push` and :meth:`pull` wait for."""
+        """The poll events that :meth:`push` and :meth:`pull` wait for."""
 
     @abstractmethod
     def reason(self, length: int) -> str:
-        """The text of an abort, whose head has come."""
+        """The text of an abort whose head was received."""
 
     @property
     @abstractmethod
@@ -124,7 +125,7 @@ class Link(ABC):
 
 
 class StreamLink(Link):
-    """Everything through the stream, received where it belongs."""
+    """A link that sends everything through the stream, and receives it right into the sinks' memory."""
 
     def __init__(self, peer: int, stream: Stream) -> None:
         super().__init__(peer, stream)
@@ -212,7 +213,7 @@ class StreamLink(Link):
 
 
 def send(stream: Stream, views: deque[memoryview]) -> None:
-    """Send some of these and take what was sent out. Raises ``BlockingIOError`` where nothing can be."""
+    """Send some of these bytes, and remove them. Raises ``BlockingIOError`` if nothing can be sent."""
     n = stream.send(views if len(views) == 1 else list(views))
     while n:
         if n >= len(views[0]):

@@ -1,7 +1,7 @@
-"""A port that stays open: whoever connects is greeted in a thread, of which there is a bounded number, within bounded time.
+"""The listener: an open port with a bounded number of handshake threads and a bounded time for each.
 
-Nobody who has not proved to belong here keeps others out. Where all threads are taken, the connection that has been there longest is
-closed, among those from the address that has most of them; where the system has no descriptor left, the port waits for one.
+Unauthenticated connections cannot keep others out. If all threads are taken, the oldest connection is closed, of the
+address that has most of them. If the system has no descriptor left, the port waits for one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections import Counter
 from collections.abc import Callable
 
 GREETED = 64
-"""Connections that have not proved to belong here, at most."""
+"""The most unauthenticated connections."""
 GREETING = 10.0
-"""Seconds that one of them has, from being accepted to its proof."""
+"""Seconds for the authentication of a connection."""
 _PAUSE = 0.05
 _STARVED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Gate:
-    """Counts connections that have not proved themselves, and makes room for the next one."""
+    """Counts unauthenticated connections, and closes one to make room for the next."""
 
     def __init__(self, limit: int = GREETED) -> None:
         self._limit = limit
@@ -32,15 +32,15 @@ class Gate:
         self._changed = threading.Condition()
         self._next = 0
         self.most = 0
-        """So many there were at once."""
+        """The most there were at once."""
 
     def enter(self, address: str, end: Callable[[], None]) -> int:
-        """A place for a connection from ``address``, which ``end`` ends at once; where there is none, another one is ended."""
+        """A place for a connection from ``address``, which ``end`` ends. A full gate ends another one first."""
         with self._changed:
             while len(self._inside) >= self._limit:
                 crowd, _ = Counter(a for a, _ in self._inside.values()).most_common(1)[0]
                 next(e for a, e in self._inside.values() if a == crowd)()
-                # Its thread ends as soon as it is run; until then nobody else comes in.
+                # Its thread ends as soon as it is run; until then no other connection enters.
                 self._changed.wait(_PAUSE)
             self._next += 1
             self._inside[self._next] = address, end
@@ -48,15 +48,15 @@ class Gate:
             return self._next
 
     def leave(self, place: int) -> None:
-        """The connection has proved itself, or is closed."""
+        """Free the place of a connection that is authenticated or closed."""
         with self._changed:
             self._inside.pop(place, None)
             self._changed.notify_all()
 
 
 class Listener:
-    """A TCP port. ``greet`` is called with each connection, as ``wrap`` makes it, in a thread of its own, and closes what it does not
-    keep; it calls its second argument as soon as the connection has proved to belong here."""
+    """A TCP port. ``greet`` is called with each connection, wrapped by ``wrap``, in a thread of its own. It closes
+    connections that it does not keep, and calls its second argument as soon as one is authenticated."""
 
     def __init__(
         self,

@@ -24,14 +24,14 @@ from .links import shaped
 
 ROOT = Path("/dev/shm")
 SLOTS = 8
-"""Of one direction between two processes, at most."""
+"""The most slots of one direction between two processes."""
 
 _PREFIX = "meshtape-"
 
 
 @functools.cache
 def host_id() -> bytes:
-    """The same in all processes that see the same shared memory: of this boot, and of this mount of ``/dev/shm``."""
+    """An id of this boot and this mount of ``/dev/shm``: equal in all processes that see the same shared memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return hashlib.sha256(f"{boot}{ROOT.stat().st_dev}{os.getuid()}".encode()).digest()
@@ -41,22 +41,22 @@ def host_id() -> bytes:
 
 @functools.cache
 def process_id() -> bytes:
-    """Names this process."""
+    """A random id of this process."""
     return secrets.token_bytes(16)
 
 
 class Budget:
-    """Bytes of shared memory that this process may make, for the links in which it is the one that does.
+    """The budget of shared memory that this process creates for its links.
 
-    A host has ``limit``; each of its processes makes an equal share at most, of which a link takes no more than half of what is left:
-    the first ones get all their slots, later ones fewer, and in the end none, which leaves them the socket.
+    A host has ``limit``, and each of its processes an equal share of it. A link takes at most half of the rest: the
+    first links get all their slots, later ones fewer, and the last ones none, which leaves them the socket.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._used = 0
         self.processes = 1
-        """Of this host: of one mesh, the largest."""
+        """The most processes of one mesh on this host."""
 
     def share(self, processes: int) -> None:
         """A mesh has so many processes on this host."""
@@ -159,7 +159,7 @@ class Segment:
         return cls(fd, name, found.st_size)
 
     def unlink(self) -> None:
-        """Take its name away; those who have it keep it."""
+        """Remove its name; processes that have it open keep it."""
         with contextlib.suppress(FileNotFoundError):
             (ROOT / self.name).unlink()
 

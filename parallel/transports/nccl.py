@@ -1,8 +1,8 @@
-"""Blocks of GPUs: messages from device to device through NCCL, as CuPy binds it (``cupy.cuda.nccl``).
+"""The NCCL transport: messages from GPU to GPU by CuPy's binding (``cupy.cuda.nccl``).
 
-Where a process and its peers are in their programs is compared over the host's own connections first, sizes included. NCCL itself
-would wait for ever where they differ; so it is only called when all have agreed, and what fails is told by the same errors. The
-messages of one exchange are one group of sends and receives, which NCCL carries out together; contributions are then joined on the
+Processes first compare the steps of their programs and sizes over the host's own connections. NCCL itself would wait
+for ever where these differ, so it is only called when all agree, and failures raise the same errors. The messages of
+one exchange are one group of sends and receives, which NCCL carries out together. Contributions are then joined on the
 device in their fixed order, as on the host.
 
 It was written on machines without a GPU, from the documentation of NCCL 2 and of CuPy 14, and has run there against an emulation of
@@ -46,7 +46,7 @@ class NcclGroup:
     timeout
         Seconds in which all have to arrive when the communicator is made.
     ended
-        Asked while the device works: whether somebody else has failed, so that nothing will come any more.
+        Called while the device works: whether another process has failed, so that nothing will come any more.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class NcclGroup:
         came: list[tuple[Sink, list[Any]]] = []
         calls: list[tuple[Callable[..., None], Any, int]] = []  # with arrays that live until all is sent
         with self._stream:
-            # What can fail for want of memory comes before the group, which would stay open.
+            # Allocations, which can fail, come before the group, which would stay open.
             for p in sorted({*batches, *sinks}):
                 calls += [(self._comm.send, self._cupy.ascontiguousarray(a), p) for b in batches.get(p, ()) for a in b]
                 for sink in sinks.get(p, ()):
@@ -139,7 +139,7 @@ class NcclGroup:
         self._hand_out(came)
 
     def _agree(self, step: int, what: str, batches: Mapping[int, Any], sinks: Mapping[int, list[Sink]]) -> None:
-        """Compare place and sizes with everyone that takes part, and that they are there."""
+        """Check that all processes of the exchange are there, at the same step and with the same sizes."""
         mine = {p: [np.array([a.nbytes for b in found for a in b], np.int64)] for p, found in batches.items()}
         want = {p: np.array([_size(s) for s in found for _ in range(s.width)], np.int64) for p, found in sinks.items()}
         theirs = {p: np.full(len(w), -1, np.int64) for p, w in want.items()}
@@ -149,7 +149,7 @@ class NcclGroup:
                 raise RankLost(f"{what}: process {p} sends {theirs[p].tolist()} bytes where {w.tolist()} are expected")
 
     def _wait(self, what: str) -> None:
-        """Until the device is done: the communicator is asked meanwhile whether a peer failed."""
+        """Wait for the device, and check the communicator for failed peers meanwhile."""
         done = self._stream.record()
         deadline = time.monotonic() + self._timeout
         while not done.done:
@@ -186,7 +186,7 @@ class NcclGroup:
         self._host.shutdown()
 
     def close(self) -> None:
-        # It waits for the device; whoever closes a mesh may be an event loop.
+        # It waits for the device, and an event loop may close the mesh.
 
         def destroy() -> None:
             with self._device:

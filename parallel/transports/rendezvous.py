@@ -1,11 +1,11 @@
-"""The rendezvous of the processes of a mesh: who listens where, who is let in, and what a connection is made of.
+"""The rendezvous of the processes of a mesh: addresses, authentication, and the choice of links.
 
-Each Dask worker has one data plane. Two processes of a mesh connect when they first have something to say to each other, and stay
-connected. A connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce, that they know the secret
-that the client gave the mesh's workers over Dask's control plane; whatever else arrives is closed, and keeps nobody out (``listener``). Where the cluster uses TLS, connections do
-too, with the certificates of its ``Security``. Two processes of one host then share memory, and talk about it through a socket of the
-system itself where nothing has to be encrypted; two workers of one process hand their arrays over; all others use the connection itself
-(``transports``).
+Each Dask worker has one data plane. Two processes of a mesh connect at their first exchange, and stay connected. A
+connection is accepted only after both sides have proved, by HMAC-SHA256 over a fresh nonce, that they know the secret
+that the client gave the mesh's workers over Dask's control plane; all other connections are closed (:mod:`.listener`).
+Where the cluster uses TLS, connections do too, with the certificates of its ``Security``. Two processes of one host
+share memory, with a Unix socket beside it where nothing has to be encrypted. Two workers of one process hand their
+arrays over. All others use the connection itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .streams import SocketStream, Stream, TlsStream
 from .unix_socket import Door, enter
 
 Address = tuple[str, int] | str
-"""Of a process's data plane: host and port, or the Dask address of its worker where no port is opened."""
+"""Address of a process's data plane: host and port, or the Dask address of its worker if no port is opened."""
 
 _HELLO = struct.Struct(
     ">4s16sQI32s32s16s?I"
@@ -94,11 +94,11 @@ class DataPlane:
             self.address = self._listener.address
 
     def admit(self, mesh: bytes, secret: bytes) -> None:
-        """Let processes of this mesh in that know its secret."""
+        """Admit processes of this mesh, which know its secret."""
         self._secrets[mesh] = secret
 
     def stop(self, mesh: bytes, epoch: int) -> None:
-        """End what an epoch of a mesh still waits for here: one of its processes failed. Called by any thread."""
+        """End the waits of an epoch of a mesh here, as one of its processes failed. Called by any thread."""
         with self._changed:
             self._stopped.add((mesh, epoch))
             group = self._groups.get((mesh, epoch))
@@ -107,7 +107,7 @@ class DataPlane:
             self._changed.notify_all()
 
     def left(self, mesh: bytes, worker: str) -> None:
-        """A worker of the mesh left the cluster: nothing can run on that mesh any more. Called by any thread."""
+        """End all groups of a mesh, as one of its workers left the cluster. Called by any thread."""
         with self._changed:
             if mesh not in self._secrets:
                 return
@@ -133,7 +133,7 @@ class DataPlane:
             self._left.pop(mesh, None)
             for key in [k for k in self._groups if k[0] == mesh]:
                 group = self._groups.pop(key)
-                group.shutdown()  # wakes whoever still waits there; closing would not
+                group.shutdown()  # wakes waiting threads; closing would not
                 group.close()
             for key in [k for k in self._arrived if k[0] == mesh]:
                 self._arrived.pop(key).close()
@@ -165,7 +165,7 @@ class DataPlane:
         self.greet(stream, proved)
 
     def greet(self, stream: Stream, proved: Callable[[], None]) -> None:
-        """The accepting side of the handshake, with a bound on its time; strangers are closed without a word."""
+        """The accepting side of the handshake, in bounded time. Unauthenticated connections get no answer."""
         deadline = time.monotonic() + listener.GREETING
 
         def left() -> float:
@@ -207,7 +207,7 @@ class DataPlane:
             except (_Refused, ConnectionRefusedError):
                 raise
             except ConnectionError:
-                # A door that many stand in may have closed it, to let others in.
+                # A crowded listener may have closed it, to let others in.
                 time.sleep(pause)
         return self._connect_once(mesh, epoch, process, peer, address, share, timeout)
 
@@ -338,7 +338,7 @@ class DataPlane:
         return links
 
     def last_exchanges(self) -> dict[str, tuple[int, str]]:
-        """For each mesh (in hexadecimal) the number of its run and what the last exchange was for. Called by any thread."""
+        """The number of the run and the purpose of the last exchange by mesh (hexadecimal). Called by any thread."""
         return {mesh.hex(): group.last for (mesh, _), group in list(self._groups.items())}
 
     def current(self, mesh: bytes, epoch: int) -> Group | None:
@@ -346,7 +346,7 @@ class DataPlane:
         return self._groups.get((mesh, epoch))
 
     def answers(self, address: Address, seconds: float) -> bool:
-        """Whether the process at an address is alive: it greets whoever connects, whatever it computes."""
+        """Whether the process at an address is alive: it answers any connection, even while it computes."""
         try:
             stream = self._dial(address, seconds)
         except OSError:
@@ -386,7 +386,7 @@ class DataPlane:
 
 
 def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: bool) -> Link:
-    """The accepting side offers what is faster than the stream, where there is such a thing; the other says whether it takes it."""
+    """Offer a faster link than the stream, if there is one; the connecting side accepts or declines."""
     wait = listener.GREETING
     if share and process_id == memory.process_id():
         key, (out, back) = memory.offer_local()
@@ -461,7 +461,7 @@ def _take(stream: Stream, peer: int, timeout: float) -> Link:
             if inside is None:
                 stream.write(b"+", timeout)
             else:
-                token = os.urandom(_TOKEN)  # says that who came in is who was let in here
+                token = os.urandom(_TOKEN)  # proves that the peer is the authenticated process
                 try:
                     inside.write(token, timeout)
                     stream.write(_ENTERED + token, timeout)

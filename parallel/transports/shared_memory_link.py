@@ -1,6 +1,8 @@
-"""Links whose large messages go through slots of memory that both processes see (``memory``). The stream carries heads and small
-messages as they are, and one byte for each chunk that was put in a slot or taken out of one; it also tells when the other process
-ends. What is in memory is ordered by the stream: no byte is read before the byte about it has come.
+"""Shared-memory links: large messages go through slots of memory that both processes see (:mod:`.memory`).
+
+The stream carries heads, small messages, and one byte for each chunk that was put in a slot or taken out of one. It
+also shows when the other process ends. A slot is read only after the stream's byte about it, which orders the memory
+accesses.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from .streams import Stream
 
 
 class Slots(Protocol):
-    """Memory for chunks that one process writes and another reads; ``count`` of them."""
+    """``count`` slots of memory for chunks, which one process writes and another reads."""
 
     count: int
     by_reference: bool
-    """Whether a slot only refers to the sender's memory, which must then stay as it is until the chunk was taken."""
+    """Whether a slot only refers to the sender's memory, which must then stay unchanged until the chunk is taken."""
 
     def put(self, slot: int, chunk: np.ndarray) -> None: ...
 
@@ -29,7 +31,7 @@ class Slots(Protocol):
         """The chunk in a slot, in the shape of the ``k``-th chunk of the sink."""
 
     def taken(self, slot: int) -> None:
-        """The chunk in the slot was taken."""
+        """Mark the chunk in a slot as taken."""
 
     def close(self) -> None: ...
 
@@ -41,7 +43,7 @@ _READ = 1 << 17
 
 
 class SlotLink(Link):
-    """See the module. What this process puts goes in ``outbox``, what the other puts comes in ``inbox``."""
+    """See the module. ``outbox`` has the slots that this process writes, ``inbox`` those of the other."""
 
     def __init__(self, peer: int, stream: Stream, outbox: Slots, inbox: Slots) -> None:
         super().__init__(peer, stream)
@@ -91,7 +93,7 @@ class SlotLink(Link):
             return False
 
     def _fill(self) -> None:
-        """More bytes from the stream; raises ``BlockingIOError`` where there are none."""
+        """Read more bytes from the stream. Raises ``BlockingIOError`` if there are none."""
         if self._start == self._end:
             self._start = self._end = 0
         elif self._end == len(self._buffer):
@@ -105,7 +107,7 @@ class SlotLink(Link):
         self.moved += 1
 
     def _count_freed(self) -> None:
-        """Count the slots that became free, as far as that is what comes next."""
+        """Count the slots that became free, from the next bytes of the stream."""
         before = self._free
         while True:
             while self._start < self._end and self._buffer[self._start] == _TAKEN:
@@ -113,7 +115,7 @@ class SlotLink(Link):
                 self._start += 1
             if self._start < self._end:
                 if self._free == before and not self._receiving and self._buffer[self._start] == _HEAD_BYTE:
-                    raise ConnectionError("it stopped before it had all")  # whoever goes on has taken everything first
+                    raise ConnectionError("it stopped before it had all")  # it takes everything before it goes on
                 return
             try:
                 self._fill()
@@ -177,7 +179,7 @@ class SlotLink(Link):
         return True
 
     def _read_at_once(self, message: Small, check: Check) -> None:
-        """What comes next is most often a head, or a small message as a whole, and can go where it belongs."""
+        """Read the next bytes, most often a head or a whole small message, right into ``message``."""
         n = self.stream.recv_into(message.raw)
         if n == 0:
             raise ConnectionError("closed")
@@ -190,7 +192,7 @@ class SlotLink(Link):
             self._start, self._end = 0, n
 
     def _read_message(self, message: Small, check: Check) -> None:
-        """The head, and the whole message if it is small, as far as it is here."""
+        """Read the head, and the rest of a small message, as far as it is here."""
         while message.got < len(message.raw):
             if self._start == self._end:
                 self._fill()
@@ -202,7 +204,7 @@ class SlotLink(Link):
                 self._look(message, check)
 
     def _say_taken(self) -> None:
-        """Bytes about slots go between whole frames."""
+        """Tell the other process about taken chunks, between whole frames."""
         if not self._owed:
             return
         self._views.append(_GONE[: self._owed])

@@ -1,11 +1,11 @@
-"""Waiting for descriptors: awake for a moment, then asleep.
+"""The spin poller: waits for descriptors that spin for a moment, then sleep.
 
-To wake a process that sleeps takes 5 µs on idle hardware and 0.2 ms on a virtual machine, whose processor has to be woken first; a
-message between two processes takes 10 µs, and a large one is a pipeline of chunks in which each waits for the other again and again.
-So a wait looks again and again for about as long as waking would cost before it sleeps (Karlin, Li, Manasse, Owicki: Empirical studies
-of competitive spinning for a shared-memory multiprocessor, 1991: never more than twice the cost of the best choice), and offers its
-core to others after each look. Where waits turn out to be long, the time awake shrinks; where others take the core for long, which
-keeps it from whoever is waited for, the next waits sleep at once.
+Waking a sleeping process takes 5 µs on idle hardware and 0.2 ms on a virtual machine, whose processor has to be woken
+first. A message between two processes takes 10 µs, and in the chunks of a large one each process waits for the other
+again and again. So a wait spins for about as long as waking would take before it sleeps (Karlin, Li, Manasse, Owicki:
+Empirical studies of competitive spinning for a shared-memory multiprocessor, 1991: never more than twice the cost of
+the best choice), and yields its core after each poll. If waits turn out to be long, the spin gets shorter. If others
+take the core for long, which may keep it from the awaited process, the next waits sleep at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of GPUs through the host's memory: the same exchanges over any other transport, where NCCL cannot be used."""
+"""Staged transport: blocks of GPUs go through the host's memory and any other transport, where NCCL cannot be used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .group import Receives, Sends, Transport
 
 
 class Staged:
-    """A ``Transport`` for arrays of a device. What is sent is copied to the host first; what comes is copied to the device chunk
-    by chunk, and contributions are joined there."""
+    """A ``Transport`` for arrays of a device. Sends are copied to the host first. Received chunks are copied to the
+    device one by one, and contributions are joined there."""
 
     def __init__(self, host: Transport, memory: BlockMemory) -> None:
         self._host, self._memory = host, memory

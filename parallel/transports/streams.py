@@ -1,7 +1,7 @@
 """Byte streams between two processes: plain sockets, and sockets under TLS.
 
-A stream never blocks once it is in use: where nothing can be sent or received it raises ``BlockingIOError``, and :meth:`Stream.events`
-says what to poll its descriptor for. The handshake comes before, with a limit on its time.
+A stream in use never blocks: if nothing can be sent or received it raises ``BlockingIOError``, and
+:meth:`Stream.events` gives the events to poll its descriptor for. The handshake comes before, with a limit on its time.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Stream(Protocol):
     """Whether its bytes move without the help of another thread of this process."""
 
     def trust(self) -> None:
-        """The other side has proved to belong here: it gets large buffers."""
+        """Give the stream large buffers, once the other side is authenticated."""
 
     def fileno(self) -> int:
         """The descriptor to poll."""
 
     def events(self, read: bool, write: bool) -> int:
-        """What to poll for by one who wants to read or write."""
+        """The poll events for a read or a write."""
 
     def awake(self) -> None:
         """Called when polling found the descriptor ready."""
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """Send some of these bytes; how many. Raises ``BlockingIOError`` when none can be taken now, ``OSError`` at the end."""
+        """Send some bytes; returns how many. Raises ``BlockingIOError`` if none can go, ``OSError`` at the end."""
 
     def recv_into(self, view: memoryview) -> int:
-        """Receive some bytes; 0 at the end. Raises ``BlockingIOError`` when none are there."""
+        """Receive some bytes. Returns their number, 0 at the end. Raises ``BlockingIOError`` if none are there."""
 
     def read(self, n: int, timeout: float) -> bytes:
         """Exactly ``n`` bytes, waiting for them."""
@@ -51,7 +51,7 @@ class Stream(Protocol):
         """All of these bytes, waiting until they are taken."""
 
     def shutdown(self) -> None:
-        """End the connection without giving it up: whoever waits for it sees it closed. Called by any thread."""
+        """End the connection without freeing it: threads that wait for it see it closed. Called by any thread."""
 
     def close(self) -> None: ...
 
@@ -130,7 +130,7 @@ class TlsStream(SocketStream):
     """A socket under TLS, with the certificates of the cluster's ``Security``."""
 
     def __init__(self, secure: ssl.SSLSocket, timeout: float) -> None:
-        """Of a socket that was wrapped and has not shaken hands. Raises ``OSError``."""
+        """Shake hands on a wrapped socket. Raises ``OSError``."""
         secure.settimeout(timeout)
         secure.do_handshake()
         super().__init__(secure)
@@ -167,6 +167,6 @@ class TlsStream(SocketStream):
 
 
 def say_abort(stream: Stream, head: bytes, reason: str) -> None:
-    """Tell why this process stops, as far as the other still listens."""
+    """Send the reason why this process stops, if the other still listens."""
     with contextlib.suppress(OSError):
         stream.write(head + reason.encode()[: frames.TEXT_LIMIT], 1.0)

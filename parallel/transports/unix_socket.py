@@ -1,7 +1,7 @@
-"""Sockets of the system itself between two processes of one host, which cost it less than TCP through the loopback.
+"""Unix sockets between two processes of one host, which are cheaper than TCP through the loopback.
 
-A door is a name in ``/dev/shm`` beside that of the segment that the two share, under which one of them waits for the other, and which is
-taken away as soon as it came. Only the user of the process that made it can open it.
+A door is a name in ``/dev/shm`` beside that of the shared segment. One process listens there for the other, and removes
+the name as soon as that has connected. Only the user of the listening process can open it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Door:
         self._path = ROOT / f"{segment}{_SUFFIX}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(self._socket.fileno(), 0o600)  # before it has a name, so that nobody else is ever let in
+            os.fchmod(self._socket.fileno(), 0o600)  # before it has a name, so that no other user can ever connect
             self._socket.bind(str(self._path))
             self._socket.listen(1)
         except BaseException:
@@ -45,7 +45,7 @@ class Door:
 def enter(segment: str) -> socket.socket:
     """The connection to the process that made the door. Raises ``OSError`` where there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)  # where somebody stands in the door it is an error, and no wait
+    sock.setblocking(False)  # a busy door is an error, not a wait
     try:
         sock.connect(str(ROOT / f"{segment}{_SUFFIX}"))
     except BaseException:

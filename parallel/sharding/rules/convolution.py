@@ -1,8 +1,8 @@
 """Factor mappings of convolution: images of a batch, channels and places may be split.
 
-A place of the result sees a few places of the image: where places are split, each rank fetches those that its own need, which are
-its own and a *halo* of its neighbours'. Splitting what is summed over (channels of the image, the batch and the places for the
-kernel's derivative) leaves a sum to be made. Where there are several groups of channels, ranks have whole groups.
+A place of the result depends on a few places of the image. Where places are split, each rank fetches a *halo* of its
+neighbours' places. Splitting a dimension that is summed over (channels of the image; the batch and the places for the
+kernel's derivative) leaves a pending sum. Where there are several groups of channels, ranks have whole groups.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _factors(dims: Sequence[Dim]) -> frozenset[int]:
     return frozenset(d.factor for d in dims)
 
 
-# ----- what a rank runs -------------------------------------------------------------------------------------------------
+# ----- local calls ----------------------------------------------------------------------------------------------------
 
 
 def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], **params: Any) -> Any:

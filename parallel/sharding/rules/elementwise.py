@@ -34,7 +34,7 @@ _LINEAR_IN_INTEGERS: dict[Op, tuple[tuple[int, ...], ...]] = {ew.SUBTRACT: ((0, 
 
 
 def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
-    """The linear sets that hold for these arguments: a scalar beside a sum would be added once a rank."""
+    """The linear sets for these arguments. (A scalar that is added to a pending sum would be added once a rank.)"""
     arrays = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)}
     out = []
     integers = out_avals[0].dtype.kind in "iu"
@@ -56,8 +56,9 @@ def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> li
 
 
 def _scales(factor: Any) -> bool:
-    """Whether the sum of floats that are scaled is the scaled sum. Parts may be zero or infinite where the sum is neither: a factor that
-    is zero or not finite makes NaN of them, and a negative one turns the sign of a zero. What arrays hold is not known."""
+    """Whether scaling commutes with a sum of floats. Contributions may be zero or infinite where the sum is neither: a
+    zero or non-finite factor makes NaN of them, and a negative one changes the sign of a zero. Values of arrays are
+    unknown."""
     return not isinstance(factor, ShapeDtype | complex) and 0 < factor < math.inf
 
 

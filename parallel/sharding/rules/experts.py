@@ -1,5 +1,8 @@
-"""Factor mappings of networks of experts: rows are free; experts, and hidden units, which only meet in the last product, give parts of a sum.
-Where an axis splits rows and experts alike, rows are sent to the ranks of their experts."""
+"""Factor mappings of networks of experts.
+
+Rows may be split freely. Split experts or hidden units, which only meet in the last product, leave a pending sum. Where
+an axis splits rows and experts alike, rows are sent to the ranks of their experts.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Factor mappings of reading and writing by index.
 
-A dimension taken by a full slice is split like any batch. A dimension that is sliced is fetched through a window. One that is looked
-up (by an index array or a number) may be split too: reading then leaves each rank with the sum's part that it holds, writing with
-those writes that are its own. The index arrays' own dimensions may be split for reading, since each position is looked up on its
-own; writes of different ranks to one place have an order only where one rank sees them all.
+A dimension taken by a full slice is split like any batch. A dimension that is sliced is fetched through a window. One
+that is looked up (by an index array or a number) may be split too: a read then leaves a pending sum, and in a write
+each rank does those to its own places. The dimensions of index arrays may be split for reads, as each position is
+looked up by itself. For writes they may not, as writes of different ranks to one place have no order.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ def _getitem(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Para
 
 @rule(ix.SCATTER)
 def _scatter(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions. To sum what they
-    # leave is to send the whole array; where few places of it were read, every rank is rather sent those, with their values.
+    # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions.
+    # Their sum sends the whole array. Where few places were read, it is cheaper to gather these and their values on all
+    # ranks.
     letters = Letters()
     shape = out_avals[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=False)

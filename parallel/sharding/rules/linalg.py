@@ -1,5 +1,4 @@
-"""Factor mappings of linear algebra, Fourier transforms, sorting and running sums: batches may be split, what an op works along
-stays whole."""
+"""Factor mappings of linear algebra, Fourier transforms, sorting and running sums: they work along whole dimensions."""
 
 from __future__ import annotations
 

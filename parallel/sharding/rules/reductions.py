@@ -10,7 +10,7 @@ from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.reductions import reduction_ops as r
 from ..factors import FactorRule, Letters, rule
 
-# Ranks divide by the number of all elements, so that the mean is the sum of what they have.
+# Ranks divide by the number of all elements, so that the mean is the sum of their contributions.
 _REDUCE = {r.SUM: "sum", r.MEAN: "sum", r.PROD: "prod", r.MAX: "max", r.MIN: "min", r.ANY: "any", r.ALL: "all"}
 
 

@@ -1,4 +1,4 @@
-"""Factor mappings of the functions that rearrange, multiply and normalise."""
+"""Factor mappings of manipulation, matrix products and normalisation."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class BatchSizes:
     accumulation
         Micro-batches that each rank sums before a step.
     ranks
-        Over how many ranks the samples are split.
+        The number of ranks that the samples are split over.
     """
 
     batch: int
@@ -33,7 +33,7 @@ class BatchSizes:
 
 
 def batch_sizes(batch: int, *, ranks: int, micro: int | None = None, accumulation: int | None = None) -> BatchSizes:
-    """The sizes that follow from the global batch; what is not given is worked out, and what does not divide is refused.
+    """The sizes that follow from the global batch. Missing ones are computed, and uneven divisions are refused.
 
     Raises
     ------

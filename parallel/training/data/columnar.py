@@ -101,7 +101,7 @@ class ArrowSource:
     ----------
     data
         A ``pyarrow.Table``; or a file, a directory of ``*.arrow`` and ``*.feather``, or several files, in Arrow's file or stream format
-        (Feather, and what Hugging Face datasets keep). Files are mapped into memory: what is not compressed is read where it is needed.
+        (Feather, and files of Hugging Face datasets). Files are memory-mapped: uncompressed data is read lazily.
     columns
         Names of columns; all by default. Lists of one length become a second dimension.
 

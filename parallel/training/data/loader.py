@@ -1,8 +1,8 @@
-"""Batches on a mesh, read ahead while the step before them runs.
+"""The data loader: batches on a mesh, read ahead while the step before them runs.
 
-A source that workers can read themselves is read by them: each reads the rows of its own ranks, and has begun with those of the
-next batch when they are asked for. Any other source is read in this process, by one background thread, and its rows are sent.
-What goes wrong in a source ends the run on all ranks, with the rows that were being read and the source's own message.
+A source that workers can read is read by them: each reads the rows of its own ranks, and those of the next batch ahead.
+Any other source is read in this process, by one background thread, and its rows are sent. An error of a source ends the
+run on all ranks, with the rows that were being read and the source's own message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .sources import Source, as_source
 
 
 class Batch(NamedTuple):
-    """What one optimizer step sees: its micro-batches, and the position after it."""
+    """The batch of one optimizer step: its micro-batches, and the position after it."""
 
     micro: list[Any]
     samples: int
@@ -54,7 +54,7 @@ class Loader:
         Where batches go; local arrays without a mesh. The first dimension is the samples; a placement of the second splits it
         too, of arrays that have one.
     ahead
-        How many batches are read before they are needed.
+        The number of batches that are read ahead.
     """
 
     data: Any
@@ -200,8 +200,8 @@ def _some(ids: np.ndarray) -> str:
 
 
 def _pack(source: Source) -> bytes:
-    """A source for its way to the workers. As bytes: one that a worker cannot rebuild is then an error of its task, where Dask
-    itself would lose the connection over it."""
+    """A source for the workers, pickled here: if a worker cannot unpickle it, only its task fails. Dask itself would
+    lose the connection."""
     from distributed.protocol.pickle import dumps
 
     try:
@@ -225,18 +225,18 @@ def _unpack(packed: bytes) -> Source:
 
 
 class Wanted(NamedTuple):
-    """What a rank reads now, and what it will be asked for next."""
+    """The rows that a rank reads now, and those of its next read."""
 
     token: str
     source: bytes
     ids: np.ndarray
     then: np.ndarray
     slices: dict[trees.Path, tuple[slice, ...]]
-    """Of each array behind its rows, in the order in which the blocks are wanted."""
+    """The slices of each array's dimensions after the first, in the order of the blocks."""
 
 
 class _Ahead:
-    """What this process has of loaders: their sources, and rows that are being read before they are asked for."""
+    """The read-ahead of this process: the sources of loaders, and rows that are being read ahead."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -254,7 +254,7 @@ class _Ahead:
         return self.pool.submit(read_rows, self.sources[w.token], ids)
 
     def take(self, rank: int, w: Wanted) -> Any:
-        """The rows that a rank wants now; reading of those it wants next has begun."""
+        """The rows that a rank needs now. Starts to read those it needs next."""
         key = (w.token, rank)
         with self.lock:
             known, future = self.held.pop(key, (b"", None))

@@ -116,7 +116,7 @@ def _name(path: trees.Path) -> str:
 
 
 def _is_row(x: Any) -> bool:
-    """Whether a list is a row of numbers: tables give such where others give arrays."""
+    """Whether a list is a row of numbers, which tables give instead of arrays."""
     return isinstance(x, list) and all(isinstance(v, _NUMBERS) or v is None or _is_row(v) for v in x)
 
 
@@ -130,14 +130,14 @@ def is_map_style(data: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Whether NumPy takes something for an array, without asking for its elements one by one."""
+    """Whether NumPy converts an object to an array without indexing its elements."""
     return any(
         hasattr(x, name) for name in ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
     ) or isinstance(x, memoryview | bytearray)
 
 
 def array_of(x: Any) -> np.ndarray:
-    """A leaf of a tree of samples. What has elements and is no array would be asked for them for ever."""
+    """A leaf of a tree of samples as an array. Other indexable objects are refused: NumPy might index them for ever."""
     if not is_array(x) and hasattr(x, "__getitem__") and not isinstance(x, Sequence):
         raise DataError(
             f"a {type(x).__name__} is no array of samples: give it as the data itself, where it has __len__ and __getitem__, or its arrays"

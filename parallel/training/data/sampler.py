@@ -1,7 +1,7 @@
-"""Which samples come next: a pure function of the seed and of how many samples were consumed.
+"""The sampler: the next samples as a pure function of the seed and of the number of consumed samples.
 
-Nothing about ranks, workers or batch sizes is remembered, so that a run resumes on another world size, or with another batch
-size, at the very next sample of the same permutation.
+It does not depend on ranks, workers or batch sizes. So a run resumes on another world size, or with another batch size,
+at the very next sample of the same permutation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Sampler:
     shuffle
         Without it every epoch goes through the samples in order.
     drop_last
-        Leave out what is left of an epoch when it is no full batch. Otherwise the last batch of an epoch is shorter; no batch
+        Leave out the end of an epoch that fills no batch. Otherwise the last batch of an epoch is shorter; no batch
         ever has samples of two epochs.
 
     Examples
@@ -56,8 +56,8 @@ class Sampler:
         return self._order[1]
 
     def take(self, consumed: int, count: int) -> tuple[np.ndarray, int]:
-        """Numbers of the next ``count`` samples (fewer at the end of an epoch), and what is consumed after them. Samples that
-        ``drop_last`` leaves out count as consumed."""
+        """Numbers of the next ``count`` samples (fewer at the end of an epoch), and the number of consumed samples
+        after them. Samples that ``drop_last`` leaves out count as consumed."""
         if consumed < 0 or count < 1:
             raise DataError(f"take needs consumed >= 0 and count >= 1, got {consumed} and {count}")
         epoch, offset = divmod(consumed, self.size)

@@ -1,4 +1,4 @@
-"""Where samples come from: arrays, Zarr groups, tables, Dask collections, tokens; or anything with ``len`` and ``read``."""
+"""Sources of samples: arrays, Zarr groups, tables, Dask collections, tokens; or anything with ``len`` and ``read``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Source(Protocol):
     """A data set of numbered samples.
 
     ``read`` is called with numbers in any order, from one background thread at a time. With ``remote`` true the source is
-    sent to the workers (it must be picklable, and what it reads be visible there), and each reads just the rows of its ranks.
+    sent to the workers (it must be picklable, and its files visible there), and each reads just the rows of its ranks.
     """
 
     remote: bool

@@ -1,4 +1,4 @@
-"""The job that a script is part of: what ``meshtape run`` decided, and ``mt.cluster_mesh()``, with which the script asks for it."""
+"""The job of a script: the settings of ``meshtape run``, and ``mt.cluster_mesh()``, which applies them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def running(job: Job) -> Iterator[Job]:
 
 
 def parse_axes(text: str) -> dict[str, int]:
-    """Axes from a text such as ``data=4,model=2``; one of them may be -1, for what the workers leave.
+    """Axes from a text such as ``data=4,model=2``; one of them may be -1, for the remaining workers.
 
     >>> parse_axes("data=-1,model=2")
     {'data': -1, 'model': 2}
@@ -87,7 +87,7 @@ def parse_axes(text: str) -> dict[str, int]:
 
 
 def resolve_axes(axes: Mapping[str, int], workers: int) -> dict[str, int]:
-    """Axes with -1 worked out: as many ranks as there are workers, as far as the other axes divide them.
+    """Axes with -1 resolved: as many ranks as there are workers, as far as the other axes divide them.
 
     >>> resolve_axes({"data": -1, "model": 2}, 6)
     {'data': 3, 'model': 2}
@@ -102,8 +102,8 @@ def cluster_mesh(axes: Mapping[str, int] | None = None, *, client: Any = None) -
     Parameters
     ----------
     axes
-        Names and lengths, one of which may be -1 for what the workers leave. The command line's ``--mesh`` goes before it. By default
-        ``{"data": -1}``: every worker is a data rank.
+        Names and lengths, one of which may be -1 for the remaining workers. The command line's ``--mesh`` takes
+        precedence. By default ``{"data": -1}``: every worker is a data rank.
     client
         A ``distributed.Client``; by default that of the job, else the one that is current in Dask, else none: then the ranks are
         virtual ones in this process (one, where -1 is asked for).
@@ -129,7 +129,7 @@ def cluster_mesh(axes: Mapping[str, int] | None = None, *, client: Any = None) -
 
 
 def _dask_client() -> Any:
-    """The client that the script made current, without importing Dask where nobody has."""
+    """The current Dask client of the script, without importing Dask if the script has not."""
     import sys
 
     if "distributed" not in sys.modules:

@@ -15,11 +15,11 @@ from ...dask.workers import LOOK, give_plugin
 
 TOPIC = "meshtape-logs"
 LOGGERS = {"": logging.WARNING, "meshtape": logging.INFO, "distributed.worker": logging.INFO}
-"""What is collected: warnings of any library, and what workers say of themselves."""
+"""The lowest level of collected lines by logger: warnings of any library, and news of workers."""
 
 
 class _ToScheduler(logging.Handler):
-    """Sends lines to whoever subscribed; what cannot be sent is lost, as logging must not end a job."""
+    """Sends log lines to subscribers. Lines that cannot be sent are lost, as logging must not end a job."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _ToScheduler(logging.Handler):
 
 
 class ForwardLogs(WorkerPlugin):
-    """Installed on every worker, also on those that come later."""
+    """A plugin that forwards the logs of a worker. It is installed on all workers, later ones too."""
 
     name = TOPIC
 
@@ -76,10 +76,10 @@ def file_name(address: str) -> str:
 
 @contextmanager
 def collected(client: Any, folder: Path, *, quiet: bool = False) -> Iterator[None]:
-    """While it is open, what the workers of ``client`` log is appended to files in ``folder``; nothing without a client.
+    """A context in which the logs of ``client``'s workers are appended to files in ``folder``.
 
-    ``quiet`` keeps what Dask's workers say from their own standard error: of workers that were started for this job that is the
-    user's terminal, where each lost worker would leave a page of tracebacks of what the run survives.
+    ``quiet`` keeps logs of Dask's workers from their own standard error. For workers that were started for this job
+    that is the user's terminal, where each lost worker would leave a page of tracebacks although the run survives.
     """
     if client is None:
         yield

@@ -1,4 +1,4 @@
-"""A run of training as its parts and callbacks see it: a contract, which :class:`meshtape.Trainer` fulfils."""
+"""The protocol of a training run for its parts and callbacks; :class:`meshtape.Trainer` implements it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...mesh.mesh import Mesh
 
 
 class TrainingRun(Protocol):
-    """Where a run stands, what it is made of, and how it goes on elsewhere."""
+    """The position and the parts of a run, and the methods by which it moves to another mesh."""
 
     mesh: Mesh | None
     directory: Path | None
@@ -34,10 +34,10 @@ class TrainingRun(Protocol):
         """Steps of the whole run."""
 
     def position(self) -> Any:
-        """Where the run stands, with what its callbacks want to know again."""
+        """The position of the run, with the states of its callbacks."""
 
     def go_to(self, progress: Any) -> None:
-        """Stand somewhere else."""
+        """Go to another position."""
 
     def new_session(self, mesh: Mesh | None) -> Any:
         """State and step on a mesh."""

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run at the next step, with a checkpoint and :class:`Interrupted`; a second one ends it at once."""
+"""Signals of a run: SIGINT or SIGTERM ends it after the step with :class:`Interrupted`, a second one at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _KeyboardInterrupted(Interrupted, KeyboardInterrupt):
 
 
 class _ScriptInterrupted(_KeyboardInterrupted, SystemExit):
-    """After SIGINT in a script. (Python gives 130 for ``KeyboardInterrupt`` itself alone; for what is derived from it, 1.)"""
+    """After SIGINT in a script. (Python exits with 130 for ``KeyboardInterrupt`` itself, but with 1 for subclasses.)"""
 
 
 def interrupted(message: str, received: signal.Signals, result: Any) -> Interrupted:
@@ -32,9 +32,9 @@ def interrupted(message: str, received: signal.Signals, result: Any) -> Interrup
 
 
 class StopSignals:
-    """While it is open, ``received`` is the first signal that came, or None; ``told`` is called with it.
+    """A context that catches signals: ``received`` is the first one, or None, and ``told`` is called with it.
 
-    Handlers belong to the main thread; in another one nothing is caught, and the process ends as it always would.
+    Handlers belong to the main thread. In another thread nothing is caught, and the process ends as usual.
     """
 
     def __init__(self, told: Callable[[signal.Signals], None]) -> None:

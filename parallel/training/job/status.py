@@ -1,4 +1,4 @@
-"""The state of a run as others see it: a small JSON file beside its checkpoints, and a note at the Dask scheduler."""
+"""The status of a run: a small JSON file beside its checkpoints, and a note at the Dask scheduler."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ def _lives(pid: int, started: Any) -> bool:
 
 
 def scheduler_jobs(client: Any) -> list[dict[str, Any]]:
-    """The runs that a Dask scheduler was told of, the latest last."""
+    """The runs reported to a Dask scheduler, the latest last."""
     held = call_scheduler(client, "get_metadata", keys=[TOPIC], default={})
     return sorted((with_life(f) for f in held.values()), key=lambda f: f.get("started", 0.0))

@@ -30,10 +30,10 @@ class Meter:
         return rows
 
     def means(self, rows: Sequence[dict[str, float]]) -> dict[str, float]:
-        """Means over steps, weighted by what each loss counts; and how fast they went since the last call.
+        """Means over steps, weighted by the weights of their losses, and rates since the last call.
 
-        ``per_second`` is the weight a second: tokens, or samples where the loss is a mean over them. Where nothing counted there are no
-        means. A step that was left out counts nothing.
+        ``per_second`` is the weight a second: tokens, or samples where the loss is a mean over them. Without weight
+        there are no means. A step that was left out has no weight.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now

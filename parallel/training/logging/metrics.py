@@ -1,4 +1,4 @@
-"""Where the numbers of a run are written: JSON lines, and event files that TensorBoard reads."""
+"""Writers of a run's numbers: JSON lines, and event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ....arrays.core.errors import TrainingError
 class JsonLines:
     """One JSON object a line, each with its step.
 
-    A run that resumes at step ``n`` drops what was written after ``n``: those steps are done again.
+    A run that resumes at step ``n`` drops the lines after ``n``, as it repeats those steps.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int = 0) -> None:
@@ -38,7 +38,7 @@ class JsonLines:
         beside.replace(self.path)
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Append the numbers of a step. What is not finite becomes a text, as JSON has no word for it."""
+        """Append the numbers of a step. NaN and infinities become texts, as JSON has none."""
         line = {"step": step, **{n: v if not _odd(v) else repr(v) for n, v in numbers.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
@@ -77,7 +77,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class EventFile:
     """Scalars for TensorBoard, in a file of its own: ``events.out.tfevents.…`` in ``directory``.
 
-    What earlier files there say of steps after ``step``, the last that is done, TensorBoard then no longer shows.
+    TensorBoard then hides the scalars of earlier files for steps after ``step``, the last finished step.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int = 0) -> None:
@@ -87,11 +87,11 @@ class EventFile:
         self.path = folder / name
         self._file = self.path.open("wb")
         self._record(_event(0, _bytes(3, b"brain.Event:2")))
-        # A session that starts at a step hides what an earlier file says of that step and of later ones.
+        # A session that starts at a step hides the scalars of earlier files from that step on.
         self._record(_event(step + 1 if step else 0, _bytes(7, _varint(1, 1))))
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Append the numbers of a step; texts and other things that are no numbers are left out."""
+        """Append the numbers of a step; other values are left out."""
         values = b"".join(
             _bytes(1, _bytes(1, name.encode()) + b"\x15" + struct.pack("<f", float(v)))
             for name, v in numbers.items()

@@ -1,4 +1,4 @@
-"""Where a run is, and what became of it."""
+"""The position of a run, and its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ METADATA_KEY = "meshtape.trainer"
 
 @dataclass
 class Progress:
-    """Where a run is; saved with each checkpoint, and all that a resumed run needs beside the state."""
+    """The position of a run. It is saved with each checkpoint; a resumed run needs only this and the state."""
 
     step: int = 0
     consumed: int = 0
@@ -28,21 +28,20 @@ class Progress:
 
 @dataclass
 class TrainResult:
-    """What became of a run.
+    """The result of a run.
 
     Attributes
     ----------
     reason
-        ``"steps"``, ``"epochs"``, the name of a signal, or what :meth:`Trainer.stop` was told.
+        ``"steps"``, ``"epochs"``, the name of a signal, or the argument of :meth:`Trainer.stop`.
     step, epoch, consumed
         Steps done, epoch of the next sample, samples consumed (with those that ``drop_last`` left out).
     loss
-        Of the last steps that were logged and had a finite one, in a run that was resumed those before the checkpoint too; NaN where
-        there are none.
+        The last finite loss that was logged, by a resumed run also before the checkpoint; NaN if there is none.
     history
-        What was logged, in order.
+        The logged numbers, in order.
     restarts
-        How many losses of workers the run survived.
+        The number of losses of workers that the run survived.
     checkpoint
         The newest checkpoint, if any.
     """

@@ -16,7 +16,7 @@ from .metrics import EventFile, JsonLines
 
 
 class Reporting:
-    """The part of a run that writes and shows numbers. ``shown`` is what the user said about progress."""
+    """The part of a run that writes and shows numbers. ``shown`` is the user's option ``progress``."""
 
     def __init__(self, trainer: TrainingRun, shown: bool | None) -> None:
         self.trainer, self._shown = trainer, shown
@@ -24,14 +24,14 @@ class Reporting:
         self._writers: list[JsonLines | EventFile] = []
 
     def begin(self, total: int) -> None:
-        """A call of ``fit``, up to step ``total``. A job without a terminal shows plain lines: somebody reads its log."""
+        """Begin a call of ``fit``, up to step ``total``. A job without a terminal shows plain lines, for its log."""
         t = self.trainer
         self.status = Status(t.directory, client_of(t.mesh))
         shown = True if self._shown is None and current_job() is not None else self._shown
         self.display = Display(total, wanted=shown)
 
     def open_writers(self) -> None:
-        """Files for the numbers of the steps to come; those of steps that are done again are dropped."""
+        """Open the files of numbers, and drop the numbers of steps that are repeated."""
         self._close_writers()
         t = self.trainer
         if t.directory is not None:
@@ -42,23 +42,23 @@ class Reporting:
 
     def _close_writers(self) -> None:
         for w in self._writers:
-            with contextlib.suppress(OSError):  # what was not written was told when it was to be
+            with contextlib.suppress(OSError):  # a failed write was reported then
                 w.close()
         self._writers = []
 
     def close(self) -> None:
-        """Files are written, and the terminal is as it was."""
+        """Close the files, and restore the terminal."""
         self.display.close()
         self._close_writers()
 
     def log(self, step: int, numbers: dict[str, Any]) -> None:
-        """Numbers of a step."""
+        """Log the numbers of a step."""
         self._write(step, numbers)
         self.display.log(step, numbers)
         self.note("running")
 
     def judged(self, step: int, numbers: dict[str, Any]) -> None:
-        """Numbers of an evaluation; they stand beside those of the step."""
+        """Log the numbers of an evaluation beside those of the step."""
         self._write(step, numbers)
         self.display.log(step, {**self.history[-1]})
 
@@ -72,16 +72,16 @@ class Reporting:
                 w.write(step, numbers)
 
     def forget_after(self, step: int) -> None:
-        """What is done again is logged again."""
+        """Drop the history after a step, as later steps are repeated and logged again."""
         self.history = [h for h in self.history if h["step"] <= step]
 
     def stopping(self, received: signal.Signals) -> None:
-        """A signal came: what happens now, as the step that is running may take its time."""
+        """Say that a signal ends the run after the running step, which may take a while."""
         saved = "" if self.trainer.checkpoints is None else " and a checkpoint"
         self.display.say(f"{received.name}: the run stops after this step{saved}; once more stops it at once")
 
     def note(self, state: str, **facts: Any) -> None:
-        """Tell others how the run stands."""
+        """Publish the status of the run."""
         t = self.trainer
         at, mesh = t.progress, t.session.mesh
         last = self.history[-1] if self.history else {}

@@ -32,7 +32,7 @@ from ....arrays.random import fold_in, normal
 
 @dataclass(frozen=True)
 class Config:
-    """What is adapted, and how strongly.
+    """The adapted weights, and the rank and scale of adapters.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Config:
 
     @property
     def scale(self) -> float:
-        """What ``A @ B`` is multiplied by."""
+        """The factor of ``A @ B``."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / math.sqrt(self.rank) if self.stabilized else alpha / self.rank
 
@@ -70,7 +70,7 @@ def init(key: Array, params: Any, config: Config) -> dict[str, dict[str, Array]]
     Raises
     ------
     TrainingError
-        Where a pattern matches nothing, or what is no matrix.
+        Where a pattern matches nothing, or something that is no matrix.
     """
     leaves = {trees.path_name(p): x for p, x in trees.flatten_with_path(params)}
     unused = [t for t in config.targets if not fnmatch.filter(leaves, t)]
