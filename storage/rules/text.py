@@ -141,7 +141,7 @@ class _Line:
 
 
 def check_pattern(name: str) -> str | None:
-    """What is wrong with the braces of a name, or None."""
+    """The fault in the braces of a name, or None."""
     rest = name.replace("{{", "").replace("}}", "")
     left = re.sub(r"\{[A-Za-z_]\w*\*?\}", "", rest)
     if "{" in left or "}" in left:
