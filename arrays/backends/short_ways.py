@@ -22,7 +22,7 @@ _ndarray = np.ndarray
 _SEQUENCES = (list, tuple)
 
 REFUSED = (ValueError, TypeError, IndexError, OverflowError, MemoryError)
-"""What NumPy raises for arguments that it does not take."""
+"""NumPy's errors for arguments that it does not take."""
 
 
 def _takes_ellipsis() -> bool:

@@ -102,7 +102,7 @@ def check_value_dtype(name: str, value: Any, dtype: np.dtype) -> None:
 
 
 def check_fits(name: str, result: np.dtype, dtype: np.dtype) -> None:
-    """What is computed with an element goes back to its place: a fraction has none among integers."""
+    """Raise where a result cannot be cast to the dtype of the array: a fraction does not fit integers."""
     if dtype.kind != "b" and not np.can_cast(result, dtype, "same_kind"):
         raise DTypeError(f"[{name}] an array of {dtype.name} cannot take a result of {result.name}: cast it first")
 
