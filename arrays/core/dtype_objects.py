@@ -43,7 +43,7 @@ class DType:
     Attributes
     ----------
     dtype : numpy.dtype
-        What it names. NumPy looks for this attribute.
+        The NumPy dtype of this name. NumPy looks for this attribute.
 
     Examples
     --------

@@ -226,7 +226,7 @@ def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
             return places, values
         rank = np.arange(places.size) - np.repeat(starts, np.diff(np.r_[starts, places.size]))
         firsts = np.flatnonzero(rank % 2 == 0)
-        # What has no partner is multiplied by the one at the end.
+        # A factor without a partner is multiplied by the one at the end.
         partner = np.where(np.isin(firsts + 1, np.flatnonzero(rank % 2)), firsts + 1, places.size)
         padded = concat([values, ones_beside(values)], axis=0)
         values, places = values[firsts] * padded[partner], places[firsts]

@@ -1,4 +1,4 @@
-"""Least squares, conditions and norms under NumPy's names, and longer products: what ``numpy.linalg`` has beyond the standard."""
+"""Functions of ``numpy.linalg`` beyond the standard: least squares, condition numbers, norms and longer products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LstsqResult(NamedTuple):
-    """What :func:`lstsq` gives."""
+    """The result of :func:`lstsq`."""
 
     solution: Array
     residuals: Array
@@ -44,15 +44,15 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
     a
         Coefficients, shape ``(m, n)``.
     b
-        What is to be met, shape ``(m,)`` or ``(m, k)``.
+        Right-hand sides, shape ``(m,)`` or ``(m, k)``.
     rcond
         Singular values below this fraction of the largest count as zero; machine precision times ``max(m, n)`` by default.
 
     Returns
     -------
     LstsqResult
-        The solution, the sums of squares that are left for each column (empty where the rank is below ``n`` or ``m <= n``), the rank,
-        and the singular values of ``a``.
+        The solution, the sum of squared residuals of each column (empty where the rank is below ``n`` or ``m <= n``),
+        the rank, and the singular values of ``a``.
 
     Examples
     --------

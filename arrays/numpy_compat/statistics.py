@@ -442,7 +442,7 @@ def histogram2d(
     range
         The lowest and highest edge of each of both; those of the points by default.
     weights
-        What each point counts.
+        The weight of each point.
     density
         Whether the counts are divided by their sum and by the areas of the bins.
 

@@ -91,8 +91,8 @@ def astype(
     device
         Where the result goes; it stays where ``x`` is by default.
     saturate
-        What is beyond the range of a floating ``dtype`` becomes its largest number, infinities too, instead of infinity (or
-        NaN in ``float8_e4m3fn``, which has no infinity). NaN stays NaN.
+        Values beyond the range of a floating ``dtype``, infinities too, become its largest number instead of infinity
+        (or NaN in ``float8_e4m3fn``, which has no infinity). NaN stays NaN.
 
     Examples
     --------

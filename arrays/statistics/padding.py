@@ -43,9 +43,9 @@ def pad(
         ``"symmetric"`` (mirrored behind it), ``"wrap"`` (from the other end); ``"linear_ramp"`` (from the last element to an end
         value); ``"maximum"``, ``"mean"``, ``"median"`` or ``"minimum"`` of the elements at that side.
     constant_values
-        What ``"constant"`` puts there.
+        The values of ``"constant"``.
     end_values
-        Where ``"linear_ramp"`` ends.
+        The end values of ``"linear_ramp"``.
     stat_length
         Of how many elements the statistics are; of all by default.
     reflect_type
@@ -169,7 +169,7 @@ def _odd(x: Array, mirrored: Array, i: np.ndarray, axis: int, mode: str) -> Arra
 
 
 def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
-    """What :func:`numpy.linspace` has between the end value and the outermost element."""
+    """The values of :func:`numpy.linspace` between the end value and the outermost element."""
     from ..ops.elementwise import floor
     from ..ops.manipulation import astype, flip
 
