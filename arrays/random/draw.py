@@ -154,7 +154,7 @@ class Request(NamedTuple):
 
 
 def distribution(recipe: Callable[..., Recipe]) -> Callable[[Callable[..., Request]], Any]:
-    """Decorator of a checking function, which returns a :class:`Request`: makes a public one with a key argument first.
+    """Decorator that turns a checking function, which returns a :class:`Request`, into one that draws with a key.
 
     The op is the attribute ``op`` of the function.
     """
