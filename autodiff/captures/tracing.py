@@ -173,7 +173,7 @@ class _Trace:
     def _made(self, x: Array) -> None:
         buf = x._buf
         self.made[id(x)] = weakref.ref(x)
-        # (What cannot be referred to weakly is held.)
+        # (A buffer without weak references is held.)
         self.made[id(buf)] = weakref.ref(buf) if isinstance(buf, np.ndarray) else lambda: buf
 
     def _is_made(self, x: Any) -> bool:

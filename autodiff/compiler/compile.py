@@ -212,8 +212,8 @@ def compile(
 
     The values that the function captures are read again, and compared, at every call; where one changed, the function
     is traced again. These are all values that its code, and that of the functions it calls, can reach: closures,
-    variables of modules, default arguments, attributes of objects and classes, elements of containers, arrays written in
-    place. See the page on the tape for values that cannot be seen.
+    variables of modules, default arguments, attributes of objects and classes, elements of containers, arrays written
+    in place. See the page on the tape for values that cannot be seen.
 
     A function that writes to an argument is refused. Where it writes to attributes, variables or containers around it, it is traced at each
     call until it leaves them as they were, and does what the plain function does.

@@ -87,7 +87,7 @@ class Drawn:
         self._at = [(g, g.getstate() if isinstance(g, random.Random) else _bits(g).state) for g in generators]
 
     def rewind(self) -> str | None:
-        """Undo later draws; returns a text that names the first generator, as a program would not draw from it again."""
+        """Undo later draws; returns a text that names the first generator, from which a program would not draw."""
         for g, state in self._at:
             if isinstance(g, random.Random):
                 g.setstate(state)

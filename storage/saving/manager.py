@@ -77,8 +77,8 @@ class CheckpointManager:
     asynchronous
         Save in the background: `save` returns a `SaveHandle`. One save runs at a time.
     when_busy
-        What `save` does while the one before still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None and counts
-        in ``skipped``).
+        The policy of `save` while an earlier one still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None
+        and counts in ``skipped``).
     compression, pack, dtype_fallback
         As in `save`.
 
