@@ -140,7 +140,7 @@ class Region:
         self._alive: list[weakref.ref[Array]] = []
 
     def escaped(self) -> list[Array]:
-        """Arrays made from watched ones and still held: results, and those that `fn` left in objects or lists."""
+        """Arrays made from watched ones and still held: results, and those left in objects or lists."""
         return [x for ref in self._alive if (x := ref()) is not None and x._id in self.made]
 
     def watches(self, x: Array) -> bool:
