@@ -48,7 +48,7 @@ class Branch:
         return int(self.name[:8])
 
     def line(self, steps: Iterable[S]) -> list[S]:
-        """Those of a directory's checkpoints that this branch consists of, oldest first.
+        """The checkpoints of a directory that belong to this branch, oldest first.
 
         >>> @dataclass
         ... class Saved:

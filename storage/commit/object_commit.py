@@ -184,7 +184,7 @@ def _renew_group(store: Store) -> None:
 
 
 def discard(root: str) -> None:
-    """Delete a checkpoint: its table of contents first, so that nobody takes what is left for one."""
+    """Delete a checkpoint, its table of contents first, so that the rest is never taken for a checkpoint."""
     store = at(root)
     held = {e.name for e in store.entries()}
     found = contents.listing(root, held)
@@ -225,7 +225,7 @@ class ObjectFolder(Folder):
         self._unfinished = False
 
     def begin(self) -> None:
-        """Claim names, and remember what is there."""
+        """Claim names, and remember the present objects."""
         try:
             self._claim_names()
         except BaseException:

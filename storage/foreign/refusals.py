@@ -52,7 +52,7 @@ def of_start(path: str, start: bytes) -> str | None:
 
 
 def among(names: Iterable[str]) -> str | None:
-    """The first of the files of a directory that is of another kind, and what it is: ``"x.gguf, which is GGUF, …"``.
+    """The first file of a directory that is of another kind, and its kind: ``"x.gguf, which is GGUF, …"``.
 
     >>> among(["config.json", "pytorch_model.bin"])[:35]
     'pytorch_model.bin, which was writte'

@@ -30,7 +30,7 @@ _OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json",
 
 
 def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """File names and bytes of what a user gave: dicts and lists become JSON, texts and bytes stay as they are.
+    """File names and bytes of given documents: dicts and lists become JSON, texts and bytes stay as they are.
 
     A name without a suffix gets ``.json``, or ``.txt`` where the text is no JSON.
 
@@ -85,7 +85,7 @@ def is_kept(name: str) -> bool:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """The ``config.json`` of a Hugging Face model, of which the weights now have another dtype; as it is where it names none.
+    """The ``config.json`` of a Hugging Face model with another dtype of its weights; unchanged where it names none.
 
     >>> with_dtype(b'{"torch_dtype": "float32", "text_config": {"dtype": "float32"}}', "bfloat16")
     b'{\\n  "torch_dtype": "bfloat16",\\n  "text_config": {\\n    "dtype": "bfloat16"\\n  }\\n}\\n'

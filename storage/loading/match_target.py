@@ -33,7 +33,7 @@ _SHOWN = 12
 
 @dataclass
 class Target:
-    """One array to load: from where, and what it shall be."""
+    """One array to load: its source, its dtype, its sharding and its counterpart in ``like``."""
 
     source: StoredArray
     dtype: np.dtype
@@ -132,7 +132,7 @@ def is_array(x: Any) -> bool:
 
 
 def _dtype(leaf: Any) -> np.dtype:
-    """The dtype of an array, those of PyTorch included, which NumPy does not know."""
+    """The dtype of an array, also of PyTorch's, whose dtypes NumPy does not know."""
     text = str(leaf.dtype)
     return dtypes.by_name(text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(leaf.dtype)
 
@@ -261,7 +261,7 @@ def chosen(
 
 
 def resharded(targets: Mapping[str, Target]) -> list[str]:
-    """Names of the arrays of which some rank wants a block that is not stored as one."""
+    """Names of the arrays for which some rank needs a block that is not stored as one."""
     out = []
     for name, t in targets.items():
         tensor = t.source.tensor

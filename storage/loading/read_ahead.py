@@ -70,7 +70,7 @@ class ReadAhead:
 
     @property
     def reserved(self) -> int:
-        """Bytes that it may come to hold."""
+        """The most bytes that it may hold."""
         return self._limit if self._segments else 0
 
     def reader(self, where: str, reader: Reader) -> Reader:

@@ -1,4 +1,4 @@
-"""The report of a load: what it took and what did not fit; names that differ in numbers alone are one line.
+"""The report of a load: loaded and unfitting leaves; names that differ only in numbers share a line.
 
 >>> grouped([f"layers.{i}.w" for i in (*range(12), 20)] + ["head.b"])
 ['layers.{0-11,20}.w (13)', 'head.b']
@@ -50,7 +50,7 @@ def listed(title: str, names: Sequence[str], limit: int = 12) -> list[str]:
 
 @dataclass
 class LoadReport:
-    """Filled in by `load`: what it took, and with ``strict=False`` what did not fit.
+    """The report that `load` fills in: loaded leaves and, with ``strict=False``, those that did not fit.
 
     ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of opening, planning and
     reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so that some rank read from several

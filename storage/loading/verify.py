@@ -1,4 +1,4 @@
-"""`verify`: read every byte of a checkpoint and compare it with what the manifest says."""
+"""`verify`: the check of every byte of a checkpoint against its manifest."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -183,7 +183,7 @@ def _batched(items: Iterable[T], n: int) -> Iterator[list[T]]:
 
 
 def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -> int:
-    """Read one file to its end; add what is wrong with it to ``faults``; return its length."""
+    """Read one file to its end; add its faults to ``faults``; return its length."""
     stored = t.objects[coord]
     path = names.inside(t.root, stored.file, stores.join(t.root, manifest.FILE))
     nbytes = math.prod(t.grid.chunk) * t.dtype.itemsize

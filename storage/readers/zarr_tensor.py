@@ -189,7 +189,7 @@ class ZarrTensor(ByLibrary):
         return bound(zarr.open_array(store, path=node, mode="r"))
 
     def kept(self) -> ZarrTensor:
-        """The same for many reads: its metadata is read once."""
+        """A copy for many reads, whose metadata is read once."""
         return replace(self, held=self._opened())
 
     def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:

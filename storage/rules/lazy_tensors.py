@@ -111,7 +111,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Filled(Derived):
-    """The same value everywhere."""
+    """A tensor of one repeated value."""
 
     name: str
     shape: tuple[int, ...]
@@ -291,7 +291,7 @@ class Elementwise(Derived):
 
 @dataclass(frozen=True, slots=True)
 class Converted(Elementwise):
-    """Another dtype, by NumPy's rules; what it loses is counted (see ``casting``). ``allowed``: the loss is accepted."""
+    """Another dtype, by NumPy's rules; lost values are counted (see ``casting``). ``allowed``: losses are accepted."""
 
     name: str
     source: StoredTensor

@@ -351,7 +351,7 @@ class CheckpointManager:
         return [c.step for c in self._line()]
 
     def wait(self) -> None:
-        """Wait for the background save that runs, if any, and for its rotation; raises what it raised."""
+        """Wait for the running background save, if any, and for its rotation; raises their error."""
         handle, self._running = self._running, None
         if handle is not None:
             handle.wait()
@@ -424,7 +424,7 @@ class CheckpointManager:
         return numbered.complete(self.directory, warn)
 
     def _ranked(self, complete: list[Numbered]) -> list[Numbered]:
-        """Those that have the metric, best first; of equals, the newest first."""
+        """The checkpoints with the metric, best first; of equals, the newest first."""
         if self.best_metric is None:
             return []
         sign = 1.0 if self.best_is == "lowest" else -1.0

@@ -91,7 +91,7 @@ class Store(ABC):
 
     @abstractmethod
     def files(self) -> list[str]:
-        """Names of the objects directly below the root, sorted; what lies in folders is not looked at."""
+        """Names of the objects directly below the root, sorted; folders are not listed."""
 
     def get(self, name: str) -> bytes:
         """A whole object, such as a table of contents; `CorruptCheckpoint` where it is far too long for one."""

@@ -145,7 +145,7 @@ def listed_once() -> Iterator[None]:
 
 
 def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
-    """Those of the files of one folder of a checkpoint that do not exist."""
+    """The files of one folder of a checkpoint that do not exist."""
     known = _listings.get()
     if not is_url(root):
         held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack

@@ -52,7 +52,7 @@ class Comparison:
     complete: bool = False
 
     def ranked(self) -> list[Change]:
-        """Changes, what cannot be compared first, then the most changed."""
+        """Changes, most changed first; those that cannot be compared come before them."""
         return sorted(self.changes, key=lambda c: (not c.note, -math.inf if math.isnan(c.ratio) else -c.ratio, c.name))
 
     @property

@@ -1,4 +1,4 @@
-"""The site of a browser: the given roots and what lies below them, opened once and kept while it does not change.
+"""The site of a browser: the given roots and all below them; opened checkpoints are kept while they do not change.
 
 A place is written ``ROOT/REST``: the number of a root, and names below it. Names that are ``..``, hidden, or links that lead out of their
 root are refused, so that no address reaches anything that was not given.
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A name in a directory, and what it looks like: ``"checkpoint"``, ``"run"`` or ``"directory"``."""
+    """A name in a directory, and its kind: ``"checkpoint"``, ``"run"`` or ``"directory"``."""
 
     name: str
     kind: str

@@ -89,7 +89,7 @@ class Sink(Protocol):
         """Complete the files of data and make them durable."""
 
     def mark(self, suffix: str) -> None:
-        """Append this to the names of all arrays or files: in an object store, those of an older generation are not written over."""
+        """Append a suffix to the names of all arrays or files: an object store keeps those of an older generation."""
 
     def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
         """Every file of data, whole; each holds about ``limit`` bytes of its array at a time."""
