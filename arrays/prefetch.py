@@ -55,7 +55,7 @@ def pieces(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class Lent:
-    """Buffers that were handed out, and are held until nobody else holds them."""
+    """Buffers that were handed out, kept until nobody else holds them."""
 
     def __init__(self, holders: Callable[[Any], int]) -> None:
         self._holders = holders

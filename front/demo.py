@@ -107,7 +107,7 @@ class Digits:
         return len(self.x) // BATCH
 
     def batch(self, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The batch of a step: a function of seed and step alone, so that a resumed run sees what an unbroken one would."""
+        """The batch of a step, from seed and step alone, so that a resumed run sees the batches of an unbroken one."""
         epoch, i = divmod(step, self.steps_per_epoch)
         order = np.asarray(mt.random.permutation(mt.random.fold_in(mt.random.key(seed), epoch), len(self.x)))
         chosen = order[i * BATCH : (i + 1) * BATCH]

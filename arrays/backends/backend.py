@@ -111,7 +111,7 @@ NUMPY = NumPyBackend()
 
 @functools.cache
 def cupy_backend() -> CuPyBackend:
-    """The CuPy backend. Raises :class:`BackendError` that says what is missing."""
+    """The CuPy backend. Raises :class:`BackendError` that names the missing part."""
     try:
         import cupy
     except ImportError as e:

@@ -28,7 +28,7 @@ LINE = 64
 
 
 class Pool:
-    """Buffers by size. ``limit`` bounds the bytes that are kept while nobody uses them; the oldest go first.
+    """Buffers by size. ``limit`` bounds the bytes of free buffers; the oldest are dropped first.
 
     Examples
     --------

@@ -41,7 +41,7 @@ HALF = np.dtype(np.float16).num
 
 
 def buffer(x: Any) -> Any:
-    """The memory of an Array that can be computed with at once: NumPy's, while nobody records; else None."""
+    """The memory of an Array for direct computation: NumPy's, and with no recorder; else None."""
     buf = getattr(x, "_buf", None)
     return buf if type(buf) is _ndarray and not state.now.recorders else None
 

@@ -332,7 +332,7 @@ def is_watched(x: Array) -> bool:
 
 
 def has_history(x: Any) -> bool:
-    """Whether reading the numbers of ``x`` would lose what it was computed from: a recorder watches it, or it is traced.
+    """Whether reading the numbers of ``x`` would lose its history: a recorder watches it, or it is traced.
 
     While a function is traced that holds for every array: one of the closure is a value of the program too.
     """
@@ -369,7 +369,7 @@ def as_number(name: str, what: str, value: Any) -> float:
 
 
 def call_site(depth: int = 2) -> Site | None:
-    """The innermost line outside this package: what an error of the backward pass should name.
+    """The innermost line outside this package, which an error of the backward pass names.
 
     ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to be made first.
     (The compiled core has no frames of its own, and looks from where it was called.)
@@ -397,7 +397,7 @@ _OURS: dict[int, bool] = {}
 
 
 def record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:
-    """Show a call to the recorders. ``bufs`` are what the arguments had when it was computed, if they have values."""
+    """Show a call to the recorders. ``bufs`` are the buffers of the arguments at the call, if they have values."""
     outs = (result,) if op.nout == 1 else result
     now: Now = state.now
     site = now.site

@@ -92,7 +92,7 @@ for _name in _DELEGATED:
     setattr(DType, _name, property(attrgetter(f"dtype.{_name}"), doc=f"That of ``numpy.dtype``: ``{_name}``."))
 
 BY_NAME: dict[builtins.str, DType] = {}
-"""The objects by what they name."""
+"""The dtype objects by name."""
 
 
 def named(name: builtins.str) -> DType:

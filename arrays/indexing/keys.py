@@ -188,7 +188,7 @@ def _check_range(buf: Any, axis: int, n: int) -> None:
 
 
 def mask_alone(x: Array, key: Any) -> Array | None:
-    """The mask where ``key`` is nothing but one boolean array over the first dimensions of ``x``; else None."""
+    """The mask where ``key`` is one boolean array over the first dimensions of ``x``, and no more; else None."""
     from ..core.array import Array
 
     if isinstance(key, tuple) and len(key) == 1:

@@ -114,7 +114,7 @@ def _keeps_zero(op: Op, first: bool, number: Any) -> bool:
 
 
 def call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Sequence[bool] = ()) -> Any:
-    """The result of any op on buffers of which some may be sparse."""
+    """The result of any op on buffers, some of which may be sparse."""
     if not any(type(b) is IndexSum for b in bufs):
         return op.numpy(*bufs, **params)
     found = sparse_call(op, bufs, params, free)

@@ -96,11 +96,11 @@ class AtIndex:
         return self._write(INDEX_ADD, v)
 
     def min(self, v: Any) -> Array:
-        """A copy with the smaller of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        """A copy with the smaller of the element and ``v`` at the index. Tied values share the gradient evenly."""
         return self._write(INDEX_MIN, v)
 
     def max(self, v: Any) -> Array:
-        """A copy with the larger of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        """A copy with the larger of the element and ``v`` at the index. Tied values share the gradient evenly."""
         return self._write(INDEX_MAX, v)
 
     def multiply(self, v: Any) -> Array:

@@ -397,7 +397,7 @@ def _is_ours(x: Any) -> bool:
 
 
 def _operand(x: Any) -> Any:
-    """NumPy's arrays as ours; whatever else as it is."""
+    """NumPy's arrays as ours; other operands as they are."""
     return as_array(x) if isinstance(x, np.ndarray) else x
 
 

@@ -153,7 +153,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
 @functools.cache
 def source(file: str) -> str:
-    """A source of this folder with what it includes of this folder put in, each file once."""
+    """A source of this folder with its includes from this folder put in, each file once."""
     seen: set[str] = set()
 
     def text(name: str) -> str:

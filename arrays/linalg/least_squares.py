@@ -177,7 +177,7 @@ def multi_dot(arrays: Sequence[Any], /) -> Array:
 
 @composite("tensorsolve")
 def tensorsolve(a: Any, b: Any, /) -> Array:
-    """The ``x`` with ``tensordot(a, x, x.ndim) == b``; the shape of ``x`` is what follows that of ``b`` in ``a``.
+    """The ``x`` with ``tensordot(a, x, x.ndim) == b``; its shape is that of ``a`` after the dimensions of ``b``.
 
     >>> import meshtape as mt
     >>> mt.linalg.tensorsolve(2 * mt.eye(4).reshape(2, 2, 4), mt.ones((2, 2)))
@@ -196,7 +196,7 @@ def tensorsolve(a: Any, b: Any, /) -> Array:
 
 @composite("tensorinv")
 def tensorinv(a: Any, /, ind: int = 2) -> Array:
-    """The inverse of the map that ``tensordot(a, x, ind)`` is, whose first ``ind`` dimensions are those of the result.
+    """The inverse of ``a`` as a linear map, whose result has the first ``ind`` dimensions of ``a``.
 
     >>> import meshtape as mt
     >>> mt.linalg.tensorinv(mt.eye(4).reshape(2, 2, 4)).shape

@@ -52,7 +52,7 @@ def as_key(name: str, key: Any) -> Array:
 
 
 def by_sample(key: Array, shape: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """The key of a draw, and the shape to draw in, of which the first dimension is that of ``key`` where it has a row for each sample.
+    """The key of a draw, and the shape to draw in; with keys of samples, their number is its first dimension.
 
     A draw whose first dimension is a multiple of the samples belongs to them, row by row. Any other one belongs to the batch: it takes
     the key of the first sample.

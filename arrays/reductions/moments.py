@@ -173,7 +173,7 @@ def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array 
 
 
 def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, where: Any = None) -> Array:
-    """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of the result, and what it is summed in.
+    """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of sum and result.
 
     >>> import meshtape as mt
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))

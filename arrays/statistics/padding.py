@@ -111,7 +111,7 @@ def _nested(value: Any) -> bool:
 
 
 def _pairs(what: str, value: Any, x: Array) -> list[tuple[Any, Any]]:
-    """One pair an axis of what is one number, one pair, or one pair (or number in brackets) an axis."""
+    """One pair an axis, from one number, one pair, or one pair (or number in brackets) an axis."""
     found = [list(v) if _nested(v) else v for v in value] if _nested(value) else [value]
     rows = [v if isinstance(v, list) else None for v in found]
     if all(r is None for r in rows) and len(found) in (1, 2):

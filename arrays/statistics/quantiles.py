@@ -78,7 +78,7 @@ def _rows(name: str, x: Any, axis: Axis) -> tuple[Array, tuple[int, ...]]:
 
 
 def _ordered(rows: Array, places: np.ndarray) -> Array:
-    """The rows with those elements at these places that sorting puts there; nobody looks at the others."""
+    """The rows partitioned so that these positions hold the elements of sorted rows."""
     from ..reductions.sorting import sort
 
     buf = buffer(rows)

@@ -90,7 +90,7 @@ class _Found:
 
 
 def _says_a_text(steps: list[Any], k: int) -> bool:
-    """Whether the second argument of a call, of which the first begins at step ``k - 1``, is a text, and the third a plain value."""
+    """Whether a call, whose first argument begins at step ``k - 1``, has a text second and a plain value third."""
     while k < len(steps) and steps[k].opname in ("LOAD_ATTR", "LOAD_METHOD"):
         k += 1
     ops = [s.opname for s in steps[k : k + 3]]

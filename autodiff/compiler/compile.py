@@ -429,7 +429,7 @@ def _recorded(
     numbers: frozenset[int],
     donated: frozenset[int],
 ) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
-    """One pass through the function: the trace, its program, and what the function returned, flat."""
+    """One pass through the function: the trace, its program, and the flat result of the function."""
     trace = _Trace((x for x, _ in reads.arrays), reads.known)
     trace.leaves = arrays
     stand_ins = [

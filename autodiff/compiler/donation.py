@@ -77,7 +77,7 @@ def donated_leaves(args: Sequence[Any], donate: Sequence[int], name: str) -> fro
 
 
 def given_up(inputs: Sequence[Array], donated: Iterable[int], written: Iterable[int], taker: str) -> list[Any]:
-    """The buffers of the inputs. The ``donated`` ones lose theirs; of these, the ``written`` are memory that nobody else can see."""
+    """The buffers of the inputs. The ``donated`` inputs lose theirs; ``written`` buffers that others see are copied."""
     for x in inputs:
         if type(x._buf) is Gone:
             raise x._buf._error()

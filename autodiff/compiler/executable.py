@@ -179,7 +179,7 @@ def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _sparse(e: Entry, mine: Sequence[bool]) -> Callable[..., Any]:
-    """A call of which operands may be sparse; the memory of those that are ``mine`` may take its results."""
+    """A call whose operands may be sparse; the memory of those that are ``mine`` may take its results."""
     op, params = e.op, e.params
 
     def run(*buffers: Any) -> Any:
@@ -196,7 +196,7 @@ def _dense(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_written(e: Entry, i: int) -> bool:
-    """Whether a call of which an operand is sparse may write to its ``i``-th operand, if that is dense."""
+    """Whether a call with a sparse operand may write to its ``i``-th operand, if that is dense."""
     return e.op in sparse_ops.ADDS or (e.op is LAZY_ADAM and i in (0, 2, 3))
 
 

@@ -220,7 +220,7 @@ def _take(step: _Step | _RunStep, env: list[Any], failed: Failed | None) -> None
 
 
 def _pieces(group: Group, program: Program) -> list[Entry | Run]:
-    """The entries in order, with what the kernels in C take made into runs."""
+    """The entries in order, with those that the kernels in C take made into runs."""
     out: list[Entry | Run] = []
     last_read = {v: i for i, e in enumerate(group.entries) for v in e.inputs if isinstance(v, int)}
 

@@ -1,4 +1,4 @@
-"""The cache key of a compiled function's arguments; :mod:`.captures` has that of what it reads beside them."""
+"""The cache key of a compiled function's arguments; :mod:`.captures` has the key of its captures."""
 
 from __future__ import annotations
 

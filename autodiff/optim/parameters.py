@@ -58,7 +58,7 @@ def counter(params: Any) -> Array:
 
 
 def check(name: str, most: float = math.inf, **given: Any) -> None:
-    """Raise :class:`ArgumentError` for what is no number of the range. (True and False are flags; an array of one number may be traced.)"""
+    """Raise :class:`ArgumentError` for values out of range or no numbers. (A bool is none; a 0-d array may be traced.)"""
     for what, value in given.items():
         if isinstance(value, Array) and not value.ndim:
             continue

@@ -238,7 +238,7 @@ _OWN_SUMS = frozenset(
 
 
 def spelled(operands: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Operands with shapes and dtypes; those that are names alone have those of the result."""
+    """Operands with shapes and dtypes; where only a name is given, shape and dtype are those of the result."""
     if type(operands) is int:
         return ((operands, shape, dtype),)
     return [(v, shape, dtype) for v in operands] if type(operands[0]) is int else operands

@@ -142,7 +142,7 @@ def demo(scheduler: str | None, directory: str, epochs: int, seed: int, as_json:
 @main.command(epilog=examples("meshtape info", "meshtape info --json"))
 @JSON
 def info(as_json: bool) -> None:
-    """Versions, devices, and what is missing.
+    """Versions, devices, and missing packages.
 
     Each missing package has the command that installs it.
     """

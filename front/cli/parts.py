@@ -44,7 +44,7 @@ def print_json(data: Any) -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what the user should know about the work that it stopped."""
+    """Ctrl-C, with a message on the work that it stopped."""
 
 
 CHECKPOINT = click.Path()

@@ -41,7 +41,7 @@ class View:
         at: tuple[int, ...] = (),
         steps: tuple[int, int] = (0, 0),
     ) -> View:
-        """A valid view: missing values are chosen, values outside are moved inside. A step of 0 shows a whole dimension.
+        """A valid view: missing values are chosen, others moved inside the array. A step of 0 shows a whole dimension.
 
         >>> View.of((8, 5, 300))
         View(rows=1, columns=2, at=(0, 0, 0), steps=(1, 5))
