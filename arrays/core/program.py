@@ -1,7 +1,7 @@
 """Programs, and the entries that record computations.
 
 Everything a user computes is a call of an :class:`~meshtape.arrays.Op`. One call is one :class:`Entry`; a linear list of them
-is what the backward pass walks in reverse, what the partitioner walks forward, and what a program file stores. A
+is walked in reverse by the backward pass, and forward by the partitioner, and it is stored in a program file. A
 :class:`Program` is the frozen form: plain data, no values but its constants.
 """
 

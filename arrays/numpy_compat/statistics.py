@@ -40,7 +40,7 @@ Axis = int | Sequence[int] | None
 
 
 def shape(x: Any, /) -> tuple[int, ...]:
-    """The shape of an array, or of what could become one.
+    """The shape of an array, or of anything that could become one.
 
     >>> import meshtape as mt
     >>> mt.shape([[1, 2]])

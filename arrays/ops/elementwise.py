@@ -1,6 +1,6 @@
-"""Elementwise functions: the chapter of the array-API standard, and what models need beside it.
+"""Elementwise functions: those of the array-API standard, and further ones for models.
 
-Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours) that computes it, and what it means.
+Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours) that computes it, and its meaning.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ def unstack(x: Any, /, axis: int = 0) -> tuple[Array, ...]:
 
 
 def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
-    """Elements moved along axes by ``shift`` places; what leaves at one end comes back at the other.
+    """Elements moved along axes by ``shift`` places; those that leave at one end come back at the other.
 
     Without ``axis`` the array is rolled as if it were flat.
 

@@ -94,7 +94,7 @@ def _masked(name: str, x: Array, wide: np.dtype, mask: Any) -> Any:
 
 
 def mean_of(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
-    """The mean of what counts; NaN of nothing."""
+    """The mean of the counted elements; NaN where there are none."""
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
     axes = shape_rules.normalize_axis(name, axis, x.ndim)

@@ -148,7 +148,7 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
     """The entries with those that join a run moved to where their result is first read, if that is by one of the same shape.
 
     So gradients that are scaled, tree by tree, before an optimizer goes over them leaf by leaf, are scaled in its runs. An entry
-    waits only where what it reads takes no more memory than what it makes, give or take a table that is broadcast.
+    waits only where its operands take no more memory than its result, give or take a table that is broadcast.
     """
     avals = program.avals
     fits = {e.outputs[0] for e in program.entries if joins(e, program)}

@@ -1,4 +1,4 @@
-"""Derivatives of networks of experts; legend in ``_registry``. The backward op is differentiated by its decomposition."""
+"""Derivatives of mixtures of experts; legend in ``registry``. The decomposition of the backward op is its derivative."""
 
 from __future__ import annotations
 

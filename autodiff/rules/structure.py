@@ -1,4 +1,4 @@
-"""Derivatives of the functions that rearrange, index and multiply; legend in ``_registry``."""
+"""Derivatives of the functions that rearrange, index and multiply; legend in ``registry``."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def info(as_json: bool) -> None:
 def completion(shell: str) -> None:
     """Completion for bash, zsh or fish.
 
-    Prints what makes the shell complete commands, options, paths, and names of arrays.
+    Prints a script for the shell, which completes commands, options, paths, and names of arrays.
 
     \b
     Put it where the shell looks, and open a new one:

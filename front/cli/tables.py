@@ -54,8 +54,9 @@ def console(stderr: bool = False) -> Any:
 
 
 def wrapped(text: str, width: int, first: int = 0) -> str:
-    """``text`` in lines of at most ``width`` cells, broken between words; what follows in a line's stead begins as far to the right as
-    the line did. A longer word, such as a path, has a line of its own and stays whole, so that it can be copied. The first line has
+    """``text`` wrapped between words at ``width`` cells, with the indentation of each line kept.
+
+    A longer word, such as a path, has a line of its own and stays whole, so that it can be copied. The first line has
     ``first`` cells less.
 
     >>> print(wrapped("2 ranks, the largest: 1.2 GiB\\n  a remark that is long", 16))

@@ -319,7 +319,7 @@ def _below(node: Any, start: str, order: dict[int, int]) -> tuple[Any, bool]:
 
 
 def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
-    """A decoded tree with each `Leaf` replaced by what ``make`` returns for it."""
+    """A decoded tree with each `Leaf` replaced by ``make(leaf)``."""
     if isinstance(node, manifest.Leaf):
         return make(node)
     if isinstance(node, dict):

@@ -138,7 +138,7 @@ def gc(
     directory, older_than
         As in `leftovers`.
     dry_run
-        Change nothing: return what would be deleted.
+        Change nothing: return the leftovers that would be deleted.
     parts
         Delete unfinished transfers too, with which the same `convert` or `merge` would go on.
 

@@ -219,7 +219,7 @@ def _description(where: str, archive: zipfile.ZipFile, limit: int, most: int) ->
 def described(
     where: str, archive: zipfile.ZipFile, most: int, limit: int = _MAX_VALUE, lenient: bool = False
 ) -> tuple[Any, str]:
-    """(what the archive describes, name of the folder in it)."""
+    """(the value that the archive describes, the name of its folder)."""
     text, folder = _description(where, archive, limit, most)
     return read_values(text, where, lenient), folder
 

@@ -211,8 +211,8 @@ def load(
         Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and ``shardings`` then
         speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
     verify
-        Compare every chunk with its checksum. Without it damage goes unnoticed; it costs about a tenth of a second a gigabyte and processor,
-        and nothing where the disk is what one waits for.
+        Compare every chunk with its checksum. Without it damage goes unnoticed. It costs about a tenth of a second a
+        gigabyte and processor, and nothing where the disk is the bottleneck.
     report
         A `LoadReport` to fill in.
 

@@ -86,7 +86,7 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched or self.grown)
 
     def problems(self) -> list[str]:
-        """Lines about what did not fit."""
+        """Lines about the leaves that did not fit."""
         lines = listed("missing in the checkpoint", self.missing)
         lines += listed("unexpected", self.unexpected)
         if self.mismatched:

@@ -35,7 +35,7 @@ from .reading import Job
 
 
 def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, str]:
-    """(what zarr takes as a store, path in it) of a node of a hierarchy."""
+    """(a store for zarr, the path in it) of a node of a hierarchy."""
     if write:
         stores.at(root).refuse_writes()
     if not stores.is_url(root):

@@ -61,7 +61,7 @@ Place = tuple[tuple[int, ...], str, str]
 class CastLoss:
     """How many values of an array a cast lost, by kind; and the first ``places`` of those that were lost without leave.
 
-    A place is an index, the value and what became of it.
+    A place is an index, the value there, and the value after the cast.
 
     >>> print(CastLoss(overflow=2, underflow=1))
     2 became infinite, 1 became zero

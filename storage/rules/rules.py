@@ -178,7 +178,7 @@ class Rules:
         return {n: read_box(t)[0] for n, t in Program(self.rules, self.follow, held, {}).outputs().items()}
 
     def inverse(self, source: Mapping[str, Any]) -> Rules:
-        """Rules that lead back from what these make of ``source`` (a checkpoint, or anything with shapes and dtypes).
+        """Rules from the result of these on ``source`` (a checkpoint, or anything with shapes and dtypes) back to it.
 
         They name every key, as sizes and dtypes are those of ``source``.
 

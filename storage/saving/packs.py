@@ -106,7 +106,7 @@ def records_of(
 
 
 def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
-    """The records of the blocks of one pack, and what gives the bytes of the file."""
+    """The records of the blocks of one pack, and a source of the bytes of its file."""
     arrays = dict(zip((t.name for t in tasks), parts, strict=True))
     head, places = head_of(tasks, [a.dtype for a in parts])
     sums = {name: sum_of(arrays[name]) for name in places}

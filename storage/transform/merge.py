@@ -1,6 +1,6 @@
 """`merge`: any checkpoint as a Hugging Face directory of safetensors, in bounded memory.
 
-The result is what Hugging Face tools write and read: ``model.safetensors``, or ``model-00001-of-0000N.safetensors``, and
+The result has the layout of Hugging Face tools: ``model.safetensors``, or ``model-00001-of-0000N.safetensors``, and
 always ``model.safetensors.index.json``. Each file's header says ``{"format": "pt"}``: transformers refuses files whose
 format is none of the frameworks that it knows, and it does not know NumPy.
 """

@@ -72,7 +72,7 @@ class Comparison:
 def ruled(ckpt: Checkpoint, rules: str) -> Checkpoint:
     """The lazy checkpoint that key rules give; the checkpoint itself where ``rules`` is blank.
 
-    Raises what `Rules` raises, and `CheckpointError` for chunks that are too large for a page.
+    Raises the errors of `Rules`, and `CheckpointError` for chunks that are too large for a page.
     """
     if not rules.strip():
         return ckpt

@@ -83,7 +83,7 @@ class View:
 
 @dataclass(frozen=True)
 class Window:
-    """The values of a view, row by row, and what reading them took."""
+    """The values of a view, row by row, and the cost of reading them."""
 
     view: View
     values: np.ndarray

@@ -45,7 +45,7 @@ class Writer(Protocol):
         """Write a window of a tensor to its places; returns its checksums. Bytes already in stored form are copied."""
 
     def check(self, root: str, box: Box, sums: list[int]) -> bool:
-        """Whether the files hold what ``sums`` says."""
+        """Whether the bytes in the files have these checksums."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Sink(Protocol):
         """Take the streams that were uploaded for `finish`, in place of `sync`."""
 
     def finish(self, folder: Folder, target: str) -> int:
-        """Write what makes the directory a checkpoint, last; returns the bytes of all files."""
+        """Write the metadata that makes the directory a checkpoint, last; returns the bytes of all files."""
 
 
 def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
