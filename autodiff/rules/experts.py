@@ -1,4 +1,4 @@
-"""Derivatives of mixtures of experts; legend in ``registry``. The decomposition of the backward op is its derivative."""
+"""Derivatives of expert networks; legend in ``registry``. The backward op is differentiated by its decomposition."""
 
 from __future__ import annotations
 
