@@ -44,7 +44,7 @@ class ArgumentError(MeshtapeError, ValueError, TypeError):
 
 
 class NumPyFunctionError(MeshtapeError, TypeError):
-    """A function of NumPy has no counterpart here for such an array, or it lacks an argument; says what to write."""
+    """A function of NumPy has no counterpart here for such an array, or one without an argument; says what to write."""
 
 
 class NumPyAttributeError(NumPyFunctionError, AttributeError):
