@@ -1,4 +1,4 @@
-"""The next batches made ready while the current one is worked on (``mt.prefetch``).
+"""Prefetching (``mt.prefetch``): the next batches are made ready during the work on the current one.
 
 A thread of its own runs the iterable, a bounded number of items ahead. For a GPU it also copies them there, on a stream of its
 own: host memory goes through two pinned blocks of bounded size, and the stream that works on an item waits for the event behind
@@ -38,7 +38,7 @@ _END = object()
 
 
 class _Failure:
-    """An exception on its way from the thread to whoever takes the next item."""
+    """An exception on its way from the thread to the consumer of the next item."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -55,14 +55,14 @@ def pieces(nbytes: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class Lent:
-    """Buffers that were handed out, and are held until nobody else holds them."""
+    """Buffers that were handed out, kept until nobody else holds them."""
 
     def __init__(self, holders: Callable[[Any], int]) -> None:
         self._holders = holders
         self._out: list[list[Any]] = []  # each buffer with its number of holders while nobody else had it
 
     def hand_out(self, make: Callable[[], Any]) -> Any:
-        """A new buffer. What holds it at this moment is what will hold it when everybody else has let go."""
+        """A new buffer. Its references at this moment are those that remain when everybody else has dropped it."""
         entry = [make(), 0]
         self._out.append(entry)
         entry[1] = self._holders(entry[0])
@@ -113,7 +113,7 @@ class _CudaCopier:
         return moved, event
 
     def _take_back(self) -> None:
-        """What the consumer has let go of goes back to the pool, once this stream waits for the work that read it."""
+        """Return the buffers that the consumer has dropped to the pool, after this stream waits for their last use."""
         with self.lock:
             returned, self.returned = self.returned, []
         for event, _ in returned:
@@ -140,7 +140,7 @@ class _CudaCopier:
         return wrap(buf)
 
     def hand_over(self, ready: tuple[Any, Any]) -> Any:
-        """Called by the consumer: its stream waits for the copies, and what it has let go of comes back."""
+        """Called by the consumer: its stream waits for the copies, and the buffers that it has dropped come back."""
         item, event = ready
         cuda = self.cupy.cuda
         with cuda.Device(self.where.index):
@@ -166,7 +166,7 @@ class _HostCopier:
 
 
 class _Elsewhere:
-    """Stands, in the thread, for the recorders around the call of :func:`prefetch`, which record the calls of their own thread alone."""
+    """Stand-in, in the thread, for the recorders around :func:`prefetch`, which only see calls of their own thread."""
 
     def __init__(self, recorders: tuple[Any, ...]) -> None:
         self.recorders = recorders
@@ -300,7 +300,7 @@ def prefetch(
     ValueError
         For a depth or a size that is not positive.
     BackendError
-        At once where the device does not exist. What ``items`` raises is raised in its place in the order of items.
+        At once where the device does not exist. An error of ``items`` is raised in its place in the order of items.
     GradientError
         In place of an item that was computed from an array that a gradient around this call is taken by: the tape does not see the other
         thread.

@@ -43,7 +43,7 @@ from .namespaces import install as _install
 __version__ = "0.1.0"
 _install()
 
-# What the packages that bring heavy libraries offer, and where it is: looked up on first use.
+# Names of the packages with heavy dependencies, and their modules: imported on first use.
 _LAZY = {
     **dict.fromkeys(
         (

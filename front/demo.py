@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 
 
 class DemoFailed(MeshtapeError, RuntimeError):
-    """The demo ran, and its result is not what it must be."""
+    """The demo ran, and a result is wrong."""
 
 
 # ----- the model: pure functions over a tree of parameters ------------------------------------------------------------
@@ -107,7 +107,7 @@ class Digits:
         return len(self.x) // BATCH
 
     def batch(self, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The batch of a step: a function of seed and step alone, so that a resumed run sees what an unbroken one would."""
+        """The batch of a step, from seed and step alone, so that a resumed run sees the batches of an unbroken one."""
         epoch, i = divmod(step, self.steps_per_epoch)
         order = np.asarray(mt.random.permutation(mt.random.fold_in(mt.random.key(seed), epoch), len(self.x)))
         chosen = order[i * BATCH : (i + 1) * BATCH]
@@ -138,7 +138,7 @@ def load_digits() -> Digits:
 
 @dataclass
 class Report:
-    """What a run measured, for the table at its end."""
+    """The measurements of a run, for the table at its end."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -178,7 +178,7 @@ def run(
     seed: int = 0,
     console: Any = None,
 ) -> Report:
-    """The whole job; see ``meshtape demo --help``. Raises :class:`DemoFailed` when a result is not what it must be."""
+    """The whole job; see ``meshtape demo --help``. Raises :class:`DemoFailed` when a result is wrong."""
     from .cli.parts import as_json
     from .cli.tables import console as terminal
 
@@ -328,7 +328,7 @@ def _nested(flat: Any) -> Any:
 
 
 def _with_safetensors_alone(file: Path, x: np.ndarray) -> np.ndarray:
-    """The logits as somebody would compute them who has never heard of meshtape."""
+    """The logits, computed without meshtape from the safetensors file."""
     from math import sqrt
 
     from safetensors.numpy import load_file

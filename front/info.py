@@ -1,4 +1,4 @@
-"""The report of what is installed, what is missing, and how to get it."""
+"""The report of installed and missing packages, with the commands that install them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _version(package: str) -> str | None:
 
 
 def collect() -> dict[str, Any]:
-    """Versions, devices and what is missing, as plain data."""
+    """Versions, devices and missing packages, as plain data."""
     import meshtape as mt
 
     from .arrays.backends.backend import cupy_backend
@@ -60,7 +60,7 @@ def collect() -> dict[str, Any]:
 
 
 def show(console: Any) -> None:
-    """The same as a table."""
+    """Print the report as a table."""
     from .cli.tables import Column, write, write_text
 
     facts = collect()

@@ -41,7 +41,7 @@ def _home(name: str) -> str | None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module, and those inside it, at its home. One module has one copy, under whatever name it is imported."""
+    """A finder of a module, and of those inside it, at its home. A module has one copy, under any name of import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

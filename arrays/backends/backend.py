@@ -1,4 +1,4 @@
-"""NumPy and CuPy behind one small interface.
+"""Backends: NumPy and CuPy behind one small interface.
 
 A backend runs ops on its buffers, makes buffers of its own from host memory, and gives host memory back. ``numpy`` is always
 there; ``cupy`` is imported when the first CUDA device is used, never at import time.
@@ -22,7 +22,7 @@ from ..core.value import FIRST_USER_DTYPE
 
 
 def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
-    """What CuPy said, and what there is, in bytes for people.
+    """The message of an out-of-memory error: CuPy's text, and the sizes of memory and pool.
 
     >>> memory_text("Out of memory allocating 2,147,483,648 bytes", 2**28, 2**33, 2**32, 2**31)
     'Out of memory allocating 2,147,483,648 bytes; 256.0 MiB of 8.0 GiB are free, CuPy holds 4.0 GiB, of which 2.0 GiB are in use'
@@ -94,7 +94,7 @@ class CuPyBackend:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """What CuPy says when the memory of the current device is used up becomes our error, with the sizes."""
+        """Raise CuPy's out-of-memory errors as `OutOfMemory`, with the sizes of the current device."""
         try:
             yield
         except self.xp.cuda.memory.OutOfMemoryError as e:
@@ -111,7 +111,7 @@ NUMPY = NumPyBackend()
 
 @functools.cache
 def cupy_backend() -> CuPyBackend:
-    """The CuPy backend. Raises :class:`BackendError` that says what is missing."""
+    """The CuPy backend. Raises :class:`BackendError` that names the missing part."""
     try:
         import cupy
     except ImportError as e:

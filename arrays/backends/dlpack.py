@@ -90,7 +90,7 @@ def export(buf: Any, *, read_only: bool, **options: Any) -> Any:
 
 
 def read_only(a: np.ndarray) -> np.ndarray:
-    """The same memory, as an array that nobody can make writable: its ``base`` is an opaque capsule, and no array that can be written."""
+    """The same memory as an array that cannot be made writeable: its ``base`` is an opaque capsule."""
     view = a.view()
     view.flags.writeable = False
     known = a.dtype.num < FIRST_USER_DTYPE
@@ -104,7 +104,7 @@ def read_only(a: np.ndarray) -> np.ndarray:
 
 
 class _AsIntegers:
-    """An exporter whose short floats look like integers of the same width; ``dtype`` is then what they are."""
+    """An exporter whose short floats look like integers of the same width; ``dtype`` is then their true dtype."""
 
     def __init__(self, exporter: Any) -> None:
         self._exporter = exporter

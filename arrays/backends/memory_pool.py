@@ -1,10 +1,10 @@
-"""Memory of large arrays, used again.
+"""A memory pool for large arrays.
 
-A program makes arrays of the same few sizes in every step. Memory that comes fresh from the system is cleared and mapped page by page
-when it is first written, which costs up to three times the work on it; and the system's allocator gives back what is large, or lies
-on top, as soon as it is free (that of workers which Dask's nannies start, everything at once). So the results of compiled programs and of
-kernels, and the blocks of ranks, take their memory from a pool of this process, and it comes back when the last array on it is
-gone, by itself: no array is ever used again while somebody can see it.
+A program makes arrays of the same few sizes in every step. The system clears and maps fresh memory page by page at the
+first write, which costs up to three times the work on it. Its allocator also returns large free blocks, and those on
+top of the heap, at once. So the results of compiled programs and of kernels, and the blocks of ranks, take their memory
+from a pool of this process. Memory returns to the pool by itself when the last array on it is gone, so no array is
+overwritten while somebody can see it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 
 SMALLEST = 64 << 10
-"""Smaller arrays are NumPy's business: its own cache serves them."""
+"""Bytes below which arrays come from NumPy's own cache."""
 
 LINE = 64
 """Bytes of a line of a cache: memory starts at one, as a vector of processors that lies in two lines takes two reads."""
 
 
 class Pool:
-    """Buffers by size. ``limit`` bounds the bytes that are kept while nobody uses them; the oldest go first.
+    """Buffers by size. ``limit`` bounds the bytes of free buffers; the oldest are dropped first.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class Pool:
 
     @property
     def kept(self) -> int:
-        """Bytes that nobody uses."""
+        """Bytes of free memory in the pool."""
         return self._kept
 
     @property
@@ -63,7 +63,7 @@ class Pool:
             return sum(raw.nbytes - LINE for _, (raw, _) in self._lent.values())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array whose content is whatever was there."""
+        """An uninitialized array."""
         size = dtype.itemsize
         for n in shape:
             size *= n
@@ -84,14 +84,14 @@ class Pool:
                     self.clear()
                     raw = np.empty(size + LINE, np.uint8)
                 start = -raw.ctypes.data % LINE
-            # What all arrays on this memory hold; when it goes, they are gone. (Not a memoryview: NumPy holds what is below it.)
+            # All arrays on this memory hold this object; it dies with the last one. (NumPy would bypass a memoryview.)
             memory = (ctypes.c_char * size).from_buffer(raw, start)
             key = id(memory)
             self._lent[key] = weakref.ref(memory, lambda _: self._back(key)), (raw, start)
         return np.ndarray(shape, dtype, buffer=memory)
 
     def lends(self, memory: Any) -> bool:
-        """Whether this is memory of the pool: what an array on it has as its base, and its views have not."""
+        """Whether this is memory of the pool: the base of an array on it, but not of the array's views."""
         lent = self._lent.get(id(memory))
         return lent is not None and lent[0]() is memory
 
@@ -110,7 +110,7 @@ class Pool:
                     del self._free[size]
 
     def clear(self) -> None:
-        """Give back what nobody uses."""
+        """Return free memory to the system."""
         with self._lock:
             self._free.clear()
             self._kept = 0
@@ -139,20 +139,19 @@ def copied(a: np.ndarray) -> np.ndarray:
 
 
 def is_sole(a: np.ndarray) -> bool:
-    """Whether the array's memory is its own or lent to it alone, and may be written: nobody sees it who has not this very array."""
+    """Whether the array is writeable and has its memory alone, its own or lent: only holders of this array see it."""
     return a.flags.writeable and (a.base is None or POOL.lends(a.base))
 
 
 def fresh(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory for a result outside of workers, where the system's allocator does keep what is of moderate size."""
+    """Memory for a result outside of workers, where the system's allocator does keep blocks of moderate size."""
     return (POOL.empty if math.prod(shape) * dtype.itemsize >= LARGE else np.empty)(shape, dtype)
 
 
 def room(
     values: Mapping[int, np.ndarray], dying: Sequence[int], shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray | None:
-    """Memory for a result: that of one of the ``dying`` values, which nobody reads again, or some of the pool's. None where the
-    result is too small for that."""
+    """Memory for a result: that of one of the ``dying`` values, or some of the pool's. None for a small result."""
     for v in dying:
         if is_free(values, v):
             a = values[v]
@@ -174,4 +173,4 @@ def _references(values: Mapping[int, np.ndarray] | list[Any], v: int) -> int:
 
 
 _ALONE = _references({0: np.empty(0)}, 0)
-"""What is counted for an array that only a table or a list of values holds; versions of Python differ in it."""
+"""The reference count of an array that only a table or list of values holds; it depends on the version of Python."""

@@ -1,4 +1,4 @@
-"""Functions of large arrays piece by piece, so that what they compute on the way is never there in full."""
+"""Functions of large arrays piece by piece, so that intermediate results never exist in full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE = 1 << 18
 
 
 def large(x: Any, wide: np.dtype | None = None) -> Any:
-    """The memory of an Array that is to be reduced in pieces: NumPy's, large, while nobody records; else None.
+    """The memory of an Array to reduce in pieces: NumPy's, large, and with no recorder; else None.
 
     None too where a cast to ``wide`` would drop an imaginary part, which the function `astype` refuses.
     """

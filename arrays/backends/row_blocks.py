@@ -114,7 +114,7 @@ def _rank_one_update(char: str) -> Callable[..., Any]:
 
 
 def add_outer(xp: Any, out: Any, column: Any, row: Any) -> None:
-    """``out += column * row`` in place, for a block of two dimensions: what broadcasting costs NumPy three passes is one of BLAS."""
+    """``out += column * row`` in place, for a 2-d block: one pass of BLAS for three passes of NumPy's broadcasting."""
     # Small blocks gain nothing, and must not load SciPy.
     rows, width = out.shape
     if xp is np and out.dtype.char in "fd" and out.size >= 4096 and width <= ONE_THREAD:

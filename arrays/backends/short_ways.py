@@ -1,9 +1,10 @@
-"""The short way of calls whose work takes less than a microsecond.
+"""Fast paths for calls whose work takes less than a microsecond.
 
-The general way through ``apply`` costs a few microseconds on eight elements: arguments are brought into one form, parameters packed,
-the implementation found. A function takes the short way where its arguments have the common form already and nobody listens: NumPy's
-memory, no recorder, ints for axes, a tuple for a shape. It then calls what the op's implementation calls, so that values, dtypes and
-sharing of memory are the same. Whatever NumPy refuses there goes the general way too, which says it in our words.
+The general path through ``apply`` costs a few microseconds on eight elements: it normalizes arguments, packs parameters
+and looks up the implementation. A function takes the fast path where its arguments have the common form already and
+there is no recorder: NumPy's memory, ints for axes, a tuple for a shape. It then calls the same functions as the op's
+implementation, so values, dtypes and sharing of memory are the same. Calls that NumPy refuses there take the general
+path too, which raises our errors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _ndarray = np.ndarray
 _SEQUENCES = (list, tuple)
 
 REFUSED = (ValueError, TypeError, IndexError, OverflowError, MemoryError)
-"""What NumPy raises for arguments that it does not take."""
+"""NumPy's errors for arguments that it does not take."""
 
 
 def _takes_ellipsis() -> bool:
@@ -41,7 +42,7 @@ HALF = np.dtype(np.float16).num
 
 
 def buffer(x: Any) -> Any:
-    """The memory of an Array that can be computed with at once: NumPy's, while nobody records; else None."""
+    """The memory of an Array for direct computation: NumPy's, and with no recorder; else None."""
     buf = getattr(x, "_buf", None)
     return buf if type(buf) is _ndarray and not state.now.recorders else None
 
@@ -60,5 +61,5 @@ def buffers(xs: Any) -> Any:
 
 
 def result(out: Any) -> Array:
-    """An Array of what NumPy gave, which is a scalar where an array would have no dimensions."""
+    """An Array of a result of NumPy, which gives a scalar in place of a 0-d array."""
     return wrap(out if type(out) is _ndarray else np.asarray(out))

@@ -1,4 +1,4 @@
-"""Threads for work on large arrays: how many, and one pool of them for everybody."""
+"""Threads for work on large arrays: their number, and one pool for all callers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _here = threading.local()
 
 @functools.cache  # to ask the system takes as long as a small call, and the pool of threads is made once anyway
 def threads() -> int:
-    """Threads that work on one array may use: ``OMP_NUM_THREADS`` where it is set, else the processors. As for BLAS, what counts
-    is how things are when it is first needed.
+    """The number of threads for work on one array: ``OMP_NUM_THREADS`` where it is set, else the processors.
+
+    As for BLAS, it is fixed at the first use.
     """
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -42,8 +43,8 @@ if hasattr(os, "register_at_fork"):  # a child of a fork has none of the threads
 def share(count: int, work: Callable[[int, int], None], *, size: int, unit: int = 1) -> None:
     """Call ``work(start, stop)`` until ``0 … count`` is done: on several threads where ``size``, in elements, is worth it.
 
-    Shares start at multiples of ``unit``. What one of the calls raises is raised. Work that shares work again does it alone: all
-    threads could be waiting for each other else.
+    Shares start at multiples of ``unit``. An error of one of the calls is raised. Work inside a share is not shared
+    again, as all threads could then wait for each other.
     """
     n = threads() if size >= SMALLEST_SHARED and not getattr(_here, "inside", False) else 1
     if n == 1 or count < 2 * n * unit:

@@ -1,7 +1,7 @@
-"""The view of a split array for the packages that move its bytes.
+"""The block interface of sharded arrays, for the packages that move their bytes.
 
-``storage`` saves and loads arrays whose blocks live in several processes, yet it does not know what a mesh is: it speaks to
-the two small contracts below, which ``parallel`` implements. ``Box`` is the geometry that both share.
+``storage`` saves and loads arrays whose blocks live in several processes, but does not depend on meshes: it uses the
+two small protocols below, which ``parallel`` implements. ``Box`` is the geometry that both share.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class BlockSharding(Protocol):
 
 @runtime_checkable
 class BlockHost(Protocol):
-    """Who holds the blocks (``meshtape.Mesh`` is one): ranks ``0 … size-1``, spread over one or more processes."""
+    """The holder of the blocks (``meshtape.Mesh`` is one): ranks ``0 … size-1``, spread over one or more processes."""
 
     @property
     def size(self) -> int:

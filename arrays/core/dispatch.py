@@ -38,11 +38,11 @@ _REAL_SCALARS = frozenset({bool, int, float})
 
 
 class NotNumbers(DTypeError):
-    """An operand is None, a text or an object: nothing that an array holds."""
+    """An operand is None, a text or an object, which no array holds."""
 
 
 class ProgramHost(Protocol):
-    """Who runs programs on values that are not in one place: a mesh. What ``mt.compile`` knows of it."""
+    """A host that runs programs on sharded values: the interface of a mesh for ``mt.compile``."""
 
     def place(
         self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]
@@ -52,19 +52,20 @@ class ProgramHost(Protocol):
     def prepare(
         self, program: Program, shardings: Sequence[Any], name: str = "compiled"
     ) -> Callable[[Sequence[Any]], list[Any]]:
-        """The program made ready for inputs of these shardings: a function from input buffers to output buffers. ``name`` is that
-        of the function it came from, for those who watch."""
+        """The program prepared for inputs of these shardings: a function from input buffers to output buffers.
+
+        ``name`` is that of the traced function, for profiles."""
 
     def replicate(self, value: Any) -> Any:
         """An Array on every rank with the value of a local one."""
 
 
 class Deferred:
-    """A buffer whose value is not here: traced by ``mt.compile``, or split over a mesh.
+    """A buffer without a local value: traced by ``mt.compile``, or split over a mesh.
 
     Subclasses have ``shape``, ``dtype``, ``device``, ``sharding`` (None when not split) and ``host`` (the
-    :class:`ProgramHost` that it is split over, or None). The array methods that need a value call :meth:`concrete`. Where deferred buffers of several kinds meet in a call, the one with the highest
-    ``priority`` takes it.
+    :class:`ProgramHost` that it is split over, or None). The array methods that need a value call :meth:`concrete`.
+    Where deferred buffers of several kinds meet in a call, the one with the highest ``priority`` takes it.
     """
 
     __slots__ = ("part",)  # true of what basic indexing gave, which in NumPy is a view
@@ -74,7 +75,7 @@ class Deferred:
     priority = 0
     traced = False  # whether it only stands for a value that is not known yet
     passing = False
-    """Whether this stands in for a buffer while another thread writes to it; ``value`` waits for what comes of it."""
+    """Whether this replaces a buffer while another thread writes to it; ``value`` waits for the result."""
 
     @property
     def ndim(self) -> int:
@@ -96,7 +97,7 @@ class Deferred:
         return ShapeDtype(self.shape, self.dtype)
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The operands as the call is to see them, and as recorders are shown them; itself calls ops where they need preparing."""
+        """The operands for the call and its recorders; calls ops itself where an operand needs preparation."""
         return args
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -108,17 +109,17 @@ class Deferred:
         raise TypeError(f"{type(self).__name__} has no value")
 
     def elements(self, x: Array) -> Iterator[Array]:
-        """What ``for v in x`` gives, where this is the buffer of ``x``, which has a dimension."""
+        """The iterator of ``for v in x``, where this is the buffer of ``x``, which has at least one dimension."""
         return (x[i] for i in range(self.shape[0]))
 
 
 class Symbol:
-    """Stands for a Python number whose value a program is to be told at each call."""
+    """Placeholder of a Python number that a program gets at each call."""
 
     __slots__ = ()
 
     def operand(self, op: Op, args: tuple[Any, ...]) -> Any:
-        """What takes its place among these arguments of a call: an Array, or the number."""
+        """The operand that replaces it among these arguments of a call: an Array, or the number."""
         raise TypeError(f"{type(self).__name__} cannot take part in {op.name}")
 
     def _read(self) -> Any:
@@ -127,7 +128,7 @@ class Symbol:
 
 
 def number(value: Any) -> Any:
-    """A number that NumPy is to see as such: of what stands for one it takes the value for that of an array, which it casts in silence."""
+    """The number of a `Symbol`, for NumPy, which would silently cast a symbol as an array; other values as they are."""
     return value._read() if isinstance(value, Symbol) else value
 
 
@@ -158,7 +159,7 @@ def wrap(buf: Any) -> Array:
 
 
 def made(x: Array, of: Any = None) -> Array:
-    """``x``, after telling those who record that it was made here, of a NumPy array or of nothing."""
+    """``x``, after telling the recorders that it was made here, from a NumPy array or from nothing."""
     for r in state.now.recorders:
         if hasattr(r, "note_made"):
             r.note_made(x, of)
@@ -271,9 +272,9 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:
-    """Raise what the op's own rule has to say of arguments that a backend refused: one text and type on every backend.
+    """Raise the error of the op's own shape rule for arguments that a backend refused, so that backends agree.
 
-    What depends on the values the rule cannot know: it keeps its text, and gets the op and the arguments.
+    An error that depends on values keeps its text, with op and arguments added, as the rule cannot know it.
     """
     if isinstance(error, MeshtapeError) and not isinstance(error, MemoryError):
         return
@@ -331,7 +332,7 @@ def is_watched(x: Array) -> bool:
 
 
 def has_history(x: Any) -> bool:
-    """Whether reading the numbers of ``x`` would lose what it was computed from: a recorder watches it, or it is traced.
+    """Whether reading the numbers of ``x`` would lose its history: a recorder watches it, or it is traced.
 
     While a function is traced that holds for every array: one of the closure is a value of the program too.
     """
@@ -368,7 +369,7 @@ def as_number(name: str, what: str, value: Any) -> float:
 
 
 def call_site(depth: int = 2) -> Site | None:
-    """The innermost line outside this package: what an error of the backward pass should name.
+    """The innermost line outside this package, which an error of the backward pass names.
 
     ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to be made first.
     (The compiled core has no frames of its own, and looks from where it was called.)
@@ -396,7 +397,7 @@ _OURS: dict[int, bool] = {}
 
 
 def record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:
-    """Show a call to the recorders. ``bufs`` are what the arguments had when it was computed, if they have values."""
+    """Show a call to the recorders. ``bufs`` are the buffers of the arguments at the call, if they have values."""
     outs = (result,) if op.nout == 1 else result
     now: Now = state.now
     site = now.site
@@ -428,7 +429,7 @@ def program_inputs(args: tuple[Any, ...], var_of: Any) -> tuple[int | Const, ...
 
 
 def argument_avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a shape rule is shown of each argument: :class:`ShapeDtype`, or the scalar itself."""
+    """The arguments of a shape rule: a :class:`ShapeDtype` for each array, scalars as they are."""
     return tuple([_aval((tuple(a._buf.shape), a._buf.dtype)) if type(a) is _array_type else a for a in args])
 
 

@@ -43,7 +43,7 @@ class DType:
     Attributes
     ----------
     dtype : numpy.dtype
-        What it names. NumPy looks for this attribute.
+        The NumPy dtype of this name. NumPy looks for this attribute.
 
     Examples
     --------
@@ -92,7 +92,7 @@ for _name in _DELEGATED:
     setattr(DType, _name, property(attrgetter(f"dtype.{_name}"), doc=f"That of ``numpy.dtype``: ``{_name}``."))
 
 BY_NAME: dict[builtins.str, DType] = {}
-"""The objects by what they name."""
+"""The dtype objects by name."""
 
 
 def named(name: builtins.str) -> DType:

@@ -75,7 +75,7 @@ def parse(name: str) -> DType:
 
 
 OWN: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
-"""NumPy's one object for each dtype, by any that is equal: compiled code compares objects, and readers of buffers what they are called."""
+"""NumPy's canonical object for each dtype, by an equal one: compiled code compares dtypes by identity."""
 
 
 def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:

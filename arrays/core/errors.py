@@ -36,7 +36,7 @@ class TreeError(MeshtapeError, ValueError, TypeError):
 
 
 class NotAFunction(MeshtapeError, TypeError):
-    """A transform was given what cannot be called."""
+    """A transform was given an object that cannot be called."""
 
 
 def check_function(who: str, fn: Any) -> None:
@@ -52,7 +52,7 @@ class ArgumentError(MeshtapeError, ValueError, TypeError):
 
 
 class NumPyFunctionError(MeshtapeError, TypeError):
-    """A function of NumPy has no counterpart here for such an array, or its counterpart lacks an argument; says what to write."""
+    """A function of NumPy has no counterpart here for such an array, or one without an argument; says what to write."""
 
 
 class NumPyAttributeError(NumPyFunctionError, AttributeError):
@@ -64,7 +64,7 @@ class NumberRangeError(MeshtapeError, OverflowError):
 
 
 class OutOfMemory(MeshtapeError, MemoryError):
-    """Memory of the host or of a device is used up; says who wanted how much, and what there is."""
+    """Memory of the host or of a device is used up; names the request, its size and the memory there is."""
 
 
 class LinAlgError(MeshtapeError, np.linalg.LinAlgError):
@@ -116,7 +116,7 @@ class NonDifferentiableError(MeshtapeError, TypeError):
 
 
 class ProgramError(MeshtapeError, ValueError):
-    """A program cannot be written to a file, or what was read is no sound program; names the entry and the op."""
+    """A program cannot be written to a file, or a file holds no valid program; names the entry and the op."""
 
 
 # ----- parallel -------------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class IncompleteCheckpoint(CheckpointError):
 
 
 class CorruptCheckpoint(CheckpointError):
-    """Bytes are not what the manifest or the format says; names file, key and place."""
+    """Bytes do not fit the manifest or the format; names file, key and place."""
 
 
 class CheckpointReplaced(CheckpointError):
@@ -281,7 +281,7 @@ class RuleConflict(CheckpointError):
 
 
 class StoreError(CheckpointError, OSError):
-    """A file system or an object store failed, refused, or cannot do what was asked; names the location, never a credential.
+    """A file system or an object store failed, refused, or lacks an operation; names the location, never a credential.
 
     ``errno`` is the operating system's number, where it gave one.
     """

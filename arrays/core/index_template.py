@@ -1,4 +1,4 @@
-"""Templates of indices: what is static of a key, with a place for each index array."""
+"""Index templates: the static part of a key, with a slot for each index array."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Span(NamedTuple):
     step: int | None
 
     def places(self, n: int) -> range:
-        """The places that it takes of a dimension of ``n``: the one answer for reads, writes and their parts."""
+        """The positions that it selects in a dimension of length ``n``, for reads, writes and their parts alike."""
         return range(n)[slice(*self)]
 
 
@@ -58,12 +58,12 @@ def numpy_key(template: Template, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def slots(template: Template) -> int:
-    """How many index arrays a template has places for."""
+    """The number of index arrays of a template."""
     return sum(isinstance(p, Slot) for p in template)
 
 
 def key_text(template: Template, arrays: Sequence[str]) -> str:
-    """What stands between the brackets, as Python writes it; ``arrays`` names the index arrays.
+    """The text of an index between the brackets, as Python writes it; ``arrays`` names the index arrays.
 
     >>> key_text((Span(2, 5, None), Span(None, None, -2), None, 3, Slot(0)), ["ids"])
     '2:5, ::-2, None, 3, ids'
@@ -123,7 +123,7 @@ def result_shape(
 
 
 def fitted(v: Any, out: Any, template: Template, arrays: Sequence[Any]) -> Any:
-    """The value without its leading ones beyond the dimensions of the place, which not every way of writing drops."""
+    """The value without leading dimensions of length one beyond those of the target; not all writes drop them."""
     if not getattr(v, "ndim", 0) or v.shape[0] != 1:
         return v
     lead = v.ndim - len(result_shape(template, out.shape, [a.shape for a in arrays]))

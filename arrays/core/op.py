@@ -146,7 +146,7 @@ def _of_now(name: str) -> property:
 
 
 class _State(threading.local):
-    """What the current thread is doing. Hot code reads ``state.now`` once: each look into a thread's storage has its price."""
+    """The context of the current thread. Hot code reads ``state.now`` once, as each thread-local access costs time."""
 
     def __init__(self) -> None:
         self.now = Now()

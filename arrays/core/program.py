@@ -1,7 +1,7 @@
-"""The record of what was computed: entries, and programs made of them.
+"""Programs, and the entries that record computations.
 
 Everything a user computes is a call of an :class:`~meshtape.arrays.Op`. One call is one :class:`Entry`; a linear list of them
-is what the backward pass walks in reverse, what the partitioner walks forward, and what a program file stores. A
+is walked in reverse by the backward pass, and forward by the partitioner, and it is stored in a program file. A
 :class:`Program` is the frozen form: plain data, no values but its constants.
 """
 
@@ -160,7 +160,7 @@ class ProgramBuilder:
 
 
 class Traced(NamedTuple):
-    """A program of a function, and what the function returned: a tree in which some array stands for each output."""
+    """A program of a function, and the function's result: a tree in which an array stands for each output."""
 
     program: Program
     result: Any
@@ -241,7 +241,7 @@ def simplify(program: Program) -> Program:
 
 
 def last_uses(program: Program) -> list[tuple[int, ...]]:
-    """For each entry, the variables that nothing after it reads: what an executor may free there."""
+    """For each entry, the variables that no later entry reads, which an executor may free there."""
     needed = set(program.outputs)
     out: list[tuple[int, ...]] = []
     for e in reversed(program.entries):

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class ShapeDtype(NamedTuple):
-    """What is known of a value before it is computed."""
+    """The shape and dtype of a value, known before it is computed."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

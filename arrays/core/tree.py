@@ -93,7 +93,7 @@ class TreeDef:
 
 
 def _exact(key: Any) -> Any:
-    """All that equal keys may differ by: their types, and the signs of zeros."""
+    """The features by which equal keys may differ: their types, and the signs of zeros."""
     if type(key) is tuple:
         return tuple([str if type(k) is str else _exact(k) for k in key])
     return repr(key) if type(key) in (bool, int, float, complex) else type(key)
@@ -119,7 +119,7 @@ _BUILDERS: dict[type, Callable[[Any, Any], Any]] = {}
 
 
 class Rest:
-    """What an instance holds beside its children: attributes, a ``default_factory``, the data of a registered class.
+    """The data of an instance beside its children: attributes, a ``default_factory``, the data of a registered class.
 
     Plain values are compared by value and type, all others by identity.
     """
@@ -131,7 +131,7 @@ class Rest:
         self.key = tuple([(name, _known(value)) for name, value in held.items()])
 
     def values(self) -> list[Any]:
-        """All of it that is no plain value."""
+        """All held objects that are no plain values."""
         flat = [v for x in self.held.values() for v in (x.values() if type(x) is dict else (x,))]
         return [v for v in flat if v is not None and type(v) not in _PLAIN]
 
@@ -404,7 +404,7 @@ def _build(d: TreeDef, leaves: Iterator[Any]) -> Any:
 
 
 def _container(d: TreeDef, children: list[Any]) -> Any:
-    """The container of these children, of which there are as many as names. (That is not asked again: it takes half of the time.)"""
+    """The container of these children. (Their number is not checked against the names, which would double the time.)"""
     kind = d.kind
     if d.type is not None:
         return _instance(d, children)
@@ -416,7 +416,7 @@ def _container(d: TreeDef, children: list[Any]) -> Any:
 
 
 def _instance(d: TreeDef, children: list[Any]) -> Any:
-    """An instance of a class. Where the base has setters it is made by these, so that no code of the class runs."""
+    """An instance of a class. Where its base has setters, they make it, so that no code of the class runs."""
     cls, held = d.type, {} if d.rest is None else d.rest.held
     named = dict(zip(d.keys, children)) if d.kind not in ("list", "tuple") else {}  # noqa: B905
     if d.kind == "registered":

@@ -1,7 +1,7 @@
-"""The two objects that every call touches, and the numbers that stand beside arrays.
+"""The two objects of every call, `Value` and `Now`, and Python numbers as operands.
 
-What is in this module, and in the others that ``setup.py`` lists, is the hot path of eager work. A wheel holds them compiled,
-from these very sources; ``_core.pxd`` beside this file says which fields the compiled code reads at a fixed place.
+This module, and the others that ``setup.py`` lists, are the hot path of eager work. A wheel holds them compiled from
+these sources; ``_core.pxd`` beside this file lists the fields that compiled code reads at a fixed offset.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Value:
-    """What the hot path knows of an ``Array``: its buffer, and its name on tapes (0 until one has seen it)."""
+    """The base of ``Array`` for the hot path: its buffer, and its name on tapes (0 until a tape has seen it)."""
 
     __slots__ = ("_buf", "_id")
 
@@ -41,7 +41,7 @@ class Value:
 
 
 class Now:
-    """What one thread is doing."""
+    """The context of one thread: recorders, origin of calls, source line and default device."""
 
     __slots__ = ("device", "origin", "recorders", "site")
 
@@ -57,17 +57,17 @@ FIRST_USER_DTYPE = 256
 
 FLOAT64, FLOAT32 = np.dtype(np.float64), np.dtype(np.float32)
 
-# A Python number beside an array is what NumPy spends half of a small call on: it makes an array of it each time. Programs use
-# few numbers again and again, so that these arrays are kept. Each is right for one dtype of the other operand only.
+# NumPy spends half of a small call on a Python number beside an array: it makes an array of it each time. Programs use
+# the same few numbers again and again, so these arrays are kept. Each is right for one dtype of the other operand only.
 NUMBERS64: dict[Any, Any] = {}
 NUMBERS32: dict[Any, Any] = {}
 _MOST = 512
 
 
 def number(value: Any, dtype: np.dtype) -> Any:
-    """The int or float ``value`` as an operand beside an array of float64 or float32: an array of that dtype, kept for the next time.
+    """The int or float ``value`` as an operand beside an array of float64 or float32: a cached array of that dtype.
 
-    ``value`` itself where that could make a difference: it does not fit the dtype.
+    ``value`` itself where it may not fit the dtype.
     """
     if not -(2**53) <= value <= 2**53:  # NaN, which is not its own key, and what a cast would have to warn of
         return value

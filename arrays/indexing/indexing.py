@@ -38,7 +38,7 @@ def _infer_getitem(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 
 def _index_set(xp: Any, x: Any, v: Any, *arrays: Any, template: Template, out: Any = None) -> Any:
-    """``out`` is ``x`` itself, where nobody else has that memory or reads it again."""
+    """``INDEX_SET``; ``out`` is ``x`` itself where nobody else holds that memory or reads it again."""
     if out is None:
         out = xp.array(x)  # rules may pass NumPy's scalars, whose copies cannot be written
     write(xp, out, v, template, arrays)
@@ -102,7 +102,7 @@ def check_value_dtype(name: str, value: Any, dtype: np.dtype) -> None:
 
 
 def check_fits(name: str, result: np.dtype, dtype: np.dtype) -> None:
-    """What is computed with an element goes back to its place: a fraction has none among integers."""
+    """Raise where a result cannot be cast to the dtype of the array: a fraction does not fit integers."""
     if dtype.kind != "b" and not np.can_cast(result, dtype, "same_kind"):
         raise DTypeError(f"[{name}] an array of {dtype.name} cannot take a result of {result.name}: cast it first")
 
@@ -225,7 +225,7 @@ def _as_numpy_reads_it(key: tuple[Any, ...], array_type: type) -> Any:
 
 
 def is_view(buf: Any) -> bool:
-    """Whether a buffer shows, or may show, the memory of another: what basic indexing and reshaping give."""
+    """Whether a buffer is, or may be, a view: a result of basic indexing or reshaping."""
     return getattr(buf, "part", False) if isinstance(buf, Deferred) else type(buf.base) is type(buf)
 
 
@@ -235,7 +235,7 @@ class _Probe:
 
 
 def _count_dropped() -> int:
-    """Holders of an object that nobody has but the statement that writes to it; 0 where this Python does not tell it from others."""
+    """The reference count of an object that only its writing statement holds; 0 where this Python cannot tell."""
     counts: list[int] = []
     _Probe()[0] = counts
     held = _Probe()

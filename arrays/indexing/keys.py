@@ -1,6 +1,6 @@
 """Keys of ``x[key]``: parsed once into a template, which is static and hashable, and the index arrays.
 
-The arrays are operands like any other: they can be traced or split over a mesh. What a key means is what NumPy means by it.
+The arrays are operands like any other: they can be traced or split over a mesh. Keys have NumPy's meaning.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
     """Template and index arrays (as ``Array``s of integers) of ``x[key]``.
 
-    Boolean arrays become the integer arrays of their true places. Raises what NumPy raises, always with the axis, the index
-    and the length in the message.
+    Boolean arrays become the integer arrays of their true positions. Raises the errors of NumPy, always with the axis,
+    the index and the length in the message.
     """
     items: list[Any] = []
     used = 0
@@ -150,8 +150,9 @@ def _is_empty(item: Any) -> bool:
 
 
 def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
-    """An out-of-range entry raises before anything is read: on every backend, never garbage. ``indices`` are buffers, with the
-    axis that each of them indexes and its length. All of them on a GPU take one wait."""
+    """Raise for an out-of-range index before anything is read, on every backend.
+
+    ``indices`` are buffers, each with its axis and the length of that. Those on a GPU need one wait in all."""
     far = []
     for buf, axis, n in indices:
         if isinstance(buf, Deferred) or buf.size == 0:
@@ -173,7 +174,7 @@ def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
 
 
 def _wrapped(index: Array, axis: int, n: int) -> Array:
-    """Indices that need no check, since they wrap around: no place outside of the array is touched."""
+    """Indices wrapped around, which need no check, as none is outside the array."""
     if n == 0 and index.size:
         raise ArrayIndexError(f"an index is out of bounds for axis {axis} with size 0")
     return wrap(index._buf.astype(np.int64, copy=False) % max(n, 1))  # a short index may not hold n
@@ -187,7 +188,7 @@ def _check_range(buf: Any, axis: int, n: int) -> None:
 
 
 def mask_alone(x: Array, key: Any) -> Array | None:
-    """The mask where ``key`` is nothing but one boolean array over the first dimensions of ``x``; else None."""
+    """The mask where ``key`` is one boolean array over the first dimensions of ``x``, and no more; else None."""
     from ..core.array import Array
 
     if isinstance(key, tuple) and len(key) == 1:

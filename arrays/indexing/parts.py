@@ -1,4 +1,4 @@
-"""Parts of a sum of reads: a key with the values read there, or values by place; and their sums."""
+"""Parts of a sparse cotangent: a key with the values read there, or values by place; and their sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .segment_sum import sum_rows
 
 
 class Read(NamedTuple):
-    """What one read gets, in the shape of its result."""
+    """The values of one read, in the shape of its result, with its key."""
 
     template: Template
     arrays: tuple[np.ndarray, ...]
@@ -74,7 +74,7 @@ class Places(NamedTuple):
 
 
 class Grown(Sequence[Any]):
-    """The first ``n`` of a list that only grows."""
+    """The first ``n`` elements of an append-only list."""
 
     __slots__ = ("all", "n")
 

@@ -1,8 +1,8 @@
-"""Which places an index reads: one number for each, and the numbers that were read for it.
+"""Flattens an index into (row id, row values).
 
-The dimensions that a key takes whole (``:``) are apart from those of which it picks: a *place* is one combination of the latter, and
-its row holds the elements along the former. Whatever mixture of slices, ints, masks and index arrays a key is, reading by it is
-reading rows by place, in some order of the dimensions.
+A key takes some dimensions whole (``:``) and picks from the others. A *place* is one combination of picked positions;
+its row has the elements along the whole dimensions. Any mixture of slices, ints, masks and index arrays reads rows by
+place, in some order of the dimensions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _is_whole(p: Span, n: int) -> bool:
 
 
 def picked(template: Template, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """The dimensions that a key picks of, and how many elements a place has in the others."""
+    """The dimensions that a key picks from, and the number of elements of a row in the others."""
     axes, width, d = [], 1, 0
     for p in template:
         t = type(p)
@@ -45,15 +45,16 @@ def picked(template: Template, shape: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 
 def _common(template: Template, arrays: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """The shape that the index arrays of a key have together."""
+    """The broadcast shape of the index arrays of a key."""
     if is_basic(template):
         return ()
     return np.broadcast_shapes(*(a.shape for a in arrays), *((int(p.value),) for p in template if type(p) is Truth))
 
 
 def _made(template: Template, n_common: int, shape: tuple[int, ...]) -> tuple[list[tuple[str, int]], dict[int, Any]]:
-    """What each dimension of the result of a read is, and of what: one that the index arrays have together (``"common"``, which of
-    them), a dimension read by a slice (``"part"``) or taken whole (``"whole"``), a new one (``"new"``). And where slices read."""
+    """Kind and number of each dimension of a read's result, and the positions that slices read.
+
+    The kinds: ``"common"`` (of the broadcast index arrays), ``"part"`` (sliced), ``"whole"``, ``"new"``."""
     advanced = not is_basic(template)
     made: list[tuple[str, int]] = []
     starts: dict[int, Any] = {}
@@ -79,7 +80,7 @@ def _made(template: Template, n_common: int, shape: tuple[int, ...]) -> tuple[li
 
 
 def rows_of(template: Template, arrays: Sequence[np.ndarray], values: np.ndarray, shape: tuple[int, ...]) -> Rows:
-    """What was read of an array of ``shape``, or is to be added to it, by place; values in the order of the result of the read."""
+    """The rows of values read from an array of ``shape``, or to add to it; ``values`` has the shape of the result."""
     common = _common(template, arrays)
     made, starts = _made(template, len(common), shape)
     order = [i for kind in ("common", "part", "new", "whole") for i, (m, _) in enumerate(made) if m == kind]
@@ -113,7 +114,7 @@ def rows_of(template: Template, arrays: Sequence[np.ndarray], values: np.ndarray
 
 
 def refined(part: Rows, axes: tuple[int, ...], shape: tuple[int, ...]) -> Rows:
-    """The same values with places among more dimensions."""
+    """The same values by places among more dimensions."""
     if part.axes == axes:
         return part
     rest = [d for d in range(len(shape)) if d not in part.axes]
@@ -139,7 +140,7 @@ def refined(part: Rows, axes: tuple[int, ...], shape: tuple[int, ...]) -> Rows:
 def through(
     template: Template, arrays: Sequence[np.ndarray], part: Rows, read: tuple[int, ...], shape: tuple[int, ...]
 ) -> Rows:
-    """Of ``x`` of ``shape``, the places for those of ``x[key]``, which has the shape ``read``; one may come several times."""
+    """Rows of ``x[key]``, of shape ``read``, as rows of ``x``, of ``shape``; places may repeat."""
     common = _common(template, arrays)
     made, starts = _made(template, len(common), shape)
     axes = tuple(i for i, (kind, _) in enumerate(made) if kind != "whole" or i in part.axes)

@@ -1,4 +1,4 @@
-"""Sums of rows that share an index: what adding at repeated places comes down to.
+"""Segment sums: the sum of the rows of each index, for additions at repeated places.
 
 The sums are formed as the product of a sparse matrix of ones with the rows, which adds them in order, as ``np.add.at`` does, an
 order of magnitude faster.
@@ -13,7 +13,7 @@ _FEW = 1 << 20
 
 
 def _distinct(ids: np.ndarray, n: int, row_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct ids (of ``0 … n-1``) in ascending order, and where among them each id is."""
+    """The distinct ids (of ``0 … n-1``) in ascending order, and the position of each id among them."""
     if len(ids) > 1 and bool((ids[1:] > ids[:-1]).all()):
         return ids, np.arange(len(ids))
     if n > _FEW and row_bytes < 18:
@@ -31,7 +31,7 @@ def _distinct(ids: np.ndarray, n: int, row_bytes: int) -> tuple[np.ndarray, np.n
 def sum_rows(ids: np.ndarray, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """The distinct ids (of ``0 … n-1``) in ascending order, and for each the sum of its rows; ``rows`` has two dimensions.
 
-    Numbers of one or two bytes are summed in float32. What is returned may share memory with the arguments.
+    Numbers of one or two bytes are summed in float32. The results may share memory with the arguments.
     """
     distinct, place = _distinct(ids, n, rows.shape[1] * rows.dtype.itemsize)
     if len(distinct) == len(ids):

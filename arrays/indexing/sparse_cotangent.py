@@ -1,9 +1,9 @@
-"""The cotangent of an array that was read at some places: the places, and what came back for each.
+"""Sparse cotangents: the cotangent of an array that was read at some places, as those places and their values.
 
-Reading 10⁵ of 10⁶ rows has a cotangent that is zero almost everywhere; a loop that reads ``x[i]`` for every ``i`` would, with a dense
-cotangent for each read, take time and memory of the square of what it reads. :class:`IndexSum` keeps what was read as it came, and
-stands for the dense array until an op needs that. Reads of every kind have this one form: by slices, ints, masks, index arrays and
-mixtures of them. What optimizers and clipping do with gradients is done for the price of what is kept.
+Reading 10⁵ of 10⁶ rows has a cotangent that is zero almost everywhere. With dense cotangents, a loop that reads
+``x[i]`` for every ``i`` would take quadratic time and memory. :class:`IndexSum` keeps the values of each read, and
+stands for the dense array until an op needs that. All reads have this one form: by slices, ints, masks, index arrays
+and mixtures of them. Optimizers and clipping only pay for the kept values.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class IndexSum(Deferred):
 
     @classmethod
     def at(cls, found: Rows, shape: tuple[int, ...]) -> IndexSum:
-        """From places in any order, which may come several times."""
+        """A cotangent of values at places in any order, which may repeat."""
         part = Places(found, False)
         return cls([part], shape, found.values.dtype, part.nbytes(shape))
 
@@ -79,12 +79,12 @@ class IndexSum(Deferred):
 
     @property
     def held(self) -> int:
-        """Bytes of what is kept."""
+        """Bytes of the kept values and places."""
         return self._held
 
     @property
     def parts(self) -> int:
-        """How many reads are kept apart."""
+        """The number of reads kept apart."""
         return len(self._parts)
 
     def concrete(self) -> np.ndarray:
@@ -112,7 +112,7 @@ class IndexSum(Deferred):
         return added(out, self._parts if self._summed is None else [Places(self._summed, True)], fresh=False)
 
     def plus(self, other: Any) -> Any:
-        """The sum with another buffer of this shape and dtype: sparse as long as that takes less memory than dense."""
+        """The sum with another buffer of this shape and dtype, sparse while that takes less memory than dense."""
         if type(other) is not IndexSum:
             return self.add_to(np.array(other))
         parts, held = self._merged(other)
@@ -138,7 +138,7 @@ class IndexSum(Deferred):
         return Grown(parts.all, len(parts.all)), self._held + other._held
 
     def settled(self) -> IndexSum | np.ndarray:
-        """Itself, or with repeated places summed, where that takes at most half of the memory of the dense array; else that."""
+        """Itself, perhaps with repeated places summed, where it takes at most half of the dense memory; else dense."""
         if 2 * self._held <= self.nbytes:
             return self
         if all(type(p) is Read and is_basic(p.template) for p in self._parts):
@@ -153,7 +153,7 @@ class IndexSum(Deferred):
     # ----- calls ------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Kept sparse where the op allows it; else the arguments become dense for good, so that this is done once."""
+        """A sparse result where the op allows it; else the arguments become dense for good, which is done once."""
         # Tapes save operands of what they record, and rules take dense ones.
         if not state.recorders or _above.saves_nothing(op, args):
             kept = _above.sparse_call(op, [getattr(a, "_buf", a) for a in args], params)
@@ -165,7 +165,7 @@ class IndexSum(Deferred):
         return tuple(o._buf for o in out) if op.nout > 1 else (out._buf,)
 
     def map(self, fn: Callable[[Any], Any]) -> IndexSum:
-        """With ``fn``, which makes zero of zero, applied to every element."""
+        """The elementwise ``fn`` of it; ``fn`` must keep zero."""
         part = self._parts[0]
         if self._summed is None and len(self._parts) == 1 and type(part) is Read and is_basic(part.template):
             values = fn(part.values)  # no element was read twice, and nobody needs the places yet
@@ -178,7 +178,7 @@ class IndexSum(Deferred):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.concrete(), dtype, copy=copy)
 
-    # What rules of linear ops do with a cotangent.
+    # Operations of the VJP rules of linear ops.
 
     def __neg__(self) -> Any:
         return self.map(np.negative)

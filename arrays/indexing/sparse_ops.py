@@ -1,8 +1,8 @@
-"""Ops on arrays of which few places are not zero, for the price of these places.
+"""Ops on sparse cotangents, which only pay for the places that are not zero.
 
-Whoever runs ops on buffers (the dispatcher, the executors of compiled programs and of ranks) comes here with those calls of which an
-operand is an :class:`~meshtape.arrays.indexing.sparse_cotangent.IndexSum`. Which values of a program may be one is known before it runs:
-:func:`sparse_values`.
+The dispatcher, and the executors of compiled programs and of ranks, call this module where an operand is an
+:class:`~meshtape.arrays.indexing.sparse_cotangent.IndexSum`. :func:`sparse_values` tells before a program runs which of
+its values may be one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PAIRS = frozenset({ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM})
 ADDS = frozenset({ADD, SUBTRACT})
 """Ops that add a sparse operand to a dense one."""
 
-# Of what these read a tape keeps nothing.
+# A tape keeps no operand of these.
 _SAVED_BY_NONE = frozenset({ADD, ALIAS, ASTYPE, CONJ, NEGATIVE, POSITIVE, SCATTER, STOP_GRADIENT, SUBTRACT, MEAN, SUM})
 
 
@@ -68,7 +68,7 @@ def _number(b: Any) -> Any:
 
 
 def sparse_call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Sequence[bool] = ()) -> Any:
-    """The result of an op that optimizers and clipping use, for the price of what is kept; None for everything else.
+    """The result of an op that optimizers and clipping use, computed on the kept values; None for any other call.
 
     ``free`` says of each operand whether its memory may take a result.
     """
@@ -114,7 +114,7 @@ def _keeps_zero(op: Op, first: bool, number: Any) -> bool:
 
 
 def call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Sequence[bool] = ()) -> Any:
-    """The result of any op on buffers of which some may be sparse."""
+    """The result of any op on buffers, some of which may be sparse."""
     if not any(type(b) is IndexSum for b in bufs):
         return op.numpy(*bufs, **params)
     found = sparse_call(op, bufs, params, free)
@@ -162,8 +162,8 @@ def sparse_values(
 ) -> frozenset[int]:
     """Variables of a program whose values may be sparse when it runs on NumPy buffers; ``sparse`` are inputs that are.
 
-    Who runs it keeps all others dense. ``made_by`` are ops whose results may be sparse whatever is known here of their operands; without
-    it those of scatters of surely few places are.
+    The executor keeps all others dense. ``made_by`` are ops whose results may be sparse, whatever their operands; by
+    default these are scatters with surely few places.
     """
     found = set(sparse)
     for e in calls:

@@ -1,7 +1,7 @@
-"""Who asks an array for its number: the user, by ``float(x)``, or code in C that writes the number into memory where no gradient leads.
+"""Detection of C code that reads an array's number and writes it into memory, which cuts off its gradient.
 
-Both come as a call of ``__float__`` from the user's own frame. The instruction that the frame is at tells them apart; one that is not known
-here is taken for the user's.
+Such code and a user's ``float(x)`` both call ``__float__`` from the user's frame. The instruction at which the frame
+stands tells them apart; an unknown one counts as the user's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ REMEDY = "collect the elements and use mt.stack, or write to an Array (y = y.at[
 
 @functools.lru_cache(maxsize=256)
 def _steps(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
-    """The instructions of a code, and which of them stands at an offset."""
+    """The instructions of a code object, and the number of the one at each offset."""
     steps = list(dis.get_instructions(code))
     return steps, {s.offset: i for i, s in enumerate(steps)}
 
 
 def writes_buffer(frame: FrameType) -> str | None:
-    """How the line that a frame is at writes a number into foreign memory; None where it asks for the number in another way."""
+    """How the present line of a frame writes a number into foreign memory; None where it does not."""
     code = frame.f_code
     ours = frame.f_globals.get("__name__", "").startswith("meshtape.")
     if ours or any(p in code.co_filename for p in _NOT_THE_USERS):

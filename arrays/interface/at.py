@@ -96,11 +96,11 @@ class AtIndex:
         return self._write(INDEX_ADD, v)
 
     def min(self, v: Any) -> Array:
-        """A copy with the smaller of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        """A copy with the smaller of the element and ``v`` at the index. Tied values share the gradient evenly."""
         return self._write(INDEX_MIN, v)
 
     def max(self, v: Any) -> Array:
-        """A copy with the larger of the element and ``v`` at the index. Whatever ties shares the gradient evenly."""
+        """A copy with the larger of the element and ``v`` at the index. Tied values share the gradient evenly."""
         return self._write(INDEX_MAX, v)
 
     def multiply(self, v: Any) -> Array:
@@ -226,7 +226,7 @@ def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
             return places, values
         rank = np.arange(places.size) - np.repeat(starts, np.diff(np.r_[starts, places.size]))
         firsts = np.flatnonzero(rank % 2 == 0)
-        # What has no partner is multiplied by the one at the end.
+        # A factor without a partner is multiplied by the one at the end.
         partner = np.where(np.isin(firsts + 1, np.flatnonzero(rank % 2)), firsts + 1, places.size)
         padded = concat([values, ones_beside(values)], axis=0)
         values, places = values[firsts] * padded[partner], places[firsts]

@@ -18,7 +18,7 @@ from ..reductions import reductions
 
 
 class Methods:
-    """Methods of ``Array``: what is not the function of the same name in the namespace alone (see :data:`FUNCTIONS`)."""
+    """Methods of ``Array`` that are not just the function of the same name in the namespace (see :data:`FUNCTIONS`)."""
 
     # ----- elements -----------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ FUNCTIONS = [
 
 
 def method(name: str, fn: Callable[..., Any], numpys: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as a method. Arguments that it lacks, or takes at another place, are read as those of NumPy's function."""
+    """A function as a method. Arguments that it lacks, or has elsewhere, are read as those of NumPy's function."""
 
     def call(self: Array, *args: Any, **kwargs: Any) -> Any:
         try:

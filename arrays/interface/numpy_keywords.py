@@ -51,8 +51,9 @@ def _refuse(error: Exception, name: str, args: tuple[Any, ...], kwargs: dict[str
 
 
 def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> Callable[..., Any]:
-    """``fn`` for calls that may be those of NumPy's function ``theirs``, and for arguments that make no sense. ``room`` is the namespace
-    of ours that has it, as in ``fft.``."""
+    """``fn`` that also takes calls of NumPy's function ``theirs``, and names itself in errors.
+
+    ``room`` is the prefix of its namespace, such as ``fft.``."""
 
     @functools.wraps(fn)
     def inner(*args: Any, **kwargs: Any) -> Any:

@@ -136,7 +136,7 @@ def array_ufunc(self: Array, ufunc: np.ufunc, method: str, *inputs: Any, **kwarg
 
 
 def _chosen(ufunc: np.ufunc, mask: Array, x: Any) -> Any:
-    """An operand with a number that every function takes in place of what a mask leaves out: no warning and no slope comes from there."""
+    """An operand with a harmless number where the mask is false: no warning and no gradient comes from there."""
     if type(x) in SCALARS:
         return x
     x = as_array(x)
@@ -145,7 +145,7 @@ def _chosen(ufunc: np.ufunc, mask: Array, x: Any) -> Any:
 
 
 def _of_numbers(compute: Callable[..., Any], *args: Any) -> Any:
-    """What our function makes of the arguments; NotImplemented where one has no numbers, but None or texts."""
+    """The result of our function; NotImplemented where an argument holds no numbers, but None or texts."""
     try:
         return compute(*args)
     except NotNumbers:
@@ -162,7 +162,7 @@ def _called(name: str, ufunc: np.ufunc, fn: Callable[..., Any], inputs: tuple[An
 
 
 def _for_result(name: str, ufunc: np.ufunc, inputs: tuple[Any, ...], dtype: Any) -> tuple[Any, ...]:
-    """The operands in the dtypes with which NumPy computes (a result of ``dtype``); as they are, of matrices and where it has no say."""
+    """The operands in the dtypes in which NumPy computes (a result of ``dtype``); as they are where it has no loop."""
     ours = _namespace()
     if any(isinstance(x, Symbol) for x in inputs):
         return inputs
@@ -262,7 +262,7 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 class _Argument(NamedTuple):
-    """Where an argument of a call is found (its place, or its keyword), and what becomes of it."""
+    """The source of an argument of a call (its position or keyword), and how it is passed on."""
 
     source: Any  # several, for the starred ones
     kind: Any  # of NumPy's parameter
@@ -274,8 +274,9 @@ class _Argument(NamedTuple):
 
 @functools.cache
 def _arguments(func: Any, ours: Any, count: int, names: tuple[str, ...]) -> tuple[_Argument, ...] | str | None:
-    """How a call with so many arguments by place, and these keywords, is handed on: to bind it takes longer than most calls do. A text
-    says why NumPy would refuse it; None where NumPy does not say what it takes."""
+    """The plan of a call with ``count`` positional arguments and these keywords, cached as binding is slow.
+
+    A text says why NumPy would refuse the call; None where NumPy does not tell its parameters."""
     theirs, own = _parameters(func), _parameters(ours)
     if not theirs:
         return None
@@ -297,14 +298,14 @@ def _arguments(func: Any, ours: Any, count: int, names: tuple[str, ...]) -> tupl
 
 @functools.cache
 def _places(fn: Any) -> int:
-    """How many arguments a function takes by their places alone."""
+    """The number of positional-only parameters of a function."""
     return sum(p.kind is p.POSITIONAL_ONLY for p in _parameters(fn).values())
 
 
 def _translated(
     name: str, func: Any, ours: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of NumPy's function as ours takes them: what NumPy requires in its order, the rest by our names, defaults left out."""
+    """Arguments of NumPy's function for ours: required ones in NumPy's order, others by our names, without defaults."""
     found = _arguments(func, ours, len(args), tuple(kwargs))
     if found is None:
         return list(args), dict(kwargs)
@@ -370,7 +371,7 @@ def _refuse_arguments(name: str, given: Mapping[str, Any], harmless: Mapping[str
 
 
 def _broadcast_arrays(*arrays: Any) -> Any:
-    # (What is None stays so: matplotlib hands on the arguments that it was not given.)
+    # (None stays None: matplotlib passes on arguments that it was not given.)
     given = iter(_namespace().broadcast_arrays(*(as_array(a) for a in arrays if a is not None)))
     xs = [None if a is None else next(given) for a in arrays]
     shape = next((x.shape for x in xs if x is not None), ())
@@ -386,7 +387,7 @@ def _svd(x: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
 
 
 def _is_ours(x: Any) -> bool:
-    """Whether an operand is not of another library that has a say of its own."""
+    """Whether an operand does not belong to another library with a protocol of its own."""
     kind = type(x)
     return (
         kind is Array
@@ -396,7 +397,7 @@ def _is_ours(x: Any) -> bool:
 
 
 def _operand(x: Any) -> Any:
-    """NumPy's arrays as ours; whatever else as it is."""
+    """NumPy's arrays as ours; other operands as they are."""
     return as_array(x) if isinstance(x, np.ndarray) else x
 
 
@@ -439,7 +440,7 @@ _ALONE = _base_holders(np.zeros((2, 2))[0])
 
 
 def _refuse_part(name: str, x: Array) -> None:
-    """NumPy would write through ``x`` into the array whose memory it shows; with us that array would stay as it is, in silence."""
+    """Raise where ``x`` is a view: NumPy would write into the viewed array too, but an Array silently does not."""
     buf = x._buf
     if is_view(buf) and (isinstance(buf, Deferred) or _base_holders(buf) > _ALONE):
         raise NumPyFunctionError(
@@ -449,7 +450,7 @@ def _refuse_part(name: str, x: Array) -> None:
 
 
 def _through_numpy(name: str, fn: Any, args: Any, kwargs: Any, showing: bool = False) -> Any:
-    """NumPy's own function of the values; what it makes of them is an Array again. Refused where that would lose their history."""
+    """NumPy's own function on the values, with its result as an Array. Refused where that would lose their history."""
     device = None
     for x in _arrays((*args, *kwargs.values())):
         if not showing:
@@ -493,7 +494,7 @@ def _as_ours(out: Any, device: Any) -> Any:
 
 
 def _through_protocol(fn: Any) -> Callable[..., Any]:
-    """What NumPy's function makes of an Array (a ufunc, of one)."""
+    """NumPy's function for an Array: a ufunc itself, any other through `array_function`."""
     return (
         fn
         if isinstance(fn, np.ufunc)

@@ -27,7 +27,7 @@ _OPERANDS = bool | int | float | complex | np.ndarray | np.generic | list | tupl
 
 
 def operate(op: Op, x: Any, y: Any) -> Any:
-    """A binary operator, the general way: what cannot be an operand is left to the other side's reflected method."""
+    """A binary operator, in the general case: an invalid operand is left to the other side's reflected method."""
     for a in (x, y):
         if type(a) is not dispatch._array_type and not isinstance(a, _OPERANDS) and not isinstance(a, Number):
             return NotImplemented  # (a fraction or a decimal is refused by `apply`, and `==` of one is not False)

@@ -15,7 +15,7 @@ from ..core.errors import ArgumentError
 _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
 _KINDS_FOR_PANDAS = {"is_bool_indexer": "extension", "convert_to_list_like": "extension", "length_of_indexer": "index"}
-"""What functions of ``pandas.core`` are told, by their names."""
+"""The value of ``Array._typ`` for functions of ``pandas.core``, by their names."""
 
 
 class Protocols:
@@ -46,8 +46,9 @@ class Protocols:
 
     @property
     def _typ(self) -> str:
-        """How pandas asks an object for its kind. An Array is none of these, but where pandas would read it as a list of labels it
-        stands for the array of NumPy that it can become: its elements are then asked for by ``__array__``. One with a history is refused."""
+        """The kind of an object for pandas. An Array has none, except where pandas would read it as a list of labels.
+
+        There pandas then takes its elements by ``__array__``. An Array with a history is refused."""
         refuse_watched("pandas", self)  # which goes through the elements one by one where it makes no array of them
         if getattr(self._buf, "traced", False):
             self._concrete()

@@ -1,4 +1,4 @@
-"""Pickled arrays, made again: on the device where they were, in memory that nobody else can write to."""
+"""Unpickling of arrays: on their old device, in memory that nobody else can write to."""
 
 from __future__ import annotations
 

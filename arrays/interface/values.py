@@ -124,7 +124,7 @@ class Values:
         return np.array(self._concrete())
 
     def to_numpy(self, dtype: Any = None, **_: Any) -> np.ndarray:
-        """The same. Matplotlib and pandas ask by this name for all values at once; else they would read element by element."""
+        """`numpy` under the name by which Matplotlib and pandas ask for all values at once."""
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def item(self, *index: Any) -> Any:
@@ -160,7 +160,7 @@ class Values:
         return _converted(kind, value)
 
     def __hash__(self) -> int:
-        """That of the number, of a 0-d array, as of NumPy's scalars: ``{3.0: "c"}[x[0]]``, and pandas, look it up."""
+        """The hash of the number of a 0-d array, as for NumPy's scalars, so that ``{3.0: "c"}[x[0]]`` works."""
         if self.ndim:
             raise ArgumentError(f"unhashable: an array of shape {self.shape}, as == compares element by element")
         refuse_history("hash", self)
@@ -431,7 +431,7 @@ _INEXACT = frozenset(np.dtype(t).num for t in "efdFD")
 
 
 def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
-    """``x op= y``. The memory of ``x`` is used again where nobody else holds it and no tape listens."""
+    """``x op= y``. The memory of ``x`` is used again where nobody else holds it and no tape records."""
     kind, buf = type(y), x._buf
     if kind is not Array and not isinstance(y, bool | int | float | complex | np.ndarray | np.generic | list | tuple):
         return NotImplemented

@@ -1,9 +1,9 @@
-"""In-place writes that no other thread sees half of.
+"""Atomic in-place writes, which no other thread sees half done.
 
-A write goes in place where the array alone holds its buffer. Another thread could take hold of it between that look and the write. So
-the buffer is first taken out of the array, and only then its holders are counted: whoever had it before is counted, and nobody can
-come to have it until the write is done. Meanwhile the array has a :class:`Writing` in place of its buffer. It knows shape and dtype, and
-whoever needs the values waits for the end of the write.
+A write goes in place where the array alone holds its buffer. Another thread could take the buffer between that check
+and the write. So the buffer is first taken out of the array, and only then its references are counted: earlier holders
+are counted, and no thread can get it until the write is done. Meanwhile the array has a :class:`Writing` in place of
+its buffer, with shape and dtype; a thread that needs the values waits for the end of the write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 60.0
 
 
 class Writing(Deferred):
-    """The buffer of an array that some thread is writing to."""
+    """The stand-in for the buffer of an array during a write by some thread."""
 
     __slots__ = ("_array", "held", "name")
     priority = 10
@@ -96,11 +96,12 @@ WATCHERS: dict[int, tuple[int, Any]] = {}
 """Tapes that were told to watch arrays and are recording, by id, with their threads."""
 
 _alone: list[int] = []
-"""What is counted for a buffer that its array alone has: of the first one, taken when the package is put together. Versions of Python differ
-in it, and so does the compiled form of this module."""
+"""The reference count of a buffer that only its array holds, measured at import.
+
+It depends on the version of Python, and on whether this module is compiled."""
 
 _swap = threading.Lock()
-"""Of two threads that write to one array, one takes the buffer, and the other waits for it."""
+"""The lock by which only one of two threads that write to an array takes the buffer."""
 
 
 def settled(x: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Compiling and starting kernels.
+"""Compilation and launch of kernels.
 
 A kernel is a template of a ``.cu`` file in ``cuda/``, named with its arguments as in C++: ``norm_forward<true, float, …>``.
 Each is compiled by NVRTC when it is first used (CuPy keeps the result on disk), for the current device, and starts on that
-device's current stream. Whoever starts one goes through a :class:`Runner`, so that the tests can run the same host code and the
+device's current stream. All launches go through a :class:`Runner`, so that the tests can run the same host code and the
 same kernels on a machine without a GPU.
 """
 
@@ -21,8 +21,8 @@ import numpy as np
 
 SOURCES = Path(__file__).parent / "cuda"
 OPTIONS = ("-std=c++17",)
-"""What NVRTC is told beside the architecture. Contraction into fused multiply-adds stays on: a kernel whose bits are promised
-uses the intrinsics that are never contracted."""
+"""Options of NVRTC beside the architecture. Contraction into fused multiply-adds stays on: kernels with reproducible
+bits use intrinsics that are never contracted."""
 
 NAMES = {
     np.dtype(np.float32): "float",
@@ -43,14 +43,14 @@ NAMES = {
 
 
 class Properties(NamedTuple):
-    """What launch geometry needs to know of a device."""
+    """The properties of a device for launch geometry."""
 
     multiprocessors: int
     shared_memory: int  # bytes that one block may have
 
 
 class Runner(Protocol):
-    """Where kernels run. ``xp`` is the namespace whose arrays they take."""
+    """A runner of kernels. ``xp`` is the namespace of their arrays."""
 
     xp: Any
 
@@ -130,7 +130,7 @@ _other: Runner | None = None
 
 
 def runner() -> Runner:
-    """Where kernels run now."""
+    """The present runner of kernels."""
     return _other or _cuda_runner()
 
 
@@ -146,14 +146,14 @@ def running_on(other: Runner) -> Iterator[None]:
 
 
 GENERATED: dict[str, str] = {}
-"""Sources that are written while a program runs, by names that no file has and that never mean two texts."""
+"""Sources generated at run time, by unique names that no file has."""
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 
 
 @functools.cache
 def source(file: str) -> str:
-    """A source of this folder with what it includes of this folder put in, each file once."""
+    """A source of this folder with its includes from this folder put in, each file once."""
     seen: set[str] = set()
 
     def text(name: str) -> str:

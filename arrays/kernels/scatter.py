@@ -1,4 +1,4 @@
-"""Writing at index arrays on CUDA: gradients of reading, ``at[...].add`` and ``at[...].set``.
+"""Scatter kernels for CUDA: gradients of reads, ``at[...].add`` and ``at[...].set``.
 
 A key is made two numbers: the place of each row that is written, and how many elements a row has. Sums are added by atomic
 operations, in whatever order the threads come, or (:func:`~meshtape.arrays.backends.determinism.use_deterministic`, the default) in the
@@ -24,7 +24,7 @@ _THREADS = 256
 _I64, _BOOL = np.dtype(np.int64), np.dtype(np.bool_)
 
 _RAW = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
-"""What elements of so many bytes are copied as."""
+"""The dtype in which elements of so many bytes are copied."""
 
 
 def summed_as(dtype: np.dtype) -> np.dtype:

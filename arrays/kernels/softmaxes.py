@@ -108,7 +108,7 @@ def log_softmax_backward(g: Any, y: Any, *, axis: int) -> Any:
 
 
 def _labels(labels: Any, ignore_index: int | None) -> tuple[Any, bool, int]:
-    """Labels as signed integers, and what marks those to be ignored, if anything does."""
+    """Labels as signed integers, and the label that marks ignored ones, if there is one."""
     if labels.dtype == np.uint64:  # beyond the largest int64 there is no class: a negative label is none either
         labels = runner().xp.minimum(labels, np.uint64(2**63 - 1))
     has_ignored = ignore_index is not None and -(2**63) <= ignore_index < 2**63

@@ -1,4 +1,4 @@
-"""The ops of linear algebra: what LAPACK computes (on a GPU, cuSOLVER), and the arguments that it takes.
+"""The ops of linear algebra: the routines of LAPACK (on a GPU, cuSOLVER), and checks of their arguments.
 
 LAPACK has two floats and their complex counterparts. Integers are computed in float64, floats of one or two bytes in float32 and
 rounded once.

@@ -1,4 +1,4 @@
-"""Least squares, conditions and norms under NumPy's names, and longer products: what ``numpy.linalg`` has beyond the standard."""
+"""Functions of ``numpy.linalg`` beyond the standard: least squares, condition numbers, norms and longer products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LstsqResult(NamedTuple):
-    """What :func:`lstsq` gives."""
+    """The result of :func:`lstsq`."""
 
     solution: Array
     residuals: Array
@@ -44,15 +44,15 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
     a
         Coefficients, shape ``(m, n)``.
     b
-        What is to be met, shape ``(m,)`` or ``(m, k)``.
+        Right-hand sides, shape ``(m,)`` or ``(m, k)``.
     rcond
         Singular values below this fraction of the largest count as zero; machine precision times ``max(m, n)`` by default.
 
     Returns
     -------
     LstsqResult
-        The solution, the sums of squares that are left for each column (empty where the rank is below ``n`` or ``m <= n``), the rank,
-        and the singular values of ``a``.
+        The solution, the sum of squared residuals of each column (empty where the rank is below ``n`` or ``m <= n``),
+        the rank, and the singular values of ``a``.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def multi_dot(arrays: Sequence[Any], /) -> Array:
 
 @composite("tensorsolve")
 def tensorsolve(a: Any, b: Any, /) -> Array:
-    """The ``x`` with ``tensordot(a, x, x.ndim) == b``; the shape of ``x`` is what follows that of ``b`` in ``a``.
+    """The ``x`` with ``tensordot(a, x, x.ndim) == b``; its shape is that of ``a`` after the dimensions of ``b``.
 
     >>> import meshtape as mt
     >>> mt.linalg.tensorsolve(2 * mt.eye(4).reshape(2, 2, 4), mt.ones((2, 2)))
@@ -196,7 +196,7 @@ def tensorsolve(a: Any, b: Any, /) -> Array:
 
 @composite("tensorinv")
 def tensorinv(a: Any, /, ind: int = 2) -> Array:
-    """The inverse of the map that ``tensordot(a, x, ind)`` is, whose first ``ind`` dimensions are those of the result.
+    """The inverse of ``a`` as a linear map, whose result has the first ``ind`` dimensions of ``a``.
 
     >>> import meshtape as mt
     >>> mt.linalg.tensorinv(mt.eye(4).reshape(2, 2, 4)).shape

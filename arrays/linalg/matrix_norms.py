@@ -89,11 +89,11 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
 
 
 _SAFE = {np.dtype(np.float32).num: (1e-20, 1e38), np.dtype(np.float64).num: (1e-280, 1e308)}
-"""Sums of squares of which none went over the largest number, and none that counts came to nothing."""
+"""Bounds on sums of squares between which no square has overflowed and none that counts has underflowed."""
 
 
 def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
-    """The 2-norm from the squares as they are: two passes less, and the same bits. None where that may not do, or is not known yet."""
+    """The 2-norm from plain squares: two passes less, and the same bits. None where they may be out of range."""
     buf = buffer(x)
     if buf is None or buf.dtype.num not in _SAFE or not buf.size:
         return None
@@ -104,8 +104,10 @@ def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
 
 
 def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:
-    """What elements are divided by, so that no power of them overflows, nor one that counts comes to nothing: the power of two at the
-    largest, or for negative powers the smallest, magnitude. It rounds nothing, and it is a constant: norms scale with their vectors."""
+    """A divisor of the elements, so that their powers neither overflow nor underflow.
+
+    It is the power of two at the largest magnitude, or the smallest one for a negative ``ord``. So it rounds nothing,
+    and it is a constant for the derivative: norms scale with their vectors."""
     limits = np.finfo(x.dtype)
     if not x.size:
         return asarray(1.0, dtype=limits.dtype, device=beside(x))
@@ -113,7 +115,7 @@ def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:
     at = stop_gradient((max if ord > 0 else min)(size, axis=axes, keepdims=True))
     usable = logical_and(at > 0, isfinite(at))
     exponent = floor(log2(where(usable, at, 1.0)))
-    # What is smaller would have an infinite inverse; and the logarithm of the largest number is rounded up.
+    # A smaller one would have an infinite inverse; and the logarithm of the largest number is rounded up.
     return 2.0 ** minimum(maximum(exponent, float(limits.minexp + 2)), float(limits.maxexp - 1))
 
 

@@ -1,4 +1,4 @@
-"""Kernels in C for arrays in the memory of the CPU: what NumPy needs a dozen passes for, in one pass over the rows.
+"""Kernels in C for arrays in the memory of the CPU: one pass over the rows for a dozen passes of NumPy.
 
 The functions of :mod:`.ops` stand before the NumPy forms of ops (:func:`.calls.first`), which stay the reference, and compute what the
 kernels do not take: other dtypes, other layouts, and everything where the kernels are not there. They are there where the package

@@ -18,8 +18,9 @@ _TAKEN = frozenset(np.dtype(t).num for t in "fd")
 
 
 def broadcast(name: str) -> Callable[[Any, Any], Any] | None:
-    """``f(x, y)`` that does what the elementwise ``np.name`` does, in less time where one operand is broadcast to the other; None for
-    a function of which no kernel knows. To be called where one operand has ``WORTH_A_LOOK`` elements."""
+    """``f(x, y)`` like the elementwise ``np.name``, but faster where one operand is broadcast to the other.
+
+    None where no kernel has the function. Call it where one operand has ``WORTH_A_LOOK`` elements."""
     if not AVAILABLE or name not in STEPS[:4]:
         return None
     compute = getattr(np, name)

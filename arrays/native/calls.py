@@ -1,5 +1,5 @@
 # cython: annotation_typing=False
-"""Calls of kernels in C, which stand before the NumPy form of an op."""
+"""Calls of kernels in C, which are tried before the NumPy form of an op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = {name: i for i, name in enumerate(_kernels.KERNELS)} if _kernels is n
 
 
 STEPS = ("add", "subtract", "multiply", "divide", "negative", "square", "sqrt", "reciprocal")
-"""Elementwise steps that there are, by their numbers in chain.h."""
+"""The elementwise steps, by their numbers in chain.h."""
 
 
 def run(
@@ -48,7 +48,7 @@ def _shared(
 
     def work(start: int, stop: int) -> None:
         nonlocal taken
-        # What is asked of the operands is the same for each share.
+        # The check of the operands is the same for each share.
         taken &= _kernels.call(number, operands, rows, width, start, stop, chunk, *options)
 
     share(rows, work, size=rows * width, unit=chunk)
@@ -56,7 +56,7 @@ def _shared(
 
 
 def memory(shape: tuple[int, ...], dtype: np.dtype, nbytes: int) -> np.ndarray:
-    """Memory for a result of so many bytes; what is small takes no call of :func:`fresh`, which is not compiled."""
+    """Memory for a result of so many bytes; small ones avoid :func:`fresh`, which is not compiled."""
     return np.empty(shape, dtype) if nbytes < LARGE else fresh(shape, dtype)
 
 
@@ -69,7 +69,7 @@ _HEARD_OF = {1: "invalid", 2: "over", 4: "under", 8: "divide"}
 
 
 def is_taken(raised: int | None) -> bool:
-    """Whether there is a result, and nothing has happened that NumPy, which then does it again, would warn of or refuse."""
+    """Whether there is a result without a floating-point event that NumPy warns of; else NumPy computes it again."""
     if not raised:
         return raised is not None
     wanted = np.geterr()

@@ -1,4 +1,4 @@
-"""Runs of elementwise steps as one call: each number is read once and written once, whatever happens to it in between.
+"""Chains of elementwise steps as one call, which reads and writes each number once.
 
 Only steps with one correctly rounded operation for each number are among them, so that the bits are those of NumPy. (It warns of
 divisions by zero and the like in its own steps; a run does not. Where ``np.errstate`` asks for more than a warning, the steps are NumPy's.)
@@ -54,7 +54,7 @@ class Run(NamedTuple):
             self._in_numpy(reads, writes)
 
     def _in_numpy(self, reads: Sequence[np.ndarray], writes: Sequence[np.ndarray]) -> None:
-        """Where operands do not lie in rows, or somebody wants to hear of infinities."""
+        """The NumPy form, where operands do not lie in rows, or infinities must be reported."""
         into = dict(zip(self.writes, writes, strict=True))
         env: dict[Any, Any] = dict(zip((v if isinstance(v, int) else id(v) for v in self.reads), reads, strict=True))
         dtype = writes[0].dtype

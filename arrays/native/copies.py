@@ -17,7 +17,7 @@ _WORTH_A_CALL = 64 << 10
 
 
 def is_large(to: np.ndarray) -> bool:
-    """Whether what is copied to an array should go past the caches, and can: those of a CPU, where the array is in host memory."""
+    """Whether copies to an array should bypass the caches of a CPU, and can: it is large and in host memory."""
     return _kernels is not None and isinstance(to, np.ndarray) and to.nbytes >= LARGE
 
 

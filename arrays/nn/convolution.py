@@ -41,7 +41,7 @@ def _wide(xp: Any, *arrays: Any) -> tuple[np.dtype, tuple[Any, ...]]:
 
 
 def _taps(kernel: Ints, out: Ints, stride: Ints, dilation: Ints) -> Any:
-    """For each place of the kernel, the part of the image that it meets."""
+    """Each tap of the kernel, with the part of the image that it meets."""
     for place in itertools.product(*map(range, kernel)):
         yield (
             place,
@@ -53,7 +53,7 @@ def _taps(kernel: Ints, out: Ints, stride: Ints, dilation: Ints) -> Any:
 
 
 def _columns(xp: Any, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
-    """What each place of the result sees: (N, groups, I * kernel, out), one copy of the image for each tap."""
+    """The patch of the image under each position of the result (im2col), of shape (N, groups, I * kernel, out)."""
     n, c, *image = x.shape
     out = _out_shape(tuple(image), kernel, stride, dilation)
     cols = xp.empty((n, c, *kernel, *out), x.dtype)
@@ -72,7 +72,7 @@ def _conv(xp: Any, x: Any, w: Any, stride: Ints, dilation: Ints, groups: int) ->
 
 
 def _conv_image(xp: Any, g: Any, w: Any, image: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
-    """Adjoint in the image (a transposed convolution): what each place of the result saw gets its share back."""
+    """Adjoint in the image (a transposed convolution): each cotangent is spread over its patch of the image."""
     dtype, (g, w) = _wide(xp, g, w)
     n, out, kernel = g.shape[0], g.shape[2:], w.shape[2:]
     flat = w.reshape(groups, w.shape[0] // groups, math.prod(w.shape[1:]))
@@ -257,7 +257,7 @@ def pool(
     window
         Lengths of the window; one number for all dimensions of the image.
     kind
-        ``"max"`` or ``"mean"``. What is padded belongs to no window: it is never the largest, and is not counted.
+        ``"max"`` or ``"mean"``. Padding belongs to no window: it is never the largest, and is not counted.
     stride
         Steps between windows; those of the window by default.
     padding

@@ -41,7 +41,7 @@ _UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
 
 
 def all_classes(labels: Any, classes: int) -> bool:
-    """Whether all labels, of which there are some, name a class."""
+    """Whether all labels (at least one) name a class."""
     found = ops.below(labels, classes)
     if found is not None:
         return found

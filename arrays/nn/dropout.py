@@ -36,7 +36,7 @@ def _threshold(rate: float) -> int:
 
 
 def _kept(xp: Any, x: Any, key: Any, rate: float, offset: tuple[int, ...], global_shape: tuple[int, ...]) -> Any:
-    """What is left of ``x``, in the wide dtype."""
+    """``x`` with elements dropped and the others scaled, in the wide dtype."""
     wide = _wide(x.dtype)
     if rate == 1:
         return xp.zeros(x.shape, wide)
@@ -54,7 +54,7 @@ def _dropout_add(xp: Any, x: Any, y: Any, key: Any, **params: Any) -> Any:
 
 
 def _start(shape: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ...]) -> int | None:
-    """Where the block starts in the global array, if it lies there without gaps."""
+    """The flat offset of the block in the global array; None where it is not contiguous there."""
     cut = [i for i, (n, m) in enumerate(zip(shape, whole, strict=True)) if n != m]
     if cut and any(n != 1 for n in shape[: cut[-1]]):
         return None

@@ -1,12 +1,13 @@
-"""Feed-forward networks of experts on the rows that were sent to them, as an op and its backward op.
+"""Mixture of experts: feed-forward networks on the rows that were sent to them, as an op and its backward op.
 
-Rows of an expert are put together, go through its three matrices as products of matrices, and come back: no row is computed by an expert
-that it was not sent to, no place is padded, and hidden units exist for the rows of one expert at a time (the backward op makes them
-again). How many rows an expert gets is known only when the op runs; the shapes of operands and result do not depend on it.
+The rows of an expert are gathered, multiplied by its three matrices, and scattered back: no expert computes a row that
+was not sent to it, nothing is padded, and hidden units exist for the rows of one expert at a time (the backward op
+computes them again). The number of rows of an expert is known only when the op runs; the shapes of operands and result
+do not depend on it.
 
-``numbers`` says which experts the matrices are. A rank that holds some of them gives the part of the sum that is theirs, and zero for a row
-that went to others alone, so that experts may be split over ranks like any dimension. The decompositions, with all experts for all rows,
-serve derivatives of higher order.
+``numbers`` are the numbers of the experts whose matrices are given. A rank with some of the experts gives their part of
+the sum, and zero for a row that went only to others, so that experts may be split over ranks like any dimension. The
+decompositions, with all experts for all rows, serve derivatives of higher order.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Share(NamedTuple):
-    """What one expert has to do."""
+    """The work of one expert."""
 
     expert: int
     rows: Any  # places
@@ -176,7 +177,7 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
     chosen
         Numbers of the experts that a row goes to, integers ``(..., k)``. One that is no expert's number counts as none.
     weights
-        What each of their outputs is multiplied by, ``(..., k)``.
+        Factors of their outputs, ``(..., k)``.
     gate, up
         Stacks of matrices ``(experts, width, hidden)``.
     down

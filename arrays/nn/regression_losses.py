@@ -95,7 +95,7 @@ def binary_cross_entropy(
 ) -> Array:
     """Negative log-likelihood of labels between 0 and 1 under ``sigmoid(logits)``, stable for logits of any size.
 
-    What is lost at a label of 1 counts ``positive_weight`` times.
+    The loss at a label of 1 counts ``positive_weight`` times.
 
     >>> import meshtape as mt
     >>> mt.nn.binary_cross_entropy(mt.asarray([0.0, 1000.0]), [1, 1])

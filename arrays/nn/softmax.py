@@ -88,7 +88,7 @@ def _log_softmax_backward(xp: Any, g: Any, y: Any, axis: int) -> Any:
 
 
 def _finite_max(x: Array, axis: Any) -> Array:
-    """The largest element as a constant, 0 where it is infinite: what a stable log-sum-exp subtracts."""
+    """The largest element as a constant, 0 where it is infinite; a stable log-sum-exp subtracts it."""
     if any(x.shape[a] == 0 for a in ((axis,) if isinstance(axis, int) or not np.ndim(axis) else axis)):
         return sum_(x, axis=axis, keepdims=True)  # zeros: there is no largest of no elements
     m = stop_gradient(max_(x, axis=axis, keepdims=True))

@@ -1,8 +1,8 @@
-"""Names that users of NumPy know and the array-API standard lacks.
+"""NumPy's names that the array-API standard lacks.
 
-They are other spellings of the standard's functions, or compositions of this package's ops, so that they differentiate, compile and shard like
-those. What writes into its argument (``numpy.put``, ``place``, ``copyto``, ``fill_diagonal``) is not here: arrays are values, which
-``x[i] = v`` and ``x.at[i].set(v)`` change.
+They are other spellings of the standard's functions, or compositions of this package's ops, so that they differentiate,
+compile and shard like those. Functions that write into an argument (``numpy.put``, ``place``, ``copyto``,
+``fill_diagonal``) are missing: arrays are values, written by ``x[i] = v`` and ``x.at[i].set(v)``.
 """
 
 from __future__ import annotations

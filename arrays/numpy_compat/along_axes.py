@@ -88,9 +88,10 @@ def put_along_axis(x: Any, indices: Any, values: Any, /, axis: int | None, *, in
 
 @composite("choose")
 def choose(x: Any, choices: Any, /, *, mode: str = "raise") -> Array:
-    """For each element of ``x``, an integer ``i``, what stands at its place in ``choices[i]``; all broadcast against each other.
+    """For each element ``i`` of ``x``, the element of ``choices[i]`` at the same place; all arrays are broadcast.
 
-    ``mode`` says what a number beyond the choices is: an error, one counted around (``"wrap"``), or the nearest (``"clip"``).
+    ``mode`` treats a number beyond the choices: as an error (``"raise"``), modulo their number (``"wrap"``), or as the
+    nearest (``"clip"``).
 
     >>> import meshtape as mt
     >>> mt.choose(mt.asarray([0, 1, 0]), [mt.asarray([1, 2, 3]), 10])
@@ -105,7 +106,7 @@ def choose(x: Any, choices: Any, /, *, mode: str = "raise") -> Array:
         raise ArgumentError(f"[choose] mode must be 'raise', 'wrap' or 'clip', got {mode!r}")
     n, dtype = len(found), result_type(*found)
     x = x.astype(np.int64) if x.dtype.kind in "bu" else x
-    # What is below zero would count from the end, where NumPy refuses it.
+    # A negative number would count from the end, but NumPy refuses it.
     x = x % n if mode == "wrap" else clip(x, 0, n - 1) if mode == "clip" else where(x < 0, n, x)
     shape = np.broadcast_shapes(x.shape, *(c.shape for c in found))
     table = stack([broadcast_to(c.astype(dtype, copy=False), shape) for c in found])

@@ -28,7 +28,7 @@ def isclose(a: Any, b: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_
     if b.dtype.kind in "biu":
         b = b.astype(np.float64)  # a difference of unsigned integers would wrap round
     both = logical_and(isfinite(a), isfinite(b))
-    # What is not finite would make NaN of the difference, and warn of it.
+    # The difference of infinities would be NaN, with a warning.
     near = abs(where(both, a, 0) - where(both, b, 0)) <= atol + rtol * abs(where(both, b, 0))
     out = logical_or(logical_and(both, near), equal(a, b))
     return logical_or(out, logical_and(isnan(a), isnan(b))) if equal_nan else out

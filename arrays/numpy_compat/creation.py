@@ -91,7 +91,7 @@ def geomspace(start: float, stop: float, /, num: int = 50, *, endpoint: bool = T
 
 
 def fromfunction(function: Callable[..., Any], shape: Sequence[int], /, dtype: Any = float) -> Any:
-    """What ``function`` makes of the coordinates of each element, one array a dimension.
+    """``function`` of the coordinates of all elements, one array a dimension.
 
     >>> import meshtape as mt
     >>> mt.fromfunction(lambda i, j: i + 10 * j, (2, 2), mt.int64)

@@ -61,7 +61,7 @@ def diag_indices(n: int, /, ndim: int = 2) -> tuple[Array, ...]:
 
 
 def tril_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Array]:
-    """Index arrays of what is at and below the ``k``-th diagonal of an ``(n, m)`` matrix.
+    """Index arrays of the elements at and below the ``k``-th diagonal of an ``(n, m)`` matrix.
 
     >>> import meshtape as mt
     >>> mt.tril_indices(2)
@@ -72,7 +72,7 @@ def tril_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Ar
 
 
 def triu_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Array]:
-    """Index arrays of what is at and above the ``k``-th diagonal of an ``(n, m)`` matrix.
+    """Index arrays of the elements at and above the ``k``-th diagonal of an ``(n, m)`` matrix.
 
     >>> import meshtape as mt
     >>> mt.triu_indices(2)
@@ -130,7 +130,7 @@ def triu_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
 
 
 def argwhere(x: Any, /) -> Array:
-    """The coordinates of what is not zero, one row an element.
+    """The coordinates of the elements that are not zero, one row an element.
 
     >>> import meshtape as mt
     >>> mt.argwhere(mt.asarray([[0, 1], [1, 0]]))
@@ -144,7 +144,7 @@ def argwhere(x: Any, /) -> Array:
 
 
 def flatnonzero(x: Any, /) -> Array:
-    """The places in C order of what is not zero.
+    """The flat positions, in C order, of the elements that are not zero.
 
     >>> import meshtape as mt
     >>> mt.flatnonzero(mt.asarray([[0, 1], [1, 0]]))

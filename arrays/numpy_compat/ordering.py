@@ -46,7 +46,7 @@ def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Arr
 
 
 def argpartition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
-    """The places of what :func:`partition` gives.
+    """The indices of the elements of :func:`partition`.
 
     >>> import meshtape as mt
     >>> mt.argpartition(mt.asarray([3, 1, 2]), 1)[0]

@@ -44,7 +44,7 @@ def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 
 def piecewise(
     x: Any, conditions: Sequence[Any], functions: Sequence[Callable[..., Any] | float], /, *args: Any
 ) -> Array:
-    """Each function (or number) where its condition is true, the last of several; one more than conditions is for what is left.
+    """Each function (or number) where its condition is true, the last of several; an extra one serves the rest.
 
     Every function is given all elements: where it must not see some, replace them first.
 

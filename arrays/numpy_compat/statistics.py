@@ -40,7 +40,7 @@ Axis = int | Sequence[int] | None
 
 
 def shape(x: Any, /) -> tuple[int, ...]:
-    """The shape of an array, or of what could become one.
+    """The shape of an array, or of anything that could become one.
 
     >>> import meshtape as mt
     >>> mt.shape([[1, 2]])
@@ -323,7 +323,7 @@ def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 
 @composite("nanquantile")
 def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
-    """Quantiles of what is not NaN, by straight lines between neighbours; NaN where everything is.
+    """Quantiles of the elements that are not NaN, by linear interpolation; NaN where all are.
 
     The dimensions of ``q`` come first.
 
@@ -374,7 +374,7 @@ def _nan_quantiles(rows: Array, levels: Array) -> Array:
 
 
 def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
-    """Quantiles of what is not NaN, in percent; see :func:`nanquantile`.
+    """Quantiles of the elements that are not NaN, in percent; see :func:`nanquantile`.
 
     >>> import meshtape as mt
     >>> mt.nanpercentile(mt.asarray([1.0, mt.nan, 3.0]), 100)
@@ -384,7 +384,7 @@ def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = Fals
 
 
 def nanmedian(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
-    """The median of what is not NaN.
+    """The median of the elements that are not NaN.
 
     >>> import meshtape as mt
     >>> mt.nanmedian(mt.asarray([1.0, mt.nan, 3.0]))
@@ -442,7 +442,7 @@ def histogram2d(
     range
         The lowest and highest edge of each of both; those of the points by default.
     weights
-        What each point counts.
+        The weight of each point.
     density
         Whether the counts are divided by their sum and by the areas of the bins.
 

@@ -81,7 +81,7 @@ def fabs(x: Any, /) -> Array:
 
 
 def float_power(x: Any, y: Any, /) -> Array:
-    """A power in at least float64, whatever the dtypes: negative powers of integers too.
+    """A power in at least float64, for all dtypes: negative powers of integers too.
 
     >>> import meshtape as mt
     >>> mt.float_power(mt.asarray([2, 4]), -1)
@@ -130,7 +130,7 @@ def _sinc(x: Array) -> Array:
 
 @composite("nan_to_num")
 def nan_to_num(x: Any, /, copy: bool = True, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Array:
-    """NaN replaced by ``nan``, infinities by the largest and smallest finite numbers or what is given.
+    """NaN replaced by ``nan``, infinities by the given numbers, or by the largest and smallest finite ones.
 
     ``copy`` stands where NumPy has it. It has no meaning here: arrays are values.
 

@@ -32,7 +32,7 @@ def _place(host: np.ndarray, where: Device | str | None) -> Array:
 
 
 def _is_new(obj: Any) -> bool:
-    """Whether nobody but the caller, who was given it, holds a NumPy array: it was made for this."""
+    """Whether only the caller holds a NumPy array, which was then made for it."""
     return sys.getrefcount(obj) <= _NEW and getattr(obj, "base", None) is None
 
 
@@ -180,7 +180,7 @@ def elements(name: str, values: Any, dtype: np.dtype) -> Array:
 
 
 def own_copy(x: Array) -> Array:
-    """:func:`wrap_same`, but of a view a copy of what it shows alone: nobody takes it for a part of another array."""
+    """:func:`wrap_same`, but a view is copied, so that the result is no part of another array."""
     out = wrap_same(x)
     if type(out._buf) is np.ndarray and type(out._buf.base) is np.ndarray:
         out._buf = out._buf.copy()

@@ -1,6 +1,6 @@
-"""Elementwise functions: the chapter of the array-API standard, and what models need beside it.
+"""Elementwise functions: those of the array-API standard, and further ones for models.
 
-Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours) that computes it, and what it means.
+Each line of the tables is one op: its name, the function of NumPy/CuPy (or ours) that computes it, and its meaning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _NUMBERS = (float, int)
 
 
 spelled: Any = None
-"""What is called with the name of a function, itself, its arguments and keywords that it lacks; ``numpy_keywords`` puts it here."""
+"""A hook for calls with keywords that a function lacks: called with its name, itself, its arguments and the keywords.
+
+``numpy_keywords`` sets it."""
 
 
 def _function(op: Op, doc: str) -> Callable[..., Any]:
@@ -484,7 +486,7 @@ def _full_like(xp: Any, x: Any, value: Any, dtype: np.dtype) -> Any:  # (compile
 
 FULL_LIKE = Op("full_like", ("x",), _full_like, _infer_astype, nondifferentiable="a constant")
 ALIAS = Op("alias", ("x",), _identity, shape_rules.same)
-# What is computed from a barrier's result is not taken for what was computed from its operand: it is computed again.
+# Computations on a barrier's result are never merged with those on its operand: they run again.
 BARRIER = Op("barrier", ("x",), _identity, shape_rules.same)
 STOP_GRADIENT = Op("stop_gradient", ("x",), _identity, shape_rules.same, nondifferentiable="it is what was asked for")
 ASTYPE = Op("astype", ("x",), _astype, _infer_astype)

@@ -91,8 +91,8 @@ def astype(
     device
         Where the result goes; it stays where ``x`` is by default.
     saturate
-        What is beyond the range of a floating ``dtype`` becomes its largest number, infinities too, instead of infinity (or
-        NaN in ``float8_e4m3fn``, which has no infinity). NaN stays NaN.
+        Values beyond the range of a floating ``dtype``, infinities too, become its largest number instead of infinity
+        (or NaN in ``float8_e4m3fn``, which has no infinity). NaN stays NaN.
 
     Examples
     --------
@@ -393,7 +393,7 @@ def unstack(x: Any, /, axis: int = 0) -> tuple[Array, ...]:
 
 
 def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Array:
-    """Elements moved along axes by ``shift`` places; what leaves at one end comes back at the other.
+    """Elements moved along axes by ``shift`` places; those that leave at one end come back at the other.
 
     Without ``axis`` the array is rolled as if it were flat.
 

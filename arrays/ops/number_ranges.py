@@ -12,8 +12,9 @@ from ..core.errors import NumberRangeError
 
 
 def check_numbers(name: str, numbers: Any, dtype: np.dtype) -> None:
-    """Raise where Python numbers, one or nested in sequences, have no place in ``dtype``. (Where they have one, what an integer lacks
-    of a fraction, and a float of digits, is lost, as in NumPy.)
+    """Raise where Python numbers, one or nested in sequences, do not fit into ``dtype``.
+
+    (A lost fraction in an integer, or lost digits in a float, are accepted, as in NumPy.)
 
     Raises
     ------

@@ -28,7 +28,7 @@ RANDOM_BITS = "random bits"
 
 
 def check_key(name: str, key: Any) -> None:
-    """A key is two words; keys of samples have a dimension of one between, so that what ``split`` gives is not taken for them."""
+    """Raise unless a key is two words; keys of samples have a dimension of one between, unlike those of ``split``."""
     shaped = isinstance(key, ShapeDtype) and (key.shape == (2,) or (len(key.shape) == 3 and key.shape[1:] == (1, 2)))
     if not shaped or key.dtype != recipes.U64:
         what = f"{key.dtype.name} of shape {key.shape}" if isinstance(key, ShapeDtype) else type(key).__name__
@@ -52,7 +52,7 @@ def as_key(name: str, key: Any) -> Array:
 
 
 def by_sample(key: Array, shape: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """The key of a draw, and the shape to draw in, of which the first dimension is that of ``key`` where it has a row for each sample.
+    """The key of a draw, and the shape to draw in; with keys of samples, their number is its first dimension.
 
     A draw whose first dimension is a multiple of the samples belongs to them, row by row. Any other one belongs to the batch: it takes
     the key of the first sample.
@@ -146,7 +146,7 @@ def drawn(op: Op, key: Any, shape: int | Sequence[int], dtype: np.dtype, *operan
 
 
 class Request(NamedTuple):
-    """What a distribution makes of its arguments, once they are checked."""
+    """The checked arguments of a distribution: shape, dtype and parameters of the op."""
 
     shape: int | Sequence[int]
     dtype: np.dtype
@@ -154,7 +154,7 @@ class Request(NamedTuple):
 
 
 def distribution(recipe: Callable[..., Recipe]) -> Callable[[Callable[..., Request]], Any]:
-    """Decorator that makes a public function of one that checks: it returns a :class:`Request`, and gets a key first.
+    """Decorator that turns a checking function, which returns a :class:`Request`, into one that draws with a key.
 
     The op is the attribute ``op`` of the function.
     """

@@ -122,7 +122,7 @@ class _Part(NamedTuple):
 
 
 class _Steps:
-    """Writes down what is to be done."""
+    """The plan of an einsum, step by step."""
 
     def __init__(self, operands: int) -> None:
         self.steps: list[Step] = []
@@ -157,7 +157,7 @@ class _Steps:
         return _Part(place, labels, shape)
 
     def summed(self, x: _Part, needed: set[str]) -> _Part:
-        """Summed over what nobody needs."""
+        """The operand summed over letters that are not needed."""
         gone = tuple(i for i, c in enumerate(x.labels) if c not in needed)
         if not gone:
             return x
@@ -176,7 +176,7 @@ class _Steps:
         return place if tuple(now) == tuple(then) else self._add(reshape, (place,), tuple(then))
 
     def product(self, x: _Part, y: _Part, needed: set[str]) -> _Part:
-        """Both multiplied and summed over the letters that nobody else needs."""
+        """The product of both, summed over the letters that are not ``needed``."""
         x, y = self.summed(x, needed | set(y.labels)), self.summed(y, needed | set(x.labels))
         a, b = x.labels, y.labels
         batch = [c for c in a if c in b and c in needed]

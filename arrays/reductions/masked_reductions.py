@@ -37,7 +37,7 @@ def selection(name: str, mask: Any, x: Array) -> Array:
 
 
 def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, initial: Any) -> Array:
-    """``op`` of what the mask selects (None: everything), joined with ``initial`` (None: nothing)."""
+    """``op`` of the elements that the mask selects (None: all), joined with ``initial`` (None: nothing)."""
     x = as_array(x)
     if mask is not None:
         if op not in _NEUTRAL and initial is None:
@@ -76,7 +76,7 @@ def reduced(op: Op, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any, in
 
 
 def _kept(name: str, x: Array, dtype: np.dtype) -> Array:
-    """What is joined with ``initial``, in the dtype that it had without."""
+    """A result joined with ``initial``, in the ``dtype`` that it has without."""
     if dtype.kind in "biu" and x.dtype.kind not in "biu":
         raise DTypeError(f"[{name}] initial= is no number of {dtype.name}: cast the array with astype")
     return astype(x, dtype, copy=False)

@@ -94,7 +94,7 @@ def _masked(name: str, x: Array, wide: np.dtype, mask: Any) -> Any:
 
 
 def mean_of(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
-    """The mean of what counts; NaN of nothing."""
+    """The mean of the counted elements; NaN where there are none."""
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
     axes = shape_rules.normalize_axis(name, axis, x.ndim)
@@ -173,7 +173,7 @@ def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array 
 
 
 def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, where: Any = None) -> Array:
-    """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of the result, and what it is summed in.
+    """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of sum and result.
 
     >>> import meshtape as mt
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Axis = int | Sequence[int] | None
 
 
-# What NumPy's methods do, without the Python code that they pass through on their way.
+# The ufuncs behind NumPy's methods, without the Python code in between.
 _UFUNC_REDUCE = {
     "sum": np.add.reduce,
     "prod": np.multiply.reduce,
@@ -181,8 +181,9 @@ def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
 
 
 def repeated(g: Any, shape: tuple[int, ...], axis: tuple[int, ...], keepdims: bool) -> np.ndarray:
-    """``g`` along the reduced dimensions of ``shape`` again: what ``np.broadcast_to`` gives, in a tenth of its time. (It was half of
-    what the derivative of a small sum costs.)"""
+    """``g`` broadcast along the reduced dimensions of ``shape``, in a tenth of the time of ``np.broadcast_to``.
+
+    (That took half the time of the derivative of a small sum.)"""
     g = np.asarray(g)
     if len(axis) == len(shape):
         strides = (0,) * len(shape)

@@ -62,7 +62,7 @@ def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
 def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     """For each place of ``indices``, the element of ``x`` in the same row along ``axis``, at that index.
 
-    The other dimensions broadcast. What :func:`argsort` and :func:`argmax` give can be passed.
+    The other dimensions broadcast. ``indices`` may come from :func:`argsort` or :func:`argmax`.
 
     >>> import meshtape as mt
     >>> x = mt.asarray([[3, 1, 2], [0, 5, 4]])
@@ -82,7 +82,7 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
 
 
 class _Named:
-    """What the message of a failed broadcast calls the function."""
+    """The name of a function for the message of a failed broadcast."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -43,9 +43,9 @@ def pad(
         ``"symmetric"`` (mirrored behind it), ``"wrap"`` (from the other end); ``"linear_ramp"`` (from the last element to an end
         value); ``"maximum"``, ``"mean"``, ``"median"`` or ``"minimum"`` of the elements at that side.
     constant_values
-        What ``"constant"`` puts there.
+        The values of ``"constant"``.
     end_values
-        Where ``"linear_ramp"`` ends.
+        The end values of ``"linear_ramp"``.
     stat_length
         Of how many elements the statistics are; of all by default.
     reflect_type
@@ -111,7 +111,7 @@ def _nested(value: Any) -> bool:
 
 
 def _pairs(what: str, value: Any, x: Array) -> list[tuple[Any, Any]]:
-    """One pair an axis of what is one number, one pair, or one pair (or number in brackets) an axis."""
+    """One pair an axis, from one number, one pair, or one pair (or number in brackets) an axis."""
     found = [list(v) if _nested(v) else v for v in value] if _nested(value) else [value]
     rows = [v if isinstance(v, list) else None for v in found]
     if all(r is None for r in rows) and len(found) in (1, 2):
@@ -169,7 +169,7 @@ def _odd(x: Array, mirrored: Array, i: np.ndarray, axis: int, mode: str) -> Arra
 
 
 def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
-    """What :func:`numpy.linspace` has between the end value and the outermost element."""
+    """The values of :func:`numpy.linspace` between the end value and the outermost element."""
     from ..ops.elementwise import floor
     from ..ops.manipulation import astype, flip
 

@@ -78,7 +78,7 @@ def _rows(name: str, x: Any, axis: Axis) -> tuple[Array, tuple[int, ...]]:
 
 
 def _ordered(rows: Array, places: np.ndarray) -> Array:
-    """The rows with those elements at these places that sorting puts there; nobody looks at the others."""
+    """The rows partitioned so that these positions hold the elements of sorted rows."""
     from ..reductions.sorting import sort
 
     buf = buffer(rows)
@@ -222,8 +222,8 @@ def quantile(
         (1996): ``"averaged_inverted_cdf"``, ``"interpolated_inverted_cdf"``, ``"hazen"``, ``"weibull"``,
         ``"median_unbiased"``, ``"normal_unbiased"``.
     weights
-        What each element counts, with ``method="inverted_cdf"``: of the shape of ``x``, or of that of the dimensions ``axis``. Traced
-        ones that add up to zero, which is not known then, give NaN.
+        The weight of each element, with ``method="inverted_cdf"``: of the shape of ``x``, or of that of the dimensions
+        ``axis``. Traced weights that sum to zero give NaN.
 
     Raises
     ------

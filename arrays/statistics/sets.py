@@ -45,7 +45,7 @@ class UniqueInverse(NamedTuple):
 def distinct(
     x: Any, index: bool = False, inverse: bool = False, counts: bool = False, *, equal_nan: bool = False
 ) -> tuple[Array, ...]:
-    """The distinct elements in order, and what else is asked for. Nothing else is computed: places take eight bytes an element."""
+    """The distinct elements in order, and the other requested results alone: positions take eight bytes an element."""
     from ..ops.creation import asarray, beside
     from ..ops.manipulation import reshape
 

@@ -50,7 +50,7 @@ def _in_pieces(
 
 
 def _nan_total(name: str, fill: int, x: Any, axis: Axis, dtype: Any, keepdims: bool) -> Array:
-    """The sum (the product, where ``fill`` is 1) of what is not NaN."""
+    """The sum (the product, where ``fill`` is 1) of the elements that are not NaN."""
     x = as_array(x)
     reduce = reductions.prod if fill else reductions.sum
     if x.dtype.kind in "biu":
@@ -70,7 +70,7 @@ def _folded(ufunc: np.ufunc, b: np.ndarray, fill: int, wide: np.dtype, axes: tup
 
 @composite("nansum")
 def nansum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
-    """Sum of what is not NaN.
+    """Sum of the elements that are not NaN.
 
     >>> import meshtape as mt
     >>> mt.nansum(mt.asarray([1.0, float("nan"), 2.0]))
@@ -81,7 +81,7 @@ def nansum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = 
 
 @composite("nanprod")
 def nanprod(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
-    """Product of what is not NaN.
+    """Product of the elements that are not NaN.
 
     >>> import meshtape as mt
     >>> mt.nanprod(mt.asarray([2.0, mt.nan, 3.0]))
@@ -127,7 +127,7 @@ def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 
 @composite("nanmean")
 def nanmean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
-    """Mean of what is not NaN; NaN where all are. ``dtype`` is that of the result, and what it is summed in.
+    """Mean of the elements that are not NaN; NaN where all are. ``dtype`` is that of sum and result.
 
     >>> import meshtape as mt
     >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
@@ -147,7 +147,7 @@ def nanvar(
     ddof: float | None = None,
     dtype: Any = None,
 ) -> Array:
-    """Variance of what is not NaN, divided by their number less ``correction``; NaN where that is not positive.
+    """Variance of the elements that are not NaN, over their number less ``correction``; NaN where that is not positive.
 
     ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
 

@@ -1,4 +1,4 @@
-"""Names that a Python function may look up, read from its bytecode: what it could read beside its arguments."""
+"""Names that a Python function may look up, from its bytecode: variables, attributes and modules."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any, NamedTuple
 
 
 class Names(NamedTuple):
-    """What the code of a function, and of the functions written inside it, looks up."""
+    """The names that the code of a function, and of the functions inside it, looks up."""
 
     variables: frozenset[str]
     """Variables of the module."""
     attributes: frozenset[str]
-    """Attributes, of whatever object; and texts, where an attribute's name may be one of them. Those whose absence may be noticed are here
-    once more, behind a question mark."""
+    """Attributes of any object; and texts, where an attribute's name may be one of them.
+
+    Those whose absence the code may notice are also here with a question mark before them."""
     anything: bool
-    """Whether attributes may be read whose names stand nowhere."""
+    """Whether it may read attributes by names that are not in the code."""
     any_variable: bool
-    """Whether variables of the module may be."""
+    """Whether it may read variables of the module so."""
     modules: frozenset[str]
-    """Modules that are imported where the function runs; and texts, where one of them may be looked up by such."""
+    """Modules that the function imports when it runs; and texts, where a module may be looked up by a text."""
 
 
 _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _MODULES = frozenset({"modules", "import_module"})
-# Whoever looks up one of these may read attributes by names that are made while the code runs.
+# Code that looks up one of these may read attributes by names that it makes at run time.
 _ANYTHING = frozenset(
     {
         "vars",
@@ -53,7 +54,7 @@ _SILENT = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "NOP", "RE
 
 
 class _Found:
-    """Names that are found in one code after the other."""
+    """The names found so far in one or more code objects."""
 
     def __init__(self) -> None:
         self.variables: set[str] = set()
@@ -89,7 +90,7 @@ class _Found:
 
 
 def _says_a_text(steps: list[Any], k: int) -> bool:
-    """Whether the second argument of a call, of which the first begins at step ``k - 1``, is a text, and the third a plain value."""
+    """Whether a call, whose first argument begins at step ``k - 1``, has a text second and a plain value third."""
     while k < len(steps) and steps[k].opname in ("LOAD_ATTR", "LOAD_METHOD"):
         k += 1
     ops = [s.opname for s in steps[k : k + 3]]
@@ -102,7 +103,7 @@ def _says_a_text(steps: list[Any], k: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType | None) -> Names:
-    """What the code looks up."""
+    """The names that the code looks up."""
     found = _Found()
     if code is not None:
         found.look(code)
@@ -129,13 +130,14 @@ def module_of(kind: type) -> str:
 
 
 _OWN = ("meshtape.parallel.training", "meshtape.parallel.models")
-"""Our modules whose objects hold functions and numbers of the user's, and are read like his."""
+"""Our modules whose objects hold functions and numbers of the user, and count as user code."""
 
 
 @functools.lru_cache(maxsize=4096)
 def is_library(module: str) -> bool:
-    """Whether the code of this module computes with nothing of the user's but what it is given: our own, the standard library's,
-    and that of installed packages which don't use this one."""
+    """Whether the code of this module reads nothing of the user's but its arguments.
+
+    True for our own code, the standard library, and installed packages that do not use this one."""
     top = module.partition(".")[0]
     if top == "meshtape":
         return not module.startswith(_OWN)

@@ -1,10 +1,11 @@
-"""Values that a traced function reads beside its arguments, and the check that they still are as they were.
+"""Captures: the values that a traced function reads beside its arguments, and guards that they are unchanged.
 
-A program holds what its code read while it was traced. So everything that the code could read is looked for, in what it says it looks
-up (:mod:`.bytecode`): variables of functions around it and of modules, default arguments, attributes of objects and of their classes, what
-lies in containers, and the same of all functions that are found on the way. Objects of libraries are gone through whole, as nobody says
-which of their variables their methods read. That is more than what is read, and never less: of what only code in C can see no guard ever
-holds. Where each was found is taken down: seeing that all still stands there takes a fraction of the time of finding it again.
+A program holds the values that its code read during the trace. So all values that the code could read are searched for,
+by the names that it looks up (:mod:`.bytecode`): variables of enclosing functions and of modules, default arguments,
+attributes of objects and of their classes, elements of containers, and the same for all functions found on the way.
+Objects of libraries are searched whole, as the names that their methods read are unknown. The search finds too much,
+never too little: a value that only C code can see has a guard that never holds. Each place is noted with its value, as
+checking the places takes a fraction of the time of a new search.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ LARGEST_COMPARED = 1 << 20
 
 
 class Outside:
-    """What one function reads beside its arguments, at one call after the other."""
+    """The captures of one function, cached from call to call."""
 
     __slots__ = ("_fn", "_last")
 
@@ -76,8 +77,8 @@ class Outside:
         self._last: dict[tuple[int, ...], Captures] = {}  # by ids of objects
 
     def look(self, objects: Sequence[Any] = ()) -> Captures:
-        """What the function, and these ``objects`` among its arguments, can read now."""
-        # The objects are held by what was found, so that their ids stay their own.
+        """The captures of the function, and of these ``objects`` among its arguments, now."""
+        # The captures hold the objects, so that their ids stay their own.
         place = tuple(map(id, objects)) if objects else ()
         last = self._last.get(place)
         if last is not None and last.hold():
@@ -93,12 +94,12 @@ _MOST_KEPT = 64
 
 
 def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
-    """What the function, and these ``objects`` among its arguments, can read now.
+    """The captures of a function, and of these ``objects`` among its arguments, now.
 
     Raises
     ------
     TracedValueError
-        For what can be written to without anybody noticing, and is too large to be compared at every call.
+        For a value that can change unnoticed and is too large to be compared at every call.
     """
     walk = _Walk(getattr(fn, "__name__", type(fn).__name__))
     found = walk.search(fn, objects)
@@ -122,11 +123,11 @@ _CLASSES_ARE_ASKED = frozenset({"isinstance", "issubclass", "__match_args__"})
 _IN_C = frozenset({"builtin_function_or_method", "cython_function_or_method", "fused_cython_function"})
 _DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _MOST_WALKED = 2000
-"""Objects of libraries that are gone through; those that hold more are not compared."""
+"""The most objects of libraries that are searched; one that holds more is not compared."""
 
 
 class _Walk(Places):
-    """One search. Objects are gone through again when code is found that looks up further names."""
+    """One search for captures. Objects are searched again when new code looks up further names."""
 
     def __init__(self, title: str, behind: bool = False) -> None:
         super().__init__(title)
@@ -186,7 +187,7 @@ class _Walk(Places):
         if value is ABSENT:
             self.key.append(ABSENT)
             return
-        # What has an equality of its own is known by what can be read of it, all else by identity.
+        # An object with an equality of its own is compared by its readable values, any other by identity.
         structural = kind.__eq__ is not object.__eq__ and not isinstance(value, Array | np.ndarray | type)
         self.key.append(kind if structural else id(value))
         if isinstance(value, _VALUES):  # of a class of the user's
@@ -247,7 +248,7 @@ class _Walk(Places):
             self._object(value, path)
 
     def _library_function(self, fn: Any) -> None:
-        """A function of a library: which one it is, and what it tells of the process."""
+        """A function of a library: its identity, and the state of the process that it tells."""
         self.found.named.add(fn.__name__)
         if (look := state_of_process(fn)) is not None:
             self._state(look)
@@ -346,7 +347,7 @@ class _Walk(Places):
     # ----- containers and objects -------------------------------------------------------------------------------------
 
     def _kept(self, function: Any, path: str) -> None:
-        """What ``functools.lru_cache`` keeps: results of the function, which gives them again without being called."""
+        """The results in a ``functools.lru_cache``, which the function returns again without a call."""
         results = kept_by(function)
         epoch = results()
         self.key.append((id(function), epoch))
@@ -404,7 +405,7 @@ class _Walk(Places):
         self.owners.append((x, path, set()))
 
     def _library(self, x: Any, variables: Any, path: str) -> None:
-        """All variables of an object whose methods are a library's, and may read any of them."""
+        """All variables of an object with methods of a library, which may read any of them."""
         self.walked += 1
         if self.walked > _MOST_WALKED:
             return
@@ -418,7 +419,7 @@ class _Walk(Places):
     # ----- attributes -------------------------------------------------------------------------------------------------
 
     def _attributes(self, x: Any, path: str, done: set[str]) -> None:
-        """The attributes of an object, class or module that some code looks up, as far as they were not looked up before."""
+        """The attributes of an object, class or module that some code looks up, except those already ``done``."""
         names = self.names - done
         if isinstance(x, ModuleType):
             if self.anything and "**" not in done and not is_library(x.__name__):

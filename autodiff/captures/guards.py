@@ -1,4 +1,4 @@
-"""Guards of what a traced function read beside its arguments: one look at each tells whether all still stands."""
+"""Guards of the captures of a traced function: one look at each tells whether all are unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...arrays.core.array import Array
 
 
 class CaptureKey:
-    """A key that is compared by value where it holds numbers and texts, by identity for all else, and keeps that alive."""
+    """A key of captures: numbers and texts are compared by value, other objects by identity, and kept alive."""
 
     __slots__ = ("_hash", "_held", "_key")
 
@@ -29,7 +29,7 @@ ABSENT: Any = type("_Absent", (), {"__repr__": lambda self: "nothing"})()
 
 
 class Captures:
-    """What a function reads beside its arguments, at one moment."""
+    """The captures of a function at one moment: the values that it reads beside its arguments."""
 
     __slots__ = (
         "arrays",
@@ -67,11 +67,11 @@ class Captures:
 
     @property
     def around(self) -> Sequence[Any]:
-        """All objects that were come to."""
+        """All objects that the search found."""
         return self.key._held
 
     def hold(self) -> bool:
-        """Whether the function would read the very same now."""
+        """Whether the function would read the same values now."""
         for get, name, value in self.items:
             if get(name, ABSENT) is not value:
                 return False
@@ -101,13 +101,13 @@ class Captures:
         return not self.others or all(look() == value for look, value in self.others)
 
     def changed_since(self, look: Callable[[], Captures]) -> str | None:
-        """Where something else stands now, which ``look`` tells; None where the function reads the same."""
+        """The first place with another value now (found by ``look``); None where all captures are unchanged."""
         if self.hold():
             return None
         return self.differs(look())
 
     def differs(self, now: Captures) -> str | None:
-        """The first place in which something else stands in ``now``."""
+        """The first place with another value in ``now``."""
         before, after = self.key._key, now.key._key
         if before == after:
             return None

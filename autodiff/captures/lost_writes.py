@@ -1,4 +1,4 @@
-"""Writes of a traced function to what is not its own: a program would not do them again.
+"""Writes of a traced function to objects around it, which its program would not repeat.
 
 A write to an argument, or of a traced array to something around the function, is refused. Other writes to what the function reads (a
 counter, a memo) are done at every call, as the function is then traced at every call, until it writes no more.
@@ -21,7 +21,7 @@ from .tracing import Tracer
 
 
 class Arguments:
-    """The stand-ins that a function is traced with, and what they were before."""
+    """The traced arguments of a function, and their values before the trace."""
 
     def __init__(self, name: str, leaves: Sequence[Any], treedef: trees.TreeDef, donated: frozenset[int]) -> None:
         self.name, self.donated = name, donated
@@ -66,7 +66,7 @@ def restore(name: str, reads: Captures, trace: Any) -> None:
 
 
 def refuse_kept(name: str, now: Captures, trace: Any) -> None:
-    """Raise where traced arrays are left in what the function reads, where they would be no values."""
+    """Raise where traced arrays are left in captured objects, where they would have no values."""
     for builder, path in now.traced:
         if builder is trace:
             raise TracedValueError(

@@ -1,9 +1,9 @@
 """Python numbers among the arguments of a traced function: inputs of the program as long as they only enter arithmetic.
 
-While the function is traced a :class:`TracedNumber` stands for such a number. Calculating with it gives another one, which is calculated
-anew at each call of the program, by Python itself. Beside an array it becomes an input of the program, an array of no dimensions with the
-dtype that NumPy gives a Python number there: ``float32`` beside ``float32``. Everything else that is asked of it (a comparison, an index,
-a length, a text) needs the number itself, which is then part of the signature.
+During the trace a :class:`TracedNumber` stands for such a number. Arithmetic with it gives another one, which Python
+computes again at each call of the program. Beside an array it becomes an input of the program, a 0-d array with the
+dtype that NumPy gives a Python number there: ``float32`` beside ``float32``. Any other use (a comparison, an index, a
+length, a text) needs the number itself, which is then part of the signature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tracing import Tracer, _Trace
 
 KINDS = frozenset({int, float})
 
-# What these give, and the cotangents of their other operand, is the same for a number and for an array of it, to the bit.
+# Ops whose result, and the cotangent of their other operand, have the same bits for a number and for an array of it.
 _ALIKE = frozenset(
     {
         ew.ADD,
@@ -47,11 +47,11 @@ _ALIKE = frozenset(
 
 
 class OtherKind(Exception):
-    """For these arguments the program that was traced for others is not the right one."""
+    """The program of another call is not valid for these arguments."""
 
 
 class Term(NamedTuple):
-    """How a number is made of the arguments: the leaf at a place, a constant, or a call on other terms."""
+    """The expression of a number in the arguments: the leaf at a position, a constant, or a call on other terms."""
 
     kind: type
     leaf: int = -1
@@ -131,7 +131,7 @@ class TracedNumber(Symbol):
         trace.stand_ins.append(weakref.ref(self))
 
     def _read(self) -> Any:
-        """The number itself: what is traced holds for it alone."""
+        """The number itself; the program is then valid for it alone."""
         self._trace.pinned |= self._leaves
         return self._value
 
@@ -197,7 +197,7 @@ class TracedNumber(Symbol):
 
 
 def settle_kept(trace: _Trace) -> None:
-    """Put the number itself wherever the function kept what stood for it: its program holds for that number alone."""
+    """Replace every kept :class:`TracedNumber` by its number, for which alone the program is then valid."""
     for ref in trace.stand_ins:
         number = ref()
         if number is not None:
@@ -206,7 +206,7 @@ def settle_kept(trace: _Trace) -> None:
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Put another object wherever one is held."""
+    """Replace an object in all its holders."""
     for holder in gc.get_referrers(old):
         if type(holder) is tuple:
             _replace(holder, _swapped(holder, old, new))
@@ -239,7 +239,7 @@ def _replace_in(holder: Any, old: Any, new: Any) -> None:
 
 
 def _beside(dtype: np.dtype, kind: type) -> np.dtype | None:
-    """The dtype of a Python number beside an array; None where a program is not the same for all numbers."""
+    """The dtype of a Python number beside an array; None where the program depends on the number."""
     if dtype.num >= FIRST_USER_DTYPE:
         return dtype
     if dtype.kind not in "biuf":

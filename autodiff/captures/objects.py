@@ -1,4 +1,4 @@
-"""One object: whether a guard can compare it, and where it keeps its values."""
+"""Inspection of one object: whether a guard can compare it, and where it keeps its values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), type(...)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value is all that there is to the object."""
+    """Whether the object is a plain value, without other state."""
     return type(value) in _PLAIN or (
         issubclass(type(value), np.generic | np.dtype | str | bytes | int | float | complex)
         and is_library(module_of(type(value)))
@@ -42,8 +42,7 @@ _MADE_IN_C = 1 << 8
 
 @functools.lru_cache(maxsize=4096)
 def holds(kind: type) -> tuple[bool, bool]:
-    """Of the library classes that a class is derived from: whether they may read any variable of the object, and whether they are in C
-    and may hold what nobody sees."""
+    """Whether library bases of a class may read any variable of its objects, and whether C bases may hide values."""
     bases = [c for c in kind.__mro__ if is_library(module_of(c)) and module_of(c).partition(".")[0] not in _MACHINERY]
     hidden = any(_is_in_c(c) and not is_standard(module_of(c)) for c in bases)
     return bool(bases), hidden and not issubclass(kind, np.ndarray | np.generic)
@@ -59,7 +58,7 @@ def _is_in_c(cls: type) -> bool:
 
 
 class Kept:
-    """Results that one ``functools.lru_cache`` keeps: more may come, but an epoch ends where some of it is gone."""
+    """The results in one ``functools.lru_cache``. More may come, but an epoch ends when one is dropped."""
 
     def __init__(self, function: Any) -> None:
         self.results = next(x for x in gc.get_referents(function) if type(x) is dict and x is not function.__dict__)
@@ -98,8 +97,9 @@ ANSWERS = frozenset({bool, np.bool})
 
 
 def is_value(x: Any) -> bool:
-    """Whether the object is known by an equality of its own, such as a path or a date. (Arrays of other libraries compare element by
-    element.)"""
+    """Whether the object has an equality of its own with one answer, such as a path or a date.
+
+    (Arrays of other libraries compare element by element.)"""
     if type(x).__eq__ is object.__eq__:
         return False
     try:
@@ -115,7 +115,7 @@ def is_standard(module: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def lookup_of(kind: type) -> Callable[[Any, str], Any]:
-    """How attributes of these objects are looked up, but for what their own code says."""
+    """The attribute lookup of these objects without their own Python code."""
     return next(
         vars(c)["__getattribute__"] for c in kind.__mro__ if c.__flags__ & _MADE_IN_C and "__getattribute__" in vars(c)
     )
@@ -145,7 +145,7 @@ _NOT_ASKED = frozenset({"__dict__", "__weakref__", "T", "base", "data", "flat", 
 
 @functools.lru_cache(maxsize=4096)
 def told_by_c(kind: type) -> dict[str, Callable[[Any], Any]]:
-    """Attributes of objects of this class that stand in no dict, as code in C makes them up; each with the function that asks for it."""
+    """Attributes of this class that C code computes and that are in no dict, each with a function that reads it."""
     found: dict[str, Callable[[Any], Any]] = {}
     for c in reversed(kind.__mro__):
         for name, member in vars(c).items():
@@ -182,11 +182,11 @@ _OF_PROCESS = {
     ("socket", "gethostname"),
     ("socket", "getdefaulttimeout"),
 }
-"""Functions without arguments that tell a state of the process."""
+"""Functions without arguments that read a state of the process."""
 
 
 def state_of_process(fn: Any) -> Callable[[], Any] | None:
-    """A function without arguments that asks for the state that this function of a library tells, if it does."""
+    """A function without arguments that reads the process state behind a library function; None where there is none."""
     if fn.__name__ == "getenv":
         return lambda: tuple(os.environ.items())
     if fn.__name__ == "getcontext":
@@ -203,7 +203,7 @@ def global_generator(module: Any) -> Any:
 
 
 def slot(get: Callable[[Any], Any], x: Any) -> Any:
-    """What a descriptor gives of an object, or that there is nothing."""
+    """The value of a descriptor for an object, or ``ABSENT``."""
     try:
         return get(x)
     except AttributeError:

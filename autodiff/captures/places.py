@@ -1,4 +1,4 @@
-"""Places where a traced function finds what it reads: each with a guard, a part of the key, and what is found there in turn."""
+"""Places of captures: each has a guard and a part of the key, and leads to further places."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBERS = frozenset({bool, int, float, complex, str})
 
 
 class Places:
-    """What was found so far, and what is still to be looked at."""
+    """The captures found so far, and the queue of values to visit."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -26,7 +26,7 @@ class Places:
         self.queue.append((value, path))
 
     def _state(self, look: Callable[[], Any]) -> None:
-        """A plain value that is asked for again at every call."""
+        """A plain value that is read again at every call."""
         value = look()
         self.key.append(freeze(value))
         self.found.others.append((look, value))

@@ -13,7 +13,7 @@ MOST = 8
 
 
 class Retrace(NamedTuple):
-    """One trace: the keys of its arguments, which hold no arrays, their structure, and what was read beside them."""
+    """One trace: the keys of its arguments (without arrays), their structure, and the captures."""
 
     leaves: Sequence[Any]
     treedef: trees.TreeDef
@@ -52,7 +52,7 @@ class Retraces:
 
 
 def _place(old: Retrace, new: Retrace) -> Any:
-    """Where the second differs from the first, in the value that stands in one place: the number of a leaf, or what was read."""
+    """The one place in which two traces differ: the number of a leaf, or the path of a capture; else None."""
     if old.treedef != new.treedef:
         return None
     places = [i for i, (a, b) in enumerate(zip(old.leaves, new.leaves, strict=True)) if a != b]

@@ -25,7 +25,7 @@ class _Made(NamedTuple):
 
 
 def static(who: str, out: Any, around: Iterable[Any] = ()) -> Any:
-    """A result as a program keeps it; what is ``around`` the function was not made by it."""
+    """A result as a program keeps it; objects ``around`` the function are shared, not copied."""
     if isinstance(out, Array):
         return ARRAY
     if is_plain(out):

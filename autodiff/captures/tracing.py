@@ -1,4 +1,4 @@
-"""Arrays that stand for values of a program that is being written, and who writes it: what ``mt.compile`` runs a function with."""
+"""Tracing: arrays that stand for values of a program, and the recorder that writes it, for ``mt.compile``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tracer(Deferred):
 
 
 def _asker() -> str | None:
-    """The function of ours that the user called and that asked for a value; None where it is a conversion of the array."""
+    """The function of ours that the user called and that needs a value; None for a conversion of the array."""
     f, name = sys._getframe(2), ""
     while f is not None and f.f_globals.get("__name__", "").startswith("meshtape."):
         if f.f_globals["__name__"] == _RUNNER:  # the user's function runs inside these
@@ -64,7 +64,7 @@ def _asker() -> str | None:
 _RUNNER = f"{__package__.rpartition('.')[0]}.compiler.compile"
 """The module that runs the user's function."""
 
-# What decorators make of a function, and conversions of an array to what is none.
+# Names of functions that decorators make, and of conversions of an array to another type.
 _WRAPPERS = frozenset({"inner", "wrapped", "wrapper", "method"})
 _CONVERSIONS = frozenset({"item", "tolist", "numpy", "to_device", "concrete"})
 
@@ -77,7 +77,7 @@ def memory(x: np.ndarray) -> np.ndarray:
 
 
 class Lifted(NamedTuple):
-    """An array that a traced function reads without being passed it, and the buffer that it had then."""
+    """An array that a traced function captures, and the buffer that it had then."""
 
     var: int
     array: Array
@@ -96,7 +96,7 @@ class Held(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """A call on arrays that the function reads from around it; computed while tracing, and an entry where its result is used."""
+    """A call on captured arrays: computed during the trace, and an entry where its result is used."""
 
     op: Op
     args: tuple[Any, ...]  # Held, Result or a Python scalar
@@ -117,8 +117,8 @@ class Result(NamedTuple):
 class _Trace:
     """The program that a traced function writes.
 
-    It also records the calls in which no array is traced. Those on arrays from ``outside`` (closure, module) become entries where
-    their results meet the program: as constants they would have lost their history, and with it the gradient of those arrays.
+    It also records calls without a traced array. Those on arrays from ``outside`` (closure, module) become entries
+    where their results enter the program: as constants they would lose their history, and the gradient of those arrays.
     """
 
     # Arrays that the function reads from around it are values of the program, and never only numbers (arrays.nested).
@@ -156,7 +156,7 @@ class _Trace:
         self.has_calls = True
 
     def note_gradients(self, sources: Sequence[Any], grads: Sequence[Any]) -> None:
-        """Called where gradients were found that the function asked for."""
+        """Called for gradients that the function has computed."""
         pairs = [(s._buf, g._buf) for s, g in zip(sources, grads, strict=True) if g is not None]
         self.gradients += [(s.var, g.var) for s, g in pairs if isinstance(s, Tracer) and isinstance(g, Tracer)]
 
@@ -173,7 +173,7 @@ class _Trace:
     def _made(self, x: Array) -> None:
         buf = x._buf
         self.made[id(x)] = weakref.ref(x)
-        # (What cannot be referred to weakly is held.)
+        # (A buffer without weak references is held.)
         self.made[id(buf)] = weakref.ref(buf) if isinstance(buf, np.ndarray) else lambda: buf
 
     def _is_made(self, x: Any) -> bool:
@@ -225,7 +225,7 @@ class _Trace:
                 self.results[id(o._buf)] = Result(call, k, o._buf)
 
     def _source(self, x: Array) -> Held | Result:
-        """What an array that is not traced stands for at this moment."""
+        """The source of an array that is not traced: the array with its buffer, or the result of a staged call."""
         buf = x._buf
         if id(x) in self.detached and self.detached[id(x)].buf is buf:
             return Held(wrap(buf), buf)

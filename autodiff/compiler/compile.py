@@ -209,10 +209,10 @@ def compile(
     static, and so is everything else: a new value is a new signature. The signature is compared by equality: shapes, dtypes,
     devices, shardings, and static arguments.
 
-    What the function reads from around it is read again, and compared, at every call; where it changed, the function is traced
-    again. That is whatever its code can reach, and that of the functions it calls: closures, variables of modules, default
-    arguments, attributes of objects and classes, what lies in containers, arrays that are written in place. See the page on the
-    tape for what cannot be seen.
+    The values that the function captures are read again, and compared, at every call; where one changed, the function
+    is traced again. These are all values that its code, and that of the functions it calls, can reach: closures,
+    variables of modules, default arguments, attributes of objects and classes, elements of containers, arrays written
+    in place. See the page on the tape for values that cannot be seen.
 
     A function that writes to an argument is refused. Where it writes to attributes, variables or containers around it, it is traced at each
     call until it leaves them as they were, and does what the plain function does.
@@ -231,9 +231,9 @@ def compile(
     cache_size
         How many programs are kept; beyond, the one that was not used for the longest time makes room, with the arrays that it holds.
     cuda_graph
-        Record what the program tells the GPU and replay it, so that a step of many small kernels costs the host one call for each
-        stretch between those calls that CuPy cannot record (cuBLAS and the like). Its memory is kept between calls, and calls
-        follow each other on the device.
+        Record the GPU work of the program and replay it: a step of many small kernels then costs the host one call for
+        each stretch between those calls that CuPy cannot record (cuBLAS and the like). Its memory is kept between
+        calls, and calls follow each other on the device.
     donate
         Positions of arguments that the caller gives up: results may take the memory of their arrays, which cannot be used
         afterwards. A step ``params, state = step(params, state, batch)`` then neither holds both generations nor, for a table of
@@ -248,13 +248,12 @@ def compile(
     DeviceError
         With ``cuda_graph``, for arrays that are not on one CUDA device.
     TracedValueError
-        When the function asks for a value (``if x > 0``, ``float(x)``) or for a shape that depends on values; when it writes in place to
-        an argument that is not given up, or keeps a traced array; and when it reads from
-        around it what could change unseen: a NumPy array above a megabyte that may be written to, or an array from where Python
-        code cannot look.
+        When the function needs a value (``if x > 0``, ``float(x)``) or a shape that depends on values; when it writes
+        in place to an argument that is not given up, or keeps a traced array; and when it captures a value that could
+        change unseen: a writeable NumPy array above a megabyte, or an array that Python code cannot see.
     NondeterministicError
-        When what the function draws from Python's or NumPy's random numbers, or reads from a clock, becomes part
-        of the program. A function that does either is traced twice to see, and so is one that makes NumPy arrays.
+        When random numbers of Python or NumPy, or times of a clock, become part of the program. A function that reads
+        either is traced twice to check, and so is one that makes NumPy arrays.
 
     Examples
     --------
@@ -277,7 +276,7 @@ def compile(
     return Compiled(fn, cache_size, cuda_graph, given)
 
 
-# Code that asks for the type of a number would be told that of what stands for it: there numbers are part of the signature.
+# Code that asks for the type of a number would get that of its placeholder: there numbers are part of the signature.
 _KINDS_ARE_READ = frozenset({"type", "__class__"})
 
 
@@ -310,7 +309,7 @@ class _Ready:
         self.changed = trace.changed
 
     def is_watched(self, inputs: Sequence[Array]) -> bool:
-        """Whether a recorder of this thread watches what the program is computed from."""
+        """Whether a recorder of this thread watches an input or a captured array of the program."""
         return bool(state.recorders) and any(
             r.watches(a) for r in state.recorders for a in (*inputs, *(c.current() for c in self.lifted))
         )
@@ -340,7 +339,7 @@ class _Ready:
     def differentiable(self, fn: Callable[..., Any], arguments: Sequence[Any], treedef: trees.TreeDef) -> custom_vjp:
         """The program as a function with a derivative of its own: a second program, traced from the derivative of the code.
 
-        The first has the calls inside a ``checkpoint``, not what the tape is to make of them; the second has it.
+        The first only has the calls inside a ``checkpoint``; the second has its derivative.
         """
         if self._differentiable is None:
             given = [ARRAY if isinstance(a, Array) else a for a in arguments]
@@ -385,8 +384,8 @@ class _Ready:
 
 
 class Outline(NamedTuple):
-    """A function's program that nobody makes ready to run. ``result`` is what the function returned, with arrays that only stand for
-    values; ``gradients`` lists what was differentiated and the gradient that was asked for, as variables of the program."""
+    """A function's program, not prepared to run. ``result`` is the function's result, of arrays without values;
+    ``gradients`` has pairs of variables of the program: a source of ``grad``, and its gradient."""
 
     program: Program
     result: Any
@@ -410,7 +409,7 @@ def outline(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outline:
 
 
 def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
-    """What program files are made of: registered with ``arrays``, as they must not import this package."""
+    """The traced program for a program file; registered with ``arrays``, which must not import this package."""
     leaves, treedef = trees.flatten((args, {}))
     ready = compile(fn)._ready(leaves, as_inputs(leaves)[0], treedef)
     avals = map(ready.program.avals.__getitem__, ready.program.outputs)
@@ -429,7 +428,7 @@ def _recorded(
     numbers: frozenset[int],
     donated: frozenset[int],
 ) -> tuple[_Trace, Program, list[Any], trees.TreeDef]:
-    """One pass through the function: the trace, its program, and what the function returned, flat."""
+    """One pass through the function: the trace, its program, and the flat result of the function."""
     trace = _Trace((x for x, _ in reads.arrays), reads.known)
     trace.leaves = arrays
     stand_ins = [

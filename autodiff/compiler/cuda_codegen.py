@@ -1,4 +1,4 @@
-"""The elementwise ops as CUDA C++: what one entry of a program says of one element.
+"""The elementwise ops as CUDA C++: one entry of a program as an expression of one element.
 
 Every op computes in the dtype that NumPy computes it in; the short floats in float, rounded to themselves after each op. Products
 are made with the intrinsics that the compiler never contracts into a fused multiply-add. So the numbers of a fused chain are those
@@ -253,7 +253,7 @@ def _computed_in(e: Entry, program: Program, rule: Rule) -> np.dtype | None:
 
 
 def expressible(e: Entry, program: Program) -> bool:
-    """Whether :func:`expression` can say what an entry computes."""
+    """Whether :func:`expression` has a form for an entry."""
     rule = _WHERE if e.op.name == "where" else _TABLE.get(e.op.name)
     dtypes = [program.avals[v].dtype for v in (*e.inputs, *e.outputs) if isinstance(v, int)]
     if (

@@ -1,12 +1,12 @@
-"""A compiled program as CUDA graphs: its kernels are started with one call instead of one each.
+"""CUDA graphs of compiled programs: one call launches many kernels.
 
-What a stream is told is recorded once (captured) and can then be played again, at the same addresses. So inputs are copied to
-where the graph expects them, and results are copied out, since the next run overwrites them.
+The work of a stream is recorded once (captured) and can then be replayed, at the same addresses. So inputs are copied
+to where the graph expects them, and results are copied out, since the next run overwrites them.
 
-CuPy refuses to capture some calls (cuBLAS, cuFFT, cuSOLVER; whatever waits for the device). They stay calls, and the stretches
-between them become graphs. Which calls those are is not listed here but tried, once, when the program meets its first arguments.
+CuPy refuses to capture some calls (cuBLAS, cuFFT, cuSOLVER, and calls that wait for the device). They stay calls, and
+the stretches between them become graphs. The first run of a program finds these calls by trial.
 
-Memory that a graph uses inside belongs to it alone: it comes from a pool from which nothing else is taken afterwards.
+A graph has its internal memory alone: it comes from a pool from which nothing else is taken afterwards.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class CaptureRefused(Exception):
 
 
 class Graphs(Protocol):
-    """Who captures and replays. ``CudaGraphs`` is the one for CuPy."""
+    """Capture and replay of graphs. ``CudaGraphs`` is the one for CuPy."""
 
     xp: Any
 
     def capture(self, work: Callable[[], list[Any]]) -> tuple[list[Any], Callable[[], None]]:
-        """What ``work`` returns, in memory whose values are there only after a replay, and the replay. Raises
-        :class:`CaptureRefused`."""
+        """The result of ``work``, whose values exist only after a replay, and the replay.
+
+        Raises :class:`CaptureRefused`."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """New memory is taken from the pool of the graphs, and calls go to the stream that is captured."""
+        """A block that takes new memory from the pool of the graphs, and calls on the captured stream."""
 
     def run(self) -> AbstractContextManager[None]:
-        """One run: it begins when the one before has ended on the device."""
+        """The block of one run, which begins when the one before has ended on the device."""
 
 
 class CudaGraphs:
@@ -96,7 +97,7 @@ class CudaGraphs:
 
 
 class _Step(NamedTuple):
-    """One thing that a run does: replay a graph, or make one call and put its results where later graphs read them."""
+    """A step of a run: replay a graph, or make one call and put its results where later graphs read them."""
 
     replay: Callable[[], None] | None
     part: Part | None

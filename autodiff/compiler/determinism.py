@@ -1,8 +1,8 @@
-"""Functions that give another program each time they are traced.
+"""Detection of nondeterministic functions, which give another program each time they are traced.
 
-A program repeats for ever what its function drew or read while it was traced. That is refused where it can be seen: a function that
-drew from a generator of Python's or NumPy's which it reaches, or that names a clock or another source of chance, is traced once more,
-and the two programs must be the same. All others are traced once.
+A program repeats for ever the random numbers and times that its function read during the trace. That is refused where
+it can be seen: a function that drew from a reachable generator of Python or NumPy, or that names a clock or another
+source of chance, is traced once more, and the two programs must be the same. All others are traced once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ SOURCES = frozenset(
         "default_rng",
     ]
 )
-"""Names of what gives another value at each call, and has no state that would show it."""
+"""Names of functions that give another value at each call without a state that shows it."""
 
 
 class Chance:
-    """What a function may draw from, before it is traced."""
+    """The random generators that a function may draw from, with their states before the trace."""
 
     def __init__(self, reads: Captures, arguments: Iterable[Any] = ()) -> None:
         self._named = not SOURCES.isdisjoint(reads.named)
@@ -66,7 +66,7 @@ class Chance:
         self._before = [_state(g) for g in self._generators]
 
     def doubtful(self) -> bool:
-        """Whether a generator has moved since (in another thread, perhaps), or the function names what would not show it."""
+        """Whether a generator has moved since (perhaps in another thread), or the function names a source of chance."""
         return self._named or [_state(g) for g in self._generators] != self._before
 
     def draws(self) -> bool:
@@ -87,7 +87,7 @@ class Drawn:
         self._at = [(g, g.getstate() if isinstance(g, random.Random) else _bits(g).state) for g in generators]
 
     def rewind(self) -> str | None:
-        """Undo what was drawn since; says what was drawn from before, which a program would not do again."""
+        """Undo later draws; returns a text that names the first generator, from which a program would not draw."""
         for g, state in self._at:
             if isinstance(g, random.Random):
                 g.setstate(state)
@@ -132,7 +132,7 @@ def refuse_other(name: str, first: Program, second: Program) -> None:
 
 
 def refuse_strangers(name: str, first: Mapping[int, tuple[Any, Site | None]], second: Mapping[int, Any]) -> None:
-    """Raise :class:`TracedValueError` where a function met the very same array twice, which it neither made nor holds anywhere."""
+    """Raise :class:`TracedValueError` where both traces met one array that the function neither made nor captured."""
     for i, (x, site) in first.items():
         if i in second:
             raise TracedValueError(
@@ -155,7 +155,7 @@ def _key(e: Entry) -> Any:
 
 
 def _programs_of(e: Entry) -> list[Program]:
-    """Those of code that was traced by itself (of ranks, say), which is another object each time."""
+    """The programs of separately traced code (of ranks, say), which are new objects in each trace."""
     return [p for v in e.params.values() for p in getattr(v, "programs", ())]
 
 

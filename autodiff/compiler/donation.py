@@ -1,4 +1,4 @@
-"""Arrays whose memory a compiled function may take for its results: the caller gives them up."""
+"""Donation: the caller gives up arrays, whose memory a compiled function may take for its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..tape.hidden import refuse_foreign
 
 
 class Gone(Deferred):
-    """What an array has in the place of its buffer once it was given up. Shape and dtype are still known."""
+    """The placeholder for the buffer of a donated array, with its shape and dtype."""
 
     __slots__ = ("dtype", "shape", "taker")
     priority = 9  # no other kind of buffer may take part in its calls
@@ -58,7 +58,7 @@ def positions(donate: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def donated_leaves(args: Sequence[Any], donate: Sequence[int], name: str) -> frozenset[int]:
-    """Which leaves of all arguments, in their order, are those of donated ones."""
+    """The numbers, among the leaves of all arguments, of those of donated arguments."""
     if not donate:
         return frozenset()
     if donate[-1] >= len(args):
@@ -77,7 +77,7 @@ def donated_leaves(args: Sequence[Any], donate: Sequence[int], name: str) -> fro
 
 
 def given_up(inputs: Sequence[Array], donated: Iterable[int], written: Iterable[int], taker: str) -> list[Any]:
-    """The buffers of the inputs. The ``donated`` ones lose theirs; of these, the ``written`` are memory that nobody else can see."""
+    """The buffers of the inputs. The ``donated`` inputs lose theirs; ``written`` buffers that others see are copied."""
     for x in inputs:
         if type(x._buf) is Gone:
             raise x._buf._error()

@@ -1,8 +1,9 @@
-"""A compiled program as a function of buffers of one backend.
+"""Executables: compiled programs as functions of buffers of one backend.
 
-Values live in numbered slots. Each is freed at its last use; on a CPU, runs of elementwise entries on large arrays are computed
-block by block, on a GPU by one kernel, and single ones write into the memory of an operand that is used for the last time, where nobody else can hold it.
-What was read at a few places of a large array has a cotangent that stays sparse on a CPU (:mod:`meshtape.arrays.indexing.sparse_ops`).
+Values live in numbered slots, and each is freed at its last use. Runs of elementwise entries on large arrays are
+computed block by block on a CPU, and by one kernel on a GPU. Single ones write into the memory of an operand at its
+last use, where nobody else can hold it. The cotangent of a read at a few places of a large array stays sparse on a CPU
+(:mod:`meshtape.arrays.indexing.sparse_ops`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Executable(NamedTuple):
 
     run: Callable[[Sequence[Any]], list[Any]]
     taken: frozenset[int]
-    """Which inputs (by place among them) are written to: the caller may not need these any more."""
+    """Positions of the inputs that are written to, which the caller must not need any more."""
 
     def __call__(self, buffers: Sequence[Any]) -> list[Any]:
         return self.run(buffers)
@@ -178,7 +179,7 @@ def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _sparse(e: Entry, mine: Sequence[bool]) -> Callable[..., Any]:
-    """A call of which operands may be sparse; the memory of those that are ``mine`` may take its results."""
+    """A call whose operands may be sparse; the memory of those that are ``mine`` may take its results."""
     op, params = e.op, e.params
 
     def run(*buffers: Any) -> Any:
@@ -195,7 +196,7 @@ def _dense(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_written(e: Entry, i: int) -> bool:
-    """Whether a call of which an operand is sparse may write to its ``i``-th operand, if that is dense."""
+    """Whether a call with a sparse operand may write to its ``i``-th operand, if that is dense."""
     return e.op in sparse_ops.ADDS or (e.op is LAZY_ADAM and i in (0, 2, 3))
 
 
@@ -223,7 +224,7 @@ def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 def _operand(value: Any, part: Entry, program: Program, xp: Any) -> Any:
-    """A number of an entry as it is passed: an array, which NumPy would else make of it at each run, where that changes nothing."""
+    """A number of an entry as it is passed: as an array where that changes nothing, which saves NumPy a conversion."""
     if xp is np and _writes(part) and type(value) in (int, float):
         dtypes = {program.avals[v].dtype for v in part.inputs if isinstance(v, int)}
         if dtypes in ({FLOAT64}, {FLOAT32}):
@@ -237,7 +238,7 @@ def _writes(part: Entry | Group) -> bool:
 
 
 def _owned(parts: Sequence[Entry | Group], donated: Sequence[int]) -> frozenset[int]:
-    """Variables whose memory nothing but the program can see: made new or given away, and read by nothing that hands out views."""
+    """Variables with memory that only the program sees: new or donated, and read by no call that returns views."""
     made = {v for p in parts if _copies(p) for v in p.outputs}
     seen = {v for p in parts if not _copies(p) for v in p.inputs if isinstance(v, int)}
     return frozenset(made.union(donated) - seen)

@@ -1,12 +1,13 @@
-"""Elementwise chains of a compiled program, computed block by block.
+"""Fusion: elementwise chains of a compiled program, computed block by block.
 
-NumPy computes ``a * b + c`` in two passes over memory and a temporary of full size. For large arrays that is what the time goes
-into: the data leave the cache between the passes, and every temporary is new memory that the system has to hand out first. Here
-a run of elementwise entries of one shape is computed block after block: a block passes through all of them while it is in the
-cache, and only what is used later is ever written to memory in full. Blocks are independent, so that several threads share them.
+NumPy computes ``a * b + c`` in two passes over memory and a temporary of full size. For large arrays that takes most of
+the time: the data leave the cache between the passes, and every temporary is fresh memory from the system. Here a run
+of elementwise entries of one shape is computed block after block: a block passes through all of them while it is in the
+cache, and only values with a later use are written to memory in full. Blocks are independent, so several threads share
+them.
 
-The numbers are those of the unfused run, bit for bit: the same NumPy loops run on the same operands, and what runs in C (see
-:mod:`~meshtape.arrays.native.chains`) rounds as they do.
+The numbers are those of the unfused run, bit for bit: the same NumPy loops run on the same operands, and the kernels in
+C (see :mod:`~meshtape.arrays.native.chains`) round as they do.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _is_elementwise(e: Entry) -> bool:
 
 
 def is_large(e: Entry, program: Program) -> bool:
-    """Whether an elementwise entry is on arrays so large that a run of such is worth going over them in blocks."""
+    """Whether an elementwise entry is on arrays large enough for blocks."""
     if not _is_elementwise(e):
         return False
     shape = program.avals[e.outputs[0]].shape
@@ -69,7 +70,7 @@ def fuse(
 ) -> list[Entry | Group]:
     """The entries in order, with runs of two or more of one shape for which ``joins`` holds made into groups.
 
-    ``shape_of`` tells variables of one shape, where their avals do not say it all: blocks that are alike on one rank may differ on
+    ``shape_of`` gives a key of each variable's shape where avals are not enough: equal blocks on one rank may differ on
     another.
     """
     avals = program.avals
@@ -147,7 +148,7 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
     """The entries with those that join a run moved to where their result is first read, if that is by one of the same shape.
 
     So gradients that are scaled, tree by tree, before an optimizer goes over them leaf by leaf, are scaled in its runs. An entry
-    waits only where what it reads takes no more memory than what it makes, give or take a table that is broadcast.
+    waits only where its operands take no more memory than its result, give or take a table that is broadcast.
     """
     avals = program.avals
     fits = {e.outputs[0] for e in program.entries if joins(e, program)}
@@ -170,7 +171,7 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
         if waits(e):
             waiting[e.outputs[0]] = i
             continue
-        # What it reads goes before it, and what that reads before that.
+        # Waiting entries that it reads go before it, and those that they read before them.
         needed, found = [i], []
         while needed:
             found.append(needed.pop())
@@ -219,12 +220,12 @@ def _take(step: _Step | _RunStep, env: list[Any], failed: Failed | None) -> None
 
 
 def _pieces(group: Group, program: Program) -> list[Entry | Run]:
-    """The entries in order, with what the kernels in C take made into runs."""
+    """The entries in order, with those that the kernels in C take made into runs."""
     out: list[Entry | Run] = []
     last_read = {v: i for i, e in enumerate(group.entries) for v in e.inputs if isinstance(v, int)}
 
     def close(start: int, stop: int) -> None:
-        """What runs from entry to entry; in halves where it is too long for one call."""
+        """Append the entries from ``start`` to ``stop`` as a run; in halves where it is too long for one call."""
         run = group.entries[start:stop]
         if len(run) < 2:
             out.extend(run)
@@ -260,8 +261,8 @@ def _in_rows(a: np.ndarray) -> bool:
 def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]]:
     """The group as a function of its input buffers (NumPy's) that returns its output buffers.
 
-    ``into`` may name memory for them: arrays without gaps, of the right shape and dtype, or None for new ones. That of an input may
-    be among them as :func:`takers` says. ``failed`` makes of an error, and of the entries that it came from, what is raised.
+    ``into`` may give memory for them: contiguous arrays of the right shape and dtype, or None for new ones; that of an
+    input as :func:`takers` allows. ``failed`` turns an error and the entries that it came from into the error to raise.
     """
     # Slots: inputs first, then outputs, then scratch that is reused as soon as a value has been read for the last time.
     slot_of = {v: i for i, v in enumerate((*group.inputs, *group.outputs))}
@@ -298,7 +299,7 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
     n_inputs, n_outputs = len(group.inputs), len(group.outputs)
     out_dtypes = [program.avals[v].dtype for v in group.outputs]
     shape = group.shape
-    # What is one run in C goes piece by piece by itself.
+    # A single run in C needs no blocks here: it works in blocks itself.
     alone = steps[0] if len(steps) == 1 and isinstance(steps[0], _RunStep) else None
     size = math.prod(shape)
 

@@ -1,4 +1,4 @@
-"""The cache key of a compiled function's arguments; :mod:`.captures` has that of what it reads beside them."""
+"""The cache key of a compiled function's arguments; :mod:`.captures` has the key of its captures."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def as_inputs(leaves: Sequence[Any]) -> tuple[list[Any], list[Array]]:
 
 
 def is_traced(inputs: Sequence[Array]) -> bool:
-    """Whether one of them only stands for a value of another program."""
+    """Whether one of them is traced by another program."""
     return bool([x for x in inputs if type(x._buf) is not np.ndarray and isinstance(x._buf, Tracer)])
 
 
 def read_too(leaves: Sequence[Any], treedef: TreeDef) -> list[Any]:
-    """Arguments that hold what the function may read, such as the object that a method is called on, and the classes of containers."""
+    """Arguments whose contents the function may read, such as the object of a method, and the classes of containers."""
     found = [x for x in leaves if not issubclass(type(x), Array) and not is_plain(x)]
     return [*found, *treedef.objects] if treedef.objects else found
 
 
 def leaf_keys(given: Sequence[Any], numbers: bool = False) -> tuple[Any, ...]:
-    """What the program depends on of arguments that :func:`as_inputs` gave; with ``numbers``, their values apart."""
+    """The key of arguments from :func:`as_inputs`; with ``numbers``, without the values of Python numbers."""
     if numbers:
         return tuple([type(x) if type(x) is float or type(x) is int else leaf_key(x) for x in given])
     return tuple([leaf_key(x) for x in given])
@@ -62,7 +62,7 @@ def leaf_key(x: Any) -> Any:
 
 
 class _ById:
-    """A static argument that has no hash, or compares element by element: equal to itself alone; holding it keeps its id its own."""
+    """A static argument without a hash, or with elementwise equality: equal to itself alone, kept alive for its id."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

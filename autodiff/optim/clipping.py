@@ -1,4 +1,4 @@
-"""Gradients that are kept from being too large (part of ``mt.optim``)."""
+"""Gradient clipping (part of ``mt.optim``)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def global_norm(grads: Any) -> Array:
 
 
 def clip_scale(norm: Array, limit: float) -> Array:
-    """What gradients of this norm are multiplied with, so that it is at most ``limit``."""
+    """The factor that scales gradients of this norm to a norm of at most ``limit``."""
     return minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
 
 
@@ -43,8 +43,8 @@ def scaled(g: Array, scale: Array) -> Array:
 def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) -> tuple[Any, Array]:
     """Gradients scaled down so that their common 2-norm is at most ``limit``; and the norm before.
 
-    ``norm`` is that norm where it is known, or where ``grads`` are only a part of what it is of (a stage of a pipeline); by default it is
-    their :func:`global_norm`. One that is not finite makes the result NaN: nothing is hidden.
+    Pass ``norm`` where it is known, or where ``grads`` are only a part of all gradients (a stage of a pipeline); the
+    default is their :func:`global_norm`. A norm that is not finite makes the result NaN: nothing is hidden.
 
     >>> import meshtape as mt
     >>> clipped, norm = mt.optim.clip_by_global_norm([mt.asarray([3.0]), mt.asarray([4.0])], 1.0)

@@ -227,7 +227,7 @@ def adam(
     lr
         Learning rate; a number or a schedule.
     b1, b2
-        What stays of the two running means at each step.
+        Decay factors of the two running means.
     eps
         Added to the root.
     weight_decay

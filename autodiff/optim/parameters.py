@@ -58,7 +58,7 @@ def counter(params: Any) -> Array:
 
 
 def check(name: str, *, least: float = 0, most: float = math.inf, **given: Any) -> None:
-    """Raise :class:`ArgumentError` for what is no number of the range. (True and False are flags; an array of one number may be traced.)"""
+    """Raise :class:`ArgumentError` unless each is a number in range. (A bool is none; a 0-d array may be traced.)"""
     for what, value in given.items():
         if isinstance(value, Array) and not value.ndim:
             continue

@@ -1,4 +1,4 @@
-"""Derivatives of convolution; legend in ``_registry``. Each of the three forms is the derivative of the other two."""
+"""Derivatives of convolution; legend in ``registry``. Each of the three forms is the derivative of the other two."""
 
 from __future__ import annotations
 

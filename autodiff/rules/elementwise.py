@@ -1,4 +1,4 @@
-"""Derivatives of the elementwise functions; legend in ``_registry``."""
+"""Derivatives of the elementwise functions; legend in ``registry``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives of networks of experts; legend in ``_registry``. The backward op is differentiated by its decomposition."""
+"""Derivatives of expert networks; legend in ``registry``. The backward op is differentiated by its decomposition."""
 
 from __future__ import annotations
 

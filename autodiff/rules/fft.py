@@ -1,4 +1,4 @@
-"""Derivatives of the Fourier transforms; legend in ``_registry``.
+"""Derivatives of the Fourier transforms; legend in ``registry``.
 
 The adjoint of a transform is the transform in the opposite direction with the same factor: ``norm`` changes its name.
 """

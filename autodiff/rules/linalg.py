@@ -1,4 +1,4 @@
-"""Derivatives of linear algebra; legend in ``_registry``.
+"""Derivatives of linear algebra; legend in ``registry``.
 
 ``A^H`` is the conjugate transpose. The formulas are those of Giles (2008) and Seeger et al. (2017), for complex numbers those
 that PyTorch uses. Eigenvectors and singular vectors of a repeated value have no derivative; the terms that would divide by the

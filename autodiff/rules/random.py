@@ -1,4 +1,4 @@
-"""Derivatives of what draws random numbers and is linear in its operands; legend in ``_registry``."""
+"""Derivatives of random ops that are linear in their operands; legend in ``registry``."""
 
 from __future__ import annotations
 

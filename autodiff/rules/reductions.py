@@ -1,4 +1,4 @@
-"""Derivatives of the reductions; legend in ``_registry``."""
+"""Derivatives of the reductions; legend in ``registry``."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Declaration of the derivative of an op.
+"""Registry of VJP rules: the declaration of the derivative of an op.
 
 A rule maps the cotangent ``g`` of an op's result to the cotangents of its operands (a vector-Jacobian product). Rules are
 rows of tables in this package::
 
     defvjp(MULTIPLY, x=lambda xp, g, y: g * conj(xp, y), y=lambda xp, g, x: g * conj(xp, x))
 
-What a rule may name after ``xp`` and ``g``, in any order; what it names is what the tape saves, and nothing else:
+A rule may take these arguments after ``xp`` and ``g``, in any order; the tape saves the values of those, and no others:
 
 ===============  =======================================================================================
 ``x``, ``y``, …  the value of that operand (by the names in the op's ``operands``)
@@ -115,7 +115,7 @@ def _add(op: Op, rule: Rule) -> None:
 
 
 def same(xp: Any, g: Any) -> Any:
-    """The rule of an operand that the result depends on with slope one. The engine knows it, and saves the call."""
+    """The rule of an operand with slope one. The engine knows it, and saves the call."""
     return g
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of the softmax family; legend in ``_registry``.
+"""Derivatives of the softmax family; legend in ``registry``.
 
 The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every order.
 """

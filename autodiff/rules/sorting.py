@@ -1,4 +1,4 @@
-"""Derivatives of sorting and of running sums; legend in ``_registry``.
+"""Derivatives of sorting and of running sums; legend in ``registry``.
 
 Running products are differentiated through their decomposition, which has no division and so no trouble with zeros.
 """

@@ -1,4 +1,4 @@
-"""Derivatives of the functions that rearrange, index and multiply; legend in ``_registry``."""
+"""Derivatives of the functions that rearrange, index and multiply; legend in ``registry``."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _added(xp, g, arrays, template):
 
 
 def _sharers(xp, x, v, arrays, ans, template):
-    """Which elements of x, and which written values, are what came out, and how many share each place."""
+    """The elements of x and the written values that equal the result, as ones, and their number at each place."""
     x_hit = xp.astype(x == ans, x.dtype)
     v_hit = xp.astype(v == _added(xp, ans, arrays, template), x.dtype)
     return x_hit, v_hit, call(xp, ix.INDEX_ADD, x_hit, v_hit, *arrays, template=template)

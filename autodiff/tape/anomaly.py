@@ -24,7 +24,7 @@ class _Mode(threading.local):
 
 
 mode = _Mode()
-"""Whether the backward passes of this thread check what they compute."""
+"""Whether the backward passes of this thread check their results."""
 
 
 class Checker:

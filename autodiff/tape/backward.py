@@ -3,8 +3,9 @@
 Each cotangent is dropped as soon as its producer is done with it. Undoing broadcasting and casting a cotangent to the dtype of its
 value happen here, in :func:`fit`, and in no rule.
 
-The cotangents of floats of one or two bytes are kept, summed and pulled back in float32. They are rounded, once, where somebody gets
-to see them: a caller, a hook, a derivative that a user wrote, an op whose own kernels take short operands and sum them in float32.
+The cotangents of floats of one or two bytes are kept, summed and pulled back in float32. They are rounded once, where
+they leave the engine: for a caller, a hook, a user's derivative, or an op whose own kernels take short operands and sum
+them in float32.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from .vjp_plan import Recipe
 ndarray, multiply = np.ndarray, np.multiply
 
 Hook = Callable[[Array], Array]
-"""What is called with the complete cotangent of a value, and gives what is to take its place."""
+"""A function of the complete cotangent of a value, which returns its replacement."""
 
 TapeMaker = Callable[[], Any]
-"""The class of tapes, which stands above this module: calls that are recorded in the backward pass need one of their own."""
+"""The class of tapes, which this module cannot import: calls recorded in the backward pass need a tape of their own."""
 
 NO_HOOKS: Any = MappingProxyType({})
 
@@ -205,11 +206,11 @@ def walk(
 
 
 _LINEAR = frozenset({DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT})
-"""Ops whose rules ask of a cotangent only what a sparse one can do."""
+"""Ops whose rules only use operations that a sparse cotangent has."""
 
 
 def _pull_sparse(recipe: Recipe, g: IndexSum, saved: Sequence[Any], xp: Any) -> tuple[Any, list[Any]]:
-    """Cotangents of the operands from a sparse one: sparse where the op hands it on, or scales it; and what they were made of."""
+    """The cotangent used, and those of the operands: sparse where the op passes on, or scales, a sparse cotangent."""
     quick: Any = recipe.quick
     if recipe.op not in _LINEAR and any(pull is not None and pull is not same for pull, _ in quick):
         g = g.concrete()
@@ -233,11 +234,11 @@ _OWN_SUMS = frozenset(
         softmax.LOG_SOFTMAX,
     }
 )
-"""Ops whose derivative is a call of another op that sums short floats in float32: what a GPU has units of its own for."""
+"""Ops whose derivative is a call of another op that sums short floats in float32, as the matrix units of a GPU do."""
 
 
 def spelled(operands: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Operands with shapes and dtypes; those that are names alone have those of the result."""
+    """Operands with shapes and dtypes; where only a name is given, shape and dtype are those of the result."""
     if type(operands) is int:
         return ((operands, shape, dtype),)
     return [(v, shape, dtype) for v in operands] if type(operands[0]) is int else operands
@@ -272,7 +273,7 @@ def _found(
     wrapped: bool,
     tape: TapeMaker,
 ) -> tuple[Any, Any]:
-    """The operands of any record and their cotangents, by the general way; None in place of these where all is done."""
+    """The operands of any record and their cotangents, in the general case; None for the latter where all is done."""
     r = Recorded._make(fields)
     recipe, operands = r.recipe, r.operands
     if hasattr(recipe.op, "expand"):
@@ -344,7 +345,7 @@ def _expand(
     wrapped: bool,
     tape: TapeMaker,
 ) -> None:
-    """The cotangents of a call whose insides are recorded only now."""
+    """The cotangents of a call whose inner calls are recorded only now."""
     if not any(v in cots for v in r.outputs):
         return
     state.site = r.site
@@ -361,7 +362,7 @@ def _expand(
 
 
 def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, tape: TapeMaker) -> list[Any]:
-    """Cotangents of the watched operands, as the rules give them; the general form. ``wide``: all in float32 that is shorter."""
+    """Cotangents of the watched operands by the rules, in the general case. ``wide``: short floats in float32."""
     recipe = r.recipe
     if recipe.decomposed:
         if hasattr(recipe.op, "pull"):
@@ -409,13 +410,13 @@ def _by_rules(recipe: Recipe, g: Any, saved: Any, params: Any, avals: Any, xp: A
 
 
 def _own_edited(recipe: Recipe, operands: Any, cots: dict[int, Any], owned: set[int]) -> None:
-    """Note that the cotangent of an array before a write is memory that nobody else holds."""
+    """Note that nobody else holds the memory of the cotangent of an array before a write."""
     if recipe.op is INDEX_SET and recipe.wanted[0] == 0 and operands[0][0] not in cots:
         owned.add(operands[0][0])
 
 
 def named(buf: Any, var: int) -> Array:
-    """A saved buffer as the Array it was, under the same name: outer tapes know it."""
+    """A saved buffer as an Array with its old name, which outer tapes know."""
     x = wrap(buf)
     x._id = var
     return x
@@ -476,7 +477,7 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
             i + lead for i, n in enumerate(shape) if n == 1 and lead + i < len(g.shape) and g.shape[i + lead] != 1
         )
         if axes:
-            # What `np.sum` comes to, which takes twice as long to get there.
+            # The same as `np.sum`, in half the time.
             g = np.add.reduce(g, axes) if xp is np else xp.sum(g, axis=axes)
         if g.shape != shape:
             if any(m != n and m != 1 for m, n in zip(g.shape, shape, strict=False)) and math.prod(g.shape) != math.prod(

@@ -30,20 +30,20 @@ from .vjp_plan import Recipe
 
 
 class Call(Protocol):
-    """What such a call can do; called by the engine. A call may have ``expand`` in place of ``pull`` (see ``checkpoint``)."""
+    """The interface of such a call. A call may have ``expand`` in place of ``pull`` (see ``checkpoint``)."""
 
     name: str
     nondifferentiable: str | None
 
     def again(self, arrays: Sequence[Array]) -> list[Array]:
-        """The call made on other arrays, in view of the recorders of this thread; results in the same order."""
+        """The call repeated on other arrays, seen by the recorders of this thread; results in the same order."""
 
     def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
         """Cotangents of the watched operands, Arrays where ``wrapped``, else buffers. ``g`` has one for each result."""
 
 
 class CallRecipe(Recipe):
-    """What the backward pass asks of the recipe of a record, for a call that brings its own derivative."""
+    """The recipe of a record for a call with its own derivative."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class CallRecipe(Recipe):
 
 @contextmanager
 def without_tapes(*instead: Any) -> Iterator[None]:
-    """What is computed inside is shown to ``instead``, and not to the recorders that take whole calls."""
+    """A block whose calls are shown to ``instead``, and not to the recorders that take whole calls."""
     before = state.recorders
     state.recorders = (*instead, *(r for r in before if not hasattr(r, "record_call")))
     try:
@@ -84,14 +84,14 @@ def record_on(
 
 
 def as_they_are(arrays: Sequence[Array]) -> list[Array]:
-    """The values that arrays have now, under names that tell them from later ones."""
+    """The present values of arrays, under names that differ from those of later values."""
     for x in arrays:
         new_id(x)
     return [same_value(x) for x in arrays]
 
 
 class Around:
-    """Arrays that a function did not make itself, as they were when it first read them."""
+    """Arrays that a function did not make, with their names when it first read them."""
 
     def __init__(self, arrays: Sequence[Array] = ()) -> None:
         self.seen: dict[int, tuple[Array, int]] = {}
@@ -103,7 +103,7 @@ class Around:
         self.seen.setdefault(id(x), (x, new_id(x)))
 
     def refuse_written(self, where: str, fn: str) -> None:
-        """Raise where one was written to: no tape saw it, and what is computed from it would have no gradient."""
+        """Raise where one was written to: no tape saw the write, and its results would have no gradient."""
         for x, name in self.seen.values():
             if x._id != name:
                 raise GradientError(
@@ -127,7 +127,7 @@ class Step(NamedTuple):
 
 
 class Region:
-    """The recorder inside a checkpoint: it keeps which calls were made, and none of their values."""
+    """The recorder inside a checkpoint: it keeps the calls, and none of their values."""
 
     def __init__(self, tapes: Sequence[Any]) -> None:
         self.tapes = tuple(tapes)
@@ -139,7 +139,7 @@ class Region:
         self._alive: list[weakref.ref[Array]] = []
 
     def escaped(self) -> list[Array]:
-        """What was made of watched arrays and is still held: results, and what the function left in an object or a list."""
+        """Arrays made from watched ones and still held: results, and those left in objects or lists."""
         return [x for ref in self._alive if (x := ref()) is not None and x._id in self.made]
 
     def watches(self, x: Array) -> bool:
@@ -185,7 +185,7 @@ class Region:
 
 
 class _Recomputed:
-    """The calls of a checkpoint, to be made again by the backward pass."""
+    """The calls of a checkpoint, which the backward pass repeats."""
 
     name = "checkpoint"
     nondifferentiable = None
@@ -194,7 +194,7 @@ class _Recomputed:
         self.steps, self.inputs, self.outputs = steps, inputs, outputs
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
-        """The calls, made in view of the recorders of this thread."""
+        """Make the calls, seen by the recorders of this thread."""
         env = dict(zip(self.inputs, arrays, strict=True))
         origin, site = state.origin, state.site
         try:
@@ -246,10 +246,10 @@ def _renamed(operands: Any, names: Mapping[int, int]) -> Any:
 def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose intermediate values are not kept for the backward pass, but computed again by it.
 
-    The gradients are the same, to the bit: what is repeated are the calls that were made, on the very values that they were
-    made on, so that random numbers, and arrays that ``fn`` reads from around it, are the same too. ``fn`` itself runs once.
-    Arguments and results are trees; arrays that nobody watches, and other objects, are passed on as they are. What ``fn`` leaves in an object, a
-    list or a closure is differentiated, too.
+    The gradients have the same bits: the backward pass repeats the recorded calls on the same values, so that random
+    numbers and captured arrays are the same too. ``fn`` itself runs once. Arguments and results are trees; arrays that
+    nobody watches, and other objects, are passed on as they are. Arrays that ``fn`` leaves in an object, a list or a
+    closure are differentiated, too.
 
     Examples
     --------
@@ -310,7 +310,7 @@ class _Hooked:
 
 
 def run_hook(fn: Callable[[Array], Any], g: Array) -> Array:
-    """What a hook makes of a cotangent. Raises :class:`GradientError` where that has another shape."""
+    """The cotangent after a hook. Raises :class:`GradientError` where its shape has changed."""
     found = fn(same_value(g))  # to which it may write
     if found is None:
         return g
@@ -323,9 +323,9 @@ def run_hook(fn: Callable[[Array], Any], g: Array) -> Array:
 def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
     """``x`` as it is, and on the way back its cotangent through ``fn``.
 
-    ``fn`` gets the whole cotangent of the result, once it is known, and returns what is to take its place, or None to leave it:
-    to print a gradient, to clip it, to reverse it. It runs wherever the gradient is computed: recorded for higher orders, traced
-    by ``mt.compile``. For ``x`` a tree, each array has the hook. See also :meth:`Tape.hook`.
+    ``fn`` gets the complete cotangent of the result, and returns its replacement, or None to leave it: to print, clip
+    or reverse a gradient. It runs wherever the gradient is computed: recorded for higher orders, traced by
+    ``mt.compile``. For ``x`` a tree, each array has the hook. See also :meth:`Tape.hook`.
 
     Examples
     --------

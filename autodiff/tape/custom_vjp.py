@@ -25,7 +25,7 @@ from .record import Recorded
 
 
 class _Guard:
-    """The recorder inside a function with a derivative of its own: what that derivative cannot know of is refused."""
+    """The recorder inside a function with a derivative of its own: refuses arrays that this derivative misses."""
 
     def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array]) -> None:
         self.name, self.tapes = name, tapes
@@ -35,7 +35,7 @@ class _Guard:
         self._alive: list[weakref.ref[Array]] = []
 
     def left(self, returned: Sequence[Any]) -> list[Array]:
-        """What was made of watched arrays, is still held, and was not returned: what the function left in an object or a list."""
+        """Arrays made from watched ones, still held but not returned: the function left them in an object or a list."""
         known = {id(x) for x in returned}
         return [x for ref in self._alive if (x := ref()) is not None and id(x) not in known and x._id in self.live]
 
@@ -268,7 +268,7 @@ class _Active(threading.local):
 
 
 _active = _Active()
-"""The functions whose forward function this thread is in."""
+"""The functions whose forward function this thread is running."""
 
 _ARRAY = object()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Wrapper(abc.ABC):
-    """A callable that calls functions of the user's: what these read counts as read by it."""
+    """A callable that calls functions of the user, whose captures count as its own."""
 
     @abc.abstractmethod
     def functions(self) -> list[Callable[..., Any]]:

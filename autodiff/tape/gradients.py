@@ -24,12 +24,12 @@ from .tape import Tape, is_differentiable, noted
 
 
 def is_integer(x: Any) -> bool:
-    """Whether a leaf is an integer of Python's. (True and False are flags, as texts are: nobody takes them for parameters.)"""
+    """Whether a leaf is a Python integer. (True and False are flags, as texts are, and no parameters.)"""
     return isinstance(x, int) and not isinstance(x, bool)
 
 
 def real(x: Any) -> Any:
-    """An argument as it is differentiated by: an integer of Python's stands for the real number. (One in a tree is no parameter.)"""
+    """An argument for differentiation: a Python integer becomes a float. (One in a tree is no parameter.)"""
     x = number(x)
     return float(x) if is_integer(x) else x
 
@@ -43,20 +43,20 @@ def own(x: Any) -> Any:
 
 
 def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
-    """Watch the arrays among the leaves, and hold on to what they are before the function gets a chance to write to them."""
+    """Watch the arrays among the leaves, and keep their values before the function can write to them."""
     tape.watch_values([x for x in leaves if isinstance(x, Array)])
     return [same_value(x) if isinstance(x, Array) else x for x in leaves]
 
 
 def without_derivatives(x: Any) -> bool:
-    """Whether a leaf is of integers or booleans, an array of another library, or an object that holds arrays where no gradient finds them."""
+    """Whether a leaf has no derivatives: integers, booleans, another library's array, an object that hides arrays."""
     if isinstance(x, Array | np.ndarray | np.generic):
         return not is_differentiable(x.dtype)
     return is_integer(x) or is_foreign(type(x)) or hides_arrays(x)
 
 
 def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int], integers: bool = True) -> None:
-    """Raise where one of these arguments holds what has no derivatives: None in its place is easily overlooked."""
+    """Raise where one of these arguments has a leaf without derivatives: a gradient of None is easily overlooked."""
     for i in positions:
         for path, x in trees.flatten_with_path(args[i]):
             if without_derivatives(x if path else real(x)):
@@ -107,7 +107,7 @@ def chosen_arguments(who: str, positions: Sequence[int], count: int) -> list[int
 def value_and_gradients(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], chosen: Sequence[int], has_aux: bool
 ) -> tuple[Any, list[Any]]:
-    """What ``fn`` returned, and the gradient of its loss with respect to each of the ``chosen`` arguments."""
+    """The result of ``fn``, and the gradient of its loss with respect to each of the ``chosen`` arguments."""
     full = list(args)
     leaves: list[Any] = []
     places: dict[int, tuple[trees.TreeDef, int, int]] = {}

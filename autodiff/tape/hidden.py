@@ -1,4 +1,4 @@
-"""Arrays that no gradient finds: those of other libraries, and those in objects that are no trees."""
+"""Arrays without gradients: those of other libraries, and those in objects that are no trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mt.no_grad``, and blocks of it in which a generator or coroutine is suspended while its caller computes."""
+"""``mt.no_grad``, and its check for generators and coroutines that are suspended inside the block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 
 def no_grad() -> AbstractContextManager[None]:
-    """What is computed inside is recorded by no tape of this thread.
+    """A block in which no tape of this thread records.
 
-    A generator or coroutine that is suspended inside of the block would take the gradients of whoever it gave way to; what that computes
-    from watched arrays raises :class:`GradientError`. (A context manager by ``contextlib.contextmanager`` means it so.)
+    A generator or coroutine that is suspended inside the block would also cut off gradients of its caller: there, calls
+    on watched arrays raise :class:`GradientError`. (For a ``contextlib.contextmanager`` that effect is intended.)
     """
     frame = sys._getframe(1)
     caller = frame.f_back
@@ -29,7 +29,7 @@ def no_grad() -> AbstractContextManager[None]:
 
 
 class _Asleep:
-    """Stands for the recorders around a block of ``no_grad`` in a frame that may be suspended there, or closed out of turn."""
+    """Stand-in for the recorders around ``no_grad`` in a frame that may be suspended there, or closed out of turn."""
 
     keeps_no_operand = True
 

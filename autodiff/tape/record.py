@@ -1,4 +1,4 @@
-"""Recording of a call on a tape, with what the backward pass will need.
+"""Records of calls on a tape, with the values that the backward pass needs.
 
 This is the price of each eager op under a tape, and is compiled in a wheel; what is asked of a tape once a pass is in :mod:`.tape`.
 """

@@ -1,8 +1,8 @@
-"""Gradients that are zero almost everywhere, as their user sees them.
+"""Sparse gradients, which are zero almost everywhere: their public view.
 
-What is read of a large array by an index (``table[ids]``, an embedding, ``x[:, columns]``, ``mt.take_along_axis``, a mask, a slice)
-has a gradient that is zero at all other places. It is an :class:`~meshtape.Array` like any other, which any function takes; until one
-needs the whole of it, places and numbers alone are kept. :func:`sparse_gradient` shows them.
+A read of a large array by an index (``table[ids]``, an embedding, ``x[:, columns]``, ``mt.take_along_axis``, a mask, a
+slice) has a gradient that is zero at all other places. It is an :class:`~meshtape.Array`, which any function takes.
+Only its places and numbers are kept until a function needs the whole of it. :func:`sparse_gradient` shows them.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ def _size(n: float) -> str:
 def sparse_gradient(g: Any, /) -> SparseGradient:
     """The places where a gradient is not zero, and its numbers there.
 
-    A gradient of an array that was read at some places is kept in this form until something needs the whole of it, which this
-    function does not. What keeps the form: ``+``, ``-`` of two such gradients; products with and quotients by a finite number;
-    ``abs``, ``square``, ``sqrt``, ``sign``, ``astype``; clipping. ``parameter - rate * gradient`` changes the places that were read.
+    A gradient of an array that was read at some places is kept in this form until something needs the whole of it,
+    which this function does not. These keep the form: ``+``, ``-`` of two such gradients; products with and quotients
+    by a finite number; ``abs``, ``square``, ``sqrt``, ``sign``, ``astype``; clipping. ``parameter - rate * gradient``
+    changes only the places that were read.
 
     Parameters
     ----------

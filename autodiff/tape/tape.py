@@ -39,7 +39,7 @@ from .record import Recorded, Recording, is_differentiable
 
 
 def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
-    """These gradients. A trace is told which of its values they are, and of which values."""
+    """These gradients, after noting on a trace of which of its values they are the gradients."""
     for r in state.now.recorders:
         if getattr(r, "lifts", False):
             r.note_gradients(sources, grads)
@@ -47,7 +47,7 @@ def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
 
 
 class Tape(Recording):
-    """Records what happens to watched arrays, and gives gradients.
+    """Records the calls on watched arrays, and computes gradients.
 
     Parameters
     ----------
@@ -68,8 +68,8 @@ class Tape(Recording):
     def __init__(self, *, persistent: bool = False) -> None:
         super().__init__()
         self.persistent = persistent
-        # What a watched array was called when it was watched: `x[i] = v` turns the object into another value, and the
-        # gradient that is asked for is that of the value that was watched.
+        # The name of each array when it was watched: `x[i] = v` gives the object another value, but the gradient is
+        # that of the watched value.
         self._watched: dict[int, tuple[weakref.ref[Array], int]] = {}
         self._hooks: dict[int, list[Hook]] = {}
         self._used = False
@@ -95,7 +95,7 @@ class Tape(Recording):
         say_ours(exc[1])
 
     def watch(self, *arrays: Any) -> None:
-        """Record what is computed from these arrays (or the arrays in these trees). Integers are passed over."""
+        """Record calls on these arrays (or the arrays in these trees), and on their results. Integers are ignored."""
         for x in arrays if all(type(x) is Array for x in arrays) else trees.flatten(arrays)[0]:
             if not isinstance(x, Array):
                 raise GradientError(f"[watch] takes Arrays, got {type(x).__name__}: make one with mt.asarray(...)")
@@ -110,7 +110,7 @@ class Tape(Recording):
                 self._watched[id(x)] = weakref.ref(x), name
 
     def watch_values(self, arrays: Sequence[Array]) -> None:
-        """Watch arrays whose gradients are asked for by the names that they get here, and not by the objects."""
+        """Watch arrays; their gradients are requested by the names that they get here, and not by object."""
         x: Value
         for x in arrays:
             if is_differentiable(x._buf.dtype):
@@ -119,9 +119,9 @@ class Tape(Recording):
                 self._live.add(x._id)
 
     def hook(self, x: Array, fn: Callable[[Array], Any]) -> None:
-        """Call ``fn`` with the gradient of ``x`` once it is complete; what it returns, unless None, takes its place.
+        """Call ``fn`` with the gradient of ``x`` once it is complete; its result, unless None, replaces the gradient.
 
-        ``x`` is watched, or was computed from what is. See :func:`meshtape.gradient_hook` for functions without a tape.
+        ``x`` is watched, or computed from watched arrays. See :func:`meshtape.gradient_hook` for functions.
 
         >>> import meshtape as mt
         >>> x = mt.asarray([1.0, 2.0])
@@ -148,7 +148,7 @@ class Tape(Recording):
 
     @contextmanager
     def stop_recording(self) -> Iterator[None]:
-        """What is computed inside is a constant to this tape."""
+        """A block whose results are constants to this tape."""
         # Inside a checkpoint its recorder stands for this tape.
         with not_recording(self, *(r for r in state.recorders if self in getattr(r, "tapes", ()))):
             yield
@@ -207,7 +207,7 @@ class Tape(Recording):
         seed
             Cotangent of the target, of its shape; ones by default. It is never changed.
         unconnected
-            What stands for the gradient where the target does not depend on a source: ``"none"`` or ``"zeros"``.
+            The gradient where the target does not depend on a source: ``"none"`` or ``"zeros"``.
 
         Returns
         -------

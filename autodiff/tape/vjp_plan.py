@@ -86,8 +86,9 @@ class Recipe:
             )
 
     def _place(self, n: Need) -> int | str | None:
-        """Where an argument of a rule is found: its place among what is saved, the name of a parameter, or, below zero, that of an
-        aval from the back of all; None where it is none of these."""
+        """The source of an argument of a rule: its position among saved values, or the name of a parameter.
+
+        Below zero it is the position of an aval from the end; None for any other argument."""
         if n.kind == "operand":
             return self.saved_at[n.where]
         if n.kind == "ans":

@@ -1,4 +1,4 @@
-"""Help texts that fit the terminal: broken between words, and with what an option does below its name where there is no room beside it."""
+"""Help texts that fit the terminal, wrapped between words; where it is narrow, an option's text is below its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BELOW = 4
 
 
 class _Help(click.HelpFormatter):
-    """Click's, but no word is cut, and nothing runs over but what was marked as written by hand (such as commands to copy)."""
+    """Click's formatter, but no word is cut, and only preformatted text, such as commands, exceeds the width."""
 
     def write_text(self, text: str) -> None:
         room = self.width - self.current_indent

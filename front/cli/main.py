@@ -31,7 +31,7 @@ _NARROWEST, _WIDEST = 30, 78  # columns of help texts; click's own least is 50
 
 
 class _Commands(click.Group):
-    """Turns meshtape's own errors, and those of the operating system, into messages that fit the terminal."""
+    """The group of commands, which turns errors of meshtape and of the operating system into messages."""
 
     context_class = FittingContext
 
@@ -78,7 +78,7 @@ class _Commands(click.Group):
 
 @contextlib.contextmanager
 def _fitting_messages() -> Iterator[None]:
-    """Errors that click shows are broken between words where they go to a terminal."""
+    """A block in which click's errors are wrapped between words on a terminal."""
     from .tables import terminal_width, wrapped
 
     try:
@@ -92,7 +92,7 @@ def _fitting_messages() -> Iterator[None]:
 
 
 def _give_up_unwritten() -> None:
-    """What the standard output cannot take is tried once more when Python ends, and would be a second error there."""
+    """Send output that the standard output refuses to the null device, as Python's exit would raise a second error."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -142,9 +142,9 @@ def demo(scheduler: str | None, directory: str, epochs: int, seed: int, as_json:
 @main.command(epilog=examples("meshtape info", "meshtape info --json"))
 @JSON
 def info(as_json: bool) -> None:
-    """Versions, devices, and what is missing.
+    """Versions, devices, and missing packages.
 
-    What is missing is shown with the command that installs it.
+    Each missing package has the command that installs it.
     """
     from ..info import collect, show
     from .tables import console
@@ -160,7 +160,7 @@ def info(as_json: bool) -> None:
 def completion(shell: str) -> None:
     """Completion for bash, zsh or fish.
 
-    Prints what makes the shell complete commands, options, paths, and names of arrays.
+    Prints a script for the shell, which completes commands, options, paths, and names of arrays.
 
     \b
     Put it where the shell looks, and open a new one:

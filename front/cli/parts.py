@@ -13,7 +13,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Plain data instead 
 
 
 def as_json(data: Any) -> str:
-    """``data`` as what ``--json`` prints. JSON has no NaN and no infinities: they are texts, which ``float`` and ``Number`` read.
+    """``data`` for ``--json``. JSON has no NaN and no infinities: they are texts, which ``float`` and ``Number`` read.
 
     >>> print(as_json({"loss": float("nan"), "shape": (2, 3), "most": -math.inf}))
     {
@@ -39,12 +39,12 @@ def _proper(value: Any) -> Any:
 
 
 def print_json(data: Any) -> None:
-    """Print what ``--json`` asks for; docs/reference/json.md names every field."""
+    """Print data for ``--json``; docs/reference/json.md names every field."""
     click.echo(as_json(data))
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what the user should know about the work that it stopped."""
+    """Ctrl-C, with a message on the work that it stopped."""
 
 
 CHECKPOINT = click.Path()

@@ -1,4 +1,4 @@
-"""The reports of ``storage`` as the data that ``--json`` prints: what several commands say has one name in all of them.
+"""The reports of ``storage`` as data for ``--json``, with common names in all commands.
 
 ``arrays`` counts arrays and ``nbytes`` the bytes of their elements; ``file_nbytes`` are the bytes of files, which hold checksums, headers
 and tables of contents besides.

@@ -1,4 +1,4 @@
-"""Directories of numbered checkpoints on the command line: their steps and branches (``ls``), and what killed writers left (``gc``)."""
+"""Commands for directories of numbered checkpoints: steps and branches (``ls``), leftovers of dead writers (``gc``)."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def show(path: str, as_json: bool) -> bool:
 @click.option("--parts", is_flag=True, help="Remove unfinished transfers too, with which the same command would go on.")
 @JSON
 def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json: bool) -> None:
-    """Remove what killed writers left.
+    """Remove leftovers of killed writers.
 
-    PATH is a directory of checkpoints, or a checkpoint. What a live process holds is never touched, nor is any file of yours.
+    PATH is a directory of checkpoints, or a checkpoint. Files of a live process, and your own files, are never touched.
     """
     from ..storage import gc as run
     from ..storage.stores import store

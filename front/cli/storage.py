@@ -1,7 +1,7 @@
 """Commands that check and change checkpoints: ``tree``, ``verify``, ``diff``, ``estimate``, ``merge``, ``convert``, ``reshard``.
 
 A checkpoint is a path or a URL everywhere. The exit code is 0 when all went well; 1 for an error, for damage, and for checkpoints that
-differ; 2 for a wrong call; 130 where Ctrl-C ended it. What is printed goes to the standard output, progress to the standard error.
+differ; 2 for a wrong call; 130 after Ctrl-C. Results go to the standard output, progress to the standard error.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _rules(path: str | None) -> Any:
 
 
 class _Lines:
-    """Progress where nobody looks: a line at the start, at most one every few seconds, and one at the end."""
+    """Progress lines for a pipe: one at the start, at most one every few seconds, and one at the end."""
 
     EVERY = 5.0  # seconds
 
@@ -248,7 +248,7 @@ def _write(
 
 
 def _lost(report: Any) -> str:
-    """Lines about what casts lost, and about documents that are not as in the source."""
+    """Lines about the losses of casts, and about documents that differ from the source."""
     lines = [*report.notes, *(f"{name}: {loss}" for name, loss in report.losses.items())]
     return "".join(f"\n  {line}" for line in lines)
 

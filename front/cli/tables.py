@@ -31,7 +31,7 @@ class Column:
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """Characters of a line of the terminal that a stream is; None for a pipe or a file. ``COLUMNS`` has the last word, as elsewhere."""
+    """The width of a stream's terminal in characters; None for a pipe or a file. ``COLUMNS`` overrides it."""
     try:
         if not stream.isatty():
             return None
@@ -43,7 +43,7 @@ def terminal_width(stream: TextIO) -> int | None:
 
 
 def console(stderr: bool = False) -> Any:
-    """What prints on a stream of this process. Only a terminal counts as one, whatever ``FORCE_COLOR`` asks for."""
+    """Rich's console for a stream of this process. Only a terminal counts as one, even with ``FORCE_COLOR``."""
     from rich.console import Console
 
     width = terminal_width(sys.stderr if stderr else sys.stdout)
@@ -54,8 +54,9 @@ def console(stderr: bool = False) -> Any:
 
 
 def wrapped(text: str, width: int, first: int = 0) -> str:
-    """``text`` in lines of at most ``width`` cells, broken between words; what follows in a line's stead begins as far to the right as
-    the line did. A longer word, such as a path, has a line of its own and stays whole, so that it can be copied. The first line has
+    """``text`` wrapped between words at ``width`` cells, with the indentation of each line kept.
+
+    A longer word, such as a path, has a line of its own and stays whole, so that it can be copied. The first line has
     ``first`` cells less.
 
     >>> print(wrapped("2 ranks, the largest: 1.2 GiB\\n  a remark that is long", 16))
@@ -82,9 +83,9 @@ def wrapped(text: str, width: int, first: int = 0) -> str:
 
 
 def shorten(names: Sequence[str], width: int) -> list[str]:
-    """``names`` in at most ``width`` cells of a terminal where that keeps them apart: the middle goes, or else what they have in common.
+    """``names`` in at most ``width`` cells of a terminal: without their middle, or else without their common beginning.
 
-    A name that no cut tells from another stays whole.
+    Names that would look alike stay whole.
 
     >>> shorten(["encoder.layer.11.attention.output.weight", "bias"], 20)
     ['encoder.la…ut.weight', 'bias']
@@ -96,7 +97,7 @@ def shorten(names: Sequence[str], width: int) -> list[str]:
     for group in _clashes(out):
         start = _common(group)
         out.update({n: _from(n, start, width) for n in group})
-    # What still reads like another name is shown whole: a long line is better than a wrong one.
+    # Names that still look alike are shown whole: a long line is better than a wrong one.
     while clashes := _clashes(out):
         for group in clashes:
             out.update({n: n for n in group})
@@ -117,13 +118,13 @@ def _middle(name: str, width: int) -> str:
 
 
 def _common(names: list[str]) -> int:
-    """How many characters all of them begin with."""
+    """The length of the common prefix."""
     low, high = min(names), max(names)
     return next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
 
 
 def _from(name: str, start: int, width: int) -> str:
-    """The first letters of a name, and what follows from ``start`` on."""
+    """The first letters of a name, and its part from ``start`` on."""
     head = _first(name[:start], width // 4)
     room = width - cells(head) - 1
     if cells(name[start:]) <= room:
@@ -132,7 +133,7 @@ def _from(name: str, start: int, width: int) -> str:
 
 
 def cells(text: str) -> int:
-    """How many cells of a terminal a text takes: letters of some scripts take two."""
+    """The number of terminal cells of a text: letters of some scripts take two."""
     from rich.cells import cell_len
 
     return cell_len(text)

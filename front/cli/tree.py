@@ -1,4 +1,4 @@
-"""The tree of a checkpoint, as text and as data: arrays at the leaves, and folders that differ in their number alone as one."""
+"""The tree of a checkpoint, as text and as data: arrays are leaves, and numbered folders that are alike are one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Node:
     nbytes: int = 0
 
     def shape(self) -> Any:
-        """What two folders must have in common to be alike."""
+        """The key of a folder's structure: equal for folders that are alike."""
         own = None if self.array is None else (self.array.dtype.name, self.array.shape, self.array.sharding_text)
         return own, tuple((name, child.shape()) for name, child in self.children.items())
 

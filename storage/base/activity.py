@@ -1,7 +1,7 @@
-"""Activities of this process: saves, merges and reshards, and how far they are, for whoever shows it.
+"""Activities of this process: the progress of saves, merges and reshards, for display.
 
-A piece of work is an `Activity` from its first byte to its end, and a while longer. What a transfer writes is counted where its windows
-come together; what a save writes is counted in the processes that hold the blocks, by the folder that they write to, and is added up by who looks.
+An `Activity` exists from the first byte of its work until a while after its end. A transfer counts its bytes where its
+windows come together. A save counts its bytes by folder in the processes that hold the blocks; the reader adds them up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Activity:
         return progress
 
     def plain(self) -> dict[str, Any]:
-        """As plain data. Times are in seconds from now back, so that clocks of other hosts do not matter."""
+        """Plain data. Times are ages in seconds, so clocks of other hosts do not matter."""
         now = time.monotonic()
         return {
             "id": f"{_process}-{id(self):x}",
@@ -75,7 +75,7 @@ class Activity:
 
 @contextlib.contextmanager
 def under_way(kind: str, path: str, total: int = 0) -> Iterator[Activity]:
-    """Work that others may watch, until the block ends, well or badly."""
+    """An `Activity` that observers see until the block ends or raises."""
     work = Activity(kind, path, total)
     with _lock:
         _running[id(work)] = work
@@ -103,13 +103,13 @@ def wrote(root: str, nbytes: int) -> None:
 
 
 def written() -> dict[str, Any]:
-    """What this process has written, by folder, and the name of the process: several hosts of blocks may live in one."""
+    """Bytes written by folder, with the name of this process, as several block hosts may share one process."""
     with _lock:
         return {"process": _process, "bytes": dict(_written)}
 
 
 def news() -> list[dict[str, Any]]:
-    """All work that runs, and the last that has ended, oldest first."""
+    """Running activities and the last ended ones, oldest first."""
     with _lock:
         return [a.plain() for a in (*_ended, *_running.values())]
 
@@ -120,14 +120,14 @@ def busy() -> bool:
 
 
 def observe(observer: Callable[[], None]) -> None:
-    """Have ``observer`` called whenever work begins or ends, in the thread that does it; it must not wait, nor raise."""
+    """Call ``observer`` whenever work begins or ends, in the thread that does it; it must neither wait nor raise."""
     with _lock:
         if observer not in _observers:
             _observers.append(observer)
 
 
 def forget(observer: Callable[[], None]) -> None:
-    """Call it no more."""
+    """Remove an observer."""
     with _lock, contextlib.suppress(ValueError):
         _observers.remove(observer)
 

@@ -11,7 +11,7 @@ from ...arrays.core.errors import CheckpointDTypeError
 
 
 def taken(leaf: Any, where: str) -> Any:
-    """A leaf as NumPy's array, or as ours where it lies on a device; what is not of another library stays as it is."""
+    """Another library's array as a NumPy array, or as ours where it lies on a device; other leaves as they are."""
     if np.ma.is_masked(leaf):
         raise CheckpointDTypeError(
             f"{where}: a masked array has no form here; save leaf.filled(…), and its mask as another array"

@@ -1,4 +1,4 @@
-"""A page of the browser of checkpoints, as whoever asked for it holds it."""
+"""A page of the checkpoint browser, as an object for its caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a thread uses again: the pages of fresh memory cost as much as the copy that fills them."""
+"""Scratch memory of a thread, used again: fresh pages cost as much as the copy that fills them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _own = threading.local()
 
 
 def scratch(use: str, nbytes: int) -> np.ndarray:
-    """Bytes of this thread, whatever they held, until it asks for the same use again.
+    """Uninitialized bytes of this thread, valid until it asks for the same ``use`` again.
 
     >>> scratch("test", 10).shape
     (10,)
@@ -29,12 +29,12 @@ def scratch(use: str, nbytes: int) -> np.ndarray:
 
 
 def release() -> None:
-    """Give this thread's memory back. What ends with a thread goes by itself."""
+    """Free this thread's scratch memory. A thread that ends frees its own."""
     _own.__dict__.clear()
 
 
 def room(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A new array for what is read of a key; `OutOfMemory` where there is no memory for it."""
+    """A new array for the elements of a key; `OutOfMemory` where there is no memory for it."""
     try:
         return np.empty(shape, dtype)
     except MemoryError as e:

@@ -1,4 +1,4 @@
-"""Threads of reads and writes: how many of a kind run at a time, and how those of the background give way."""
+"""Threads of reads and writes: their numbers by kind, and the priority of background threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _behind: ContextVar[bool] = ContextVar("behind", default=False)
 
 
 def give_way() -> None:
-    """Let the training have the processors first, from now on in this thread: what it writes, it writes beside other work.
+    """Give the training precedence over this thread from now on; its writes are then background work.
 
     One processor is left to the training, and on Linux, where a priority is a thread's own, this thread and those that it starts step
     back; elsewhere the first alone holds.

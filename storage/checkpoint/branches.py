@@ -1,8 +1,9 @@
-"""Branches of a directory of numbered checkpoints: where a run went back to an earlier step, and which steps came of that.
+"""Branches of a directory of numbered checkpoints: a branch begins where a run goes back to an earlier step.
 
-A branch has a name, whose order is that of time, and its *forks*: the branches that it comes from, each with the last step that it shares with
-them. Every checkpoint of a manager says in its manifest which branch it belongs to, so that an abandoned step is told from one of the same
-number that counts. Going back puts one small file, `FILE`, whole, beside the checkpoints; the branch last begun is the current one.
+A branch has a name, and names sort by time. Its *forks* are the branches that it comes from, each with the last step
+that they share. A manager's checkpoint names its branch in its manifest, so an abandoned step differs from a current
+one of the same number. Going back writes one small file, `FILE`, beside the checkpoints. The branch begun last is the
+current one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ S = TypeVar("S", bound=Step)
 
 @dataclass(frozen=True, order=True, slots=True)
 class Branch:
-    """A branch: its name, and (branch, last step) of those that it comes from, oldest first."""
+    """A branch: its name, and its forks as (branch, last shared step), oldest first."""
 
     name: str = "00000000"
     forks: tuple[tuple[str, int], ...] = ()
@@ -47,7 +48,7 @@ class Branch:
         return int(self.name[:8])
 
     def line(self, steps: Iterable[S]) -> list[S]:
-        """Those of a directory's checkpoints that this branch consists of, oldest first.
+        """The checkpoints of a directory that belong to this branch, oldest first.
 
         >>> @dataclass
         ... class Saved:
@@ -83,7 +84,7 @@ class Branch:
 
 
 def of_plain(said: Any) -> Branch:
-    """Inverse of `Branch.plain`. What is missing or malformed is the first branch: a checkpoint is not lost for that."""
+    """Inverse of `Branch.plain`. Missing or malformed data gives the first branch, so that no checkpoint is lost."""
     try:
         name, forks = said["name"], tuple((str(n), int(s)) for n, s in said["forks"])
     except (TypeError, ValueError, KeyError):

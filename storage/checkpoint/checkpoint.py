@@ -111,7 +111,7 @@ def _is_integer(i: Any) -> bool:
 
 
 def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], tuple[Any, ...]]:
-    """The places that an index takes along each dimension, ascending, and the index that makes its result of what lies there."""
+    """The positions that an index reads along each dimension, ascending, and the index to apply to what was read."""
     items = list(index) if isinstance(index, tuple) else [index]
     if sum(i is Ellipsis for i in items) > 1:
         raise ArrayIndexError("an index has at most one '...'")
@@ -142,7 +142,7 @@ def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], 
 
 @dataclass(repr=False)
 class Checkpoint(Mapping[str, StoredArray]):
-    """An opened checkpoint: names to `StoredArray`, in the order of the tree. Nothing but the table of contents was read."""
+    """An opened checkpoint: names to `StoredArray`, in the order of the tree. Only the table of contents was read."""
 
     path: str
     kind: str
@@ -160,7 +160,7 @@ class Checkpoint(Mapping[str, StoredArray]):
     )  # names of what its files hold and no reader here can give, and why
 
     def belongs_to(self, generation: Generation) -> None:
-        """Tie it, and all that is read of it later, to a generation of its place."""
+        """Tie the checkpoint, and all later reads, to a generation of its place."""
         self.generation = generation
         if isinstance(self.documents, Documents):
             self.documents.generation = generation
@@ -177,7 +177,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         return found
 
     def refuse_skipped(self, wanted: Iterable[str]) -> None:
-        """Raise `CheckpointDTypeError` where one of these names or patterns stands for what cannot be read."""
+        """Raise `CheckpointDTypeError` where one of these names or patterns matches an array that cannot be read."""
         for name in wanted:
             for n, why in self.skipped.items():
                 if n == name or fnmatchcase(n, name):
@@ -240,7 +240,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         return f"{self.kind} checkpoint {self.path}{step}: {len(self)} array{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}{self.unread()}"
 
     def unread(self) -> str:
-        """What cannot be read, as the end of a sentence; empty where all can."""
+        """The names that cannot be read, as the end of a sentence; empty where all can."""
         return unread(self.skipped)
 
     def __repr__(self) -> str:
@@ -319,7 +319,7 @@ def _below(node: Any, start: str, order: dict[int, int]) -> tuple[Any, bool]:
 
 
 def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
-    """A decoded tree with each `Leaf` replaced by what ``make`` returns for it."""
+    """A decoded tree with each `Leaf` replaced by ``make(leaf)``."""
     if isinstance(node, manifest.Leaf):
         return make(node)
     if isinstance(node, dict):

@@ -42,7 +42,7 @@ def _listed(directory: str) -> dict[str, None]:
 
 
 def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
-    """That of a checkpoint, or why it cannot be read; None where it has none."""
+    """The manifest of a checkpoint, or the error of reading it; None where it has none."""
     try:
         return manifest.read(atomic_directory.resolve(path))
     except CheckpointError as e:
@@ -50,13 +50,13 @@ def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
 
 
 def complete(directory: str, warn: bool = False) -> list[Numbered]:
-    """The complete checkpoints of a directory by their steps. With ``warn``, the others are named to the caller's caller."""
+    """The complete checkpoints of a directory, by step. With ``warn``, a warning names each of the others."""
     listed = _listed(directory)
     held: dict[str, manifest.Manifest | CheckpointError | None] = {}
     for _ in range(_LOOKS):
         held = {n: held.get(n) or _manifest(store.join(directory, n)) for n in listed}
         absent = {n for n, m in held.items() if m is None}
-        # What another process rotated away meanwhile made way for one that was not listed yet: look again. The others are incomplete.
+        # Another process may have rotated one away for a newer one that is not listed yet: list again.
         if not absent or absent <= (listed := _listed(directory)).keys():
             break
     found: list[Numbered] = []

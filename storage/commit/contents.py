@@ -1,7 +1,7 @@
-"""Which files of a place are a checkpoint's own: those that its manifest or index lists. All else belongs to somebody.
+"""The files of a place that are a checkpoint's own: those that its manifest or index lists.
 
-``overwrite=True`` replaces what is listed. Documents that no manifest lists (a tokenizer, a README, a config) stay where they are unless new
-ones of their name come; anything else is a stranger, for whose sake the whole place is refused.
+``overwrite=True`` replaces the listed files. Unlisted documents (a tokenizer, a README, a config) stay, unless a new
+one has the same name. Any other file is a stranger: the whole place is then refused.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -46,13 +46,13 @@ def mark_of(name: str) -> str:
 
 
 def is_of_a_writer(name: str) -> bool:
-    """Whether a name is one that writers alone make, whatever became of them."""
+    """Whether only writers make such a name."""
     return name in (TRASH, JOURNAL) or name.startswith(CLAIM) or bool(mark_of(name))
 
 
 @dataclass
 class Listing:
-    """What the tables of contents of a place list."""
+    """The files that the tables of contents of a place list."""
 
     tables: set[str]
     files: set[str] = field(default_factory=set)
@@ -82,9 +82,9 @@ class Listing:
 
 
 def listing(root: str, held: Iterable[str]) -> Listing:
-    """What the tables of contents at a place, which holds these files at the top level, list.
+    """The `Listing` of a place, of which ``held`` are the files.
 
-    Of a damaged one the forms of names tell: what such a table lists can be replaced all the same.
+    Where a table is damaged, the forms of names decide, so that its files can still be replaced.
     """
     tables = (CHECKPOINTS | PROGRAMS) & set(held)
     out = Listing(set(tables), set(tables))
@@ -121,7 +121,7 @@ def _walk(root: str) -> list[str]:
 
 
 def look(root: str, held: Iterable[str] | None = None) -> tuple[Listing, list[str], list[str]]:
-    """(what is listed there, strangers, documents that nothing lists)."""
+    """(listing, strangers, unlisted documents)."""
     every = set(_walk(root) if held is None else held)
     found = listing(root, every)
     loose = sorted(n for n in every if not found.has(n, every))
@@ -132,7 +132,7 @@ def look(root: str, held: Iterable[str] | None = None) -> tuple[Listing, list[st
 
 
 def beside(root: str) -> list[str]:
-    """What lies in the place of a checkpoint and is not its own, documents that nothing lists included."""
+    """The files in the place of a checkpoint that are not its own, unlisted documents included."""
     held = None
     if store.is_url(root):
         held = {e.name for e in store.at(root).entries()}
@@ -141,7 +141,7 @@ def beside(root: str) -> list[str]:
 
 
 def refuse_strangers(root: str, strangers: list[str], why: str) -> None:
-    """Raise `CheckpointExists` that names what nothing lists, most of it by its folder."""
+    """Raise `CheckpointExists` with the names of strangers, deep ones by their top folder."""
     tops = list(dict.fromkeys(n if n.count("/") < 2 else f"{n.partition('/')[0]}/…" for n in strangers))
     if tops:
         more = f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else ""
@@ -152,7 +152,10 @@ def refuse_strangers(root: str, strangers: list[str], why: str) -> None:
 
 
 def check(root: str, tables: frozenset[str], held: Iterable[str] | None = None) -> list[str]:
-    """Raise `CheckpointExists` unless all that is at a place may be replaced by what has one of these ``tables``; returns the documents that stay."""
+    """Raise `CheckpointExists` unless a checkpoint with one of these ``tables`` may replace all at a place.
+
+    Returns the documents that stay.
+    """
     found, strangers, documents = look(root, held)
     if found.tables and not found.tables & tables:
         kinds = ", ".join(sorted(found.tables))

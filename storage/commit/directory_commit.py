@@ -1,4 +1,4 @@
-"""The commit of a directory of files, all at once, and the replacement of one by another.
+"""The atomic commit of a directory of files, and its replacement by another.
 
 The protocol, for a target ``NAME``:
 
@@ -11,14 +11,15 @@ The protocol, for a target ``NAME``:
    generation or the new one. Where the system cannot exchange, ``NAME`` is renamed to ``NAME.old-ID``, then
    ``NAME.tmp-ID`` to ``NAME``. Between the two, ``NAME`` does not exist; `resolve` makes a reader take ``NAME.old-ID``
    then, which is whole, and `recover` lets the next writer rename it back.
-6. What is no longer wanted is renamed to ``NAME.trash-ID`` and deleted from there, so that half a deletion is never
-   taken for a checkpoint.
+6. The old generation is renamed to ``NAME.trash-ID`` and deleted from there, so that half a deletion is never taken for
+   a checkpoint.
 
-A kill at any point leaves ``NAME`` (or ``NAME.old-ID``) whole, and at most one ``.tmp-``, ``.old-`` or ``.trash-`` directory.
-Whoever fills, moves or deletes one of these holds a lock on it (see ``owners``). A writer, and nobody else, collects beside its target those
-whose owner is gone: `recover`. Readers and managers that start delete nothing.
+A kill at any point leaves ``NAME`` (or ``NAME.old-ID``) whole, and at most one ``.tmp-``, ``.old-`` or ``.trash-``
+directory. The process that fills, moves or deletes one of these holds a lock on it (see ``owners``). Only a writer
+deletes those beside its target whose owner is gone (`recover`). Readers and starting managers delete nothing.
 
-A replacement never takes what is not the checkpoint's: see ``contents``. Documents that stay are linked into the new generation before step 4.
+A replacement deletes only the checkpoint's own files (see ``contents``). Documents that stay are linked into the new
+generation before step 4.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -38,7 +39,7 @@ from . import contents
 
 
 def is_begun(root: str) -> bool:
-    """Whether a writer fills it under its own name: never."""
+    """Whether a writer fills the directory under its final name: never."""
     return False
 
 
@@ -65,7 +66,7 @@ def replacing(target: str, *, overwrite: bool, tables: frozenset[str]) -> Iterat
 
 
 def adopt(directory: str, target: str, without: str, *, overwrite: bool, tables: frozenset[str]) -> None:
-    """Commit a finished directory that stands beside the target under a name of its own, less its file ``without``."""
+    """Commit a finished directory beside the target, less its file ``without``."""
     fs = active()
     check_target(target, overwrite, tables)
     temporary = f"{target}.tmp-{owners.new_id()}"

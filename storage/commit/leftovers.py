@@ -1,4 +1,4 @@
-"""Leftovers of killed writers: `leftovers` lists them, with the reason to take their owner for dead, and `gc` deletes them."""
+"""Leftovers of killed writers: `leftovers` lists them with the reason to call their owner dead, `gc` deletes them."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -21,7 +21,7 @@ PART = ".part"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something that a writer has not finished. ``why`` says why its owner is taken for dead; "" where it lives or may live.
+    """Unfinished work of a writer. ``why`` says why its owner counts as dead; "" where it may live.
 
     ``kind`` is ``"tmp"`` (half a save), ``"old"`` (a checkpoint that is being replaced), ``"trash"`` (half a deletion), ``"claim"`` (either, in
     an object store), or ``"part"`` (an unfinished transfer, with which the same call goes on).
@@ -39,7 +39,7 @@ class Leftover:
 
 
 def places(directory: str) -> list[str]:
-    """Where `CommitProtocol.recover` finds leftovers of a directory of checkpoints: there, or in each of its folders in an object store."""
+    """The places for `CommitProtocol.recover`: the directory of checkpoints, or its folders in an object store."""
     if not store.is_url(directory):
         return [directory]
     return [store.join(directory, name) for name in store.at(directory).folders()]
@@ -58,7 +58,7 @@ def _size(path: str) -> int:
 
 @contextlib.contextmanager
 def _idle(part: str) -> Iterator[bool]:
-    """Whether nobody works on an unfinished transfer; nobody begins to in the block."""
+    """Whether an unfinished transfer is idle; it stays so within the block."""
     try:
         fd = os.open(os.path.join(part, JOURNAL), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError:
@@ -101,15 +101,15 @@ def _stored(place: str, silence: float | None) -> Iterator[Leftover]:
 
 
 def leftovers(directory: str | os.PathLike[str], *, older_than: float | None = None) -> list[Leftover]:
-    """What writers of a directory of checkpoints, or of one checkpoint, have not finished. Nothing is changed.
+    """The unfinished work of the writers of a directory of checkpoints, or of one checkpoint. Nothing is changed.
 
     Parameters
     ----------
     directory
         A directory with checkpoints in it, or a checkpoint; a path or URL.
     older_than
-        Seconds without a sign after which an owner that cannot be asked (of another machine, say) counts as dead; by default an hour, and a
-        day in an object store. Whoever holds a lock here is alive however silent.
+        Seconds without a sign after which an owner that cannot be asked (of another machine, say) counts as dead; by
+        default an hour, and a day in an object store. The holder of a lock here is alive however silent.
 
     Examples
     --------
@@ -131,14 +131,14 @@ def leftovers(directory: str | os.PathLike[str], *, older_than: float | None = N
 def gc(
     directory: str | os.PathLike[str], *, dry_run: bool = False, older_than: float | None = None, parts: bool = False
 ) -> list[Leftover]:
-    """Delete what dead writers left, and put back a checkpoint that a dead one had set aside; returns what was dealt with.
+    """Delete the leftovers of dead writers, and put back a checkpoint that one had set aside; returns those leftovers.
 
     Parameters
     ----------
     directory, older_than
         As in `leftovers`.
     dry_run
-        Change nothing: return what would be deleted.
+        Change nothing: return the leftovers that would be deleted.
     parts
         Delete unfinished transfers too, with which the same `convert` or `merge` would go on.
 
@@ -159,7 +159,7 @@ def gc(
 
 
 def _collected(x: Leftover, older_than: float | None) -> bool:
-    """Whether it is gone; somebody may have taken it, or have come back to it, since it was listed."""
+    """Whether a leftover is gone; since it was listed, its writer may have gone on or another may have deleted it."""
     with atomic_directory.writing(x.path), contextlib.suppress(FileNotFoundError):  # whoever comes second finds it gone
         if x.kind == "claim":
             object_commit.recover(x.path.rpartition("/")[0], older_than)

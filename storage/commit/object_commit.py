@@ -2,22 +2,25 @@
 
 The protocol, for a target ``NAME`` (an object ``NAME/x`` is called x here):
 
-1. The writer announces itself with a *claim*, ``.meshtape-writing``, which says who writes. The store lets one of many create it. Who gets it,
-   and finds nothing else at ``NAME``, writes under plain names. Everybody else (a checkpoint is replaced, or a killed writer left something)
-   claims ``.meshtape-writing~gXXXXXXXX`` and writes under names with that mark: ``w~gXXXXXXXX/c.0``. So no two writers ever share a name.
+1. The writer puts a *claim*, ``.meshtape-writing``, with its host and process. The store lets one of many create it.
+   The winner, where it finds nothing else at ``NAME``, writes under plain names. Any other writer (one that replaces
+   a checkpoint, or finds leftovers) claims ``.meshtape-writing~gXXXXXXXX`` and writes under names with that mark:
+   ``w~gXXXXXXXX/c.0``. So no two writers share a name.
 2. Data objects are put. A put is whole and durable or has not happened.
-3. The *last* object is put: the manifest, or an index. Its presence, and what it names, is what makes ``NAME`` a checkpoint. Where there
-   was none before, it is put only if there still is none; where one is replaced, only if it is still the one that was seen. At every instant
-   ``NAME`` is therefore nothing, the old generation whole, or the new one whole. Zarr's own group metadata comes just before a first
-   manifest, and just after one that replaces. A lone ``model.safetensors`` is what transformers, and meshtape where there is no manifest, open
-   first: where one is replaced, its deletion comes next, and until then it is the checkpoint, whole.
-4. What the old table of contents listed and the new one does not is deleted; the claim last. Nobody else's objects are touched: a claim lists
-   the names at the top of ``NAME`` that it replaces, and all else that a writer puts has its mark.
+3. The *last* object is put: the manifest, or an index. It makes ``NAME`` a checkpoint. A first one is put only if there
+   still is none; one that replaces, only if the old one is still the one that was seen. So at every instant ``NAME``
+   is nothing, the old generation whole, or the new one whole. Zarr's own group metadata comes just before a first
+   manifest, and just after one that replaces. Transformers opens a lone ``model.safetensors`` first, and so does
+   meshtape where there is no manifest: where one is replaced, it is deleted next, and until then it is the
+   checkpoint, whole.
+4. Objects that the old table of contents lists and the new one does not are deleted; the claim last. Nobody else's
+   objects are touched: a claim lists the names at the top of ``NAME`` that it replaces, and all other objects of a
+   writer have its mark.
 
-A kill leaves a claim and objects that nothing names. `recover`, which each save to ``NAME`` and ``meshtape gc`` run, deletes them when the
-owner is gone: a process of this PID namespace that does not run any more, or any that put nothing for a day. Until then they cost space
-alone. (Parts of an upload that was cut short show in no list; a rule of the bucket removes them.)
-A deletion first puts ``.meshtape-trash``, then removes the manifest; `recover` ends what it finds half done.
+A kill leaves a claim and objects that nothing names. `recover`, which each save to ``NAME`` and ``meshtape gc`` run,
+deletes them when the owner is gone: a process of this PID namespace that has ended, or any that put nothing for a day.
+Until then they only cost space. (Parts of an interrupted upload show in no list; a rule of the bucket removes them.)
+A deletion first puts ``.meshtape-trash``, then removes the manifest; `recover` completes a half-done one.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def _claim_text(replaces: Iterable[str]) -> bytes:
 
 
 def why_gone(store: Store, claim: Entry, entries: Iterable[Entry], silence: float | None = None) -> str | None:
-    """The reason to take the owner of a claim for dead; None where it may live."""
+    """The reason why the owner of a claim counts as dead; None where it may live."""
     if f"{store.root}/{claim.name}" in _mine:
         return None
     try:
@@ -80,7 +83,7 @@ def _replaced(store: Store, claim: str) -> set[str]:
 
 
 def _is_written(name: str, held: set[str]) -> bool:
-    """Whether a writer makes such names where there was nothing: arrays, shards, Zarr's metadata and documents."""
+    """Whether a writer makes such a name in an empty place: arrays, shards, Zarr's metadata and documents."""
     own = name in (JOURNAL, _GROUP, chunk_sums.FILE) or ("/" not in name and name.endswith(".safetensors"))
     return own or bool(mark_of(name)) or contents.in_array(name, held) or is_kept(name)
 
@@ -96,7 +99,7 @@ def is_begun(root: str) -> bool:
 
 
 def _stale(store: Store, held: set[str]) -> set[str]:
-    """Tables of contents that stand beside the one for which their writer, killed at that moment, was to delete them."""
+    """Old tables of contents that a writer, killed after it had put its own, was about to delete."""
     named = contents.listing(store.root, held)
     out: set[str] = set()
     for claim in (n for n in held if n.startswith(CLAIM) and mark_of(n) and len(named.tables) > 1):
@@ -108,7 +111,7 @@ def _stale(store: Store, held: set[str]) -> set[str]:
 
 
 def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[Entry], str | None]]:
-    """By claim, or mark of a deletion: what its owner left, and why it is taken for dead (None where it may live)."""
+    """By claim, or mark of a deletion: its owner's objects, and why the owner counts as dead (None: it may live)."""
     if not any(name == TRASH or name.startswith(CLAIM) for name in store.files()):
         return {}  # as nearly always: without a look into the folders
     entries = list(store.entries())
@@ -147,7 +150,7 @@ def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[
 
 
 def recover(root: str, silence: float | None = None) -> list[str]:
-    """Delete what dead writers and half a deletion left below a target; returns the names."""
+    """Delete the leftovers of dead writers and of half a deletion below a target; returns the names."""
     store = at(root)
     found = remains(store, silence)
     dead = {claim: left for claim, (left, why) in found.items() if why is not None}
@@ -166,7 +169,7 @@ def recover(root: str, silence: float | None = None) -> list[str]:
 
 
 def _renew_group(store: Store) -> None:
-    """Put Zarr's group metadata where a kill came between the manifest and it."""
+    """Put Zarr's group metadata after a kill between it and the manifest."""
     found = manifest.read(store.root)
     if found is None:
         return
@@ -181,7 +184,7 @@ def _renew_group(store: Store) -> None:
 
 
 def discard(root: str) -> None:
-    """Delete a checkpoint: its table of contents first, so that nobody takes what is left for one."""
+    """Delete a checkpoint, its table of contents first, so that the rest is never taken for a checkpoint."""
     store = at(root)
     held = {e.name for e in store.entries()}
     found = contents.listing(root, held)
@@ -222,7 +225,7 @@ class ObjectFolder(Folder):
         self._unfinished = False
 
     def begin(self) -> None:
-        """Claim names, and remember what is there."""
+        """Claim names, and remember the present objects."""
         try:
             self._claim_names()
         except BaseException:
@@ -250,7 +253,7 @@ class ObjectFolder(Folder):
             self.store.put(self._claim, _claim_text(self._replaces))
 
     def take_over(self, suffix: str) -> bool:
-        """Go on under the names of a writer that is gone; False where there is none, or it lives."""
+        """Continue under the names of a dead writer; False where there is none, or it lives."""
         claim = f"{CLAIM}{suffix}"
         entries = list(self.store.entries())
         found = next((e for e in entries if e.name == claim), None)
@@ -267,7 +270,7 @@ class ObjectFolder(Folder):
         return True
 
     def _see(self, entries: Iterable[Entry]) -> None:
-        """Remember which table of contents is there, to replace that one and no other, and what it lists."""
+        """Remember the present table of contents, so that only that one is replaced, and its listing."""
         entries = list(entries)
         held = {e.name for e in entries}
         for e in entries:
@@ -281,7 +284,7 @@ class ObjectFolder(Folder):
         self._documents = {n for n in held - listed if is_kept(n) and not mark_of(n)}
 
     def leave(self) -> None:
-        """Stop, and leave what was written to whoever takes it over."""
+        """Stop, and leave the written objects to a later writer (see `take_over`)."""
         _mine.discard(f"{self.root}/{self._claim}")
 
     def mkdir(self, name: str) -> None:
@@ -299,7 +302,7 @@ class ObjectFolder(Folder):
         pass  # what was put is durable
 
     def commit(self) -> None:
-        """Put what makes the folder a checkpoint, then delete what it replaces."""
+        """Put the last object, which makes the folder a checkpoint, then delete the replaced objects."""
         last = next(n for n in _LAST if n in self._late)
         group = self._late.get(_GROUP)
         seen = self._seen.get(last)
@@ -353,7 +356,7 @@ class ObjectFolder(Folder):
         _delete(self.store, [name for name in held if is_old(name)])
 
     def end(self, committed: bool) -> None:
-        """Give the claim back; without the commit, delete what was written under it."""
+        """Delete the claim; without the commit, also the objects written under it."""
         try:
             if not committed:
                 left = remains(self.store).get(self._claim)

@@ -17,7 +17,7 @@ class CommitProtocol(Protocol):
         """Whether a writer has begun to fill a place under its own name, and has not finished."""
 
     def recover(self, parent: str, /) -> list[str]:
-        """End what dead writers had begun in a directory, or at one target in an object store; returns what was dealt with."""
+        """Clean up after dead writers in a directory, or at one target in an object store; returns the names."""
 
     def discard(self, root: str, /) -> None:
         """Delete a checkpoint, so that it is never found half deleted under its own name."""

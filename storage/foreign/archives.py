@@ -48,7 +48,7 @@ _NOWHERE = Place(0, 0, (), (0, 0), 0)
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor(DcpTensor):
-    """A tensor whose place in its file is known."""
+    """A tensor with a known place in its file."""
 
     how: ClassVar[str] = "one run of bytes in a file of NumPy's or PyTorch's"
     held: Place = _NOWHERE
@@ -59,7 +59,10 @@ class PlacedTensor(DcpTensor):
 
 @dataclass(frozen=True, slots=True)
 class DeflatedTensor(PlacedTensor):
-    """One whose entry is compressed: read whole, whatever is wanted. zipfile compares its CRC32, and unpacks no more than its length."""
+    """A tensor of a compressed entry, which is always read whole.
+
+    zipfile compares its CRC32 and unpacks no more than its length.
+    """
 
     how: ClassVar[str] = "a compressed entry of an archive, which is unpacked whole"
     entry: str = ""
@@ -129,7 +132,7 @@ def _parted(path: str) -> tuple[str, str, int]:
 
 
 def open_npy(path: str) -> Checkpoint:
-    """One array, under NumPy's name for one without a name, ``arr_0``."""
+    """A checkpoint of one array, called ``arr_0`` as in an ``.npz`` of NumPy."""
     root, file, size = _parted(path)
     with opened(path, "an array") as reader:
         start = bytearray(min(size, 1 << 16))
@@ -216,7 +219,7 @@ def _open_torch(
         return Leaf(len(arrays) - 1)
 
     def walk(node: Any, keys: tuple[str | int, ...]) -> Any:
-        """What stands in the tree for a value; raises `CheckpointDTypeError` where nothing can."""
+        """The tree node for an unpickled value; raises `CheckpointDTypeError` where there is none."""
         if len(keys) > 100:
             raise CorruptCheckpoint(f"{path}: nested deeper than 100 levels")
         node = _unwrapped(node)

@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` (DCP), read without PyTorch and without running what they hold.
+"""Checkpoints of ``torch.distributed.checkpoint`` (DCP), read without PyTorch and without running code from files.
 
 ``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in which the elements are
 stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of the chunks that it meets. Values that are
@@ -198,7 +198,7 @@ class _Slice(io.RawIOBase):
 
 
 def _description(where: str, archive: zipfile.ZipFile, limit: int, most: int) -> tuple[bytes, str]:
-    """(the text that describes what an archive of ``most`` bytes holds, name of the folder in it); the text fits its CRC32."""
+    """(the description in an archive of ``most`` bytes, the name of its folder); the description fits its CRC32."""
     found = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
     if len(found) != 1:
         raise CorruptCheckpoint(f"{where}: an archive without one data.pkl")
@@ -219,7 +219,7 @@ def _description(where: str, archive: zipfile.ZipFile, limit: int, most: int) ->
 def described(
     where: str, archive: zipfile.ZipFile, most: int, limit: int = _MAX_VALUE, lenient: bool = False
 ) -> tuple[Any, str]:
-    """(what the archive describes, name of the folder in it)."""
+    """(the value that the archive describes, the name of its folder)."""
     text, folder = _description(where, archive, limit, most)
     return read_values(text, where, lenient), folder
 
@@ -241,7 +241,7 @@ def archive_of(reader: Reader, chunk: Chunk) -> zipfile.ZipFile:
 
 @contextlib.contextmanager
 def damage(where: str) -> Iterator[None]:
-    """Whatever an archive that is damaged makes of its readers, as one error."""
+    """Raise the many errors that readers have for a damaged archive as one."""
     try:
         yield
     except (
@@ -319,7 +319,7 @@ def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], firs
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements of a tensor lie one after the other, each once: not those of a slice of columns, or of an expanded one."""
+    """Whether the elements of a tensor are contiguous, each once; not so for a slice of columns, or expanded ones."""
     expected = 1
     for n, s in sorted(zip(shape, strides, strict=True), key=lambda x: x[1]) if 0 not in shape else ():
         if n > 1 and s != expected:

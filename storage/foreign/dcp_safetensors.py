@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` in its other layout: safetensors files of which each holds blocks of tensors.
+"""Checkpoints of ``torch.distributed.checkpoint`` in its other layout: safetensors files with blocks of tensors.
 
 Files are named ``shard-00001-model-00001-of-00002.safetensors``; the metadata of each says under ``DCP_SHARDING_INFO`` where its blocks lie
 in their tensors. There is no index: all files of the directory count, and a tensor is as large as its blocks reach. A lost file at the end

@@ -1,6 +1,6 @@
-"""Refusals of files that are no checkpoints here: what was found, and what to do about it.
+"""Refusals of files that are no checkpoints here: the kind of the file, and how to convert it.
 
-Told by names and first bytes alone; nothing of such a file is ever interpreted.
+The kind is found from names and first bytes alone; such a file is never interpreted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LFS = b"version https://git-lfs"
 
 
 def of_start(path: str, start: bytes) -> str | None:
-    """What a file is by its first bytes, as the end of a sentence that begins with its path; None where nothing is known.
+    """The kind of a file by its first bytes, as the end of a sentence that begins with its path; None where unknown.
 
     >>> of_start("m.gguf", b"GGUF....")[:7]
     'is GGUF'
@@ -52,7 +52,7 @@ def of_start(path: str, start: bytes) -> str | None:
 
 
 def among(names: Iterable[str]) -> str | None:
-    """The first of the files of a directory that is of another kind, and what it is: ``"x.gguf, which is GGUF, …"``.
+    """The first file of a directory that is of another kind, and its kind: ``"x.gguf, which is GGUF, …"``.
 
     >>> among(["config.json", "pytorch_model.bin"])[:35]
     'pytorch_model.bin, which was writte'

@@ -62,7 +62,7 @@ class Named:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """An object that the file asks for: what it is made of, never the object."""
+    """An object that the file asks for: its name and arguments, never the object itself."""
 
     name: str
     args: tuple[Any, ...]
@@ -224,7 +224,7 @@ def _key(key: Any) -> Any:
 
 
 def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
-    """The value that a file describes; `CorruptCheckpoint` naming ``where`` for what is damaged or hostile."""
+    """The value that a file describes; `CorruptCheckpoint` naming ``where`` for damaged or hostile data."""
     if len(data) > MAX_NBYTES:
         raise CorruptCheckpoint(f"{where}: larger than {MAX_NBYTES} bytes")
     try:

@@ -151,7 +151,7 @@ def _choose_chunk(extent: tuple[int, ...], free: tuple[bool, ...], itemsize: int
 
 @lru_cache(maxsize=1024)
 def whole_grid(shape: tuple[int, ...], itemsize: int) -> Grid:
-    """That of `choose_grid` for an array that is not split; kept, as most arrays of a large checkpoint are alike."""
+    """The grid of `choose_grid` for an unsplit array, cached, as most arrays of a large checkpoint are alike."""
     return choose_grid(shape, itemsize, [Box.whole(shape)])
 
 

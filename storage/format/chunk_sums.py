@@ -33,7 +33,7 @@ def packed(sums: Sequence[int]) -> bytes:
 
 
 def has_section(grid: Grid) -> bool:
-    """Whether the table has checksums of an array's chunks: those of a lone chunk are in the row of its shard."""
+    """Whether the table has checksums of an array's chunks; the checksum of a lone chunk is in the row of its shard."""
     return math.prod(grid.chunks_in_shard) > 1
 
 

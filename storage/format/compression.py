@@ -113,7 +113,7 @@ Compression = Zstd | None
 
 
 def chosen(given: Any) -> Compression:
-    """What a user calls a compression: None, ``"zstd"``, ``"zstd:LEVEL"`` or a `Zstd`.
+    """The compression that a user names: None, ``"zstd"``, ``"zstd:LEVEL"`` or a `Zstd`.
 
     Raises `CheckpointError` for anything else.
 
@@ -129,7 +129,7 @@ def chosen(given: Any) -> Compression:
 
 
 def of_plain(kept: Any) -> Compression:
-    """What `Zstd.plain` was made of; ``ValueError`` for anything else."""
+    """Inverse of `Zstd.plain`; ``ValueError`` for anything else."""
     if kept is None:
         return None
     if not isinstance(kept, dict) or kept.get("name") != "zstd" or kept.keys() != {"name", "level"}:

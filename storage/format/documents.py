@@ -30,7 +30,7 @@ _OURS = frozenset(["meshtape.json", "zarr.json", "model.safetensors.index.json",
 
 
 def encode(given: Mapping[str, Any] | None) -> dict[str, bytes]:
-    """File names and bytes of what a user gave: dicts and lists become JSON, texts and bytes stay as they are.
+    """File names and bytes of given documents: dicts and lists become JSON, texts and bytes stay as they are.
 
     A name without a suffix gets ``.json``, or ``.txt`` where the text is no JSON.
 
@@ -85,7 +85,7 @@ def is_kept(name: str) -> bool:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """The ``config.json`` of a Hugging Face model, of which the weights now have another dtype; as it is where it names none.
+    """The ``config.json`` of a Hugging Face model with another dtype of its weights; unchanged where it names none.
 
     >>> with_dtype(b'{"torch_dtype": "float32", "text_config": {"dtype": "float32"}}', "bfloat16")
     b'{\\n  "torch_dtype": "bfloat16",\\n  "text_config": {\\n    "dtype": "bfloat16"\\n  }\\n}\\n'
@@ -119,7 +119,7 @@ def without_quantization(config: bytes) -> bytes:
 
 
 def _edited(config: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
-    """A document of JSON after a change; what is no object of JSON, and what stays the same, goes along as it is."""
+    """A JSON document after a change; returned as it is where it is no JSON object or nothing changes."""
     try:
         parsed = json.loads(config)
     except (ValueError, RecursionError):
@@ -197,7 +197,7 @@ class Documents(Mapping[str, Any]):
         return f"<Documents {list(self._sums)}>"
 
     def compare(self) -> tuple[set[str], int, list[str]]:
-        """(names of the files that an index vouches for, and of itself; their bytes; what is wrong with them)."""
+        """(names of the files with a checksum in an index, and of the index; their bytes; their faults)."""
         nbytes, faults = 0, []
         for name, stored in self._exported.items():
             where = names.inside(self._root, name, self._root)
@@ -217,7 +217,7 @@ class Documents(Mapping[str, Any]):
         return {*self._exported, *([self._index] if self._index else [])}, nbytes, faults
 
     def others(self) -> list[str]:
-        """What lies beside them in a directory of safetensors and is none of them, folders with a final ``/``."""
+        """The other entries of a directory of safetensors, neither documents nor weights; folders end in ``/``."""
         store = stores.at(self._root)
         own = (".safetensors", ".safetensors.index.json")
         held = [*store.files(), *(f"{f}/" for f in store.folders())] if store.lists else []

@@ -84,7 +84,7 @@ SAFETENSORS: dict[str, Row] = {row.safetensors: row for row in ROWS if row.safet
 SAFETENSORS_RANK: dict[str, int] = {name: rank for rank, name in enumerate(SAFETENSORS)}
 _BY_NAME: dict[str, Row] = {row.name: row for row in ROWS if row.name}
 
-# What a saved checkpoint may hold: the types that readers of Zarr know, plus the three that meshtape registers with it.
+# Dtypes of a saved checkpoint: those that readers of Zarr know, plus these three, which meshtape registers with it.
 EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float16", "float32", "float64", *EXTENSIONS)
 _NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -92,7 +92,7 @@ _NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 @lru_cache(maxsize=256)
 def bits(dtype: np.dtype) -> np.dtype:
-    """A dtype of NumPy's own that is as long, for moving numbers that NumPy does not know.
+    """NumPy's unsigned integer of the same size for an extension dtype, to move its elements; others as they are.
 
     >>> bits(by_name("bfloat16")), bits(np.dtype("f8"))
     (dtype('uint16'), dtype('float64'))
@@ -101,7 +101,7 @@ def bits(dtype: np.dtype) -> np.dtype:
 
 
 def name_of(dtype: Any) -> Any:
-    """The name by which :func:`by_name` finds what a user asked for: a name itself, or anything that NumPy takes for a dtype.
+    """The name for :func:`by_name` of a dtype given as a name, or as anything that NumPy takes for a dtype.
 
     >>> name_of("bfloat16"), name_of(np.float32)
     ('bfloat16', 'float32')

@@ -1,4 +1,4 @@
-"""``meshtape.json``: what Zarr does not say about a checkpoint, and the sign that it is complete.
+"""The manifest, ``meshtape.json``: the data of a checkpoint that Zarr lacks, and the sign that it is complete.
 
 It is one line of JSON: format and version, step, the user's metadata, the meshes, the tree, and for each array its path,
 shape, dtype, sharding, grid, stored objects (file, offset, shape, bytes, crc32c), the crc32c of its ``zarr.json``, and where the checksums of
@@ -43,7 +43,7 @@ MIGRATIONS = Migrations(VERSION)
 
 @MIGRATIONS.step(1)
 def _packs(document: dict[str, Any]) -> dict[str, Any]:
-    """What was added is optional."""
+    """Version 2 adds only optional members."""
     return document
 
 
@@ -71,7 +71,7 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """That of its text."""
+        """The version of its text."""
         return 2 if self.packs else 1
 
     def dumps(self) -> bytes:
@@ -140,7 +140,7 @@ def decode_json(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands for array number ``index`` while a tree is taken apart or put together."""
+    """Placeholder of array number ``index`` in a tree."""
 
     index: int
 

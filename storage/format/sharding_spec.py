@@ -87,7 +87,7 @@ Chooser = Callable[[tuple[str | int, ...], tuple[int, ...], np.dtype], Any]
 
 
 class Choice:
-    """The sharding of each array, from what the caller of `reshard` gave; collects the meshes that occur."""
+    """The sharding of each array, from the arguments of `reshard`; collects the meshes that occur."""
 
     def __init__(self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None) -> None:
         self.axes = dict(mesh or {})

@@ -35,7 +35,7 @@ class StoredObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A safetensors file of the small blocks of many arrays: its length, and length and checksum of what stands before the blocks."""
+    """A safetensors file of the small blocks of many arrays: its length, and length and checksum of its header."""
 
     file: str
     nbytes: int

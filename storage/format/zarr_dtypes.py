@@ -16,7 +16,7 @@ from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
 
 class _Float(ZDType[Any, Any], HasItemSize):
-    """What the three types share. A fill value is JSON's number, or the texts "NaN", "Infinity", "-Infinity"."""
+    """Base of the three types. A fill value is a JSON number, or one of "NaN", "Infinity", "-Infinity"."""
 
     _zarr_v3_name: ClassVar[str]
     _scalar: ClassVar[type]

@@ -87,7 +87,10 @@ def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]
 def counts(
     payloads: Mapping[int, str], blocks: Mapping[int, Sequence[np.ndarray]]
 ) -> list[tuple[int, dict[Any, CastLoss]]]:
-    """What `read_blocks` read and lost in this process for the load of that token. Called through ``BlockHost.run_on_blocks``."""
+    """Bytes read and cast losses of `read_blocks` in this process, for the load with this token.
+
+    Called through ``BlockHost.run_on_blocks``.
+    """
     return _done.pop(next(iter(payloads.values())), [])
 
 
@@ -199,17 +202,17 @@ def load(
         Accept values that ``cast`` or a rule turns into infinity, NaN or another integer; the report's ``losses`` counts them. Otherwise they
         are an error. Rounding is no such loss; values that become zero are counted.
     strict
-        When false, what is missing or does not fit is taken from ``like`` as it is there, what is unexpected is left out, and the report
-        tells. Where ``like`` has more rows than are stored (a vocabulary that grew), the stored rows are kept, and those beyond are those of
-        ``like``. Without a ``report`` a warning tells.
+        When false, leaves that are missing or do not fit are taken from ``like``, unexpected ones are left out, and the
+        report lists both. Where ``like`` has more rows than are stored (a vocabulary that grew), the stored rows are
+        kept, and the further rows are those of ``like``. Without a ``report`` there is a warning.
     ignore
         Names or patterns that may be missing (then they are those of ``like``) or unexpected; the report lists them.
     rules
         Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and ``shardings`` then
         speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
     verify
-        Compare every chunk with its checksum. Without it damage goes unnoticed; it costs about a tenth of a second a gigabyte and processor,
-        and nothing where the disk is what one waits for.
+        Compare every chunk with its checksum. Without it damage goes unnoticed. It costs about a tenth of a second a
+        gigabyte and processor, and nothing where the disk is the bottleneck.
     report
         A `LoadReport` to fill in.
 

@@ -33,7 +33,7 @@ _SHOWN = 12
 
 @dataclass
 class Target:
-    """One array to load: from where, and what it shall be."""
+    """One array to load: its source, its dtype, its sharding and its counterpart in ``like``."""
 
     source: StoredArray
     dtype: np.dtype
@@ -48,7 +48,10 @@ class Target:
 
 
 def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> set[Path] | None:
-    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all. To ``drop``, what cannot be read is as good as what can."""
+    """Paths of the leaves that ``keys`` (names or patterns) pick, or None for all.
+
+    With ``drop``, keys may also name arrays that cannot be read.
+    """
     if keys is None:
         return None
     patterns = [keys] if isinstance(keys, str) else list(keys)
@@ -69,7 +72,7 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
 
 
 def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
-    """Names of what cannot be read, as far as ``keys`` take and ``drop`` leaves it."""
+    """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
 
     def fits(name: str, patterns: Iterable[str]) -> bool:
         return any(name == p or fnmatchcase(name, p) for p in ([patterns] if isinstance(patterns, str) else patterns))
@@ -83,7 +86,7 @@ def some(keys: Sequence[Any]) -> str:
 
 
 def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
-    """The tree with only the picked leaves: others vanish from dicts, and become None where places count."""
+    """The tree with only the picked leaves: others vanish from dicts, and become None in lists and tuples."""
     if isinstance(node, dict):
         kept = {k: prune(v, picked, (*path, k)) for k, v in node.items()}
         kept = {k: v for k, (v, some) in kept.items() if some}
@@ -124,18 +127,21 @@ class Ignored:
 
 
 def is_array(x: Any) -> bool:
-    # What stands for an array in `like` may itself be a dataclass or a named tuple.
+    # An array-like leaf of `like` may itself be a dataclass or a named tuple.
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _dtype(leaf: Any) -> np.dtype:
-    """The dtype of an array, those of PyTorch included, which NumPy does not know."""
+    """The dtype of an array, also of PyTorch's, whose dtypes NumPy does not know."""
     text = str(leaf.dtype)
     return dtypes.by_name(text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(leaf.dtype)
 
 
 def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
-    """The stored rows with those of ``leaf`` behind them, or None unless it has more rows and is otherwise alike (a vocabulary that grew)."""
+    """The stored rows, then the further rows of ``leaf`` (a vocabulary that grew).
+
+    None unless ``leaf`` has more rows and otherwise the same shape.
+    """
     shape, wanted = source.shape, tuple(leaf.shape)
     if not shape or len(wanted) != len(shape) or wanted[1:] != shape[1:] or wanted[0] <= shape[0]:
         return None
@@ -160,9 +166,9 @@ def match_like(
     ignored: Ignored,
     report: LoadReport,
 ) -> dict[str, Target]:
-    """Targets for the arrays of ``like``, after every check; one error carries all that is wrong.
+    """Targets for the arrays of ``like``, after every check; one error lists all mismatches.
 
-    Without ``strict`` it is in the report alone, and what does not fit has no target.
+    Without ``strict`` only the report lists them, and an array that does not fit has no target.
     """
     arrays, scalars = held(ckpt, picked)
     wanted = _named(like, is_array)
@@ -255,7 +261,7 @@ def chosen(
 
 
 def resharded(targets: Mapping[str, Target]) -> list[str]:
-    """Names of the arrays of which some rank wants a block that is not stored as one."""
+    """Names of the arrays for which some rank needs a block that is not stored as one."""
     out = []
     for name, t in targets.items():
         tensor = t.source.tensor

@@ -1,7 +1,7 @@
-"""`open_checkpoint`: what a location holds is told by its content.
+"""`open_checkpoint`: a checkpoint of any kind, found by its content.
 
-That is a meshtape manifest, a safetensors file, a Hugging Face directory, a Zarr hierarchy by others, or a checkpoint of
-``torch.distributed``; on a disk or in an object store.
+The kinds are a meshtape manifest, a safetensors file, a Hugging Face directory, a Zarr hierarchy by others, and a
+checkpoint of ``torch.distributed``; on a disk or in an object store.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -177,7 +177,7 @@ def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
 
 
 def _open_by_another_name(store: Store, verify: bool) -> Checkpoint | None:
-    """A directory whose one model is not called ``model``: ``adapter_model.safetensors``, ``diffusion_pytorch_model.safetensors.index.json``."""
+    """A directory whose one model is not called ``model``, such as ``adapter_model.safetensors``."""
     held = store.files()
     indexes = [n for n in held if n.endswith(".safetensors.index.json")]
     files = [n for n in held if n.endswith(".safetensors")]
@@ -401,7 +401,7 @@ def _open_zarr(root: str) -> Checkpoint:
                     tensors[name] = of_array(root, name, a)
                 except CheckpointDTypeError as e:
                     skipped[name] = str(e)
-        # What zarr itself has read; of an object store just the root, as each is a request.
+        # Tags of the metadata files that zarr itself has read; in an object store only the root's: each is a request.
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:
                 stores.at(root).tag(f"{name}/{file}" if name else file)

@@ -1,9 +1,9 @@
-"""Small arrays of one object that are read one after the other, fetched together.
+"""Read-ahead: neighbouring small arrays of one object, fetched together.
 
-An array that shares a file with others is a range of bytes. A transfer or a comparison reads array after array, and each of these would be a
-request of its own to an object store. `ReadAhead` knows which ranges are coming: near ones make a segment, and the first read in a segment
-fetches all of it. A segment is fetched once and held until its ranges were read, or until others need its memory; what is then left is read
-range by range.
+An array that shares a file with others is a range of bytes. A transfer or a comparison reads array after array, and
+each would be a request of its own to an object store. `ReadAhead` knows the coming ranges: near ones make a segment,
+and the first read in a segment fetches all of it. A segment is fetched once and held until its ranges were read, or
+until others need its memory; its remaining ranges are then read one by one.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -36,7 +36,10 @@ class _Segment:
 
 
 class ReadAhead:
-    """Segments of the objects of a checkpoint, of which at most about ``limit`` bytes are held. Threads may share it; a copy in another process is empty."""
+    """Segments of the objects of a checkpoint, of which at most about ``limit`` bytes are held.
+
+    Threads may share it; a copy in another process is empty.
+    """
 
     def __init__(self, limit: int = 0) -> None:
         self._limit, self._used = limit, 0
@@ -67,11 +70,11 @@ class ReadAhead:
 
     @property
     def reserved(self) -> int:
-        """Bytes that it may come to hold."""
+        """The most bytes that it may hold."""
         return self._limit if self._segments else 0
 
     def reader(self, where: str, reader: Reader) -> Reader:
-        """A reader of an object that takes from its segments what lies there."""
+        """A reader of an object that serves ranges from its segments where it can."""
         return _Reader(self, where, reader) if where in self._segments else reader
 
     def segment(self, where: str, start: int, stop: int) -> _Segment | None:
@@ -80,7 +83,7 @@ class ReadAhead:
         return made[at] if at >= 0 and stop <= made[at].stop else None
 
     def bytes_of(self, segment: _Segment, reader: Reader) -> bytearray | None:
-        """Those of a segment, fetched where they never were; None where they were given up."""
+        """The bytes of a segment, fetched at the first call; None where they were dropped."""
         with segment.lock:
             if not segment.fetched:
                 data = bytearray(segment.stop - segment.start)
@@ -95,7 +98,7 @@ class ReadAhead:
             return segment.data
 
     def used(self, segment: _Segment, nbytes: int) -> None:
-        """Count what was read of a segment, which is let go at its end."""
+        """Count the bytes read of a segment, and drop it when all were read."""
         with self._lock:
             segment.left -= nbytes
             if segment in self._held:
@@ -111,7 +114,7 @@ class ReadAhead:
 
 
 def reading_ahead(ckpt: Checkpoint, limit: int) -> ReadAhead:
-    """What is shared from now on by all that read a checkpoint, to be told which tensors they will read. Of a disk it fetches nothing."""
+    """A `ReadAhead` for all later reads of a checkpoint; `ReadAhead.expect` plans them. Disks are not read ahead."""
     ahead = ReadAhead(limit)
     if stores.is_url(ckpt.path):
         ckpt.belongs_to(replace(ckpt.generation, ahead=ahead))

@@ -1,4 +1,4 @@
-"""The report of a load: what it took and what did not fit; names that differ in numbers alone are one line.
+"""The report of a load: loaded and unfitting leaves; names that differ only in numbers share a line.
 
 >>> grouped([f"layers.{i}.w" for i in (*range(12), 20)] + ["head.b"])
 ['layers.{0-11,20}.w (13)', 'head.b']
@@ -50,7 +50,7 @@ def listed(title: str, names: Sequence[str], limit: int = 12) -> list[str]:
 
 @dataclass
 class LoadReport:
-    """Filled in by `load`: what it took, and with ``strict=False`` what did not fit.
+    """The report that `load` fills in: loaded leaves and, with ``strict=False``, those that did not fit.
 
     ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of opening, planning and
     reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so that some rank read from several
@@ -86,7 +86,7 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched or self.grown)
 
     def problems(self) -> list[str]:
-        """Lines about what did not fit."""
+        """Lines about the leaves that did not fit."""
         lines = listed("missing in the checkpoint", self.missing)
         lines += listed("unexpected", self.unexpected)
         if self.mismatched:

@@ -1,4 +1,4 @@
-"""`verify`: read every byte of a checkpoint and compare it with what the manifest says."""
+"""`verify`: the check of every byte of a checkpoint against its manifest."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -40,8 +40,10 @@ _BATCH = 8 << 20  # bytes of one read
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was verified: arrays, files, bytes, seconds. ``uncovered`` names what lies there and was not compared, as nothing has its checksum;
-    ``skipped`` names what cannot be read here."""
+    """Report of `verify`: arrays, files, bytes, seconds.
+
+    ``uncovered`` names files without a checksum, which were not compared; ``skipped`` names arrays that cannot be read.
+    """
 
     path: str
     arrays: int
@@ -63,8 +65,8 @@ class VerifyReport:
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Check every stored byte of a checkpoint that has checksums: chunks, indices, lengths and metadata.
 
-    That is one of `save`, and safetensors files that meshtape wrote, with their index and the documents beside them. What else lies there was not
-    compared, and is named in the report.
+    These are a checkpoint of `save`, and safetensors files that meshtape wrote, with their index and documents. The
+    report names all other files there, which are not compared.
 
     Raises
     ------
@@ -133,7 +135,7 @@ def _verify(ckpt: Checkpoint, given: str, started: float) -> VerifyReport:
 
 
 def _others(root: str, compared: Container[str | None]) -> list[str]:
-    """Files and folders at the top of a checkpoint's directory that were not compared; of a server without lists nothing is known."""
+    """Entries at the top of a checkpoint's directory that were not compared; none for a server without lists."""
     store = stores.at(root)
     if not store.lists:
         return []
@@ -181,7 +183,7 @@ def _batched(items: Iterable[T], n: int) -> Iterator[list[T]]:
 
 
 def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -> int:
-    """Read one file to its end; add what is wrong with it to ``faults``; return its length."""
+    """Read one file to its end; add its faults to ``faults``; return its length."""
     stored = t.objects[coord]
     path = names.inside(t.root, stored.file, stores.join(t.root, manifest.FILE))
     nbytes = math.prod(t.grid.chunk) * t.dtype.itemsize
@@ -222,7 +224,7 @@ def _some(bad: list[tuple[int, ...]]) -> str:
 
 
 def _check_frames(t: CompressedTensor, coord: tuple[int, ...], reader: Reader, faults: list[str]) -> None:
-    """The same for a file of compressed chunks, each of which is unpacked too: a checksum does not say that it can be."""
+    """`_check_object` for a file of compressed chunks: also unpacks each, as its checksum alone proves too little."""
     stored, grid = t.objects[coord], t.grid
     path = t.path(coord)
     digest, bad, wrong = 0, [], ""

@@ -32,7 +32,7 @@ FORMAT = "meshtape.program"
 VERSION = 1
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""``MIGRATIONS[n]`` makes a document of version ``n + 1`` of one of version ``n``; it leaves fields that it does not know."""
+"""``MIGRATIONS[n]`` turns a document of version ``n`` into one of version ``n + 1``, and keeps unknown fields."""
 
 _missing = [n for n in range(1, VERSION) if n not in MIGRATIONS]
 if _missing:
@@ -46,7 +46,7 @@ _NAN = struct.pack(">d", math.nan).hex()
 
 
 def encode(value: Any, where: str) -> Any:
-    """A parameter as JSON. Raises :class:`ProgramError` that names ``where`` for what has no such form."""
+    """A parameter as JSON. Raises :class:`ProgramError` that names ``where`` for a value without a JSON form."""
     if value is None or (isinstance(value, bool | int | str) and type(value) in (bool, int, str)):
         return value
     if type(value) is float:
@@ -78,7 +78,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, struct.error)
-"""What Python says of a document that does not have the form it should have."""
+"""Python's errors for a malformed document."""
 
 
 def decode(value: Any, where: str) -> Any:
@@ -87,7 +87,7 @@ def decode(value: Any, where: str) -> Any:
     Raises
     ------
     ProgramError
-        That says ``where`` something has not the form of a value.
+        The document is malformed; says ``where``.
     """
     try:
         return _decoded(value, where)
@@ -228,7 +228,7 @@ def from_json(document: Any, constants: Mapping[str, np.ndarray]) -> Program:
     Raises
     ------
     ProgramError
-        That names the entry and what is wrong in it.
+        The document is malformed; names the entry and its fault.
     UnsupportedVersion
         See :func:`current`.
     """

@@ -1,4 +1,4 @@
-"""The memory that a program takes at least, known from its shapes before anything of it runs."""
+"""A lower bound on the memory of a program, computed from its shapes before it runs."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ VIEWS = frozenset(
         "trunc",
     ]
 )
-"""Ops whose result may lie in the memory of an operand, or in less than its shape says: it is not counted. A test compares them with calls of every op."""
+"""Ops whose result is not counted: it may share an operand's memory, or take less than its shape says.
+
+A test compares them with calls of every op."""
 
 _SORTED_NBYTES = 16  # a random word and its number in the order
 
 
 def most_held(program: Program) -> tuple[int, int]:
-    """(bytes that are held at one time at least, beside arguments and constants; the number of the entry that needs so many).
+    """(a lower bound on the peak bytes beside arguments and constants, the number of the entry that needs them).
 
-    Counted is what is certain: results that are new memory, from the call that makes them to the last that reads them. What an op
-    needs while it works comes on top, but for two that make more than they give: a part of a random order, and places along a dimension.
+    Each result in new memory counts from the call that makes it to the last call that reads it. The work memory of ops
+    is not counted, except that of a part of a random order and of positions along a dimension.
 
     >>> import meshtape as mt
     >>> from meshtape.arrays.core.program import trace

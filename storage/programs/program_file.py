@@ -217,7 +217,7 @@ def _check_structures(document: Mapping[str, Any], program: Program, where: str)
 
 
 def _described(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The document of a program with its arguments and result, and the constants; whatever has no form is refused here."""
+    """The document of a program with its arguments and result, and the constants; refuses values it cannot store."""
     traced = trace(fn, args)
     document, constants = to_json(traced.program)
     places = iter(traced.program.inputs)

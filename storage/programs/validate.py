@@ -1,8 +1,7 @@
-"""What a stored call must be before anything of it runs: the right number of operands, the parameters that its op takes, and the results
-that the program says.
+"""Validation of stored calls before a program runs: number of operands, parameters of the op, declared results.
 
-In a process that traces, the public functions see to all that; a file may hold anything. `PARAMETERS` says for each op which parameters
-it has and of what kind they are; shapes and dtypes of the results come from the op's own rule.
+For traced programs the public functions check all this; a file may hold anything. `PARAMETERS` lists the parameters of
+each op and their kinds. Shapes and dtypes of the results come from the op's own rule.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of parameter: what is said of it, and whether a value is one in a call."""
+    """A kind of parameter: its description, and the test whether a value fits it in a call."""
 
     what: str
     fits: Callable[[Any, _Call], bool]
@@ -85,7 +84,7 @@ NORM = _one_of("backward", "ortho", "forward")
 
 
 def _in_block(value: Any, call: _Call) -> bool:
-    """Where a block starts in the array that it belongs to; the block has the shape of the result, or of what it is laid over."""
+    """Whether a block at this offset lies in the global array; its shape is that of the result, or of the operand."""
     block, whole = call.params.get("shape"), call.params.get("global_shape")
     block = call.args[0].shape if block is None else block
     if not (_wholes(value, 0) and _wholes(block, 0) and _wholes(whole, 0) and len(value) == len(block) == len(whole)):
@@ -202,7 +201,7 @@ def _shapes(op: Op, call: _Call, own: Mapping[str, tuple[int, ...]], others: tup
 
 
 def _convolved(op: Op, call: _Call) -> bool:
-    """Of image, kernel and result of a convolution a call has two; the third has the shape that fits them."""
+    """Whether the two operands, among image, kernel and result of a convolution, fit the shape of the third."""
     a, b = call.args
     stride, dilation, groups = (call.params[k] for k in _CONV)
     if op.name == "conv_image":
@@ -276,13 +275,12 @@ AGREEMENTS: dict[str, Callable[[Op, _Call], bool]] = {
 
 
 def check_call(e: Entry, avals: Mapping[int, ShapeDtype], where: str) -> None:
-    """Refuse a call whose op would not take it, or would give another shape or dtype than the program says: it would fail, or do
-    something else, when it runs.
+    """Refuse a call that its op does not take, or whose result has another shape or dtype than the program declares.
 
     Raises
     ------
     ProgramError
-        That says ``where`` the call is, and what is wrong with it.
+        The call is invalid; says ``where`` it is and its fault.
     """
     call = _Call(tuple(avals[v] if isinstance(v, int) else v.value for v in e.inputs), e.params)
     _check_operands(e, call, where)

@@ -170,7 +170,7 @@ class CompressedTensor(ChunkedTensor):
         return ""
 
     def unpack(self, path: str, coord: Coord, number: int, frame: np.ndarray, out: np.ndarray) -> None:
-        """The elements of a frame; raises where they are not those of a chunk."""
+        """The elements of a frame; raises where the frame does not hold exactly a chunk."""
         try:
             self.compression.decompress(frame, out)
         except ValueError as e:

@@ -44,7 +44,7 @@ class ObjectStore(storage.ObjectStore):
 
 
 class InsideStore(storage.LocalStore):
-    """Reads what lies below ``root``. This module imports zarr, so it is loaded where a hierarchy is opened."""
+    """Reads files below ``root``. This module imports zarr, so it is loaded where a hierarchy is opened."""
 
     def __init__(self, root: str) -> None:
         super().__init__(root, read_only=True)

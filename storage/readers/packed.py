@@ -80,7 +80,7 @@ class PackedBlocks(ChunkedTensor):
 
 
 def check(root: str, packs: Sequence[manifest.Pack], tensors: Sequence[PackedBlocks], faults: list[str]) -> list[Job]:
-    """A call for each pack that compares all of its bytes, adds what is wrong to ``faults``, and returns its length."""
+    """A call for each pack that compares all of its bytes, adds its faults to ``faults``, and returns its length."""
     blocks: dict[str, list[tuple[int, PackedBlocks, tuple[int, ...]]]] = {p.file: [] for p in packs}
     for number, t in enumerate(tensors):
         for coord, held in t.objects.items():

@@ -1,4 +1,4 @@
-"""Tensors that are one row-major range of a file, as those of safetensors are."""
+"""Tensors that are one row-major range of a file, as in safetensors."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -105,7 +105,7 @@ class RawTensor:
         return part.jobs(Box.whole(out.shape), out)
 
     def _over(self, stride: int, length: int, at_hand: bool) -> bool:
-        """Whether it is cheaper to read what lies between rows than to skip it."""
+        """Whether reading the gaps between rows is cheaper than skipping them."""
         store, item = stores.holding(self.path)[0], self.dtype.itemsize
         if at_hand:
             return stride * item <= store.near

@@ -1,4 +1,4 @@
-"""Reads as independent calls, which `run` executes on threads, and `RangeJob`, of which it joins those of neighbouring bytes."""
+"""Reads as independent calls, which `run` executes on threads; it joins a `RangeJob` with its neighbours."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -35,7 +35,7 @@ _own = threading.local()
 
 
 def run(jobs: Sequence[Job], readers: int = 4) -> int:
-    """Execute all jobs, on a few threads when that may help; returns the sum of what they return.
+    """Execute all jobs, on a few threads when that may help; returns the sum of their results.
 
     ``readers`` is what the stores of the tensors say: to a disk more threads than processors only wait for each other.
     """
@@ -189,7 +189,7 @@ def _neighbours(jobs: list[RangeJob]) -> list[list[RangeJob]]:
 
 
 def _at_hand(groups: list[list[RangeJob]]) -> tuple[int, list[list[RangeJob]]]:
-    """Read what lies in this machine's memory, here and now; returns the bytes, and the groups that are left.
+    """Read ranges that are in this machine's memory, in this thread; returns the bytes, and the remaining groups.
 
     Threads that read small files for a moment each spend their time handing the interpreter to one another.
     """

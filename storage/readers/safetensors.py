@@ -450,7 +450,7 @@ def sum_of(a: np.ndarray) -> int:
 
 
 def joined(pieces: Iterable[Any]) -> Iterator[Any]:
-    """The same bytes; short pieces that follow one another are copied into one: to write each by itself takes longer."""
+    """The same bytes in fewer pieces: short neighbours are copied into one, as separate writes take longer."""
     held: list[bytes] = []
     size = 0
     for piece in pieces:

@@ -1,9 +1,10 @@
-"""Stored arrays that give any box of themselves, reading as few bytes as their format lets them.
+"""Stored tensors: arrays in files, of which any box is read with as few bytes as the format allows.
 
-Many formats, one face, `StoredTensor`: here `ChunkedTensor` (our Zarr shards: every chunk that is touched is read whole, and its crc32c is that
-of its place), in ``raw_tensor`` a row-major range of a file, and others in the files of their formats.
-All are small picklable values, so that a plan can be sent to where the bytes are wanted. ``jobs`` cuts a read into
-independent calls, each of which returns the number of bytes that it read; `reading.run` executes many of them on threads.
+`StoredTensor` is the interface of all formats. `ChunkedTensor`, here, reads our Zarr shards: each touched chunk is read
+whole and compared with the crc32c of its place. ``raw_tensor`` reads a row-major range of a file; other formats have
+files of their own. All tensors are small picklable values, so that a plan can be sent to another process. ``jobs`` cuts
+a read into independent calls, each of which returns the number of bytes that it read; `reading.run` executes many of
+them on threads.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -48,10 +49,10 @@ def bytes_of(a: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTensor:
-    """An array of a meshtape checkpoint. Offsets follow from the grid, as our writer leaves no choice to the index.
+    """An array of a meshtape checkpoint. Offsets follow from the grid; the shard index is not needed.
 
-    A chunk is compared with the checksum that the manifest knows of its place. The one that is stored beside it tells others' readers the same, and
-    counts here where a manifest of an earlier version has no table.
+    A chunk is compared with the checksum that the manifest has for its place. The checksum stored beside a chunk serves
+    other readers, and this one where a manifest of an earlier version has no table.
     """
 
     root: str
@@ -84,7 +85,7 @@ class ChunkedTensor:
         return self.grid.chunk
 
     def only(self, box: Box) -> ChunkedTensor:
-        """The same tensor with just the objects that ``box`` needs: what is worth sending elsewhere."""
+        """The same tensor with just the objects that ``box`` needs, for sending to another process."""
         needed = list(self._shards(box))
         with self.generation.guarded():
             sums = None if self.sums is None or not self.verify else {c: self.sums[c] for c in needed}
@@ -140,7 +141,7 @@ class ChunkedTensor:
                 yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
 
     def _is_range(self, stored: StoredObject, out: np.ndarray) -> bool:
-        """Whether a shard is one small chunk without padding, which is read to its place as it is."""
+        """Whether a shard is one small chunk without padding, which is read directly into ``out``."""
         grid = self.grid
         return (
             stored.nbytes <= SMALL
@@ -225,7 +226,7 @@ class ChunkedTensor:
         # a processor's cache when their checksum is taken.
         slots = max(1, min(store.at(self.root).batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
         sums = np.empty((slots, 1), "<u4")
-        # What is copied to a large array goes past the caches; the numbers of others' dtypes are no buffers, but their bits are.
+        # Copies to a large array bypass the caches. Extension dtypes have no buffers, so their bits are copied.
         copy = stream if is_large(target) else np.copyto
         dtype = dtypes.bits(self.dtype)
         target = target.view(dtype)
@@ -266,7 +267,7 @@ class ChunkedTensor:
 
 
 def overlaps(chunk: int, start: int, length: int) -> dict[int, tuple[slice, slice, bool]]:
-    """Of each chunk that meets a range of a dimension: (its place in the range, the part of it that lies there, whether that is all)."""
+    """For each chunk that meets a range of a dimension: (its place in the range, the part of it there, whether all)."""
     out = {}
     for i in range(start // chunk, -(-(start + length) // chunk)):
         lo, hi = max(i * chunk, start), min((i + 1) * chunk, start + length)
@@ -293,7 +294,7 @@ def consecutive(
 
 
 class StoredTensor(Protocol):
-    """The face that all of them have."""
+    """The interface of all stored tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -320,7 +321,7 @@ class StoredTensor(Protocol):
 
 
 def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, int]:
-    """The elements of ``box`` (all by default) as a new NumPy array, and the bytes that it took."""
+    """The elements of ``box`` (all by default) as a new NumPy array, and the number of bytes read."""
     box = Box.whole(tensor.shape) if box is None else box
     out = _room(tensor, box.shape)
     return out, run(list(tensor.jobs(box, out)), tensor.readers)
@@ -339,7 +340,7 @@ _SKIPPED = 64 << 10  # bytes that a window reads between two places; where there
 
 
 def read_picks(tensor: StoredTensor, picks: tuple[range, ...]) -> np.ndarray:
-    """The elements where ``picks``, which ascend, meet, as a new NumPy array; beside it only windows of what lies between them are held."""
+    """The elements at the ascending positions ``picks`` of each dimension, as a new array, read window by window."""
     shape = tuple(map(len, picks))
     if 0 in shape or all(r.step == 1 or len(r) == 1 for r in picks):
         return read_box(tensor, Box(tuple(r.start for r in picks), shape))[0]
@@ -351,7 +352,7 @@ def read_picks(tensor: StoredTensor, picks: tuple[range, ...]) -> np.ndarray:
 
 
 def _windowed(tensor: StoredTensor, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
-    """Calls that fill ``out`` through windows of whole chunks: no chunk is read twice, and none that holds no place."""
+    """Calls that fill ``out`` through windows of whole chunks; each chunk with a picked position is read once."""
     reach = [r[-1] + 1 - r[0] for r in picks]
     unit = math.prod(map(min, tensor.chunk, reach)) * tensor.dtype.itemsize
     lengths = list(tensor.chunk)
@@ -371,7 +372,7 @@ def _windowed(tensor: StoredTensor, picks: tuple[range, ...], out: np.ndarray) -
 
 
 def _cut(picks: range, length: int) -> Iterator[slice]:
-    """Which of the places lie in each window of a length; windows without one are left out."""
+    """The picks in each window of a length, as slices; empty windows are left out."""
     at = 0
     while at < len(picks):
         stop = (picks[at] // length + 1) * length

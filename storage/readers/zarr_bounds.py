@@ -1,4 +1,4 @@
-"""Bounds on what the chunks of a foreign Zarr array unpack to: the metadata says how long a chunk is, so a longer one is refused before it is unpacked.
+"""Bounds on the unpacked size of chunks of a foreign Zarr array: a chunk longer than the metadata says is refused.
 
 zarr-python gives its codecs no limit: 32 KB that say they are a chunk of 4 KB could unpack to gigabytes.
 """
@@ -97,7 +97,7 @@ class _Bounded(BytesBytesCodec):
 
 
 class _BoundedV2(numcodecs.abc.Codec):
-    """The same for a compressor of Zarr v2."""
+    """The bound for a compressor of Zarr v2."""
 
     codec_id = "meshtape.bounded"
 

@@ -1,4 +1,4 @@
-"""A place as zarr-python's store: what zarr reads there goes the way of all reads, with its retries and its errors."""
+"""A location as zarr-python's store: zarr's reads there have our retries and errors."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -16,7 +16,7 @@ from .local_zarr import known
 
 
 class PlaceStore(Store):
-    """Reads what lies below a location. This module imports zarr, so it is loaded where a hierarchy is opened."""
+    """Reads objects below a location. This module imports zarr, so it is loaded where a hierarchy is opened."""
 
     supports_writes = supports_deletes = False
 

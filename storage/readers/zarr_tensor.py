@@ -35,7 +35,7 @@ from .reading import Job
 
 
 def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, str]:
-    """(what zarr takes as a store, path in it) of a node of a hierarchy."""
+    """(a store for zarr, the path in it) of a node of a hierarchy."""
     if write:
         stores.at(root).refuse_writes()
     if not stores.is_url(root):
@@ -55,7 +55,7 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
 
 
 def of_array(root: str, node: str, array: Any) -> ZarrTensor:
-    """The tensor of an array that zarr has opened. `CheckpointDTypeError` for elements that have no form here."""
+    """The tensor of an array that zarr has opened; `CheckpointDTypeError` for a dtype that is not supported."""
     shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
     form = getattr(array.metadata, "chunk_key_encoding", None)
     old = getattr(array.metadata, "dimension_separator", ".")
@@ -96,7 +96,7 @@ def open_array(root: str, node: str) -> ZarrTensor:
 
 
 class ByLibrary:
-    """Base of the tensors that another library reads, whole or in parts that are its own affair: the size of a box stands for what it reads."""
+    """Base of the tensors that another library reads, in parts that it chooses; a box counts with its own size."""
 
     __slots__ = ()
 
@@ -115,10 +115,10 @@ class ByLibrary:
 
 @dataclass(frozen=True, slots=True)
 class ZarrTensor(ByLibrary):
-    """An array of a Zarr hierarchy that meshtape did not write. What zarr reads is not known: the box's size is reported.
+    """An array of a Zarr hierarchy by another writer. The reported bytes are the box's size; zarr may read more.
 
-    ``missing`` says what `check` does about chunks that are not there, which Zarr takes for the fill value: ``"error"``, ``"warn"`` or
-    ``"fill"``. Writers leave such chunks out where all is the fill value, so a lost chunk and an empty one look alike.
+    ``missing`` is how `check` treats absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
+    ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look alike.
     """
 
     how: ClassVar[str] = "a Zarr array that another program wrote"
@@ -189,7 +189,7 @@ class ZarrTensor(ByLibrary):
         return bound(zarr.open_array(store, path=node, mode="r"))
 
     def kept(self) -> ZarrTensor:
-        """The same for many reads: its metadata is read once."""
+        """A copy for many reads, whose metadata is read once."""
         return replace(self, held=self._opened())
 
     def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:

@@ -61,7 +61,7 @@ Place = tuple[tuple[int, ...], str, str]
 class CastLoss:
     """How many values of an array a cast lost, by kind; and the first ``places`` of those that were lost without leave.
 
-    A place is an index, the value and what became of it.
+    A place is an index, the value there, and the value after the cast.
 
     >>> print(CastLoss(overflow=2, underflow=1))
     2 became infinite, 1 became zero
@@ -300,7 +300,7 @@ def making(name: str) -> Iterator[None]:
 
 
 def tracked(tally: Tally, name: Any, jobs: Iterator[Callable[[], int]]) -> Iterator[Callable[[], int]]:
-    """Jobs that add to ``tally``, in whatever thread they run."""
+    """Jobs that add to ``tally``, in any thread."""
 
     def run(job: Callable[[], int]) -> int:
         with tallied(tally, name):
@@ -312,7 +312,7 @@ def tracked(tally: Tally, name: Any, jobs: Iterator[Callable[[], int]]) -> Itera
 
 
 def cast(name: str, a: np.ndarray, dtype: np.dtype, offset: tuple[int, ...], allowed: bool = False) -> np.ndarray:
-    """``a`` as another dtype. Its losses are counted, or raised where nobody counts them."""
+    """``a`` as another dtype. Its losses are counted, or raised where no tally counts them."""
     real = a.real if a.dtype.kind == "c" != dtype.kind else a
     if real.dtype.name.startswith("float8") and dtype.name.startswith("float8"):
         real = real.astype(np.float32)  # there is no direct way between some of them, and this one is exact

@@ -28,7 +28,9 @@ def is_quantized(dtype: np.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked(Derived):
-    """Signed numbers of ``bits`` bits of which each int32 of ``source`` holds several along ``axis``: the first in the lowest bits, raised by half their range."""
+    """Signed ``bits``-bit numbers, several packed in each int32 of ``source`` along ``axis``.
+
+    The first is in the lowest bits; each is stored plus half its range."""
 
     name: str
     source: Any

@@ -24,13 +24,13 @@ class Pattern:
         return name == self.literal if self.regex is None else self.regex.fullmatch(name) is not None
 
     def filled(self, names: Sequence[str]) -> Callable[..., str]:
-        """What makes a name of the texts of captures, given in the order of ``names``."""
+        """A function that makes a name from the texts of captures, given in the order of ``names``."""
         return _HOLE.sub(lambda m: m[0] if m[1] is None else f"{{{names.index(m[1])}}}", self.text).format
 
 
 @lru_cache(maxsize=4096)
 def pattern_of(text: str) -> Pattern:
-    """A name as it is written in a rule."""
+    """The pattern of a name in a rule."""
     regex, literal, captures, at = "", "", [], 0
     for m in _HOLE.finditer(text):
         regex += re.escape(text[at : m.start()])

@@ -1,9 +1,9 @@
-"""Tensors that are made from stored ones, box by box: what key rules compile to.
+"""Lazy tensors, made from stored ones box by box: key rules compile to them.
 
-Each has the face of a stored tensor (``shape``, ``dtype``, ``chunk``, ``only``, ``planned``, ``jobs``), so that load, merge, convert and
-reshard treat both alike, and a rule followed by a reshard never needs a whole tensor: a box of the result asks its sources
-for the boxes that it is made of, which are read straight into its memory wherever a view can express the change.
-All are small picklable values.
+Each has the interface of a stored tensor (``shape``, ``dtype``, ``chunk``, ``only``, ``planned``, ``jobs``), so that
+load, merge, convert and reshard treat both alike. A rule followed by a reshard never needs a whole tensor: a box of the
+result asks its sources for the boxes it is made of, which are read straight into its memory wherever a view can express
+the change. All are small picklable values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pieces(box: Box, chunk: Sequence[int], itemsize: int) -> Iterator[tuple[Box,
 
 
 class Derived:
-    """Base of the tensors that are made of others. ``check`` is that of the sources."""
+    """Base of the tensors derived from others. ``check`` checks the sources."""
 
     __slots__ = ()
     casts: ClassVar[bool] = False  # itself, not its sources
@@ -55,7 +55,7 @@ class Derived:
 
 
 class Recipes:
-    """Digests of how tensors are made of stored ones: two that are equal read alike from the same files."""
+    """Digests of the derivations of tensors: equal digests read the same bytes of the same files."""
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}  # a tensor may be the source of many
@@ -73,7 +73,7 @@ class Recipes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """An array in memory, with the face of a stored one."""
+    """An array in memory, with the interface of a stored tensor."""
 
     name: str
     array: np.ndarray
@@ -111,7 +111,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Filled(Derived):
-    """The same value everywhere."""
+    """A tensor of one repeated value."""
 
     name: str
     shape: tuple[int, ...]
@@ -177,7 +177,7 @@ def casts(tensor: Any) -> bool:
 
 
 def whole_of(tensor: Any) -> Any:
-    """The tensor that another name stands for, where nothing but the name is another."""
+    """The tensor without slices that keep all of it, which change only its name."""
     while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
         tensor = tensor.source
     return tensor.whole() if hasattr(tensor, "whole") else tensor
@@ -275,7 +275,7 @@ class Permuted(Derived):
 
 
 class Elementwise(Derived):
-    """What is made of each element of its ``source`` by itself: shape and chunks are the source's."""
+    """Base of elementwise tensors: shape and chunks are those of ``source``."""
 
     __slots__ = ()
     source: Any
@@ -291,7 +291,7 @@ class Elementwise(Derived):
 
 @dataclass(frozen=True, slots=True)
 class Converted(Elementwise):
-    """Another dtype, by NumPy's rules; what it loses is counted (see ``casting``). ``allowed``: the loss is accepted."""
+    """Another dtype, by NumPy's rules; lost values are counted (see ``casting``). ``allowed``: losses are accepted."""
 
     name: str
     source: StoredTensor

@@ -50,7 +50,7 @@ def _counted(rule: Rule) -> str | None:
 def _check_gaps(
     rule: Rule, names: Sequence[str], groups: Sequence[tuple[Mapping[str, str], Iterable[tuple[str, ...]]]]
 ) -> None:
-    """Refuse gaps in what a rule collects: behind a lost expert all others would shift, and without the last an array would be short."""
+    """Refuse gaps in a collected capture: a missing expert would shift all others, or shorten the array."""
     for i, name in enumerate(names):
         runs: dict[tuple[int, tuple[str, ...]], set[str]] = {}
         for number, (_, rows) in enumerate(groups):
@@ -212,7 +212,7 @@ class Program:
         return next(a.rule for a in self.applied if name in a.targets)
 
     def outputs(self) -> dict[str, Any]:
-        """Tensors by target name: those that no rule reads, and what the rules give, in the order of their first source."""
+        """Tensors by target name: the unread ones and the results of rules, in the order of their first source."""
         for name in self.untouched:
             if name in self.given:
                 raise RuleConflict(
@@ -415,7 +415,7 @@ class Program:
     # ----- inverse ----------------------------------------------------------------------------------------------------
 
     def inverted(self) -> list[Rule]:
-        """The inverse of what was applied, last first."""
+        """The inverses of the applied rules, last first."""
         owner: dict[str, int] = {}
         for i, a in enumerate(self.applied):
             for s in a.sources:

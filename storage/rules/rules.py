@@ -1,8 +1,8 @@
-"""Key rules: how the arrays of one checkpoint become those of another.
+"""Key rules: the transformation of the arrays of one checkpoint into those of another.
 
 A rule names source keys, target keys and the steps between them (see ``steps``). Rules are simultaneous: all read the
 checkpoint as it is, so ``a -> b`` with ``b -> a`` is a swap. A key that no rule reads keeps its name. A target that begins with
-``$`` is not stored; later rules read it. What rules give is checked in full before a byte is read.
+``$`` is not stored; later rules read it. The result of the rules is checked in full before a byte is read.
 
 ``{layer}`` in a name stands for a part of a key, without dots; ``{rest*}`` for any part. A rule is applied once for each combination
 of captures that its targets use and the checkpoint holds. A capture that only sources have is collected: ``e.{layer}.{expert}.w ->
@@ -78,9 +78,9 @@ class Rules:
     rules
         Its text form (see ``text``), or `Rule` objects.
     follow
-        Templates with one ``{}``: every rule is applied to the keys that its names give there too. That is how the state of an
-        optimizer follows its parameters: ``follow=["opt.m.{}", "opt.v.{}"]``. It keeps its own dtype, what is padded is zero, and
-        scalars of sources that are joined must agree.
+        Templates with one ``{}``: every rule also applies to its names put into the template. So the state of an
+        optimizer follows its parameters: ``follow=["opt.m.{}", "opt.v.{}"]``. The state keeps its own dtype and is
+        padded with zeros, and scalars of joined sources must agree.
 
     Examples
     --------
@@ -178,7 +178,7 @@ class Rules:
         return {n: read_box(t)[0] for n, t in Program(self.rules, self.follow, held, {}).outputs().items()}
 
     def inverse(self, source: Mapping[str, Any]) -> Rules:
-        """Rules that lead back from what these make of ``source`` (a checkpoint, or anything with shapes and dtypes).
+        """Rules from the result of these on ``source`` (a checkpoint, or anything with shapes and dtypes) back to it.
 
         They name every key, as sizes and dtypes are those of ``source``.
 

@@ -62,7 +62,7 @@ def fits(value: Any, kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step(abc.ABC):
-    """Base of the steps. What a field cannot be is refused when a step is made."""
+    """Base of the steps. A field with a value of the wrong type is refused when a step is made."""
 
     def __post_init__(self) -> None:
         for f in fields(self):

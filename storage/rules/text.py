@@ -141,7 +141,7 @@ class _Line:
 
 
 def check_pattern(name: str) -> str | None:
-    """What is wrong with the braces of a name, or None."""
+    """The fault in the braces of a name, or None."""
     rest = name.replace("{{", "").replace("}}", "")
     left = re.sub(r"\{[A-Za-z_]\w*\*?\}", "", rest)
     if "{" in left or "}" in left:
@@ -263,7 +263,7 @@ def _text(value: Any) -> str:
 
 
 def format_step(step: Step) -> str:
-    """A step as it stands in a line; what has its default is left out."""
+    """The text of a step in a line; parameters with their default are left out."""
     given = []
     for f in fields(step):
         value = getattr(step, f.name)

@@ -78,7 +78,7 @@ def _forget(handle: SaveHandle) -> None:
 
 
 def finish_earlier(target: str) -> None:
-    """Wait for a background save to ``target``, if there is one, and raise the error that nobody has seen yet."""
+    """Wait for a background save to ``target``, if there is one, and raise its error where it was not raised yet."""
     with _lock:
         earlier = _by_target.get(target)
     if earlier is not None and earlier._thread is not threading.current_thread():

@@ -28,7 +28,7 @@ def finish_directory(
     records: Sequence[Record],
     documents: Mapping[str, bytes],
 ) -> int:
-    """Write what makes shards a checkpoint: documents, Zarr's metadata, then the manifest. Returns the bytes of the directory."""
+    """Make shards a checkpoint: write documents, Zarr's metadata, then the manifest; returns the directory's bytes."""
     head.packs = list(dict.fromkeys(r.pack for r in records if r.pack is not None))
     head.arrays, table = _entries(items, records, head.packs)
     if table:

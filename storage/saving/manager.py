@@ -1,4 +1,4 @@
-"""`CheckpointManager`: a directory of numbered checkpoints, saved when it is time, of which those worth it are kept."""
+"""`CheckpointManager`: a directory of numbered checkpoints, with policies of when to save and which to keep."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class CheckpointManager:
     asynchronous
         Save in the background: `save` returns a `SaveHandle`. One save runs at a time.
     when_busy
-        What `save` does while the one before still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None and counts
-        in ``skipped``).
+        The policy of `save` while an earlier one still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None
+        and counts in ``skipped``).
     compression, pack, dtype_fallback
         As in `save`.
 
@@ -141,7 +141,7 @@ class CheckpointManager:
             atomic_directory.make_parents(store.join(self.directory, "x"))
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of the checkpoint of a step, which need not exist."""
         step = _whole("a step", step)
         if step < 0:
             raise CheckpointError(f"a step cannot be negative, got {step}")
@@ -179,8 +179,8 @@ class CheckpointManager:
         Returns
         -------
         SaveReport, SaveHandle or None
-            A handle when ``asynchronous``; None when the save was skipped. What a background save raised is raised by the
-            next call, or by `wait`.
+            A handle when ``asynchronous``; None when the save was skipped. The error of a background save is raised by
+            the next call, or by `wait`.
         """
         step = _whole("a step", step)
         target = self.path(step)
@@ -217,7 +217,7 @@ class CheckpointManager:
         return handle
 
     def _place(self, step: int, overwrite: bool) -> dict[str, Any]:
-        """What the manifest of a step says about its branch, which begins here where the run has gone back."""
+        """The branch entry of a step's manifest; a new branch begins here where the run has gone back."""
         if self._branch is None:
             found = self._complete()
             self._branch = branches.current(self.directory, found)
@@ -262,7 +262,7 @@ class CheckpointManager:
         raise NotACheckpoint(f"{self.directory} holds no complete checkpoint of step {step}; its steps are {there}")
 
     def rollback(self, step: int | None) -> str | None:
-        """Go back to a step, or forth to one of an abandoned branch: `latest` is that checkpoint until a save goes on from it.
+        """Go back to a step, or to one of an abandoned branch: `latest` is that checkpoint until the next save.
 
         Nothing is deleted. A kill leaves the branch from before, or the new one.
 
@@ -351,7 +351,7 @@ class CheckpointManager:
         return [c.step for c in self._line()]
 
     def wait(self) -> None:
-        """Wait for the background save that runs, if any, and for its rotation; raises what it raised."""
+        """Wait for the running background save, if any, and for its rotation; raises their error."""
         handle, self._running = self._running, None
         if handle is not None:
             handle.wait()
@@ -382,8 +382,7 @@ class CheckpointManager:
     def restore(self, step: int | None = None, **load_arguments: Any) -> Any:
         """Load the latest checkpoint, or that of ``step``; the other arguments are those of `load`.
 
-        Where another process saves to the same directory and its rotation takes the latest one away while it is read, the newer one is
-        loaded that it made way for.
+        Where the rotation of another process deletes the latest one during the read, the newer one is loaded.
         """
         if step is not None:
             tree = load(self.path(step), **load_arguments)
@@ -425,7 +424,7 @@ class CheckpointManager:
         return numbered.complete(self.directory, warn)
 
     def _ranked(self, complete: list[Numbered]) -> list[Numbered]:
-        """Those that have the metric, best first; of equals, the newest first."""
+        """The checkpoints with the metric, best first; of equals, the newest first."""
         if self.best_metric is None:
             return []
         sign = 1.0 if self.best_is == "lowest" else -1.0

@@ -30,7 +30,7 @@ from .items import Item, Record, Task
 THRESHOLD = 1 << 20  # bytes of a block that are packed by default
 LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
 HELD = 8 << 20
-"""The same for a pack of a conversion into an object store, which has its blocks in memory: the header, with their checksums, comes first."""
+"""`LIMIT` for a conversion into an object store, which holds a pack in memory: its header, with the sums, is first."""
 
 
 def threshold(pack: bool | int | None, target: str) -> int:
@@ -106,7 +106,7 @@ def records_of(
 
 
 def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
-    """The records of the blocks of one pack, and what gives the bytes of the file."""
+    """The records of the blocks of one pack, and a source of the bytes of its file."""
     arrays = dict(zip((t.name for t in tasks), parts, strict=True))
     head, places = head_of(tasks, [a.dtype for a in parts])
     sums = {name: sum_of(arrays[name]) for name in places}

@@ -47,7 +47,7 @@ _SCALARS = (bool, int, float, str)
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save wrote: the directory, the number of arrays, bytes on disk, and seconds."""
+    """Report of a save: the directory, the number of arrays, bytes on disk, seconds, and files."""
 
     path: str
     arrays: int
@@ -112,8 +112,8 @@ def assign(
 ) -> dict[int, list[tuple[int, Box]]]:
     """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so far.
 
-    Large blocks are dealt first; ties go to the lowest rank. Those of the ``small`` arrays share files: they go where others of them went, as long as there
-    is room in a file.
+    Large blocks are dealt first; ties go to the lowest rank. Blocks of the ``small`` arrays share files: each goes to a
+    rank that has such a file already, where one has room.
 
     >>> dealt = assign([(i, Box((0,), (4,)), 32, (0, 1, 2)) for i in range(10)])
     >>> [len(dealt[r]) for r in sorted(dealt)]
@@ -156,7 +156,7 @@ def _tasks(number: int, item: Item, block: Box) -> list[Task]:
 
 
 def _write_local(items: list[Item], root: str, suffix: str) -> list[Record]:
-    """Arrays of this process: those in host memory and the small ones together, the other ones of a device one after the other."""
+    """Arrays of this process: host and small arrays together, then the others of a device one by one."""
 
     def write(group: list[Item]) -> list[Record]:
         tasks = [
@@ -216,7 +216,7 @@ def _by_mesh(items: list[Item]) -> tuple[list[Any], list[list[Item]]]:
 
 
 def _settle_first(items: list[Item]) -> None:
-    """Reduce partial values, whose blocks would not be the array's; the grid follows the sharding that results."""
+    """Reduce arrays with partial placements, and take the grid from the resulting sharding."""
     for item in items:
         if item.sharding is not None and item.sharding.partial:
             (item.array,) = item.sharding.mesh.settle([item.array])
@@ -225,7 +225,7 @@ def _settle_first(items: list[Item]) -> None:
 
 
 class SaveOptions(TypedDict, total=False):
-    """What `save` and `save_async` share; `save` says what each is."""
+    """The common options of `save` and `save_async`, documented in `save`."""
 
     step: int | None
     metadata: Mapping[str, Any] | None
@@ -295,7 +295,8 @@ def save(
     CheckpointKeyError
         Two leaves have the same dotted name.
     StorageFull
-        There is less room than the arrays need; nothing was written. What compressed arrays need is not known before: they may fill the disk.
+        There is less room than the arrays need; nothing was written. The size of compressed arrays is not known before:
+        they may fill the disk.
 
     Notes
     -----

@@ -53,8 +53,8 @@ class Snapshots:
     slice_nbytes
         Bytes that one `advance` copies.
     when_busy
-        What `begin` does while the checkpoint before is still being written: ``"block"`` until it is, or ``"skip"`` this one, which is
-        counted in ``skipped``.
+        The policy of `begin` while an earlier checkpoint is still being written: ``"block"`` until it is, or ``"skip"``
+        this one, which is counted in ``skipped``.
     options
         Of `save_async`: ``overwrite``, ``metadata``, ``documents``.
 

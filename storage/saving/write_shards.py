@@ -89,7 +89,7 @@ def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> lis
 def _put_blocks(
     payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
 ) -> list[Record]:
-    """Those of `write_blocks` that go to object stores: a shard is one upload."""
+    """`write_blocks` for object stores: a shard is one upload."""
 
     def put(job: _Job) -> list[Record]:
         root, (task, *_), (part, *_) = job

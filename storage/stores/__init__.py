@@ -1,4 +1,4 @@
-"""Directories and object stores, what makes a write in them atomic, and which generation of files is read.
+"""Directories and object stores, their atomic writes, and the generations of the files that are read.
 
 Imports base. Begin with contract.py, then store.py.
 """

@@ -1,6 +1,6 @@
-"""Directories and files that are filled under a name beside their own: their locks, what dead owners left, and errors of disks.
+"""Temporary directories and files beside their targets: locks, leftovers of dead owners, and disk errors.
 
-The protocol that they serve stands in ``directory_commit``.
+``directory_commit`` has the protocol that they serve.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -27,7 +27,7 @@ KINDS = re.compile(
 
 @contextlib.contextmanager
 def owned(path: str) -> Iterator[str]:
-    """A name that this process works under, locked if there is something."""
+    """A temporary name that this process works under, locked where it exists."""
     held = owners.Hold(path).lock()
     try:
         yield path
@@ -54,9 +54,9 @@ def new_beside(target: str, make: Callable[[str], Any]) -> tuple[owners.Hold, An
 
 @contextlib.contextmanager
 def temporary(target: str) -> Iterator[tuple[str, int]]:
-    """A new file beside one that is written anew, and its descriptor; what dead writers left goes first, and so does this when it is left behind.
+    """A new temporary file beside a target, and its descriptor; leftovers of dead writers are deleted first.
 
-    It is to be renamed within the block: its lock lasts as long as the descriptor is open.
+    Rename it within the block, as its lock lasts only while the descriptor is open; otherwise it is deleted.
     """
     recover(os.path.dirname(os.path.abspath(target)))
     fs = active()
@@ -82,7 +82,7 @@ def siblings(target: str, kind: str) -> list[str]:
 
 
 def resolve(target: str) -> str:
-    """Where a reader finds ``target``: there, or where a replacement that was cut short has set it aside."""
+    """The path of ``target`` for a reader: itself, or the name where an interrupted replacement has set it aside."""
     if is_url(target):
         return target
     for _ in range(3):
@@ -98,7 +98,7 @@ def resolve(target: str) -> str:
 
 
 def recover(parent: str) -> list[str]:
-    """Put back what was set aside, delete what dead owners left in a directory; returns the paths dealt with."""
+    """Put back checkpoints that were set aside, and delete leftovers of dead owners; returns their paths."""
     parent = os.path.abspath(parent)
     try:
         listed = sorted(os.listdir(parent))
@@ -116,9 +116,9 @@ def recover(parent: str) -> list[str]:
 
 
 def collect(path: str) -> bool:
-    """End what the dead owner of a temporary name had begun: put back what has no successor, and delete the rest.
+    """Clean up a temporary name of a dead owner: put back a checkpoint without a successor, delete anything else.
 
-    False where somebody has it after all: a writer of another namespace, which had not locked it yet when it was looked at.
+    False where a living writer has it after all: one of another namespace, which had not locked it yet.
     """
     held = owners.Hold(path).lock()
     try:
@@ -175,7 +175,7 @@ def writing(target: str, needs: str = "more room") -> Iterator[None]:
     except MeshtapeError:
         raise
     except OSError as e:
-        # What has no number, or speaks of a connection, came from a cluster or a pipe, not from a disk.
+        # An error without a number, or of a connection, came from a cluster or a pipe, not from a disk.
         if e.errno is None or is_url(target) or isinstance(e, (ConnectionError, TimeoutError)):
             raise
         where, name = os.path.split(os.path.abspath(target))
@@ -208,7 +208,7 @@ def check_room(nbytes: int, target: str) -> None:
 class Folder:
     """A directory that is being filled: small files whole and synced, names made durable, then `commit`.
 
-    ``suffix`` is what the writer appends to the names of arrays: something only where older names cannot be written over.
+    The writer appends ``suffix`` to the names of arrays. It is empty unless older names cannot be written over.
     """
 
     def __init__(self, root: str, commit: Callable[[], None] | None = None) -> None:

@@ -1,6 +1,6 @@
 """The contract of a store, which one test class checks for each of them:
 
-- what `put` has returned for is whole and durable, and readers see the whole of it or nothing, whatever happens meanwhile;
+- an object is whole and durable once `put` has returned, and readers always see the whole of it or nothing;
 - ``put(new=True)`` succeeds for one of many writers of a name, and raises ``FileExistsError`` for the others;
 - a `Reader` fills buffers from a place on, as far as the object goes, and knows the object's length after its first read;
 - `entries` lists all names below, in order; `delete` does not mind names that are gone.
@@ -24,7 +24,7 @@ LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a mil
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An object: its name below the store's root, its length, when it was last written (seconds), and what tells its version."""
+    """An object: its name below the store's root, its length, its last write (in seconds), and its version tag."""
 
     name: str
     nbytes: int
@@ -41,7 +41,7 @@ class Reader(Protocol):
 
     @property
     def tag(self) -> str:
-        """What tells the version of the object that is read: another writer's object has another."""
+        """The version tag of the object; an object by another writer has another tag."""
 
     def readv(self, buffers: list[Any], offset: int) -> int:
         """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
@@ -54,7 +54,7 @@ class Reader(Protocol):
 
 
 class Store(ABC):
-    """Named byte strings below a root. Read the module's text for what its methods promise."""
+    """Named byte strings below a root. The module's docstring has the contract of the methods."""
 
     root: str
     writable: ClassVar[bool] = True
@@ -91,10 +91,10 @@ class Store(ABC):
 
     @abstractmethod
     def files(self) -> list[str]:
-        """Names of the objects directly below the root, sorted; what lies in folders is not looked at."""
+        """Names of the objects directly below the root, sorted; folders are not listed."""
 
     def get(self, name: str) -> bytes:
-        """A whole object; `CorruptCheckpoint` where it is far too long for what is read whole, such as a table of contents."""
+        """A whole object, such as a table of contents; `CorruptCheckpoint` where it is far too long for one."""
         with contextlib.closing(self.reader(name)) as r:
             n = r.nbytes
             if n > LONGEST:
@@ -112,7 +112,7 @@ class Store(ABC):
             return None
 
     def tag(self, name: str) -> str | None:
-        """What tells the version of an object that is there now, or None where there is none."""
+        """The version tag of the present object, or None where there is none."""
         try:
             with contextlib.closing(self.reader(name)) as r:
                 return r.tag or None
@@ -142,7 +142,7 @@ _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", defa
 
 @contextlib.contextmanager
 def recording() -> Iterator[Callable[[], dict[str, str]]]:
-    """Gives what tells the tag of each object that was read meanwhile, in this thread."""
+    """Gives a function that returns the tag of each object that this thread reads within the block."""
     opened: list[tuple[str, Reader]] = []
     token = _opened.set(opened)
     try:
@@ -162,12 +162,12 @@ def _tags(opened: list[tuple[str, Reader]]) -> dict[str, str]:
 
 
 def recorded(where: str, reader: Reader) -> Reader:
-    """The reader of an object, after `recording` was told."""
+    """The reader of an object, after noting it for `recording`."""
     if (opened := _opened.get()) is not None:
         opened.append((where, reader))
     return reader
 
 
 def is_recording() -> bool:
-    """Whether tags are asked for when a reader was closed."""
+    """Whether a `recording` is open in this thread."""
     return _opened.get() is not None

@@ -28,7 +28,7 @@ ATTEMPTS = 10  # to open or load a checkpoint that writers keep replacing
 
 
 def once_more(read: Callable[P, T]) -> Callable[P, T]:
-    """A function that begins anew where a writer replaces what it reads, `ATTEMPTS` times at most."""
+    """A function that starts again where a writer replaces the checkpoint it reads, in at most `ATTEMPTS` attempts."""
 
     @functools.wraps(read)
     def whole(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -79,7 +79,7 @@ class Generation:
         return Generation({where: self.tags[where]} if where in self.tags else {})
 
     def changes(self) -> dict[str, int]:
-        """When each local file was last written or renamed (its ctime): unlike the time of a tag, nobody sets it back."""
+        """The ctime of each local file, its last write or rename: unlike the time in a tag, it cannot be set back."""
         out = {}
         for file in self.tags:
             with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ NONE = Generation()
 
 @dataclass(frozen=True)
 class Listed(Generation):
-    """A checkpoint of which any file may change by itself: a Zarr hierarchy by others. All files below ``root`` tell its generation."""
+    """The generation of a Zarr hierarchy by others, where any file may change: the tags of all files below ``root``."""
 
     root: str = ""
 

@@ -22,7 +22,7 @@ from .filesystem import active, preadv
 
 
 def _kind(mode: int) -> str:
-    """In words, what is no file."""
+    """The kind, in words, of a path that is no file."""
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 

@@ -15,7 +15,7 @@ UPLOADS = 4  # parts of one object on their way
 
 
 class _Ended:
-    """The last thing in the queue of an upload: nothing more, or an error of whoever makes the pieces."""
+    """The last item in the queue of an upload: its end, or an error of the source of its pieces."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error

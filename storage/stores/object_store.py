@@ -4,8 +4,8 @@ Credentials come from where each cloud's own tools look: environment variables (
 ``AZURE_STORAGE_ACCOUNT_NAME``, …), instance metadata, and for S3 the shared files of ``~/.aws`` where boto3 is installed. They are
 never part of a location, a message or a plan.
 
-A request that fails in the server or on the way is repeated, with a growing pause, and so is a download that was cut. What cannot be
-repeated away is a `StoreError`. ``memory://`` lives in one process, for tests and examples.
+A request that fails in the server or on the way is repeated, with a growing pause, and so is an interrupted download.
+After the last attempt it is a `StoreError`. ``memory://`` lives in one process, for tests and examples.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _obstore() -> Any:
 
 
 def _environment() -> str:
-    """What tells one set of credentials and endpoints from another; not what they are."""
+    """A digest of the credentials and endpoints in the environment, which reveals none of them."""
     held = sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_")))
     return hashlib.sha256(repr(held).encode()).hexdigest()
 
@@ -129,7 +129,7 @@ def _connect(scheme: str, authority: str) -> Any:
 
 
 def _shared_files() -> Any:
-    """What reads ``~/.aws``, where the environment says nothing and there are such files."""
+    """A provider of the credentials in ``~/.aws``, where the environment has none and such files exist; else None."""
     if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
         return None
     files = (
@@ -230,7 +230,7 @@ class _ObjectReader(Reader):
 
     @property
     def tag(self) -> str:
-        """Of an object of which nothing was read yet, that of now."""
+        """The tag at the first read; before any read, the present one."""
         if not self._tag:
             with contextlib.suppress(FileNotFoundError):
                 repeated(self._length, self._where)
@@ -246,7 +246,7 @@ class _ObjectReader(Reader):
             return self._seen(_obstore().get(self._client, self._key).meta)
 
     def _seen(self, meta: Any) -> int:
-        """Remember what an answer says of the object: its version, and its length, which is returned."""
+        """Remember version and length of the object from an answer; returns the length."""
         if not self._tag:
             recorded(self._where, self)
         self._nbytes = int(meta["size"])
@@ -304,7 +304,7 @@ class _ObjectReader(Reader):
         return memoryview(found.bytes())
 
     def _streamed(self, start: int, n: int) -> memoryview:
-        """The same from a server without ranges: a download from the start, of which only the wanted part is kept."""
+        """A range from a server without ranges: a download from the start, of which only that part is kept."""
         if start > _STREAMED:
             raise StoreError(
                 f"{self._where}: the server does not answer requests for ranges of bytes, and the file is too long to be read from "
@@ -355,7 +355,7 @@ class ObjectStore(Store):
         return self.writable
 
     def _attributes(self) -> dict[str, str] | None:
-        """What each object is written with."""
+        """The attributes of each written object."""
         given = url_options.divide(self.root.partition("://")[2].partition("/")[0])[1]
         return {"Storage-Class": given["storage_class"]} if "storage_class" in given else None
 
@@ -370,7 +370,7 @@ class ObjectStore(Store):
         return self._put(name, pieces, "create" if new else "overwrite")
 
     def version(self, entry: Entry) -> dict[str, str]:
-        """What `replace` is told about the object that is there now."""
+        """The version of the present object, for `replace`."""
         if not self.root.startswith("gs:"):
             return {"e_tag": entry.tag}
         # Google compares generations, of which its lists say nothing.
@@ -379,7 +379,7 @@ class ObjectStore(Store):
         return {"e_tag": str(meta["e_tag"]), "version": str(meta["version"])}
 
     def replace(self, name: str, data: bytes, version: Mapping[str, str]) -> int:
-        """Overwrite a `version` of an object; ``FileExistsError`` where it is another by now."""
+        """Overwrite a `version` of an object; ``FileExistsError`` where the object has changed since."""
         return self._put(name, data, dict(version))
 
     def _put(self, name: str, pieces: Pieces, mode: Any) -> int:

@@ -1,4 +1,4 @@
-"""Owners of temporary names: the process that holds the lock on one, and what is known where no lock can be asked for.
+"""Owners of temporary names: the process that holds the lock on one, or its name where locks cannot be had.
 
 A writer locks the directory or file that it fills (``flock`` on its descriptor) as soon as it is there. The kernel drops the lock with the
 process, however that ends. So every process of the same kernel, in whatever container or PID namespace, can ask whether the owner lives.
@@ -58,7 +58,7 @@ def new_id() -> str:
 
 
 class Hold:
-    """A name that this process fills, moves or deletes now, there or not yet, and the lock on what is there, if it can be had."""
+    """A name that this process fills, moves or deletes now, which need not exist yet, with a lock where possible."""
 
     def __init__(self, path: str) -> None:
         self.path, self._fd = path, -1
@@ -67,7 +67,7 @@ class Hold:
         _holds.add(self)
 
     def lock(self, fd: int | None = None) -> Hold:
-        """Lock what is there now. ``fd`` is a descriptor of it that somebody else closes; by default the hold has its own."""
+        """Lock the present file or directory. ``fd`` is its descriptor, closed by the caller; by default a new one."""
         if fd is not None:
             self._fd, self.locked = fd, try_lock(fd)
             return self
@@ -82,7 +82,7 @@ class Hold:
         return self
 
     def is_there(self) -> bool:
-        """Whether the name still means what was locked: a collector may have been faster than the lock."""
+        """Whether the name is still the locked file: a collector may have been faster than the lock."""
         if self._fd < 0:
             return self.locked is not False
         try:

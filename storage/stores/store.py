@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a local directory or an object store, behind one small contract.
+"""Stores of checkpoints: local directories and object stores, behind one small contract.
 
 A *location* is a text: an absolute path, or a URL (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``; to read, ``http://``,
 ``https://`` and what fsspec knows, such as ``hf://``), with its options in it (see ``url_options``). It travels in plans to other processes,
@@ -32,7 +32,7 @@ _NAMED_BEFORE_AT = ("abfs", "abfss", "github")  # container@account, organisatio
 
 
 def location(path: str | os.PathLike[str]) -> str:
-    """The absolute form of what a user calls a path.
+    """The absolute form of a path or URL that a user gives.
 
     Raises `CheckpointError` for an unknown scheme, and for a URL that carries a user, a password or a query: credentials come from the
     environment, so that no message, plan or manifest can show them.
@@ -91,7 +91,8 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
     **given
         ``s3://``: ``endpoint``, ``region``, ``anonymous``, ``encryption`` (``"AES256"``, ``"aws:kms"``, …), ``kms_key``, ``bucket_key``,
         ``storage_class``, ``requester_pays``, ``virtual_hosted``. ``gs://``: ``endpoint``, ``anonymous``, ``storage_class``. ``az://``: these and
-        ``account``. URLs that fsspec opens: what its file system takes. What may be a secret is refused: credentials come from the environment.
+        ``account``. URLs that fsspec opens: the options of its file system. Possible secrets are refused: credentials
+        come from the environment.
 
     Examples
     --------
@@ -144,7 +145,7 @@ def listed_once() -> Iterator[None]:
 
 
 def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
-    """Those of the files of one folder of a checkpoint that do not exist."""
+    """The files of one folder of a checkpoint that do not exist."""
     known = _listings.get()
     if not is_url(root):
         held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack

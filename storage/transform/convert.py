@@ -48,7 +48,7 @@ KEEP = "keep"  # the compression of the source
 
 
 class TransformOptions(TypedDict, total=False):
-    """What `convert`, `merge` and `reshard` share; `convert` says what each is, holds the defaults and checks them."""
+    """The common options of `convert`, `merge` and `reshard`. `convert` documents them and has the defaults."""
 
     rules: Any
     keys: Iterable[str] | None
@@ -69,11 +69,12 @@ class TransformOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written. ``resumed`` counts bytes that an interrupted run had written; ``skipped`` lists leaves without a place, and what the source holds and no reader here can give.
+    """Report of a conversion: the written arrays, files and bytes.
 
-    ``losses`` counts, for each array, the values that its casts lost: those that ``allow_overflow`` accepted, and those that became zero.
-    ``notes`` says which documents are not as in the source, and why.
-    ``left_behind`` lists files and folders beside a model that do not go along.
+    ``resumed`` counts bytes that an interrupted run had written. ``skipped`` lists leaves without a place in the
+    format, and arrays of the source that cannot be read. ``losses`` counts, for each array, the values that its casts
+    lost: those that ``allow_overflow`` accepted, and those that became zero. ``notes`` names the documents that differ
+    from the source, and why. ``left_behind`` lists files and folders beside a model that are not copied.
     """
 
     path: str
@@ -122,8 +123,10 @@ class Selection:
     notes: list[str] = field(default_factory=list)  # of `documents`
 
     def documents(self) -> dict[str, bytes]:
-        """Files beside the arrays, which go along. A ``config.json`` that names the dtype of the weights names the new one, and where
-        they are quantised no longer, it does not say that they are."""
+        """The files beside the arrays, to copy. ``config.json`` gets the new dtype of the weights where it names one.
+
+        Its quantization entry is dropped where no weights are quantised any more.
+        """
         held = self.ckpt.documents
         found = held.every() if isinstance(held, Documents) else {}
         if (config := found.get("config.json")) is not None:
@@ -139,12 +142,12 @@ class Selection:
         return found
 
     def texts(self) -> dict[str, str]:
-        """The metadata that a header of safetensors has a place for, but for the keys that mean something there."""
+        """The metadata for a safetensors header: its texts, without the keys that have a meaning there."""
         said = self.ckpt.metadata
         return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
 
     def left_behind(self) -> list[str]:
-        """What lies beside a model of others and does not go along."""
+        """Files and folders beside another writer's model that are not copied."""
         held = self.ckpt.documents
         return held.others() if isinstance(held, Documents) and self.ckpt.manifest is None else []
 
@@ -209,7 +212,7 @@ def _float(dtype: Any) -> np.dtype:
 
 
 def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
-    """Quantised weights are their numbers times a scale that lies beside them: converting the numbers alone would lose that."""
+    """Raise for quantised weights: their values are numbers times a scale beside them, which a cast would lose."""
     for name, scale in _scaled(arrays):
         t = arrays[name]
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
@@ -232,7 +235,7 @@ def _fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
 
 
 def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFaceSink:
-    """The sink for safetensors; refuses names and dtypes that the format has not."""
+    """The sink for safetensors; refuses names and dtypes that the format lacks."""
     if "__metadata__" in held.arrays:
         raise CheckpointKeyError(
             f"{held.ckpt.path}: safetensors reserves the name '__metadata__'; leave that key out with keys= or drop="
@@ -351,9 +354,9 @@ def convert(
     Lossy
         A cast would lose values, and ``allow_overflow`` is false; names the arrays, the counts and the first places.
     CorruptCheckpoint
-        The source is damaged, or what was written does not read back.
+        The source is damaged, or the written bytes do not read back.
     StorageFull
-        There is too little room. What was written stays for the next run.
+        There is too little room. The bytes written so far stay for the next run.
 
     Examples
     --------
@@ -424,7 +427,7 @@ def convert(
 
 
 def _executor(client: Any) -> Executor | None:
-    """What spreads the windows of a Dask client, or of an executor."""
+    """The executor of a Dask client; an executor, or None, as it is."""
     if client is None or not hasattr(client, "get_executor"):
         return client
     # Windows are written to fixed places, so a task that a lost worker leaves behind may simply run again.

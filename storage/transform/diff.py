@@ -1,4 +1,4 @@
-"""`diff`: what two checkpoints do not have in common, window by window."""
+"""`diff`: the differences of two checkpoints, window by window."""
 
 # Paths are plain texts here: they come from manifests and go to system calls.
 
@@ -55,7 +55,9 @@ class ArrayDiff:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """Names on one side alone, arrays and values that differ, and how many arrays are equal to the bit. ``skipped``: what cannot be read on either side."""
+    """Names on one side alone, arrays and values that differ, and the number of arrays that are equal to the bit.
+
+    ``skipped`` names arrays that cannot be read on either side."""
 
     a: str
     b: str

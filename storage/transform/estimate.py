@@ -113,7 +113,7 @@ def estimate(
     max_shard_bytes: int | None = None,
     compression: str | Zstd | None = None,
 ) -> Estimate:
-    """What a checkpoint needs on disk, and what training it needs in the memory of each rank.
+    """The disk space of a checkpoint, and the memory of each rank to train it.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def estimate(
     max_shard_bytes
         As in `merge`: how the arrays fall into files.
     compression
-        As in `save`. What the values shrink to cannot be told from shapes: ``zarr`` is then the most that the files can need.
+        As in `save`. Shapes do not tell how far values shrink, so ``zarr`` is then an upper bound.
 
     Returns
     -------

@@ -1,6 +1,6 @@
 """`merge`: any checkpoint as a Hugging Face directory of safetensors, in bounded memory.
 
-The result is what Hugging Face tools write and read: ``model.safetensors``, or ``model-00001-of-0000N.safetensors``, and
+The result has the layout of Hugging Face tools: ``model.safetensors``, or ``model-00001-of-0000N.safetensors``, and
 always ``model.safetensors.index.json``. Each file's header says ``{"format": "pt"}``: transformers refuses files whose
 format is none of the frameworks that it knows, and it does not know NumPy.
 """
@@ -19,11 +19,12 @@ from .convert import TransformOptions, convert
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge wrote. ``skipped`` lists leaves that are values, not arrays: safetensors has no place for them;
-    and what the source holds and no reader here can give.
+    """Report of a merge: the written arrays, files and bytes.
 
-    ``losses`` counts, for each array, the values that its casts lost (see `convert`), ``notes`` says which documents are not as in the source, and
-    ``left_behind`` lists files and folders beside a model that do not go along.
+    ``skipped`` lists leaves that are values, not arrays, for which safetensors has no place, and arrays of the source
+    that cannot be read. ``losses`` counts, for each array, the values that its casts lost (see `convert`). ``notes``
+    names the documents that differ from the source, and why. ``left_behind`` lists files and folders beside a model
+    that are not copied.
     """
 
     path: str

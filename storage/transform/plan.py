@@ -1,4 +1,4 @@
-"""The fingerprint of the plan of a transfer, by which an interrupted one goes on."""
+"""The fingerprint of a transfer's plan, which decides whether an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Progress = Callable[[int, int], None]
 def fingerprint(
     source: Generation, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int
 ) -> str:
-    """What is the same for two runs that would write the same windows of the same bytes."""
+    """A digest that is equal for two runs that write the same windows of the same bytes."""
     made = Recipes()
     held = [made.of(t) for t in tensors]
     plan = json.dumps(

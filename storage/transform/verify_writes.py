@@ -1,6 +1,6 @@
-"""The steps of a transfer by threads: windows that are written, and read back as soon as their array is complete.
+"""The steps of a transfer by threads: writes of windows, and their reads for verification once an array is complete.
 
-Reading back needs processors and memory, writing waits for the disk; done beside one another they take little longer than the slower of the two.
+Reading back needs processors and memory, writing waits for the disk; together they take little longer than the slower.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """The steps of the windows of all arrays, those in ``kept`` excepted, which an earlier run has written and this one has read back.
+    """The steps for all windows except those in ``kept``, which an earlier run wrote and this one verified.
 
-    An array is read back once it is complete, one array after it was written: until then the threads have others to write.
+    An array is read back after the next one was written, so that the threads do not wait for its last windows.
     """
 
     def __init__(self, writers: Sequence[Writer], tensors: Sequence[Any], root: str, kept: Mapping[Unit, Any]) -> None:
@@ -69,7 +69,7 @@ class Steps:
                 self._changed.notify_all()
             return done
         with self._changed:
-            # Who writes the last windows of the array has taken them before this step, so they are on their way.
+            # Other threads took the last windows of the array before this step, so their writes will end.
             self._changed.wait_for(lambda: self._failed or not self._left[unit.array])
             if self._failed:
                 return True  # the error of the other thread is raised; there is nothing to tell here

@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """What spreads work over other processes: ``concurrent.futures`` and ``client.get_executor()`` of Dask have this."""
+    """An executor of other processes, such as those of ``concurrent.futures`` and Dask's ``client.get_executor()``."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
         """Call ``fn(*args)`` somewhere; returns a future."""
 
 
 class Spread:
-    """How to call a function on many items: in ``threads`` here, or by ``executor`` with as many calls on their way.
+    """Parallel calls of a function on many items: in ``threads`` here, or by ``executor`` with as many calls in flight.
 
-    Results come as they end, in any order. None is begun after an error, and the error is raised when those that run have ended.
+    Results come in the order in which calls end. After an error no call begins, and it is raised when all have ended.
     """
 
     def __init__(self, threads: int, executor: Executor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``batch_norm``: each channel of a whole batch, by its own statistics or by those of earlier batches.
+"""``batch_norm``: each channel normalized over the whole batch, by its own statistics or running ones.
 
 Training is an op with its own backward op, inference is another; all are computed in blocks that stay in cache, and by fused
 kernels on a GPU. Each knows how to decompose into plain functions: that form serves higher derivatives, and a batch that is
@@ -40,8 +40,9 @@ def _blocks(xp: Any, x: Any) -> list[slice]:
 
 
 def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any, Any]:
-    """Mean and biased variance of each channel, in the wide dtype, and what the rounding of the mean left out; zeros of a batch of
-    nothing."""
+    """Mean and biased variance of each channel, in the wide dtype, and the rounding error of the mean.
+
+    All are zeros for an empty batch."""
     wide, channels = _wide(x.dtype), x.shape[axis]
     mean, var, rest = (xp.zeros(channels, wide) for _ in range(3))
     count, axes = x.size // max(channels, 1), _rest(x.ndim, axis)

@@ -82,7 +82,7 @@ def _groups(xp: Any, x: Any, num_groups: int, axis: int) -> Any:
 
 
 def _back(xp: Any, y: Any, shape: tuple[int, ...], axis: int) -> Any:
-    """What :func:`_groups` gives, in the shape it was made of."""
+    """Inverse of :func:`_groups`."""
     if axis == 1:
         return y.reshape(shape)
     moved = (shape[0], shape[axis], *(n for i, n in enumerate(shape) if i not in (0, axis)))

@@ -52,7 +52,7 @@ class Comparison:
     complete: bool = False
 
     def ranked(self) -> list[Change]:
-        """Changes, what cannot be compared first, then the most changed."""
+        """Changes, most changed first; those that cannot be compared come before them."""
         return sorted(self.changes, key=lambda c: (not c.note, -math.inf if math.isnan(c.ratio) else -c.ratio, c.name))
 
     @property
@@ -70,9 +70,9 @@ class Comparison:
 
 
 def ruled(ckpt: Checkpoint, rules: str) -> Checkpoint:
-    """What key rules make of a checkpoint, still unread; the checkpoint itself where ``rules`` is blank.
+    """The lazy checkpoint that key rules give; the checkpoint itself where ``rules`` is blank.
 
-    Raises what `Rules` raises, and `CheckpointError` for chunks that are too large for a page.
+    Raises the errors of `Rules`, and `CheckpointError` for chunks that are too large for a page.
     """
     if not rules.strip():
         return ckpt
@@ -82,7 +82,7 @@ def ruled(ckpt: Checkpoint, rules: str) -> Checkpoint:
 
 
 def names(a: Checkpoint, b: Checkpoint) -> Comparison:
-    """What the tables of contents tell: nothing is read."""
+    """The names on each side alone and the number of common ones; no array is read."""
     return Comparison(
         [n for n in a if n not in b.arrays], [n for n in b if n not in a.arrays], [], sum(n in b.arrays for n in a)
     )
@@ -91,7 +91,7 @@ def names(a: Checkpoint, b: Checkpoint) -> Comparison:
 def compare(
     a: Checkpoint, b: Checkpoint, found: Comparison, progress: Callable[[int, int, str], None] | None = None
 ) -> Comparison:
-    """Fill ``found`` (of `names`) with the change of every array that both have.
+    """Fill ``found`` (from `names`) with the change of every array that both have.
 
     >>> import os, tempfile
     >>> from meshtape.storage import open_checkpoint, save

@@ -47,7 +47,7 @@ KINDS = {
 
 @dataclass
 class Health:
-    """What a scan has found so far. ``counts`` has every finding, ``findings`` at most `MOST` of a kind."""
+    """Findings of a scan so far. ``counts`` has every finding, ``findings`` at most `MOST` of a kind."""
 
     arrays: int = 0
     scanned: int = 0
@@ -64,7 +64,7 @@ class Health:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing that is surely wrong was found."""
+        """Whether no finding has the level ``"bad"``."""
         return not any(f.level == "bad" for f in self.findings)
 
 

@@ -55,7 +55,7 @@ class Group:
 
 
 def largest_first(item: Group | Row) -> tuple[int, int, str]:
-    """A sorting key. Of equals the shorter name comes first: ``layers.2`` before ``layers.10``, and faster than by `natural`.
+    """A sorting key: size descending, then the shorter name first, which is faster than `natural`.
 
     >>> rows = [Row(n, (n,), (2,), "int8", 2, None) for n in ("w10", "w2")]
     >>> [r.name for r in sorted(rows, key=largest_first)]
@@ -67,7 +67,10 @@ def largest_first(item: Group | Row) -> tuple[int, int, str]:
 
 @dataclass(frozen=True)
 class Query:
-    """What to list. ``words`` must all occur in a name, in any case; a text with ``*`` or ``?`` is a pattern for the whole name."""
+    """A query for arrays. Every one of ``words`` must occur in a name, ignoring case.
+
+    A text with ``*`` or ``?`` is a pattern for the whole name.
+    """
 
     words: str = ""
     dtype: str = ""
@@ -166,7 +169,7 @@ class Inventory:
 
     @cached_property
     def _by_name(self) -> builtins.list[Row]:
-        """All rows in the natural order of their names, which takes longer to find than all else of a search."""
+        """All rows in the natural order of their names, cached: it is the slowest part of a search."""
         return self.ordered(self.rows, "name")
 
     def list(self, query: Query) -> Listing:

@@ -57,11 +57,11 @@ class Job:
             raise Stopped
 
     def stop(self) -> None:
-        """Ask the work to end at its next `advance`. What it has found so far stays."""
+        """Ask the work to end at its next `advance`. Its results so far stay."""
         self._stop.set()
 
     def run(self) -> None:
-        """Do the work; called by the thread that was given it."""
+        """Do the work, in the thread of the jobs."""
         self.state = "running"
         self.started = time.monotonic()
         try:
@@ -80,7 +80,7 @@ class Job:
 
 
 class Jobs:
-    """The jobs of a site, one running at a time: a scan is bound by the disk, and two would only be slower.
+    """The jobs of a site, one at a time: scans are bound by the disk, so two would only be slower.
 
     >>> jobs = Jobs()
     >>> job = jobs.start(("sum",), "a sum", lambda job: setattr(job, "result", 1 + 1))
@@ -96,7 +96,7 @@ class Jobs:
         self._futures: dict[str, Any] = {}
 
     def start(self, what: tuple[Any, ...], title: str, work: Callable[[Job], Any], again: bool = False) -> Job:
-        """The job for ``what``: the one that exists, unless it failed or was stopped or ``again`` is said."""
+        """The job for ``what``: the existing one, unless it failed, was stopped, or ``again`` is true."""
         with self._lock:
             job = self._held.get(what)
             if job is not None and (job.running or (job.state == "done" and not again)):

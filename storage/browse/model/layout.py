@@ -38,7 +38,7 @@ class Block:
 
 
 def blocks(array: StoredArray) -> list[Block] | None:
-    """The blocks of an array over the mesh that saved it; None for one that was local, or whose sharding says what is unknown.
+    """The blocks of an array over the mesh that saved it; None for a local array or an unknown sharding.
 
     Axes that split one dimension count as one long axis, the first in the mesh the slowest.
     """
@@ -68,7 +68,7 @@ def blocks(array: StoredArray) -> list[Block] | None:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk on the map: its place, the file that holds it, its stored bytes, and what is known about them.
+    """A chunk on the map: its place, its file, its stored bytes, and its state.
 
     ``state`` is ``"recorded"`` (a checksum lies beside it, unread), ``"sound"`` (read now, and the checksum fits), ``"damaged"``,
     ``"missing"``, ``"length"`` (the file is not as long as the manifest says), ``"plain"`` (this format has no checksum of ours) or

@@ -1,5 +1,4 @@
-"""The directory of a run, local or in an object store: its checkpoints in order of their steps, their sizes and metrics, and what is
-incomplete there.
+"""The directory of a run, local or in an object store: its checkpoints by step, with sizes, metrics and faults.
 
 It only looks: unlike the save of a `CheckpointManager` it collects no remains and deletes nothing.
 """
@@ -27,7 +26,7 @@ _MOST = 2000
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A checkpoint of a run, or what was to become one: then ``note`` says what is wrong."""
+    """A checkpoint of a run, or an incomplete one: ``note`` then says why."""
 
     name: str
     step: int

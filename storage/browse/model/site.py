@@ -1,4 +1,4 @@
-"""The site of a browser: the given roots and what lies below them, opened once and kept while it does not change.
+"""The site of a browser: the given roots and all below them; opened checkpoints are kept while they do not change.
 
 A place is written ``ROOT/REST``: the number of a root, and names below it. Names that are ``..``, hidden, or links that lead out of their
 root are refused, so that no address reaches anything that was not given.
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A name in a directory, and what it looks like: ``"checkpoint"``, ``"run"`` or ``"directory"``."""
+    """A name in a directory, and its kind: ``"checkpoint"``, ``"run"`` or ``"directory"``."""
 
     name: str
     kind: str
@@ -127,7 +127,7 @@ class Site:
         return opened
 
     def check(self, place: Place) -> None:
-        """Raise what opening it would raise, where nothing there can be shown."""
+        """Raise the error of opening the place, unless it is a directory or a run."""
         if not stores.is_url(place.path) and os.path.isdir(place.path) and _kind(place.path) != "checkpoint":
             return
         if not is_run(place.path):
@@ -140,7 +140,7 @@ class Site:
         return _kind(place.path)
 
     def entries(self, place: Place) -> list[Entry]:
-        """What lies in a directory that may be worth opening; hidden names and other files are left out."""
+        """The folders and safetensors files of a directory; hidden names and other files are left out."""
         out: list[Entry] = []
         if stores.is_url(place.path):
             store = stores.at(place.path)
@@ -161,7 +161,7 @@ class Site:
         return out
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop the background jobs."""
         self.jobs.close()
 
 
@@ -179,7 +179,7 @@ def _kind(path: str) -> str:
 
 
 def _mark(path: str) -> object:
-    """What changes when a checkpoint is written anew."""
+    """A mark of a checkpoint's version, which changes when it is written anew."""
     if stores.is_url(path):
         return int(time.monotonic() / _REMOTE_AGE)
     out = []

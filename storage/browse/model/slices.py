@@ -41,7 +41,7 @@ class View:
         at: tuple[int, ...] = (),
         steps: tuple[int, int] = (0, 0),
     ) -> View:
-        """A sound view: what is left out is chosen, what lies outside is moved inside. A step of 0 shows the whole of its dimension.
+        """A valid view: missing values are chosen, others moved inside the array. A step of 0 shows a whole dimension.
 
         >>> View.of((8, 5, 300))
         View(rows=1, columns=2, at=(0, 0, 0), steps=(1, 5))
@@ -83,7 +83,7 @@ class View:
 
 @dataclass(frozen=True)
 class Window:
-    """The values of a view, row by row, and what reading them took."""
+    """The values of a view, row by row, and the cost of reading them."""
 
     view: View
     values: np.ndarray

@@ -1,7 +1,8 @@
 """Statistics of a stored array: counts of NaN, infinities and zeros, moments, quantiles, a histogram.
 
-They are computed piece by piece. A small array is read whole and everything is exact. A large one is sampled, unless the exact
-numbers are asked for: then it is read twice, and its quantiles are known to one part in 4,096. What was done is part of the result.
+They are computed piece by piece. A small array is read whole, and everything is exact. A large one is sampled, unless
+exact numbers are asked for: then it is read twice, and its quantiles are known to one part in 4,096. The result says
+which of these was done.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _edges(low: float, high: float) -> np.ndarray:
 
 
 def _count(flat: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Elements in each bin. The edges span all of them, so a search suffices, and no range of them overflows."""
+    """Elements in each bin. The edges span all elements, so a search suffices and no difference can overflow."""
     where = np.searchsorted(edges, flat.astype(np.float64, copy=False), side="right") - 1
     return np.bincount(np.clip(where, 0, len(edges) - 2), minlength=len(edges) - 1)
 
@@ -228,7 +229,7 @@ def _streamed(array: StoredArray, pieces: Pieces, size: int, progress: Callable[
 
 
 def _key(flat: np.ndarray) -> np.ndarray:
-    """The place of each element among 2²⁰ steps of the order of float32: the upper bits of the pattern, made monotone."""
+    """The step of each element among 2²⁰ in the order of float32: the upper bits of its pattern, made monotone."""
     with np.errstate(over="ignore"):
         bits = flat.astype(np.float32).view(np.uint32)
     ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))

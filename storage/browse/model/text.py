@@ -22,8 +22,8 @@ _DIGITS = re.compile(r"(\d+)")
 def visible(text: str, longest: int = 400) -> str:
     """``text`` with every character that could act on a terminal or turn the direction of writing spelt out.
 
-    What escapes HTML is `html.tag`; this is about what a reader is made to believe: control characters, lone surrogates,
-    invisible characters and overrides of direction become ``\\xNN`` or ``\\uNNNN``. A text longer than ``longest`` loses its middle.
+    Control characters, lone surrogates, invisible characters and direction overrides become ``\\xNN`` or ``\\uNNNN``.
+    A text longer than ``longest`` loses its middle. `html.tag` escapes HTML.
 
     >>> visible("w\\u202egnp.exe"), visible("abcdefghij", 7)
     ('w\\\\u202egnp.exe', 'abc…hij')
@@ -43,9 +43,9 @@ def natural(text: str) -> tuple[Any, ...]:
 
 
 def key(name: str) -> str:
-    """What stands for a name in an address: the name where that is plain and short, else ``~`` and a digest of it.
+    """The key of a name in an address: the name where it is plain and short, else ``~`` and its digest.
 
-    Control characters, lone surrogates and names of a megabyte never get into an address, in either direction.
+    So no address holds control characters, lone surrogates, or a name of a megabyte.
 
     >>> key("encoder.0.w"), len(key("a\\n"))
     ('encoder.0.w', 25)

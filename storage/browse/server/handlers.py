@@ -1,13 +1,13 @@
 """Tornado handlers: addresses to views. The stand-alone server and the Dask dashboard mount the same ones.
 
-What protects whom:
+Protections:
 
-- nothing but the site's roots can be named (`Site.place`), and no request changes a file;
-- the Host header must name this server, so that a page elsewhere cannot reach it by pointing its own name here (DNS rebinding);
-  where a token is asked for, a stranger lacks it, and any host name may lead here;
-- forms that start work are taken only from this site's own pages;
-- the content security policy allows this server's own style and script, pictures in the page, and nothing else: were something from a
-  file to become markup after all, it could neither run nor call anywhere.
+- only the site's roots can be named (`Site.place`), and no request changes a file;
+- the Host header must name this server, so that a page elsewhere cannot point its own name here (DNS rebinding);
+  where a token is required, any host name may lead here;
+- forms that start work are accepted only from this site's own pages;
+- the content security policy allows this server's own style and script, pictures in the page, and nothing else: markup
+  that came from a file could neither run nor call anywhere.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class _Handler(web.RequestHandler):
 
 
 def _guarded(make: Callable[[], Shown]) -> Shown:
-    """A view, or the error that a checkpoint caused as a page: damaged files are this program's daily bread."""
+    """A view, or a page with the error that the checkpoint caused."""
     try:
         return make()
     except (MeshtapeError, OSError) as e:
@@ -233,7 +233,7 @@ class _Home(_Handler):
 
 
 class _Open(_Handler):
-    """Leads to the view that fits what lies at a place."""
+    """Redirects to the view for the kind of a place."""
 
     async def get(self) -> None:
         site, at = self.access.site, self.parameter("at", "0")

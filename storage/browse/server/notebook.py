@@ -29,7 +29,7 @@ def _embedded(*children: object) -> str:
 
 
 def checkpoint_html(ckpt: Checkpoint) -> str:
-    """An opened checkpoint: totals, where the bytes are, and its arrays. Reads nothing but what opening has read."""
+    """An opened checkpoint: totals, the map of its bytes, and its arrays. Reads nothing more from files."""
     held = Inventory(ckpt)
     opened = Opened(Place("", ckpt.path, ckpt.path.rstrip("/").rpartition("/")[2] or ckpt.path), ckpt, held, 0.0)
     rows: list[tuple[Markup, str, str, str, str]] = []

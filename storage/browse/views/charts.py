@@ -179,7 +179,7 @@ def curve(
 
 
 def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 1132, height: int = 460) -> Markup:
-    """A treemap of a group by bytes. Every tile is a link to what it shows."""
+    """A treemap of a group by bytes. Every tile links to its array or group."""
     total = group.nbytes
     if not total:
         return tag("p", "Nothing here has a size.", class_="mt-quiet")
@@ -192,7 +192,7 @@ def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: in
         name = rest or visible(tile.item.path[-1] if tile.item.path else "", 60)
         full = rest or visible(".".join(tile.item.path), 200)
         share = tile.nbytes / total
-        # What is gathered is no large array, however large its tile.
+        # The tile of gathered arrays keeps the lightest shade: none of them is large.
         shade = 0 if rest else min(SHADES - 1, int(SHADES * math.sqrt(share)))
         parts: list[Markup] = [
             tag(

@@ -69,7 +69,7 @@ def page(shown: Shown, *, prefix: str = "") -> str:
 
 
 def opening(title: str, prefix: str = "", waiting: str = "") -> str:
-    """The page down to where the view is needed. ``waiting`` is shown until `rest` has come."""
+    """The part of a page before its view. ``waiting`` is shown until `rest` arrives."""
     return "<!doctype html>" + _open(
         tag(
             "html",
@@ -102,7 +102,7 @@ def _open(element: Markup) -> Markup:
 
 
 def rest(shown: Shown) -> str:
-    """What follows `opening`."""
+    """The part of a page after `opening`."""
     crumbs = join(
         [
             tag("a", visible(label, 80), href=to) if to else tag("span", visible(label, 80), aria_current="page")

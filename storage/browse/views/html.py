@@ -1,4 +1,4 @@
-"""HTML and SVG as values: whatever is not already markup is escaped, so that nothing from a file can become markup.
+"""HTML and SVG as values: all text is escaped unless it is markup, so that nothing from a file can become markup.
 
 >>> tag("p", "a < b", tag("b", "<i>"), class_="x")
 '<p class="x">a &lt; b<b>&lt;i&gt;</b></p>'

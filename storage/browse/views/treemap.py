@@ -21,7 +21,7 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A child of a group. ``item`` is None for what was gathered; ``inner`` are the tiles of a group's own children."""
+    """A child of a group. ``item`` is None for the gathered rest; ``inner`` are the tiles of a group's own children."""
 
     place: Rectangle
     item: Group | Row | None
@@ -88,7 +88,7 @@ def _tiles(group: Group, place: Rectangle, header: float, depth: int) -> tuple[T
     shown, rest = children[:MOST], children[MOST:]
     sizes = [c.nbytes for c in shown]
     gathered = sum(c.nbytes for c in rest)
-    # What is gathered comes last though it may be larger: it is the least interesting.
+    # The gathered tile comes last, even where it is larger: it is the least interesting.
     places = squarify([*sizes, gathered] if gathered else sizes, place)
     out = []
     for child, where in zip(shown, places, strict=False):

@@ -1,4 +1,4 @@
-"""A checkpoint as a whole: totals, the list of its arrays as a tree or as found, the map by bytes."""
+"""Views of a whole checkpoint: totals, the list of its arrays (as a tree, or search results), the map by bytes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def row_data(r: Row) -> dict[str, Any]:
 
 
 def checkpoint(site: Site, at: str, query: Query, inside: list[str], rows_only: bool = False) -> Shown:
-    """The arrays: the children of one group, or what a query finds."""
+    """The list of arrays: the children of one group, or the matches of a query."""
     opened = site.open(at)
     if query.narrows:
         shown, data = _found(opened, query)
@@ -238,7 +238,7 @@ def _rows(
 
 
 def unfolded(site: Site, at: str, inside: list[str]) -> Shown:
-    """The rows right below a group, as they are put under its row. What does not fit a page is behind a link."""
+    """The rows right below a group, for display under its row. A link leads to those that do not fit a page."""
     opened = site.open(at)
     group = opened.inventory.group(inside)
     rows, pages = _rows(opened, group, inside, 0, len(inside), unfold=False)

@@ -34,7 +34,7 @@ def start_comparison(site: Site, a: str, b: str, rules: str, anew: bool) -> Job:
 
 
 def comparison(site: Site, a: str, b: str, rules: str = "", fragment: bool = False) -> Shown:
-    """Two checkpoints side by side, ``a`` as key rules make it; without ``b``, what can be compared with ``a``."""
+    """Two checkpoints side by side, ``a`` after the key rules; without ``b``, a choice of checkpoints for it."""
     left = site.open(a)
     trail = crumbs(site, left.place, ("compare", None))
     if not b:
@@ -102,7 +102,7 @@ def comparison(site: Site, a: str, b: str, rules: str = "", fragment: bool = Fal
 def _rules_form(
     a: str, b: str, rules: str, mapping: list[tuple[str, int]], wrong: MeshtapeError | None, unfolded: bool
 ) -> Markup:
-    """The box for key rules, what they did, or what is wrong with them."""
+    """The box for key rules, with their effect or their errors."""
     lines = rules.replace("\r\n", "\n").split("\n")
     box = tag(
         "form",
@@ -144,7 +144,7 @@ def _rules_form(
 
 
 def _choose(site: Site, a: str) -> Markup:
-    """The other checkpoints that this site knows: roots, and what lies beside ``a``."""
+    """The other checkpoints of this site: roots, and the neighbours of ``a``."""
     found: dict[str, str] = {}
     parent = a.rpartition("/")[0]
     if parent:
@@ -216,7 +216,7 @@ def _comparison(a: str, b: str, c: Comparison, stored: Checkpoint, done: bool) -
 
 
 def _name(name: str, at: str, stored: bool) -> Markup:
-    """A name, as a link where the file holds it: what a rule has made has no page of its own."""
+    """A name, as a link where the file holds the array: an array made by a rule has no page of its own."""
     return tag(
         "a" if stored else "span", visible(name, 160), href=href("array", at=at, name=key(name)) if stored else None
     )

@@ -1,4 +1,4 @@
-"""Where one can go: the given roots, directories, and a run with its steps and metrics."""
+"""Views of places: the given roots, directories, and a run with its steps and metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def home(site: Site) -> Shown:
 
 
 def directory(site: Site, at: str) -> Shown:
-    """What lies in a directory that is no checkpoint."""
+    """The entries of a directory that is no checkpoint."""
     place = site.place(at)
     entries = site.entries(place)
     rows = [(tag("a", visible(e.name, 160), href=href("open", at=e.at)), _KIND[e.kind]) for e in entries]
@@ -192,7 +192,7 @@ def _steps(at: str, r: Run) -> Any:
 
 
 def summary(site: Site, at: str) -> Any:
-    """What the first page of a place shows, as plain data."""
+    """The data of a place's first page, as plain data."""
     place = site.place(at)
     kind = site.kind(place)
     shown = (

@@ -1,4 +1,4 @@
-"""The health of a checkpoint, and what pages of work in the background share: progress, and the button that stops it."""
+"""The view of a checkpoint's health, and the common parts of pages for background work: progress and a stop button."""
 
 from __future__ import annotations
 

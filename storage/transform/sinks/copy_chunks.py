@@ -47,7 +47,7 @@ class Move:
 
 
 def keeps_bytes(tensor: Any, grid: Grid, dtype: np.dtype, compression: Compression = None) -> bool:
-    """Whether the stored chunks of ``tensor`` are those of an array of ``grid`` that is compressed so."""
+    """Whether the stored chunks of ``tensor`` are the same bytes in an array of ``grid`` with this compression."""
     return (
         isinstance(tensor, ChunkedTensor)
         and not isinstance(tensor, PackedBlocks)

@@ -1,4 +1,4 @@
-"""Shard files that come into being from their first byte to their last: what is uploaded, and what is compressed.
+"""Shard files written from their first byte to their last: uploads and compressed shards.
 
 A chunk that is compressed has no place before those before it are known. So such a shard is one window of a transfer, whatever its length; it passes
 through memory in smaller ones.
@@ -65,7 +65,7 @@ def shard_of(
 
 @dataclass(frozen=True, slots=True)
 class ShardWriter:
-    """Shards of an array of a checkpoint, whole. The sums of one are the length of its file, its digest, and those of its chunks."""
+    """Whole shards of an array. The sums of a shard are the length of its file, its digest, and those of its chunks."""
 
     directory: str
     grid: Grid

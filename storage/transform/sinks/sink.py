@@ -1,9 +1,9 @@
-"""Where a transfer writes: a Zarr checkpoint or a Hugging Face directory, one window of one array at a time.
+"""Sinks: the targets of a transfer, a Zarr checkpoint or a Hugging Face directory, written window by window.
 
-Every byte of the result has one place that the plan fixes, so windows may come in any order, from any thread or process, and again after
-an interruption; the files are the same. A sink answers for what it wrote with checksums: a writer's `put` returns them, its `check`
-reads the window back and compares, `finish` turns them into the metadata that makes the directory a checkpoint. Where files cannot
-be written in pieces, as in an object store, `streams` gives each of them from its first byte to its last.
+The plan fixes the place of every byte of the result, so windows may come in any order, from any thread or process, and
+again after an interruption; the files are the same. A sink guards its bytes with checksums: a writer's `put` returns
+them, its `check` reads the window back and compares, `finish` turns them into the metadata that makes the directory a
+checkpoint. Where files cannot be written in pieces, as in an object store, `streams` gives each file whole.
 """
 
 # Paths are plain texts here: they come from manifests and go to system calls.
@@ -39,20 +39,20 @@ class Unit:
 
 
 class Writer(Protocol):
-    """What puts windows of one array to their places: small, so that it can be sent to another process."""
+    """A writer of the windows of one array, small enough to send to another process."""
 
     def put(self, root: str, box: Box, tensor: Any) -> list[int]:
-        """Bring a window of a tensor to its places; returns its checksums. Bytes that are stored as they will be are copied as they are."""
+        """Write a window of a tensor to its places; returns its checksums. Bytes already in stored form are copied."""
 
     def check(self, root: str, box: Box, sums: list[int]) -> bool:
-        """Whether the files hold what ``sums`` says."""
+        """Whether the bytes in the files have these checksums."""
 
 
 @dataclass
 class Stream:
-    """One file of the result from its first byte to its last: what is uploaded.
+    """One file of the result from its first byte to its last, for an upload.
 
-    ``digest`` is known at its end, and so is ``nbytes`` of a compressed one, which is the most that it can be before.
+    ``digest`` is known at its end. ``nbytes`` of a compressed file is an upper bound until then.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Stream:
 
 
 class Sink(Protocol):
-    """What a transfer needs of its target."""
+    """The target of a transfer."""
 
     nbytes: int  # that all files need at least, roughly
 
     @property
     def files(self) -> Sequence[str]:
-        """What it writes, for a report."""
+        """The names of the files that it writes, for a report."""
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
         """Windows of at most ``limit`` bytes (one chunk at least, one shard where it is compressed) that cover every array, in order of places."""
@@ -83,13 +83,13 @@ class Sink(Protocol):
         """Make directories and files below ``root``, leaving those alone that an interrupted run has made."""
 
     def writer(self, array: int, limit: int) -> Writer:
-        """What writes the windows of one array, with about ``limit`` bytes of it in memory."""
+        """The `Writer` of one array, which holds about ``limit`` bytes of it in memory."""
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         """Complete the files of data and make them durable."""
 
     def mark(self, suffix: str) -> None:
-        """Append this to the names of all arrays or files: in an object store, those of an older generation are not written over."""
+        """Append a suffix to the names of all arrays or files: an object store keeps those of an older generation."""
 
     def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
         """Every file of data, whole; each holds about ``limit`` bytes of its array at a time."""
@@ -98,11 +98,11 @@ class Sink(Protocol):
         """Take the streams that were uploaded for `finish`, in place of `sync`."""
 
     def finish(self, folder: Folder, target: str) -> int:
-        """Write what makes the directory a checkpoint, last; returns the bytes of all files."""
+        """Write the metadata that makes the directory a checkpoint, last; returns the bytes of all files."""
 
 
 def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
-    """The elements of a box, read in this thread: the windows themselves are spread.
+    """The elements of a box, read in this thread, as other threads read other windows.
 
     ``passing``: in memory that this thread's next window uses again.
     """
@@ -116,7 +116,7 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
 
 
 def put(writer: Writer, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:
-    """One window, in whatever process: from the tensor to its places. Its checksums, and what its casts lost."""
+    """Write one window of a tensor in this process; returns its checksums and the losses of its casts."""
     with tallied(Tally()) as tally:
         sums = writer.put(root, box, tensor)
     return sums, sum(tally.values(), CastLoss())
@@ -128,7 +128,7 @@ def sums(documents: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def clear(root: str, late: Sequence[str]) -> None:
-    """Remove the files of the end of an interrupted run, which are written anew."""
+    """Remove the last files of an interrupted run, which are written anew."""
     for file in late:
         path = os.path.join(root, file)
         if os.path.lexists(path):
@@ -136,7 +136,7 @@ def clear(root: str, late: Sequence[str]) -> None:
 
 
 def cut(fd: int, nbytes: int) -> None:
-    """Take away what lies behind the end of a file: somebody may have added to one that an interrupted run left."""
+    """Truncate a file to its length: something may have been appended to one of an interrupted run."""
     if os.fstat(fd).st_size > nbytes:
         os.ftruncate(fd, nbytes)
 

@@ -30,7 +30,7 @@ Coord = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class BlockWriter:
-    """Windows of an array of which each block has its place in a pack: file, and byte in it."""
+    """The writer of an array whose blocks lie in packs: ``places`` has the file and first byte of each."""
 
     grid: Grid
     itemsize: int
@@ -97,7 +97,7 @@ class PackFiles:
 
     @cached_property
     def writers(self) -> dict[int, BlockWriter]:
-        """That of each packed array."""
+        """The writer of each packed array."""
         places: dict[int, dict[Coord, tuple[str, int]]] = {}
         for file, (tasks, head, held) in self._placed.items():
             for t in tasks:
@@ -145,7 +145,7 @@ class PackFiles:
         ]
 
     def accept(self, streams: Mapping[str, Stream]) -> list[Record]:
-        """The records of those of the streams that are packs."""
+        """The records of the streams that are packs."""
         out = []
         for file, tasks in self._tasks(packs.HELD).items():
             s = streams[file]

@@ -97,7 +97,7 @@ class HuggingFaceSink:
             self.heads[number] = seal(root, file, self.heads[number], held, nbytes)
 
     def _sum(self, root: str, array: int, parts: list[tuple[Unit, int]]) -> int:
-        """The crc32c of a tensor that was written, from those of its windows; it is read where they are not stretches of the file."""
+        """The crc32c of a written tensor, from its windows; read back where these are not ranges of the file."""
         shape, item = self.shapes[array], self.itemsizes[array]
         found: list[tuple[int, int, int]] = []
         for unit, value in parts:
