@@ -79,6 +79,7 @@ def _read_between(x: Array, xp: Array, fp: Array, first: Any, last: Any) -> Arra
         width = x1 - x0
         slope = (f1 - f0) / where(width == 0, 1, width)
         inside = where(width == 0, f1, f0 + slope * (x - x0))
+        del i, x1, width, slope  # a block of each, which is memory
         # Between two ends of which one is infinite all is, and NaN beside NaN; but not at the other end.
         far = where((f0 == f1) | (x == x0), f0, where(isinf(f0) & isinf(f1), np.nan, where(isfinite(f0), f1, f0)))
         inside = where(isfinite(f0) & isfinite(f1), inside, where(isnan(f1) & (x != x0), f1, far))
