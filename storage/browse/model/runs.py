@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,6 +20,7 @@ from ...checkpoint.numbered import METRICS
 from ...format import manifest
 from ...stores import atomic_directory
 from ...stores import store as stores
+from .text import human_bytes
 
 _STEP = re.compile(r"\Astep-(\d{8,})\Z")
 _MOST = 2000
@@ -39,6 +41,10 @@ class Step:
 
     def metric(self, name: str) -> float | None:
         return dict(self.metrics).get(name)
+
+    @property
+    def when(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved)) if self.saved else "–"
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,18 @@ class Run:
             if (v := s.metric(self.metric)) is not None and not math.isnan(v)
         ]
         return min(having, key=lambda t: t[:2])[2] if having else None
+
+    @property
+    def facts(self) -> list[tuple[str, str | None]]:
+        """Facts above the list of steps."""
+        done, latest, best = self.complete, self.latest, self.best
+        return [
+            ("Complete", f"{len(done):,}"),
+            ("Incomplete", f"{len(self.steps) - len(done):,}" if len(self.steps) != len(done) else None),
+            ("Latest", f"step {latest.step:,}" if latest else None),
+            ("Best", f"step {best.step:,}" if best else None),
+            ("Size", human_bytes(sum(s.nbytes for s in done))),
+        ]
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of a metric."""
