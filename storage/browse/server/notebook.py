@@ -1,4 +1,4 @@
-"""Fragments of the browser for a notebook, with their style, without links and without a server."""
+"""Fragments of the browser for a notebook, with their style, without links and without a server. Charts are pictures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def checkpoint_html(ckpt: Checkpoint) -> str:
                 add(c, depth + 1)
 
     add(held.tree, 0)
-    picture = charts.bytes_map(held.tree, None, 900, 320) if held.nbytes else ""
+    picture = charts.bytes_map(held.tree, None, 900, 320).image()
     return _embedded(head=head(opened), picture=picture, rows=rows, arrays=len(held.rows), left=left)
 
 
@@ -64,7 +64,7 @@ def array_html(a: StoredArray) -> str:
             sections.append(("Values", f"{type(e).__name__}: {e}"[:400], "they cannot be read"))
     blocks = layout.blocks(a)
     if blocks is not None:
-        picture = charts.block_map(a.shape, blocks, view.rows, view.columns, view.at, height=140)
+        picture = charts.block_map(a.shape, blocks, view.rows, view.columns, view.at, height=140).image()
         sections.append(("Blocks over ranks", picture, None))
     return _embedded(title=a.name, facts_of=facts_of(a), sections=sections)
 
@@ -72,5 +72,5 @@ def array_html(a: StoredArray) -> str:
 def run_html(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> str:
     """The directory of a manager: its steps and the curve of its metric."""
     r = history(directory, metric, best_is)
-    sections = [(r.metric, metric_curve(r, 720), None)] if len(r.curve(r.metric)) > 1 else []
+    sections = [(r.metric, metric_curve(r, 720).image(), None)] if len(r.curve(r.metric)) > 1 else []
     return _embedded(title=directory, facts_of=r.facts, sections=sections, run=r, steps=r.steps[: -_ROWS - 1 : -1])

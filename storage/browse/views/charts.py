@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.core.formatting import ranges
 from ..model.inventory import Group, Row
 from ..model.layout import Block, ChunkMap
 from ..model.text import count, human_bytes, number, visible
-from .frame import Markup, render
+from .frame import Markup, asset, render
 from .treemap import treemap
 
 SHADES = 8  # classes s0 … s7
@@ -23,9 +25,29 @@ def shape(kind: str, title: str = "", href: str | None = None, text: str = "", *
     return {"kind": kind, "title": title, "href": href, "text": text, "attributes": plain}
 
 
-def chart(width: float, height: float, shapes: Sequence[dict[str, Any]], label: str, cls: str = "") -> Markup:
-    wide = width >= WIDE
-    return render("chart.html", width=width, height=height, shapes=shapes, label=label, cls=cls, wide=wide)
+@dataclass(frozen=True)
+class Chart:
+    """A drawing: markup in a page, or a picture of its own. Without shapes its label says why."""
+
+    width: float
+    height: float
+    shapes: Sequence[dict[str, Any]]
+    label: str
+    cls: str = ""
+
+    def __html__(self) -> str:
+        return render("chart.html", chart=self, wide=self.width >= WIDE, style=None)
+
+    def __str__(self) -> str:
+        return self.__html__()
+
+    def image(self) -> Markup:
+        """As an ``img`` with a style of its own: a viewer that strips styles and drawings shows its label, not the digits in it."""
+        if not self.shapes:
+            return Markup(self)
+        svg = render("chart.html", chart=self, wide=False, style=Markup(asset("charts.css").decode()))
+        url = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+        return Markup('<img src="{}" alt="{}" class="mt-picture">').format(url, visible(self.label))
 
 
 def _ticks(low: float, high: float, n: int = 5) -> list[float]:
@@ -59,7 +81,7 @@ def histogram(
     width: int = 560,
     height: int = 190,
     x_name: str = "value",
-) -> Markup:
+) -> Chart:
     """Bars for counts, with marks (such as quantiles) as lines. Each bar says its range and count."""
     left, top, base = 8, 16, height - 26
     low, high = edges[0], edges[-1]
@@ -82,7 +104,7 @@ def histogram(
                 shape("line", f"{name}: {number(v)}", x1=x(v), x2=x(v), y1=top - 6, y2=base, class_="mt-mark")
             )
     label = f"Histogram of {x_name}, {len(counts)} bins from {number(low)} to {number(high)}"
-    return chart(width, height, shapes, label, "mt-histogram")
+    return Chart(width, height, shapes, label, "mt-histogram")
 
 
 def _whole(v: float) -> str:
@@ -100,12 +122,12 @@ def curve(
     height: int = 190,
     label: str = "curve",
     hrefs: Sequence[str] = (),
-) -> Markup:
+) -> Chart:
     """A line through points, with marked ones named. Values that are not finite leave a gap."""
     left, right, base, top = 54, width - 24, height - 26, 14
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     if not finite:
-        return Markup('<p class="mt-quiet">No finite values to draw.</p>')
+        return Chart(0, 0, [], "No finite values to draw.")
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*finite, strict=True))
     if y0 == y1:
         y0, y1 = y0 - max(abs(y0) * 0.1, 0.5), y1 + max(abs(y1) * 0.1, 0.5)
@@ -129,13 +151,13 @@ def curve(
             title = f"{_whole(a)}: {number(b)}{f' ({name})' if name else ''}"
             style = {"r": 5 if name else 3, "class_": f"mt-dot{' mt-best' if name else ''}"}
             shapes.append(shape("circle", title, hrefs[k] if hrefs else None, cx=x(a), cy=y(b), **style))
-    return chart(width, height, shapes, label, "mt-curve")
+    return Chart(width, height, shapes, label, "mt-curve")
 
 
-def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 1132, height: int = 460) -> Markup:
+def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 1132, height: int = 460) -> Chart:
     """A treemap of a group by bytes. Every tile links to its array or group."""
     if not group.nbytes:
-        return Markup('<p class="mt-quiet">Nothing here has a size.</p>')
+        return Chart(0, 0, [], "Nothing here has a size.")
     shapes = []
     for tile in treemap(group, width, height, depth=4):
         p, item = tile.place, tile.item
@@ -160,7 +182,7 @@ def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: in
             lines[0] += f" {size}"
         style = f"mt-label {kind or f's{shade}'}"
         shapes += [shape("text", text=t, x=p.x + 5, y=p.y + 13 + 14 * k, class_=style) for k, t in enumerate(lines)]
-    return chart(width, height, shapes, "Arrays by bytes", "mt-treemap")
+    return Chart(width, height, shapes, "Arrays by bytes", "mt-treemap")
 
 
 def block_map(
@@ -171,10 +193,10 @@ def block_map(
     at: Sequence[int],
     width: int = 420,
     height: int = 200,
-) -> Markup:
+) -> Chart:
     """Which ranks held which part of the plane of ``rows`` and ``columns`` through ``at``."""
     if 0 in shape_:
-        return Markup('<p class="mt-quiet">This array has no elements to place.</p>')
+        return Chart(0, 0, [], "This array has no elements to place.")
     shapes = []
     colours: dict[tuple[int, ...], int] = {}
     for b in parts:
@@ -200,10 +222,10 @@ def block_map(
         if label and tall >= 13:
             middle = {"x": x + wide / 2, "y": y + tall / 2 + 4, "text_anchor": "middle"}
             shapes.append(shape("text", text=label, **middle, class_="mt-label"))
-    return chart(width, height, shapes, "Blocks by rank", "mt-blocks")
+    return Chart(width, height, shapes, "Blocks by rank", "mt-blocks")
 
 
-def chunks(m: ChunkMap, link: Callable[[tuple[int, ...]], str], width: int = 420) -> Markup:
+def chunks(m: ChunkMap, link: Callable[[tuple[int, ...]], str], width: int = 420) -> Chart:
     """The map of chunks; each is a link that moves the window there."""
     n_rows = max(c.row for c in m.chunks) - m.first[0] + 1
     n_columns = max(c.column for c in m.chunks) - m.first[1] + 1
@@ -218,7 +240,7 @@ def chunks(m: ChunkMap, link: Callable[[tuple[int, ...]], str], width: int = 420
         at |= {"width": wide - 1.5, "height": high - 1.5, "rx": 1.5}
         title += f" · {c.note}" if c.note else ""
         shapes.append(shape("rect", title, link(c.box.offset), **at, class_=f"mt-chunk {c.state}"))
-    return chart(max(n_columns * wide, 60), n_rows * high, shapes, "Chunks and their checksums", "mt-chunks")
+    return Chart(max(n_columns * wide, 60), n_rows * high, shapes, "Chunks and their checksums", "mt-chunks")
 
 
 STATES = {
@@ -232,7 +254,7 @@ STATES = {
 }
 
 
-def share_bar(parts: Sequence[tuple[str, int]], width: int = 280) -> Markup:
+def share_bar(parts: Sequence[tuple[str, int]], width: int = 280) -> Chart:
     """One bar cut by bytes, for dtypes."""
     total = sum(n for _, n in parts) or 1
     shapes, at = [], 0.0
@@ -241,4 +263,4 @@ def share_bar(parts: Sequence[tuple[str, int]], width: int = 280) -> Markup:
         title = f"{name}: {human_bytes(n)}, {100 * n / total:.1f} %"
         shapes.append(shape("rect", title, x=at, y=0, width=max(w - 1, 0.5), height=8, class_=f"mt-share d{min(k, 5)}"))
         at += w
-    return chart(width, 8, shapes, "Bytes by dtype")
+    return Chart(width, 8, shapes, "Bytes by dtype")

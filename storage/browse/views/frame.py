@@ -31,8 +31,9 @@ class Shown:
 
 @lru_cache
 def asset(name: str) -> bytes:
-    """A static file of this package."""
-    return files(__package__).joinpath("static", name).read_bytes()
+    """A static file of this package; the style sheet of pages begins with that of charts."""
+    data = files(__package__).joinpath("static", name).read_bytes()
+    return asset("charts.css") + data if name == "browse.css" else data
 
 
 def href(view: str, **parameters: Any) -> str:
@@ -61,7 +62,7 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 def _safe(value: Any) -> Any:
     """The value of each ``{{ … }}``, before it is escaped: control characters are spelt out in all that is no markup yet."""
-    return value if isinstance(value, Markup) else "" if value is None else visible(str(value), 10**6)
+    return value if hasattr(value, "__html__") else "" if value is None else visible(str(value), 10**6)
 
 
 def _lines(text: str, longest: int = 10**6) -> Markup:

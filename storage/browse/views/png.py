@@ -65,6 +65,6 @@ def data_url(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
-def legend(two_sided: bool, width: int = 128) -> bytes:
-    """The scale itself, one pixel high."""
-    return _encode(np.arange(width, dtype=np.uint8).reshape(1, -1), ramp(two_sided, width))
+def legend(two_sided: bool, width: int = 128, height: int = 8) -> bytes:
+    """The scale itself."""
+    return _encode(np.tile(np.arange(width, dtype=np.uint8), (height, 1)), ramp(two_sided, width))

@@ -148,6 +148,8 @@ def heat_map(seen: Window, source: str | None = None) -> Markup:
     low, high = limits or (0.0, 0.0)
     rows, columns = numbers.shape
     cell = max(5, min(28, 448 // max(columns, 1), 448 // max(rows, 1) if rows > 1 else 28))
+    # A picture has the proportions that it is shown in, as notebooks choose the height by the width.
+    tall = 1 if rows > 1 else -(-24 // cell)
     lo, hi, two_sided = png.scale(low, high)
     odd = zip(("NaN", "+∞", "−∞"), (np.isnan, np.isposinf, np.isneginf), strict=True)
     return render(
@@ -155,9 +157,9 @@ def heat_map(seen: Window, source: str | None = None) -> Markup:
         rows=rows,
         columns=columns,
         width=columns * cell,
-        height=rows * (cell if rows > 1 else max(cell, 24)),
+        height=rows * tall * cell,
         source=source,
-        picture=png.data_url(png.heat(numbers, low, high)),
+        picture=png.data_url(png.heat(np.repeat(numbers, tall, 0), low, high)),
         alt=f"Heat map of {rows} by {columns} values from {number(low)} to {number(high)}",
         readout=f"from ({', '.join(map(str, seen.view.at))})" if seen.view.at else "a scalar",
         scale=(number(lo), png.data_url(png.legend(two_sided)), number(hi)) if limits else None,

@@ -31,8 +31,16 @@ def head(opened: Opened, tab: str = "") -> Markup:
         ("Saved from", "; ".join(mesh_text(m) for m in ckpt.meshes[:4])),
         ("Not readable here", f"{len(ckpt.skipped):,}" if ckpt.skipped else None),
     ]
-    bar = charts.share_bar([(k, size) for k, (_, size) in kinds]) if held.nbytes else ""
-    return render("head.html", place=opened.place, path=ckpt.path, facts_of=facts, bar=bar, kinds=kinds[:6], tab=tab)
+    bar = charts.share_bar([(k, size) for k, (_, size) in kinds])
+    return render(
+        "head.html",
+        place=opened.place,
+        path=ckpt.path,
+        facts_of=facts,
+        bar=bar if tab else bar.image(),
+        kinds=kinds[:6] if held.nbytes else [],
+        tab=tab,
+    )
 
 
 def big(n: int) -> str:

@@ -10,7 +10,7 @@ from ..model.jobs import Job
 from ..model.site import Site
 from ..model.text import FORMATS, number, percent
 from . import charts
-from .frame import Markup, Shown, crumbs, href, render, shape_text
+from .frame import Shown, crumbs, href, render, shape_text
 from .view_checkpoint import head
 
 _SHOWN = 200
@@ -103,7 +103,7 @@ def _others(site: Site, a: str) -> dict[str, str]:
     return found
 
 
-def _ratios(c: Comparison) -> Markup | str:
+def _ratios(c: Comparison) -> charts.Chart | str:
     edges, counts = c.histogram()
     return charts.histogram(edges, counts, x_name="decimal logarithm of the update ratio") if counts else ""
 

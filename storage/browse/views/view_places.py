@@ -8,9 +8,9 @@ from typing import Any, Literal
 from ..model.inventory import Query
 from ..model.runs import Run, history
 from ..model.site import Site
-from ..model.text import plain, visible
+from ..model.text import number, plain, visible
 from . import charts
-from .frame import Markup, Shown, above, crumbs, href, render
+from .frame import Shown, above, crumbs, href, render
 from .view_checkpoint import checkpoint
 
 _ROWS = 500
@@ -64,12 +64,13 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
     return Shown(place.label, body, data, crumbs(site, place), up=above(at))
 
 
-def metric_curve(r: Run, width: int, hrefs: list[str] | None = None) -> Markup:
+def metric_curve(r: Run, width: int, hrefs: list[str] | None = None) -> charts.Chart:
     """The metric of a run by step, its best value marked."""
     best = r.best
     marks = [(best.step, best.metric(r.metric) or 0.0, f"best: {r.best_is}")] if best else []
-    label = f"{visible(r.metric, 60)} by step"
-    return charts.curve(r.curve(r.metric), marks, width, 230, label, hrefs or ())
+    points = r.curve(r.metric)
+    ends = f", from {number(points[0][1])} to {number(points[-1][1])}" if points else ""
+    return charts.curve(points, marks, width, 230, f"{visible(r.metric, 60)} by step{ends}", hrefs or ())
 
 
 def summary(site: Site, at: str) -> Any:
