@@ -230,7 +230,7 @@ def start_statistics(site: Site, at: str, name: str) -> None:
     def work(job: Any) -> None:
         job.result = statistics(a, exact=True, progress=job.advance)
 
-    site.jobs.start(("statistics", opened.ckpt.path, a.name), f"statistics of {a.name}", work)
+    site.jobs.start(("statistics", opened.ckpt.path, a.name), work)
 
 
 def _described(s: Statistics) -> dict[str, Any]:

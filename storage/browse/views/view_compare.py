@@ -25,7 +25,7 @@ def start_comparison(site: Site, a: str, b: str, rules: str, anew: bool) -> Job:
         job.result = Comparison(found.only_a, found.only_b, [], found.common)
         compare(left, right, job.result, job.advance)
 
-    return site.jobs.start(("compare", left.path, right.path, rules), "comparison", work, anew)
+    return site.jobs.start(("compare", left.path, right.path, rules), work, anew)
 
 
 def comparison(site: Site, a: str, b: str, rules: str = "", fragment: bool = False) -> Shown:

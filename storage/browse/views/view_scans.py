@@ -22,7 +22,7 @@ def start_health(site: Site, at: str, anew: bool) -> Job:
         job.result = Health()
         scan(opened.ckpt, job.result, job.advance)
 
-    return site.jobs.start(("health", opened.ckpt.path), f"health of {opened.place.label}", work, anew)
+    return site.jobs.start(("health", opened.ckpt.path), work, anew)
 
 
 def health(site: Site, at: str, fragment: bool = False) -> Shown:

@@ -458,7 +458,7 @@ def test_a_job_can_be_stopped_and_its_error_is_kept() -> None:
             started.set()
             job.advance(n, 10**9)
 
-    job = jobs.start(("x",), "x", forever)
+    job = jobs.start(("x",), forever)
     assert started.wait(60)
     job.stop()
     assert jobs.wait(job).state == "stopped"
@@ -467,9 +467,9 @@ def test_a_job_can_be_stopped_and_its_error_is_kept() -> None:
     def broken(job: Job) -> None:
         raise RuntimeError("odd")
 
-    bad = jobs.wait(jobs.start(("y",), "y", broken))
+    bad = jobs.wait(jobs.start(("y",), broken))
     assert bad.state == "failed"
     assert "odd" in bad.error
-    assert jobs.start(("y",), "y", lambda job: None) is not bad, "what failed can be tried again"
+    assert jobs.start(("y",), lambda job: None) is not bad, "what failed can be tried again"
     assert issubclass(Stopped, Exception)
     jobs.close()
