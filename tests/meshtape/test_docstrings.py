@@ -6,6 +6,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,19 @@ def test_the_first_line_is_a_sentence(name: str) -> None:
     assert "\n" not in summary, f"the summary of {name} takes more than a line: {summary}"
     assert summary.endswith((".", ":")), f"the summary of {name} is no sentence: {summary}"
     assert len(summary) <= 140, f"the summary of {name} is too long for a table: {summary}"
+
+
+def test_the_reference_reads_no_property_as_a_type() -> None:
+    """Sphinx takes what stands before a colon in the first line of a property for its type."""
+    spaces = [*SPACES.values(), mt.autodiff, mt.parallel, mt.storage, mt.training, mt.models, mt.optim]
+    found = []
+    for value in {
+        v for m in spaces for v in vars(m).values() if inspect.isclass(v) and v.__module__.startswith("meshtape")
+    }:
+        for name, member in inspect.getmembers(value, lambda x: isinstance(x, property)):
+            first = re.sub(r":\w+:`[^`]*`|``[^`]*``", "", inspect.getdoc(member) or "").split("\n")[0]
+            found += [f"{value.__name__}.{name}: {first}"] if ":" in first and not name.startswith("_") else []
+    assert not found
 
 
 @pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if not inspect.isclass(v)])
