@@ -101,11 +101,7 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
     TracedValueError
         For a value that can change unnoticed and is too large to be compared at every call.
     """
-    walk = _Walk(getattr(fn, "__name__", type(fn).__name__))
-    found = walk.search(fn, objects)
-    if walk.names_super:  # known late, and changes what every attribute may stand for
-        found = _Walk(walk.title, behind=True).search(fn, objects)
-    return found
+    return _Walk(getattr(fn, "__name__", type(fn).__name__)).search(fn, objects)
 
 
 _CODE = FunctionType | staticmethod | classmethod | property
@@ -136,7 +132,9 @@ class _Walk(Places):
         self.walked = 0
         self.seen: dict[int, int] = {}  # in which order objects were come to, by id
         self.names: set[str] = set()
+        self.unsure: set[str] = set()  # those that code may ask for where they are not
         self.anything = False
+        self.members = functools.cache(_members)
         self.owners: list[
             tuple[Any, str, set[str]]
         ] = []  # objects, classes and modules, with the names that were looked up
@@ -160,7 +158,10 @@ class _Walk(Places):
                         f"({type(e).__name__}: {e}): let its __getattr__ and the like raise AttributeError for what they do not know, or pass "
                         "what is read as an argument"
                     ) from e
+            if self.names_super and not self.behind:  # which changes what every attribute may stand for
+                return _Walk(self.title, behind=True).search(fn, objects)
             before = len(self.names), self.anything
+            self.unsure = {name for name in self.names if name.startswith("?")}
             for owner in list(self.owners):
                 self._attributes(*owner)
             if not self.queue and before == (len(self.names), self.anything):
@@ -430,20 +431,26 @@ class _Walk(Places):
             return
         kind = x if isinstance(x, type) else type(x)
         # The class of a class stands behind it: properties and calls of a class are there.
-        classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
+        classes, members, plain, special = self.members(kind)
         variables = None if isinstance(x, type) else variables_of(x)
         if not done:
             # Operators, calls, indices and the like are looked up by no name; nor are the fields of trees.
-            names |= {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
-            # (Asked of the class: an object may answer for names that it has not.)
-            names |= getattr(kind, "__dataclass_fields__", {}).keys()
+            names |= special
         if self.anything and not isinstance(x, Enum):
-            names |= {n for c in classes for n in vars(c) if not _is_special(n)} - done
+            names |= plain - done
             if isinstance(variables, dict) and "**" not in done:
                 names.add("**")
                 self._mapping(variables, path)
         done |= names
-        for name in sorted(names):
+        present = names & members
+        if isinstance(variables, dict):
+            present |= names & variables.keys()
+            asked = names if "__getattr__" in members else {n[1:] for n in names & self.unsure}
+            if absent := asked.difference(members, variables):
+                self.found.others += [
+                    (functools.partial(absent.isdisjoint, d), True) for d in (variables, *map(vars, classes))
+                ]
+        for name in sorted(present):
             self._attribute(x, name, f"{path}.{name}", variables, classes)
         told = told_by_c(type(x))
         for name in sorted(names & told.keys()):
@@ -454,20 +461,13 @@ class _Walk(Places):
                 self._value(look, f"{path}.{name}")
 
     def _attribute(self, x: Any, name: str, path: str, variables: Any, classes: Sequence[type]) -> None:
-        mine = variables.get(name, ABSENT) if isinstance(variables, dict) else ABSENT
         homes = [i for i, c in enumerate(classes) if name in vars(c)]
-        if isinstance(variables, dict) and (mine is not ABSENT or homes):
+        if isinstance(variables, dict):
             self._item(variables, name, path)
-            if mine is not ABSENT and not (
+            if name in variables and not (
                 homes and (self.behind or hasattr(type(vars(classes[homes[0]])[name]), "__set__"))
             ):
                 return
-        if not homes:
-            if isinstance(variables, dict) and (
-                f"?{name}" in self.names or any("__getattr__" in vars(c) for c in classes)
-            ):
-                self.found.items += [(d.get, name, ABSENT) for d in (variables, *map(vars, classes))]
-            return
         for c in classes[: homes[-1 if self.behind else 0] + 1]:  # one that comes to stand before it hides it
             member = vars(c).get(name, ABSENT)
             if member is ABSENT:
@@ -500,6 +500,16 @@ class _Walk(Places):
                     self._library_function(value)
             else:
                 self.visit(value, f"{path}.{name}")
+
+
+def _members(kind: type) -> tuple[list[type], set[str], set[str], set[str]]:
+    """The classes of the user behind a class, the names in them, and of these the plain ones and those that are looked up by no name."""
+    classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
+    special = {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
+    # (Fields are asked of the class: an object may answer for names that it has not.)
+    special.update(getattr(kind, "__dataclass_fields__", ()))
+    members = {n for c in classes for n in vars(c)}
+    return classes, members, {n for n in members if not _is_special(n)}, special
 
 
 def _is_special(name: str) -> bool:

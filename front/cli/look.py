@@ -158,8 +158,6 @@ def _corner(stored: Any) -> tuple[Any, str]:
 
 
 def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
-    from ..storage.browse.views.view_checkpoint import row_data
-
     return {
         "path": ckpt.path,
         "kind": ckpt.kind,
@@ -171,7 +169,7 @@ def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
         "skipped": list(ckpt.skipped),
         "arrays": len(rows),
         "nbytes": total,
-        "rows": [row_data(r) for r in rows],
+        "rows": [r.data() for r in rows],
     }
 
 

@@ -25,7 +25,7 @@ from .data.loader import Batch, Loader
 from .data.sampler import Sampler
 from .data.sources import Source
 from .nonfinite import are_finite
-from .step import Recipe, weighted
+from .step import Recipe
 
 
 class Session:
@@ -57,7 +57,7 @@ class Session:
             self.key = self.mesh.replicate(self.key)
         self.go()
         self._step = compile(self.recipe.step)
-        self._evaluate = compile(self._sums)
+        self._evaluate = compile(self.recipe.sums)
 
     def _feed(self) -> tuple[Mesh | None, Sharding | None]:
         """Where batches go."""
@@ -114,11 +114,6 @@ class Session:
     def finite(self) -> bool:
         """Whether all parameters are."""
         return are_finite(self.state["params"])
-
-    def _sums(self, params: Any, batch: Any) -> dict[str, Array]:
-        held = self.recipe.precision.cast(self.recipe.gathered(params))
-        total, weight, metrics = weighted(self.recipe.loss(held, batch, None), batch)
-        return {"loss": total, "weight": weight, **metrics}
 
     def _judge(self, params: Any) -> Callable[[Any], dict[str, Array]]:
         """A function that gives the sums of a micro-batch without gradients and dropout."""

@@ -265,6 +265,11 @@ class Recipe:
 
         return loss
 
+    def sums(self, params: Any, batch: Any) -> dict[str, Array]:
+        """The sums of a micro-batch without gradients and dropout."""
+        total, weight, metrics = weighted(self.loss(self.precision.cast(self.gathered(params)), batch, None), batch)
+        return {"loss": total, "weight": weight, **metrics}
+
     def gathered(self, params: Any) -> Any:
         """Parameters in the shardings of computations: stage 3 gathers them, with a reduce-scatter as its gradient."""
         if self.stage < 3:

@@ -499,9 +499,9 @@ def interface_of(address: str) -> str:
     protocol, _, rest = address.partition("://")
     if protocol == "inproc":  # workers that are threads of the client's process
         return "127.0.0.1"
-    if protocol not in ("tcp", "tls", "ws", "wss"):
+    if protocol not in ("tcp", "tls", "ws", "wss", "ucx", "ucxx"):
         raise ClusterError(
-            f"workers must be reachable by tcp, tls or ws, or live in this process, this one is at {address}: "
+            f"workers must be reachable by tcp, tls, ws or ucx, or live in this process, this one is at {address}: "
             "set meshtape.transport to comms in Dask's configuration"
         )
     return rest.rpartition(":")[0].strip("[]")

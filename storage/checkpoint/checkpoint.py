@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import ArrayIndexError, CheckpointDTypeError, CheckpointKeyError, IncompleteCheckpoint
-from ...arrays.core.formatting import DRAWINGS
+from ...arrays.core.formatting import DRAWINGS, count, human_bytes
 from ...arrays.core.tree import Path
 from ..base.names import leaf_name
 from ..base.page import Page
@@ -231,13 +231,13 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
-            (name, str(a.dtype), str(a.shape), _human(a.nbytes), a.sharding_text or "")
+            (name, str(a.dtype), str(a.shape), human_bytes(a.nbytes), a.sharding_text or "")
             for name, a in self.arrays.items()
         ]
 
     def _title(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"{self.kind} checkpoint {self.path}{step}: {len(self)} array{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}{self.unread()}"
+        return f"{self.kind} checkpoint {self.path}{step}: {count(len(self), 'array')}, {human_bytes(self.nbytes)}{self.unread()}"
 
     def unread(self) -> str:
         """The names that cannot be read, as the end of a sentence; empty where all can."""
@@ -327,12 +327,3 @@ def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
     if isinstance(node, (list, tuple)):
         return type(node)(fill(v, make) for v in node)
     return node
-
-
-def _human(n: int) -> str:
-    size = float(n)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -64,19 +64,23 @@ class Layout:
             choices.append(ceil_blocks(n, parts))
         return sorted({Box(tuple(s for s, _ in c), tuple(n for _, n in c)) for c in itertools.product(*choices)})
 
-    def block_sizes(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Elements of the block of each rank, ranks in row-major order of the mesh."""
+    def spans(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """For each dimension the first index and the length of each rank's block, (2, ranks); ranks in row-major order of the mesh."""
         counts = [n for _, n in self.axes]
         ranks = np.indices(counts).reshape(len(counts), -1) if counts else np.zeros((0, 1), int)
-        size = np.ones(ranks.shape[1], np.int64)
+        out = []
         for d, n in enumerate(shape):
-            mine = [k for k, dim in enumerate(self.dims) if dim == d]
-            number = np.zeros(ranks.shape[1], np.int64)
-            for k in mine:
-                number = number * counts[k] + ranks[k]
-            lengths = np.array([length for _, length in ceil_blocks(n, math.prod(counts[k] for k in mine))], np.int64)
-            size = size * lengths[number]
-        return size
+            number, parts = np.zeros(ranks.shape[1], np.int64), 1
+            for k, dim in enumerate(self.dims):
+                if dim == d:
+                    number, parts = number * counts[k] + ranks[k], parts * counts[k]
+            out.append(np.array(ceil_blocks(n, parts), np.int64).T[:, number])
+        return out
+
+    def block_sizes(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Elements of the block of each rank."""
+        ranks = math.prod(n for _, n in self.axes)
+        return np.prod([lengths for _, lengths in self.spans(shape)], axis=0, dtype=np.int64) * np.ones(ranks, np.int64)
 
     def describe(self) -> list[str]:
         """One text a mesh axis, as in the manifest."""

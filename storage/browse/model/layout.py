@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.core.blocks import Box, ceil_blocks
+from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import StoredArray
 from ...format.compression import compression_of
@@ -38,10 +38,7 @@ class Block:
 
 
 def blocks(array: StoredArray) -> list[Block] | None:
-    """The blocks of an array over the mesh that saved it; None for a local array or an unknown sharding.
-
-    Axes that split one dimension count as one long axis, the first in the mesh the slowest.
-    """
+    """The blocks of an array over the mesh that saved it; None for a local array or an unknown sharding."""
     mesh, placements = array.mesh, array.placements
     if not mesh or placements is None or math.prod(mesh.values()) > _MOST_RANKS:
         return None
@@ -49,20 +46,11 @@ def blocks(array: StoredArray) -> list[Block] | None:
         layout = Layout.of(mesh, dict(zip(mesh, placements, strict=False)), array.shape, array.name)
     except CheckpointError:
         return None
-    counts = [n for _, n in layout.axes]
-    cuts = []
-    for d, n in enumerate(array.shape):
-        mine = [k for k, dim in enumerate(layout.dims) if dim == d]
-        cuts.append((mine, ceil_blocks(n, math.prod(counts[k] for k in mine))))
+    spans = [s.T.tolist() for s in layout.spans(array.shape)]
     held: dict[Box, list[int]] = {}
-    for rank, place in enumerate(itertools.product(*map(range, counts))):
-        spans = []
-        for mine, parts in cuts:
-            number = 0
-            for k in mine:
-                number = number * counts[k] + place[k]
-            spans.append(parts[number])
-        held.setdefault(Box(tuple(o for o, _ in spans), tuple(n for _, n in spans)), []).append(rank)
+    for rank in range(math.prod(mesh.values())):
+        here = [span[rank] for span in spans]
+        held.setdefault(Box(tuple(o for o, _ in here), tuple(n for _, n in here)), []).append(rank)
     return [Block(box, tuple(ranks)) for box, ranks in held.items()]
 
 
