@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,19 @@ def test_the_first_line_is_a_sentence() -> None:
 def test_functions_show_an_example() -> None:
     functions = {n: v.__doc__ or "" for n, v in PUBLIC.items() if not inspect.isclass(v)}
     assert {n for n, doc in functions.items() if ">>>" not in doc} - set(NO_EXAMPLE) == set()
+
+
+def test_the_reference_reads_no_property_as_a_type() -> None:
+    """Sphinx takes what stands before a colon in the first line of a property for its type."""
+    spaces = [*SPACES.values(), mt.autodiff, mt.parallel, mt.storage, mt.training, mt.models, mt.optim]
+    found = []
+    for value in {
+        v for m in spaces for v in vars(m).values() if inspect.isclass(v) and v.__module__.startswith("meshtape")
+    }:
+        for name, member in inspect.getmembers(value, lambda x: isinstance(x, property)):
+            first = re.sub(r":\w+:`[^`]*`|``[^`]*``", "", inspect.getdoc(member) or "").split("\n")[0]
+            found += [f"{value.__name__}.{name}: {first}"] if ":" in first and not name.startswith("_") else []
+    assert not found
 
 
 def test_reasons_are_for_names_that_exist() -> None:
