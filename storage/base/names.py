@@ -7,8 +7,6 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 ['layers.0.w', 'a%2Fb', '%7Aarr.json', '%']
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import hashlib

@@ -8,8 +8,6 @@ pass for a true one.
 A manifest is read as hostile text: every type, range and file name is checked before it is used.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,5 @@
 """`verify`: the check of every byte of a checkpoint against its manifest."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools

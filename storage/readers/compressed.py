@@ -4,8 +4,6 @@ The writer leaves no gaps: frames follow one another in lexicographic order of t
 index is a list of lengths, and one that says anything else is damaged.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import math

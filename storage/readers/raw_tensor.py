@@ -1,7 +1,5 @@
 """Tensors that are one row-major range of a file, as in safetensors."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools

@@ -7,8 +7,6 @@ a read into independent calls, each of which returns the number of bytes that it
 them on threads.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools

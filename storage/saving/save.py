@@ -4,7 +4,6 @@ Every rank writes its own blocks. A block that several ranks hold is written by 
 balanced; the choice depends on nothing but the tree and the mesh. The calling process then checks that every shard of every
 array was written exactly once, adds the metadata and the manifest, and commits (see ``protocol``).
 """
-# Paths are plain texts here: they come from manifests and go to system calls.
 
 from __future__ import annotations
 

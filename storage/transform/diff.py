@@ -1,7 +1,5 @@
 """`diff`: the differences of two checkpoints, window by window."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import math

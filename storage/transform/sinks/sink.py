@@ -6,8 +6,6 @@ them, its `check` reads the window back and compares, `finish` turns them into t
 checkpoint. Where files cannot be written in pieces, as in an object store, `streams` gives each file whole.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os
