@@ -11,13 +11,13 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box, ceil_blocks
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, ReshardError
+from ..base.names import fits
 
 _SHARD = re.compile(r"\AShard\((-?\d+)\)\Z")
 
@@ -114,7 +114,7 @@ class Choice:
         elif self.given is None:
             return None, whole, None
         else:
-            pattern = next((p for p in self.given if p == name or fnmatchcase(name, p)), None)
+            pattern = next((p for p in self.given if fits(name, p)), None)
             placements = None if pattern is None else self.given[pattern]
             self.used |= {pattern} if pattern is not None else set()
         if placements is None:
@@ -138,6 +138,6 @@ class Choice:
         """Raise where a pattern matched no array: a misspelt one must not leave everything in one block."""
         if isinstance(self.given, Mapping):
             # A later pattern may be covered by earlier ones; only one that fits nothing at all is a mistake.
-            lost = [p for p in self.given if p not in self.used and not any(fnmatchcase(n, p) for n in known)]
+            lost = [p for p in self.given if p not in self.used and not any(fits(n, p) for n in known)]
             if lost:
                 raise CheckpointKeyError(f"shardings: nothing matches {lost}; the arrays are {', '.join(known[:12])}")
