@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,22 @@ from ...arrays.core.blocks import BlockSharding, Box, ceil_blocks
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, ReshardError
 from ..base.names import fits
 
+T = TypeVar("T", bound=Any)
 _SHARD = re.compile(r"\AShard\((-?\d+)\)\Z")
+
+
+def by_mesh(held: Iterable[T]) -> list[tuple[Any, list[T]]]:
+    """(mesh, those of it) of things with a ``sharding``; those of no mesh are left out."""
+    groups: list[tuple[Any, list[T]]] = []
+    for x in held:
+        if x.sharding is None:
+            continue
+        mesh = x.sharding.mesh
+        group = next((g for m, g in groups if m is mesh or m == mesh), None)
+        if group is None:
+            groups.append((mesh, group := []))
+        group.append(x)
+    return groups
 
 
 @dataclass(frozen=True)
