@@ -4,8 +4,6 @@ The kinds are a meshtape manifest, a safetensors file, a Hugging Face directory,
 checkpoint of ``torch.distributed``; on a disk or in an object store.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

@@ -1,7 +1,5 @@
 """Arrays of Zarr hierarchies that others wrote, read through zarr-python."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools
