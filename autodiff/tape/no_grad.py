@@ -104,7 +104,8 @@ class _Asleep:
         frame: Any = sys._getframe(1)
         while frame is not None:
             if id(frame) == self.frame:
-                return _cut(traced)
+                _cut(traced)
+                return
             frame = frame.f_back
         if not watched:
             return
