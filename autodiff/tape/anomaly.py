@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays.backends.backend import backend_of
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred
-from ...arrays.core.errors import AnomalyError
+from ...arrays.core.errors import AnomalyError, TracedValueError
 from ...arrays.core.op import Op, not_recording, recording
 from ...arrays.core.program import Site, site_text
 from ...arrays.indexing.sparse_cotangent import IndexSum
@@ -45,6 +45,10 @@ class Checker:
         origin: str | None,
         site: Site | None,
     ) -> None:
+        if any(getattr(o._buf, "traced", False) for o in outs):
+            raise TracedValueError(
+                "[detect_anomaly] inside a function that is traced there are no values to look at: put it around the call"
+            )
         bad = _worst(outs)
         if bad is None or _rank(bad) <= _rank(_worst(args)):
             return
