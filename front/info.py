@@ -17,6 +17,7 @@ _PARTS = (
     ("zarr", "checkpoints", ""),
     ("safetensors", "the reference reader, for comparison only", "pip install safetensors"),
     ("obstore", "checkpoints on S3, GCS and Azure", "pip install 'meshtape[s3]'"),
+    ("tensorboardX", "events of training runs for TensorBoard", "pip install 'meshtape[tensorboard]'"),
     ("scikit-learn", "the demo's data", "pip install 'meshtape[demo]'"),
     ("matplotlib", "plots in the notebooks", "pip install 'meshtape[notebooks]'"),
 )

@@ -30,7 +30,7 @@ from .spmd.collectives import (
     permute,
     reduce_scatter,
 )
-from .transforms.pipeline import pipeline
+from .training.pipeline_loss import pipeline
 from .transforms.scan import scan
 from .transforms.shard_map import shard_map
 from .transforms.stream import stream

@@ -89,7 +89,7 @@ class DType:
 
 
 for _name in _DELEGATED:
-    setattr(DType, _name, property(attrgetter(f"dtype.{_name}"), doc=f"That of ``numpy.dtype``: ``{_name}``."))
+    setattr(DType, _name, property(attrgetter(f"dtype.{_name}"), doc=f"That of ``numpy.dtype``, ``{_name}``."))
 
 BY_NAME: dict[builtins.str, DType] = {}
 """The dtype objects by name."""

@@ -68,7 +68,7 @@ class Values:
 
     @property
     def device(self) -> Any:
-        """Where the array lives: a :class:`Device`, or the mesh that it is split over."""
+        """The place of the array, a :class:`Device` or the mesh that it is split over."""
         buf = self._buf
         return buf.device if isinstance(buf, Deferred) else backend_of(buf).device_of(buf)
 
@@ -92,7 +92,7 @@ class Values:
 
     @property
     def at(self) -> AtIndex:
-        """Functional writes: ``x.at[key].set(v)``, ``add``, ``multiply``, ``min``, ``max``."""
+        """Functional writes, such as ``x.at[key].set(v)``, ``add``, ``multiply``, ``min``, ``max``."""
         return AtIndex(self)
 
     def __len__(self) -> int:

@@ -288,7 +288,7 @@ CONJ, conj = _unary("conj", "Complex conjugate; real numbers are their own.", _c
 REAL, real = _unary("real", "Real part.")
 IMAG, imag = _unary("imag", "Imaginary part.")
 COPYSIGN, copysign = _binary("copysign", "``x1`` with the sign of ``x2``.")
-NEXTAFTER, nextafter = _binary("nextafter", "The next number after ``x1`` towards ``x2``.", nograd=_STEP)
+NEXTAFTER, nextafter = _binary("nextafter", "The next number after ``x1`` towards ``x2``.")
 
 # ----- comparison and logic -------------------------------------------------------------------------------------------
 

@@ -149,14 +149,18 @@ def _error(name: str, what: str) -> NondeterministicError:
 
 
 def _key(e: Entry) -> Any:
-    params = {k: v for k, v in e.params.items() if not hasattr(v, "programs")}
+    params = {k: v for k, v in e.params.items() if not _is_code(v)}
     inputs = tuple(freeze(v.value) if isinstance(v, Const) else v for v in e.inputs)
     return e.op, inputs, e.outputs, freeze(params), len(_programs_of(e))
 
 
 def _programs_of(e: Entry) -> list[Program]:
     """The programs of separately traced code (of ranks, say), which are new objects in each trace."""
-    return [p for v in e.params.values() for p in getattr(v, "programs", ())]
+    return [v.program for v in e.params.values() if _is_code(v)]
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(getattr(value, "program", None), Program)
 
 
 def _same_value(a: Any, b: Any) -> bool:

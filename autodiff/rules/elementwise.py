@@ -186,6 +186,7 @@ defvjp(ew.CONJ, x=lambda xp, g: conj(xp, g))
 defvjp(ew.REAL, x=same)
 defvjp(ew.IMAG, x=lambda xp, g: g * 1j)  # in this order: 1j * np.float64 is a Python complex
 defvjp(ew.COPYSIGN, x=lambda xp, g, x, ans: g * xp.sign(x) * xp.sign(ans))
+defvjp(ew.NEXTAFTER, x=same)
 defvjp(ew.ASTYPE, x=same)
 
 # ----- selection and activations --------------------------------------------------------------------------------------

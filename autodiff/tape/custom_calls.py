@@ -91,16 +91,22 @@ def as_they_are(arrays: Sequence[Array]) -> list[Array]:
 
 
 class Around:
-    """Arrays that a function did not make, with their names when it first read them."""
+    """Recorder inside a function: arrays that the function did not make, with their names when it first read them."""
 
-    def __init__(self, arrays: Sequence[Array] = ()) -> None:
+    def __init__(self, arrays: Sequence[Array]) -> None:
         self.seen: dict[int, tuple[Array, int]] = {}
+        self.own: set[int] = set()
         for x in arrays:
             self.note(x)
 
     def note(self, x: Array) -> None:
         """The function reads this array."""
-        self.seen.setdefault(id(x), (x, new_id(x)))
+        if id(x) not in self.own:
+            self.seen.setdefault(id(x), (x, new_id(x)))
+
+    def note_made(self, x: Array, of: Any) -> None:
+        """The function makes this array, from nothing or from NumPy's."""
+        self.own.add(id(x))
 
     def refuse_written(self, where: str, fn: str) -> None:
         """Raise where one was written to: no tape saw the write, and its results would have no gradient."""
@@ -126,14 +132,14 @@ class Step(NamedTuple):
     site: Site | None
 
 
-class Region:
+class Region(Around):
     """The recorder inside a checkpoint: it keeps the calls, and none of their values."""
 
-    def __init__(self, tapes: Sequence[Any]) -> None:
+    def __init__(self, tapes: Sequence[Any], arrays: Sequence[Array]) -> None:
+        super().__init__(arrays)
         self.tapes = tuple(tapes)
         self.steps: list[Step] = []
         self.sources: dict[int, Array] = {}  # what the calls read that none of them made
-        self.around = Around()
         self.made: set[int] = set()
         self.live: set[int] = set()
         self._alive: list[weakref.ref[Array]] = []
@@ -180,7 +186,7 @@ class Region:
         v = new_id(x)
         if v not in self.made:
             self.sources.setdefault(v, same_value(x))
-            self.around.note(x)
+            self.note(x)
         return v
 
 
@@ -267,12 +273,10 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         if not tapes:
             note_call_made(())
             return fn(*args, **kwargs)
-        region = Region(tapes)
-        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)]
-        region.around = Around(given)
+        region = Region(tapes, [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)])
         with without_tapes(region):
             result = fn(*args, **kwargs)
-        region.around.refuse_written("checkpoint", "the function")
+        region.refuse_written("checkpoint", "the function")
         leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
         outs = list({x._id: x for x in (*leaves, *region.escaped())}.values())
         needed = {x._id for x in outs}

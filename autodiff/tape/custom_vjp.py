@@ -24,13 +24,13 @@ from .hidden import refuse_hidden
 from .record import Recorded
 
 
-class _Guard:
+class _Guard(Around):
     """The recorder inside a function with a derivative of its own: refuses arrays that this derivative misses."""
 
-    def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array]) -> None:
+    def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array], given: Sequence[Array]) -> None:
+        super().__init__(given)
         self.name, self.tapes = name, tapes
         self.known = {new_id(a) for a in args}
-        self.around = Around()
         self.live: set[int] = set()
         self._alive: list[weakref.ref[Array]] = []
 
@@ -62,7 +62,7 @@ class _Guard:
                     "mt.stop_gradient of it"
                 )
             if type(a) is Array and a._id not in self.known:
-                self.around.note(a)
+                self.note(a)
         live = not op.nondifferentiable and any(
             type(a) is Array and (a._id in self.live or self.watches(a)) for a in args
         )
@@ -231,14 +231,13 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
         shown = tapes if len(tapes) > 1 and not inner else tapes[:-1]
         before = _active.owners
         _active.owners = (*before, self)
-        guard = _Guard(self.__name__, tapes, arrays)
-        guard.around = Around(given)
+        guard = _Guard(self.__name__, tapes, arrays, given)
         try:
             with without_tapes(guard, *shown):
                 made = self._forward(*args, **kwargs)
         finally:
             _active.owners = before
-        guard.around.refuse_written("custom_vjp", f"the forward function of {self.__name__}")
+        guard.refuse_written("custom_vjp", f"the forward function of {self.__name__}")
         if not isinstance(made, tuple) or len(made) != 2:
             raise GradientError(
                 f"[custom_vjp] the forward function of {self.__name__} must return (value, residuals), got "

@@ -64,8 +64,7 @@ class _Commands(click.Group):
             return found
         except MeshtapeError as e:
             # Options have other names here than arguments of Python.
-            text = str(e).replace("overwrite=True", "--overwrite")
-            raise click.ClickException(f"{type(e).__name__}: {text}") from None
+            raise click.ClickException(str(e).replace("overwrite=True", "--overwrite")) from None
         except KeyboardInterrupt as e:
             write_text(f"\n{e if isinstance(e, Interrupted) else 'interrupted'}", console(stderr=True))
             raise click.exceptions.Exit(INTERRUPTED) from None

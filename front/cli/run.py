@@ -182,10 +182,9 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 def _interrupted(error: KeyboardInterrupt, summary: dict[str, Any]) -> int:
     """The exit code of a job that a signal ended at once: it came outside of training, or for the second time."""
     came = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
-    summary["error"] = (
-        f"{type(error).__name__}: {came.name} ended the job at once, without a checkpoint of its last step"
-    )
-    click.echo(f"Error: {summary['error']}", err=True)
+    text = f"{came.name} ended the job at once, without a checkpoint of its last step"
+    summary["error"] = f"{type(error).__name__}: {text}"
+    click.echo(f"Error: {text}", err=True)
     return 128 + came
 
 
@@ -285,7 +284,7 @@ def _script(script: str, job: Any, summary: dict[str, Any]) -> int:
         return _interrupted(e, summary)
     except MeshtapeError as e:
         summary["error"] = f"{type(e).__name__}: {e}"
-        click.echo(f"Error: {summary['error']}", err=True)
+        click.echo(f"Error: {e}", err=True)
         return 1
     except Exception as e:
         summary["error"] = f"{type(e).__name__}: {e}"

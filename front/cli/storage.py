@@ -212,9 +212,19 @@ def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | 
         yield _Lines(title)
         return
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=on) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=on)
+
+    def show(done: int, total: int) -> None:
+        if not bar.tasks:  # not before: an error of the arguments comes without a bar
+            bar.add_task(title)
+            bar.start()
+        bar.update(bar.tasks[0].id, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.tasks:
+            bar.stop()
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""The jobs panel of the live page: training jobs and checkpoints in progress, with progress, rate and outcome."""
+"""Training jobs and checkpoints in progress on the live page: their data, and rows with progress, rate and outcome."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 import time
 from typing import Any
 
-from ...storage.browse.model.text import human_bytes, number, percent, visible
-from ...storage.browse.views.frame import section, table
-from ...storage.browse.views.html import Markup, join, tag
+from ...storage.browse.model.text import human_bytes, number, visible
 from ..training.job.status import TOPIC, with_life
 
 _SHOWN = 12
@@ -64,98 +62,66 @@ def jobs_of(scheduler: Any) -> list[dict[str, Any]]:
     return sorted(found, key=lambda f: -f.get("started", 0.0))[:_SHOWN]
 
 
-# ----- sections -------------------------------------------------------------------------------------------------------
+# ----- rows of the page --------------------------------------------------------------------------------------------------
 
 
-def bar(share: float, label: str) -> Markup:
-    """A bar that is full at ``share`` = 1."""
-    width = 160
-    return tag(
-        "svg",
-        tag("title", label),
-        tag("rect", x=0, y=0, width=width, height=8, rx=4, class_="mt-track"),
-        tag("rect", x=0, y=0, width=max(8.0, width * share), height=8, rx=4, class_="mt-fill") if share > 0 else None,
-        viewBox=f"0 0 {width} 8",
-        width=width,
-        height=8,
-        role="img",
-        class_="mt-svg",
-    )
+def work_rows(work: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table of checkpoints that are being written: each with its share, bytes, rate, time and state."""
+    return [_work_row(a) for a in work]
 
 
-def work_section(work: list[dict[str, Any]]) -> Markup | None:
-    """The section of checkpoints that are being written."""
-    if not work:
-        return None
-    rows = []
-    for a in work:
-        share = a["done"] / a["total"] if a["total"] else 0.0
-        rate = a["done"] / a["seconds"] if a["seconds"] > 0 else 0.0
-        size = human_bytes(a["total"])
-        if a["state"] == "running":
-            how = join([bar(share, percent(share)), tag("span", f"{human_bytes(a['done'])} of {size}")])
-            state = a["doing"] or "writing"
-            if not a["doing"] and rate > 0 and a["done"] < a["total"]:
-                state += f", {_duration((a['total'] - a['done']) / rate)} left"
-            if a["silent"] > _SILENT:
-                state = tag("span", f"nothing heard for {_duration(a['silent'])}", class_="mt-wrong")
-        else:
-            how = tag("span", size if a["state"] == "done" else f"{human_bytes(a['done'])} of {size}")
-            state = {
-                "done": f"done {_duration(a['ended'] or 0.0)} ago",
-                "left": tag("span", "its process has left", class_="mt-wrong"),
-                "failed": tag("span", visible(a["error"], 300), class_="mt-wrong"),
-            }[a["state"]]
-        rows.append(
-            (
-                a["kind"],
-                tag("span", visible(a["path"], 160), class_="mt-mono"),
-                how,
-                f"{human_bytes(int(rate))}/s" if rate else "–",
-                _duration(a["seconds"]),
-                state,
-            )
-        )
-    head = ("What", "Where", "Bytes", "Rate", "Time", "State")
-    return section(
-        "Checkpoints being written", table(head, rows, numeric=(3, 4), cls="mt-work"), note="and the last that were"
-    )
+def _work_row(a: dict[str, Any]) -> dict[str, Any]:
+    running, share = a["state"] == "running", a["done"] / a["total"] if a["total"] else 0.0
+    rate = a["done"] / a["seconds"] if a["seconds"] > 0 else 0.0
+    size, wrong = human_bytes(a["total"]), True
+    if running and a["silent"] > _SILENT:
+        state = f"nothing heard for {duration(a['silent'])}"
+    elif running:
+        state, wrong = a["doing"] or "writing", False
+        if not a["doing"] and rate > 0 and a["done"] < a["total"]:
+            state += f", {duration((a['total'] - a['done']) / rate)} left"
+    elif a["state"] == "done":
+        state, wrong = f"done {duration(a['ended'] or 0.0)} ago", False
+    else:
+        state = "its process has left" if a["state"] == "left" else visible(a["error"], 300)
+    return {
+        **a,
+        "share": share if running else None,
+        "bytes": size if a["state"] == "done" else f"{human_bytes(a['done'])} of {size}",
+        "rate": f"{human_bytes(int(rate))}/s" if rate else "–",
+        "time": duration(a["seconds"]),
+        "state": state,
+        "wrong": wrong,
+    }
 
 
-def jobs_section(jobs: list[dict[str, Any]]) -> Markup | None:
-    """The section of training jobs, as ``meshtape status`` shows them."""
-    if not jobs:
-        return None
-    rows = []
-    for j in jobs:
-        state = str(j["state"])
-        if j.get("alive") is False and state in ("starting", "running", "restarting"):
-            state += " (its process is gone)"
-        wrong = state == "failed" or "gone" in state
-        loss, rate = j.get("loss"), j.get("per_second")
-        rows.append(
-            (
-                tag("strong", visible(str(j.get("name", "run")), 60)),
-                tag("span", visible(state, 60), class_="mt-wrong" if wrong else None),
-                f"{j.get('step', 0):,} of {j['steps']:,}"
-                if isinstance(j.get("steps"), int)
-                else f"{j.get('step', 0):,}",
-                number(loss) if isinstance(loss, float | int) and math.isfinite(loss) else "–",
-                f"{rate:,.4g}" if isinstance(rate, float | int) else "–",
-                f"{j.get('restarts', 0)}",
-                visible(str(j.get("checkpoint") or "none").rstrip("/").rpartition("/")[2], 60),
-                f"{_duration(max(0.0, time.time() - j.get('updated', time.time())))} ago",
-            )
-        )
-        if j.get("error"):
-            rows.append(("", tag("span", visible(str(j["error"]), 300), class_="mt-wrong"), *[""] * 6))
-    head = ("Job", "State", "Step", "Loss", "Samples/s", "Restarts", "Last checkpoint", "Said")
-    return section("Jobs", table(head, rows, numeric=(2, 3, 4, 5)))
+def job_rows(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table of training jobs, as ``meshtape status`` shows them."""
+    return [_job_row(j) for j in jobs]
 
 
-def _duration(seconds: float) -> str:
+def _job_row(j: dict[str, Any]) -> dict[str, Any]:
+    gone = j.get("alive") is False and j["state"] in ("starting", "running", "restarting")
+    loss, rate, steps = j.get("loss"), j.get("per_second"), j.get("steps")
+    return {
+        "name": str(j.get("name", "run")),
+        "state": f"{j['state']} (its process is gone)" if gone else str(j["state"]),
+        "wrong": gone or j["state"] == "failed",
+        "error": j.get("error"),
+        "cells": [
+            f"{j.get('step', 0):,}" + (f" of {steps:,}" if isinstance(steps, int) else ""),
+            number(loss) if isinstance(loss, float | int) and math.isfinite(loss) else "–",
+            f"{rate:,.4g}" if isinstance(rate, float | int) else "–",
+            f"{j.get('restarts', 0)}",
+        ],
+        "checkpoint": str(j.get("checkpoint") or "none").rstrip("/").rpartition("/")[2],
+        "said": f"{duration(max(0.0, time.time() - j.get('updated', time.time())))} ago",
+    }
+
+
+def duration(seconds: float) -> str:
     """
-    >>> _duration(0.25), _duration(42.3), _duration(95), _duration(7300)
+    >>> duration(0.25), duration(42.3), duration(95), duration(7300)
     ('0.2 s', '42 s', '1 min 35 s', '2 h 1 min')
     """
     if seconds < 10:

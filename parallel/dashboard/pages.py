@@ -20,19 +20,19 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import dask
 from distributed.http.utils import RequestHandler
 
 from ...storage.browse.model.site import Site
-from ...storage.browse.model.text import count, human_bytes, plain, visible
+from ...storage.browse.model.text import plain
 from ...storage.browse.server.app import LOOPBACK
 from ...storage.browse.server.handlers import POLICY, Access, host_of
 from ...storage.browse.server.handlers import routes as _browse_routes
-from ...storage.browse.views.frame import Shown, facts, href, notice, page, section, table
-from ...storage.browse.views.html import Markup, join, tag
-from .jobs_panel import jobs_of, jobs_section, work_of, work_section
+from ...storage.browse.views.frame import Markup, Shown, href, page, template
+from .jobs_panel import job_rows, jobs_of, work_of, work_rows
 
 _ROUTES = "distributed.scheduler.http.routes"
 _EVENTS = 12
@@ -153,76 +153,15 @@ def _seat(worker: Any, address: str, mesh: str) -> dict[str, Any]:
 # ----- the page -------------------------------------------------------------------------------------------------------
 
 
-def _mesh(m: dict[str, Any]) -> Markup:
-    rows = []
-    for k, w in enumerate(m["workers"]):
-        if not w["alive"]:
-            rows.append(
-                (str(k), visible(w["address"]), tag("span", "left the cluster", class_="mt-wrong"), "", "", "", "")
-            )
-            continue
-        silent = f"{w['silent']:.0f} s ago" if w["silent"] > 5 else "now"
-        doing = tag("strong", visible(w["program"], 60)) if w["program"] else tag("span", "idle", class_="mt-quiet")
-        more = f" and {w['queued']} queued" if w["queued"] else ""
-        last = visible(w["collective"], 100) if w["collective"] else tag("span", "none reported", class_="mt-quiet")
-        rows.append(
-            (
-                str(k),
-                visible(w["address"]),
-                join([doing, more]),
-                "–" if w["run"] is None else f"{w['run']:,}",
-                last,
-                human_bytes(w["blocks"]),
-                silent,
-            )
-        )
-    lease = "its client has the workers" if m["leased"] else "no run under way"
-    note = f"client {visible(m['client'], 60)}; {lease}" + (
-        f"; {count(m['waiting'], 'other client')} waiting" if m["waiting"] else ""
-    )
-    head = ("Process", "Worker", "Program", "Run", "Last collective", "Blocks", "Seen")
-    return section(f"Mesh {m['mesh']}", table(head, rows, numeric=(3, 5)), note=note)
+@functools.cache
+def _template() -> Any:
+    return template(files(__package__).joinpath("live.html").read_text(encoding="utf-8"))
 
 
-def body_of(state: dict[str, Any]) -> Markup:
-    """The live part of the page."""
-    meshes, programs, failures = state["meshes"], state["programs"], state["failures"]
-    out: list[Any] = [
-        facts(
-            [
-                ("Meshes", f"{len(meshes):,}"),
-                ("Workers", f"{state['workers']:,}"),
-                ("Running", ", ".join(visible(n, 40) for n, p in programs.items() if p["running"]) or "nothing"),
-            ]
-        )
-    ]
-    out += [jobs_section(state["jobs"]), work_section(state["writing"])]
-    out += [_mesh(m) for m in meshes] or [
-        notice("note", "No mesh is open.", tag("p", "mt.Mesh({…}, client=client) opens one."))
-    ]
-    if programs:
-        rows = [
-            (
-                visible(n, 60),
-                f"{p['running']:,}",
-                f"{p['waiting']:,}",
-                f"{p['done']:,}",
-                f"{p['failed']:,}",
-                "–" if p["seconds"] is None else f"{1000 * p['seconds']:.1f} ms",
-            )
-            for n, p in sorted(programs.items())
-        ]
-        out.append(
-            section(
-                "Programs",
-                table(("Program", "Running", "Waiting", "Done", "Failed", "Mean"), rows, numeric=(1, 2, 3, 4, 5)),
-                note="runs, one a worker each, since the workers started; saves and loads are among them",
-            )
-        )
-    if failures:
-        rows = [(f"{f['ago']:.0f} s ago", visible(f["program"], 60), visible(f["error"], 400)) for f in failures]
-        out.append(section("Failures", table(("When", "Program", "What"), rows)))
-    return tag("div", tag("span", data_poll="?fragment=1", data_every=EVERY), *out, data_swap=True)
+def body_of(state: dict[str, Any], whole: bool = False) -> str:
+    """The live part of the page, and the head above it where ``whole`` is true."""
+    jobs, work = job_rows(state["jobs"]), work_rows(state["writing"])
+    return _template().render(state, whole=whole, job_rows=jobs, work_rows=work, every=EVERY)
 
 
 class Live(RequestHandler):
@@ -242,28 +181,10 @@ class Live(RequestHandler):
         if self.get_argument("format", "") == "json":
             self.write(plain(state))
             return
-        live = body_of(state)
         if self.get_argument("fragment", ""):
-            self.finish(str(live))
+            self.finish(body_of(state))
             return
-        browse = tag(
-            "p",
-            tag("a", "Checkpoints", href="browse/"),
-            " ",
-            tag("a", "Dask's own pages", href="../status"),
-            class_="mt-zoom",
-        )
-        limits = (
-            "What workers report arrives with their heartbeats: a collective that took less than half a second may never be seen here. "
-            "Bytes of collectives go from worker to worker and are not known to the scheduler; mt.explain says them beforehand."
-        )
-        head = tag("div", tag("h1", "Meshes"), browse, class_="mt-head")
-        self.finish(
-            page(
-                Shown("Meshes", join([head, live, tag("p", limits, class_="mt-quiet")]), crumbs=[("meshes", None)]),
-                prefix="browse/",
-            )
-        )
+        self.finish(page(Shown("Meshes", Markup(body_of(state, True)), crumbs=[("meshes", None)]), prefix="browse/"))
 
 
 class _Slash(RequestHandler):

@@ -393,7 +393,13 @@ class WorkerStreams:
     async def _look(self) -> None:
         asking: asyncio.Task[Any] | None = None
         while True:
-            busy = [s for s in self._streams.values() if s.lost is None and (s.pending or s.waiting)]
+            alive = [s for s in self._streams.values() if s.lost is None]
+            fetching = [(f, n.stream) for s in alive for f in s.pending.values() for n in f._needs]
+            for future, source in fetching:
+                if source.lost is not None:
+                    self._give_up(future, source)
+            sources = {source for _, source in fetching}
+            busy = [s for s in alive if s.pending or s.waiting or s in sources]
             if not busy:
                 return
             # A future that follows a task of Dask's waits for the scheduler, too.
@@ -421,6 +427,13 @@ class WorkerStreams:
                 if s.paused and s.paused_for >= timeout:
                     for future in [f for f in s.pending.values() if f.task is not None]:
                         future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
+
+    def _give_up(self, future: WorkerFuture, source: WorkerStream) -> None:
+        """End an item that waits for the value of a lost worker, on its own worker too, where it keeps others waiting."""
+        if future.stream.pending.pop(future.number, None) is not None:
+            future.finish("failed", RankLost(f"{future.name} waited for a value: {source.error()}"))
+            future.stream.send({"op": "cancel", "numbers": (future.number,)})
+            future.stream.wake()
 
 
 streams_of = PerClient(WorkerStreams)

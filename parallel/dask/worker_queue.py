@@ -160,6 +160,7 @@ class Desk:
 
     def __post_init__(self) -> None:
         self._now: Item | None = None
+        self._fetch: asyncio.Future[list[Any]] | None = None
         self._come, self._answers = asyncio.Event(), Outbox()
         self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._answer())]
         for task in self._tasks:
@@ -191,10 +192,13 @@ class Desk:
         self.cancel([i.number for i in items if i.epoch is not None or i.stop is not None], STOOD_STILL)
 
     def cancel(self, numbers: Iterable[int], why: str = "it was given up") -> None:
-        """Do not begin these items, and stop those that can be stopped."""
+        """Do not begin these items, and stop those that can be stopped or wait for values of other workers."""
         given_up = set(numbers)
-        if self._now is not None and self._now.number in given_up and self._now.stop is not None:
-            self._now.stop.set()
+        if self._now is not None and self._now.number in given_up:
+            if self._now.stop is not None:
+                self._now.stop.set()
+            if self._fetch is not None:
+                self._fetch.cancel()
         for item in [i for i in self.queue if isinstance(i, Item) and i.number in given_up]:
             self.queue.remove(item)
             self._failed(item.number, RankLost(why))
@@ -255,7 +259,7 @@ class Desk:
                     broken, why = self.broken.get(what.epoch[0], (-1, ""))
                     if broken >= what.epoch[1]:
                         raise RankLost(f"it did not begin, as another of its mesh failed: {why}")
-                values = [await self._needed(r) for r in what.needs]
+                values = await self._values(what.needs)
                 value = await loop.run_in_executor(self.resident.thread, what.work, values)
                 self.keep(what.number, what.name, value)
             except asyncio.CancelledError:
@@ -272,9 +276,25 @@ class Desk:
                 what = values = value = None  # type: ignore[assignment]  # they must not live until the next item comes
                 self._now = None
 
-    async def _needed(self, ref: Ref) -> Any:
-        if ref.session == self.session:
-            return self.now(ref.number)  # it came before
+    async def _values(self, needs: Sequence[Ref]) -> list[Any]:
+        """The values of earlier items. Where another worker has one, :meth:`cancel` ends the wait for it."""
+        if all(r.session == self.session for r in needs):
+            return [self.now(r.number) for r in needs]  # they came before
+
+        async def fetch() -> list[Any]:
+            return [self.now(r.number) if r.session == self.session else await self._sent(r) for r in needs]
+
+        self._fetch = asyncio.ensure_future(fetch())
+        try:
+            await asyncio.wait([self._fetch])
+            if self._fetch.cancelled():
+                raise RankLost("it was given up while it waited for another worker")
+            return self._fetch.result()
+        finally:
+            self._fetch.cancel()
+            self._fetch = None
+
+    async def _sent(self, ref: Ref) -> Any:
         return answered(
             await self.resident.worker.rpc(ref.address).meshtape_value(session=ref.session, number=ref.number)
         )

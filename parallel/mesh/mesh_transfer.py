@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -39,6 +40,9 @@ class Blocks(Protocol):
     def computed(self) -> Blocks:
         """Itself, with a handle."""
 
+    def concrete(self) -> np.ndarray:
+        """The whole array in this process."""
+
 
 class Part(NamedTuple):
     """Part ``source`` of the block of rank ``rank`` becomes part ``target`` of the new block (boxes within the blocks)."""
@@ -56,13 +60,18 @@ def plan_transfer(
     new_layout: Layout,
     homes: Sequence[Any] | None = None,
     new_homes: Sequence[Any] | None = None,
+    *,
+    at: Sequence[int] | None = None,
+    new_shape: tuple[int, ...] | None = None,
 ) -> tuple[tuple[Part, ...], ...]:
-    """For each rank of the new mesh, the parts of its block.
+    """For each rank of the new mesh, the parts of its block. The old array begins at the offset ``at`` in the new one, of
+    ``new_shape``; what lies outside of it is not moved.
 
     >>> rows = Layout(((0, (0,)),))
     >>> [[p.rank for p in parts] for parts in plan_transfer((6,), (3,), rows, (2,), rows)]
     [[0, 1], [1, 2]]
     """
+    at, new_shape = at or (0,) * len(shape), new_shape or shape
     n = math.prod(sizes)
     strides = strides_of(sizes)
     split = {a for _, axes in layout.shards for a in axes}
@@ -76,10 +85,13 @@ def plan_transfer(
     for t in range(math.prod(new_sizes)):
         home = None if new_homes is None else new_homes[t]
         parts = []
-        for o in overlaps(layout, sizes, shape, block_box(new_layout, new_sizes, shape, t)):
+        block = block_box(new_layout, new_sizes, new_shape, t)
+        want = block.intersect(Box(tuple(at), shape))
+        for o in overlaps(layout, sizes, shape, want.within(Box(tuple(at), shape))) if want is not None else ():
             # Replicas take turns: no rank gives everything.
             rank = near.get((home, o.rank), o.rank + copies[t % len(copies)])
-            parts.append(Part(rank, o.source, o.target))
+            to = Box(tuple(map(operator.add, o.target.offset, want.within(block).offset)), o.target.shape)
+            parts.append(Part(rank, o.source, to))
         out.append(tuple(parts))
     return tuple(out)
 
@@ -106,28 +118,39 @@ def moved_to_mesh(x: Any, target: Sharding) -> Any:
 
 def transferred(buf: Blocks, target: Sharding) -> Any:
     """The handle of the blocks of ``buf`` as blocks of another mesh."""
-    old, new = buf.mesh, target.mesh
-    buf.computed()
-    if buf.layout.partials:
-        buf = old.moved(buf, buf.layout.reduced()).computed()
-    if isinstance(buf.handle, HostValue):
-        handle: Any = HostValue(buf.handle.value, target.layout, new.sizes)
-    elif isinstance(old.runtime, LocalRuntime) and isinstance(new.runtime, LocalRuntime):
-        parts = plan_transfer(buf.shape, old.sizes, buf.layout, new.sizes, target.layout)
-        blocks = old.runtime.fetch(buf.handle, old.runtime.ranks)
-        handle = new.runtime.adopt(
-            {
-                t: _joined(
-                    block_box(target.layout, new.sizes, buf.shape, t).shape,
-                    buf.dtype,
-                    [(p.target, blocks[p.rank][p.source.slices]) for p in found],
-                )
-                for t, found in enumerate(parts)
-            }
+    return assembled([(buf, (0,) * len(buf.shape))], buf.shape, target)
+
+
+def assembled(sources: Sequence[tuple[Blocks, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
+    """The handle of an array of this shape in a sharding, put together from arrays on other meshes, each of which begins at an
+    offset in it. An offset below zero leaves out the beginning of an array."""
+    found = []
+    for buf, at in sources:
+        buf.computed()
+        old = buf.mesh
+        found.append((old.moved(buf, buf.layout.reduced()).computed() if buf.layout.partials else buf, at))
+    new, dtype = target.mesh, found[0][0].dtype
+    if any(isinstance(buf.handle, HostValue) for buf, _ in found):
+        value = np.empty(shape, dtype)
+        for buf, at in found:
+            box = Box.whole(shape).intersect(Box(tuple(at), buf.shape))
+            if box is not None:
+                value[box.slices] = buf.concrete()[box.within(Box(tuple(at), buf.shape)).slices]
+        return HostValue(value, target.layout, new.sizes)
+    runtimes = [buf.mesh.runtime for buf, _ in found]
+    if isinstance(new.runtime, LocalRuntime) and all(isinstance(r, LocalRuntime) for r in runtimes):
+        parts: dict[int, list[tuple[Box, np.ndarray]]] = {t: [] for t in range(new.size)}
+        for buf, at in found:
+            plan = plan_transfer(
+                buf.shape, buf.mesh.sizes, buf.layout, new.sizes, target.layout, at=at, new_shape=shape
+            )
+            blocks = buf.mesh.runtime.fetch(buf.handle, buf.mesh.runtime.ranks)
+            for t, pieces in enumerate(plan):
+                parts[t] += [(p.target, blocks[p.rank][p.source.slices]) for p in pieces]
+        return new.runtime.adopt(
+            {t: _joined(block_box(target.layout, new.sizes, shape, t).shape, dtype, mine) for t, mine in parts.items()}
         )
-    else:
-        handle = _over_dask(buf, target)
-    return handle
+    return _over_dask(found, shape, target)
 
 
 def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
@@ -140,46 +163,48 @@ def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, 
 # ----- between workers --------------------------------------------------------------------------------------------------
 
 
-def _over_dask(buf: Blocks, target: Sharding) -> Any:
+def _over_dask(sources: Sequence[tuple[Blocks, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
     from ..dask.runtime import DaskRuntime, RemoteBlocks
     from ..dask.worker import call_on_blocks
 
-    old, new = buf.mesh.runtime, target.mesh.runtime
-    if not (isinstance(old, DaskRuntime) and isinstance(new, DaskRuntime)) or old.client is not new.client:
-        raise ReshardError(
-            f"[reshard] from {buf.mesh} to {target.mesh}: blocks go between meshes of one Dask client, or of this process; "
-            "use mt.distribute(np.asarray(x), mesh, …)"
-        )
-    parts = plan_transfer(
-        buf.shape,
-        buf.mesh.sizes,
-        buf.layout,
-        target.mesh.sizes,
-        target.layout,
-        [old.addresses[p] for p in old.homes],
-        [new.addresses[p] for p in new.homes],
-    )
-    cuts: dict[tuple[int, int], dict[int, list[tuple[Any, Box]]]] = {}
-    for t, found in enumerate(parts):
-        for k, p in enumerate(found):
-            pair = (old.homes[p.rank], new.homes[t])
-            cuts.setdefault(pair, {}).setdefault(p.rank, []).append(((t, k), p.source))
-    old._check_open()
-    new._check_open()
-    source = buf.handle
-    old._flight.settle(source.gang)
+    new = target.mesh.runtime
+    boxes: dict[int, list[tuple[Any, Box]]] = {t: [] for t in range(target.mesh.size)}
     futures: dict[int, list[Any]] = {}
-    for (p, q), wanted in cuts.items():
-        given = [cut_parts, wanted, [(0, source.slot)], source.gang.futures[p]]
-        futures.setdefault(q, []).append(old.submit(call_on_blocks, "cut", {p: given})[p])
+    for number, (buf, at) in enumerate(sources):
+        old = buf.mesh.runtime
+        if not (isinstance(old, DaskRuntime) and isinstance(new, DaskRuntime)) or old.client is not new.client:
+            raise ReshardError(
+                f"[reshard] from {buf.mesh} to {target.mesh}: blocks go between meshes of one Dask client, or of this process; "
+                "use mt.distribute(np.asarray(x), mesh, …)"
+            )
+        plan = plan_transfer(
+            buf.shape,
+            buf.mesh.sizes,
+            buf.layout,
+            target.mesh.sizes,
+            target.layout,
+            [old.addresses[p] for p in old.homes],
+            [new.addresses[p] for p in new.homes],
+            at=at,
+            new_shape=shape,
+        )
+        cuts: dict[tuple[int, int], dict[int, list[tuple[Any, Box]]]] = {}
+        for t, found in enumerate(plan):
+            for k, p in enumerate(found):
+                pair = (old.homes[p.rank], new.homes[t])
+                cuts.setdefault(pair, {}).setdefault(p.rank, []).append(((number, t, k), p.source))
+                boxes[t].append(((number, t, k), p.target))
+        old._check_open()
+        new._check_open()
+        source = buf.handle
+        old._flight.settle(source.gang)
+        for (p, q), wanted in cuts.items():
+            given = [cut_parts, wanted, [(0, source.slot)], source.gang.futures[p]]
+            futures.setdefault(q, []).append(old.submit(call_on_blocks, "cut", {p: given})[p])
     args: dict[int, list[Any]] = {}
     for q in range(len(new.addresses)):
         payload = {
-            t: (
-                block_box(target.layout, target.mesh.sizes, buf.shape, t).shape,
-                buf.dtype,
-                [(k, p.target) for k, p in enumerate(parts[t])],
-            )
+            t: (block_box(target.layout, target.mesh.sizes, shape, t).shape, sources[0][0].dtype, boxes[t])
             for t in new.hosted(q)
         }
         args[q] = [payload, *futures.get(q, ())]
@@ -200,7 +225,7 @@ def cut_parts(
 def join_parts(payloads: Mapping[int, Any], pieces: Mapping[Any, np.ndarray]) -> dict[int, np.ndarray]:
     """On a worker of the new mesh: the blocks of its ranks."""
     return {
-        t: _joined(shape, dtype, [(box, pieces[t, k].view(dtype).reshape(box.shape)) for k, box in wanted])
+        t: _joined(shape, dtype, [(box, pieces[key].view(dtype).reshape(box.shape)) for key, box in wanted])
         for t, (shape, dtype, wanted) in payloads.items()
     }
 

@@ -16,27 +16,16 @@ from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import astype, flip, permute_dims, reshape
+from ..forecasting.specs import Spec
 from ..mesh.mesh import Mesh
-from ..sharding.placement import Sharding
 from .plans import Plan
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Shape, dtype and sharding of an array to load, for ``mt.load(like=…)``."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Sharding | None
-
-    __is_tree__ = False
 
 
 def expected(shapes: Any, mesh: Mesh | None, plan: Plan, dtype: Any = np.float32) -> Any:
     """A tree of shapes as one that ``mt.load`` takes, with the shardings that the plan gives on the mesh."""
 
-    def leaf(path: trees.Path, shape: tuple[int, ...]) -> Expected:
-        return Expected(shape, np.dtype(dtype), None if mesh is None else plan.sharding(path, shape, mesh))
+    def leaf(path: trees.Path, shape: tuple[int, ...]) -> Spec:
+        return Spec(shape, np.dtype(dtype), None if mesh is None else plan.sharding(path, shape, mesh))
 
     return trees.map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
 

@@ -188,11 +188,6 @@ class Writer:
         self.due.append(Move(source, target, origin, what))
         self.due_targets.add(target)
 
-    def message(self, source: int, target: int, origin: str | None, what: Collective) -> None:
-        """A block that goes from one rank to another, here and not later."""
-        self.use((source,))
-        self.steps.append(Moves((Move(source, target, origin, what),)))
-
     def fetched(self, var: int, layout: Layout, boxes: tuple[Box, ...], origin: str | None) -> int:
         """The parts of a variable that ranks need, which overlap or are elsewhere."""
         now = self.layouts[var]

@@ -36,7 +36,6 @@ class Collective(NamedTuple):
     ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (:class:`~.split_sizes.PartSizes`)
     ``permute``         ``pairs`` (from, to); ranks without a source get zeros
     ``broadcast``       ``source``
-    ``message``         nothing: the first rank of the group sends, the second one gets
     ==================  ===============================================================================
     """
 
@@ -49,8 +48,6 @@ class Collective(NamedTuple):
 
     def text(self, names: Sequence[str]) -> str:
         """As in ``all_reduce(model)``."""
-        if self.kind == "message":
-            return f"message({self.groups[0][0]} to {self.groups[0][1]})"
         return f"{self.kind}({'+'.join(names[a] for a in self.axes)})"
 
 
@@ -87,8 +84,7 @@ class CollectivePlan(Plan):
         return self._c.shapes[rank if len(self._c.shapes) > 1 else 0]
 
     def takes_part(self, rank: int) -> bool:
-        # The sender of a message gets no new block.
-        return rank in self._place and not (self._c.kind == "message" and self._place[rank][1] == 0)
+        return rank in self._place
 
     def box(self, rank: int) -> Box:
         return Box.whole(self._c.results[rank if len(self._c.results) > 1 else 0])
@@ -123,8 +119,8 @@ class CollectivePlan(Plan):
         kind, group = self._c.kind, self._c.groups[g]
         if kind == "slice":
             return (rank,)
-        if kind in ("broadcast", "message"):
-            return (group[self._params.get("source", 0)],)
+        if kind == "broadcast":
+            return (group[self._params["source"]],)
         if kind == "permute":
             return (group[self._sender[me]],) if me in self._sender else ()
         return group
@@ -141,8 +137,8 @@ class CollectivePlan(Plan):
         kind, params, given = self._c.kind, self._params, self._given(source)
         if kind == "all_reduce":
             return Box.whole(given), self.box(rank)
-        if kind in ("broadcast", "message"):
-            return (Box.whole(given), self.box(rank)) if i == params.get("source", 0) else None
+        if kind == "broadcast":
+            return (Box.whole(given), self.box(rank)) if i == params["source"] else None
         if kind == "permute":
             return (Box.whole(given), self.box(rank)) if self._sender.get(me) == i else None
         if kind == "all_gather":

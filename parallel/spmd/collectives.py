@@ -2,7 +2,7 @@
 
 All of them take a mesh axis by name, or several names as a tuple (the first is the outer one), and trees of arrays. All
 are differentiable (the table of forward and backward pairs is in :mod:`meshtape.parallel.spmd.rank_ops`). All ranks of
-the axis take part, whatever the size of their blocks, empty ones included.
+the axis take part, with blocks of one shape; it may be empty.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from ...arrays.backends.row_blocks import wide
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.blocks import ceil_blocks
 from ...arrays.core.errors import AxisError, DTypeError, MeshError, ShapeError
-from ...arrays.ops.creation import asarray, zeros
+from ...arrays.ops.creation import asarray
 from ..resharding.split_sizes import PartSizes
 from ..sharding.placement import REDUCE_OPS
 from . import rank_ops as ops
@@ -78,6 +77,16 @@ def _mean(x: Array, count: int, add: Callable[[Array], Array]) -> Array:
     return out if inner == x.dtype else out.astype(x.dtype)
 
 
+def _equal_parts(name: str, length: int, n: int, sizes: Sequence[int] | None) -> None:
+    """Raise where a dimension is not cut in equal parts, one for each of ``n`` ranks."""
+    given = [length / n] * n if sizes is None else list(map(operator.index, sizes))
+    if len(given) != n or len(set(given)) != 1 or sum(given) != length or (sizes is None and length % n):
+        raise ShapeError(
+            f"[{name}] a dimension of length {length} is divided between {n} ranks in equal parts"
+            + ("" if sizes is None else f", got {list(sizes)}")
+        )
+
+
 def axis_size(axis: Axis) -> int:
     """Number of ranks along a mesh axis (or several), inside :func:`shard_map`.
 
@@ -92,9 +101,6 @@ def axis_size(axis: Axis) -> int:
 
 def axis_index(axis: Axis) -> Array:
     """Place of this rank along a mesh axis (or several), as an integer array of no dimensions.
-
-    ``int(mt.axis_index("data"))`` gives the number itself, so that Python code may go different ways on different ranks; each
-    rank is then traced by itself, and results that are replicated along that axis must come right out of a collective.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 3})
@@ -153,13 +159,13 @@ def all_reduce(x: Any, axis: Axis, *, op: str = "sum") -> Any:
 def all_gather(x: Any, axis: Axis, *, dim: int = 0) -> Any:
     """The blocks of all ranks of an axis, joined along a dimension; all get them.
 
-    Blocks may have different lengths along ``dim``, none included. A new dimension is made by the caller: ``x[None]``.
+    A new dimension is made by the caller: ``x[None]``.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"model": 2})
     >>> whole = mt.shard_map(lambda w: mt.all_gather(w, "model"), mesh, {"model": mt.Shard(0)}, {})
-    >>> whole(mt.arange(5))
-    Array([0, 1, 2, 3, 4], sharding=Sharding(model=Replicate()))
+    >>> whole(mt.arange(4))
+    Array([0, 1, 2, 3], sharding=Sharding(model=Replicate()))
     """
 
     def one(trace: RankTrace, axes: tuple[int, ...], x: Array) -> Array:
@@ -182,33 +188,26 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: str = "sum", sizes: 
     op
         As in :func:`all_reduce`.
     sizes
-        Lengths of the parts, one a rank; ``ceil`` blocks by default.
+        Lengths of the parts, one a rank, which must be equal, as they are by default.
 
     Examples
     --------
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 2})
     >>> f = mt.shard_map(lambda x: mt.reduce_scatter(x[0], "data"), mesh, {"data": mt.Shard(0)}, {"data": mt.Shard(0)})
-    >>> f(mt.asarray([[1, 2, 3], [10, 20, 30]]))
-    Array([11, 22, 33], sharding=Sharding(data=Shard(0)))
+    >>> f(mt.asarray([[1, 2], [10, 20]]))
+    Array([11, 22], sharding=Sharding(data=Shard(0)))
     """
 
     def one(trace: RankTrace, axes: tuple[int, ...], x: Array) -> Array:
-        at = _dim("reduce_scatter", dim, x)
-        n = trace.group_size(axes)
-        lengths = (
-            tuple(k for _, k in ceil_blocks(x.shape[at], n)) if sizes is None else tuple(map(operator.index, sizes))
-        )
-        if len(lengths) != n or sum(lengths) != x.shape[at] or min(lengths) < 0:
-            raise ShapeError(
-                f"[reduce_scatter] sizes {lengths} do not divide dimension {at} of length {x.shape[at]} between {n} ranks"
-            )
+        at, n = _dim("reduce_scatter", dim, x), trace.group_size(axes)
+        _equal_parts("reduce_scatter", x.shape[at], n, sizes)
         _refuse_reduced("reduce_scatter", trace, axes, x)
         if op == "mean":
-            return _mean(x, n, lambda x: ops.scatter_sum(x, axes, at, lengths))
+            return _mean(x, n, lambda x: ops.scatter_sum(x, axes, at))
         if op == "sum":
-            return ops.scatter_sum(x, axes, at, lengths)
-        return ops.own_part(all_reduce(x, axis, op=op), axes, at, lengths)
+            return ops.scatter_sum(x, axes, at)
+        return ops.own_part(all_reduce(x, axis, op=op), axes, at)
 
     return _each("reduce_scatter", x, axis, one)
 
@@ -230,7 +229,7 @@ def all_to_all(
         Dimension along which the parts that arrive are joined, in the order of the ranks.
     split_sizes
         Lengths of the parts: one list that all ranks use, or a matrix whose row ``i`` has the lengths that rank ``i``
-        sends to each. ``ceil`` blocks by default. Zeros are allowed.
+        sends to each. Equal parts by default. Zeros are allowed. All ranks send, and get, as much as each other.
 
     Examples
     --------
@@ -247,20 +246,26 @@ def all_to_all(
 
     def one(trace: RankTrace, axes: tuple[int, ...], x: Array) -> Array:
         at, to, n = _dim("all_to_all", split_dim, x), _dim("all_to_all", concat_dim, x), trace.group_size(axes)
+        length = x.shape[at]
         if split_sizes is None:
-            lengths = trace.meet("all_to_all sizes", axes, (x.ndim, at), x.shape[at])
-            sizes = PartSizes.cut(lengths, n)
+            _equal_parts("all_to_all", length, n, None)
+            sizes = PartSizes.alike((length // n,) * n, n)
         elif all(isinstance(s, Sequence) for s in split_sizes):
             sizes = PartSizes.matrix([tuple(map(operator.index, row)) for row in split_sizes])
         else:
             sizes = PartSizes.alike(tuple(map(operator.index, split_sizes)), n)
         if len(sizes.of) != n or any(len(row) != n or min(row, default=0) < 0 for row in sizes.rows):
             raise ShapeError(f"[all_to_all] split_sizes are {n} lengths, or {n} rows of them, got {split_sizes}")
-        me = trace.place(axes, uneven=len(sizes.rows) > 1)
-        if sum(sizes.row(me)) != x.shape[at]:
-            raise ShapeError(
-                f"[all_to_all] rank {me} of {axis!r} sends parts {list(sizes.row(me))} of a dimension of length {x.shape[at]}"
-            )
+        for me in range(n):
+            if sum(sizes.row(me)) != length:
+                raise ShapeError(
+                    f"[all_to_all] rank {me} of {axis!r} sends parts {list(sizes.row(me))} of a dimension of length {length}"
+                )
+            if (sum(sizes.column(me)) != length) if at == to else (len({k for row in sizes.rows for k in row}) > 1):
+                raise ShapeError(
+                    f"[all_to_all] rank {me} of {axis!r} would get parts {list(sizes.column(me))}, and other ranks more or less: "
+                    "blocks of one shape are needed on all ranks"
+                )
         return ops.exchange(x, axes, at, to, sizes)
 
     return _each("all_to_all", x, axis, one)
@@ -295,9 +300,7 @@ def permute(x: Any, axis: Axis, pairs: Sequence[tuple[int, int]] | None = None, 
 
 
 def broadcast(tree: Any, axis: Axis, *, source: int = 0) -> Any:
-    """The tree of one rank of an axis on all of them: arrays, structure and other leaves.
-
-    Receivers need no template: where ranks hold different trees, all get that of the source.
+    """The arrays of one rank of an axis on all of them, in the same tree.
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 3})
@@ -309,22 +312,7 @@ def broadcast(tree: Any, axis: Axis, *, source: int = 0) -> Any:
     n = trace.group_size(axes)
     if not 0 <= operator.index(source) < n:
         raise MeshError(f"[broadcast] source {source} is none of the {n} ranks of {axis!r}")
-    leaves, treedef = trees.flatten(tree)
-    arrays = [trace.lift(x) if isinstance(x, Array) else x for x in leaves]
-    specs = [(x.shape, x.dtype) if isinstance(x, Array) else None for x in arrays]
-    statics = [None if isinstance(x, Array) else x for x in arrays]
-    treedef, specs, statics = trace.meet("broadcast of a tree", axes, (source,), (treedef, specs, statics))[source]
-    mine = iter([x for x in arrays if isinstance(x, Array)])
-    out = []
-    for spec, static in zip(specs, statics, strict=True):
-        if spec is None:
-            out.append(static)
-            continue
-        x = next(mine, None)
-        if x is None or x.dtype != spec[1]:
-            x = trace.lift(zeros(spec[0], dtype=spec[1]))
-        out.append(ops.from_one(x, axes, source))
-    return trees.unflatten(treedef, out)
+    return trees.tree_map(lambda x: ops.from_one(trace.lift(x), axes, source) if isinstance(x, Array) else x, tree)
 
 
 __all__ = [

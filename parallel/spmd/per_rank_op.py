@@ -1,4 +1,4 @@
-"""Traced per-rank code as one op: its programs, operands and results, and its derivative.
+"""Traced per-rank code as one op: its program, operands and results, and its derivative.
 
 For the tape, ``mt.compile`` and the pending program of a mesh, a call of per-rank code is one call of one op. The
 partitioner inlines it into the rank program (:func:`lower`), where equal calls are shared. So the derivative repeats
@@ -8,6 +8,7 @@ the calls of the forward pass, but reuses their results.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,20 +16,19 @@ import numpy as np
 
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, made, wrap
-from ...arrays.core.errors import GradientError, NonDifferentiableError, ShardingConflict
+from ...arrays.core.errors import GradientError, ShardingConflict
 from ...arrays.core.op import Op, state
-from ...arrays.core.program import Entry, Program, freeze, simplify
+from ...arrays.core.program import simplify
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import zeros
 from ...arrays.ops.elementwise import where
 from ...autodiff.captures.tracing import Lifted
 from ...autodiff.rules import defvjp_all
 from ...autodiff.tape.tape import Tape, is_differentiable
-from ..resharding.collective_plans import groups_of
 from ..sharding.mesh_protocol import Mesh
 from ..sharding.placement import REPLICATED, Layout, block_box, make_layout
 from . import rank_ops as ops
-from .rank_trace import RankTrace, trace_all
+from .rank_trace import RankTrace, tracing
 
 Body = Callable[[RankTrace, Sequence[Array]], Sequence[Array]]
 
@@ -36,8 +36,8 @@ Body = Callable[[RankTrace, Sequence[Array]], Sequence[Array]]
 class RankCode:
     """Traced per-rank code.
 
-    ``programs`` is one program for all ranks, or one a rank; ``operands[k]`` says which operands of the call the inputs of
-    program ``k`` are. The operands are the arguments, followed by captured arrays (``captured``).
+    ``operands`` says which operands of the call the inputs of its ``program`` are. The operands are the arguments,
+    followed by captured arrays (``captured``).
     """
 
     def __init__(
@@ -46,46 +46,38 @@ class RankCode:
         mesh: Mesh,
         in_avals: Sequence[ShapeDtype],
         in_layouts: Sequence[Layout],
-        out_layouts: Callable[[int, Sequence[frozenset[int]]], Layout],
+        out_layouts: Callable[[int, frozenset[int]], Layout],
         body: Body,
         what: Callable[[int], str],
-        apart: bool = False,
         is_derivative: bool = False,
     ) -> None:
         self.is_derivative = is_derivative
         self.name, self.mesh, self.body = name, mesh, body
         self.count = len(in_avals)
-        blocks = [
-            [ShapeDtype(block_box(lay, mesh.sizes, a.shape, r).shape, a.dtype) for r in range(mesh.size)]
-            for a, lay in zip(in_avals, in_layouts, strict=True)
-        ]
-        varying = [self._varying(lay) for lay in in_layouts]
-        traced = trace_all(mesh, blocks, varying, functools.partial(self._run, out_layouts), apart=apart)
-        self.even = len(traced) == 1
-        self.has_calls = any(t.has_calls for t, _ in traced)
+        trace = RankTrace(mesh)
+        blocks = [self._block(a, lay, i) for i, (a, lay) in enumerate(zip(in_avals, in_layouts, strict=True))]
+        arguments = [trace.input(b, self._varying(lay)) for b, lay in zip(blocks, in_layouts, strict=True)]
+        with tracing(trace):
+            outs = []
+            for i, x in enumerate(map(trace.lift, body(trace, arguments))):
+                layout = out_layouts(i, x._buf.varying)  # results vary along the axes where they are split or pending
+                outs.append(trace.varied(x, tuple(sorted(self._varying(layout)))))
+        self.has_calls = trace.has_calls
         self.captured: list[Lifted] = []
-        self.operands: list[tuple[int, ...]] = []
         found: dict[Any, int] = {}
-        for t, _ in traced:
-            keys = [self._key_of(c) for c in t.captured]
-            for c, key in zip(t.captured, keys, strict=True):
-                if key not in found:
-                    found[key] = self.count + len(self.captured)
-                    self.captured.append(c)
-            self.operands.append((*range(self.count), *(found[key] for key in keys)))
+        for c in trace.captured:
+            if found.setdefault(self._key_of(c), self.count + len(self.captured)) == self.count + len(self.captured):
+                self.captured.append(c)
+        self.operands = (*range(self.count), *(found[self._key_of(c)] for c in trace.captured))
         self.in_avals = (*in_avals, *(ShapeDtype(tuple(c.buf.shape), c.buf.dtype) for c in self.captured))
         self.in_layouts = (*in_layouts, *(REPLICATED for _ in self.captured))
-        n_out = len(traced[0][1])
-        if any(len(outs) != n_out for _, outs in traced):
-            raise ShardingConflict(f"[{name}] the ranks return different numbers of arrays")
-        self.out_layouts = tuple(out_layouts(i, [outs[i]._buf.varying for _, outs in traced]) for i in range(n_out))
-        for i, layout in enumerate(self.out_layouts):
-            self._check_replicated(layout, [(t, outs[i]) for t, outs in traced], what(i))
+        self.out_layouts = tuple(out_layouts(i, x._buf.varying) for i, x in enumerate(outs))
+        for i, (layout, x) in enumerate(zip(self.out_layouts, outs, strict=True)):
+            self._check_replicated(layout, x, what(i))
         self.out_avals = tuple(
-            self._whole([outs[i] for _, outs in traced], self.out_layouts[i], what(i)) for i in range(n_out)
+            self._whole(x, lay, what(i)) for i, (x, lay) in enumerate(zip(outs, self.out_layouts, strict=True))
         )
-        built = [t.build(outs) for t, outs in traced]
-        self.programs: tuple[Program, ...] = (simplify(built[0]),) if self.even else tuple(_without_dead(built))
+        self.program = simplify(trace.build(outs))
         self._backward: dict[Any, RankCode] = {}
 
     def __repr__(self) -> str:
@@ -97,64 +89,43 @@ class RankCode:
             return c.buf.shape, c.buf.dtype, c.buf.tobytes()
         return id(c.array), id(c.buf)
 
+    def _block(self, aval: ShapeDtype, layout: Layout, i: int) -> ShapeDtype:
+        """The block of an argument, which must have one shape on all ranks."""
+        for dim, axes in layout.shards:
+            n = math.prod(self.mesh.sizes[a] for a in axes)
+            if aval.shape[dim] % n:
+                raise ShardingConflict(
+                    f"[{self.name}] argument {i}: dimension {dim} of length {aval.shape[dim]} is divided over {n} ranks, which all run "
+                    f"the same code on blocks of one shape: pad it to a multiple of {n}, or write this with functions of whole arrays"
+                )
+        return ShapeDtype(block_box(layout, self.mesh.sizes, aval.shape, 0).shape, aval.dtype)
+
     def _varying(self, layout: Layout) -> frozenset[int]:
         axes = [a for _, s in layout.shards for a in s] + [a for a, _ in layout.partials]
         return frozenset(a for a in axes if self.mesh.sizes[a] > 1)
 
-    def _run(self, out_layouts: Any, trace: RankTrace, arguments: Sequence[Array]) -> Sequence[Array]:
-        """Run the body. Its results vary along the axes where they are split or pending."""
-        out = []
-        for i, x in enumerate(self.body(trace, arguments)):
-            x = trace.lift(x)
-            layout = out_layouts(i, [x._buf.varying])
-            out.append(trace.varied(x, tuple(sorted(self._varying(layout)))))
-        return out
-
     # ----- results ----------------------------------------------------------------------------------------------------
 
-    def _check_replicated(self, layout: Layout, outs: Sequence[tuple[RankTrace, Array]], what: str) -> None:
+    def _check_replicated(self, layout: Layout, x: Array, what: str) -> None:
         """Raise where a result is declared replicated along an axis on which ranks may differ."""
-        for trace, x in outs:
-            wrong = sorted(x._buf.varying - self._varying(layout))
-            if wrong:
-                names = ", ".join(repr(self.mesh.names[a]) for a in wrong)
-                raise ShardingConflict(
-                    f"[{self.name}] {what} is to be Replicate() along {names}, but there ranks may hold different values: "
-                    f"reduce it (mt.all_reduce, mt.all_gather, mt.broadcast), or give it Shard(dim) or Partial('sum') along "
-                    f"{names}"
-                )
-            known = sorted((trace.known | trace.ragged) - self._varying(layout))
-            first = outs[0][0]
-            if known and trace.ids.get(x._buf.var) != first.ids.get(outs[0][1]._buf.var):
-                raise ShardingConflict(
-                    f"[{self.name}] {what} is to be Replicate() along {self.mesh.names[known[0]]!r}, but ranks return "
-                    "different things there"
-                )
-
-    def _whole(self, blocks: Sequence[Array], layout: Layout, what: str) -> ShapeDtype:
-        sizes, n = self.mesh.sizes, self.mesh.size
-        of = [blocks[r if len(blocks) > 1 else 0] for r in range(n)]
-        if len({(b.ndim, b.dtype) for b in of}) > 1:
+        wrong = sorted(x._buf.varying - self._varying(layout))
+        if wrong:
+            names = ", ".join(repr(self.mesh.names[a]) for a in wrong)
             raise ShardingConflict(
-                f"[{self.name}] {what} differs between ranks: {sorted({f'{b.dtype.name}, {b.ndim} dimensions' for b in of})}"
+                f"[{self.name}] {what} is to be Replicate() along {names}, but there ranks may hold different values: "
+                f"reduce it (mt.all_reduce, mt.all_gather, mt.broadcast), or give it Shard(dim) or Partial('sum') along "
+                f"{names}"
             )
-        shape = list(of[0].shape)
+
+    def _whole(self, block: Array, layout: Layout, what: str) -> ShapeDtype:
+        shape = list(block.shape)
         for dim, axes in layout.shards:
             if not 0 <= dim < len(shape):
                 raise ShardingConflict(
-                    f"[{self.name}] {what} has blocks of shape {of[0].shape}, and no dimension {dim} to be split along"
+                    f"[{self.name}] {what} has blocks of shape {block.shape}, and no dimension {dim} to be split along"
                 )
-            shape[dim] = sum(of[r].shape[dim] for r in groups_of(sizes, axes)[0])
-        for r in range(n):
-            expected = block_box(layout, sizes, shape, r).shape
-            if of[r].shape != expected:
-                lengths = sorted({b.shape for b in of}, reverse=True)
-                raise ShardingConflict(
-                    f"[{self.name}] {what}: rank {r} returned a block of shape {of[r].shape}, and of an array of shape "
-                    f"{tuple(shape)} it holds {expected} (the blocks are {', '.join(map(str, lengths))}; all are of "
-                    "ceil(n / ranks) but the last)"
-                )
-        return ShapeDtype(tuple(shape), of[0].dtype)
+            shape[dim] *= math.prod(self.mesh.sizes[a] for a in axes)
+        return ShapeDtype(tuple(shape), block.dtype)
 
     # ----- calls ------------------------------------------------------------------------------------------------------
 
@@ -185,11 +156,6 @@ class RankCode:
         # cotangent.
         known = self.in_avals[: self.count] if self.is_derivative else self.in_avals
         smooth_in = tuple(i for i, a in enumerate(known) if is_differentiable(a.dtype))
-        if any(e.op in ops.MESSAGES for p in self.programs for e in p.entries):
-            raise NonDifferentiableError(
-                f"[{self.name}] sends messages from rank to rank, and has its own derivative, to the first order: it cannot be "
-                "differentiated again"
-            )
         smooth_out = tuple(i for i, a in enumerate(self.out_avals) if is_differentiable(a.dtype))
         for i in smooth_out:
             for axis, op in self.out_layouts[i].partials:
@@ -213,11 +179,10 @@ class RankCode:
         in_avals = [*self.in_avals, *(self.out_avals[i] for i in smooth_out)]
         in_layouts = [*self.in_layouts, *(self.out_layouts[i].reduced() for i in smooth_out)]
 
-        def layout_of(k: int, varying: Sequence[frozenset[int]]) -> Layout:
+        def layout_of(k: int, varying: frozenset[int]) -> Layout:
             shards = self.in_layouts[smooth_in[k]].shards
             split = {a for _, axes in shards for a in axes}
-            pending = frozenset[int]().union(*varying) - split
-            return make_layout({d: list(axes) for d, axes in shards}, dict.fromkeys(sorted(pending), "sum"))
+            return make_layout({d: list(axes) for d, axes in shards}, dict.fromkeys(sorted(varying - split), "sum"))
 
         def body(trace: RankTrace, arguments: Sequence[Array]) -> Sequence[Array]:
             return self._pull_back(trace, arguments[:count], arguments[count:], smooth_in, smooth_out)
@@ -230,7 +195,6 @@ class RankCode:
             layout_of,
             body,
             lambda k: f"cotangent {smooth_in[k]}",
-            apart=not self.even,
             is_derivative=True,
         )
 
@@ -243,22 +207,12 @@ class RankCode:
         smooth_out: tuple[int, ...],
     ) -> list[Array]:
         tape = Tape()
-        extra: list[Array] = []
         with tape:
             tape.watch([operands[i] for i in smooth_in])
-            if not self.even:
-                extra += _vary_all(trace, [operands[i] for i in smooth_in])
-            if (
-                self.has_calls
-            ):  # with derivatives of their own, or to be made again: the code says which, its calls do not
-                outs = self._once_more(trace, operands)
-            else:
-                k = 0 if self.even else trace.rank
-                outs = self._replay(k, trace, operands, None if self.even else tape, extra)
+            # Calls with derivatives of their own, or to be made again: the code says which, its calls do not.
+            outs = (self._once_more if self.has_calls else self._replay)(trace, operands)
         names = [operands[i]._id for i in smooth_in]
         targets, given = [outs[i] for i in smooth_out], list(seeds)
-        targets += extra
-        given += [trace.varied(zeros(x.shape, dtype=x.dtype), tuple(sorted(x._buf.varying))) for x in extra]
         pairs = [(t, s) for t, s in zip(targets, given, strict=True) if tape.watches(t)]
         found = tape.backward([t for t, _ in pairs], [s for _, s in pairs], names)
         out = []
@@ -285,109 +239,25 @@ class RankCode:
             trace.varied(x, tuple(sorted(self._varying(lay)))) for x, lay in zip(outs, self.out_layouts, strict=True)
         ]
 
-    def _replay(
-        self, k: int, trace: RankTrace, operands: Sequence[Array], ties: Tape | None, extra: list[Array]
-    ) -> list[Array]:
-        """Replay program ``k`` on other values. With ``ties`` every collective takes part in the backward pass, on
-        every rank, even if nothing depends on it there."""
-        p = self.programs[k]
-        env: dict[int, Array] = {v: operands[i] for v, i in zip(p.inputs, self.operands[k], strict=True)}
+    def _replay(self, trace: RankTrace, operands: Sequence[Array]) -> list[Array]:
+        """Replay the program on other values."""
+        p = self.program
+        env: dict[int, Array] = {v: operands[i] for v, i in zip(p.inputs, self.operands, strict=True)}
         origin, site = state.origin, state.site
-        token: Array | None = None
-        if ties is not None:
-            token = wrap(trace.lift(zeros(()))._buf)
-            ties.watch(token)
         try:
             for e in p.entries:
                 state.origin, state.site = origin or e.origin, e.site
                 args = [env[v] if isinstance(v, int) else v.value for v in e.inputs]
                 if e.op is ops.AXIS_INDEX:
                     env[e.outputs[0]] = trace.index(e.params["axes"])
-                    continue
-                if e.op in ops.AGAIN:
-                    x = trace.lift(args[0])
-                    tied = ties is not None and is_differentiable(x.dtype)
-                    if tied and e.op is not ops.VARY:
-                        x = apply(ops.TIE, (x, token))
-                    y = env[e.outputs[0]] = ops.AGAIN[e.op](x, e.params)
-                    if tied and (e.op is not ops.VARY or x._buf.var not in trace.inputs):
-                        extra.append(y)
-                        if y._buf.var in trace.twins:
-                            extra.append(trace.twins[y._buf.var])
-                    continue
-                out = apply(e.op, tuple(args), e.params)
-                env.update(zip(e.outputs, out if e.op.nout > 1 else (out,), strict=True))
+                elif e.op in ops.AGAIN:
+                    env[e.outputs[0]] = ops.AGAIN[e.op](trace.lift(args[0]), e.params)
+                else:
+                    out = apply(e.op, tuple(args), e.params)
+                    env.update(zip(e.outputs, out if e.op.nout > 1 else (out,), strict=True))
         finally:
             state.origin, state.site = origin, site
         return [env[v] for v in p.outputs]
-
-
-def _vary_all(trace: RankTrace, xs: Sequence[Array]) -> list[Array]:
-    """Make common values vary, at one place of the code where all ranks are; later uses reuse the results."""
-    everywhere = tuple(range(len(trace.mesh.sizes)))
-    out = []
-    for x in xs:
-        trace.twins.pop(x._buf.var, None)  # the tape that is on now has to see it come about
-        varied = trace.varied(x, everywhere)
-        if varied is not x:
-            trace.twins[x._buf.var] = varied
-            out.append(varied)
-    return out
-
-
-def _without_dead(programs: Sequence[Program]) -> list[Program]:
-    """Different programs of ranks, without dead calls.
-
-    Collectives stay, as other ranks take part in them; so does each ``vary`` that some rank needs, as all take part in its
-    derivative.
-    """
-    programs = [_shared(p) for p in programs]
-    counts = {sum(_meets_backward(p, e) for e in p.entries) for p in programs}
-    kept = frozenset(range(max(counts))) if len(counts) > 1 else frozenset[int]()
-    while True:
-        found = [_live(p, kept) for p in programs]
-        needed = kept.union(*(numbers for _, numbers in found))
-        if needed == kept:
-            return [p for p, _ in found]
-        kept = needed
-
-
-def _shared(p: Program) -> Program:
-    """The program with equal calls merged, except for those in which other ranks take part."""
-    seen: dict[Any, tuple[int, ...]] = {}
-    names: dict[int, int] = {}
-    entries: list[Entry] = []
-    for e in p.entries:
-        inputs = tuple(names.get(v, v) if isinstance(v, int) else v for v in e.inputs)
-        key = (e.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in inputs), freeze(e.params))
-        if not isinstance(e.op, ops.RankOp):
-            first = seen.setdefault(key, e.outputs)
-            if first is not e.outputs:
-                names.update(zip(e.outputs, first, strict=True))
-                continue
-        entries.append(e._replace(inputs=inputs))
-    return Program(p.inputs, tuple(entries), tuple(names.get(v, v) for v in p.outputs), p.avals)
-
-
-def _meets_backward(p: Program, e: Entry) -> bool:
-    return e.op is ops.VARY and e.inputs[0] not in p.inputs
-
-
-def _live(p: Program, kept: frozenset[int]) -> tuple[Program, frozenset[int]]:
-    """The program without dead calls, and the numbers of the ``vary`` calls that it needs itself."""
-    needed = set(p.outputs)
-    entries: list[Entry] = []
-    numbers: set[int] = set()
-    number = sum(_meets_backward(p, e) for e in p.entries)
-    for e in reversed(p.entries):
-        number -= _meets_backward(p, e)
-        own = not needed.isdisjoint(e.outputs)
-        if own and _meets_backward(p, e):
-            numbers.add(number)
-        if own or e.op in ops.COLLECTIVES or e.op in ops.MESSAGES or (_meets_backward(p, e) and number in kept):
-            needed.update(v for v in e.inputs if isinstance(v, int))
-            entries.append(e)
-    return Program(p.inputs, tuple(reversed(entries)), p.outputs, p.avals), frozenset(numbers)
 
 
 # ----- the op ---------------------------------------------------------------------------------------------------------

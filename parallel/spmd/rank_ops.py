@@ -59,7 +59,6 @@ AXIS_INDEX = RankOp(
 )
 AXIS_INDEX.nondifferentiable = "integer result"
 VARY = RankOp("vary", ("x",), lambda xp, x, axes: x, _like_first)
-TIE = RankOp("tie", ("x", "token"), lambda xp, x, token: x, _like_first)
 ALL_REDUCE = RankOp("all_reduce", ("x",), _together, _shaped)
 ALL_REDUCE_BY = RankOp("all_reduce_by", ("x",), _together, _shaped)
 ALL_GATHER = RankOp("all_gather", ("x",), _together, _shaped)
@@ -70,22 +69,15 @@ ALL_TO_ALL = RankOp("all_to_all", ("x",), _together, _shaped)
 PERMUTE = RankOp("permute", ("x",), _together, _shaped)
 BROADCAST = RankOp("broadcast", ("x",), _together, _shaped)
 
-SEND = RankOp("send", ("x",), _together, lambda op, a, p: ())
-RECEIVE = RankOp("receive", (), _together, lambda op, a, p: ShapeDtype(p["shape"], p["dtype"]))
-SEND.nout = 0
-
 COLLECTIVES = {
     op: op.name for op in (ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, REDUCE_SCATTER, SLICE, ALL_TO_ALL, PERMUTE, BROADCAST)
 } | {ALL_REDUCE_BY: "all_reduce", ALL_GATHER_VARYING: "all_gather"}
 """Ops that are carried out as collectives, with the kind of each."""
 
-MESSAGES = frozenset({SEND, RECEIVE})
-"""Messages between two ranks. Their derivative is up to the code that uses them (the pipeline)."""
-
 INVARIANT_RESULT = frozenset({ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, BROADCAST})
 
 
-# ----- the ops on Arrays of a trace: each meets the other ranks to learn their shapes -----------------------------------
+# ----- the ops on Arrays of a trace -------------------------------------------------------------------------------------
 
 
 def trace_of(x: Array) -> BlockTrace:
@@ -93,95 +85,61 @@ def trace_of(x: Array) -> BlockTrace:
     return x._buf.builder
 
 
+def _varied(x: Array, axes: tuple[int, ...]) -> Array:
+    return trace_of(x).varied(x, axes)
+
+
 def sum_over(x: Array, axes: tuple[int, ...], op: str = "sum") -> Array:
     """V → I."""
-    t = trace_of(x)
-    x = t.varied(x, axes)
-    t.meet("all_reduce", axes, (x.shape, x.dtype.name, op))
     if op == "sum":
-        return t.settled(apply(ALL_REDUCE, (x,), {"axes": axes, "shape": x.shape}), axes)
-    return t.settled(apply(ALL_REDUCE_BY, (x,), {"axes": axes, "shape": x.shape, "op": op}), axes)
+        return apply(ALL_REDUCE, (_varied(x, axes),), {"axes": axes, "shape": x.shape})
+    return apply(ALL_REDUCE_BY, (_varied(x, axes),), {"axes": axes, "shape": x.shape, "op": op})
 
 
 def gather(x: Array, axes: tuple[int, ...], dim: int, *, varying: bool = False) -> Array:
     """V → I, or V → V where ``varying``."""
-    t = trace_of(x)
-    x = t.varied(x, axes)
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-    lengths = tuple(t.meet("all_gather", axes, (rest, x.dtype.name, dim), x.shape[dim]))
-    shape = _with_length(x.shape, dim, sum(lengths))
-    params = {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths}
-    if varying:
-        return apply(ALL_GATHER_VARYING, (x,), params)
-    return t.settled(apply(ALL_GATHER, (x,), params), axes)
+    shape = _with_length(x.shape, dim, x.shape[dim] * trace_of(x).group_size(axes))
+    op = ALL_GATHER_VARYING if varying else ALL_GATHER
+    return apply(op, (_varied(x, axes),), {"axes": axes, "shape": shape, "dim": dim})
 
 
-def scatter_sum(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> Array:
-    """V → V: the sum; each rank keeps a part of it."""
-    t = trace_of(x)
-    x = t.varied(x, axes)
-    t.meet("reduce_scatter", axes, (x.shape, x.dtype.name, dim, lengths))
-    shape = _with_length(x.shape, dim, lengths[_place(t, axes, len(set(lengths)) > 1)])
-    return apply(REDUCE_SCATTER, (x,), {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths, "op": "sum"})
+def scatter_sum(x: Array, axes: tuple[int, ...], dim: int) -> Array:
+    """V → V: the sum, of which each rank keeps an equal part."""
+    params = _parts(x, axes, dim)
+    return apply(REDUCE_SCATTER, (_varied(x, axes),), {**params, "op": "sum"})
 
 
-def own_part(x: Array, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> Array:
-    """I → V: each rank's part of the common value."""
-    t = trace_of(x)
-    t.meet("slice", axes, (x.shape, x.dtype.name, dim, lengths))
-    shape = _with_length(x.shape, dim, lengths[_place(t, axes, len(set(lengths)) > 1)])
-    return apply(SLICE, (x,), {"axes": axes, "shape": shape, "dim": dim, "lengths": lengths})
+def own_part(x: Array, axes: tuple[int, ...], dim: int) -> Array:
+    """I → V: each rank's equal part of the common value."""
+    return apply(SLICE, (x,), _parts(x, axes, dim))
+
+
+def _parts(x: Array, axes: tuple[int, ...], dim: int) -> dict[str, Any]:
+    n = trace_of(x).group_size(axes)
+    length = x.shape[dim] // n
+    return {"axes": axes, "shape": _with_length(x.shape, dim, length), "dim": dim, "lengths": (length,) * n}
 
 
 def exchange(x: Array, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: PartSizes) -> Array:
     """V → V: ranks send each other ``sizes`` of their ``split_dim``, and join what they get along ``concat_dim``."""
-    t = trace_of(x)
-    x = t.varied(x, axes)
-    rest = tuple(n for d, n in enumerate(x.shape) if d not in (split_dim, concat_dim))
-    what = (rest, x.ndim, x.dtype.name, split_dim, concat_dim, sizes)
-    others = t.meet("all_to_all", axes, what, x.shape[concat_dim])
-    me = _place(t, axes, len(sizes.rows) > 1 or len({*sizes.rows[0]}) > 1)
     if split_dim == concat_dim:
-        shape = _with_length(x.shape, split_dim, sum(sizes.column(me)))
+        shape = x.shape
     else:
-        if len({*sizes.kinds(me)}) > 1:
-            raise MeshError(
-                f"[all_to_all] rank {me} of the axis gets parts of lengths {list(sizes.column(me))} along dimension "
-                f"{split_dim}, which cannot be joined along dimension {concat_dim}: they must be equal"
-            )
-        shape = _with_length(_with_length(x.shape, split_dim, sizes.rows[0][me]), concat_dim, sum(others))
+        part = sizes.rows[0][0]
+        shape = _with_length(x.shape, concat_dim, x.shape[concat_dim] * len(sizes.of))
+        shape = _with_length(shape, split_dim, part)
     params = {"axes": axes, "shape": shape, "split_dim": split_dim, "concat_dim": concat_dim, "sizes": sizes}
-    return apply(ALL_TO_ALL, (x,), params)
+    return apply(ALL_TO_ALL, (_varied(x, axes),), params)
 
 
 def send(x: Array, axes: tuple[int, ...], pairs: tuple[tuple[int, int], ...]) -> Array:
     """V → V: along the pairs (from, to); zeros where nothing is sent."""
-    t = trace_of(x)
-    x = t.varied(x, axes)
-    shapes = t.meet("permute", axes, (x.ndim, x.dtype.name, pairs), x.shape)
-    shape = x.shape
-    if any(s != shapes[0] for s in shapes):
-        me = _place(t, axes, True)
-        shape = next((shapes[s] for s, d in pairs if d == me), x.shape)
-    return apply(PERMUTE, (x,), {"axes": axes, "shape": shape, "pairs": pairs})
+    return apply(PERMUTE, (_varied(x, axes),), {"axes": axes, "shape": x.shape, "pairs": pairs})
 
 
 def from_one(x: Array, axes: tuple[int, ...], source: int) -> Array:
     """V → I: the value of one rank."""
-    t = trace_of(x)
-    x = t.varied(x, axes)
-    shape, dtype = t.meet("broadcast", axes, (source,), (x.shape, x.dtype))[source]
-    if dtype != x.dtype:
-        x = x.astype(dtype)  # values of other ranks do not matter
-    return t.settled(apply(BROADCAST, (x,), {"axes": axes, "shape": shape, "source": source}), axes)
-
-
-def _place(t: BlockTrace, axes: tuple[int, ...], uneven: bool) -> int:
-    """This rank's place in the group; ``uneven`` says that the shapes of results depend on it."""
-    me = t.place(axes, uneven=uneven)
-    if uneven:
-        t.differ(axes)
-    return me
+    return apply(BROADCAST, (_varied(x, axes),), {"axes": axes, "shape": x.shape, "source": source})
 
 
 AGAIN: dict[Op, Callable[[Array, Mapping[str, Any]], Array]] = {
@@ -190,8 +148,8 @@ AGAIN: dict[Op, Callable[[Array, Mapping[str, Any]], Array]] = {
     ALL_REDUCE_BY: lambda x, p: sum_over(x, p["axes"], p["op"]),
     ALL_GATHER: lambda x, p: gather(x, p["axes"], p["dim"]),
     ALL_GATHER_VARYING: lambda x, p: gather(x, p["axes"], p["dim"], varying=True),
-    REDUCE_SCATTER: lambda x, p: scatter_sum(x, p["axes"], p["dim"], p["lengths"]),
-    SLICE: lambda x, p: own_part(x, p["axes"], p["dim"], p["lengths"]),
+    REDUCE_SCATTER: lambda x, p: scatter_sum(x, p["axes"], p["dim"]),
+    SLICE: lambda x, p: own_part(x, p["axes"], p["dim"]),
     ALL_TO_ALL: lambda x, p: exchange(x, p["axes"], p["split_dim"], p["concat_dim"], p["sizes"]),
     PERMUTE: lambda x, p: send(x, p["axes"], p["pairs"]),
     BROADCAST: lambda x, p: from_one(x, p["axes"], p["source"]),
@@ -234,38 +192,30 @@ def _all_reduce_by(xp: Any, g: Any, x: Any, ans: Any, axes: tuple[int, ...], op:
     return g * hit / sum_over(hit, axes)
 
 
-def _broadcast(xp: Any, g: Any, axes: tuple[int, ...], source: int, x_like: ShapeDtype) -> Any:
-    t = trace_of(g)
-    g = t.varied(_settled(g, axes), axes)
-    if g.shape != x_like.shape:  # only the source's shape is that of the result
-        return t.varied(xp.zeros(x_like.shape, dtype=g.dtype), axes)
-    return xp.where(t.index(axes) == source, g, 0.0)
+def _broadcast(xp: Any, g: Any, axes: tuple[int, ...], source: int) -> Any:
+    g = _varied(_settled(g, axes), axes)
+    return xp.where(trace_of(g).index(axes) == source, g, 0.0)
 
 
 defvjp(VARY, x=lambda xp, g, axes: sum_over(g, axes))
-defvjp(TIE, x=lambda xp, g: g, token=lambda xp, g: None)
 defvjp(ALL_REDUCE, x=lambda xp, g, axes: _settled(g, axes))
 defvjp(ALL_REDUCE_BY, x=_all_reduce_by)
 
 
-def _all_gather(xp: Any, g: Any, axes: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> Any:
-    if any(a in trace_of(g).axes_of_variation(g) for a in axes):
-        return scatter_sum(g, axes, dim, lengths)
-    return own_part(g, axes, dim, lengths)
+def _all_gather(xp: Any, g: Any, axes: tuple[int, ...], dim: int) -> Any:
+    varies = any(a in trace_of(g).axes_of_variation(g) for a in axes)
+    return scatter_sum(g, axes, dim) if varies else own_part(g, axes, dim)
 
 
-def _all_to_all(
-    xp: Any, g: Any, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: PartSizes, x_like: ShapeDtype
-) -> Any:
+def _all_to_all(xp: Any, g: Any, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: PartSizes) -> Any:
     if split_dim == concat_dim:
         return exchange(g, axes, split_dim, split_dim, sizes.transposed())
-    # The part from a rank was as long, along `concat_dim`, as that rank's own block.
-    lengths = tuple(trace_of(g).meet("all_to_all vjp", axes, (split_dim, concat_dim), x_like.shape[concat_dim]))
-    return exchange(g, axes, concat_dim, split_dim, PartSizes.alike(lengths, len(lengths)))
+    n = len(sizes.of)
+    return exchange(g, axes, concat_dim, split_dim, PartSizes.alike((g.shape[concat_dim] // n,) * n, n))
 
 
 defvjp(ALL_GATHER, x=_all_gather)
-defvjp(ALL_GATHER_VARYING, x=lambda xp, g, axes, dim, lengths: scatter_sum(g, axes, dim, lengths))
+defvjp(ALL_GATHER_VARYING, x=lambda xp, g, axes, dim: scatter_sum(g, axes, dim))
 defvjp(REDUCE_SCATTER, x=lambda xp, g, axes, dim: gather(g, axes, dim, varying=True))
 defvjp(SLICE, x=lambda xp, g, axes, dim: gather(g, axes, dim))
 defvjp(ALL_TO_ALL, x=_all_to_all)

@@ -22,14 +22,8 @@ class BlockTrace(Protocol):
     def group_size(self, axes: tuple[int, ...]) -> int:
         """Ranks of a group along the axes."""
 
-    def place(self, axes: tuple[int, ...], *, uneven: bool = True) -> int:
-        """This rank's place in its group."""
-
     def index(self, axes: tuple[int, ...]) -> Array:
-        """The place as a value of the program."""
-
-    def meet(self, what: str, axes: tuple[int, ...], details: Any, payload: Any = None) -> list[Any]:
-        """The payloads of all ranks of the group."""
+        """The place of this rank in its group, as a value of the program."""
 
     def lift(self, x: Array) -> Array:
         """A captured array as an input."""
@@ -40,32 +34,23 @@ class BlockTrace(Protocol):
     def varied(self, x: Array, axes: tuple[int, ...]) -> Array:
         """The value, made to vary along the axes."""
 
-    def settled(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """The result of a collective that is the same on all ranks."""
-
-    def differ(self, axes: tuple[int, ...]) -> None:
-        """From here on ranks hold blocks of different shapes."""
-
 
 class RankTracer(Tracer):
-    """A buffer that stands for the block of one rank, or of every rank."""
+    """A buffer that stands for the block of every rank."""
 
-    __slots__ = ("index_of", "varying")
+    __slots__ = ("varying",)
     priority = 3
     traced = True
 
     def __init__(self, trace: BlockTrace, var: int, aval: ShapeDtype, varying: frozenset[int]) -> None:
         super().__init__(trace, var, aval, trace.mesh, None, None)  # type: ignore[arg-type]
         self.varying = varying
-        self.index_of: tuple[int, ...] | None = None  # mesh axes whose index this is
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return self.builder.admit(op, args)  # type: ignore[attr-defined]
 
     def concrete(self) -> np.ndarray:
-        if self.index_of is not None:
-            return np.asarray(self.builder.look(self.index_of))  # type: ignore[attr-defined]
         raise TracedValueError(
             f"a value ({self.aval}) was asked for inside mt.shard_map, where arrays only stand for the blocks of ranks: use "
-            "mt.where instead of `if`; only int(mt.axis_index(…)) is known there"
+            "mt.where instead of `if`, as all ranks run the same code"
         )

@@ -96,11 +96,9 @@ class Pipeline:
         last = len(stages) - 1
         self._forward = [compile(_forward(s)) for s in stages[:-1]]
         self._sums = compile(_sums(stages[last]))
-        self._loss = compile(_loss_backward(stages[last], first=last == 0))
+        self._loss = compile(_loss_backward(stages[last]))
         halves = {"B": (True, True), "I": (True, False), "W": (False, True)}
-        self._backward = [
-            {k: compile(_backward(s, i == 0, *which)) for k, which in halves.items()} for i, s in enumerate(stages[:-1])
-        ]
+        self._backward = [{k: compile(_backward(s, *which)) for k, which in halves.items()} for s in stages[:-1]]
         self._add = compile(lambda a, b: trees.tree_map(lambda x, y: wide(x) + wide(y), a, b))
         self.peak: tuple[int, ...] = ()
 
@@ -111,10 +109,6 @@ class Pipeline:
         if len(params) != len(self.parts):
             raise TrainingError(f"{len(params)} trees of parameters for {len(self.parts)} stages")
         return [self.plan.distribute(p, part) for p, part in zip(params, self.parts, strict=True)]
-
-    def sees(self, stage: int) -> bool:
-        """Whether a stage gets the micro-batch."""
-        return stage in (0, len(self.parts) - 1)
 
     def put(self, batch: Any, stage: int) -> Any:
         """A micro-batch on the part of a stage: from this process, or from the part where it is."""
@@ -197,22 +191,17 @@ class Pipeline:
         -----
         ``peak`` then has the largest number of stage inputs that each rank held.
         """
-        plan = self.schedule(len(micro))
-        run = _Run(self, params, micro, keys, frozen, scale)
-        # The order of the simulated ends is one that every rank can follow; on a cluster each part works through its own by itself.
-        for action in sorted(ends := plan.simulate().ends, key=lambda a: (ends[a], a.stage)):
-            run.do(action)
+        run = Run(self, params, micro, keys, frozen, scale)
+        run.all(self.schedule(len(micro)))
         self.peak = tuple(run.peak)
         return run.sums, self._tie(run.grads)
 
-    def sums(self, params: Sequence[Any], micro: Any) -> dict[str, Array]:
-        """The sums of one micro-batch without gradients; the stages get the key None."""
-        x, last = None, len(self.parts) - 1
-        for s in range(last):
-            x = self._forward[s](
-                params[s], None, None if s == 0 else self.to(x, s), self.put(micro, s) if s == 0 else None, None
-            )
-        return self._sums(params[last], None if last == 0 else self.to(x, last), self.put(micro, last))
+    def sums(self, params: Sequence[Any], micro: Any, x: Any = None) -> dict[str, Array]:
+        """The sums of one micro-batch without gradients; the stages get the key None, and the first one ``x``."""
+        last = len(self.parts) - 1
+        for s, run in enumerate(self._forward):
+            x = run(params[s], None, self.to(x, s), self.put(micro, s) if s == 0 else None, None)
+        return self._sums(params[last], self.to(x, last), self.put(micro, last))
 
     def _tie(self, grads: list[Any]) -> list[Any]:
         for (i, a), (j, b) in self.tied:
@@ -246,7 +235,7 @@ class Pipeline:
         return init, step
 
 
-class _Run:
+class Run:
     """One pass of the micro-batches through the stages."""
 
     def __init__(
@@ -257,13 +246,16 @@ class _Run:
         keys: Sequence[Any] | None,
         frozen: Sequence[Any] | None,
         scale: Any,
+        xs: Sequence[Any] = (),
     ) -> None:
         self.pipe, self.params, self.micro = pipe, params, micro
+        self.seen = (0, len(pipe.parts) - 1)  # stages that get the micro-batch
         self.keys = [None] * len(micro) if keys is None else keys
         self.frozen = [None] * len(params) if frozen is None else frozen
         self.scale = None if scale is None else pipe.to(scale, len(params) - 1)
         self.inputs: dict[tuple[int, int], Any] = {}  # inputs of stages until their backward pass is over
-        self.arriving: dict[tuple[int, int], Any] = {}  # outputs and cotangents on their way to the next action
+        # Outputs and cotangents on their way to the next action: at first inputs of stage 0, at the end their cotangents.
+        self.arriving: dict[tuple[int, int], Any] = {(0, i): x for i, x in enumerate(xs)}
         self.grads: list[Any] = [None] * len(pipe.parts)
         self.sums: dict[str, Array] = {}
         self.held = [0] * pipe.ranks
@@ -273,7 +265,7 @@ class _Run:
     def _given(self, stage: int, i: int) -> tuple[Any, Any]:
         """Micro-batch and key of a stage."""
         if (stage, i) not in self.batches:
-            batch = self.pipe.put(self.micro[i], stage) if self.pipe.sees(stage) else None
+            batch = self.pipe.put(self.micro[i], stage) if stage in self.seen else None
             self.batches[stage, i] = (batch, None if self.keys[i] is None else self.pipe.to(self.keys[i], stage))
         return self.batches[stage, i]
 
@@ -283,12 +275,20 @@ class _Run:
             return None
         return float(max(math.prod(x.shape) for x in trees.flatten(self.micro[i])[0]))
 
+    def all(self, plan: Schedule) -> None:
+        """Carry out a schedule, in the order of its simulated ends, which every rank can follow; on a cluster each part works through
+        its own actions by itself."""
+        for action in sorted(ends := plan.simulate().ends, key=lambda a: (ends[a], a.stage)):
+            self.do(action)
+
     def do(self, action: Action) -> None:
         kind, s, i = action
+        if kind == "R":  # inputs are kept until the backward pass, which needs them
+            return
         rank, last = s % self.pipe.ranks, len(self.pipe.parts) - 1
         batch, key = self._given(s, i)
         if kind == "F":
-            x = None if s == 0 else self.pipe.to(self.arriving.pop((s, i)), s)
+            x = self.pipe.to(self.arriving.pop((s, i), None), s)
             self.inputs[s, i] = x
             self.held[rank] += 1
             self.peak[rank] = max(self.peak[rank], self.held[rank])
@@ -303,7 +303,7 @@ class _Run:
             # The cotangent waits where it arrived until the last of I and W has used it.
             g = self.pipe.to(self.arriving[s, i], s)
             found = self.pipe._backward[s][kind](self.params[s], self.frozen[s], x, batch, key, g, self._unit(i))
-            if "x" in found and s:
+            if "x" in found:
                 self.arriving[s - 1, i] = found["x"]
             if "params" in found:
                 self._accumulate(s, found["params"])
@@ -318,8 +318,7 @@ class _Run:
         sums, gp, gx = self.pipe._loss(self.params[s], self.frozen[s], x, batch, key, self.scale, self._unit(i))
         self.sums = sums if not self.sums else {n: self.sums[n] + v for n, v in sums.items()}
         self._accumulate(s, gp)
-        if s:
-            self.arriving[s - 1, i] = gx
+        self.arriving[s - 1, i] = gx
 
     def _accumulate(self, s: int, g: Any) -> None:
         self.grads[s] = g if self.grads[s] is None else self.pipe._add(self.grads[s], g)
@@ -347,7 +346,7 @@ def _sums(stage: Stage) -> Callable[..., dict[str, Array]]:
     return run
 
 
-def _loss_backward(stage: Stage, first: bool) -> Callable[..., Any]:
+def _loss_backward(stage: Stage) -> Callable[..., Any]:
     """Sums and gradients of the last stage."""
 
     def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, scale: Any, unit: float | None) -> Any:
@@ -357,31 +356,18 @@ def _loss_backward(stage: Stage, first: bool) -> Callable[..., Any]:
             wanted = total if unit is None else total * astype(scale / unit, total.dtype, copy=False)
             return wanted, {"loss": total, "weight": weight, **metrics}
 
-        if first:
-            (_, sums), gp = value_and_grad(loss, has_aux=True)(params, x)
-            return sums, _times(gp, unit), None
         (_, sums), (gp, gx) = value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
         return sums, _times(gp, unit), gx
 
     return run
 
 
-def _backward(stage: Stage, first: bool, inputs: bool, weights: bool) -> Callable[..., dict[str, Any]]:
+def _backward(stage: Stage, inputs: bool, weights: bool) -> Callable[..., dict[str, Any]]:
     """Cotangents of a stage's input, of its parameters, or of both, with the stage recomputed."""
 
     def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, g: Any, unit: float | None) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        if first:
-            if weights:
-                out["params"] = _times(vjp(lambda p: stage(_whole(p, frozen), None, batch, key), params)[1](g)[0], unit)
-            return out
-        _, pull = vjp(lambda p, x: stage(_whole(p, frozen), x, batch, key), params, x)
-        gp, gx = pull(g)
-        if weights:
-            out["params"] = _times(gp, unit)
-        if inputs:
-            out["x"] = gx
-        return out
+        gp, gx = vjp(lambda p, x: stage(_whole(p, frozen), x, batch, key), params, x)[1](g)
+        return ({"params": _times(gp, unit)} if weights else {}) | ({"x": gx} if inputs else {})
 
     return run
 

@@ -63,9 +63,10 @@ class Recovery:
             if self.policy is None or mesh is None or not is_loss(error, mesh):
                 raise error
             self._count(error, mesh, self.policy)
+            saved = self._newest_complete()  # first: a mesh that is closed ends the save that reads from it
             following = self._next(mesh)  # waits as long as the policy says; its errors end the run
             try:
-                self._move(following)
+                self._move(following, saved)
                 return
             except Exception as e:  # another loss, while the state was being put on the new mesh
                 error = e
@@ -135,13 +136,13 @@ class Recovery:
             return False
         return True
 
-    def _move(self, mesh: Mesh) -> None:
-        """The run on another mesh, from the newest of: the snapshot in memory, the checkpoints, the beginning."""
+    def _move(self, mesh: Mesh, saved: int | None) -> None:
+        """The run on another mesh, from the newest of: the snapshot in memory, the checkpoints up to ``saved``, the beginning."""
         t = self.trainer
         t.session.close()
         t.mesh = mesh
         t.session = t.new_session(mesh)
-        self._restore(self._newest_complete())
+        self._restore(saved)
         t.report.open_writers()
         for c in t.callbacks:
             c.on_start(t)
@@ -210,5 +211,6 @@ class Recovery:
         elif not self.snapshots or not self.snapshots[-1][1].wait(SNAPSHOT_LIMIT):
             return False
         t.report.display.say(f"workers were added: going on with {now}")
-        self._move(self._next(mesh))
+        saved = self._newest_complete()
+        self._move(self._next(mesh), saved)
         return True

@@ -96,8 +96,8 @@ class Trainer(RunCheckpoints):
     ahead
         Batches that are read before they are needed.
     directory
-        Where checkpoints, ``metrics.jsonl``, events for TensorBoard and ``status.json`` go. Inside ``meshtape run`` that of the job.
-        Without one nothing is written.
+        Where checkpoints, ``metrics.jsonl``, events for TensorBoard (where tensorboardX is installed) and ``status.json`` go. Inside
+        ``meshtape run`` that of the job. Without one nothing is written.
     checkpoints
         A ``CheckpointManager`` of your own, instead of one in ``directory/checkpoints``, which keeps two and writes in the background: one
         at a time, from a copy that costs nothing, while steps go on. An error of it ends the run at the next step.
@@ -232,7 +232,7 @@ class Trainer(RunCheckpoints):
 
     @property
     def state(self) -> Any:
-        """The whole training state: a tree of arrays."""
+        """The whole training state, a tree of arrays."""
         return self.session.state
 
     @property

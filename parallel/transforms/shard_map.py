@@ -11,7 +11,6 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShardingConflict, check_function
 from ...arrays.core.op import Op, recording, state
-from ...arrays.core.program import freeze
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
 from ...autodiff.captures.captures import Outside, captures_of
@@ -21,7 +20,7 @@ from ...autodiff.compiler.determinism import Chance
 from ...autodiff.compiler.signature import as_array, leaf_key, read_too
 from ...autodiff.tape.function_wrapper import Wrapper
 from ..mesh.mesh import Mesh
-from ..sharding.placement import Layout, Partial, Placement, Replicate, Shard, Sharding
+from ..sharding.placement import Partial, Placement, Replicate, Shard, Sharding
 from ..spmd.per_rank_op import RankCode
 from ..spmd.rank_trace import RankTrace
 from ..spmd.rank_tracer import RankTracer
@@ -122,7 +121,7 @@ class ShardMapped(Wrapper):
                 except ShardingConflict as e:
                     raise ShardingConflict(f"[shard_map] argument {trees.path_name(path[1:])} of {name}: {e}") from None
                 in_avals.append(ShapeDtype(tuple(x.shape), x.dtype))
-        results: dict[int | None, tuple[trees.TreeDef, list[Any], list[Layout]]] = {}
+        result: list[Any] = []
 
         def body(trace: RankTrace, arguments: Sequence[Array]) -> Sequence[Array]:
             given = iter(arguments)
@@ -133,8 +132,7 @@ class ShardMapped(Wrapper):
             lifted = [x for x in outs if isinstance(x, Array)]
             shardings = [s for s, x in zip(found, outs, strict=True) if isinstance(x, Array)]
             layouts = [s.check(x.shape, x.dtype).layout for s, x in zip(shardings, lifted, strict=True)]
-            results[trace.rank] = (out_def, [ARRAY if isinstance(x, Array) else x for x in outs], layouts)
-            results.setdefault(None, results[trace.rank])
+            result[:] = out_def, [ARRAY if isinstance(x, Array) else x for x in outs], layouts
             return lifted
 
         derived = _Derived(known)
@@ -144,13 +142,11 @@ class ShardMapped(Wrapper):
                 self.mesh,
                 in_avals,
                 in_layouts,
-                lambda i, varying: results[None][2][i],
+                lambda i, varying: result[2][i],
                 body,
                 lambda i: f"result {i} of {name}",
             )
-        out_def, statics, _ = results[None]
-        if any(r[0] != out_def or freeze(r[1]) != freeze(statics) for r in results.values()):
-            raise ShardingConflict(f"[shard_map] the ranks of {name} return different trees")
+        out_def, statics, _ = result
         who = f"[shard_map] {name}"
         return (
             code,
@@ -210,8 +206,8 @@ def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placem
     Parameters
     ----------
     fn
-        Takes and returns trees of arrays. It is traced, like a compiled function: Python code in it runs once a signature (and
-        once a rank, where blocks differ in shape or ``int(mt.axis_index(…))`` is asked for).
+        Takes and returns trees of arrays. It is traced, like a compiled function: Python code in it runs once a signature, for all
+        ranks.
     mesh
         Whose ranks run it.
     in_placements
@@ -231,11 +227,9 @@ def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placem
     ------
     ShardingConflict
         For a result that is declared replicated although ranks may hold different values (a reduction was forgotten), and for
-        blocks that do not make up an array.
+        arguments that are not divided in blocks of one shape.
     MeshError
         For a value that is reduced twice, unknown axes, arrays of other meshes, collectives outside.
-    CollectiveMismatch
-        Where ranks that go different ways would wait for each other for ever. It is raised before anything runs.
 
     Notes
     -----

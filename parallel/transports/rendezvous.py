@@ -58,14 +58,8 @@ def _proof(secret: bytes, role: bytes, nonce: bytes, hello: bytes) -> bytes:
 class DataPlane:
     """One process's end of all its connections. Made by :func:`meshtape.parallel.dask.worker.open_plane` on each worker.
 
-    Parameters
-    ----------
-    host
-        Where to listen; None: nowhere, connections come in by :meth:`greet`.
-    tls
-        Contexts for accepting and for connecting, where connections are encrypted.
-    worker
-        The Dask worker, for connections through ``distributed``.
+    Without a ``host`` it listens nowhere: connections come in by :meth:`greet`, through ``distributed``'s ``worker``. ``tls`` has the
+    contexts for accepting and for connecting.
     """
 
     def __init__(
@@ -499,9 +493,9 @@ def interface_of(address: str) -> str:
     protocol, _, rest = address.partition("://")
     if protocol == "inproc":  # workers that are threads of the client's process
         return "127.0.0.1"
-    if protocol not in ("tcp", "tls", "ws", "wss"):
+    if protocol not in ("tcp", "tls", "ws", "wss", "ucx", "ucxx"):
         raise ClusterError(
-            f"workers must be reachable by tcp, tls or ws, or live in this process, this one is at {address}: "
+            f"workers must be reachable by tcp, tls, ws or ucx, or live in this process, this one is at {address}: "
             "set meshtape.transport to comms in Dask's configuration"
         )
     return rest.rpartition(":")[0].strip("[]")

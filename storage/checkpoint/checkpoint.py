@@ -7,16 +7,15 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import ArrayIndexError, CheckpointDTypeError, CheckpointKeyError, IncompleteCheckpoint
-from ...arrays.core.formatting import DRAWINGS
+from ...arrays.core.formatting import DRAWINGS, count, human_bytes
 from ...arrays.core.tree import Path
-from ..base.names import leaf_name
+from ..base.names import fits, leaf_name
 from ..base.page import Page
 from ..format import manifest
 from ..format.compression import Zstd, compression_of
@@ -180,7 +179,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         """Raise `CheckpointDTypeError` where one of these names or patterns matches an array that cannot be read."""
         for name in wanted:
             for n, why in self.skipped.items():
-                if n == name or fnmatchcase(n, name):
+                if fits(n, name):
                     raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
 
     def __contains__(self, name: object) -> bool:
@@ -201,6 +200,11 @@ class Checkpoint(Mapping[str, StoredArray]):
     def compression(self) -> Zstd | None:
         """How the chunks are compressed; 0-d arrays never are."""
         return next((c for a in self.arrays.values() if (c := compression_of(a.tensor)) is not None), None)
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The leaves of the tree that are not arrays, by name."""
+        return {leaf_name(p): v for p, v in manifest.scalar_leaves(self.structure)}
 
     def tree(self) -> Any:
         """The tree as it was saved, with a `StoredArray` for each array."""
@@ -231,13 +235,13 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
-            (name, str(a.dtype), str(a.shape), _human(a.nbytes), a.sharding_text or "")
+            (name, str(a.dtype), str(a.shape), human_bytes(a.nbytes), a.sharding_text or "")
             for name, a in self.arrays.items()
         ]
 
     def _title(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"{self.kind} checkpoint {self.path}{step}: {len(self)} array{'' if len(self) == 1 else 's'}, {_human(self.nbytes)}{self.unread()}"
+        return f"{self.kind} checkpoint {self.path}{step}: {count(len(self), 'array')}, {human_bytes(self.nbytes)}{self.unread()}"
 
     def unread(self) -> str:
         """The names that cannot be read, as the end of a sentence; empty where all can."""
@@ -327,12 +331,3 @@ def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
     if isinstance(node, (list, tuple)):
         return type(node)(fill(v, make) for v in node)
     return node
-
-
-def _human(n: int) -> str:
-    size = float(n)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

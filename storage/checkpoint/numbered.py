@@ -33,12 +33,19 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _listed(directory: str) -> dict[str, None]:
-    """Names of checkpoints that are there, or are being replaced, in order."""
-    folders = store.at(directory).folders()
+def listed(folders: list[str]) -> dict[str, None]:
+    """Of the folders of a directory the names of checkpoints that are there, or are being replaced, in order."""
     # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
     heads = (e.partition(".old-")[0] for e in folders)
     return dict.fromkeys(sorted(e for e in heads if _NAME.match(e)))
+
+
+def of_manifest(path: str, held: manifest.Manifest) -> Numbered:
+    """A complete checkpoint, whose manifest may give another number than its name."""
+    step = int(store.split(path)[1].partition("-")[2]) if held.step is None else held.step
+    metrics = held.metadata.get(METRICS)
+    branch = branches.of_plain(held.metadata.get(branches.KEY))
+    return Numbered(step, path, metrics if isinstance(metrics, dict) else {}, branch)
 
 
 def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
@@ -51,23 +58,21 @@ def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
 
 def complete(directory: str, warn: bool = False) -> list[Numbered]:
     """The complete checkpoints of a directory, by step. With ``warn``, a warning names each of the others."""
-    listed = _listed(directory)
+    there = store.at(directory)
+    names = listed(there.folders())
     held: dict[str, manifest.Manifest | CheckpointError | None] = {}
     for _ in range(_LOOKS):
-        held = {n: held.get(n) or _manifest(store.join(directory, n)) for n in listed}
+        held = {n: held.get(n) or _manifest(store.join(directory, n)) for n in names}
         absent = {n for n, m in held.items() if m is None}
         # Another process may have rotated one away for a newer one that is not listed yet: list again.
-        if not absent or absent <= (listed := _listed(directory)).keys():
+        if not absent or absent <= (names := listed(there.folders())).keys():
             break
     found: list[Numbered] = []
     for n, m in held.items():
         target = store.join(directory, n)
         if isinstance(m, manifest.Manifest):
-            metrics = m.metadata.get(METRICS)
-            metrics = metrics if isinstance(metrics, dict) else {}
-            branch = branches.of_plain(m.metadata.get(branches.KEY))
-            found.append(Numbered(int(n.partition("-")[2]) if m.step is None else m.step, target, metrics, branch))
-        elif warn and n in listed:
+            found.append(of_manifest(target, m))
+        elif warn and n in names:
             incomplete = f"it has no {manifest.FILE}, so it is incomplete"
             warnings.warn(f"skipped {target}: {m or incomplete}", stacklevel=4)
     own = {c.step for c in found if c.path == store.join(directory, name(c.step))}

@@ -43,6 +43,7 @@ from .torch_pickle import Made, Named
 
 SINGLE = "arr_0"  # the name that NumPy gives an array without one
 _MAX_PICKLE = 64 << 20
+_MAX_NPY_HEADER = 64 << 10
 _NOWHERE = Place(0, 0, (), (0, 0), 0)
 
 
@@ -103,8 +104,9 @@ class DeflatedTensor(PlacedTensor):
         return self._unpack()
 
 
-def _npy_header(f: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """(shape, whether the first dimension is the fastest, dtype); `CheckpointDTypeError` for elements that have no form here."""
+def _npy_header(start: bytes, where: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """(shape, whether the first dimension is the fastest, dtype, the header's length); `CheckpointDTypeError` for elements that have no form here."""
+    f = io.BytesIO(start)  # no more: NumPy takes memory for any length that a file claims
     try:
         version = np.lib.format.read_magic(f)
         if version not in ((1, 0), (2, 0)):
@@ -117,7 +119,7 @@ def _npy_header(f: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype]:
         raise CheckpointDTypeError(f"{where}: elements of {dtype.str} have no form here; save them in another dtype")
     if not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
         raise CorruptCheckpoint(f"{where}: shape {str(shape)[:80]}")
-    return shape, fortran, dtypes.by_name(dtype.name)
+    return shape, fortran, dtypes.by_name(dtype.name), f.tell()
 
 
 def _strides(shape: tuple[int, ...], fortran: bool) -> tuple[int, ...]:
@@ -135,11 +137,10 @@ def open_npy(path: str) -> Checkpoint:
     """A checkpoint of one array, called ``arr_0`` as in an ``.npz`` of NumPy."""
     root, file, size = _parted(path)
     with opened(path, "an array") as reader:
-        start = bytearray(min(size, 1 << 16))
+        start = bytearray(min(size, _MAX_NPY_HEADER))
         reader.readv([start], 0)
-    f = io.BytesIO(start)
-    shape, fortran, dtype = _npy_header(f, path)
-    at, nbytes = f.tell(), math.prod(shape) * dtype.itemsize
+    shape, fortran, dtype, at = _npy_header(start, path)
+    nbytes = math.prod(shape) * dtype.itemsize
     if at + nbytes != size:
         raise CorruptCheckpoint(f"{path} has {size} bytes, its array needs {at + nbytes}")
     place = Place(at, size, _strides(shape, fortran), (at, nbytes), 0)
@@ -169,11 +170,10 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
                 raise CorruptCheckpoint(f"{where}: compressed by a method that NumPy does not use")
             with archive.open(info) as f:
                 try:
-                    shape, fortran, dtype = _npy_header(f, where)
+                    shape, fortran, dtype, prefix = _npy_header(f.read(_MAX_NPY_HEADER), where)
                 except CheckpointDTypeError as e:
                     skipped[name] = str(e)
                     continue
-                prefix = f.tell()
             nbytes = math.prod(shape) * dtype.itemsize
             if prefix + nbytes != info.file_size:
                 raise CorruptCheckpoint(f"{where}: {info.file_size} bytes, its array needs {prefix + nbytes}")

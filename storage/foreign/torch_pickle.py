@@ -9,7 +9,7 @@ file holds many values (``lenient``), it is the name of an inert object like the
 from __future__ import annotations
 
 import pickletools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...arrays.core.errors import CorruptCheckpoint
@@ -51,6 +51,7 @@ KNOWN = frozenset(
     ]
 )
 MAX_NBYTES = 1 << 30
+_MAX_DEPTH = 500
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,7 +67,7 @@ class Made:
 
     name: str
     args: tuple[Any, ...]
-    state: Any = None
+    state: Any = field(default=None, repr=False)
 
     def field(self, name: str, position: int | None = None) -> Any:
         """An attribute; ``position`` is its place where the state is a tuple."""
@@ -116,7 +117,7 @@ def _called(fn: Any, args: Any) -> Any:
     if not isinstance(fn, Named) or not isinstance(args, tuple):
         raise TypeError("it calls something that is not a name")
     if fn.name == "collections.OrderedDict":
-        return dict(args[0]) if args else {}
+        return {_key(k): value for k, value in args[0]} if args else {}
     if fn.name == "collections.defaultdict":
         return {}
     if fn.name == "torch.Size":
@@ -200,7 +201,7 @@ def _run(data: bytes, lenient: bool) -> Any:
             stack.append(_named(str(argument).replace(" ", "."), lenient))
         elif name == "STACK_GLOBAL":
             attribute, module = stack.pop(), stack.pop()
-            stack.append(_named(f"{module}.{attribute}", lenient))
+            stack.append(_named(".".join((module, attribute)), lenient))
         elif name in ("REDUCE", "NEWOBJ"):
             args, fn = stack.pop(), stack.pop()
             stack.append(_called(fn, args))
@@ -217,10 +218,40 @@ def _run(data: bytes, lenient: bool) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A key of a dict: texts and numbers, and the objects that stand for one."""
+    """A key of a dict: texts and numbers, and the objects that stand for one.
+
+    A file could choose tuples in tuples, or large integers, whose hashes take for ever. They get a place of their own.
+    """
+    if (isinstance(key, tuple) and any(isinstance(k, tuple) for k in key)) or (isinstance(key, int) and key >> 63):
+        return Made(type(key).__name__, (key,))
     if isinstance(key, (str, int, float, bool, bytes, tuple, Made, Named)) or key is None:
         return key
     raise ValueError(f"a {type(key).__name__} is the key of a dict")
+
+
+def _check_walk(value: Any, most: int, lenient: bool) -> None:
+    """Refuse values that stand in one another so deep, or so often, that whoever walks through them never ends."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        most -= len(level)
+        if not level or most < 0:
+            break
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                below += node.keys()
+                below += node.values()
+            elif isinstance(node, (list, tuple)):
+                below += node
+            elif isinstance(node, Made):  # nobody looks into the state of an object that is only named
+                below += (node.args, None if lenient else node.state)
+            elif isinstance(node, Persistent):
+                below.append(node.id)
+            if len(below) > most:
+                break
+        level = below
+    if level:
+        raise ValueError(f"its values are nested deeper than {_MAX_DEPTH} levels, or stand in one another without end")
 
 
 def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
@@ -228,7 +259,9 @@ def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
     if len(data) > MAX_NBYTES:
         raise CorruptCheckpoint(f"{where}: larger than {MAX_NBYTES} bytes")
     try:
-        return _run(data, lenient)
+        value = _run(data, lenient)
+        _check_walk(value, len(data) + 1_000_000, lenient)
+        return value
     except CorruptCheckpoint:
         raise
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, UnicodeError, EOFError) as e:

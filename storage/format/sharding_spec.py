@@ -9,17 +9,32 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box, ceil_blocks
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, ReshardError
+from ..base.names import fits
 
+T = TypeVar("T", bound=Any)
 _SHARD = re.compile(r"\AShard\((-?\d+)\)\Z")
+
+
+def by_mesh(held: Iterable[T]) -> list[tuple[Any, list[T]]]:
+    """(mesh, those of it) of things with a ``sharding``; those of no mesh are left out."""
+    groups: list[tuple[Any, list[T]]] = []
+    for x in held:
+        if x.sharding is None:
+            continue
+        mesh = x.sharding.mesh
+        group = next((g for m, g in groups if m is mesh or m == mesh), None)
+        if group is None:
+            groups.append((mesh, group := []))
+        group.append(x)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -64,19 +79,23 @@ class Layout:
             choices.append(ceil_blocks(n, parts))
         return sorted({Box(tuple(s for s, _ in c), tuple(n for _, n in c)) for c in itertools.product(*choices)})
 
-    def block_sizes(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Elements of the block of each rank, ranks in row-major order of the mesh."""
+    def spans(self, shape: tuple[int, ...]) -> list[np.ndarray]:
+        """For each dimension the first index and the length of each rank's block, (2, ranks); ranks in row-major order of the mesh."""
         counts = [n for _, n in self.axes]
         ranks = np.indices(counts).reshape(len(counts), -1) if counts else np.zeros((0, 1), int)
-        size = np.ones(ranks.shape[1], np.int64)
+        out = []
         for d, n in enumerate(shape):
-            mine = [k for k, dim in enumerate(self.dims) if dim == d]
-            number = np.zeros(ranks.shape[1], np.int64)
-            for k in mine:
-                number = number * counts[k] + ranks[k]
-            lengths = np.array([length for _, length in ceil_blocks(n, math.prod(counts[k] for k in mine))], np.int64)
-            size = size * lengths[number]
-        return size
+            number, parts = np.zeros(ranks.shape[1], np.int64), 1
+            for k, dim in enumerate(self.dims):
+                if dim == d:
+                    number, parts = number * counts[k] + ranks[k], parts * counts[k]
+            out.append(np.array(ceil_blocks(n, parts), np.int64).T[:, number])
+        return out
+
+    def block_sizes(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Elements of the block of each rank."""
+        ranks = math.prod(n for _, n in self.axes)
+        return np.prod([lengths for _, lengths in self.spans(shape)], axis=0, dtype=np.int64) * np.ones(ranks, np.int64)
 
     def describe(self) -> list[str]:
         """One text a mesh axis, as in the manifest."""
@@ -110,7 +129,7 @@ class Choice:
         elif self.given is None:
             return None, whole, None
         else:
-            pattern = next((p for p in self.given if p == name or fnmatchcase(name, p)), None)
+            pattern = next((p for p in self.given if fits(name, p)), None)
             placements = None if pattern is None else self.given[pattern]
             self.used |= {pattern} if pattern is not None else set()
         if placements is None:
@@ -134,6 +153,6 @@ class Choice:
         """Raise where a pattern matched no array: a misspelt one must not leave everything in one block."""
         if isinstance(self.given, Mapping):
             # A later pattern may be covered by earlier ones; only one that fits nothing at all is a mistake.
-            lost = [p for p in self.given if p not in self.used and not any(fnmatchcase(n, p) for n in known)]
+            lost = [p for p in self.given if p not in self.used and not any(fits(n, p) for n in known)]
             if lost:
                 raise CheckpointKeyError(f"shardings: nothing matches {lost}; the arrays are {', '.join(known[:12])}")

@@ -4,8 +4,6 @@ The kinds are a meshtape manifest, a safetensors file, a Hugging Face directory,
 checkpoint of ``torch.distributed``; on a disk or in an object store.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib
@@ -42,7 +40,7 @@ from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.reading import Job
 from ..readers.tensor import ChunkedTensor, StoredTensor
-from ..readers.zarr_tensor import of_array, zarr_place
+from ..readers.zarr_tensor import of_array, root_key, zarr_place
 from ..stores import atomic_directory, generations
 from ..stores import store as stores
 from ..stores.contract import Store, recording
@@ -398,9 +396,9 @@ def _open_zarr(root: str) -> Checkpoint:
         for name, a in sorted(found.items()):
             if isinstance(a, zarr.Array):
                 try:
-                    tensors[name] = of_array(root, name, a)
+                    tensors[name or root_key(root)] = of_array(root, name, a)
                 except CheckpointDTypeError as e:
-                    skipped[name] = str(e)
+                    skipped[name or root_key(root)] = str(e)
         # Tags of the metadata files that zarr itself has read; in an object store only the root's: each is a request.
         for name in {"", *([] if stores.is_url(root) else found)}:
             for file in _ZARR:

@@ -9,8 +9,6 @@ Why our own: the reference's NumPy binding cannot read the float8 and bfloat16 t
 arrays that are not contiguous with other values (https://github.com/safetensors/safetensors/issues/825).
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

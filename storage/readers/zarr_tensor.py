@@ -1,7 +1,5 @@
 """Arrays of Zarr hierarchies that others wrote, read through zarr-python."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools
@@ -54,6 +52,11 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
     return ObjectStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
 
 
+def root_key(root: str) -> str:
+    """The key of an array that is the root of its hierarchy: its own name, without ``.zarr``."""
+    return stores.split(root)[1].removesuffix(".zarr") or "array"
+
+
 def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     """The tensor of an array that zarr has opened; `CheckpointDTypeError` for a dtype that is not supported."""
     shape, chunk = tuple(map(int, array.shape)), tuple(map(int, array.shards or array.chunks))
@@ -72,7 +75,8 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     if any(c < 1 <= n for n, c in zip(shape, chunk, strict=True)):
         raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
     # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
-    return ZarrTensor(root, node, node, shape, dtypes.of_reader(dtype, f"{root}: key {node!r}"), chunk, encoding)
+    key = node or root_key(root)
+    return ZarrTensor(root, key, node, shape, dtypes.of_reader(dtype, f"{root}: key {node!r}"), chunk, encoding)
 
 
 def open_array(root: str, node: str) -> ZarrTensor:

@@ -25,9 +25,8 @@ import numpy as np
 
 from ...arrays.core.errors import RuleConflict, RuleMatchError, RuleSyntaxError
 from ..base.collector import no_collections
-from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
-from ..format.manifest import Leaf, scalar_leaves
+from ..format.manifest import Leaf
 from ..readers.tensor import read_box
 from . import text
 from .lazy_tensors import Filled, Memory
@@ -140,7 +139,7 @@ class Rules:
         CheckpointShapeError, CheckpointDTypeError
             A step does not fit; shows the rule.
         """
-        scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure)}
+        scalars = ckpt.leaves
         try:
             program = Program(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
             outputs = program.outputs()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
@@ -31,25 +30,32 @@ class Spread:
     ) -> Iterator[tuple[T, Any]]:
         """(item, ``fn(*arguments(item))``) for all items."""
         if self.executor is not None:
-            yield from self._away(fn, items, arguments)
+            yield from self._spread(self.executor, self.threads, fn, items, arguments)
         elif self.threads < 2 or len(items) < 2:
             for item in items:
                 yield item, fn(*arguments(item))
         else:
-            yield from self._here(fn, items, arguments)
+            with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
+                # One more for each thread, so that none waits for the one that takes the results.
+                yield from self._spread(pool, 2 * self.threads, fn, items, arguments)
 
-    def _away(
-        self, fn: Callable[..., Any], items: Sequence[T], arguments: Callable[[T], tuple[Any, ...]]
+    @staticmethod
+    def _spread(
+        executor: Executor,
+        in_flight: int,
+        fn: Callable[..., Any],
+        items: Sequence[T],
+        arguments: Callable[[T], tuple[Any, ...]],
     ) -> Iterator[tuple[T, Any]]:
         waiting = iter(items)
         running: dict[Future[Any], T] = {}
 
         def begin() -> None:
             for item in waiting:
-                running[self.executor.submit(fn, *arguments(item))] = item  # type: ignore[union-attr]
+                running[executor.submit(fn, *arguments(item))] = item
                 return
 
-        for _ in range(self.threads):
+        for _ in range(in_flight):
             begin()
         try:
             while running:
@@ -63,46 +69,3 @@ class Spread:
             for future in running:
                 future.cancel()
             wait([f for f in running if not f.cancelled()])
-
-    def _here(
-        self, fn: Callable[..., Any], items: Sequence[T], arguments: Callable[[T], tuple[Any, ...]]
-    ) -> Iterator[tuple[T, Any]]:
-        waiting = iter(items)
-        lock, arrived = threading.Lock(), threading.Semaphore(0)
-        results: list[tuple[T, Any]] = []
-        stop = False
-
-        def worker() -> None:
-            nonlocal stop
-            while True:
-                with lock:
-                    item = None if stop else next(waiting, None)
-                if item is None:
-                    return
-                try:
-                    result: Any = fn(*arguments(item))
-                except BaseException as e:
-                    result = _Failed(e)
-                with lock:
-                    stop = stop or isinstance(result, _Failed)
-                    results.append((item, result))
-                arrived.release()
-
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
-            for _ in range(self.threads):
-                pool.submit(worker)
-            try:
-                for _ in items:
-                    arrived.acquire()
-                    with lock:
-                        item, result = results.pop(0)
-                    if isinstance(result, _Failed):
-                        raise result.error
-                    yield item, result
-            finally:
-                stop = True
-
-
-class _Failed:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error

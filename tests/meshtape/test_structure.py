@@ -193,7 +193,7 @@ def test_files_have_one_subject_and_none_unpickles(package: str) -> None:
 def test_import_pulls_in_nothing_heavy() -> None:
     code = (
         "import sys, meshtape as mt; mt.zeros(3) + 1\n"
-        "print([m for m in ('dask', 'distributed', 'zarr', 'cupy', 'rich', 'click', 'scipy', 'pandas') if m in sys.modules])"
+        "print([m for m in ('dask', 'distributed', 'zarr', 'cupy', 'rich', 'click', 'scipy', 'pandas', 'jinja2', 'PIL') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

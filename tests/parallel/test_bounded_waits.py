@@ -79,7 +79,15 @@ def _dask(x: Any, tmp_path: Any) -> None:
     mt.compute(mt.from_dask(da.arange(8, chunks=2), x.sharding.mesh, a=mt.Shard(0)))
 
 
-WAITS = [_program, _fetch, _save, _distribute, _reshard, _call, _dask]
+def _passed_on(x: Any, tmp_path: Any) -> None:
+    runtime = x.sharding.mesh.runtime  # nobody but another worker waits, whose queue stands still meanwhile
+    made = runtime._streams.call(
+        lambda seat, bundle: None, "take", {runtime.addresses[0]: (x._buf.handle.gang.futures[1],)}
+    )
+    runtime._streams.results(made.values())
+
+
+WAITS = [_program, _fetch, _save, _distribute, _reshard, _call, _passed_on, _dask]
 
 
 def test_a_worker_that_stands_still(mortal, tmp_path):

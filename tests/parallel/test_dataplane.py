@@ -242,6 +242,7 @@ def test_a_process_that_lives_answers(planes):
         ("tcp://10.0.0.5:4000", "10.0.0.5"),
         ("tcp://[::1]:4000", "::1"),
         ("tls://10.0.0.5:4000", "10.0.0.5"),
+        ("ucx://10.0.0.5:4000", "10.0.0.5"),
         ("inproc://10.0.0.5/1/2", "127.0.0.1"),
     ],
 )
@@ -250,5 +251,5 @@ def test_the_plane_listens_where_its_worker_does(address, host):
 
 
 def test_protocols_without_a_host_are_refused():
-    with pytest.raises(ClusterError, match=r"this one is at ucx://.*: set meshtape.transport to comms"):
-        interface_of("ucx://10.0.0.5:4000")
+    with pytest.raises(ClusterError, match=r"this one is at odd://.*: set meshtape.transport to comms"):
+        interface_of("odd://10.0.0.5:4000")

@@ -187,7 +187,7 @@ def test_float8_arrays_with_a_fill_value_that_is_no_number(kit, tmp_path):
         where = tmp_path / np.dtype(dtype).name
         a = zarr.create_array(where, shape=(4,), chunks=(2,), dtype=np.dtype(dtype), fill_value=np.nan)
         a[:2] = np.ones(2, dtype)
-        held = open_checkpoint(where)[""].read()
+        held = next(iter(open_checkpoint(where).values())).read()
         assert held[:2].astype("f4").tolist() == [1, 1]
         assert np.isnan(held[2:].astype("f4")).all()
         assert "NaN" in (where / "zarr.json").read_text()

@@ -124,6 +124,11 @@ def test_what_would_be_called_is_refused(value, protocol, tmp_path, monkeypatch)
     assert os.listdir(tmp_path) == [".metadata"]
 
 
+def laughs(first, then):
+    """Tuples of twice the one before, seventy times: some hundred bytes that no walk, and no hash, comes to the end of."""
+    return first + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(70)) + then
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -140,8 +145,13 @@ def test_what_would_be_called_is_refused(value, protocol, tmp_path, monkeypatch)
         b"cos\nsystem\n.",
         b"\x80\x02K\x01b.",
         b"\x80\x02X\xff\xff\xff\x7fabc",
+        laughs(b"\x80\x02Nq\x000", b"hF."),
+        laughs(b"\x80\x02Nq\x000", b"}hFNs."),
+        laughs(b"\x80\x02]q\x000", b"}q\x80hF\x85q\x81Nsh\x80."),
+        b"\x80\x02]q\x00(h\x00h\x00e.",
+        b"\x80\x02" + b"]" * 9999 + b"a" * 9998 + b".",
     ],
-    ids=repr,
+    ids=lambda data: repr(data[:40]),
 )
 def test_broken_descriptions_are_refused(data):
     with pytest.raises(errors.CorruptCheckpoint):

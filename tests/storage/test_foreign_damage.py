@@ -133,7 +133,7 @@ def test_absurd_sizes_are_typed(tmp_path, shape):
     if len(shape) == 2:
         text = text.replace('"chunk_shape": [\n        4\n      ]', '"chunk_shape": [4, 4]')
     meta.write_text(text)
-    for use in (load, verify, lambda p: open_checkpoint(p)[""][:], lambda p: merge(p, tmp_path / "out")):
+    for use in (load, verify, lambda p: open_checkpoint(p)["z"][:], lambda p: merge(p, tmp_path / "out")):
         with pytest.raises(errors.CheckpointError):
             use(tmp_path / "z")
 
@@ -162,7 +162,7 @@ def test_a_chunk_that_unpacks_to_more_than_its_metadata_says(tmp_path, version, 
         tmp_path / "z", shape=(1024,), chunks=(1024,), dtype="f4", compressors=made, zarr_format=version, **kw
     )
     a[...] = np.arange(1024)
-    np.testing.assert_array_equal(open_checkpoint(tmp_path / "z")[""][:], np.arange(1024))
+    np.testing.assert_array_equal(open_checkpoint(tmp_path / "z")["z"][:], np.arange(1024))
     file = tmp_path / "z" / ("0" if version == 2 else "c/0")
     bomb = BOMBS[codec]()
     if sharded:

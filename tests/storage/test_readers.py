@@ -89,7 +89,7 @@ def test_a_zarr_group_by_others_opens_and_loads(kit, tmp_path):
     sharding = kit.Sharding(kit.Host({"x": 4}), (1,))
     assert kit.same(load(tmp_path / "z", shardings=lambda *_: sharding)["x/y"].whole(), a)
     zarr.save_array(tmp_path / "one", a)
-    assert kit.same(open_checkpoint(tmp_path / "one")[""][...], a)
+    assert kit.same(open_checkpoint(tmp_path / "one")["one"][...], a)
 
 
 def test_safetensors_reads_what_merge_and_our_writer_wrote(kit, tmp_path):

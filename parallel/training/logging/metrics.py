@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import google_crc32c
 
 from ....arrays.core.errors import TrainingError
 
@@ -69,67 +65,37 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return out
 
 
-# ----- TensorBoard ----------------------------------------------------------------------------------------------------
-# An event file is a row of records: length (8 bytes), masked CRC-32C of it (4), the message, masked CRC-32C of that (4); see
-# TFRecord in TensorFlow's documentation. Messages are protocol buffers of `event.proto`, of which five fields are used here.
-
-
 class EventFile:
     """Scalars for TensorBoard, in a file of its own: ``events.out.tfevents.…`` in ``directory``.
 
-    TensorBoard then hides the scalars of earlier files for steps after ``step``, the last finished step.
+    TensorBoard then hides the scalars of earlier files for steps after ``step``, the last finished step. Raises
+    :class:`TrainingError` where the package tensorboardX is missing.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int = 0) -> None:
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2
+        except ImportError as e:
+            raise TrainingError("events for TensorBoard need tensorboardX: pip install 'meshtape[tensorboard]'") from e
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
-        self.path = folder / name
-        self._file = self.path.open("wb")
-        self._record(_event(0, _bytes(3, b"brain.Event:2")))
+        self._event = event_pb2.Event
+        # (This writer, unlike tensorboardX's SummaryWriter, has no thread: an error of the disk is raised where it happens.)
+        self._file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.monotonic_ns()}")
+        self.path = Path(self._file._file_name)
         # A session that starts at a step hides the scalars of earlier files from that step on.
-        self._record(_event(step + 1 if step else 0, _bytes(7, _varint(1, 1))))
+        self._append(step + 1 if step else 0, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Append the numbers of a step; other values are left out."""
-        values = b"".join(
-            _bytes(1, _bytes(1, name.encode()) + b"\x15" + struct.pack("<f", float(v)))
-            for name, v in numbers.items()
-            if isinstance(v, int | float) and not isinstance(v, bool)
-        )
-        self._record(_event(step, _bytes(5, values)))
+        given = {n: v for n, v in numbers.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        self._append(step, summary={"value": [{"tag": n, "simple_value": v} for n, v in given.items()]})
 
-    def _record(self, message: bytes) -> None:
-        head = struct.pack("<Q", len(message))
-        self._file.write(head + _crc(head) + message + _crc(message))
+    def _append(self, step: int, **content: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), step=step, **content))
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _crc(data: bytes) -> bytes:
-    crc = google_crc32c.value(data)
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _number(n: int) -> bytes:
-    out = bytearray()
-    while True:
-        low, n = n & 0x7F, n >> 7
-        out.append(low | (0x80 if n else 0))
-        if not n:
-            return bytes(out)
-
-
-def _varint(field: int, n: int) -> bytes:
-    return _number(field << 3) + _number(n)
-
-
-def _bytes(field: int, data: bytes) -> bytes:
-    return _number(field << 3 | 2) + _number(len(data)) + data
-
-
-def _event(step: int, content: bytes) -> bytes:
-    return b"\x09" + struct.pack("<d", time.time()) + _varint(2, step) + content

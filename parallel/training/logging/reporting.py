@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import signal
 from typing import Any
 
@@ -38,7 +39,8 @@ class Reporting:
             step = t.progress.step
             with writing(str(t.directory / "metrics.jsonl")):
                 self._writers = [JsonLines(t.directory / "metrics.jsonl", step)]
-                self._writers.append(EventFile(t.directory / "events", step))
+                if importlib.util.find_spec("tensorboardX") is not None:
+                    self._writers.append(EventFile(t.directory / "events", step))
 
     def _close_writers(self) -> None:
         for w in self._writers:

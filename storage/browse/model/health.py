@@ -63,9 +63,13 @@ class Health:
             self.findings.append(finding)
 
     @property
-    def sound(self) -> bool:
-        """Whether no finding has the level ``"bad"``."""
-        return not any(f.level == "bad" for f in self.findings)
+    def faults(self) -> int:
+        """Broken values and files."""
+        return sum(self.counts.get(k, 0) for k in ("nan", "infinite", "unreadable", "verify"))
+
+    @property
+    def observations(self) -> int:
+        return sum(self.counts.values()) - self.faults
 
 
 def scan(ckpt: Checkpoint, health: Health, progress: Callable[[int, int, str], None] | None = None) -> Health:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from ....arrays.core.errors import CheckpointKeyError
 from ...checkpoint.checkpoint import Checkpoint, StoredArray
@@ -32,6 +32,21 @@ class Row:
     dtype: str
     nbytes: int
     sharding: str | None
+    arrays: ClassVar[int] = 1
+
+    @property
+    def label(self) -> str:
+        return self.path[-1] if self.path else self.name
+
+    def data(self) -> dict[str, Any]:
+        shape = list(self.shape)
+        return {
+            "name": self.name,
+            "shape": shape,
+            "dtype": self.dtype,
+            "nbytes": self.nbytes,
+            "sharding": self.sharding,
+        }
 
 
 @dataclass(slots=True)

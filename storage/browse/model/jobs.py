@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ....arrays.core.errors import CheckpointError, MeshtapeError
@@ -22,37 +21,25 @@ class Stopped(Exception):
 class Job:
     """One piece of work. ``work(job)`` is called in a thread; it calls `advance`, and may set ``result`` before it ends."""
 
-    def __init__(self, title: str, work: Callable[[Job], Any]) -> None:
+    def __init__(self, work: Callable[[Job], Any]) -> None:
         self.id = secrets.token_urlsafe(12)
-        self.title = title
-        self.done = 0
-        self.total = 0
+        self.share = 0.0
         self.doing = ""
         self.result: Any = None
         self.error = ""
         self.state = "waiting"
-        self.started = time.monotonic()
-        self._ended: float | None = None
+        self.seconds = 0.0
+        self.future: Future[None] | None = None
         self._work = work
         self._stop = threading.Event()
-
-    @property
-    def seconds(self) -> float:
-        return (self._ended or time.monotonic()) - self.started
 
     @property
     def running(self) -> bool:
         return self.state in ("waiting", "running")
 
-    @property
-    def share(self) -> float:
-        return min(1.0, self.done / self.total) if self.total else 0.0
-
     def advance(self, done: int, total: int, doing: str = "") -> None:
         """Tell how far the work is; ends it when it was stopped."""
-        self.done, self.total = done, total
-        if doing:
-            self.doing = doing
+        self.share, self.doing = min(1.0, done / total) if total else 0.0, doing or self.doing
         if self._stop.is_set():
             raise Stopped
 
@@ -62,40 +49,35 @@ class Job:
 
     def run(self) -> None:
         """Do the work, in the thread of the jobs."""
+        started, state = time.monotonic(), "done"
         self.state = "running"
-        self.started = time.monotonic()
         try:
-            if self._stop.is_set():
-                raise Stopped
+            self.advance(0, 0)
             self._work(self)
-            self.state = "done"
         except Stopped:
-            self.state = "stopped"
-        except (MeshtapeError, OSError) as e:
-            self.state, self.error = "failed", f"{type(e).__name__}: {e}"
+            state = "stopped"
         except Exception as e:  # whatever a hostile file provokes must show on the page, not vanish in a thread
-            self.state, self.error = "failed", f"unexpected {type(e).__name__}: {e}"
-        finally:
-            self._ended = time.monotonic()
+            known = isinstance(e, MeshtapeError | OSError)
+            state, self.error = "failed", f"{'' if known else 'unexpected '}{type(e).__name__}: {e}"
+        self.seconds, self.state = time.monotonic() - started, state
 
 
 class Jobs:
     """The jobs of a site, one at a time: scans are bound by the disk, so two would only be slower.
 
     >>> jobs = Jobs()
-    >>> job = jobs.start(("sum",), "a sum", lambda job: setattr(job, "result", 1 + 1))
-    >>> jobs.wait(job).result, jobs.start(("sum",), "again", print) is job
+    >>> job = jobs.start(("sum",), lambda job: setattr(job, "result", 1 + 1))
+    >>> jobs.wait(job).result, jobs.start(("sum",), print) is job
     (2, True)
     >>> jobs.close()
     """
 
     def __init__(self) -> None:
-        self._held: OrderedDict[tuple[Any, ...], Job] = OrderedDict()
+        self._held: dict[tuple[Any, ...], Job] = {}  # the latest last
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="meshtape-browse-job")
-        self._futures: dict[str, Any] = {}
 
-    def start(self, what: tuple[Any, ...], title: str, work: Callable[[Job], Any], again: bool = False) -> Job:
+    def start(self, what: tuple[Any, ...], work: Callable[[Job], Any], again: bool = False) -> Job:
         """The job for ``what``: the existing one, unless it failed, was stopped, or ``again`` is true."""
         with self._lock:
             job = self._held.get(what)
@@ -103,12 +85,11 @@ class Jobs:
                 return job
             if sum(j.running for j in self._held.values()) >= _KEPT:
                 raise CheckpointError(f"{_KEPT} scans wait already; stop one, or let them end")
-            job = Job(title, work)
-            self._held[what] = job
-            self._held.move_to_end(what)
+            self._held.pop(what, None)
+            job = self._held[what] = Job(work)
             for old in [k for k, j in self._held.items() if not j.running][: max(0, len(self._held) - _KEPT)]:
-                self._futures.pop(self._held.pop(old).id, None)
-            self._futures[job.id] = self._pool.submit(job.run)
+                del self._held[old]
+            job.future = self._pool.submit(job.run)
             return job
 
     def find(self, what: tuple[Any, ...]) -> Job | None:
@@ -119,7 +100,8 @@ class Jobs:
 
     def wait(self, job: Job) -> Job:
         """Wait until ``job`` has ended."""
-        self._futures[job.id].result()
+        assert job.future is not None
+        job.future.result()
         return job
 
     def close(self) -> None:

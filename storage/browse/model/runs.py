@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections import OrderedDict
+import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from ....arrays.core.errors import CheckpointError
-from ...checkpoint import branches
+from ...checkpoint import branches, numbered
 from ...checkpoint.branches import Branch
-from ...checkpoint.numbered import METRICS
 from ...format import manifest
 from ...stores import atomic_directory
 from ...stores import store as stores
+from .text import human_bytes
 
-_STEP = re.compile(r"\Astep-(\d{8,})\Z")
 _MOST = 2000
 
 
@@ -39,6 +38,10 @@ class Step:
 
     def metric(self, name: str) -> float | None:
         return dict(self.metrics).get(name)
+
+    @property
+    def when(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved)) if self.saved else "–"
 
 
 @dataclass(frozen=True)
@@ -72,27 +75,36 @@ class Run:
         ]
         return min(having, key=lambda t: t[:2])[2] if having else None
 
+    @property
+    def facts(self) -> list[tuple[str, str | None]]:
+        """Facts above the list of steps."""
+        done, latest, best = self.complete, self.latest, self.best
+        return [
+            ("Complete", f"{len(done):,}"),
+            ("Incomplete", f"{len(self.steps) - len(done):,}" if len(self.steps) != len(done) else None),
+            ("Latest", f"step {latest.step:,}" if latest else None),
+            ("Best", f"step {best.step:,}" if best else None),
+            ("Size", human_bytes(sum(s.nbytes for s in done))),
+        ]
+
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """(step, value) of a metric."""
         return [(s.step, v) for s in self.complete if (v := s.metric(metric)) is not None]
 
 
-_known: OrderedDict[tuple[str, int, int, int], Step] = OrderedDict()
-
-
 def is_run(directory: str) -> bool:
     """Whether a directory has checkpoints that a `CheckpointManager` has named."""
     try:
-        return any(_STEP.match(e) for e in _entries(directory))
+        return bool(numbered.listed(_folders(directory)))
     except (OSError, CheckpointError):
         return False
 
 
-def _entries(directory: str) -> list[str]:
-    if stores.is_url(directory):
-        store = stores.at(directory)
-        return store.folders() if store.lists else []
-    return sorted(os.listdir(directory))
+def _folders(directory: str) -> list[str]:
+    if not stores.is_url(directory):
+        return sorted(os.listdir(directory))
+    store = stores.at(directory)
+    return store.folders() if store.lists else []
 
 
 def history(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> Run:
@@ -107,53 +119,39 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     >>> run.metrics, run.best.step, run.latest.step, run.curve("loss")[0]
     (['loss'], 2, 3, (1, 0.5))
     """
-    entries = _entries(directory)
-    # A step that is just being replaced has only its set-aside name for a moment.
-    named = {e for e in entries if _STEP.match(e)} | {e.partition(".old-")[0] for e in entries if ".old-" in e}
-    steps = [_step(directory, e) for e in sorted(named)[-_MOST:] if _STEP.match(e)]
+    folders = _folders(directory)
+    steps = [_step(directory, name) for name in list(numbered.listed(folders))[-_MOST:]]
     steps.sort(key=lambda s: (s.step, s.name))
     metrics = list(dict.fromkeys(name for s in steps for name, _ in s.metrics))
-    remains = [e for e in entries if atomic_directory.KINDS.match(e)]
+    remains = [e for e in folders if atomic_directory.KINDS.match(e)]
     now = branches.current(directory, [s for s in steps if not s.note])
     return Run(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is, now)
 
 
 def _step(directory: str, name: str) -> Step:
-    """One step. The manifest of a complete one is read once: it never changes without another inode, time or length."""
-    number = int(name.partition("-")[2])
     root = stores.join(directory, name)
-    mark, saved = None, 0.0
+    note = f"incomplete: it has no {manifest.FILE}"
     try:
-        if not stores.is_url(root):
+        if stores.is_url(root):
+            step = _complete.__wrapped__(root, name)
+        else:
             root = atomic_directory.resolve(root)
             stat = os.stat(os.path.join(root, manifest.FILE))
-            mark, saved = (root, stat.st_ino, stat.st_mtime_ns, stat.st_size), stat.st_mtime
-            if mark in _known:
-                return _known[mark]
-        held = manifest.read(root)
+            step = _complete(root, name, stat.st_mtime, stat.st_ino, stat.st_size)
     except FileNotFoundError:
-        held = None
+        step = None
     except (CheckpointError, OSError) as e:
-        return Step(name, number, note=str(e))
+        step, note = None, str(e)
+    return step or Step(name, int(name.partition("-")[2]), note=note)
+
+
+@lru_cache(_MOST)
+def _complete(root: str, name: str, saved: float = 0.0, *mark: int) -> Step | None:
+    """A complete step. Its manifest is read once: it never changes without another inode, time or length."""
+    held = manifest.read(root)
     if held is None:
-        return Step(name, number, note=f"incomplete: it has no {manifest.FILE}")
-    found = held.metadata.get(METRICS)
-    metrics = tuple(
-        (str(k), float(v))
-        for k, v in (found.items() if isinstance(found, dict) else ())
-        if isinstance(v, (int, float)) and not isinstance(v, bool)
-    )
-    out = Step(
-        name,
-        number if held.step is None else held.step,
-        len(held.arrays),
-        sum(a.nbytes for a in held.arrays),
-        saved,
-        metrics,
-        branch=branches.of_plain(held.metadata.get(branches.KEY)),
-    )
-    if mark is not None:
-        _known[mark] = out
-    while len(_known) > _MOST:
-        _known.popitem(last=False)
-    return out
+        return None
+    said = numbered.of_manifest(stores.join(stores.split(root)[0], name), held)
+    metrics = tuple((str(k), float(v)) for k, v in said.metrics.items() if type(v) in (int, float))
+    nbytes = sum(a.nbytes for a in held.arrays)
+    return Step(name, said.step, len(held.arrays), nbytes, saved, metrics, branch=said.branch)

@@ -8,12 +8,12 @@ which of these was done.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ....arrays.core.blocks import Box
 from ...checkpoint.checkpoint import StoredArray
 from .pieces import Pieces
 
@@ -78,12 +78,56 @@ def statistics(
     (True, 1, 1, 3.0, 1.0)
     """
     pieces = Pieces.of(array)
-    size = math.prod(array.shape)
-    whole = array.nbytes <= limit
-    if whole or not exact:
-        boxes = list(pieces.spread(max(1, limit // max(pieces.nbytes, 1)))) if not whole else list(pieces.all())
-        return _in_memory(array, boxes, size, progress)
-    return _streamed(array, pieces, size, progress)
+    sampled = array.nbytes > limit
+    # Of a sample, or a small array, all elements are kept and sorted; a large one is read twice, and its keys are counted.
+    twice = sampled and exact
+    boxes = list(pieces.spread(max(1, limit // max(pieces.nbytes, 1)))) if sampled and not exact else []
+    total = sum(b.size for b in boxes) * array.dtype.itemsize if boxes else array.nbytes * (2 if twice else 1)
+    done = 0
+
+    def read() -> Iterator[np.ndarray]:
+        nonlocal done
+        for box in boxes or pieces.all():
+            values = array.read(box)
+            done += values.nbytes
+            yield numbers_of(values).reshape(-1)
+            if progress is not None:
+                progress(done, total)
+
+    moments = _Moments()
+    parts: list[np.ndarray] = []
+    keys = np.zeros(1 << _KEY_BITS if twice else 0, np.int64)
+    for values in read():
+        flat = moments.add(values)
+        if twice:
+            keys += np.bincount(_key(flat), minlength=1 << _KEY_BITS)
+        else:
+            parts.append(flat)
+    extra: dict[str, Any] = {}
+    if moments.n:
+        edges = _edges(moments.low, moments.high)
+        places = [min(moments.n - 1, int(q * moments.n)) for q in QUANTILES]
+        if twice:
+            counts = sum(_count(values, edges) for values in read())
+            ranks = np.cumsum(keys)
+            found = [_unkey(int(np.searchsorted(ranks, k, "right"))) for k in places]
+            found = [min(max(v, moments.low), moments.high) for v in found]
+            extra["quantile_error"] = 2.0 ** -(_KEY_BITS - 8)
+        else:
+            finite = np.concatenate(parts)
+            counts = _count(finite, edges)
+            finite.sort()
+            found = [finite[k].item() for k in places]
+        extra |= {
+            "quantiles": dict(zip(QUANTILES, found, strict=True)),
+            "edges": edges.tolist(),
+            "counts": counts.tolist(),
+        }
+        extra |= {"low": moments.low, "high": moments.high, "mean": moments.mean, "norm": math.sqrt(moments.squares)}
+        extra["std"] = math.sqrt(moments.m2 / moments.n) if moments.m2 >= 0 else math.nan
+    size, kind = math.prod(array.shape), array.dtype.kind
+    tally = {k: getattr(moments, k) for k in ("seen", "nan", "infinite", "zeros")}
+    return Statistics(exact=moments.seen == size, size=size, nbytes=done, magnitudes=kind == "c", **tally, **extra)
 
 
 def numbers_of(a: np.ndarray) -> np.ndarray:
@@ -113,9 +157,8 @@ class _Moments:
     m2: float = 0.0
     squares: float = 0.0
 
-    def add(self, values: np.ndarray) -> np.ndarray:
-        """Take a block in; returns its finite elements, flat."""
-        flat = values.reshape(-1)
+    def add(self, flat: np.ndarray) -> np.ndarray:
+        """Take a block in; returns its finite elements."""
         self.seen += flat.size
         if flat.dtype.kind == "f":
             finite = np.isfinite(flat)
@@ -142,17 +185,6 @@ class _Moments:
         self.n = total
         return flat
 
-    def facts(self) -> dict[str, float]:
-        if not self.n:
-            return {}
-        return {
-            "low": self.low,
-            "high": self.high,
-            "mean": self.mean,
-            "std": math.sqrt(self.m2 / self.n) if self.m2 >= 0 else math.nan,
-            "norm": math.sqrt(self.squares),
-        }
-
 
 def _edges(low: float, high: float) -> np.ndarray:
     low, high = float(low), float(high)
@@ -166,66 +198,11 @@ def _edges(low: float, high: float) -> np.ndarray:
 
 
 def _count(flat: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Elements in each bin. The edges span all elements, so a search suffices and no difference can overflow."""
+    """Finite elements in each bin. The edges span all of them, so a search suffices and no difference can overflow."""
+    if flat.dtype.kind == "f":
+        flat = flat[np.isfinite(flat)]
     where = np.searchsorted(edges, flat.astype(np.float64, copy=False), side="right") - 1
     return np.bincount(np.clip(where, 0, len(edges) - 2), minlength=len(edges) - 1)
-
-
-def _in_memory(
-    array: StoredArray, boxes: Iterable[Box], size: int, progress: Callable[[int, int], None] | None
-) -> Statistics:
-    moments, parts, nbytes = _Moments(), [], 0
-    boxes = list(boxes)
-    total = sum(b.size for b in boxes) * array.dtype.itemsize
-    for box in boxes:
-        values = array.read(box)
-        nbytes += values.nbytes
-        parts.append(moments.add(numbers_of(values)))
-        if progress is not None:
-            progress(nbytes, total)
-    finite = np.concatenate(parts) if parts else np.empty(0)
-    extra: dict = {}
-    if finite.size:
-        edges = _edges(moments.low, moments.high)
-        finite.sort()
-        at = [finite[min(finite.size - 1, int(q * finite.size))].item() for q in QUANTILES]
-        extra = {
-            "quantiles": dict(zip(QUANTILES, at, strict=True)),
-            "edges": edges.tolist(),
-            "counts": _count(finite, edges).tolist(),
-        }
-    return _result(array, moments, size, nbytes, extra)
-
-
-def _streamed(array: StoredArray, pieces: Pieces, size: int, progress: Callable[[int, int], None] | None) -> Statistics:
-    moments, done = _Moments(), 0
-    keys = np.zeros(1 << _KEY_BITS, np.int64)
-    for box in pieces.all():
-        values = array.read(box)
-        done += values.nbytes
-        flat = moments.add(numbers_of(values))
-        keys += np.bincount(_key(flat), minlength=1 << _KEY_BITS)
-        if progress is not None:
-            progress(done, 2 * array.nbytes)
-    extra: dict = {}
-    if moments.n:
-        edges = _edges(moments.low, moments.high)
-        counts = np.zeros(len(edges) - 1, np.int64)
-        for box in pieces.all():
-            values = numbers_of(array.read(box)).reshape(-1)
-            done += box.size * array.dtype.itemsize
-            counts += _count(values[np.isfinite(values)] if values.dtype.kind == "f" else values, edges)
-            if progress is not None:
-                progress(done, 2 * array.nbytes)
-        ranks = np.cumsum(keys)
-        at = [_unkey(int(np.searchsorted(ranks, min(moments.n - 1, int(q * moments.n)), "right"))) for q in QUANTILES]
-        extra = {
-            "quantiles": {q: min(max(v, moments.low), moments.high) for q, v in zip(QUANTILES, at, strict=True)},
-            "quantile_error": 2.0 ** -(_KEY_BITS - 8),
-            "edges": edges.tolist(),
-            "counts": counts.tolist(),
-        }
-    return _result(array, moments, size, done, extra)
 
 
 def _key(flat: np.ndarray) -> np.ndarray:
@@ -241,18 +218,3 @@ def _unkey(k: int) -> float:
     ordered = np.uint32((k << (32 - _KEY_BITS)) | (1 << (31 - _KEY_BITS)))
     bits = ordered & np.uint32(0x7FFFFFFF) if ordered >> np.uint32(31) else ~ordered
     return float(np.asarray(bits, np.uint32).reshape(1).view(np.float32)[0])
-
-
-def _result(array: StoredArray, moments: _Moments, size: int, nbytes: int, extra: dict) -> Statistics:
-    return Statistics(
-        exact=moments.seen == size,
-        seen=moments.seen,
-        size=size,
-        nbytes=nbytes,
-        nan=moments.nan,
-        infinite=moments.infinite,
-        zeros=moments.zeros,
-        magnitudes=array.dtype.kind == "c",
-        **moments.facts(),
-        **extra,
-    )

@@ -23,7 +23,7 @@ def visible(text: str, longest: int = 400) -> str:
     """``text`` with every character that could act on a terminal or turn the direction of writing spelt out.
 
     Control characters, lone surrogates, invisible characters and direction overrides become ``\\xNN`` or ``\\uNNNN``.
-    A text longer than ``longest`` loses its middle. `html.tag` escapes HTML.
+    A text longer than ``longest`` loses its middle. Templates escape HTML.
 
     >>> visible("w\\u202egnp.exe"), visible("abcdefghij", 7)
     ('w\\\\u202egnp.exe', 'abc…hij')

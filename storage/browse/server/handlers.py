@@ -17,22 +17,22 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from tornado import web
 from tornado.ioloop import IOLoop
 
-from ....arrays.core.errors import CheckpointError, CheckpointKeyError, MeshtapeError, NotACheckpoint
+from ....arrays.core.errors import CheckpointKeyError, MeshtapeError, NotACheckpoint
 from ..model.inventory import SORTS, Query
 from ..model.site import Site
 from ..model.text import plain, visible
 from ..views import view_array, view_checkpoint, view_compare, view_details, view_places, view_scans
-from ..views.frame import Shown, asset, href, notice, opening, page, rest
-from ..views.html import tag
+from ..views.frame import Shown, asset, href, opening, page, render, rest
 
 _LOG = logging.getLogger("meshtape.browse")
 _STATIC = {"browse.css": "text/css", "browse.js": "text/javascript", "icon.svg": "image/svg+xml"}
@@ -75,8 +75,9 @@ def host_of(header: str) -> str:
 class _Handler(web.RequestHandler):
     """Guards, parameters, and the answer as page, fragment or JSON."""
 
-    def initialize(self, access: Access | Callable[[], Access], **also: Any) -> None:
+    def initialize(self, access: Access | Callable[[], Access]) -> None:
         self.access = access() if callable(access) else access
+        self.site = self.access.site
 
     def set_default_headers(self) -> None:
         for name, value in (
@@ -158,45 +159,48 @@ class _Handler(web.RequestHandler):
             raise web.HTTPError(400, reason=f"{name} must be whole numbers with commas between them")
         return tuple(min(int(t), 2**62) for t in parts)
 
-    async def show(self, make: Callable[[], Shown]) -> None:
-        """Make a view in a thread and write it; the frame of a page goes ahead where the view takes long."""
+    async def answer(self, make: Callable[[], Shown], patience: float | None = PATIENCE) -> None:
+        """Make a view in a thread and write it. The frame of a page goes ahead where the view takes longer than ``patience`` seconds."""
         work = IOLoop.current().run_in_executor(self.access.pool, _guarded, make)
         self.set_header("Content-Type", "text/html; charset=utf-8")
-        if self.parameter("format") == "json":
-            shown = await work
-            self.set_status(shown.status)
-            self.write_json(shown.data)
-        elif self.parameter("fragment"):
-            shown = await work
-            self.set_status(shown.status)
-            self.finish(str(shown.body))
-        elif (await asyncio.wait([work], timeout=PATIENCE))[0]:
-            shown = work.result()
-            self.set_status(shown.status)
-            self.finish(page(shown))
-        else:
+        if self.format != "html":
+            patience = None
+        if not (await asyncio.wait([work], timeout=patience))[0]:
             # From here on the status is that of the page, whatever the view turns out to be.
             title = self.parameter("name") or self.parameter("at").rpartition("/")[2]
             self.write(opening(title, waiting="Reading …"))
             await self.flush()
             self.finish(rest(await work))
+            return
+        shown = work.result()
+        if shown.location is not None:
+            self.redirect(shown.location, status=shown.status)
+            return
+        self.set_status(shown.status)
+        if self.format == "json":
+            self.set_header("Content-Type", "application/json")
+            self.finish(json.dumps(plain(shown.data), allow_nan=False))
+        else:
+            self.finish(str(shown.body) if self.format == "fragment" else page(shown))
 
-    def write_json(self, data: Any) -> None:
-        self.set_header("Content-Type", "application/json")
-        self.finish(json.dumps(plain(data), allow_nan=False))
+    @property
+    def format(self) -> str:
+        """``"html"`` for a whole page, ``"fragment"`` for its changing part, or ``"json"``."""
+        return self.parameter("format") if self.parameter("format") == "json" else "fragment" if self.part else "html"
+
+    @property
+    def part(self) -> bool:
+        return bool(self.parameter("fragment"))
+
+    @property
+    def at(self) -> str:
+        return self.parameter("at", "0")
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         reason = self._reason if status_code != 500 else "Something went wrong; the server's log says what"
         self.set_header("Content-Type", "text/html; charset=utf-8")
-        self.finish(
-            page(
-                Shown(
-                    f"{status_code}",
-                    notice("bad", f"{status_code}", tag("p", visible(reason, 400))),
-                    status=status_code,
-                )
-            )
-        )
+        body = render("error.html", title=f"{status_code}", text=visible(reason, 400), back=None)
+        self.finish(page(Shown(f"{status_code}", body)))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         if not isinstance(value, web.HTTPError):
@@ -209,170 +213,141 @@ def _guarded(make: Callable[[], Shown]) -> Shown:
         return make()
     except (MeshtapeError, OSError) as e:
         missing = isinstance(e, (NotACheckpoint, CheckpointKeyError, FileNotFoundError))
-        title = {True: "Not found", False: "This cannot be shown"}[missing]
-        body = notice(
-            "bad",
-            title,
-            tag("p", visible(f"{type(e).__name__}: {e}", 2000)),
-            tag("p", tag("a", "Back to the start", href="./")),
-        )
-        status = 404 if missing else 422 if isinstance(e, (CheckpointError, MeshtapeError)) else 500
+        title = "Not found" if missing else "This cannot be shown"
+        body = render("error.html", title=title, text=visible(f"{type(e).__name__}: {e}", 2000), back="./")
+        status = 404 if missing else 422 if isinstance(e, MeshtapeError) else 500
         return Shown(title, body, {"error": type(e).__name__, "message": str(e)}, [("error", None)], status)
 
 
-# ----- the views ------------------------------------------------------------------------------------------------------
+# ----- the views: each takes the parameters of a request and gives a function that makes the page ---------------------------
 
 
-class _Home(_Handler):
-    async def get(self) -> None:
-        site = self.access.site
-        if len(site.roots) == 1 and not self.parameter("format"):
-            self.redirect(href("open", at="0"))
-            return
-        await self.show(lambda: view_places.home(site))
+def _home(h: _Handler) -> Callable[[], Shown]:
+    if len(h.site.roots) == 1 and h.format != "json":
+        return partial(Shown, "", status=302, location=href("open", at="0"))
+    return partial(view_places.home, h.site)
 
 
-class _Open(_Handler):
+def _open(h: _Handler) -> Callable[[], Shown]:
     """Redirects to the view for the kind of a place."""
+    also = {k: h.parameter(k) for k in ("metric", "best")}
+
+    def look() -> Shown:
+        kind = h.site.kind(h.site.place(h.at))
+        if kind == "directory":
+            return view_places.directory(h.site, h.at)
+        return Shown("", status=302, location=href(kind, at=h.at, **also if kind == "run" else {}))
+
+    return look
+
+
+def _checkpoint(h: _Handler) -> Callable[[], Shown]:
+    sort = h.parameter("sort", "tree")
+    query = Query(
+        h.parameter("q"),
+        h.parameter("dtype"),
+        h.number("least", 0) or 0,
+        h.number("most"),
+        sort if sort in SORTS else "tree",
+        bool(h.parameter("down")),
+        h.number("page", 0, 10**9) or 0,
+    )
+    return partial(view_checkpoint.checkpoint, h.site, h.at, query, h.parameters("in"), h.part)
+
+
+def _array(h: _Handler) -> tuple[Site, str, str, dict[str, Any]]:
+    """The site, and which view of which array is asked for."""
+    every = h.integers("every")
+    view: dict[str, Any] = {d: h.number(d, None, 64) for d in ("rows", "columns")}
+    view |= {"at": h.integers("index"), "steps": (every[0], every[-1]) if every else (0, 0)}
+    return h.site, h.at, h.parameter("name"), view
+
+
+def _pair(h: _Handler) -> tuple[str, str, str]:
+    """Both checkpoints, and the rules with the line ends that forms change made good."""
+    return h.parameter("a") or h.at, h.parameter("b"), h.parameter("rules").replace("\r\n", "\n")
+
+
+def _run(h: _Handler) -> Callable[[], Shown]:
+    best = "highest" if h.parameter("best") == "highest" else "lowest"
+    return partial(view_places.run, h.site, h.at, h.parameter("metric"), best)
+
+
+@dataclass(frozen=True)
+class _View:
+    """How a page is made, and where its form leads: what it starts, and the address of the page after that."""
+
+    make: Callable[[_Handler], Callable[[], Shown]] | None
+    start: Callable[[_Handler], Callable[[], Any]] | None = None
+    then: Callable[[_Handler], str] = lambda h: "./"
+    only: str = ""  # format in which alone it answers
+    patience: float | None = PATIENCE
+
+
+def _back(h: _Handler) -> str:
+    view, _, query = h.parameter("back").partition("?")
+    # Only to a page of this site: anything else would make this server lead a reader elsewhere.
+    return f"{view}?{query}" if view in ("health", "compare") else "./"
+
+
+def _stop(h: _Handler) -> Callable[[], Any]:
+    job = h.site.jobs.get(h.parameter("job"))
+    return job.stop if job is not None else lambda: None
+
+
+_VIEWS = {
+    "": _View(_home, patience=None),
+    "open": _View(_open, patience=None),
+    "run": _View(_run),
+    "checkpoint": _View(_checkpoint),
+    "rows": _View(lambda h: partial(view_checkpoint.unfolded, h.site, h.at, h.parameters("in")), only="fragment"),
+    "map": _View(lambda h: partial(view_checkpoint.bytes_map, h.site, h.at, h.parameters("in"))),
+    "details": _View(lambda h: partial(view_details.details, h.site, h.at)),
+    "array": _View(lambda h: partial(view_array.array, *_array(h), bool(h.parameter("check")))),
+    "values": _View(lambda h: partial(view_array.values, *_array(h)), only="json"),
+    "statistics": _View(
+        lambda h: partial(view_array.distribution, h.site, h.at, h.parameter("name")),
+        lambda h: partial(view_array.start_statistics, h.site, h.at, h.parameter("name")),
+        lambda h: href("array", at=h.at, name=h.parameter("name")),
+    ),
+    "health": _View(
+        lambda h: partial(view_scans.health, h.site, h.at, h.part),
+        lambda h: partial(view_scans.start_health, h.site, h.at, bool(h.parameter("again"))),
+        lambda h: href("health", at=h.at),
+    ),
+    "compare": _View(
+        lambda h: partial(view_compare.comparison, h.site, *_pair(h), h.part),
+        lambda h: partial(view_compare.start_comparison, h.site, *_pair(h), bool(h.parameter("again"))),
+        lambda h: href("compare", **dict(zip(("a", "b", "rules"), _pair(h), strict=True))),
+    ),
+    "stop": _View(None, _stop, _back),
+}
+
+
+class _Page(_Handler):
+    """A view, and the work that its form starts."""
+
+    def initialize(self, access: Access | Callable[[], Access], view: _View) -> None:
+        super().initialize(access)
+        self.view = view
 
     async def get(self) -> None:
-        site, at = self.access.site, self.parameter("at", "0")
-
-        def look() -> Shown:
-            kind = site.kind(site.place(at))
-            return view_places.directory(site, at) if kind == "directory" else Shown(kind, tag("p"), None)
-
-        shown = await IOLoop.current().run_in_executor(self.access.pool, _guarded, look)
-        if shown.status == 200 and shown.data is None:
-            also = {k: self.parameter(k) for k in ("metric", "best")} if shown.title == "run" else {}
-            self.redirect(href("run" if shown.title == "run" else "checkpoint", at=at, **also))
-        else:
-            await self.show(lambda: shown)
-
-
-class _Checkpoint(_Handler):
-    def query(self) -> Query:
-        sort = self.parameter("sort", "tree")
-        return Query(
-            self.parameter("q"),
-            self.parameter("dtype"),
-            self.number("least", 0) or 0,
-            self.number("most"),
-            sort if sort in SORTS else "tree",
-            bool(self.parameter("down")),
-            self.number("page", 0, 10**9) or 0,
-        )
-
-    async def get(self) -> None:
-        site, at, query, inside = self.access.site, self.parameter("at", "0"), self.query(), self.parameters("in")
-        part = bool(self.parameter("fragment"))
-        await self.show(lambda: view_checkpoint.checkpoint(site, at, query, inside, part))
-
-
-class _Rows(_Handler):
-    async def get(self) -> None:
-        site, at, inside = self.access.site, self.parameter("at", "0"), self.parameters("in")
-        self.request.arguments["fragment"] = [b"1"]
-        await self.show(lambda: view_checkpoint.unfolded(site, at, inside))
-
-
-class _Map(_Handler):
-    async def get(self) -> None:
-        site, at, inside = self.access.site, self.parameter("at", "0"), self.parameters("in")
-        await self.show(lambda: view_checkpoint.bytes_map(site, at, inside))
-
-
-class _Details(_Handler):
-    async def get(self) -> None:
-        site, at = self.access.site, self.parameter("at", "0")
-        await self.show(lambda: view_details.details(site, at))
-
-
-class _Array(_Handler):
-    def view(self) -> dict[str, Any]:
-        every = self.integers("every")
-        return {
-            "rows": self.number("rows", None, 64),
-            "columns": self.number("columns", None, 64),
-            "at": self.integers("index"),
-            "steps": (every[0], every[-1]) if every else (0, 0),
-        }
-
-    async def get(self) -> None:
-        site, at, name, view = self.access.site, self.parameter("at", "0"), self.parameter("name"), self.view()
-        check = bool(self.parameter("check"))
-        await self.show(lambda: view_array.array(site, at, name, view, check))
-
-
-class _Values(_Array):
-    async def get(self) -> None:
-        site, at, name, view = self.access.site, self.parameter("at", "0"), self.parameter("name"), self.view()
-        self.request.arguments["format"] = [b"json"]
-        await self.show(lambda: Shown("", tag("p"), view_array.values(site, at, name, view)))
-
-
-class _Statistics(_Handler):
-    async def get(self) -> None:
-        site, at, name = self.access.site, self.parameter("at", "0"), self.parameter("name")
-        await self.show(lambda: view_array.distribution(site, at, name))
+        if self.view.make is None:
+            raise web.HTTPError(405)
+        if self.view.only:
+            self.request.arguments["format" if self.view.only == "json" else "fragment"] = [self.view.only.encode()]
+        await self.answer(self.view.make(self), self.view.patience)
 
     async def post(self) -> None:
-        site, at, name = self.access.site, self.parameter("at", "0"), self.parameter("name")
-        await self.begin(lambda: view_array.start_statistics(site, at, name), href("array", at=at, name=name))
+        if self.view.start is None:
+            raise web.HTTPError(405)
+        start, then = self.view.start(self), self.view.then(self)
 
-    async def begin(self, start: Callable[[], Any], then: str) -> None:
-        def work() -> Shown:
+        def begin() -> Shown:
             start()
-            return Shown("", tag("p"))
+            return Shown("", status=303, location=then)
 
-        shown = await IOLoop.current().run_in_executor(self.access.pool, _guarded, work)
-        if shown.status == 200:
-            self.redirect(then, status=303)
-        else:
-            await self.show(lambda: shown)
-
-
-class _Health(_Statistics):
-    async def get(self) -> None:
-        site, at, part = self.access.site, self.parameter("at", "0"), bool(self.parameter("fragment"))
-        await self.show(lambda: view_scans.health(site, at, part))
-
-    async def post(self) -> None:
-        site, at, again = self.access.site, self.parameter("at", "0"), bool(self.parameter("again"))
-        await self.begin(lambda: view_scans.start_health(site, at, again), href("health", at=at))
-
-
-class _Compare(_Statistics):
-    def pair(self) -> tuple[str, str, str]:
-        """Both addresses, and the rules with the line ends that forms change made good."""
-        rules = self.parameter("rules").replace("\r\n", "\n")
-        return self.parameter("a") or self.parameter("at", "0"), self.parameter("b"), rules
-
-    async def get(self) -> None:
-        site, part, (a, b, rules) = self.access.site, bool(self.parameter("fragment")), self.pair()
-        await self.show(lambda: view_compare.comparison(site, a, b, rules, part))
-
-    async def post(self) -> None:
-        site, anew, (a, b, rules) = self.access.site, bool(self.parameter("again")), self.pair()
-        then = href("compare", a=a, b=b, rules=rules)
-        await self.begin(lambda: view_compare.start_comparison(site, a, b, rules, anew), then)
-
-
-class _Stop(_Handler):
-    async def post(self) -> None:
-        job = self.access.site.jobs.get(self.parameter("job"))
-        if job is not None:
-            job.stop()
-        view, _, query = self.parameter("back").partition("?")
-        # Only to a page of this site: anything else would make this server lead a reader elsewhere.
-        self.redirect(f"{view}?{query}" if view in ("health", "compare") else "./", status=303)
-
-
-class _Run(_Handler):
-    async def get(self) -> None:
-        site, at, metric = self.access.site, self.parameter("at", "0"), self.parameter("metric")
-        best = "highest" if self.parameter("best") == "highest" else "lowest"
-        await self.show(lambda: view_places.run(site, at, metric, best))
+        await self.answer(begin, None)
 
 
 class _Static(_Handler):
@@ -401,29 +376,12 @@ class _Nothing(_Handler):
     post = get
 
 
-_VIEWS: Sequence[tuple[str, type[_Handler]]] = (
-    ("", _Home),
-    ("open", _Open),
-    ("checkpoint", _Checkpoint),
-    ("rows", _Rows),
-    ("map", _Map),
-    ("details", _Details),
-    ("array", _Array),
-    ("values", _Values),
-    ("statistics", _Statistics),
-    ("health", _Health),
-    ("compare", _Compare),
-    ("stop", _Stop),
-    ("run", _Run),
-    ("static/(.*)", _Static),
-)
-
-
 def routes(
     access: Access | Callable[[], Access], prefix: str = "/"
 ) -> list[tuple[str, type[_Handler], dict[str, Any]]]:
     """(pattern, handler, arguments) of every page below ``prefix``. ``access`` may be a function that is called when a page is asked for."""
-    return [(prefix + path, handler, {"access": access}) for path, handler in _VIEWS]
+    pages = [(prefix + path, _Page, {"access": access, "view": view}) for path, view in _VIEWS.items()]
+    return [*pages, (f"{prefix}static/(.*)", _Static, {"access": access})]
 
 
 def application(access: Access) -> web.Application:

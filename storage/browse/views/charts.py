@@ -1,33 +1,53 @@
-"""Charts as SVG: histogram, curve, treemap, blocks over ranks, map of chunks. Colours come from the style sheet, by class."""
+"""Charts as SVG: histogram, curve, treemap, blocks over ranks, map of chunks. Geometry is here, colours are classes of the style sheet."""
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from ....arrays.core.formatting import ranges
 from ..model.inventory import Group, Row
 from ..model.layout import Block, ChunkMap
 from ..model.text import count, human_bytes, number, visible
-from .html import Markup, join, tag
-from .treemap import Tile, treemap
+from .frame import Markup, asset, render
+from .treemap import treemap
 
-Link = Callable[..., str]
 SHADES = 8  # classes s0 … s7
 WIDE = 480  # from this width on a chart's letters would be too small on a telephone, where it is moved sideways instead
 
 
-def _svg(width: float, height: float, *children: object, label: str, cls: str = "") -> Markup:
-    drawn = tag(
-        "svg",
-        tag("title", label),
-        *children,
-        viewBox=f"0 0 {width:g} {height:g}",
-        role="img",
-        class_=f"mt-svg {cls}".strip(),
-        width=f"{width:g}",
-        height=f"{height:g}",
-    )
-    return tag("div", drawn, class_="mt-chart") if width >= WIDE else drawn
+def shape(kind: str, title: str = "", href: str | None = None, text: str = "", **attributes: Any) -> dict[str, Any]:
+    """An element of a chart, as ``chart.html`` draws it: a title says what it is, ``href`` makes it a link."""
+    plain = {k.rstrip("_").replace("_", "-"): round(v, 2) if isinstance(v, float) else v for k, v in attributes.items()}
+    return {"kind": kind, "title": title, "href": href, "text": text, "attributes": plain}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing: markup in a page, or a picture of its own. Without shapes its label says why."""
+
+    width: float
+    height: float
+    shapes: Sequence[dict[str, Any]]
+    label: str
+    cls: str = ""
+
+    def __html__(self) -> str:
+        return render("chart.html", chart=self, wide=self.width >= WIDE, style=None)
+
+    def __str__(self) -> str:
+        return self.__html__()
+
+    def image(self) -> Markup:
+        """As an ``img`` with a style of its own: a viewer that strips styles and drawings shows its label, not the digits in it."""
+        if not self.shapes:
+            return Markup(self)
+        svg = render("chart.html", chart=self, wide=False, style=Markup(asset("charts.css").decode()))
+        url = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+        return Markup('<img src="{}" alt="{}" class="mt-picture">').format(url, visible(self.label))
 
 
 def _ticks(low: float, high: float, n: int = 5) -> list[float]:
@@ -44,10 +64,14 @@ def _ticks(low: float, high: float, n: int = 5) -> list[float]:
     if not unit:  # no round number is as small
         return [low, high]
     step = next((m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999), 10 * unit)
-    first = math.ceil(low / step - 1e-9)
-    return [round(k * step, 12) if abs(step) > 1e-9 else k * step for k in range(first, int(high / step + 1e-9) + 1)][
-        :12
-    ]
+    numbers = range(math.ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)[:12]
+    return [round(k * step, 12) if abs(step) > 1e-9 else k * step for k in numbers]
+
+
+def _map(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """The linear map of a range to places. It halves, as the difference of the extremes of float64 is no float64."""
+    span = high / 2 - low / 2
+    return lambda v: start + (end - start) * ((v / 2 - low / 2) / span if span > 0 else 0.5)
 
 
 def histogram(
@@ -57,55 +81,38 @@ def histogram(
     width: int = 560,
     height: int = 190,
     x_name: str = "value",
-) -> Markup:
+) -> Chart:
     """Bars for counts, with marks (such as quantiles) as lines. Each bar says its range and count."""
-    left, bottom, top = 8, 26, 16
-    w, h = width - 2 * left, height - bottom - top
+    left, top, base = 8, 16, height - 26
     low, high = edges[0], edges[-1]
-    most = max(counts) or 1
-    step = w / len(counts)
-    total = sum(counts)
+    x = _map(low, high, left, width - left)
+    step, most, total = (width - 2 * left) / len(counts), max(counts) or 1, sum(counts)
+    shapes = []
+    for i, (a, b, n) in enumerate(zip(edges, edges[1:], counts, strict=False)):
+        title = f"{number(a)} … {number(b)}: {n:,} ({100 * n / total:.1f} %)"
+        tall = max((base - top) * n / most, float(n > 0))
+        at = {"x": left + i * step + 0.5, "y": base - tall, "width": max(step - 1, 0.5), "height": tall}
+        shapes.append(shape("rect", title, **at, class_="mt-bar"))
+    shapes.append(shape("line", x1=left, x2=width - left, y1=base, y2=base, class_="mt-axis"))
+    for t in _ticks(low, high, 6):
+        if left + 8 <= x(t) <= width - left - 8:
+            shapes.append(shape("line", x1=x(t), x2=x(t), y1=base, y2=base + 4, class_="mt-axis"))
+            shapes.append(_tick(t, x(t), base + 17))
+    for name, v in marks:
+        if low <= v <= high:
+            shapes.append(
+                shape("line", f"{name}: {number(v)}", x1=x(v), x2=x(v), y1=top - 6, y2=base, class_="mt-mark")
+            )
+    label = f"Histogram of {x_name}, {len(counts)} bins from {number(low)} to {number(high)}"
+    return Chart(width, height, shapes, label, "mt-histogram")
 
-    def x(v: float) -> float:
-        return left + w * (v / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else left
 
-    bars = [
-        tag(
-            "rect",
-            tag("title", f"{number(a)} … {number(b)}: {n:,} ({100 * n / total:.1f} %)"),
-            x=left + i * step + 0.5,
-            y=top + h * (1 - n / most),
-            width=max(step - 1, 0.5),
-            height=max(h * n / most, 0.0 if n == 0 else 1.0),
-            class_="mt-bar",
-        )
-        for i, (a, b, n) in enumerate(zip(edges, edges[1:], counts, strict=False))
-    ]
-    axis = [
-        join(
-            [
-                tag("line", x1=x(t), x2=x(t), y1=top + h, y2=top + h + 4, class_="mt-axis"),
-                tag("text", number(t), x=x(t), y=top + h + 17, text_anchor="middle", class_="mt-tick"),
-            ]
-        )
-        for t in _ticks(low, high, 6)
-        if left + 8 <= x(t) <= width - left - 8
-    ]
-    lines = [
-        tag("line", tag("title", f"{name}: {number(v)}"), x1=x(v), x2=x(v), y1=top - 6, y2=top + h, class_="mt-mark")
-        for name, v in marks
-        if low <= v <= high
-    ]
-    return _svg(
-        width,
-        height,
-        bars,
-        tag("line", x1=left, x2=width - left, y1=top + h, y2=top + h, class_="mt-axis"),
-        axis,
-        lines,
-        label=f"Histogram of {x_name}, {len(counts)} bins from {number(low)} to {number(high)}",
-        cls="mt-histogram",
-    )
+def _whole(v: float) -> str:
+    return number(int(v) if v == int(v) else v)
+
+
+def _tick(value: float, x: float, y: float, anchor: str = "middle") -> dict[str, Any]:
+    return shape("text", text=_whole(value), x=x, y=y, text_anchor=anchor, class_="mt-tick")
 
 
 def curve(
@@ -114,215 +121,126 @@ def curve(
     width: int = 560,
     height: int = 190,
     label: str = "curve",
-    hrefs: Sequence[str | None] = (),
-    dots: bool = True,
-) -> Markup:
+    hrefs: Sequence[str] = (),
+) -> Chart:
     """A line through points, with marked ones named. Values that are not finite leave a gap."""
-    left, right, bottom, top = 54, 24, 26, 14
-    w, h = width - left - right, height - bottom - top
+    left, right, base, top = 54, width - 24, height - 26, 14
     finite = [(a, b) for a, b in points if math.isfinite(b)]
     if not finite:
-        return tag("p", "No finite values to draw.", class_="mt-quiet")
-    x0, x1 = min(p[0] for p in finite), max(p[0] for p in finite)
-    y0, y1 = min(p[1] for p in finite), max(p[1] for p in finite)
+        return Chart(0, 0, [], "No finite values to draw.")
+    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*finite, strict=True))
     if y0 == y1:
         y0, y1 = y0 - max(abs(y0) * 0.1, 0.5), y1 + max(abs(y1) * 0.1, 0.5)
-
-    def x(v: float) -> float:
-        return left + (w * (v - x0) / (x1 - x0) if x1 > x0 else w / 2)
-
-    def y(v: float) -> float:
-        return top + h * (1 - (v / 2 - y0 / 2) / (y1 / 2 - y0 / 2))
-
-    runs: list[list[tuple[float, float]]] = [[]]
+    x, y = _map(x0, x1, left, right), _map(y0, y1, base, top)
+    runs: list[list[str]] = [[]]
     for a, b in points:
         if math.isfinite(b):
-            runs[-1].append((a, b))
+            runs[-1].append(f"{x(a):.1f},{y(b):.1f}")
         elif runs[-1]:
             runs.append([])
-    grid = [
-        join(
-            [
-                tag("line", x1=left, x2=width - right, y1=y(t), y2=y(t), class_="mt-grid"),
-                tag("text", number(t), x=left - 6, y=y(t) + 3.5, text_anchor="end", class_="mt-tick"),
-            ]
-        )
-        for t in _ticks(y0, y1, 4)
-    ]
-    below = [
-        tag("text", number(int(t) if t == int(t) else t), x=x(t), y=height - 8, text_anchor="middle", class_="mt-tick")
-        for t in _ticks(x0, x1, 6)
-        if left <= x(t) <= width - right
-    ]
-    lines = [
-        tag("polyline", points=" ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in run), class_="mt-line")
-        for run in runs
-        if len(run) > 1
-    ]
+    shapes = []
+    for t in _ticks(y0, y1, 4):
+        shapes.append(shape("line", x1=left, x2=right, y1=y(t), y2=y(t), class_="mt-grid"))
+        shapes.append(_tick(t, left - 6, y(t) + 3.5, "end"))
+    shapes += [_tick(t, x(t), height - 8) for t in _ticks(x0, x1, 6) if left <= x(t) <= right]
+    shapes += [shape("polyline", points=" ".join(run), class_="mt-line") for run in runs if len(run) > 1]
     named = {(a, b): name for a, b, name in marks}
-    circles = []
     for k, (a, b) in enumerate(points):
-        if not math.isfinite(b) or not ((dots and len(points) <= 200) or (a, b) in named):
-            continue
         name = named.get((a, b), "")
-        c = tag(
-            "circle",
-            tag("title", f"{number(int(a) if a == int(a) else a)}: {number(b)}{f' ({name})' if name else ''}"),
-            cx=x(a),
-            cy=y(b),
-            r=5 if name else 3,
-            class_="mt-dot mt-best" if name else "mt-dot",
-        )
-        href = hrefs[k] if k < len(hrefs) else None
-        circles.append(tag("a", c, href=href) if href else c)
-    return _svg(width, height, grid, below, lines, circles, label=label, cls="mt-curve")
+        if math.isfinite(b) and (name or len(points) <= 200):
+            title = f"{_whole(a)}: {number(b)}{f' ({name})' if name else ''}"
+            style = {"r": 5 if name else 3, "class_": f"mt-dot{' mt-best' if name else ''}"}
+            shapes.append(shape("circle", title, hrefs[k] if hrefs else None, cx=x(a), cy=y(b), **style))
+    return Chart(width, height, shapes, label, "mt-curve")
 
 
-def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 1132, height: int = 460) -> Markup:
+def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 1132, height: int = 460) -> Chart:
     """A treemap of a group by bytes. Every tile links to its array or group."""
-    total = group.nbytes
-    if not total:
-        return tag("p", "Nothing here has a size.", class_="mt-quiet")
-
-    def draw(tile: Tile, level: int) -> Markup:
-        p = tile.place
+    if not group.nbytes:
+        return Chart(0, 0, [], "Nothing here has a size.")
+    shapes = []
+    for tile in treemap(group, width, height, depth=4):
+        p, item = tile.place, tile.item
         if p.width < 0.5 or p.height < 0.5:
-            return Markup("")
-        rest = f"{count(tile.count, 'more array')}" if tile.item is None else ""
-        name = rest or visible(tile.item.path[-1] if tile.item.path else "", 60)
-        full = rest or visible(".".join(tile.item.path), 200)
-        share = tile.nbytes / total
+            continue
+        share, size = tile.nbytes / group.nbytes, human_bytes(tile.nbytes)
+        full = ".".join(item.path) if item else count(tile.count, "more array")
+        name = visible(item.path[-1] if item.path else "", 60) if item else full
         # The tile of gathered arrays keeps the lightest shade: none of them is large.
-        shade = 0 if rest else min(SHADES - 1, int(SHADES * math.sqrt(share)))
-        parts: list[Markup] = [
-            tag(
-                "rect",
-                tag("title", f"{full}\n{human_bytes(tile.nbytes)}, {100 * share:.1f} %".replace("\n", " · ")),
-                x=p.x,
-                y=p.y,
-                width=max(0.0, p.width - 1),
-                height=max(0.0, p.height - 1),
-                rx=2,
-                class_=f"mt-tile s{shade}" + (" mt-outer" if tile.inner else ""),
-            )
-        ]
+        shade = min(SHADES - 1, int(SHADES * math.sqrt(share))) if item else 0
+        kind = "mt-outer" if tile.outer else ""
+        at = {"x": p.x, "y": p.y, "width": max(0.0, p.width - 1), "height": max(0.0, p.height - 1), "rx": 2}
+        title, href = f"{visible(full, 200)} · {size}, {100 * share:.1f} %", link(item) if link and item else None
+        shapes.append(shape("rect", title, href, **at, class_=f"mt-tile s{shade} {kind}"))
         room = int(p.width / 6.6) - 1
-        if p.height >= 16 and room >= 3:
-            shown = name if len(name) <= room else name[: room - 1] + "…"
-            size = f" {human_bytes(tile.nbytes)}"
-            if len(shown) + len(size) <= room and (tile.inner or p.height < 34):
-                shown += size
-            parts.append(
-                tag(
-                    "text",
-                    shown,
-                    x=p.x + 5,
-                    y=p.y + 13,
-                    class_=f"mt-label s{shade}" if not tile.inner else "mt-label mt-outer",
-                )
-            )
-            if not tile.inner and p.height >= 34 and len(human_bytes(tile.nbytes)) <= room:
-                parts.append(tag("text", human_bytes(tile.nbytes), x=p.x + 5, y=p.y + 27, class_=f"mt-label s{shade}"))
-        own = join(parts)
-        if link is not None and tile.item is not None:
-            own = tag("a", own, href=link(tile.item))
-        return join([own, *(draw(t, level + 1) for t in tile.inner)])
-
-    tiles = treemap(group, width, height, depth=4)
-    return _svg(width, height, *(draw(t, 0) for t in tiles), label="Arrays by bytes", cls="mt-treemap")
-
-
-def _spread(ranks: Sequence[int]) -> str:
-    """``0-3, 6``.
-
-    >>> _spread([0, 1, 2, 3, 6])
-    '0-3, 6'
-    """
-    runs: list[list[int]] = []
-    for r in ranks:
-        if runs and runs[-1][-1] == r - 1:
-            runs[-1].append(r)
-        else:
-            runs.append([r])
-    out = ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs[:6])
-    return out + (", …" if len(runs) > 6 else "")
+        if p.height < 16 or room < 3:
+            continue
+        lines = [name if len(name) <= room else name[: room - 1] + "…"]
+        if not tile.outer and p.height >= 34 and len(size) <= room:
+            lines.append(size)
+        elif len(lines[0]) + len(size) < room:
+            lines[0] += f" {size}"
+        style = f"mt-label {kind or f's{shade}'}"
+        shapes += [shape("text", text=t, x=p.x + 5, y=p.y + 13 + 14 * k, class_=style) for k, t in enumerate(lines)]
+    return Chart(width, height, shapes, "Arrays by bytes", "mt-treemap")
 
 
 def block_map(
-    shape: tuple[int, ...],
+    shape_: tuple[int, ...],
     parts: Sequence[Block],
     rows: int | None,
     columns: int | None,
     at: Sequence[int],
     width: int = 420,
     height: int = 200,
-) -> Markup:
+) -> Chart:
     """Which ranks held which part of the plane of ``rows`` and ``columns`` through ``at``."""
-    h = shape[rows] if rows is not None else 1
-    w = shape[columns] if columns is not None else 1
-    if not h or not w:
-        return tag("p", "This array has no elements to place.", class_="mt-quiet")
-    out = []
-    numbers: dict[tuple[int, ...], int] = {}
+    if 0 in shape_:
+        return Chart(0, 0, [], "This array has no elements to place.")
+    shapes = []
+    colours: dict[tuple[int, ...], int] = {}
     for b in parts:
-        numbers.setdefault(b.ranks, len(numbers))
-        cut = [(o, o + n) for o, n in zip(b.box.offset, b.box.shape, strict=True)]
-        if not b.box.size or any(
-            not a <= i < z for d, ((a, z), i) in enumerate(zip(cut, at, strict=False)) if d not in (rows, columns)
-        ):
+        colour = colours.setdefault(b.ranks, len(colours)) % SHADES
+        spans = list(zip(b.box.offset, b.box.stop, strict=True))
+        beside = any(
+            not a <= i < z for d, ((a, z), i) in enumerate(zip(spans, at, strict=False)) if d not in (rows, columns)
+        )
+        if beside or not b.box.size:
             continue
-        (y0, y1) = cut[rows] if rows is not None else (0, 1)
-        (x0, x1) = cut[columns] if columns is not None else (0, 1)
-        px, py, pw, ph = x0 / w * width, y0 / h * height, (x1 - x0) / w * width, (y1 - y0) / h * height
-        ranks = _spread(b.ranks)
+        (y, tall), (x, wide) = (
+            (0.0, length)
+            if d is None
+            else (spans[d][0] / shape_[d] * length, (spans[d][1] - spans[d][0]) / shape_[d] * length)
+            for d, length in ((rows, float(height)), (columns, float(width)))
+        )
+        ranks = ranges(b.ranks)
         say = f"rank{'s' if len(b.ranks) != 1 else ''} {ranks}"
         title = f"{say}: {' × '.join(map(str, b.box.shape))} from ({', '.join(map(str, b.box.offset))})"
-        label = say if len(say) * 6.4 < pw else ranks if len(ranks) * 6.4 < pw else ""
-        out.append(
-            tag(
-                "rect",
-                tag("title", title),
-                x=px + 0.5,
-                y=py + 0.5,
-                width=max(pw - 1.5, 0.5),
-                height=max(ph - 1.5, 0.5),
-                rx=2,
-                class_=f"mt-block b{numbers[b.ranks] % SHADES}",
-            )
-        )
-        if label and ph >= 13:
-            out.append(tag("text", label, x=px + pw / 2, y=py + ph / 2 + 4, text_anchor="middle", class_="mt-label"))
-    return _svg(width, height, *out, label="Blocks by rank", cls="mt-blocks")
+        place = {"x": x + 0.5, "y": y + 0.5, "width": max(wide - 1.5, 0.5), "height": max(tall - 1.5, 0.5), "rx": 2}
+        shapes.append(shape("rect", title, **place, class_=f"mt-block b{colour}"))
+        label = next((t for t in (say, ranks) if len(t) * 6.4 < wide), "")
+        if label and tall >= 13:
+            middle = {"x": x + wide / 2, "y": y + tall / 2 + 4, "text_anchor": "middle"}
+            shapes.append(shape("text", text=label, **middle, class_="mt-label"))
+    return Chart(width, height, shapes, "Blocks by rank", "mt-blocks")
 
 
-def chunks(
-    m: ChunkMap, rows: int | None, columns: int | None, link: Callable[[tuple[int, ...]], str] | None, width: int = 420
-) -> Markup:
+def chunks(m: ChunkMap, link: Callable[[tuple[int, ...]], str], width: int = 420) -> Chart:
     """The map of chunks; each is a link that moves the window there."""
     n_rows = max(c.row for c in m.chunks) - m.first[0] + 1
     n_columns = max(c.column for c in m.chunks) - m.first[1] + 1
     # Drawn as the plane lies: a chunk's cell has about its proportions, so the map and the blocks can be compared.
     wide = max(6.0, min(96.0, width / n_columns))
     high = max(6.0, min(48.0, 240 / n_rows))
-    out = []
+    shapes = []
     for c in m.chunks:
-        x, y = (c.column - m.first[1]) * wide, (c.row - m.first[0]) * high
         size = "" if c.nbytes is None else f", {human_bytes(c.nbytes)} stored"
-        title = f"{c.file}{size}, from ({', '.join(map(str, c.box.offset))}): {STATES[c.state]}" + (
-            f" · {c.note}" if c.note else ""
-        )
-        rect = tag(
-            "rect",
-            tag("title", title),
-            x=x + 0.5,
-            y=y + 0.5,
-            width=wide - 1.5,
-            height=high - 1.5,
-            rx=1.5,
-            class_=f"mt-chunk {c.state}",
-        )
-        out.append(tag("a", rect, href=link(c.box.offset)) if link is not None else rect)
-    return _svg(max(n_columns * wide, 60), n_rows * high, *out, label="Chunks and their checksums", cls="mt-chunks")
+        title = f"{c.file}{size}, from ({', '.join(map(str, c.box.offset))}): {STATES[c.state]}"
+        at = {"x": (c.column - m.first[1]) * wide + 0.5, "y": (c.row - m.first[0]) * high + 0.5}
+        at |= {"width": wide - 1.5, "height": high - 1.5, "rx": 1.5}
+        title += f" · {c.note}" if c.note else ""
+        shapes.append(shape("rect", title, link(c.box.offset), **at, class_=f"mt-chunk {c.state}"))
+    return Chart(max(n_columns * wide, 60), n_rows * high, shapes, "Chunks and their checksums", "mt-chunks")
 
 
 STATES = {
@@ -336,35 +254,13 @@ STATES = {
 }
 
 
-def strip(start: int, end: int, total: int, width: int = 420) -> Markup:
-    """Where a run of bytes lies in its file."""
-    a = width * start / total if total else 0
-    b = width * (end - start) / total if total else 0
-    return _svg(
-        width,
-        18,
-        tag("rect", x=0, y=3, width=width, height=12, rx=2, class_="mt-track"),
-        tag("rect", x=min(a, width - 2), y=3, width=max(b, 2), height=12, rx=1, class_="mt-fill"),
-        label=f"Bytes {start:,} to {end:,} of {total:,}",
-    )
-
-
-def share_bar(parts: Sequence[tuple[str, int]], width: int = 280) -> Markup:
+def share_bar(parts: Sequence[tuple[str, int]], width: int = 280) -> Chart:
     """One bar cut by bytes, for dtypes."""
     total = sum(n for _, n in parts) or 1
-    out, at = [], 0.0
+    shapes, at = [], 0.0
     for k, (name, n) in enumerate(parts):
         w = width * n / total
-        out.append(
-            tag(
-                "rect",
-                tag("title", f"{name}: {human_bytes(n)}, {100 * n / total:.1f} %"),
-                x=at,
-                y=0,
-                width=max(w - 1, 0.5),
-                height=8,
-                class_=f"mt-share d{min(k, 5)}",
-            )
-        )
+        title = f"{name}: {human_bytes(n)}, {100 * n / total:.1f} %"
+        shapes.append(shape("rect", title, x=at, y=0, width=max(w - 1, 0.5), height=8, class_=f"mt-share d{min(k, 5)}"))
         at += w
-    return _svg(width, 8, *out, label="Bytes by dtype")
+    return Chart(width, 8, shapes, "Bytes by dtype")

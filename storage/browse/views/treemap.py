@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from ..model.inventory import Group, Row, largest_first
 
 MOST = 48  # rectangles of one level: smaller ones are gathered in one
+_HEADER = 18.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rectangle:
+class Rectangle(NamedTuple):
     x: float
     y: float
     width: float
     height: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A child of a group. ``item`` is None for the gathered rest; ``inner`` are the tiles of a group's own children."""
+class Tile(NamedTuple):
+    """A child of a group. ``item`` is None for the gathered rest; inside an ``outer`` one follow the tiles of its children."""
 
     place: Rectangle
     item: Group | Row | None
     count: int
     nbytes: int
-    inner: tuple[Tile, ...] = ()
+    outer: bool = False
 
 
 def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
@@ -36,69 +35,52 @@ def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
     >>> [round(r.width * r.height, 6) for r in squarify([6, 3, 1], Rectangle(0, 0, 5, 4))]
     [12.0, 6.0, 2.0]
     """
-    total = sum(sizes)
-    if total <= 0 or place.width <= 0 or place.height <= 0:
-        return [Rectangle(place.x, place.y, 0, 0) for _ in sizes]
-    scale = place.width * place.height / total
+    x, y, w, h = place
+    scale = w * h / (sum(sizes) or 1)
     areas = [s * scale for s in sizes]
     left = [*accumulate(reversed(areas), initial=0.0)][::-1]  # the areas from each one on
     out: list[Rectangle] = []
-    x, y, w, h = place.x, place.y, place.width, place.height
-    start = 0
-    while start < len(areas):
-        side = min(w, h)
-        end, row = start + 1, areas[start]
-        worst = _worst(row, areas[start], areas[start], side)
-        while end < len(areas):
-            grown = row + areas[end]
-            then = _worst(grown, areas[start], areas[end], side)
-            if then > worst:
-                break
-            row, worst, end = grown, then, end + 1
-        thick = row / side if side > 0 else 0.0
+    while len(out) < len(areas):
+        start, side = len(out), min(w, h)
+
+        def worst(end: int, start: int = start, side: float = side) -> float:
+            """The worst ratio of sides in the row of areas from ``start`` to ``end`` along ``side``."""
+            row = left[start] - left[end]
+            least = areas[end - 1]
+            if min(row, least, side) <= 0:
+                return float("inf")
+            return max(side * side * areas[start] / (row * row), row * row / (side * side * least))
+
+        end = start + 1
+        while end < len(areas) and worst(end + 1) <= worst(end):
+            end += 1
+        row = sum(areas[start:end])
+        # Thickness and remaining room follow from areas: a difference of lengths would keep few digits of a thin one.
+        thick, rest = (row / side, left[end] / side) if side > 0 else (0.0, 0.0)
         at = y if w >= h else x
         for a in areas[start:end]:
             length = side * a / row if row > 0 else 0.0  # of the side, so that a row fills it to the last bit
             out.append(Rectangle(x, at, thick, length) if w >= h else Rectangle(at, y, length, thick))
             at += length
-        # The room that is left follows from the areas that are left: a difference of lengths would keep few digits of a thin one.
-        rest = left[end] / side if side > 0 else 0.0
-        if w >= h:
-            x, w = x + thick, rest
-        else:
-            y, h = y + thick, rest
-        start = end
+        x, y, w, h = (x + thick, y, rest, h) if w >= h else (x, y + thick, w, rest)
     return out
 
 
-def _worst(row: float, largest: float, smallest: float, side: float) -> float:
-    """The worst ratio of the sides in a row of areas along ``side``."""
-    if row <= 0 or smallest <= 0 or side <= 0:
-        return float("inf")
-    return max(side * side * largest / (row * row), row * row / (side * side * smallest))
+def treemap(group: Group, width: float, height: float, depth: int = 2) -> list[Tile]:
+    """Tiles of a group's children, and after those that have room the tiles of theirs. Empty arrays have no area and no tile."""
+    return list(_tiles(group, Rectangle(0, 0, width, height), depth))
 
 
-def treemap(group: Group, width: float, height: float, header: float = 18.0, depth: int = 2) -> list[Tile]:
-    """Tiles of a group's children, and in those that have room the tiles of theirs. Empty arrays have no area and no tile."""
-    return list(_tiles(group, Rectangle(0, 0, width, height), header, depth))
-
-
-def _tiles(group: Group, place: Rectangle, header: float, depth: int) -> tuple[Tile, ...]:
+def _tiles(group: Group, place: Rectangle, depth: int) -> Iterator[Tile]:
     children = sorted((c for c in [*group.groups.values(), *group.rows] if c.nbytes), key=largest_first)
     shown, rest = children[:MOST], children[MOST:]
-    sizes = [c.nbytes for c in shown]
     gathered = sum(c.nbytes for c in rest)
     # The gathered tile comes last, even where it is larger: it is the least interesting.
-    places = squarify([*sizes, gathered] if gathered else sizes, place)
-    out = []
-    for child, where in zip(shown, places, strict=False):
-        inner: tuple[Tile, ...] = ()
-        if isinstance(child, Group) and depth > 1 and where.width > 56 and where.height > header + 24:
-            room = Rectangle(where.x + 3, where.y + header, where.width - 6, where.height - header - 3)
-            inner = _tiles(child, room, header, depth - 1)
-        arrays = child.arrays if isinstance(child, Group) else 1
-        out.append(Tile(where, child, arrays, child.nbytes, inner))
-    if gathered:
-        arrays = sum(c.arrays if isinstance(c, Group) else 1 for c in rest)
-        out.append(Tile(places[-1], None, arrays, gathered))
-    return tuple(out)
+    places = squarify([*(c.nbytes for c in shown), *([gathered] if rest else [])], place)
+    for child, p in zip(shown, places, strict=False):
+        outer = isinstance(child, Group) and depth > 1 and p.width > 56 and p.height > _HEADER + 24
+        yield Tile(p, child, child.arrays, child.nbytes, outer)
+        if outer:
+            yield from _tiles(child, Rectangle(p.x + 3, p.y + _HEADER, p.width - 6, p.height - _HEADER - 3), depth - 1)
+    if rest:
+        yield Tile(places[-1], None, sum(c.arrays for c in rest), gathered)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,8 @@ from ..model.slices import View, Window, cost, window
 from ..model.statistics import LIMIT, Statistics, statistics
 from ..model.text import count, human_bytes, key, number, percent, visible
 from . import charts, png
-from .frame import Shown, crumbs, facts, href, notice, section, shape_text, table
-from .html import Markup, join, tag
+from .frame import Markup, Shown, crumbs, href, mesh_text, render, shape_text
+from .view_checkpoint import big
 
 _REMOTE_LIMIT = 4 << 20  # bytes of a sample, or of a first look, that are fetched from an object store
 
@@ -30,84 +33,55 @@ def find(opened: Opened, name: str) -> StoredArray:
     return opened.ckpt.arrays[real]
 
 
+def facts_of(a: StoredArray) -> list[tuple[str, Any]]:
+    return [
+        ("Shape", shape_text(a.shape)),
+        ("dtype", a.dtype.name),
+        ("Size", human_bytes(a.nbytes)),
+        ("Elements", big(math.prod(a.shape))),
+        ("Sharding", visible(a.sharding_text or "", 100)),
+    ]
+
+
 def array(site: Site, at: str, name: str, view: dict[str, Any], check: bool = False) -> Shown:
     """The page of an array. Its statistics are a fragment of their own, as they read the most."""
     opened = site.open(at)
     a = find(opened, name)
-    look = _first_look(opened, a, view)
-    here = key(a.name)
-    rows = opened.inventory.rows
+    here, rows = key(a.name), opened.inventory.rows
     place = next((i for i, r in enumerate(rows) if r.name == a.name), 0)
+    look = _first_look(opened, a, view)
 
-    def to(v: View, **more: Any) -> str:
-        return href("array", at=at, name=here, **parameters(v), **more)
+    def to(v: View, view: str = "array", **more: Any) -> str:
+        return href(view, at=at, name=here, **parameters(v), **more)
 
-    beside = [
-        tag("a", "‹ previous", href=href("array", at=at, name=key(rows[place - 1].name)), rel="prev")
-        if place
-        else None,
-        tag("span", f"{place + 1:,} of {len(rows):,}"),
-        tag("a", "next ›", href=href("array", at=at, name=key(rows[place + 1].name)), rel="next")
-        if place + 1 < len(rows)
-        else None,
-    ]
-    elements = math.prod(a.shape)
-    head = tag(
-        "div",
-        tag("p", beside, class_="mt-beside"),
-        tag("h1", visible(a.name, 160) or "(empty)", class_="mt-mono"),
-        facts(
-            [
-                ("Shape", shape_text(a.shape)),
-                ("dtype", a.dtype.name),
-                ("Size", human_bytes(a.nbytes)),
-                ("Elements", f"{elements:,}" if elements < 10**15 else f"{elements:.3g}"),
-                ("Sharding", visible(a.sharding_text, 100) if a.sharding_text else None),
-            ]
-        ),
-        class_="mt-head",
+    def beside(k: int) -> str | None:
+        return href("array", at=at, name=key(rows[k].name)) if 0 <= k < len(rows) else None
+
+    values, data = _values(a, look, to)
+    body = render(
+        "array.html",
+        a=a,
+        at=at,
+        here=here,
+        before=beside(place - 1),
+        after=beside(place + 1),
+        place=f"{place + 1:,} of {len(rows):,}",
+        facts_of=facts_of(a),
+        load=href("statistics", at=at, name=here),
+        blocks=_placement(a, look),
+        **values,
+        **_storage(a, look, to, check),
     )
-    values, data = _values(opened, a, look, to)
-    load = href("statistics", at=at, name=here)
-    body = join(
-        [
-            head,
-            tag(
-                "div",
-                tag("div", values, _storage(opened, a, look, to, check)),
-                tag(
-                    "div",
-                    section(
-                        "Distribution",
-                        tag("p", tag("a", "Compute statistics", href=load), class_="mt-quiet"),
-                        data_load=load,
-                    ),
-                    _placement(a, look),
-                ),
-                class_="mt-grid",
-            ),
-        ]
-    )
-    path = opened.inventory.rows[place].path if rows else ()
-    up = href("checkpoint", at=at, in_=[key(p) for p in path[:-1]])
-    facts_ = {
-        "name": a.name,
-        "shape": list(a.shape),
-        "dtype": a.dtype.name,
-        "nbytes": a.nbytes,
-        "sharding": a.sharding_text,
-    }
-    return Shown(a.name, body, facts_ | data, crumbs(site, opened.place, (a.name, None)), up=up)
+    up = href("checkpoint", at=at, in_=[key(p) for p in rows[place].path[:-1]] if rows else [])
+    facts = {"name": a.name, "shape": list(a.shape), "dtype": a.dtype.name, "nbytes": a.nbytes}
+    data = facts | {"sharding": a.sharding_text} | data
+    return Shown(a.name, body, data, crumbs(site, opened.place, (a.name, None)), up=up)
 
 
 def parameters(v: View) -> dict[str, Any]:
     """A view as the parameters of an address."""
-    return {
-        "rows": v.rows,
-        "columns": v.columns,
-        "index": ",".join(map(str, v.at)) if any(v.at) else None,
-        "every": "{},{}".format(*v.steps),
-    }
+    index = ",".join(map(str, v.at)) if any(v.at) else None
+    return {"rows": v.rows, "columns": v.columns, "index": index, "every": "{},{}".format(*v.steps)}
 
 
 def _first_look(opened: Opened, a: StoredArray, view: dict[str, Any]) -> View:
@@ -122,66 +96,41 @@ def _first_look(opened: Opened, a: StoredArray, view: dict[str, Any]) -> View:
 # ----- values ---------------------------------------------------------------------------------------------------------
 
 
-def _values(opened: Opened, a: StoredArray, look: View, to: Any) -> tuple[Markup, dict[str, Any]]:
+def _values(a: StoredArray, look: View, to: Callable[..., str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The section of values, for the template and as data."""
     if 0 in a.shape:
-        return section("Values", tag("p", "This array has no elements.", class_="mt-quiet")), {}
+        return {"seen": None, "unread": ""}, {}
     try:
         seen = window(a, look)
     except (CheckpointError, OSError, IndexError) as e:
-        return section("Values", notice("bad", "These values cannot be read", tag("p", visible(str(e), 600)))), {
-            "error": str(e)
-        }
-    v, at, here = seen.view, opened.place.at, key(a.name)
-    picture = heat_map(seen, href("values", at=at, name=here, **parameters(v)))
+        return {"seen": None, "unread": visible(str(e), 600)}, {"error": str(e)}
+    v = seen.view
     arrows = []
-    for sign, symbol, d in ((-1, "←", v.columns), (1, "→", v.columns), (-1, "↑", v.rows), (1, "↓", v.rows)):
+    for symbol, way, d, sign in (
+        ("←", "left", v.columns, -1),
+        ("→", "right", v.columns, 1),
+        ("↑", "up", v.rows, -1),
+        ("↓", "down", v.rows, 1),
+    ):
         moved = v.moved(a.shape, d, sign) if d is not None else v
-        direction = {"←": "left", "→": "right", "↑": "up", "↓": "down"}[symbol]
-        arrows.append(
-            tag(
-                "a",
-                symbol,
-                href=to(moved),
-                data_pan=direction,
-                title=f"Move {direction}",
-                aria_label=f"Move {direction}",
-                class_="mt-arrow",
-            )
-            if moved != v
-            else tag("span", symbol, class_="mt-arrow off", aria_hidden="true")
-        )
-    others = (
-        ("closer", v.zoomed(a.shape, 0.5)),
-        ("wider", v.zoomed(a.shape, 2)),
-        ("whole", View.of(a.shape, v.rows, v.columns)),
-    )
-    zoom = [tag("a", label, href=to(other)) for label, other in others if other != v]
-    thing = "element" if v.rows is None else "row"
-    sampled = [
-        f"every {_ordinal(k)} {what}"
-        for k, what in zip(v.steps[::-1] if v.rows is None else v.steps, (thing, "column"), strict=True)
-        if k > 1
-    ]
-    note = f"{seen.values.shape[0]} × {seen.values.shape[1]} cells, {' and '.join(sampled) or 'every element'}; {human_bytes(seen.nbytes)} read"
-    body = section(
-        "Values",
-        picture,
-        tag("p", tag("span", arrows, class_="mt-arrows"), zoom, class_="mt-zoom"),
-        _dimensions(a, v, at, here),
-        note=note,
-        cls="mt-values",
-    )
-    limits = seen.limits
-    return body, {
-        "window": {
-            "rows": v.rows,
-            "columns": v.columns,
-            "at": list(v.at),
-            "steps": list(v.steps),
-            "read": seen.nbytes,
-            "limits": list(limits) if limits else None,
-        }
+        arrows.append((symbol, way, to(moved) if moved != v else None))
+    zooms = {
+        "closer": v.zoomed(a.shape, 0.5),
+        "wider": v.zoomed(a.shape, 2),
+        "whole": View.of(a.shape, v.rows, v.columns),
     }
+    steps = list(zip(v.steps, ("row", "column"), strict=True)) if v.rows is not None else [(v.steps[1], "element")]
+    every = " and ".join(f"every {_ordinal(k)} {thing}" for k, thing in steps if k > 1) or "every element"
+    cells = f"{seen.values.shape[0]} × {seen.values.shape[1]} cells"
+    shown = {
+        "seen": seen,
+        "heat": heat_map(seen, to(v, "values")),
+        "note": f"{cells}, {every}; {human_bytes(seen.nbytes)} read",
+        "arrows": arrows,
+        "zooms": [(label, to(other)) for label, other in zooms.items() if other != v],
+    }
+    facts = {"rows": v.rows, "columns": v.columns, "at": list(v.at), "steps": list(v.steps), "read": seen.nbytes}
+    return shown, {"window": facts | {"limits": list(seen.limits) if seen.limits else None}}
 
 
 def _ordinal(n: int) -> str:
@@ -195,95 +144,30 @@ def _ordinal(n: int) -> str:
 
 def heat_map(seen: Window, source: str | None = None) -> Markup:
     """The picture of a window, with its scale. ``source`` is where a script finds the values, for hovering."""
-    numbers = seen.numbers
-    limits = seen.limits
-    low, high = limits if limits else (0.0, 0.0)
+    numbers, limits = seen.numbers, seen.limits
+    low, high = limits or (0.0, 0.0)
     rows, columns = numbers.shape
     cell = max(5, min(28, 448 // max(columns, 1), 448 // max(rows, 1) if rows > 1 else 28))
-    tall = cell if rows > 1 else max(cell, 24)
+    # A picture has the proportions that it is shown in, as notebooks choose the height by the width.
+    tall = 1 if rows > 1 else -(-24 // cell)
     lo, hi, two_sided = png.scale(low, high)
-    odd = [
-        tag("span", tag("i", class_=f"mt-key odd{k}"), name)
-        for k, (name, test) in enumerate((("NaN", np.isnan), ("+∞", np.isposinf), ("−∞", np.isneginf)))
-        if test(numbers).any()
-    ]
-    image = tag(
-        "img",
-        src=png.data_url(png.heat(numbers, low, high)),
+    odd = zip(("NaN", "+∞", "−∞"), (np.isnan, np.isposinf, np.isneginf), strict=True)
+    return render(
+        "heat.html",
+        rows=rows,
+        columns=columns,
         width=columns * cell,
-        height=rows * tall,
+        height=rows * tall * cell,
+        source=source,
+        picture=png.data_url(png.heat(np.repeat(numbers, tall, 0), low, high)),
         alt=f"Heat map of {rows} by {columns} values from {number(low)} to {number(high)}",
-        class_="mt-heat",
-    )
-    view = seen.view
-    return join(
-        [
-            tag(
-                "div",
-                image,
-                class_="mt-cells",
-                data_values=source,
-                data_rows=rows,
-                data_columns=columns,
-                tabindex=0 if source else None,
-                role="group",
-                aria_label="Values: arrow keys walk over them" if source else None,
-            ),
-            tag(
-                "output",
-                f"from ({', '.join(map(str, view.at))})" if view.at else "a scalar",
-                class_="mt-readout",
-                aria_live="polite",
-            ),
-            tag(
-                "p",
-                tag("span", number(lo)),
-                tag("img", src=png.data_url(png.legend(two_sided)), width=128, height=8, alt="scale", class_="mt-heat"),
-                tag("span", number(hi)),
-                odd,
-                class_="mt-scale",
-            )
-            if limits
-            else tag("p", odd or "nothing finite here", class_="mt-scale"),
-        ]
+        readout=f"from ({', '.join(map(str, seen.view.at))})" if seen.view.at else "a scalar",
+        scale=(number(lo), png.data_url(png.legend(two_sided)), number(hi)) if limits else None,
+        odd=[(k, name) for k, (name, test) in enumerate(odd) if test(numbers).any()],
     )
 
 
-def _dimensions(a: StoredArray, v: View, at: str, here: str) -> Markup | None:
-    """Which dimensions are rows and columns, and where the others are cut."""
-    if a.ndim == 0:
-        return None
-    names = [(str(d), f"{d} (length {n:,})") for d, n in enumerate(a.shape)][:64]
-
-    def choose(name: str, label: str, chosen: int | None) -> Markup:
-        return tag(
-            "label",
-            label,
-            tag("select", [tag("option", t, value=d, selected=d == str(chosen)) for d, t in names], name=name),
-        )
-
-    return tag(
-        "form",
-        tag("input", type="hidden", name="at", value=at),
-        tag("input", type="hidden", name="name", value=here),
-        choose("rows", "rows", v.rows) if a.ndim > 1 else None,
-        choose("columns", "columns", v.columns) if a.ndim > 1 else None,
-        tag(
-            "label",
-            "start at",
-            tag("input", name="index", value=", ".join(map(str, v.at)), size=max(8, 3 * a.ndim), autocomplete="off"),
-        ),
-        tag(
-            "label", "every", tag("input", name="every", value=", ".join(map(str, v.steps)), size=6, autocomplete="off")
-        ),
-        tag("button", "Show"),
-        action="array",
-        method="get",
-        class_="mt-filter mt-dimensions",
-    )
-
-
-def values(site: Site, at: str, name: str, view: dict[str, Any]) -> dict[str, Any]:
+def values(site: Site, at: str, name: str, view: dict[str, Any]) -> Shown:
     """The values of a window as texts, with the indices of its rows and columns."""
     a = find(site.open(at), name)
     seen = window(a, View.of(a.shape, **view))
@@ -293,7 +177,7 @@ def values(site: Site, at: str, name: str, view: dict[str, Any]) -> dict[str, An
     def line(d: int | None, n: int, step: int) -> list[int]:
         return [v.at[d] + k * step for k in range(n)] if d is not None else [0] * n
 
-    return {
+    data = {
         "at": list(v.at),
         "rows": v.rows,
         "columns": v.columns,
@@ -301,6 +185,7 @@ def values(site: Site, at: str, name: str, view: dict[str, Any]) -> dict[str, An
         "column_index": line(v.columns, columns, v.steps[1]),
         "values": [[_exactly(x) for x in row] for row in seen.values],
     }
+    return Shown("", data=data)
 
 
 def _exactly(x: Any) -> str:
@@ -317,32 +202,24 @@ def distribution(site: Site, at: str, name: str) -> Shown:
     """The statistics of an array, or of a sample of it."""
     opened = site.open(at)
     a = find(opened, name)
-    here = key(a.name)
+    here = href("array", at=at, name=key(a.name))
     job = site.jobs.find(("statistics", opened.ckpt.path, a.name))
     if job is not None and job.state == "done":
         found = job.result
     else:
         found = statistics(a, limit=_REMOTE_LIMIT if store.is_url(opened.ckpt.path) else LIMIT)
-    more = None
-    if job is not None and job.running:
-        more = tag(
-            "p",
-            f"Reading all of it: {percent(job.share)}",
-            class_="mt-quiet",
-            data_poll=href("statistics", at=at, name=here),
-        )
-    elif not found.exact:
-        more = tag(
-            "form",
-            tag("input", type="hidden", name="at", value=at),
-            tag("input", type="hidden", name="name", value=here),
-            tag("button", f"Read all {human_bytes(a.nbytes)}"),
-            method="post",
-            action="statistics",
-        )
-    body = section("Distribution", describe(found), more, note=found.how, id="distribution")
-    trail = crumbs(site, opened.place, (a.name, href("array", at=at, name=here)), ("distribution", None))
-    return Shown(f"{a.name}: distribution", body, statistics_data(found), trail, up=href("array", at=at, name=here))
+    body = render(
+        "distribution.html",
+        s=found,
+        **_described(found),
+        job=job if job is not None and job.running else None,
+        poll=href("statistics", at=at, name=key(a.name)),
+        fields={"at": at, "name": key(a.name)},
+        nbytes=a.nbytes,
+    )
+    data = dataclasses.asdict(found) | {"how": found.how, "quantiles": {str(q): v for q, v in found.quantiles.items()}}
+    trail = crumbs(site, opened.place, (a.name, here), ("distribution", None))
+    return Shown(f"{a.name}: distribution", body, data, trail, up=here)
 
 
 def start_statistics(site: Site, at: str, name: str) -> None:
@@ -351,121 +228,73 @@ def start_statistics(site: Site, at: str, name: str) -> None:
     a = find(opened, name)
 
     def work(job: Any) -> None:
-        job.result = statistics(a, exact=True, progress=lambda done, total: job.advance(done, total))
+        job.result = statistics(a, exact=True, progress=job.advance)
 
-    site.jobs.start(("statistics", opened.ckpt.path, a.name), f"statistics of {a.name}", work)
-
-
-def statistics_data(s: Statistics) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(s) | {"how": s.how, "quantiles": {str(q): v for q, v in s.quantiles.items()}}
+    site.jobs.start(("statistics", opened.ckpt.path, a.name), work)
 
 
-def describe(s: Statistics) -> Markup:
-    """Statistics as a histogram, quantiles and counts."""
-    if s.size == 0:
-        return tag("p", "This array has no elements.", class_="mt-quiet")
-    bad = []
-    if s.nan or s.infinite:
-        counts = " and ".join(f"{n:,} {what}" for n, what in ((s.nan, "NaN"), (s.infinite, "infinite")) if n)
-        bad = [notice("bad", f"{counts} of {s.seen:,} elements")]
-    if s.low is None:
-        return join([*bad, tag("p", "There is no finite element.", class_="mt-quiet")])
+def _described(s: Statistics) -> dict[str, Any]:
+    """Statistics as a histogram, facts and quantiles."""
     names = {0.25: "¼", 0.5: "median", 0.75: "¾"}
     marks = [(names[q], v) for q, v in s.quantiles.items() if q in names]
-    what = "magnitudes" if s.magnitudes else "values"
-    return join(
-        [
-            *bad,
-            charts.histogram(s.edges, s.counts, marks, x_name=what) if s.edges else None,
-            facts(
-                [
-                    ("min", number(s.low)),
-                    ("max", number(s.high)),
-                    ("mean", number(s.mean)),
-                    ("std", number(s.std)),
-                    ("norm", number(s.norm)),
-                    ("zeros", percent(s.zeros / s.seen)),
-                    ("NaN", f"{s.nan:,}"),
-                    ("infinite", f"{s.infinite:,}"),
-                ]
-            ),
-            table(
-                [f"{100 * q:g} %" if q not in names else names[q] for q in s.quantiles],
-                [[number(v) for v in s.quantiles.values()]],
-                numeric=range(len(s.quantiles)),
-                cls="mt-quantiles",
-            ),
-            tag("p", "Of complex elements the magnitudes are shown.", class_="mt-quiet") if s.magnitudes else None,
-        ]
-    )
+    kind = "magnitudes" if s.magnitudes else "values"
+    facts = [
+        (k, number(getattr(s, of)))
+        for k, of in (("min", "low"), ("max", "high"), *((k, k) for k in ("mean", "std", "norm")))
+    ]
+    facts += [("zeros", percent(s.zeros / max(s.seen, 1))), ("NaN", f"{s.nan:,}"), ("infinite", f"{s.infinite:,}")]
+    return {
+        "bad": " and ".join(f"{n:,} {what}" for n, what in ((s.nan, "NaN"), (s.infinite, "infinite")) if n),
+        "histogram": charts.histogram(s.edges, s.counts, marks, x_name=kind) if s.edges else "",
+        "facts_of": facts,
+        "quantiles": {names.get(q, f"{100 * q:g} %"): number(v) for q, v in s.quantiles.items()},
+    }
 
 
 # ----- placement and storage ------------------------------------------------------------------------------------------
 
 
-def _placement(a: StoredArray, v: View) -> Markup:
+def _placement(a: StoredArray, v: View) -> dict[str, Any]:
     parts = layout.blocks(a)
     if parts is None:
-        text = (
-            "It was saved from one process, not from a mesh."
-            if not a.mesh
-            else f"Saved as {a.sharding_text}: too many ranks to draw, or a placement that this version does not know."
-        )
-        return section("Blocks over ranks", tag("p", text, class_="mt-quiet"))
-    mesh = " × ".join(f"{n}={s}" for n, s in (a.mesh or {}).items())
+        text = "It was saved from one process, not from a mesh."
+        if a.mesh:
+            text = (
+                f"Saved as {a.sharding_text}: too many ranks to draw, or a placement that this version does not know."
+            )
+        return {"picture": "", "note": None, "text": text}
     copies = max(len(b.ranks) for b in parts)
     empty = sum(len(b.ranks) for b in parts if not b.box.size)
-    note = f"mesh {mesh}; {count(len([b for b in parts if b.box.size]), 'distinct block')}"
+    note = f"mesh {mesh_text(a.mesh or {})}; {count(sum(bool(b.box.size) for b in parts), 'distinct block')}"
     note += f", each on up to {count(copies, 'rank')}" if copies > 1 else ""
     note += f"; {count(empty, 'rank')} without elements" if empty else ""
-    return section("Blocks over ranks", charts.block_map(a.shape, parts, v.rows, v.columns, v.at), note=note)
+    return {"picture": charts.block_map(a.shape, parts, v.rows, v.columns, v.at), "note": note}
 
 
-def _storage(opened: Opened, a: StoredArray, v: View, to: Any, check: bool) -> Markup:
+def _storage(a: StoredArray, v: View, to: Callable[..., str], check: bool) -> dict[str, Any]:
+    """The section of storage: facts, the place in a file or a map of chunks with the states of them."""
     try:
         s = layout.stored(a)
         m = layout.chunk_map(a, v.rows, v.columns, v.at, check)
     except (CheckpointError, OSError) as e:
-        return section("Storage", notice("bad", "The list of its files is damaged", tag("p", visible(str(e), 600))))
-    pairs: list[tuple[str, Any]] = [("Files", f"{s.files:,}")]
-    if s.nbytes is not None:
-        pairs.append(("Stored", human_bytes(s.nbytes)))
-    if s.place is None:
-        pairs.append(("Chunk", shape_text(s.chunk)))
-    if s.shard:
-        pairs.append(("Shard", shape_text(s.shard)))
-    body: list[Any] = [facts(pairs)]
-    if s.place is not None:
-        file, start, end, total = s.place
-        body += [
-            charts.strip(start, end, total),
-            tag(
-                "p", f"bytes {start:,} to {end:,} of {total:,} in ", tag("code", visible(file, 100)), class_="mt-quiet"
-            ),
-            tag(
-                "p", "safetensors has no checksums: damage shows only where it makes values absurd.", class_="mt-quiet"
-            ),
-        ]
-    elif m is not None and m.chunks:
-        states: dict[str, int] = {}
-        for c in m.chunks:
-            states[c.state] = states.get(c.state, 0) + 1
-        legend = [tag("span", tag("i", class_=f"mt-key {k}"), f"{n:,} {charts.STATES[k]}") for k, n in states.items()]
+        return {"stored": None, "damage": visible(str(e), 600)}
+    facts = [("Files", f"{s.files:,}"), ("Stored", None if s.nbytes is None else human_bytes(s.nbytes))]
+    facts += [
+        ("Chunk", shape_text(s.chunk) if s.place is None else None),
+        ("Shard", shape_text(s.shard) if s.shard else None),
+    ]
+    shown: dict[str, Any] = {"stored": s, "storage_facts": facts, "chunks": None}
+    if s.place is None and m is not None and m.chunks:
+
+        def link(offset: tuple[int, ...]) -> str:
+            return to(View.of(a.shape, v.rows, v.columns, offset, v.steps))
+
         bad = [c for c in m.chunks if c.state in ("damaged", "missing", "length")]
-        shown = f"{len(m.chunks):,} of {count(m.total, 'chunk')} shown, as far as they cut this plane"
-        body += [
-            [notice("bad", f"{count(len(bad), 'chunk')} damaged", tag("p", visible(bad[0].note, 400)))]
-            if bad
-            else None,
-            charts.chunks(
-                m, v.rows, v.columns, lambda offset: to(View.of(a.shape, v.rows, v.columns, offset, v.steps))
-            ),
-            tag("p", legend, class_="mt-legend"),
-            tag("p", shown, class_="mt-quiet"),
-            tag("p", tag("a", "Read these chunks and check them", href=to(v, check=True)), class_="mt-zoom")
-            if not check and m.checksums
-            else None,
-        ]
-    return section("Storage", *body, note=s.how)
+        shown["chunks"] = {
+            "map": charts.chunks(m, link),
+            "legend": [(k, f"{n:,} {charts.STATES[k]}") for k, n in Counter(c.state for c in m.chunks).items()],
+            "bad": (f"{count(len(bad), 'chunk')} damaged", visible(bad[0].note, 400)) if bad else None,
+            "shown": f"{len(m.chunks):,} of {count(m.total, 'chunk')} shown, as far as they cut this plane",
+            "check": to(v, check=True) if not check and m.checksums else None,
+        }
+    return shown

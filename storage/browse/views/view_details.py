@@ -7,97 +7,55 @@ import math
 from typing import Any
 
 from ....arrays.core.errors import CheckpointError
-from ...base.names import leaf_name
 from ...checkpoint.checkpoint import Checkpoint
-from ...format.manifest import scalar_leaves
 from ..model.site import Site
-from ..model.text import plain, visible
-from .frame import Shown, crumbs, href, notice, section, table
-from .html import Markup, join, tag
-from .view_checkpoint import facts_of, head, tab_bar
+from ..model.text import plain
+from .frame import Shown, crumbs, href, mesh_text, render
+from .view_checkpoint import facts_of, head
 
 _VALUES = 500
 _DOCUMENTS = 20
 _LETTERS = 200_000
 
 
-def _pre(value: Any) -> Markup:
+def _text(value: Any) -> str:
     """JSON, or lines of text, as far as a page should."""
     text = value if isinstance(value, str) else json.dumps(plain(value), indent=2, ensure_ascii=True)
     lines = text[:_LETTERS].split("\n")
-    more = "\n…" if len(lines) > _VALUES or len(text) > _LETTERS else ""
-    return tag("pre", join((tag("span", line) for line in lines[:_VALUES]), "\n"), Markup(more))
+    more = len(lines) > _VALUES or len(text) > _LETTERS
+    return "\n".join([*lines[:_VALUES], "…"] if more else lines)
 
 
-def _document(ckpt: Checkpoint, name: str) -> Markup:
-    """A document that lies beside the arrays: configuration, generation settings, …"""
+def _document(ckpt: Checkpoint, name: str) -> tuple[str, str, str]:
+    """(name, text, error) of a document that lies beside the arrays: configuration, generation settings, …"""
     try:
         held = ckpt.documents[name]
-        return _pre(f"{len(held):,} bytes" if isinstance(held, bytes) else held)
+        return name, _text(f"{len(held):,} bytes" if isinstance(held, bytes) else held), ""
     except (CheckpointError, OSError) as e:
-        return notice("bad", "It cannot be read", tag("p", visible(f"{type(e).__name__}: {e}", 600)))
+        return name, "", f"{type(e).__name__}: {e}"
 
 
 def details(site: Site, at: str) -> Shown:
     """Metadata, meshes, and the leaves of the tree that are not arrays."""
     opened = site.open(at)
     ckpt = opened.ckpt
-    leaves = [(leaf_name(p), v) for p, v in scalar_leaves(ckpt.structure)]
-    documents = [section(f"Document {visible(n, 100)}", _document(ckpt, n)) for n in list(ckpt.documents)[:_DOCUMENTS]]
-    body = join(
-        [
-            head(opened),
-            tab_bar(opened, "details"),
-            section(
-                "Metadata",
-                _pre(ckpt.metadata) if ckpt.metadata else tag("p", "None was saved.", class_="mt-quiet"),
-            ),
-            section(
-                "Values",
-                table(
-                    ("Name", "Value"),
-                    [(visible(n, 200), visible(json.dumps(plain(v)), 400)) for n, v in leaves[:_VALUES]],
-                )
-                if leaves
-                else tag("p", "The tree has no leaves but arrays.", class_="mt-quiet"),
-                note=f"the first {_VALUES} of {len(leaves):,}"
-                if len(leaves) > _VALUES
-                else "leaves of the tree that are not arrays",
-            ),
-            section(
-                "Not readable here",
-                table(
-                    ("Name", "Why"),
-                    [(visible(n, 200), visible(w, 400)) for n, w in list(ckpt.skipped.items())[:_VALUES]],
-                ),
-                note=f"{len(ckpt.skipped):,} in its files",
-            )
-            if ckpt.skipped
-            else None,
-            section(
-                "Meshes",
-                table(
-                    ("Mesh", "Ranks"),
-                    [(" × ".join(f"{a}={n}" for a, n in m.items()), f"{math.prod(m.values()):,}") for m in ckpt.meshes],
-                    numeric=(1,),
-                )
-                if ckpt.meshes
-                else tag("p", "All arrays were local.", class_="mt-quiet"),
-            ),
-            documents,
-            tag(
-                "p",
-                f"Opened in {1000 * opened.seconds:.0f} ms; only the table of contents was read.",
-                class_="mt-quiet",
-            ),
-        ]
+    leaves = [(n, plain(v)) for n, v in ckpt.leaves.items()]
+    body = render(
+        "details.html",
+        head=head(opened, "details"),
+        metadata=_text(ckpt.metadata) if ckpt.metadata else "",
+        leaves=[(n, json.dumps(v)) for n, v in leaves[:_VALUES]],
+        leaf_count=len(leaves),
+        skipped=ckpt.skipped,
+        most=_VALUES,
+        meshes=[(mesh_text(m), f"{math.prod(m.values()):,}") for m in ckpt.meshes],
+        documents=[_document(ckpt, n) for n in list(ckpt.documents)[:_DOCUMENTS]],
+        seconds=opened.seconds,
     )
-    data = facts_of(opened) | {"metadata": plain(ckpt.metadata), "values": {n: plain(v) for n, v in leaves[:_VALUES]}}
-    data["skipped"] = ckpt.skipped
-    return Shown(
-        f"{opened.place.label}: details",
-        body,
-        data,
-        crumbs(site, opened.place, ("details", None)),
-        up=href("checkpoint", at=at),
-    )
+    data = facts_of(opened) | {
+        "metadata": plain(ckpt.metadata),
+        "values": dict(leaves[:_VALUES]),
+        "skipped": ckpt.skipped,
+    }
+    trail = crumbs(site, opened.place, ("details", None))
+    return Shown(f"{opened.place.label}: details", body, data, trail, up=href("checkpoint", at=at))

@@ -6,12 +6,15 @@ import json
 import os
 import random
 import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 
 import meshtape as mt
 from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.mesh.mesh import Mesh
 from meshtape.parallel.training.elastic import Elastic
 from meshtape.parallel.training.logging.metrics import read_lines
 
@@ -213,13 +216,24 @@ def test_a_failure_at_the_same_step_with_no_worker_gone_is_the_jobs_own(threads)
     assert (stall.times, t.recovery.restarts) == (2, 1)
 
 
-def test_a_restart_does_not_take_the_newer_checkpoint_of_an_earlier_run(threads, tmp_path):
+def test_a_restart_waits_for_the_save_in_flight_and_takes_no_newer_checkpoint_of_an_earlier_run(
+    threads, tmp_path, monkeypatch
+):
+    stalled, write = threading.Event(), Mesh.run_on_blocks
+
     class StallOnce(Sizes):
         def on_log(self, trainer, numbers):
             if trainer.progress.step == 3 and len(self.seen) == 1:
+                stalled.set()
                 raise mt.errors.CollectiveTimeout("no answer")
 
+    def late(self, *args):
+        assert stalled.wait(60)
+        time.sleep(0.5)  # of a run that does not wait the mesh is closed by then
+        return write(self, *args)
+
     trainer(None, steps=8, directory=tmp_path, save_every=8).fit()
+    monkeypatch.setattr(Mesh, "run_on_blocks", late)
     stall = StallOnce()
     options = {"directory": tmp_path, "resume": "never", "save_every": 2, "callbacks": [stall], "elastic": Elastic()}
     result = trainer(mt.Mesh({"data": 2}, client=threads), steps=6, **options).fit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 
-import google_crc32c
 import numpy as np
 import pytest
 
@@ -53,49 +53,15 @@ def test_a_bar_on_a_terminal(trainer, capsys, monkeypatch):
 # ----- what is written ------------------------------------------------------------------------------------------------
 
 
-def events_of(path):
-    """An event file read by its specification: records of checked length and content. Of each event its step (field 2), the status of its
-    session (field 7), and its scalars (field 5)."""
-    data, at, out = path.read_bytes(), 0, []
+def events_of(file):
+    """(step, status of its session, scalars) of each record, as TensorBoard's own message reads it."""
+    from tensorboardX.proto.event_pb2 import Event
 
-    def checked(chunk, crc):
-        c = google_crc32c.value(chunk)
-        assert struct.unpack("<I", crc)[0] == (((c >> 15) | (c << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-    def fields(message):
-        i, found = 0, []
-
-        def varint():
-            nonlocal i
-            n = shift = 0
-            while True:
-                b = message[i]
-                i += 1
-                n |= (b & 127) << shift
-                shift += 7
-                if b < 128:
-                    return n
-
-        while i < len(message):
-            tag = varint()
-            if tag & 7 == 0:
-                found.append((tag >> 3, varint()))
-            else:
-                n = {1: 8, 5: 4}.get(tag & 7) or varint()
-                found.append((tag >> 3, message[i : i + n]))
-                i += n
-        return found
-
+    data, at, out = file.read_bytes(), 0, []
     while at < len(data):
-        head = data[at : at + 8]
-        checked(head, data[at + 8 : at + 12])
-        (n,) = struct.unpack("<Q", head)
-        message = data[at + 12 : at + 12 + n]
-        checked(message, data[at + 12 + n : at + 16 + n])
-        event = dict(fields(message))
-        values = [dict(fields(value)) for _, value in fields(event.get(5, b""))]
-        scalars = {v[1].decode(): struct.unpack("<f", v[2])[0] for v in values}
-        out.append((event[2], dict(fields(event.get(7, b""))).get(1), scalars))
+        (n,) = struct.unpack("<Q", data[at : at + 8])
+        e = Event.FromString(data[at + 12 : at + 12 + n])
+        out.append((e.step, e.session_log.status or None, {v.tag: v.simple_value for v in e.summary.value}))
         at += 16 + n
     return out
 
@@ -114,6 +80,16 @@ def test_numbers_are_written_as_json_lines_and_tensorboard_events(trainer, tmp_p
     assert session == (4, 1, {})  # START: what is said elsewhere of step 4 and later ones no longer holds
     assert [s for s, _, _ in events] == [4, 5, 6]
     np.testing.assert_allclose([v["loss"] for _, _, v in events], losses(result), rtol=1e-6)
+
+
+def test_events_need_a_package_that_the_error_names(trainer, tmp_path, monkeypatch):
+    """A run without it writes the other files."""
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
+    with pytest.raises(mt.errors.TrainingError, match=r"pip install 'meshtape\[tensorboard\]'"):
+        EventFile(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    trainer(steps=1, directory=tmp_path).fit()
+    assert not (tmp_path / "events").exists()
 
 
 def test_tensorboard_reads_the_events(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import re
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import urlencode
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -112,12 +114,17 @@ class Markup(HTMLParser):
             for k in ("href", "src", "action", "data-load", "data-values", "data-unfold", "data-poll"):
                 value = attributes.get(k) or ""
                 assert not re.match(r"\s*(javascript|data:text|[a-z]+:)?//", value), (tag, value)
-                assert ":" not in value.split("?")[0] or value.startswith("data:image/png;base64,"), (tag, value)
+                assert ":" not in value.split("?")[0] or value.startswith(("data:image/png;base64,", SVG)), (tag, value)
+                if value.startswith(SVG):
+                    text = base64.b64decode(value.removeprefix(SVG)).decode()
+                    ElementTree.fromstring(text)  # well-formed
+                    Markup(text).check()
         for c in self.text:
             assert c.isprintable() or c in "\n ", repr(c)
         return self
 
 
+SVG = "data:image/svg+xml;base64,"
 KNOWN = frozenset(
     re.findall(
         r"\w+",

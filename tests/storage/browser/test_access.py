@@ -16,7 +16,7 @@ import meshtape as mt
 
 pytestmark = pytest.mark.timeout(600)
 
-CSS = files("meshtape.storage.browse.views").joinpath("static", "browse.css").read_text()
+CSS = files("meshtape.storage.browse.views").joinpath("static", "charts.css").read_text()
 NAMED = {"button", "link", "textbox", "searchbox", "combobox", "checkbox", "image", "img", "dialog", "navigation"}
 
 
@@ -96,8 +96,12 @@ def scheme(chromium: Any) -> Iterator[Callable[[str], None]]:
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-# What JupyterLab says of the outputs of cells, as far as it colours them.
+# JupyterLab's rules for the outputs of cells, as far as they colour them or set lists of facts.
 JUPYTER = """
+.jp-OutputArea-output :is(dl, dt, dd) { display: block; padding: 0; margin: 0; }
+.jp-OutputArea-output dl { width: 100%; overflow: hidden; }
+.jp-OutputArea-output dt { font-weight: bold; float: left; width: 20%; }
+.jp-OutputArea-output dd { float: left; width: 80%; }
 [data-jp-theme-light="true"] { --ground: #ffffff; --odd: #f5f5f5; --text: #212121; }
 [data-jp-theme-light="false"] { --ground: #111111; --odd: #212121; --text: #e0e0e0; }
 [data-jp-theme-light] { background: var(--ground); }
@@ -108,6 +112,12 @@ JUPYTER = """
 """
 
 
+OVERLAP = """
+const box = e => { const r = document.createRange(); r.selectNodeContents(e); return r.getBoundingClientRect(); };
+return [...document.querySelectorAll('dt')].filter(t => box(t).bottom > box(t.nextElementSibling).top + 1).map(t => t.textContent);
+"""
+
+
 def test_what_a_notebook_shows_follows_its_theme(browse: Any, run: Path, scheme: Callable[[str], None]) -> None:
     b = browse(run)
     ckpt = mt.open_checkpoint(run / "step-00000060")
@@ -115,7 +125,7 @@ def test_what_a_notebook_shows_follows_its_theme(browse: Any, run: Path, scheme:
     split = mt.distribute(np.ones((16, 24)), mesh, data=mt.Shard(0), model=mt.Shard(1))
     shown = [mt.arange(6.0), split, split.sharding, mesh, ckpt, ckpt["params.layers.0.mid"]]
     shown += [mt.CheckpointManager(run, best="loss"), mt.visualize(split)]
-    cells = "".join(f"<div class='jp-RenderedHTMLCommon'>{x._repr_html_()}</div>" for x in shown)
+    cells = "".join(f"<div class='jp-RenderedHTMLCommon jp-OutputArea-output'>{x._repr_html_()}</div>" for x in shown)
     for name, body, system, light in (
         ("jupyter-dark", "data-jp-theme-light='false'", "light", False),
         ("jupyter-light", "data-jp-theme-light='true'", "dark", True),
@@ -130,6 +140,8 @@ def test_what_a_notebook_shows_follows_its_theme(browse: Any, run: Path, scheme:
         assert not faint, name
         ground = b.driver.execute_script("return getComputedStyle(document.querySelector('.mt-embed')).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") == light, name
+        assert b.driver.execute_script(OVERLAP) == [], "labels and values lie over each other"
+        assert all(i.get_property("naturalWidth") for i in b.all("img")), "a picture is not drawn"
         b.driver.save_screenshot(str(b.screenshots / f"notebook-{name}.png"))
 
 
