@@ -358,8 +358,10 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
     held: dict[str, StoredTensor] = {}
     absent = []
+    unlisted: dict[str, str] = {}
     for file in files:
         tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
+        unlisted |= dict.fromkeys(tensors.keys() - weight_map.keys(), f"{file} holds it, and {index} does not list it")
         wanted = [k for k, f in weight_map.items() if f == file]
         absent += [f"{k} in {file}" for k in wanted if k not in tensors]
         held.update((k, tensors[k]) for k in wanted if k in tensors)
@@ -367,7 +369,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(
             f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
         )
-    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata)
+    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata, unlisted)
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
     ckpt.documents = documents.beside(root, others, index if sums else "")
     return ckpt

@@ -92,7 +92,8 @@ def open_array(root: str, node: str) -> ZarrTensor:
     except (StoreError, CheckpointDTypeError):
         raise
     except Exception as e:
-        raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
+        kind = CheckpointDTypeError if "No Zarr data type" in str(e) else CorruptCheckpoint
+        raise kind(f"{root}: zarr cannot open key {node!r}: {e}") from e
 
 
 class ByLibrary:
