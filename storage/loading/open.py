@@ -347,10 +347,11 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     weight_map, metadata, sums = read_index(root, index, verify)
     files = sorted(set(weight_map.values()))
     if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
-        warnings.warn(
-            f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
-            stacklevel=6,
-        )
+        if files:  # an export without arrays lists none
+            warnings.warn(
+                f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
+                stacklevel=6,
+            )
         return _open_single(root, HF_SINGLE, verify)
     lost = [f for f in files if stores.at(root).size(f) is None]
     if lost:

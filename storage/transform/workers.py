@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+_SHORT = 2e-3  # seconds
 
 
 class Executor(Protocol):
@@ -74,31 +77,41 @@ class Spread:
 
         def worker() -> None:
             nonlocal stop
+            count = 1  # calls at a time: short ones would spend their time handing the interpreter to one another
             while True:
                 with lock:
-                    item = None if stop else next(waiting, None)
-                if item is None:
+                    batch = [] if stop else list(itertools.islice(waiting, count))
+                if not batch:
                     return
-                try:
-                    result: Any = fn(*arguments(item))
-                except BaseException as e:
-                    result = _Failed(e)
+                began, done = time.perf_counter(), []
+                for item in batch:
+                    try:
+                        done.append((item, fn(*arguments(item))))
+                    except BaseException as e:
+                        done.append((item, _Failed(e)))
+                        stop = True
+                    if stop:
+                        break
                 with lock:
-                    stop = stop or isinstance(result, _Failed)
-                    results.append((item, result))
+                    results.extend(done)
                 arrived.release()
+                count = min(2 * count, 64) if time.perf_counter() - began < _SHORT else max(count // 2, 1)
 
         with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
             for _ in range(self.threads):
                 pool.submit(worker)
             try:
-                for _ in items:
+                left = len(items)
+                while left:
                     arrived.acquire()
                     with lock:
-                        item, result = results.pop(0)
-                    if isinstance(result, _Failed):
-                        raise result.error
-                    yield item, result
+                        held = results[:]
+                        results.clear()
+                    left -= len(held)
+                    for item, result in held:
+                        if isinstance(result, _Failed):
+                            raise result.error
+                        yield item, result
             finally:
                 stop = True
 
