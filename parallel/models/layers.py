@@ -64,9 +64,7 @@ def linear(x: Array, w: Array) -> Array:
     """
     here = x.sharding
     if here is not None:
-        parts = 1
-        for axis in here.layout.axes_of(0):
-            parts *= here.mesh.sizes[axis]
+        parts = math.prod(here.mesh.sizes[a] for a in here.layout.axes_of(0))
         if here.layout.axes_of(1) or x.shape[0] % parts:
             return x @ w
     b, s, inputs = x.shape
