@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.pieces import reduced
-from ..backends.short_ways import buffer, result
+from ..backends.pieces import buffer, reduced
 from ..core import shape_rules
-from ..core.dispatch import apply, as_array
+from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import real_of
 from ..core.errors import ArgumentError
 from ..core.op import composite
@@ -100,7 +99,7 @@ def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
     least, most = _SAFE[buf.dtype.num]
     with np.errstate(over="ignore", under="ignore"):
         total = reduced(lambda b: np.add.reduce(np.square(b), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
-    return result(np.sqrt(total)) if np.all((total > least) & (total < most)) else None
+    return wrap(np.asarray(np.sqrt(total))) if np.all((total > least) & (total < most)) else None
 
 
 def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:

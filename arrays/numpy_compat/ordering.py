@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.short_ways import buffers, result
+from ..backends.pieces import buffers
+from ..core.dispatch import wrap
 from ..core.dtypes import FIRST_USER_DTYPE, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
@@ -68,8 +69,8 @@ def lexsort(keys: Any, /, axis: int = -1) -> Array:
     found = [asarray(k) for k in keys]
     if not found:
         raise ShapeError("[lexsort] needs at least one key")
-    if (plain := buffers(found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
-        return result(np.lexsort(plain, axis))
+    if (plain := buffers(*found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
+        return wrap(np.asarray(np.lexsort(plain, axis)))
     order = argsort(found[0], axis=axis)
     for key in found[1:]:
         order = take_along_axis(order, argsort(take_along_axis(key, order, axis=axis), axis=axis), axis=axis)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import pieces
+from ..backends.pieces import buffer
 from ..backends.row_blocks import wide
-from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import Deferred, wrap
 from ..core.dtypes import real_of, result_type

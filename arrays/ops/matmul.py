@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.memory_pool import fresh
-from ..backends.short_ways import REFUSED
 from ..core import shape_rules
-from ..core.dispatch import apply, as_array, wrap
+from ..core.dispatch import apply, as_array
 from ..core.dtypes import FIRST_USER_DTYPE, is_low_precision, result_type
 from ..core.errors import ShapeError
-from ..core.op import Op, state
+from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 
 if TYPE_CHECKING:
@@ -101,16 +100,6 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     ShapeError
         When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
     """
-    x, y = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
-    if type(x) is np.ndarray and type(y) is np.ndarray and not state.recorders:
-        number = x.dtype.num
-        if number == y.dtype.num and number in _OWN_PRODUCTS:
-            try:
-                out = product(x, y)
-            except REFUSED:
-                pass
-            else:
-                return wrap(out if type(out) is np.ndarray else np.asarray(out))
     return apply(MATMUL, (as_array(x1), as_array(x2)))
 
 

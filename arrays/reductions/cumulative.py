@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.short_ways import REFUSED, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array
-from ..core.dtypes import HALF, as_dtype, is_low_precision
+from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
@@ -54,17 +53,6 @@ CUMULATIVE_PROD = Op("cumulative_prod", ("x",), _running("cumprod"), _infer_runn
 
 
 def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: bool) -> Array:
-    if dtype is None and not include_initial:
-        buf = buffer(x)
-        if (
-            buf is not None
-            and buf.dtype.num < HALF
-            and (buf.ndim == 1 if axis is None else type(axis) is int and buf.ndim)
-        ):
-            try:
-                return result((buf.cumsum if op is CUMULATIVE_SUM else buf.cumprod)(0 if axis is None else axis))
-            except REFUSED:
-                pass
     from ..ops.creation import beside, full
     from ..ops.manipulation import astype, concat
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import pieces
-from ..backends.short_ways import buffer
+from ..backends.pieces import buffer
 from ..core import shape_rules
 from ..core.dispatch import as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision, result_type

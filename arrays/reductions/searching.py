@@ -8,7 +8,6 @@ import numpy as np
 
 from ..backends import host_sync
 from ..backends.pieces import large, reduced
-from ..backends.short_ways import REFUSED, buffers, result
 from ..core import shape_rules
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import ArgumentError, DTypeError, ShapeError
@@ -36,19 +35,6 @@ def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
     >>> mt.take(mt.asarray([10, 20, 30]), mt.asarray([2, 0]))
     Array([30, 10])
     """
-    bufs = buffers((x, indices))
-    if bufs is not None:
-        buf, places = bufs
-        # (Of no elements NumPy reads nothing, and does not look at the indices.)
-        if (
-            buf.size
-            and places.dtype.kind in "iu"
-            and (buf.ndim == 1 if axis is None else type(axis) is int and buf.ndim)
-        ):
-            try:
-                return result(buf.take(places, 0 if axis is None else axis))
-            except REFUSED:
-                pass
     x = as_array(x)
     indices = _indices("take", indices)
     if axis is None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.pieces import mapped
-from ..backends.short_ways import buffers, result
+from ..backends.pieces import buffers, mapped
 from ..core import shape_rules
-from ..core.dispatch import has_history
+from ..core.dispatch import has_history, wrap
 from ..core.dtypes import HALF, real_of, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
@@ -115,8 +114,8 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     before = {"full": m - 1, "same": m - 1 - (m - 1) // 2, "valid": 0}[mode]
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
-    if (both := buffers((a, v))) is not None and result_type(*both).num < HALF:
-        return result(_convolved(*both, mode))
+    if (both := buffers(a, v)) is not None and result_type(*both).num < HALF:
+        return wrap(np.asarray(_convolved(*both, mode)))
     windows = np.arange(count)[:, None] + np.arange(m)
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
     inside = (windows >= before) & (windows < n + before)

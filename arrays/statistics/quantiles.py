@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..backends.pieces import buffer
 from ..backends.row_blocks import wide
-from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import wrap
 from ..core.dtypes import FIRST_USER_DTYPE

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..backends.pieces import mapped
-from ..backends.short_ways import buffer
+from ..backends.pieces import buffer, mapped
 from ..core.dtypes import result_type
 from ..core.op import composite
 
