@@ -191,6 +191,11 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             return _apply_general(op, args, params)
     if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _strong_scalars(args))):
         return _apply_general(op, args, params)
+    return invoke(op, args, bufs, params)
+
+
+def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any] = NO_PARAMS) -> Any:
+    """:func:`apply` to Arrays in NumPy's memory and Python scalars that need no preparation; ``bufs`` are the buffers and the scalars."""
     try:
         out = op.numpy(*bufs, **params) if params else op.numpy(*bufs)
     except (ValueError, TypeError, OverflowError, MemoryError) as e:
