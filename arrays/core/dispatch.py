@@ -16,6 +16,7 @@ import numpy as np
 
 from . import foreign_errors
 from .array import Array
+from .devices import Device
 from .dtypes import FIRST_USER_DTYPE
 from .errors import (
     ConcurrentWriteError,
@@ -261,7 +262,6 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     floats = {b.dtype for b in args if type(b) is Array and b.dtype.kind not in "biu"}
     if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args):
         return None
-    from .devices import Device
 
     where = a.device if isinstance(a.device, Device) else None
     return tuple(_asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)

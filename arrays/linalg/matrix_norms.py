@@ -6,12 +6,13 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.pieces import buffer, reduced
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import real_of
 from ..core.errors import ArgumentError
@@ -35,9 +36,6 @@ from ..ops.elementwise import (
 from ..ops.manipulation import astype, expand_dims, squeeze
 from ..reductions.reductions import max, min, sum
 from .lapack import SVDVALS, back, matrices
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("vector_norm")

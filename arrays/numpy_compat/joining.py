@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.pieces import buffer, buffers
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import wrap
 from ..core.errors import ArrayIndexError, ShapeError
 from ..core.op import composite
@@ -17,9 +18,6 @@ from ..ops.creation import asarray, elements
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
 from ..reductions.searching import take
 from .rearranging import atleast_1d, atleast_2d, atleast_3d
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("vstack")

@@ -23,6 +23,7 @@ from ..core.shape_dtype import ShapeDtype
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from .examples import EXAMPLES
+from .number_ranges import check_numbers
 
 # ----- making ops and functions ---------------------------------------------------------------------------------------
 
@@ -321,8 +322,6 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 def _check_branches(x1: Any, x2: Any) -> None:
     """NumPy lets a number that is out of the range of the other branch wrap around."""
-    from .number_ranges import check_numbers
-
     for value, other in ((x1, x2), (x2, x1)):
         if type(value) is int and not 0 <= value < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
             check_numbers("where", value, other.dtype)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.memory_pool import fresh
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import FIRST_USER_DTYPE, is_low_precision, result_type
 from ..core.errors import ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from .creation import asarray
+from .elementwise import conj
+from .manipulation import broadcast_arrays, moveaxis, permute_dims, reshape, stack
 
 
 def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
@@ -110,10 +111,6 @@ def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     >>> mt.vecdot(mt.asarray([1, 2]), mt.asarray([3, 4]))
     Array(11)
     """
-    from .creation import asarray
-    from .elementwise import conj
-    from .manipulation import moveaxis
-
     x1, x2 = asarray(x1), asarray(x2)
     if not x1.ndim or not x2.ndim or (not -min(x1.ndim, x2.ndim) <= axis < 0 and x1.ndim != x2.ndim):
         raise ShapeError(f"[vecdot] shapes {x1.shape} and {x2.shape} have no common axis {axis}")
@@ -131,9 +128,6 @@ def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int
     >>> mt.tensordot(mt.ones((2, 3, 4)), mt.ones((4, 3)), axes=((1, 2), (1, 0))).shape
     (2,)
     """
-    from .creation import asarray
-    from .manipulation import permute_dims, reshape
-
     x1, x2 = asarray(x1), asarray(x2)
     if isinstance(axes, int):
         if not 0 <= axes <= min(x1.ndim, x2.ndim):
@@ -163,8 +157,6 @@ def outer(x1: Any, x2: Any, /) -> Array:
     Array([[3, 4],
            [6, 8]])
     """
-    from .creation import asarray
-
     x1, x2 = asarray(x1), asarray(x2)
     if x1.ndim != 1 or x2.ndim != 1:
         raise ShapeError(f"[outer] takes two vectors, got shapes {x1.shape} and {x2.shape}")
@@ -178,9 +170,6 @@ def cross(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     >>> mt.linalg.cross(mt.asarray([1, 0, 0]), mt.asarray([0, 1, 0]))
     Array([0, 0, 1])
     """
-    from .creation import asarray
-    from .manipulation import broadcast_arrays, moveaxis, stack
-
     x1, x2 = asarray(x1), asarray(x2)
     shape_rules.normalize_axis("cross", axis, min(x1.ndim, x2.ndim))
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:

@@ -7,12 +7,13 @@ are computed in two passes, since a mean rounded to few digits would count as de
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.pieces import buffer, large, reduced
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array, as_number, wrap
 from ..core.dtypes import as_dtype, is_low_precision, real_of
 from ..core.errors import DTypeError
@@ -22,9 +23,6 @@ from ..ops.manipulation import astype
 from .masked_reductions import selection
 from .reduction_ops import MEAN, Axis
 from .reductions import sum
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 NOT_NAN = "elements that are not NaN"
 """A mask of the elements themselves. (None is all of them; else it is an array of booleans.)"""

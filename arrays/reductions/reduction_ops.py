@@ -14,6 +14,8 @@ from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ShapeError
 from ..core.op import Op
+from ..ops.elementwise import POSITIONS, isnan, where
+from ..ops.manipulation import astype
 
 Axis = int | Sequence[int] | None
 
@@ -115,8 +117,6 @@ def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.ShapeD
 def _decompose_arg(extremum: Op) -> Callable[..., Any]:
     def decompose(x: Any, axis: int, keepdims: bool) -> Any:
         """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is that."""
-        from ..ops.elementwise import POSITIONS, isnan, where
-
         n = x.shape[axis]
         best = apply(extremum, (x,), {"axis": (axis,), "keepdims": True})
         hit = x == best
@@ -149,8 +149,6 @@ def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
 
 def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
-    from ..ops.manipulation import astype
-
     dtype = as_dtype(dtype, op.name)
     if (buf := large(x, dtype)) is not None:
         axes, reduce = _axes_of(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]

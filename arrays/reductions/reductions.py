@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.errors import NumPyFunctionError
 from ..core.op import Op
+from ..ops.manipulation import reshape
 from .masked_reductions import reduced
 from .reduction_ops import ALL, ANY, ARGMAX, ARGMIN, MAX, MIN, PROD, SUM, Axis, _reduce, _reduce_in
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def sum(
@@ -102,8 +101,6 @@ def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = No
 
 
 def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
-    from ..ops.manipulation import reshape
-
     x = as_array(x)
     if axis is None:
         out = apply(op, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
