@@ -16,6 +16,7 @@ import numpy as np
 
 from . import foreign_errors
 from .array import Array
+from .devices import Device
 from .dtypes import FIRST_USER_DTYPE
 from .errors import (
     ConcurrentWriteError,
@@ -191,6 +192,11 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
             return _apply_general(op, args, params)
     if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _strong_scalars(args))):
         return _apply_general(op, args, params)
+    return invoke(op, args, bufs, params)
+
+
+def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any] = NO_PARAMS) -> Any:
+    """:func:`apply` to Arrays in NumPy's memory and Python scalars that need no preparation; ``bufs`` are the buffers and the scalars."""
     try:
         out = op.numpy(*bufs, **params) if params else op.numpy(*bufs)
     except (ValueError, TypeError, OverflowError, MemoryError) as e:
@@ -256,7 +262,6 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     floats = {b.dtype for b in args if type(b) is Array and b.dtype.kind not in "biu"}
     if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args):
         return None
-    from .devices import Device
 
     where = a.device if isinstance(a.device, Device) else None
     return tuple(_asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import builtins
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from .array import Array
 from .dtype_objects import BY_NAME, DType
 from .errors import ArgumentError, DTypeError
-
-if TYPE_CHECKING:
-    from .array import Array
 
 bool = np.dtype(np.bool_)
 int8 = np.dtype(np.int8)

@@ -7,22 +7,32 @@ from numbers import Number
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from ..core.array import Array
-from ..core.dispatch import SCALARS, apply
+from ..core.dispatch import apply, invoke
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.op import Op
 
 _OPERANDS = (np.ndarray, np.generic, list, tuple, Number)
 """(`apply` refuses a fraction or a decimal, and `==` of one is not False.)"""
-_FREQUENT = SCALARS | {Array}
 
 
 def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
     """The method of ``Array`` for a binary operator. An invalid operand is left to the other side's reflected method."""
 
     def method(self: Array, other: Any) -> Any:
-        if type(other) not in _FREQUENT and not isinstance(other, _OPERANDS):
+        x = self._buf
+        args = (other, self) if reflected else (self, other)
+        if type(other) is Array:
+            y = other._buf
+            if type(x) is ndarray and type(y) is ndarray:
+                return invoke(op, args, (x, y))
+        elif type(other) is float or type(other) is int:
+            if type(x) is ndarray and x.dtype.num < FIRST_USER_DTYPE:
+                return invoke(op, args, (other, x) if reflected else (x, other))
+        elif not isinstance(other, _OPERANDS):
             return NotImplemented
-        return apply(op, (other, self) if reflected else (self, other))
+        return apply(op, args)
 
     return method

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import host_sync
-from ..backends.backend import backend_of
+from ..backends.backend import backend_for, backend_of
 from ..backends.dlpack import read_only
 from ..backends.memory_pool import is_sole
 from ..core.array import Array
+from ..core.blocks import BlockSharding
 from ..core.devices import Device, device
 from ..core.dispatch import Deferred, apply, is_watched, record, refuse_history, refuse_watched, wrap
 from ..core.errors import ArgumentError, DeviceError, DTypeError, NumberRangeError, NumPyFunctionError, ShapeError
@@ -29,14 +30,13 @@ from ..indexing import indexing
 from ..indexing import keys as index_keys
 from ..ops import elementwise as ew
 from ..ops import manipulation, matmul
+from ..ops.creation import asarray
 from .askers import REMEDY, writes_buffer
 from .at import AtIndex, masked_write
+from .display import array_html, array_text
 from .operators import operator
 from .unpickling import unpickle
 from .writing import become, settled, take
-
-if TYPE_CHECKING:
-    from ..core.blocks import BlockSharding
 
 _REAL_NUMBERS = frozenset({bool, int, float})
 
@@ -216,7 +216,6 @@ class Values:
             return wrap(np.array(self._concrete())).to_device(target)
         if self.device == target:
             return self
-        from ..backends.backend import backend_for
 
         return wrap(backend_for(target).from_host(self._concrete(), target))
 
@@ -237,13 +236,9 @@ class Values:
     # ----- display ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        from .display import array_text
-
         return array_text(self)
 
     def _repr_html_(self) -> str:
-        from .display import array_html
-
         return array_html(self)
 
     # ----- Dask: an array on a mesh is a collection of blocks, another one is none -------------------------------------
@@ -346,7 +341,6 @@ class Values:
                 del mine
             del source
         del buf  # which would count as a holder
-        from ..ops.creation import asarray
 
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, ShapeError
-from ..ops.manipulation import matrix_transpose
+from ..ops.creation import arange, asarray, beside, eye, wrap_same
+from ..ops.elementwise import conj, where
+from ..ops.manipulation import broadcast_to, matrix_transpose
 from ..ops.matmul import matmul
+from ..reductions.reductions import sum
+from ..reductions.searching import count_nonzero
 from .lapack import (
     CHOLESKY,
     DET,
@@ -30,9 +35,6 @@ from .lapack import (
     several,
 )
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 # ----- solving --------------------------------------------------------------------------------------------------------
 
 
@@ -46,8 +48,6 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Array:
     Array([[2., 0.],
            [1., 1.]], dtype=float64)
     """
-    from ..ops.elementwise import conj
-
     lower = one(CHOLESKY, x)
     return matrix_transpose(conj(lower)) if upper else lower
 
@@ -70,8 +70,6 @@ def solve(x1: Any, x2: Any, /) -> Array:
     >>> mt.linalg.solve(mt.asarray([[2.0, 0.0], [0.0, 4.0]]), mt.asarray([2.0, 2.0]))
     Array([1. , 0.5], dtype=float64)
     """
-    from ..ops.creation import asarray
-
     a, dtype = matrices("solve", x1, square=True)
     b = asarray(x2)
     vector = b.ndim == 1
@@ -92,9 +90,6 @@ def matrix_power(x: Any, n: int, /) -> Array:
     Array([[1, 5],
            [0, 1]])
     """
-    from ..ops.creation import asarray, eye, wrap_same
-    from ..ops.manipulation import broadcast_to
-
     x = asarray(x)
     if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         raise ShapeError(f"[matrix_power] needs square matrices, got shape {x.shape}")
@@ -119,9 +114,6 @@ def pinv(x: Any, /, rtol: Any = None) -> Array:
     Array([[0.5, 0. ],
            [0. , 0. ]], dtype=float64)
     """
-    from ..ops.creation import asarray
-    from ..ops.elementwise import conj, where
-
     x, dtype = matrices("pinv", x)
     if rtol is None or isinstance(rtol, int | float):
         bound = _rtol(x) if rtol is None else float(rtol)
@@ -144,9 +136,6 @@ def matrix_rank(x: Any, /, *, rtol: Any = None) -> Array:
     >>> mt.linalg.matrix_rank(mt.asarray([[1.0, 2.0], [2.0, 4.0]]))
     Array(1)
     """
-    from ..ops.creation import asarray
-    from ..reductions.searching import count_nonzero
-
     x, _ = matrices("matrix_rank", x)
     s = apply(SVDVALS, (x,))
     bound = _rtol(x) if rtol is None else rtol if isinstance(rtol, int | float) else asarray(rtol)[..., None]
@@ -306,8 +295,6 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Array:
     >>> mt.linalg.diagonal(mt.asarray([[1, 2], [3, 4]]))
     Array([1, 4])
     """
-    from ..ops.creation import arange, asarray, beside
-
     x = asarray(x)
     if x.ndim < 2:
         raise ShapeError(f"[diagonal] needs matrices (at least two dimensions), got shape {x.shape}")
@@ -325,6 +312,4 @@ def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
     >>> mt.linalg.trace(mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """
-    from ..reductions.reductions import sum
-
     return sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)

@@ -6,14 +6,14 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.pieces import reduced
-from ..backends.short_ways import buffer, result
+from ..backends.pieces import buffer, reduced
 from ..core import shape_rules
-from ..core.dispatch import apply, as_array
+from ..core.array import Array
+from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import real_of
 from ..core.errors import ArgumentError
 from ..core.op import composite
@@ -36,9 +36,6 @@ from ..ops.elementwise import (
 from ..ops.manipulation import astype, expand_dims, squeeze
 from ..reductions.reductions import max, min, sum
 from .lapack import SVDVALS, back, matrices
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("vector_norm")
@@ -100,7 +97,7 @@ def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
     least, most = _SAFE[buf.dtype.num]
     with np.errstate(over="ignore", under="ignore"):
         total = reduced(lambda b: np.add.reduce(np.square(b), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
-    return result(np.sqrt(total)) if np.all((total > least) & (total < most)) else None
+    return wrap(np.asarray(np.sqrt(total))) if np.all((total > least) & (total < most)) else None
 
 
 def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..core.array import Array
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.creation import inexact, ordered
 from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
 from ..ops.manipulation import moveaxis
 from ..ops.wide_floats import in_float32
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.row_blocks import wide as _wide
+from ..core.array import Array
 from ..core.cuda_rules import FLOATS
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import result_type
@@ -24,10 +25,8 @@ from ..kernels.launch import contiguous, runner
 from ..ops.creation import asarray, wrap_same
 from ..ops.manipulation import astype, reshape
 from ..random import bit_transforms as recipes
+from ..random.draw import as_key, by_sample
 from ..random.philox import draw
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _threshold(rate: float) -> int:
@@ -103,8 +102,6 @@ DROPOUT_ADD = Op(
 
 def _prepared(name: str, x: Array, rate: float, key: Any) -> tuple[Array, dict[str, Any]]:
     """The key as an array, checked, and the params of the op, which is laid over ``x`` in their ``global_shape``."""
-    from ..random.draw import as_key, by_sample
-
     if key is None:
         raise ArgumentError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
     if x.dtype.kind in "biu":

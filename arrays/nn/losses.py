@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, as_number
 from ..core.dtypes import float64, result_type
 from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, ShapeError
@@ -20,9 +21,6 @@ from ..reductions.reductions import sum
 from .cross_entropy import CROSS_ENTROPY, all_classes
 from .norms.layer_norm import _wide
 from .regression_losses import check_reduction
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("cross_entropy")

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backends.row_blocks import wide
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, composite
@@ -27,9 +28,6 @@ from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import sigmoid
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, reshape
 from ..reductions.reductions import sum as sum_
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 class _Share(NamedTuple):

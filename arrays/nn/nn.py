@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import as_dtype, iinfo
 from ..core.errors import ArgumentError, DTypeError
@@ -44,9 +45,6 @@ from .norms.group_norm import group_norm, instance_norm
 from .norms.layer_norm import layer_norm, rms_norm
 from .regression_losses import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
 from .softmax import log_softmax, logsumexp, softmax
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 __all__ = [
     "batch_norm",

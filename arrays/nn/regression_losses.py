@@ -5,23 +5,21 @@ They are computed in float32 at least.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..linalg.linalg import vector_norm
 from ..ops.creation import asarray, inexact
-from ..ops.elementwise import abs, clip, logaddexp, square
+from ..ops.elementwise import abs, clip, logaddexp, maximum, square
 from ..ops.manipulation import astype
 from ..ops.matmul import vecdot
 from ..ops.wide_floats import in_float32
 from ..reductions.moments import mean
 from ..reductions.reductions import sum
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _pair(name: str, predictions: Any, targets: Any) -> tuple[Array, Array, np.dtype]:
@@ -117,8 +115,6 @@ def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -
     >>> mt.nn.cosine_similarity(mt.asarray([[1.0, 0.0], [1.0, 1.0]]), mt.asarray([0.0, 2.0]))
     Array([0.        , 0.70710678], dtype=float64)
     """
-    from ..ops.elementwise import maximum
-
     x, y = inexact(asarray(x)), inexact(asarray(y))
     if "c" in (x.dtype.kind, y.dtype.kind):
         raise DTypeError(

@@ -9,13 +9,14 @@ ranks, whose maxima and sums then become collectives (a vocabulary-parallel mode
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.row_blocks import by_rows, less, row_dots, row_sums
 from ..backends.row_blocks import wide as _wide
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError
 from ..core.op import Op, composite
@@ -31,9 +32,6 @@ from ..ops.manipulation import astype, squeeze
 from ..ops.wide_floats import in_float32
 from ..reductions.reductions import max as max_
 from ..reductions.reductions import sum as sum_
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def shifted(xp: Any, out: Any, x: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import composite
@@ -16,9 +17,6 @@ from ..ops.creation import asarray
 from ..ops.elementwise import clip, where
 from ..ops.manipulation import broadcast_to, expand_dims, moveaxis, reshape, stack
 from ..reductions.searching import along_axis, take_along_axis
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("apply_along_axis")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.op import composite
 from ..ops.creation import asarray
 from ..ops.elementwise import abs, equal, isfinite, isnan, logical_and, logical_or, where
 from ..ops.manipulation import broadcast_shapes
 from ..reductions.reductions import all
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("isclose")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
+from ..core.devices import Device
 from ..core.dispatch import has_history
+from ..core.errors import ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray, eye, linspace
 from ..ops.elementwise import pow
+from ..ops.manipulation import stack
 from ..ops.nested import geometric_ramp
 from .index_tricks import indices
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-    from ..core.devices import Device
 
 
 def array(obj: Any, /, dtype: Any = None, *, device: Device | str | None = None, copy: bool | None = None) -> Array:
@@ -111,9 +111,6 @@ def vander(x: Any, /, n: int | None = None, increasing: bool = False) -> Array:
            [4, 2, 1],
            [9, 3, 1]])
     """
-    from ..core.errors import ShapeError
-    from ..ops.manipulation import stack
-
     x = asarray(x)
     x = x.astype(np.promote_types(x.dtype, np.int64), copy=False) if x.dtype.kind in "biu" else x
     if x.ndim != 1:

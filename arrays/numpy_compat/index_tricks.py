@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import Deferred
 from ..core.errors import ArgumentError, ArrayIndexError, ShapeError
 from ..ops.creation import asarray
 from ..ops.manipulation import reshape, stack
+from ..reductions.reductions import all
 from ..reductions.searching import nonzero
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
@@ -167,8 +166,6 @@ def unravel_index(places: Any, shape: Sequence[int], /) -> tuple[Array, ...]:
     >>> mt.unravel_index(5, (2, 3))
     (Array(1), Array(2))
     """
-    from ..reductions.reductions import all
-
     places, shape = asarray(places), tuple(int(n) for n in shape)
     total = int(np.prod(shape, dtype=object))
     if places.dtype.kind not in "iu":
@@ -198,8 +195,6 @@ def ravel_multi_index(coordinates: Sequence[Any], shape: Sequence[int], /) -> Ar
     >>> mt.ravel_multi_index((1, 2), (2, 3))
     Array(5)
     """
-    from ..reductions.reductions import all
-
     if len(coordinates) != len(shape):
         raise ShapeError(f"[ravel_multi_index] {len(coordinates)} coordinates for a shape of {len(shape)} dimensions")
     out: Any = asarray(0)

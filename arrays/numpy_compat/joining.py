@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.short_ways import buffer, buffers, result
+from ..backends.pieces import buffer, buffers
 from ..core import shape_rules
+from ..core.array import Array
+from ..core.dispatch import wrap
 from ..core.errors import ArrayIndexError, ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray, elements
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
 from ..reductions.searching import take
 from .rearranging import atleast_1d, atleast_2d, atleast_3d
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("vstack")
@@ -221,7 +220,7 @@ def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
     axis = shape_rules.one_axis("delete", axis, x.ndim)
     where = where if isinstance(where, slice) else np.asarray(where)
     if (buf := buffer(x)) is not None:
-        return result(np.delete(buf, where, axis))
+        return wrap(np.asarray(np.delete(buf, where, axis)))
     return take(x, np.delete(np.arange(x.shape[axis]), where), axis=axis)
 
 
@@ -255,10 +254,12 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         values = moveaxis(values, 0, axis)
         flat = np.repeat(flat, values.shape[axis])
     new = broadcast_to(values, (*rest[:axis], flat.size, *rest[axis:]))
-    if (plain := buffers((x, new))) is not None:
+    if (plain := buffers(x, new)) is not None:
         buf, put = plain
         one = places.ndim == 0
-        return result(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
+        return wrap(
+            np.asarray(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
+        )
     order = np.argsort(flat, kind="stable")
     at = flat.copy()
     at[order] += np.arange(flat.size)

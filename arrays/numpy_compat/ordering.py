@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.short_ways import buffers, result
+from ..backends.pieces import buffers
+from ..core.array import Array
+from ..core.dispatch import wrap
 from ..core.dtypes import FIRST_USER_DTYPE, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray
 from ..ops.manipulation import concat
+from ..reductions.searching import take_along_axis
 from ..reductions.sorting import _flat, argsort, sort
 from ..statistics import sets
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
@@ -63,13 +63,11 @@ def lexsort(keys: Any, /, axis: int = -1) -> Array:
     >>> mt.lexsort([mt.asarray([2, 1, 0]), mt.asarray([0, 1, 0])])
     Array([2, 0, 1])
     """
-    from ..reductions.searching import take_along_axis
-
     found = [asarray(k) for k in keys]
     if not found:
         raise ShapeError("[lexsort] needs at least one key")
-    if (plain := buffers(found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
-        return result(np.lexsort(plain, axis))
+    if (plain := buffers(*found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
+        return wrap(np.asarray(np.lexsort(plain, axis)))
     order = argsort(found[0], axis=axis)
     for key in found[1:]:
         order = take_along_axis(order, argsort(take_along_axis(key, order, axis=axis), axis=axis), axis=axis)

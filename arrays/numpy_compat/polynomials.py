@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
@@ -16,9 +17,6 @@ from ..ops.wide_floats import in_float32
 from ..statistics.interpolation import convolve, diag
 from .creation import vander
 from .rearranging import atleast_1d
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _coefficients(name: str, p: Any) -> Array:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..core.array import Array
 from ..core.op import composite
 from ..ops import matmul as products
 from ..ops.creation import asarray
 from ..ops.elementwise import conj
 from ..ops.manipulation import reshape
 from ..ops.matmul import matmul, tensordot
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("dot")

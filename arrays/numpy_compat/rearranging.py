@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.errors import ShapeError
 from ..core.op import composite
 from ..linalg import linalg
 from ..ops.creation import asarray, beside, zeros
 from ..ops.manipulation import flip, moveaxis, permute_dims, reshape, tile
 from ..statistics.interpolation import diag
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _at_least(x: Any, ndim: int) -> Array:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import ShapeError
 from ..core.op import composite
@@ -15,9 +16,6 @@ from ..ops.creation import asarray, elements
 from ..ops.elementwise import where
 from ..ops.manipulation import broadcast_to, reshape
 from ..reductions.searching import nonzero, take
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("select")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError
 from ..core.op import composite
@@ -17,9 +18,6 @@ from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import diff
 from ..reductions.reductions import sum
 from ..statistics.interpolation import convolve
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("correlate")

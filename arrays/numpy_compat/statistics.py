@@ -5,18 +5,20 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import pieces
+from ..backends.pieces import buffer
 from ..backends.row_blocks import wide
-from ..backends.short_ways import buffer
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import Deferred, wrap
 from ..core.dtypes import real_of, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
+from ..linalg.linalg import diagonal
 from ..ops.creation import asarray, beside, full, full_like, inexact, ordered
 from ..ops.elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
@@ -24,14 +26,11 @@ from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import cumulative_prod, cumulative_sum
 from ..reductions.moments import mean
-from ..reductions.reductions import all, argmax, argmin, max, min, sum
+from ..reductions.reductions import all, any, argmax, argmin, max, min, sum
 from ..reductions.searching import searchsorted, take_along_axis
 from ..reductions.sorting import sort
 from ..statistics import statistics
 from ..statistics.quantiles import between, quantile, weights_of
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 Axis = int | Sequence[int] | None
 
@@ -198,8 +197,6 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Array:
     Array([[ 1., -1.],
            [-1.,  1.]], dtype=float64)
     """
-    from ..linalg.linalg import diagonal
-
     c = cov(x, y, rowvar)
     if c.ndim == 0:
         return c / c
@@ -331,8 +328,6 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False,
     >>> mt.nanquantile(mt.asarray([1.0, mt.nan, 3.0]), 0.5)
     Array(2., dtype=float64)
     """
-    from ..reductions.reductions import any
-
     x, q = asarray(x), asarray(q)
     if method != "linear":
         raise ArgumentError(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.pieces import mapped
+from ..core.array import Array
+from ..core.dtypes import finfo
 from ..core.op import composite
 from ..ops import elementwise as ew
 from ..ops.creation import asarray, inexact, ordered
 from ..ops.elementwise import where
+from ..ops.manipulation import concat, moveaxis
 from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import cumulative_sum, diff
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def round(x: Any, /, decimals: int = 0) -> Array:
@@ -138,8 +138,6 @@ def nan_to_num(x: Any, /, copy: bool = True, nan: Any = 0.0, posinf: Any = None,
     >>> mt.nan_to_num(mt.asarray([mt.nan, 1.0, mt.inf]), posinf=9.0)
     Array([0., 1., 9.], dtype=float64)
     """
-    from ..core.dtypes import finfo
-
     x = asarray(x)
     if x.dtype.kind in "biu":
         return x
@@ -176,8 +174,6 @@ def unwrap(x: Any, /, discont: float | None = None, axis: int = -1, *, period: f
     >>> mt.unwrap(mt.asarray([0.0, 3.0, -3.0]))
     Array([0.        , 3.        , 3.28318531], dtype=float64)
     """
-    from ..ops.manipulation import concat, moveaxis
-
     x = moveaxis(inexact(x), axis, -1)
     step = diff(x)
     low = -period / 2

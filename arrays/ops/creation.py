@@ -15,11 +15,24 @@ from ..backends.dlpack import read
 from ..backends.memory_pool import copied
 from ..core.array import Array
 from ..core.devices import CPU, Device, default_device, device
-from ..core.dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, register_asarray, wrap
+from ..core.dispatch import (
+    Deferred,
+    NotNumbers,
+    apply,
+    has_history,
+    made,
+    number,
+    refuse_history,
+    register_asarray,
+    wrap,
+)
 from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
 from ..core.op import state
 from ..core.shape_rules import as_shape
+from .elementwise import ALIAS, FULL_LIKE
+from .elementwise import where as select
+from .manipulation import astype, broadcast_to, reshape
 from .nested import holds_history, ramp, repeated, stacked
 from .number_ranges import check_numbers, plain
 
@@ -108,7 +121,6 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         host = obj if copy is False else copied(obj)
         x = wrap(host if host.dtype is known else host.view(known))
         return made(x, source) if state.recorders else x
-    from .manipulation import astype
 
     why = ""
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
@@ -188,9 +200,6 @@ def own_copy(x: Array) -> Array:
 
 def wrap_same(x: Array) -> Array:
     """A second Array of the same value; memory is shared until one side is written."""
-    from ..core.dispatch import apply
-    from .elementwise import ALIAS
-
     return apply(ALIAS, (x,))
 
 
@@ -361,10 +370,6 @@ def eye(
 
 
 def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None) -> Array:
-    from ..core.dispatch import apply
-    from .elementwise import FULL_LIKE
-    from .elementwise import where as select
-
     x = asarray(x)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
     if name == "full_like" and isinstance(value, int | float | complex):
@@ -468,8 +473,6 @@ def meshgrid(*arrays: Any, indexing: str = "xy", sparse: bool = False) -> tuple[
     >>> [g.tolist() for g in mt.meshgrid(mt.arange(2), mt.arange(3), indexing="ij")]
     [[[0, 0, 0], [1, 1, 1]], [[0, 1, 2], [0, 1, 2]]]
     """
-    from .manipulation import broadcast_to, reshape
-
     if indexing not in ("xy", "ij"):
         raise ArgumentError(f"[meshgrid] indexing must be 'xy' or 'ij', got {indexing!r}")
     xs = [asarray(a) for a in arrays]

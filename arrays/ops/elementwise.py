@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.casts import cast
 from ..backends.erf import erf32
 from ..core import shape_rules
-from ..core.dispatch import Symbol, apply, as_array, number
+from ..core.array import Array
+from ..core.dispatch import Symbol, apply, as_array, invoke, number
 from ..core.dtypes import is_low_precision
 from ..core.errors import DTypeError
 from ..core.op import NO_PARAMS, Op
@@ -22,10 +23,7 @@ from ..core.shape_dtype import ShapeDtype
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from .examples import EXAMPLES
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-
+from .number_ranges import check_numbers
 
 # ----- making ops and functions ---------------------------------------------------------------------------------------
 
@@ -41,7 +39,11 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
     if len(op.operands) == 1:
 
         def fn(x: Any, /, **numpys: Any) -> Array:
-            return spelled(op.name, fn, (x,), numpys) if numpys else apply(op, (x,))
+            if numpys:
+                return spelled(op.name, fn, (x,), numpys)
+            if type(x) is Array and type(x._buf) is np.ndarray:
+                return invoke(op, (x,), (x._buf,))
+            return apply(op, (x,))
     else:
 
         def fn(x1: Any, x2: Any, /, **numpys: Any) -> Array:
@@ -320,8 +322,6 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 def _check_branches(x1: Any, x2: Any) -> None:
     """NumPy lets a number that is out of the range of the other branch wrap around."""
-    from .number_ranges import check_numbers
-
     for value, other in ((x1, x2), (x2, x1)):
         if type(value) is int and not 0 <= value < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
             check_numbers("where", value, other.dtype)

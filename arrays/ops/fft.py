@@ -8,21 +8,22 @@ of its input. ``norm`` says where the factor ``1/n`` stands: with the inverse (`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
+from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
+from .creation import asarray, beside, zeros
+from .elementwise import conj
+from .manipulation import astype, concat, roll
 from .wide_floats import in_float32
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-    from ..core.devices import Device
 
 __all__ = [
     "fft",
@@ -97,9 +98,6 @@ SWAPPED = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
 def _floating(name: str, x: Any, norm: str) -> Array:
-    from .creation import asarray
-    from .manipulation import astype
-
     if norm not in _NORMS:
         raise ArgumentError(f"[{name}] norm must be 'backward', 'ortho' or 'forward', got {norm!r}")
     x = asarray(x)
@@ -116,9 +114,6 @@ def _real(name: str, x: Array) -> Array:
 
 def _fit(name: str, x: Array, axis: int, n: int | None) -> Array:
     """``x`` cut off or filled up with zeros at the end of an axis, to length ``n``."""
-    from .creation import beside, zeros
-    from .manipulation import concat
-
     length = x.shape[axis]
     n = length if n is None else n
     if n < 1:
@@ -147,8 +142,6 @@ def _complex(name: str, x: Array, pairs: Sequence[tuple[int, Any]], norm: str, i
     for axis, n in pairs:
         x = _fit(name, x, axis, n)
     if not pairs:
-        from .manipulation import astype
-
         return astype(x, complex_of(x.dtype))
     return apply(FFT, (x,), {"axes": tuple(a for a, _ in pairs), "norm": norm, "inverse": inverse})
 
@@ -215,8 +208,6 @@ def _rfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Arr
 
 
 def _irfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Array:
-    from .manipulation import astype
-
     n = 2 * (x.shape[axis] - 1) if n is None else n
     if n < 1:
         raise ShapeError(f"[{name}] a transform of {n} points along axis {axis} of shape {x.shape}")
@@ -294,8 +285,6 @@ def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
     >>> mt.fft.hfft(mt.asarray([1.0, 2.0, 1.0]), n=4)
     Array([ 6.,  0., -2.,  0.], dtype=float64)
     """
-    from .elementwise import conj
-
     x = _floating("hfft", x, norm)
     axis = shape_rules.one_axis("hfft", axis, x.ndim)
     return _irfft_along("hfft", conj(x), axis, n, SWAPPED[norm])
@@ -309,8 +298,6 @@ def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backw
     >>> mt.fft.ihfft(mt.asarray([1.0, 1.0, 1.0, 1.0]))
     Array([1.-0.j, 0.-0.j, 0.-0.j], dtype=complex128)
     """
-    from .elementwise import conj
-
     x = _floating("ihfft", x, norm)
     axis = shape_rules.one_axis("ihfft", axis, x.ndim)
     return conj(_rfft_along("ihfft", x, axis, n, SWAPPED[norm]))
@@ -339,8 +326,6 @@ irfft2 = _of_two("irfft2", irfftn, "(2, 6)")
 
 
 def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, where: Any) -> Array:
-    from .creation import asarray
-
     if n < 1 or not d:
         raise ArgumentError(f"[fft.{name}] needs samples that are apart, got n={n}, d={d}")
     dtype = as_dtype(np.float64 if dtype is None else dtype, name)
@@ -371,9 +356,6 @@ def rfftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | s
 
 
 def _shift(name: str, x: Any, axes: int | Sequence[int] | None, sign: int) -> Array:
-    from .creation import asarray
-    from .manipulation import roll
-
     x = asarray(x)
     which = shape_rules.normalize_axis(name, axes, x.ndim)
     by = [x.shape[a] // 2 if sign > 0 else -(x.shape[a] // 2) for a in which]

@@ -6,23 +6,19 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.casts import NARROW, cast
-from ..backends.short_ways import REFUSED, buffer, buffers, result
 from ..core import shape_rules
-from ..core.dispatch import apply, as_array, wrap
+from ..core.array import Array
+from ..core.devices import Device
+from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from .elementwise import ASTYPE, clip
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-    from ..core.devices import Device
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
@@ -104,10 +100,6 @@ def astype(
     if not copy and device is None and getattr(getattr(x, "_buf", None), "dtype", None) is dtype:
         return x
     dtype = as_dtype(dtype, "astype")
-    if device is None and not saturate:
-        buf = buffer(x)
-        if buf is not None and buf.dtype.kind != "c" and (copy or buf.dtype != dtype):
-            return wrap(buf.astype(dtype) if dtype not in NARROW else cast(buf, dtype))
     x = as_array(x)
     check_cast("astype", x.dtype, dtype)
     if device is not None:
@@ -140,16 +132,6 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
         full = tuple(shape) if isinstance(shape, Sequence) else (shape,)
         turned = permute_dims(x, tuple(range(as_array(x).ndim))[::-1])
         return permute_dims(reshape(turned, full[::-1]), tuple(range(len(full)))[::-1])
-    buf = buffer(x)
-    if buf is not None and type(shape) is tuple:
-        try:
-            out = buf.reshape(shape)
-        except REFUSED:
-            pass
-        else:
-            # NumPy takes every negative length for an unknown one.
-            if out.shape == shape or (min(shape) == -1 and shape.count(-1) == 1):
-                return wrap(out)
     x = as_array(x)
     several = type(shape) is tuple or isinstance(shape, Sequence)
     try:
@@ -173,12 +155,6 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
     >>> mt.permute_dims(mt.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    buf = buffer(x)
-    if buf is not None and type(axes) is tuple and len(axes) == buf.ndim:
-        try:
-            return wrap(buf.transpose(axes))
-        except REFUSED:
-            pass
     x = as_array(x)
     ndim = x.ndim
     if type(axes) is not tuple or sorted(axes) != list(range(ndim)):
@@ -196,9 +172,6 @@ def matrix_transpose(x: Any, /) -> Array:
     Array([[1, 3],
            [2, 4]])
     """
-    buf = buffer(x)
-    if buf is not None and buf.ndim > 1:
-        return wrap(buf.mT)
     x = as_array(x)
     if x.ndim < 2:
         raise ShapeError(f"[matrix_transpose] needs at least two dimensions, got shape {x.shape}")
@@ -233,12 +206,6 @@ def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
     Array([[1, 2],
            [1, 2]])
     """
-    buf = buffer(x)
-    if buf is not None and type(shape) is tuple:
-        try:
-            return wrap(np.broadcast_to(buf, shape))
-        except REFUSED:
-            pass
     x = as_array(x)
     shape = shape_rules.as_shape("broadcast_to", shape)
     if shape_rules.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
@@ -283,11 +250,6 @@ def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
     >>> mt.expand_dims(mt.ones(3), axis=(0, -1)).shape
     (1, 3, 1)
     """
-    buf = buffer(x)
-    if buf is not None and type(axis) is int and -buf.ndim - 1 <= axis <= buf.ndim:
-        full = buf.shape
-        at = axis % (len(full) + 1)
-        return wrap(buf.reshape((*full[:at], 1, *full[at:])))
     x = as_array(x)
     ndim = x.ndim + (1 if isinstance(axis, int | np.integer) else len(axis))
     axes = shape_rules.normalize_axis("expand_dims", axis, ndim)
@@ -302,12 +264,6 @@ def squeeze(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
     >>> mt.squeeze(mt.ones((1, 3, 1)), axis=(0, 2)).shape
     (3,)
     """
-    buf = buffer(x)
-    if buf is not None and type(axis) is int and buf.ndim:
-        try:
-            return wrap(buf.squeeze(axis))
-        except REFUSED:
-            pass
     x = as_array(x)
     if axis is None:
         axis = tuple(i for i, n in enumerate(x.shape) if n == 1)
@@ -325,10 +281,6 @@ def flip(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
     Array([[2, 1],
            [4, 3]])
     """
-    buf = buffer(x)
-    if buf is not None and (axis is None or (type(axis) is int and -buf.ndim <= axis < buf.ndim)):
-        back = slice(None, None, -1)
-        return result(buf[(back,) * buf.ndim if axis is None else (*(slice(None),) * (axis % buf.ndim), back)])
     x = as_array(x)
     return apply(FLIP, (x,), {"axis": shape_rules.normalize_axis("flip", axis, x.ndim)})
 
@@ -340,12 +292,6 @@ def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
     >>> mt.concat([mt.asarray([1, 2]), mt.asarray([3])])
     Array([1, 2, 3])
     """
-    bufs = buffers(arrays)
-    if bufs and (axis is None or type(axis) is int):
-        try:
-            return wrap(np.concatenate(bufs, axis))
-        except REFUSED:
-            pass
     xs = [as_array(a) for a in arrays]
     if not xs:
         raise ShapeError("[concat] needs at least one array")
@@ -364,14 +310,6 @@ def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
     Array([[1, 3],
            [2, 4]])
     """
-    bufs = buffers(arrays)
-    if bufs and type(axis) is int and -bufs[0].ndim - 1 <= axis <= bufs[0].ndim:
-        at = axis % (bufs[0].ndim + 1)
-        key = (*(slice(None),) * at, None)
-        try:
-            return wrap(np.concatenate([b[key] for b in bufs], at))
-        except REFUSED:
-            pass
     arrays = [as_array(a) for a in arrays]
     shapes = {a.shape for a in arrays}
     if len(shapes) > 1:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.shape_rules import as_shape
+from ..ops.creation import asarray
+from ..ops.manipulation import broadcast_to
+from ..reductions.reductions import argmax
 from . import bit_transforms as recipes
 from .continuous import gumbel, uniform
 from .draw import Request, distribution, drawn, floating, number, op_of
@@ -97,10 +101,6 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
     >>> round(float(mt.mean(keep)), 2)
     0.9
     """
-    from ..core.array import Array
-    from ..ops.creation import asarray
-    from ..ops.manipulation import broadcast_to
-
     if isinstance(p, Array | np.ndarray):
         chance = asarray(p)
         full = chance.shape if shape is None else as_shape("bernoulli", shape)
@@ -123,9 +123,6 @@ def categorical(key: Any, logits: Any, axis: int = -1) -> Array:
     >>> mt.random.categorical(mt.random.key(0), logits)
     Array([0, 1])
     """
-    from ..ops.creation import asarray
-    from ..reductions.reductions import argmax
-
     x = asarray(logits)
     wanted = floating("categorical", x.dtype)
     if x.ndim == 0 or not -x.ndim <= axis < x.ndim:

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
+from ..core.dispatch import Deferred
+from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.shape_rules import as_shape
+from ..linalg.linalg import cholesky
+from ..ops.creation import asarray
+from ..ops.elementwise import exp, floor, log1p, sqrt, tan, where
+from ..ops.manipulation import astype, broadcast_shapes
+from ..ops.matmul import matmul
+from ..reductions.reductions import all
 from . import bit_transforms as recipes
 from .continuous import exponential, gumbel, normal, uniform
 from .discrete import bernoulli
 from .draw import floating
 from .keys import split
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 Shape = int | Sequence[int] | None
 
 
 def _drawn(name: str, shape: Shape, dtype: Any, *parameters: Any) -> tuple[tuple[int, ...], np.dtype, np.dtype]:
     """The shape of the result (that of the parameters together, by default), the dtype to compute in, and that of the result."""
-    from ..ops.creation import asarray
-    from ..ops.manipulation import broadcast_shapes
-
     wanted = floating(name, dtype)
     own = broadcast_shapes(*(asarray(p).shape for p in parameters))
     if shape is None:
@@ -39,11 +42,6 @@ def _drawn(name: str, shape: Shape, dtype: Any, *parameters: Any) -> tuple[tuple
 
 
 def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
-    from ..core.dispatch import Deferred
-    from ..ops.creation import asarray
-    from ..ops.manipulation import astype
-    from ..reductions.reductions import all
-
     found = asarray(value)
     if found.dtype.kind not in "biuf" and found.dtype != recipes.BF16:
         raise DTypeError(f"[{name}] {what} must be real numbers, got {found.dtype.name}")
@@ -53,9 +51,6 @@ def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
 
 
 def _real(value: Any, wide: np.dtype) -> Array:
-    from ..ops.creation import asarray
-    from ..ops.manipulation import astype
-
     return astype(asarray(value), wide)
 
 
@@ -68,8 +63,6 @@ def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0
     >>> round(float(mt.median(x)), 1)
     3.0
     """
-    from ..ops.elementwise import where
-
     found, wide, out = _drawn("laplace", shape, dtype, loc, scale)
     sizes, signs = split(key)
     size = exponential(sizes, found, wide)
@@ -101,8 +94,6 @@ def cauchy(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.
     >>> round(float(mt.median(x)), 1)
     3.0
     """
-    from ..ops.elementwise import tan
-
     found, wide, out = _drawn("cauchy", shape, dtype, loc, scale)
     draws = tan(np.pi * (uniform(key, found, recipes.F64) - 0.5)).astype(wide)
     return (_real(loc, wide) + _positive("cauchy", "scale", scale, wide) * draws).astype(out)
@@ -116,8 +107,6 @@ def lognormal(key: Any, shape: Shape = None, dtype: Any = np.float64, mean: Any 
     >>> bool(mt.all(mt.random.lognormal(mt.random.key(0), (100,)) > 0))
     True
     """
-    from ..ops.elementwise import exp
-
     found, wide, out = _drawn("lognormal", shape, dtype, mean, sigma)
     draws = _positive("lognormal", "sigma", sigma, wide) * normal(key, found, wide)
     return exp(_real(mean, wide) + draws).astype(out)
@@ -131,8 +120,6 @@ def rayleigh(key: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any 
     >>> bool(mt.all(mt.random.rayleigh(mt.random.key(0), (100,)) > 0))
     True
     """
-    from ..ops.elementwise import sqrt
-
     found, wide, out = _drawn("rayleigh", shape, dtype, scale)
     draws = sqrt(2.0 * exponential(key, found, wide))
     return (_positive("rayleigh", "scale", scale, wide) * draws).astype(out)
@@ -161,8 +148,6 @@ def pareto(key: Any, a: Any, shape: Shape = None, dtype: Any = np.float64, scale
     >>> bool(mt.all(mt.random.pareto(mt.random.key(0), 3.0, (100,)) >= 1))
     True
     """
-    from ..ops.elementwise import exp
-
     found, wide, out = _drawn("pareto", shape, dtype, a, scale)
     draws = exp(exponential(key, found, wide) / _positive("pareto", "a", a, wide))
     return (_positive("pareto", "scale", scale, wide) * draws).astype(out)
@@ -177,12 +162,6 @@ def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> A
     >>> round(float(mt.mean(x)))
     4
     """
-    from ..core.dispatch import Deferred
-    from ..core.dtypes import as_dtype
-    from ..ops.creation import asarray
-    from ..ops.elementwise import floor, log1p, where
-    from ..reductions.reductions import all
-
     wanted = as_dtype(dtype, "geometric")
     if wanted.kind not in "iu":
         raise DTypeError(f"[geometric] the dtype must be one of integers, got {wanted.name}")
@@ -205,10 +184,6 @@ def triangular(key: Any, left: Any, mode: Any, right: Any, shape: Shape = None, 
     >>> bool(mt.all(mt.abs(x) <= 1))
     True
     """
-    from ..core.dispatch import Deferred
-    from ..ops.elementwise import sqrt, where
-    from ..reductions.reductions import all
-
     found, wide, out = _drawn("triangular", shape, dtype, left, mode, right)
     a, c, b = (_real(v, wide) for v in (left, mode, right))
     order = (a <= c) & (c <= b) & (a < b)
@@ -242,10 +217,6 @@ def multivariate_normal(
     Array([[2., 1.],
            [1., 2.]], dtype=float64)
     """
-    from ..linalg.linalg import cholesky
-    from ..ops.creation import asarray
-    from ..ops.matmul import matmul
-
     wanted = floating("multivariate_normal", dtype)
     wide = wanted if wanted == recipes.F64 else recipes.F32
     mean, cov = asarray(mean), asarray(cov)

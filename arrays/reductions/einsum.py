@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from operator import index
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ..core.array import Array
 from ..core.dispatch import as_array
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ShapeError
@@ -23,9 +24,6 @@ from ..ops.manipulation import astype, moveaxis, permute_dims, reshape, squeeze
 from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from .reductions import sum
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 Labels = tuple[str, ...]
 

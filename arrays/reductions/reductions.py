@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..backends.short_ways import REFUSED, buffer, result
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.errors import NumPyFunctionError
 from ..core.op import Op
+from ..ops.manipulation import reshape
 from .masked_reductions import reduced
 from .reduction_ops import ALL, ANY, ARGMAX, ARGMIN, MAX, MIN, PROD, SUM, Axis, _reduce, _reduce_in
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def sum(
@@ -103,15 +101,6 @@ def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = No
 
 
 def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
-    if keepdims is False and (axis is None or type(axis) is int):
-        buf = buffer(x)
-        if buf is not None and (axis is None or buf.ndim):
-            try:
-                return result(buf.argmax(axis) if op is ARGMAX else buf.argmin(axis))
-            except REFUSED:
-                pass
-    from ..ops.manipulation import reshape
-
     x = as_array(x)
     if axis is None:
         out = apply(op, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
@@ -138,6 +127,3 @@ def argmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Arr
     Array([1, 0])
     """
     return _argreduce(ARGMIN, x, axis, keepdims)
-
-
-# Of the floats that sum in themselves; others are widened first.

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.pieces import mapped
-from ..backends.short_ways import buffers, result
+from ..backends.pieces import buffers, mapped
 from ..core import shape_rules
-from ..core.dispatch import has_history
+from ..core.array import Array
+from ..core.dispatch import has_history, wrap
 from ..core.dtypes import HALF, real_of, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
+from ..linalg.linalg import diagonal
+from ..ops.creation import arange, asarray, beside, inexact, ordered, zeros
+from ..ops.elementwise import clip, isfinite, isinf, isnan, where
+from ..ops.manipulation import astype, concat, flip, reshape
 from ..ops.wide_floats import in_float32
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..reductions.reductions import sum
+from ..reductions.searching import searchsorted, take
+from ..reductions.sorting import argsort
+from .padding import pad
 
 
 @composite("interp")
@@ -43,10 +48,6 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
     >>> mt.interp(mt.asarray([0.5, 3.0]), mt.asarray([0.0, 1.0]), mt.asarray([10.0, 20.0]))
     Array([15., 20.], dtype=float64)
     """
-    from ..ops.creation import inexact, ordered
-    from ..ops.manipulation import astype, concat
-    from ..reductions.sorting import argsort
-
     x, xp, fp = inexact(ordered("interp", x)), inexact(ordered("interp", xp)), inexact(fp)
     # (Slopes in the dtype of the result: that of short ``fp`` would overflow, or lose digits that ``x`` has.)
     fp = astype(fp, result_type(x, xp, fp))
@@ -67,9 +68,6 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
 
 
 def _read_between(x: Array, xp: Array, fp: Array, first: Any, last: Any) -> Array:
-    from ..ops.elementwise import clip, isfinite, isinf, isnan, where
-    from ..reductions.searching import searchsorted, take
-
     if xp.size == 1:
         inside: Any = fp[0]
     else:
@@ -98,12 +96,6 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     >>> mt.convolve(mt.asarray([1, 2, 3]), mt.asarray([0, 1, 10]))
     Array([ 0,  1, 12, 23, 30])
     """
-    from ..ops.creation import asarray
-    from ..ops.elementwise import where
-    from ..ops.manipulation import flip
-    from ..reductions.reductions import sum
-    from .padding import pad
-
     a, v = asarray(a), asarray(v)
     if a.ndim != 1 or v.ndim != 1 or not a.size or not v.size:
         raise ShapeError(f"[convolve] takes two vectors that are not empty, got shapes {a.shape} and {v.shape}")
@@ -115,8 +107,8 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     before = {"full": m - 1, "same": m - 1 - (m - 1) // 2, "valid": 0}[mode]
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
-    if (both := buffers((a, v))) is not None and result_type(*both).num < HALF:
-        return result(_convolved(*both, mode))
+    if (both := buffers(a, v)) is not None and result_type(*both).num < HALF:
+        return wrap(np.asarray(_convolved(*both, mode)))
     windows = np.arange(count)[:, None] + np.arange(m)
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
     inside = (windows >= before) & (windows < n + before)
@@ -165,8 +157,6 @@ def gradient(
     >>> mt.gradient(mt.asarray([0.0, 1.0, 9.0]), mt.asarray([0.0, 1.0, 3.0]), edge_order=2)
     Array([0., 2., 6.], dtype=float64)
     """
-    from ..ops.creation import inexact
-
     x = inexact(x)
     sorted_axes = shape_rules.normalize_axis("gradient", axis, x.ndim)
     axes = sorted_axes if axis is None or np.ndim(axis) == 0 else [int(a) % x.ndim for a in axis]
@@ -181,9 +171,6 @@ def gradient(
 
 
 def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
-    from ..ops.creation import inexact
-    from ..ops.manipulation import concat, reshape
-
     n = x.shape[axis]
     if n < edge_order + 1:
         raise ShapeError(f"[gradient] needs {edge_order + 1} elements along axis {axis} of shape {x.shape}")
@@ -240,9 +227,6 @@ def kron(a: Any, b: Any, /) -> Array:
     >>> mt.kron(mt.asarray([1, 10]), mt.asarray([1, 2]))
     Array([ 1,  2, 10, 20])
     """
-    from ..ops.creation import asarray
-    from ..ops.manipulation import reshape
-
     a, b = asarray(a), asarray(b)
     n = max(a.ndim, b.ndim)
     s, t = (1,) * (n - a.ndim) + a.shape, (1,) * (n - b.ndim) + b.shape
@@ -259,9 +243,6 @@ def diag(x: Any, /, k: int = 0) -> Array:
     Array([[1, 0],
            [0, 2]])
     """
-    from ..linalg.linalg import diagonal
-    from ..ops.creation import arange, asarray, beside, zeros
-
     x = asarray(x)
     if x.ndim == 2:
         return diagonal(x, offset=k)

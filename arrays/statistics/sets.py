@@ -6,17 +6,19 @@ raise. Every NaN is distinct from every other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends.pieces import mapped
-from ..backends.short_ways import buffer
+from ..backends.pieces import buffer, mapped
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.op import composite
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..ops.creation import asarray, beside, full
+from ..ops.elementwise import equal, logical_not, minimum
+from ..ops.manipulation import astype, reshape
+from ..reductions.searching import searchsorted, take
+from ..reductions.sorting import sort
 
 
 class UniqueAll(NamedTuple):
@@ -46,9 +48,6 @@ def distinct(
     x: Any, index: bool = False, inverse: bool = False, counts: bool = False, *, equal_nan: bool = False
 ) -> tuple[Array, ...]:
     """The distinct elements in order, and the other requested results alone: positions take eight bytes an element."""
-    from ..ops.creation import asarray, beside
-    from ..ops.manipulation import reshape
-
     x = asarray(x)
     host = x._concrete()
     wide = host.astype(np.float32) if host.dtype.num >= 256 else host
@@ -113,12 +112,6 @@ def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
     >>> mt.isin(mt.asarray([1, 2, 3]), mt.asarray([2, 5]))
     Array([False,  True, False])
     """
-    from ..ops.creation import asarray, beside, full
-    from ..ops.elementwise import equal, logical_not, minimum
-    from ..ops.manipulation import astype, reshape
-    from ..reductions.searching import searchsorted, take
-    from ..reductions.sorting import sort
-
     if isinstance(x1, int | float | complex) and not isinstance(x2, int | float | complex):
         x2 = asarray(x2)
         x1 = asarray(x1, dtype=result_type(x2.dtype, x1))

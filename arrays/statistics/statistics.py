@@ -6,23 +6,24 @@ import builtins
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backends import pieces
 from ..backends.row_blocks import wide as wide_of
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import as_array, as_number, has_history, refuse_history, wrap
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
 from ..core.op import composite
+from ..ops.creation import asarray, beside, linspace, zeros
 from ..ops.elementwise import clip, isnan, where
 from ..ops.manipulation import astype, reshape
 from ..reductions import moments, reductions
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..reductions.cumulative import diff
+from ..reductions.searching import searchsorted
 
 Axis = int | Sequence[int] | None
 
@@ -202,8 +203,6 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
     >>> mt.bincount(mt.asarray([0, 2, 2]), length=4)
     Array([1, 0, 2, 0])
     """
-    from ..ops.creation import asarray, beside, zeros
-
     x = asarray(x)
     if x.dtype.kind not in "iu" or x.ndim != 1:
         raise DTypeError(f"[bincount] takes integers in one dimension, got {x.dtype.name} of shape {x.shape}")
@@ -261,10 +260,6 @@ def histogram(
     >>> mt.histogram(mt.asarray([0.0, 0.1, 0.9]), 2, range=(0.0, 1.0)).counts
     Array([2, 1])
     """
-    from ..ops.creation import asarray, beside, linspace
-    from ..reductions.cumulative import diff
-    from ..reductions.searching import searchsorted
-
     flat = reshape(asarray(x), (-1,))
     if flat.dtype.kind == "c":
         raise DTypeError("[histogram] complex numbers have no order")
