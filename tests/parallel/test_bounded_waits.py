@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from distributed import Client
 
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker
+from meshtape.parallel.dask.cluster import connect
 from meshtape.parallel.dask.lease import lease_of
 from meshtape.parallel.dask.set_up import set_up
 from meshtape.parallel.dask.workers import known_workers
@@ -179,69 +181,74 @@ BESIDE: list[Callable[[Client, Path], Any]] = [
 """What asks the scheduler for something beside meshes: notes of training, plugins, gangs, data, turns."""
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
+def test_a_scheduler_that_stands_still_and_then_is_killed(tmp_path: Path, eventually: Callable[..., None]):
     """Right, as workers answer without it, or an error of ours: never one of Dask's, and never an endless wait."""
     mt.save(tmp_path / "there", {"x": np.arange(8.0)})
-    client, scheduler = schedulers()
-    mesh = mt.Mesh({"a": 2}, client=client)  # the scheduler and the workers import meshtape, which takes its time
-    x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
-    with dask.config.set(BRIEF):
-        address = client.scheduler.address
-        scheduler.send_signal(sign)
-        said: list[Exception] = []
-        for what in [*WAITS, *WAITS]:
-            try:
-                what(x, tmp_path)
-            except mt.errors.CheckpointExists:
-                continue
-            except mt.errors.MeshtapeError as e:
-                said.append(e)
-        assert isinstance(
-            said[-1], mt.errors.ClusterError
-        )  # at first it may be known only that workers left, which go with it
-        for e in said:
-            assert not isinstance(e, mt.errors.ClusterError) or f"the scheduler at {address} " in str(e)
-        for asks in BESIDE:
-            with contextlib.suppress(mt.errors.MeshtapeError):
-                asks(client, tmp_path)
-        with contextlib.suppress(mt.errors.MeshtapeError):
-            mesh.close()
-        with pytest.raises(mt.errors.MeshtapeError):
-            mt.Mesh({"a": 2}, client=client)
-        if sign == signal.SIGSTOP:
+    with contextlib.ExitStack() as stack:
+        scheduler, address = from_the_command_line(tmp_path, stack, eventually)
+        client = stack.enter_context(connect(address))
+        client.wait_for_workers(2, timeout=200)
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            mesh = mt.Mesh(
+                {"a": 2}, client=client
+            )  # the scheduler and the workers import meshtape, which takes its time
+            x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+            np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(1.0, 9.0) * 2)
+            with dask.config.set(BRIEF):
+                scheduler.send_signal(sign)
+                _ends(client, mesh, x, address, tmp_path / str(sign))
             scheduler.send_signal(signal.SIGCONT)
 
 
-@pytest.fixture
-def schedulers(tmp_path: Path) -> Iterator[Callable[[], tuple[Client, subprocess.Popen[bytes]]]]:
-    """Starts a scheduler and two workers as processes of their own."""
-    started: list[subprocess.Popen[bytes]] = []
-    clients: list[Client] = []
+def _ends(client: Client, mesh: mt.Mesh, x: Any, address: str, folder: Path) -> None:
+    said: list[Exception] = []
+    folder.mkdir()
+    (folder / "there").symlink_to(folder.parent / "there")
+    for what in [*WAITS, _dask]:
+        try:
+            what(x, folder)
+        except mt.errors.CheckpointExists:
+            continue
+        except mt.errors.MeshtapeError as e:
+            said.append(e)
+    # At first it may be known only that workers left, which go with it.
+    assert isinstance(said[-1], mt.errors.ClusterError)
+    for e in said:
+        assert not isinstance(e, mt.errors.ClusterError) or f"the scheduler at {address} " in str(e)
+    for asks in BESIDE:
+        with contextlib.suppress(mt.errors.MeshtapeError):
+            asks(client, folder)
+    with contextlib.suppress(mt.errors.MeshtapeError):
+        mesh.close()
+    with pytest.raises(mt.errors.MeshtapeError):
+        mt.Mesh({"a": 2}, client=client)
+
+
+def from_the_command_line(
+    folder: Path, stack: contextlib.ExitStack, eventually: Callable[..., None]
+) -> tuple[subprocess.Popen[bytes], str]:
+    """A scheduler and its address; it has two workers."""
+    file = folder / "scheduler.json"
 
     def start(*args: str) -> subprocess.Popen[bytes]:
-        file = ["--scheduler-file", str(tmp_path / "scheduler.json")]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        started.append(subprocess.Popen([sys.executable, "-m", "dask", *args, *file, "--no-dashboard"], **quiet))  # type: ignore[call-overload]
-        return started[-1]
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command = [sys.executable, "-m", "dask", *args, "--scheduler-file", str(file), "--no-dashboard"]
+        p = subprocess.Popen(command, **quiet)
+        stack.callback(p.wait, 60)
+        stack.callback(p.kill)
+        return p
 
-    def begin() -> tuple[Client, subprocess.Popen[bytes]]:
-        scheduler = start("scheduler", "--port", "0")
-        for _ in range(2):
-            start("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(tmp_path))
-        client = Client(scheduler_file=str(tmp_path / "scheduler.json"), set_as_default=False, timeout=120)
-        clients.append(client)
-        client.wait_for_workers(2, timeout=200)
-        return client, scheduler
+    def address() -> str:
+        try:
+            return json.loads(file.read_text())["address"]
+        except (FileNotFoundError, ValueError):  # not there, or not yet written to its end
+            return ""
 
-    yield begin
-    for p in started:
-        p.kill()
-    for p in started:
-        p.wait(60)
-    for client in clients:
-        with contextlib.suppress(Exception):
-            client.close(timeout=2)
+    scheduler = start("scheduler", "--port", "0")
+    for _ in range(2):
+        start("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(folder))
+    eventually(address)
+    return scheduler, address()
 
 
 # ----- what is sent -----------------------------------------------------------------------------------------------------
