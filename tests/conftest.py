@@ -45,6 +45,16 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 
+gc.disable()  # the collection only adds objects
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of the searches of the garbage collector, of which tests ask for some hundred."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression."""
     if config.option.markexpr:

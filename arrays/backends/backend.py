@@ -16,9 +16,9 @@ import numpy as np
 
 from ..core.devices import CPU, Device, device
 from ..core.dispatch import Deferred, register_backends
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import BackendError, DeviceError, OutOfMemory
 from ..core.op import Op
-from ..core.value import FIRST_USER_DTYPE
 
 
 def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:

@@ -37,19 +37,16 @@ def _takes_ellipsis() -> bool:
 TAKES_ELLIPSIS = _takes_ellipsis()
 """Whether ``out=...`` makes a ufunc or its ``reduce`` give an array, also of no dimensions. (To make one of a scalar takes longer.)"""
 
-HALF = np.dtype(np.float16).num
-"""Type numbers below this are of dtypes whose loops are NumPy's own, and sum in themselves."""
-
 
 def buffer(x: Any) -> Any:
     """The memory of an Array for direct computation: NumPy's, and with no recorder; else None."""
     buf = getattr(x, "_buf", None)
-    return buf if type(buf) is _ndarray and not state.now.recorders else None
+    return buf if type(buf) is _ndarray and not state.recorders else None
 
 
 def buffers(xs: Any) -> Any:
     """The memory of a list or tuple of them, as :func:`buffer` gives it; None where one has none."""
-    if state.now.recorders or type(xs) not in _SEQUENCES:
+    if state.recorders or type(xs) not in _SEQUENCES:
         return None
     found = []
     for x in xs:

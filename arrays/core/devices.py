@@ -68,7 +68,7 @@ def default_device() -> Device:
     >>> mt.default_device()
     Device('cpu')
     """
-    return state.now.device or CPU
+    return state.device or CPU
 
 
 @contextmanager

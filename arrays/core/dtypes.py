@@ -38,6 +38,11 @@ bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
 
+HALF = float16.num
+"""Type numbers below this are of dtypes whose loops are NumPy's own, and sum in themselves."""
+FIRST_USER_DTYPE = 256
+"""NPY_USERDEF: type numbers from here on are of dtypes that other libraries register, such as bfloat16."""
+
 _SIGNED = (int8, int16, int32, int64)
 _UNSIGNED = (uint8, uint16, uint32, uint64)
 _FLOATS = (float8_e4m3fn, float8_e5m2, bfloat16, float16, float32, float64)
@@ -75,7 +80,7 @@ def parse(name: str) -> DType:
 
 
 OWN: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
-"""NumPy's canonical object for each dtype, by an equal one: compiled code compares dtypes by identity."""
+"""NumPy's canonical object for each dtype, by an equal one: the tape compares dtypes by identity."""
 
 
 def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:

@@ -18,7 +18,6 @@ import numpy as np
 
 from . import cuda_rules
 from .shape_dtype import ShapeDtype
-from .value import Now
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 
@@ -64,6 +63,7 @@ class Op:
         "numpy",
         "operands",
         "overrides",
+        "plans",
         "replicate_only",
         "takes_out",
     )
@@ -93,6 +93,7 @@ class Op:
         self.replicate_only = replicate_only
         self.decompose = decompose
         self.overrides = overrides
+        self.plans: dict[int, Any] = {}  # what a tape keeps of a call, by the set of watched operands
         self._bound: dict[str, Callable[..., Any]] = {}
         # NumPy's own function where there is one: the eager path then costs no Python frame of ours.
         self.numpy = self.bind(np)
@@ -141,17 +142,13 @@ def op_named(name: str) -> Op:
         raise KeyError(f"unknown op {name!r}") from None
 
 
-def _of_now(name: str) -> property:
-    return property(lambda self: getattr(self.now, name), lambda self, value: setattr(self.now, name, value))
-
-
 class _State(threading.local):
-    """The context of the current thread. Hot code reads ``state.now`` once, as each thread-local access costs time."""
+    """The context of the current thread."""
 
-    def __init__(self) -> None:
-        self.now = Now()
-
-    recorders, origin, site, device = map(_of_now, ("recorders", "origin", "site", "device"))
+    recorders: tuple[Any, ...] = ()
+    origin: str | None = None
+    site: Any = None  # of calls that are made in place of others: the line that called those
+    device: Any = None
 
 
 state = _State()
@@ -192,14 +189,13 @@ def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
         def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-            now = state.now
-            if now.origin is not None:
+            if state.origin is not None:
                 return fn(*args, **kwargs)
-            now.origin = name
+            state.origin = name
             try:
                 return fn(*args, **kwargs)
             finally:
-                now.origin = None
+                state.origin = None
 
         return inner
 

@@ -185,6 +185,11 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 
 def freeze(value: Any) -> Any:
     """A hashable stand-in for a parameter, equal exactly when the parameters mean the same."""
+    kind = type(value)
+    if kind is str or value is None:
+        return value
+    if kind is int:
+        return ("int", value)
     if isinstance(value, Mapping):
         return tuple(sorted((k, freeze(v)) for k, v in value.items()))
     if isinstance(value, list | tuple):

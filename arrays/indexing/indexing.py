@@ -259,7 +259,7 @@ def is_lost(buf: Any) -> bool:
 def getitem(x: Array, key: Any, /) -> Array:
     """``x[key]``."""
     buf = x._buf
-    if type(buf) is np.ndarray and not state.now.recorders:
+    if type(buf) is np.ndarray and not state.recorders:
         t = type(key)
         known, safe = key, t in _PLAIN or (t is tuple and is_plain(key))
         if not safe:

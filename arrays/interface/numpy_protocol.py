@@ -18,9 +18,9 @@ import numpy as np
 
 from ..core.array import Array
 from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, refuse_history, wrap
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import OPS
-from ..core.value import FIRST_USER_DTYPE
 from ..indexing.indexing import is_view
 from ..ops.manipulation import astype, reshape
 from .methods import FUNCTIONS, method

@@ -112,7 +112,7 @@ class Values:
     def _concrete(self) -> np.ndarray:
         """The value in host memory; computed now where it is pending, refused where it is traced."""
         host_sync.note("a value is read")
-        for r in state.now.recorders:
+        for r in state.recorders:
             if hasattr(r, "note_read"):
                 r.note_read(self)
         buf = self._buf
@@ -148,7 +148,7 @@ class Values:
     def _number(self, kind: type, complex_ok: bool = False) -> Any:
         if self.ndim != 0:
             raise ArgumentError(f"only a 0-d array is a Python {kind.__name__}, this one has shape {self.shape}")
-        if state.now.recorders:
+        if state.recorders:
             asker = sys._getframe(2)
             if asker.f_globals.get("__name__", "").partition(".")[0] in _NUMBER_TAKERS:
                 refuse_watched(f"a parameter of {asker.f_code.co_name}", self)
@@ -308,10 +308,12 @@ class Values:
             put(mine)
             # Another value from here on: tapes that know the former one do not mistake this one for it.
             before, self._id = self._id, 0
-            if state.now.recorders:
+            if state.recorders:
                 x, new = wrap(mine), wrap(mine)
                 x._id = before
-                record(indexing.INDEX_SET, (x, value, *key[1:]), (), new, {"template": key[0]})
+                args = x, value, *key[1:]
+                bufs = [a._buf if type(a) is Array else a for a in args]
+                record(indexing.INDEX_SET, args, bufs, new, {"template": key[0]})
                 self._id = new._id
         finally:
             self._buf = mine
@@ -323,7 +325,7 @@ class Values:
                 "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay as it is. "
                 "Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"
             )
-        if type(buf) is np.ndarray and not state.now.recorders:
+        if type(buf) is np.ndarray and not state.recorders:
             source = value
             known = type(value) in _REAL_NUMBERS
             if not known and type(value) is Array:
@@ -438,7 +440,7 @@ def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
     if (
         type(buf) is np.ndarray
         and op in _REUSING
-        and not state.now.recorders
+        and not state.recorders
         and (dtype := buf.dtype).num in _INEXACT
         and sys.getrefcount(buf) <= _SOLE_HOLDER
         and is_sole(buf)

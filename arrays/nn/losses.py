@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """Losses of classification and of contrastive learning. They are computed in float32 at least."""
 
 from __future__ import annotations
@@ -8,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.dispatch import Deferred, apply, as_array, as_number
-from ..core.dtypes import result_type
+from ..core.dtypes import float64, result_type
 from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, ShapeError
 from ..core.op import composite
-from ..core.value import FLOAT64
 from ..linalg.linalg import vector_norm
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import where
@@ -89,7 +87,7 @@ def cross_entropy(
     if dtype.kind == "c":
         raise DTypeError(f"[cross_entropy] logits must be real, got {dtype.name}")
     if dtype.kind in "biu":
-        logits, dtype = astype(logits, np.float64), FLOAT64
+        logits, dtype = astype(logits, np.float64), float64
     classes = shape[-1]
     _check_labels(labels, classes, ignore_index)
     if ignore_index is not None and integer.kind == "u" and ignore_index < 0:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.short_ways import buffers, result
-from ..core.dtypes import result_type
+from ..core.dtypes import FIRST_USER_DTYPE, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
-from ..core.value import FIRST_USER_DTYPE
 from ..ops.creation import asarray
 from ..ops.manipulation import concat
 from ..reductions.sorting import _flat, argsort, sort

@@ -16,11 +16,10 @@ from ..backends.memory_pool import copied
 from ..core.array import Array
 from ..core.devices import CPU, Device, default_device, device
 from ..core.dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, register_asarray, wrap
-from ..core.dtypes import OWN, as_dtype, check_cast, float64, result_type
+from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
 from ..core.op import state
 from ..core.shape_rules import as_shape
-from ..core.value import FIRST_USER_DTYPE
 from .nested import holds_history, ramp, repeated, stacked
 from .number_ranges import check_numbers, plain
 
@@ -28,7 +27,7 @@ from .number_ranges import check_numbers, plain
 def _place(host: np.ndarray, where: Device | str | None) -> Array:
     target = default_device() if where is None else device(where)
     x = wrap(host if target is CPU else backend_for(target).from_host(host, target))
-    return made(x) if state.now.recorders else x
+    return made(x) if state.recorders else x
 
 
 def _is_new(obj: Any) -> bool:
@@ -55,7 +54,7 @@ def _filled(
         if isinstance(e, ValueError) and "too big" not in str(e):
             raise
         raise OutOfMemory(f"[{name}] {e}") from None
-    return made(x) if state.now.recorders else x
+    return made(x) if state.recorders else x
 
 
 def _zeros(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
@@ -105,10 +104,10 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         return obj  # the way of most calls: the operands of other functions
     plainly = dtype is None and device is None and type(obj) is np.ndarray and state.device is None
     if plainly and (known := OWN.get(obj.dtype)) is not None:  # the common call
-        source = None if not state.now.recorders or _is_new(obj) else obj
+        source = None if not state.recorders or _is_new(obj) else obj
         host = obj if copy is False else copied(obj)
         x = wrap(host if host.dtype is known else host.view(known))
-        return made(x, source) if state.now.recorders else x
+        return made(x, source) if state.recorders else x
     from .manipulation import astype
 
     why = ""
@@ -119,7 +118,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             return astype(x, wanted)
         return own_copy(x) if copy else x
     if isinstance(obj, np.ndarray | np.generic):
-        source = None if not state.now.recorders or _is_new(obj) else obj
+        source = None if not state.recorders or _is_new(obj) else obj
         return made(_place(_of_numpy(obj, wanted, copy), device), source)
     if hasattr(obj, "__cuda_array_interface__"):
         x = wrap(cupy_backend().xp.asarray(obj))
@@ -132,7 +131,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             why = f": {e}"  # not a plain array: it may convert itself
         else:
             return x if wanted is None and device is None else asarray(x, dtype=wanted, device=device)
-    if isinstance(obj, list | tuple) and copy is not False and state.now.recorders and holds_history(obj):
+    if isinstance(obj, list | tuple) and copy is not False and state.recorders and holds_history(obj):
         return asarray(stacked(obj), dtype=wanted, device=device)
     # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
     # copy=False is asked of what holds no array.

@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """Products of vectors, matrices and tensors."""
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from ..backends.memory_pool import fresh
 from ..backends.short_ways import REFUSED
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
-from ..core.dtypes import is_low_precision, result_type
+from ..core.dtypes import FIRST_USER_DTYPE, is_low_precision, result_type
 from ..core.errors import ShapeError
 from ..core.op import Op, state
 from ..core.shape_dtype import ShapeDtype
-from ..core.value import FIRST_USER_DTYPE
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -104,7 +102,7 @@ def matmul(x1: Any, x2: Any, /) -> Array:
         When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
     """
     x, y = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
-    if type(x) is np.ndarray and type(y) is np.ndarray and not state.now.recorders:
+    if type(x) is np.ndarray and type(y) is np.ndarray and not state.recorders:
         number = x.dtype.num
         if number == y.dtype.num and number in _OWN_PRODUCTS:
             try:

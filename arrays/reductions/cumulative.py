@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.short_ways import HALF, REFUSED, buffer, result
+from ..backends.short_ways import REFUSED, buffer, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array
-from ..core.dtypes import as_dtype, is_low_precision
+from ..core.dtypes import HALF, as_dtype, is_low_precision
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype

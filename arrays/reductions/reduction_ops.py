@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """Ops of reductions. Float16 and bfloat16 accumulate in float32."""
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.pieces import large, reduced
-from ..backends.short_ways import HALF, REFUSED, TAKES_ELLIPSIS, result
+from ..backends.short_ways import REFUSED, TAKES_ELLIPSIS, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
-from ..core.dtypes import as_dtype, is_low_precision
+from ..core.dtypes import HALF, as_dtype, is_low_precision
 from ..core.errors import ShapeError
 from ..core.op import OPS, Op, state
 
@@ -144,7 +143,7 @@ _DIRECT = {OPS[name]: reduce for name, reduce in _UFUNC_REDUCE.items()}
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
     if axis is None or type(axis) is int:
         buf = getattr(x, "_buf", None)
-        if type(buf) is np.ndarray and buf.dtype.num < HALF and not state.now.recorders and (axis is None or buf.ndim):
+        if type(buf) is np.ndarray and buf.dtype.num < HALF and not state.recorders and (axis is None or buf.ndim):
             try:
                 if TAKES_ELLIPSIS:
                     return wrap(_DIRECT[op](buf, axis, keepdims=keepdims, out=...))

@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """Reductions over axes: the functions. Float16 and bfloat16 accumulate in float32."""
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.pieces import mapped
-from ..backends.short_ways import HALF, buffers, result
+from ..backends.short_ways import buffers, result
 from ..core import shape_rules
 from ..core.dispatch import has_history
-from ..core.dtypes import real_of, result_type
+from ..core.dtypes import HALF, real_of, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.wide_floats import in_float32

@@ -11,9 +11,9 @@ from ..backends.row_blocks import wide
 from ..backends.short_ways import buffer
 from ..core import shape_rules
 from ..core.dispatch import wrap
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
-from ..core.value import FIRST_USER_DTYPE
 
 if TYPE_CHECKING:
     from ..core.array import Array

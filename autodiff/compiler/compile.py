@@ -76,7 +76,7 @@ class Compiled(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
         arrays, inputs = as_inputs(leaves)
-        recorders = state.now.recorders
+        recorders = state.recorders
         if (recorders and any(isinstance(r, _Trace) for r in recorders)) or is_traced(inputs):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         donated = donated_leaves(args, self._donate, self._name) if self._donate else frozenset()
@@ -132,7 +132,7 @@ class Compiled(Wrapper):
     ) -> _Ready:
         """The program for these arguments; with ``numbers``, one that takes those numbers as inputs that only enter arithmetic."""
         reads = self._outside.look(read_too(arrays, treedef))
-        key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.now.device)
+        key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.device)
         free = [i for i, x in enumerate(arrays) if type(x) in KINDS] if numbers else []
         pinned = self._pinned.get(key, frozenset()) if free else frozenset()
         with self._lock:
@@ -316,7 +316,7 @@ class _Ready:
 
     def __call__(self, inputs: Sequence[Array], numbers: Sequence[Any] = ()) -> Any:
         """The result for these inputs, and for the buffers of numbers."""
-        recorders = state.now.recorders
+        recorders = state.recorders
         if recorders and (self.is_watched(inputs) or any(map(is_checker, recorders))):
             found = self._replay([*inputs, *map(wrap, numbers)])
         else:

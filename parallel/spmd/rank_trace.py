@@ -44,11 +44,9 @@ class Outside:
     def watches(self, x: Array) -> bool:
         return self.recorder.watches(x)
 
-    def record(
-        self, op: Op, args: tuple[Any, ...], outs: tuple[Array, ...], params: Any, origin: Any, site: Any
-    ) -> None:
+    def record(self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], *rest: Any) -> None:
         if not any(isinstance(o._buf, RankTracer) for o in outs):
-            self.recorder.record(op, args, outs, params, origin, site)
+            self.recorder.record(op, args, bufs, outs, *rest)
 
 
 class _Notes:

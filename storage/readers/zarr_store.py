@@ -1,7 +1,5 @@
 """A location as zarr-python's store: zarr's reads there have our retries and errors."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import asyncio

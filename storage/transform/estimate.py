@@ -1,7 +1,5 @@
 """`estimate`: bytes on disk and in the memory of each rank, from shapes alone."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import math

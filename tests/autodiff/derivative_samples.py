@@ -253,6 +253,7 @@ SAMPLES: dict[str, list[Sample]] = {
         *binary("copysign", 0.5, 2.0, complex_too=False),
         (mt.copysign, (I([-1.0, 1.0, 2.0]), I([1.0, -1.0, -3.0]))),
     ],
+    "nextafter": [(lambda x: mt.nextafter(x, 2.0), (real(3),))],
     "where": [
         (lambda x, y: mt.where(mt.asarray([True, False, True]), x, y), (real(3), real(2, 3))),
         (lambda x, y: mt.where(x > y, x * y, y), (real(2, 1), real(3))),

@@ -91,6 +91,7 @@ for name in [
     "logaddexp2",
     "atan2",
     "copysign",
+    "nextafter",
 ]:
     SHORT[name] = [(function(name), (X, B)), (function(name), (B, X))]
 SHORT["logaddexp"].append((mt.logaddexp, (np.full((N, 2), 800.0), np.asarray([799.0, 802.0]))))

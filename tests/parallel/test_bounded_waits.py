@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -20,7 +21,6 @@ from distributed import Client
 
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker
-from meshtape.parallel.dask.cluster import local_cluster
 from meshtape.parallel.dask.lease import lease_of
 from meshtape.parallel.dask.set_up import set_up
 from meshtape.parallel.dask.workers import known_workers
@@ -28,7 +28,7 @@ from meshtape.parallel.training.job.rank_logs import collected
 from meshtape.parallel.training.job.status import Status, scheduler_jobs
 
 pytestmark = pytest.mark.timeout(300)
-BRIEF = {"meshtape.timeout": 2.0, "meshtape.timeouts.abort": 1.0, "meshtape.timeouts.silence": 1.0}
+BRIEF = {"meshtape.timeout": 1.0, "meshtape.timeouts.abort": 1.0, "meshtape.timeouts.silence": 0.5}
 ERRORS = (mt.errors.RankLost, mt.errors.CollectiveTimeout, mt.errors.ClusterError)
 
 
@@ -114,24 +114,27 @@ def test_a_worker_that_stands_still_and_goes_on_is_lost_for_its_mesh_and_not_for
     works(mortal)
 
 
-def test_what_dask_has_of_a_worker_that_stands_still_ends_with_dasks_limit():
-    with (
-        dask.config.set({"distributed.scheduler.worker-ttl": "2s"}),
-        local_cluster(2) as client,
-        mt.Mesh({"a": 2}, client=client) as mesh,
-    ):
+def test_what_dask_has_of_a_worker_that_stands_still_ends_with_dasks_limit(mortal):
+    def over(worker: str, dask_scheduler: Any) -> None:
+        dask_scheduler.workers[worker].last_seen -= 1e4  # longer ago than any worker-ttl
+        dask_scheduler.check = asyncio.ensure_future(dask_scheduler.check_worker_ttl())
+
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
         blocks = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1).to_dask()
-        with stopped(client, mesh), pytest.raises(mt.errors.RankLost, match="left the cluster, and its blocks with it"):
-            client.compute(blocks.sum()).result(200)
+        with stopped(mortal, mesh):
+            total = mortal.compute(blocks.sum())
+            mortal.run_on_scheduler(over, mesh.runtime.addresses[1])
+            with pytest.raises(mt.errors.RankLost, match="left the cluster, and its blocks with it"):
+                total.result(200)
 
 
 def test_a_client_that_stood_still_itself_blames_nobody(processes):
-    with mt.Mesh({"a": 2}, client=processes) as mesh, dask.config.set({"meshtape.timeout": 1.0}):
+    with mt.Mesh({"a": 2}, client=processes) as mesh, dask.config.set({"meshtape.timeout": 0.5}):
         x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
         step = mt.compile(lambda x: x * 2)
         mt.compute(step(x))
         y = step(x)
-        processes.loop.asyncio_loop.call_soon_threadsafe(time.sleep, 3.0)
+        processes.loop.asyncio_loop.call_soon_threadsafe(time.sleep, 1.5)
         np.testing.assert_array_equal(y, np.arange(8.0) * 2)
 
 
@@ -149,9 +152,10 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
         mortal.run(pause, True, workers=mesh.runtime.addresses)
         try:
             assert float(mt.sum(x * 2)) == 56.0
-            with pytest.raises(
-                mt.errors.MeshtapeError, match="paused by Dask, as it uses too much of its memory_limit"
-            ):
+            said_why = pytest.raises(
+                mt.errors.MeshtapeError, match="paused by Dask, as it uses too much of its memory_lim"
+            )
+            with dask.config.set({"meshtape.timeout": 2.0}), said_why:
                 mt.from_dask(da.arange(8, chunks=4), mesh, a=mt.Shard(0))
             assert any("paused by Dask" in s for s in said)
         finally:

@@ -98,6 +98,10 @@ def test_lost_chunks_of_foreign_zarr_are_no_zeros(tmp_path, version, name):
         shutil.rmtree(tmp_path / "whole")
     file = {("w", 2): "w/1.0", ("w", 3): "w/c/1/0", ("s", 2): "s/0", ("s", 3): "s/c"}[name, version]
     (where / file).unlink()
+    if name == "w":  # a chunk outside of the array, as resizing leaves it, stands in for none
+        beyond = where / file.replace("1", "9")
+        beyond.parent.mkdir(exist_ok=True)
+        beyond.touch()
     for use in (merge, reshard, lambda a, b: convert(a, b, format="zarr")):
         with pytest.raises(errors.IncompleteCheckpoint, match=f"1 chunk of key '{name}'.*missing=\"fill\""):
             use(where, tmp_path / "out")
