@@ -340,11 +340,7 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
 
 @not_recording()  # what is stored needs no derivative
 def save_async(
-    path: str | os.PathLike[str],
-    tree: Any,
-    *,
-    then: Callable[[], None] | None = None,
-    **options: Unpack[SaveOptions],
+    path: str | os.PathLike[str], tree: Any, *, then: Callable[[], None] | None = None, **options: Unpack[SaveOptions]
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
 
