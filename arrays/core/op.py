@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -68,6 +68,9 @@ class Op:
         "takes_out",
     )
 
+    table: ClassVar[dict[str, Op]] = {}
+    """Every op of the class by name."""
+
     def __init__(
         self,
         name: str,
@@ -82,7 +85,7 @@ class Op:
         overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
         takes_out: bool = False,
     ) -> None:
-        if name in OPS:
+        if name in self.table:
             raise ValueError(f"an op named {name!r} exists already")
         self.name = name
         self.operands = operands
@@ -98,7 +101,7 @@ class Op:
         # NumPy's own function where there is one: the eager path then costs no Python frame of ours.
         self.numpy = self.bind(np)
         self.takes_out = takes_out or (isinstance(self.numpy, np.ufunc) and self.numpy.nout == 1)
-        OPS[name] = self
+        self.table[name] = self
 
     def bind(self, xp: Any) -> Callable[..., Any]:
         """The implementation for one backend: a function of buffers and parameters."""
@@ -130,7 +133,7 @@ class Op:
         return op_named, (self.name,)
 
 
-OPS: dict[str, Op] = {}
+OPS = Op.table
 """Every op by name."""
 
 

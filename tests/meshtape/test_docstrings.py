@@ -88,7 +88,7 @@ MODULES = [
 
 def shows_examples(module: str) -> bool:
     spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None and ">>>" in Path(spec.origin).read_text("utf-8")
+    return spec is not None and str(spec.origin).endswith(".py") and ">>>" in Path(spec.origin).read_text("utf-8")
 
 
 SHOWN = [m for m in MODULES if shows_examples(m)]
