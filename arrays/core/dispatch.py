@@ -226,8 +226,9 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
             pairs = zip(args, bufs, strict=True)
             return apply(op, tuple([b.value() if getattr(b, "passing", False) else a for a, b in pairs]), params)
         args = taker.admit(op, args)
-        bufs = tuple([a._buf if type(a) is Array else a for a in args])
         outs = taker.emit(op, args, params)
+        # A taker that computes leaves the value in its operand.
+        bufs = tuple([a._buf if type(a) is Array else a for a in args])
     else:
         devices = {a.device for a in args if type(a) is Array}
         if len(devices) > 1:
