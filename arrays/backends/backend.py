@@ -135,7 +135,6 @@ def backend_of(buf: Any) -> NumPyBackend | CuPyBackend:
 def devices() -> list[Device]:
     """All devices that can be used here, the CPU first.
 
-    >>> import meshtape as mt
     >>> mt.device("cpu") in mt.devices()
     True
     """

@@ -24,6 +24,10 @@ NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 Infer = Callable[..., ShapeDtype | tuple[ShapeDtype, ...]]
 
 
+OPS: dict[str, Op] = {}
+"""Every op by name."""
+
+
 class Op:
     """One operation on arrays.
 
@@ -68,8 +72,7 @@ class Op:
         "takes_out",
     )
 
-    table: ClassVar[dict[str, Op]] = {}
-    """Every op of the class by name."""
+    table: ClassVar[dict[str, Op]] = OPS
 
     def __init__(
         self,
@@ -131,10 +134,6 @@ class Op:
     def __reduce__(self) -> Any:
         # An op is its name: it comes back as the same object in another process.
         return op_named, (self.name,)
-
-
-OPS = Op.table
-"""Every op by name."""
 
 
 def op_named(name: str) -> Op:

@@ -39,7 +39,6 @@ _NO_KEY = object()
 class AtIndex:
     """``x.at[key]``: functional writes, which return a new array and leave ``x`` as it is.
 
-    >>> import meshtape as mt
     >>> mt.zeros(3).at[[0, 0, 2]].add(1.0)
     Array([2., 0., 1.], dtype=float64)
     """
@@ -105,7 +104,6 @@ class AtIndex:
 
         Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced. (A mask with one number can.)
 
-        >>> import meshtape as mt
         >>> mt.ones(3).at[[0, 0, 2]].multiply(mt.asarray([2.0, 5.0, 3.0]))
         Array([10.,  1.,  3.], dtype=float64)
         """

@@ -246,7 +246,6 @@ class Values:
     def to_dask(self) -> Any:
         """The array as a ``dask.array``: of the blocks where they are, one chunk a block, where it is split over a mesh.
 
-        >>> import meshtape as mt
         >>> x = mt.distribute(mt.arange(5), mt.Mesh({"data": 2}), data=mt.Shard(0))
         >>> x.to_dask().chunks
         ((3, 2),)

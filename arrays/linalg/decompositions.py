@@ -43,7 +43,6 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Array:
 
     Only the lower triangle of ``x`` is read.
 
-    >>> import meshtape as mt
     >>> mt.linalg.cholesky(mt.asarray([[4.0, 2.0], [2.0, 2.0]]))
     Array([[2., 0.],
            [1., 1.]], dtype=float64)
@@ -55,7 +54,6 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Array:
 def inv(x: Any, /) -> Array:
     """Inverse of square matrices. Raises ``numpy.linalg.LinAlgError`` for singular ones.
 
-    >>> import meshtape as mt
     >>> mt.linalg.inv(mt.asarray([[2.0, 0.0], [0.0, 4.0]]))
     Array([[0.5 , 0.  ],
            [0.  , 0.25]], dtype=float64)
@@ -66,7 +64,6 @@ def inv(x: Any, /) -> Array:
 def solve(x1: Any, x2: Any, /) -> Array:
     """The solution ``y`` of ``x1 @ y = x2``; a vector ``x2`` (one dimension) gives vectors.
 
-    >>> import meshtape as mt
     >>> mt.linalg.solve(mt.asarray([[2.0, 0.0], [0.0, 4.0]]), mt.asarray([2.0, 2.0]))
     Array([1. , 0.5], dtype=float64)
     """
@@ -85,7 +82,6 @@ def solve(x1: Any, x2: Any, /) -> Array:
 def matrix_power(x: Any, n: int, /) -> Array:
     """Square matrices multiplied with themselves: ``n`` factors; of the inverse for negative ``n``, the identity for 0.
 
-    >>> import meshtape as mt
     >>> mt.linalg.matrix_power(mt.asarray([[1, 1], [0, 1]]), 5)
     Array([[1, 5],
            [0, 1]])
@@ -109,7 +105,6 @@ def matrix_power(x: Any, n: int, /) -> Array:
 def pinv(x: Any, /, rtol: Any = None) -> Array:
     """Moore-Penrose inverse; singular values up to ``rtol`` times the largest count as zero (``max(m, n) * eps`` by default).
 
-    >>> import meshtape as mt
     >>> mt.linalg.pinv(mt.asarray([[2.0, 0.0], [0.0, 0.0]]))
     Array([[0.5, 0. ],
            [0. , 0. ]], dtype=float64)
@@ -132,7 +127,6 @@ def _rtol(x: Array) -> float:
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Array:
     """How many singular values are larger than ``rtol`` times the largest (``max(m, n) * eps`` by default).
 
-    >>> import meshtape as mt
     >>> mt.linalg.matrix_rank(mt.asarray([[1.0, 2.0], [2.0, 4.0]]))
     Array(1)
     """
@@ -155,7 +149,6 @@ class SlogdetResult(NamedTuple):
 def det(x: Any, /) -> Array:
     """Determinant of square matrices.
 
-    >>> import meshtape as mt
     >>> round(float(mt.linalg.det(mt.asarray([[1.0, 2.0], [3.0, 4.0]]))), 12)
     -2.0
     """
@@ -165,7 +158,6 @@ def det(x: Any, /) -> Array:
 def slogdet(x: Any, /) -> SlogdetResult:
     """Sign (a phase, for complex numbers) and logarithm of the magnitude of the determinant, without overflow.
 
-    >>> import meshtape as mt
     >>> mt.linalg.slogdet(mt.asarray([[2.0, 0.0], [0.0, -1.0]]))
     SlogdetResult(sign=Array(-1., dtype=float64), logabsdet=Array(0.69314718, dtype=float64))
     """
@@ -207,7 +199,6 @@ class SVDResult(NamedTuple):
 def eigh(x: Any, /) -> EighResult:
     """Eigenvalues and eigenvectors of Hermitian matrices; only the lower triangle is read.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eigh(mt.asarray([[2.0, 0.0], [0.0, 1.0]])).eigenvalues
     Array([1., 2.], dtype=float64)
     """
@@ -217,7 +208,6 @@ def eigh(x: Any, /) -> EighResult:
 def eigvalsh(x: Any, /) -> Array:
     """Eigenvalues of Hermitian matrices, ascending.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eigvalsh(mt.asarray([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float64)
     """
@@ -227,7 +217,6 @@ def eigvalsh(x: Any, /) -> Array:
 def eig(x: Any, /) -> EigResult:
     """Eigenvalues and right eigenvectors of square matrices, always complex.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eig(mt.asarray([[2.0, 0.0], [0.0, 3.0]])).eigenvalues
     Array([2.+0.j, 3.+0.j], dtype=complex128)
     """
@@ -237,7 +226,6 @@ def eig(x: Any, /) -> EigResult:
 def eigvals(x: Any, /) -> Array:
     """Eigenvalues of square matrices, always complex, in no order.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eigvals(mt.asarray([[0.0, -1.0], [1.0, 0.0]]))
     Array([0.+1.j, 0.-1.j], dtype=complex128)
     """
@@ -249,7 +237,6 @@ def qr(x: Any, /, mode: str = "reduced") -> QRResult:
 
     ``mode="complete"`` gives a square ``Q`` (and no derivative, unless ``"reduced"`` would give the same).
 
-    >>> import meshtape as mt
     >>> mt.linalg.qr(mt.asarray([[0.0, 2.0], [-3.0, 0.0]])).R.shape
     (2, 2)
     """
@@ -266,7 +253,6 @@ def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
     With ``full_matrices`` (the standard's default) ``U`` and ``Vh`` are square; those of a matrix that is not have columns that
     nothing determines, and no derivative.
 
-    >>> import meshtape as mt
     >>> mt.linalg.svd(mt.ones((3, 2)), full_matrices=False).U.shape
     (3, 2)
     """
@@ -278,7 +264,6 @@ def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
 def svdvals(x: Any, /) -> Array:
     """Singular values, descending.
 
-    >>> import meshtape as mt
     >>> mt.linalg.svdvals(mt.asarray([[3.0, 0.0], [0.0, 4.0]]))
     Array([4., 3.], dtype=float64)
     """
@@ -291,7 +276,6 @@ def svdvals(x: Any, /) -> Array:
 def diagonal(x: Any, /, *, offset: int = 0) -> Array:
     """The ``offset``-th diagonal of each matrix (above the main one for positive numbers).
 
-    >>> import meshtape as mt
     >>> mt.linalg.diagonal(mt.asarray([[1, 2], [3, 4]]))
     Array([1, 4])
     """
@@ -308,7 +292,6 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Array:
 def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
     """Sum of a diagonal of each matrix.
 
-    >>> import meshtape as mt
     >>> mt.linalg.trace(mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """

@@ -55,7 +55,6 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.round(mt.linalg.lstsq([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]], [1.0, 3.0, 5.0]).solution, 6)
     Array([1., 2.], dtype=float64)
     """
@@ -81,7 +80,6 @@ def norm(
 
     Without ``ord`` the root of the sum of squares; otherwise as :func:`vector_norm` and :func:`matrix_norm` have it.
 
-    >>> import meshtape as mt
     >>> mt.linalg.norm(mt.asarray([[3.0, 4.0]])), mt.linalg.norm(mt.asarray([[3.0, 4.0]]), axis=0)
     (Array(5., dtype=float64), Array([3., 4.], dtype=float64))
     """
@@ -112,7 +110,6 @@ def cond(x: Any, /, p: float | str | None = None) -> Array:
 
     That of a singular matrix is infinite.
 
-    >>> import meshtape as mt
     >>> mt.linalg.cond(mt.asarray([[2.0, 0.0], [0.0, 0.5]]))
     Array(4., dtype=float64)
     """
@@ -135,7 +132,6 @@ def multi_dot(arrays: Sequence[Any], /) -> Array:
 
     Source: Cormen et al., *Introduction to Algorithms*, 15.2.
 
-    >>> import meshtape as mt
     >>> mt.linalg.multi_dot([mt.ones((1, 9)), mt.ones((9, 9)), mt.ones((9, 2))])
     Array([[81., 81.]], dtype=float64)
     """
@@ -174,7 +170,6 @@ def multi_dot(arrays: Sequence[Any], /) -> Array:
 def tensorsolve(a: Any, b: Any, /) -> Array:
     """The ``x`` with ``tensordot(a, x, x.ndim) == b``; its shape is that of ``a`` after the dimensions of ``b``.
 
-    >>> import meshtape as mt
     >>> mt.linalg.tensorsolve(2 * mt.eye(4).reshape(2, 2, 4), mt.ones((2, 2)))
     Array([0.5, 0.5, 0.5, 0.5], dtype=float64)
     """
@@ -191,7 +186,6 @@ def tensorsolve(a: Any, b: Any, /) -> Array:
 def tensorinv(a: Any, /, ind: int = 2) -> Array:
     """The inverse of ``a`` as a linear map, whose result has the first ``ind`` dimensions of ``a``.
 
-    >>> import meshtape as mt
     >>> mt.linalg.tensorinv(mt.eye(4).reshape(2, 2, 4)).shape
     (4, 2, 2)
     """

@@ -46,7 +46,6 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
     gradient at a zero vector is zero. Elements may be as large or small as numbers are: powers of them do not overflow or vanish (Blue: A
     portable Fortran program to find the Euclidean norm of a vector, 1978).
 
-    >>> import meshtape as mt
     >>> mt.linalg.vector_norm(mt.asarray([3.0, 4.0]))
     Array(5., dtype=float64)
     """
@@ -123,7 +122,6 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = 
     ``"fro"`` (Frobenius), ``"nuc"`` (sum of the singular values), ``2``/``-2`` (largest/smallest of them), ``1``/``-1`` (largest/
     smallest sum of a column), ``inf``/``-inf`` (the same of a row).
 
-    >>> import meshtape as mt
     >>> mt.linalg.matrix_norm(mt.asarray([[1.0, -2.0], [3.0, 4.0]]), ord=1)
     Array(6., dtype=float64)
     """

@@ -56,7 +56,6 @@ def scaled_dot_product_attention(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> q = k = v = mt.eye(2)
     >>> mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[0]
     Array([1., 0.], dtype=float64)

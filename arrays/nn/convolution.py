@@ -188,7 +188,6 @@ def conv1d(
 ) -> Array:
     """Each kernel slid along a signal: see :func:`conv2d`, with one dimension instead of two.
 
-    >>> import meshtape as mt
     >>> x = mt.asarray([[[1.0, 2.0, 4.0]]])
     >>> mt.nn.conv1d(x, mt.asarray([[[-1.0, 1.0]]])).tolist()
     [[[1.0, 2.0]]]
@@ -228,7 +227,6 @@ def conv2d(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.conv2d(mt.ones((1, 3, 5, 5)), mt.ones((8, 3, 3, 3)), padding="same").shape
     (1, 8, 5, 5)
     """
@@ -263,7 +261,6 @@ def pool(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.pool(mt.asarray([[[1.0, 5.0, 2.0, 3.0]]]), 2).tolist()
     [[[5.0, 3.0]]]
     """

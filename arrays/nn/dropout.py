@@ -131,7 +131,6 @@ def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -
     second forward pass with the same key. Keys of samples, of shape ``(n, 1, 2)``, give each of the ``n`` parts of the first dimension a mask
     of its own, which is then the same however a batch is cut. With ``training=False``, or a rate of 0, it is ``x``, and takes no key.
 
-    >>> import meshtape as mt
     >>> mt.nn.dropout(mt.ones(4), 1.0, key=mt.random.key(0))
     Array([0., 0., 0., 0.], dtype=float64)
     """
@@ -149,7 +148,6 @@ def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any = None, training: bo
 
     ``x`` and ``y`` broadcast; the mask has the shape of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.nn.dropout_add(mt.ones(2), mt.asarray([1.0, 2.0]), 0.5, training=False)
     Array([2., 3.], dtype=float64)
     """

@@ -61,7 +61,6 @@ def cross_entropy(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]), ignore_index=-100)
     Array(0.69314718, dtype=float64)
     """
@@ -155,7 +154,6 @@ def info_nce(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.info_nce(mt.eye(2), mt.eye(2), temperature=1.0)
     Array(0.31326169, dtype=float64)
     """

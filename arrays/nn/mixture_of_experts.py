@@ -193,7 +193,6 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x, w = mt.asarray([[1.0], [2.0]]), mt.asarray([1.0, 10.0]).reshape((2, 1, 1))
     >>> y = mt.nn.experts(x, mt.asarray([[0], [1]]), mt.ones((2, 1)), gate=w, up=w, down=w)
     >>> [round(float(v), 3) for v in y[:, 0]]

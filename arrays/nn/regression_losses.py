@@ -50,7 +50,6 @@ def _reduced(name: str, losses: Array, reduction: str, dtype: np.dtype) -> Array
 def mse_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> Array:
     """Squares of the differences: their mean, their ``"sum"``, or each (``"none"``).
 
-    >>> import meshtape as mt
     >>> mt.nn.mse_loss(mt.asarray([1.0, 2.0]), [1.0, 4.0])
     Array(2., dtype=float64)
     """
@@ -62,7 +61,6 @@ def mse_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> A
 def l1_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> Array:
     """Magnitudes of the differences: their mean, their ``"sum"``, or each (``"none"``).
 
-    >>> import meshtape as mt
     >>> mt.nn.l1_loss(mt.asarray([1.0, 2.0]), [1.0, 4.0])
     Array(1., dtype=float64)
     """
@@ -74,7 +72,6 @@ def l1_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> Ar
 def huber_loss(predictions: Any, targets: Any, /, *, delta: float = 1.0, reduction: str = "mean") -> Array:
     """Half the square of a difference up to ``delta``, a straight line beyond it (Huber, 1964).
 
-    >>> import meshtape as mt
     >>> mt.nn.huber_loss(mt.asarray([0.5, 3.0]), [0.0, 0.0], reduction="none")
     Array([0.125, 2.5  ], dtype=float64)
     """
@@ -95,7 +92,6 @@ def binary_cross_entropy(
 
     The loss at a label of 1 counts ``positive_weight`` times.
 
-    >>> import meshtape as mt
     >>> mt.nn.binary_cross_entropy(mt.asarray([0.0, 1000.0]), [1, 1])
     Array(0.34657359, dtype=float64)
     """
@@ -111,7 +107,6 @@ def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -
 
     The other dimensions are broadcast.
 
-    >>> import meshtape as mt
     >>> mt.nn.cosine_similarity(mt.asarray([[1.0, 0.0], [1.0, 1.0]]), mt.asarray([0.0, 2.0]))
     Array([0.        , 0.70710678], dtype=float64)
     """

@@ -180,7 +180,6 @@ def _mask(name: str, mask: Any) -> Array:
 def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
     """Logarithm of :func:`softmax`, exact where probabilities are tiny; -inf where ``where`` is false.
 
-    >>> import meshtape as mt
     >>> mt.nn.log_softmax(mt.asarray([0.0, 1000.0]))
     Array([-1000.,     0.], dtype=float64)
     """
@@ -216,7 +215,6 @@ def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.softmax(mt.asarray([0.0, 0.0, 9.0]), where=mt.asarray([True, True, False]))
     Array([0.5, 0.5, 0. ], dtype=float64)
     """
@@ -235,7 +233,6 @@ def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims:
 
     Infinite elements have the slope of a maximum. Of complex numbers it is the principal logarithm.
 
-    >>> import meshtape as mt
     >>> mt.nn.logsumexp(mt.asarray([[1000.0, 1000.0], [0.0, -mt.inf]]), axis=1)
     Array([1000.69314718,    0.        ], dtype=float64)
     """

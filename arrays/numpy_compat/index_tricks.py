@@ -20,7 +20,6 @@ from ..reductions.searching import nonzero
 def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
     """The coordinates of each element of an array of a shape, the dimension first.
 
-    >>> import meshtape as mt
     >>> mt.indices((2, 2))
     Array([[[0, 0],
             [1, 1]],
@@ -34,7 +33,6 @@ def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
 def ix_(*vectors: Any) -> tuple[Array, ...]:
     """Index arrays that select the rows, columns, … of all combinations.
 
-    >>> import meshtape as mt
     >>> mt.arange(9).reshape(3, 3)[mt.ix_([0, 2], [1, 2])]
     Array([[1, 2],
            [7, 8]])
@@ -52,7 +50,6 @@ def ix_(*vectors: Any) -> tuple[Array, ...]:
 def diag_indices(n: int, /, ndim: int = 2) -> tuple[Array, ...]:
     """Index arrays of the main diagonal of an array with ``ndim`` dimensions of length ``n``.
 
-    >>> import meshtape as mt
     >>> mt.ones((3, 3))[mt.diag_indices(3)]
     Array([1., 1., 1.], dtype=float64)
     """
@@ -62,7 +59,6 @@ def diag_indices(n: int, /, ndim: int = 2) -> tuple[Array, ...]:
 def tril_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Array]:
     """Index arrays of the elements at and below the ``k``-th diagonal of an ``(n, m)`` matrix.
 
-    >>> import meshtape as mt
     >>> mt.tril_indices(2)
     (Array([0, 1, 1]), Array([0, 0, 1]))
     """
@@ -73,7 +69,6 @@ def tril_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Ar
 def triu_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Array]:
     """Index arrays of the elements at and above the ``k``-th diagonal of an ``(n, m)`` matrix.
 
-    >>> import meshtape as mt
     >>> mt.triu_indices(2)
     (Array([0, 0, 1]), Array([0, 1, 1]))
     """
@@ -98,7 +93,6 @@ def _matrix(name: str, x: Any) -> tuple[int, ...]:
 def diag_indices_from(x: Any, /) -> tuple[Array, ...]:
     """:func:`diag_indices` of an array.
 
-    >>> import meshtape as mt
     >>> mt.diag_indices_from(mt.ones((2, 2)))
     (Array([0, 1]), Array([0, 1]))
     """
@@ -109,7 +103,6 @@ def diag_indices_from(x: Any, /) -> tuple[Array, ...]:
 def tril_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
     """:func:`tril_indices` of a matrix.
 
-    >>> import meshtape as mt
     >>> mt.tril_indices_from(mt.ones((2, 2)))
     (Array([0, 1, 1]), Array([0, 0, 1]))
     """
@@ -120,7 +113,6 @@ def tril_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
 def triu_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
     """:func:`triu_indices` of a matrix.
 
-    >>> import meshtape as mt
     >>> mt.triu_indices_from(mt.ones((2, 2)))
     (Array([0, 0, 1]), Array([0, 1, 1]))
     """
@@ -131,7 +123,6 @@ def triu_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
 def argwhere(x: Any, /) -> Array:
     """The coordinates of the elements that are not zero, one row an element.
 
-    >>> import meshtape as mt
     >>> mt.argwhere(mt.asarray([[0, 1], [1, 0]]))
     Array([[0, 1],
            [1, 0]])
@@ -145,7 +136,6 @@ def argwhere(x: Any, /) -> Array:
 def flatnonzero(x: Any, /) -> Array:
     """The flat positions, in C order, of the elements that are not zero.
 
-    >>> import meshtape as mt
     >>> mt.flatnonzero(mt.asarray([[0, 1], [1, 0]]))
     Array([1, 2])
     """
@@ -162,7 +152,6 @@ def unravel_index(places: Any, shape: Sequence[int], /) -> tuple[Array, ...]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.unravel_index(5, (2, 3))
     (Array(1), Array(2))
     """
@@ -191,7 +180,6 @@ def ravel_multi_index(coordinates: Sequence[Any], shape: Sequence[int], /) -> Ar
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.ravel_multi_index((1, 2), (2, 3))
     Array(5)
     """

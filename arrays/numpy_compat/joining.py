@@ -24,7 +24,6 @@ from .rearranging import atleast_1d, atleast_2d, atleast_3d
 def vstack(arrays: Sequence[Any], /) -> Array:
     """Joined as rows: along the first dimension, vectors as one row each.
 
-    >>> import meshtape as mt
     >>> mt.vstack([mt.arange(2), mt.arange(2)]).shape
     (2, 2)
     """
@@ -35,7 +34,6 @@ def vstack(arrays: Sequence[Any], /) -> Array:
 def hstack(arrays: Sequence[Any], /) -> Array:
     """Joined side by side: along the second dimension, vectors along their only one.
 
-    >>> import meshtape as mt
     >>> mt.hstack([mt.arange(2), mt.arange(3)])
     Array([0, 1, 0, 1, 2])
     """
@@ -47,7 +45,6 @@ def hstack(arrays: Sequence[Any], /) -> Array:
 def dstack(arrays: Sequence[Any], /) -> Array:
     """Joined along the third dimension.
 
-    >>> import meshtape as mt
     >>> mt.dstack([mt.arange(2), mt.arange(2)]).shape
     (1, 2, 2)
     """
@@ -58,7 +55,6 @@ def dstack(arrays: Sequence[Any], /) -> Array:
 def column_stack(arrays: Sequence[Any], /) -> Array:
     """Vectors as the columns of a matrix; matrices keep theirs.
 
-    >>> import meshtape as mt
     >>> mt.column_stack([mt.arange(2), mt.ones((2, 2), mt.int64)])
     Array([[0, 1, 1],
            [1, 1, 1]])
@@ -71,7 +67,6 @@ def column_stack(arrays: Sequence[Any], /) -> Array:
 def block(arrays: Any, /) -> Array:
     """An array of nested lists of blocks: the innermost lists join along the last dimension, the next along that before it.
 
-    >>> import meshtape as mt
     >>> mt.block([[mt.eye(2), mt.zeros((2, 1))], [mt.ones((1, 3))]])
     Array([[1., 0., 0.],
            [0., 1., 0.],
@@ -105,7 +100,6 @@ def block(arrays: Any, /) -> Array:
 def append(x: Any, values: Any, /, axis: int | None = None) -> Array:
     """``values`` behind ``x``, along ``axis``; both flat without one.
 
-    >>> import meshtape as mt
     >>> mt.append(mt.arange(2), 7)
     Array([0, 1, 7])
     """
@@ -150,7 +144,6 @@ def split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int = 0) ->
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.split(mt.arange(4), 2), mt.split(mt.arange(4), [1])
     ([Array([0, 1]), Array([2, 3])], [Array([0]), Array([1, 2, 3])])
     """
@@ -161,7 +154,6 @@ def split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int = 0) ->
 def array_split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
     """Like :func:`split`; where the length does not divide, the first pieces are one longer.
 
-    >>> import meshtape as mt
     >>> mt.array_split(mt.arange(3), 2)
     [Array([0, 1]), Array([2])]
     """
@@ -178,7 +170,6 @@ def _split_dimension(name: str, x: Any, where: int | Sequence[int], axis: int, l
 def hsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     """Pieces along the second dimension, of vectors along the only one; see :func:`split`.
 
-    >>> import meshtape as mt
     >>> [p.shape for p in mt.hsplit(mt.ones((2, 4)), 2)]
     [(2, 2), (2, 2)]
     """
@@ -189,7 +180,6 @@ def hsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
 def vsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     """Pieces along the first dimension of at least two; see :func:`split`.
 
-    >>> import meshtape as mt
     >>> [p.shape for p in mt.vsplit(mt.ones((2, 4)), 2)]
     [(1, 4), (1, 4)]
     """
@@ -199,7 +189,6 @@ def vsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
 def dsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     """Pieces along the third dimension; see :func:`split`.
 
-    >>> import meshtape as mt
     >>> [p.shape for p in mt.dsplit(mt.ones((1, 2, 4)), 2)]
     [(1, 2, 2), (1, 2, 2)]
     """
@@ -210,7 +199,6 @@ def dsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
 def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
     """Without the elements, rows, … at ``where`` (a number, several, a slice, or a mask) along ``axis``; flat without one.
 
-    >>> import meshtape as mt
     >>> mt.delete(mt.arange(5), [0, -1])
     Array([1, 2, 3])
     """
@@ -230,7 +218,6 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
 
     Places are a number, several, or a slice; all mean the array as it was.
 
-    >>> import meshtape as mt
     >>> mt.insert(mt.arange(3), 1, 9), mt.insert(mt.arange(3), [0, 3], [7, 8])
     (Array([0, 9, 1, 2]), Array([7, 0, 1, 2, 8]))
     """

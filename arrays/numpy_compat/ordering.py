@@ -36,7 +36,6 @@ def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> t
 def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
     """The ``kth`` elements where sorting would put them, smaller ones before and larger ones behind. All are sorted, in fact.
 
-    >>> import meshtape as mt
     >>> mt.partition(mt.asarray([3, 1, 2]), 1)[1]
     Array(2)
     """
@@ -47,7 +46,6 @@ def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Arr
 def argpartition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
     """The indices of the elements of :func:`partition`.
 
-    >>> import meshtape as mt
     >>> mt.argpartition(mt.asarray([3, 1, 2]), 1)[0]
     Array(1)
     """
@@ -59,7 +57,6 @@ def argpartition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> 
 def lexsort(keys: Any, /, axis: int = -1) -> Array:
     """The order by several keys, the last one first.
 
-    >>> import meshtape as mt
     >>> mt.lexsort([mt.asarray([2, 1, 0]), mt.asarray([0, 1, 0])])
     Array([2, 0, 1])
     """
@@ -88,7 +85,6 @@ def unique(
 
     All NaN are one, but with ``equal_nan=False``.
 
-    >>> import meshtape as mt
     >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
     (Array([1, 2]), Array([1, 2]))
     """
@@ -99,7 +95,6 @@ def unique(
 def union1d(x: Any, y: Any, /) -> Array:
     """The different elements of both, ascending.
 
-    >>> import meshtape as mt
     >>> mt.union1d([1, 2], [2, 3])
     Array([1, 2, 3])
     """
@@ -109,7 +104,6 @@ def union1d(x: Any, y: Any, /) -> Array:
 def intersect1d(x: Any, y: Any, /) -> Array:
     """The different elements that are in both, ascending.
 
-    >>> import meshtape as mt
     >>> mt.intersect1d([1, 2], [2, 3])
     Array([2])
     """
@@ -120,7 +114,6 @@ def intersect1d(x: Any, y: Any, /) -> Array:
 def setdiff1d(x: Any, y: Any, /) -> Array:
     """The different elements of ``x`` that are not in ``y``, ascending.
 
-    >>> import meshtape as mt
     >>> mt.setdiff1d([1, 2], [2, 3])
     Array([1])
     """
@@ -131,7 +124,6 @@ def setdiff1d(x: Any, y: Any, /) -> Array:
 def setxor1d(x: Any, y: Any, /) -> Array:
     """The different elements that are in just one of both, ascending.
 
-    >>> import meshtape as mt
     >>> mt.setxor1d([1, 2], [2, 3])
     Array([1, 3])
     """

@@ -31,7 +31,6 @@ def _coefficients(name: str, p: Any) -> Array:
 def polyval(p: Any, x: Any, /) -> Array:
     """The polynomial with coefficients ``p`` at ``x``, by Horner's rule.
 
-    >>> import meshtape as mt
     >>> mt.polyval([1.0, 0.0, 2.0], mt.asarray([0.0, 3.0]))
     Array([ 2., 11.], dtype=float64)
     """
@@ -49,7 +48,6 @@ def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
 
     ``y`` may have several columns, each of which is fitted; ``w`` are weights of the differences, before they are squared.
 
-    >>> import meshtape as mt
     >>> mt.round(mt.polyfit([0.0, 1.0, 2.0], [1.0, 3.0, 5.0], 1), 6)
     Array([2., 1.], dtype=float64)
     """
@@ -73,7 +71,6 @@ def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
 def polyder(p: Any, /, m: int = 1) -> Array:
     """The ``m``-th derivative.
 
-    >>> import meshtape as mt
     >>> mt.polyder([1.0, 2.0, 3.0])
     Array([2., 2.], dtype=float64)
     """
@@ -87,7 +84,6 @@ def polyder(p: Any, /, m: int = 1) -> Array:
 def polyint(p: Any, /, m: int = 1, k: float = 0.0) -> Array:
     """The ``m``-th integral with the constants ``k``.
 
-    >>> import meshtape as mt
     >>> mt.polyint([2.0, 2.0])
     Array([1., 2., 0.], dtype=float64)
     """
@@ -100,7 +96,6 @@ def polyint(p: Any, /, m: int = 1, k: float = 0.0) -> Array:
 def polymul(p: Any, q: Any, /) -> Array:
     """The product of two polynomials.
 
-    >>> import meshtape as mt
     >>> mt.polymul([1, 1], [1, -1])
     Array([ 1,  0, -1])
     """
@@ -111,7 +106,6 @@ def polymul(p: Any, q: Any, /) -> Array:
 def polyadd(p: Any, q: Any, /) -> Array:
     """The sum of two polynomials.
 
-    >>> import meshtape as mt
     >>> mt.polyadd([1, 1], [5])
     Array([1, 6])
     """
@@ -124,7 +118,6 @@ def polyadd(p: Any, q: Any, /) -> Array:
 def polysub(p: Any, q: Any, /) -> Array:
     """The difference of two polynomials.
 
-    >>> import meshtape as mt
     >>> mt.polysub([1, 1], [5])
     Array([ 1, -4])
     """
@@ -136,7 +129,6 @@ def polysub(p: Any, q: Any, /) -> Array:
 def roots(p: Any, /) -> Array:
     """The complex numbers where a polynomial is zero: eigenvalues of its companion matrix. The first coefficient must not be zero.
 
-    >>> import meshtape as mt
     >>> mt.sort(mt.real(mt.roots([1.0, 0.0, -4.0])))
     Array([-2.,  2.], dtype=float64)
     """

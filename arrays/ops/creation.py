@@ -108,7 +108,6 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.asarray([[1, 2], [3, 4]])
     Array([[1, 2],
            [3, 4]])
@@ -227,7 +226,6 @@ def full(
 ) -> Array:
     """An array of one repeated value, whose dtype it has unless another is asked for.
 
-    >>> import meshtape as mt
     >>> mt.full((2, 2), 7)
     Array([[7, 7],
            [7, 7]])
@@ -255,7 +253,6 @@ def full(
 def zeros(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of zeros (float64 by default).
 
-    >>> import meshtape as mt
     >>> mt.zeros((2, 2))
     Array([[0., 0.],
            [0., 0.]], dtype=float64)
@@ -266,7 +263,6 @@ def zeros(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str
 def ones(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of ones (float64 by default).
 
-    >>> import meshtape as mt
     >>> mt.ones(3, dtype=mt.int8)
     Array([1, 1, 1], dtype=int8)
     """
@@ -276,7 +272,6 @@ def ones(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str 
 def empty(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of arbitrary values.
 
-    >>> import meshtape as mt
     >>> mt.empty((2, 3), dtype=mt.float32).shape
     (2, 3)
     """
@@ -294,7 +289,6 @@ def arange(
 ) -> Array:
     """Evenly spaced values from ``start`` (0 when only one number is given) up to, not including, ``stop``.
 
-    >>> import meshtape as mt
     >>> mt.arange(3)
     Array([0, 1, 2])
     """
@@ -325,7 +319,6 @@ def linspace(
 ) -> Array:
     """``num`` evenly spaced values from ``start`` to ``stop``.
 
-    >>> import meshtape as mt
     >>> mt.linspace(0.0, 1.0, 5)
     Array([0.  , 0.25, 0.5 , 0.75, 1.  ], dtype=float64)
     """
@@ -361,7 +354,6 @@ def eye(
 ) -> Array:
     """Ones on the ``k``-th diagonal, zeros elsewhere.
 
-    >>> import meshtape as mt
     >>> mt.eye(2, 3, k=1)
     Array([[0., 1., 0.],
            [0., 0., 1.]], dtype=float64)
@@ -390,7 +382,6 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
 def zeros_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Zeros with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.zeros_like(mt.asarray([1, 2]))
     Array([0, 0])
     """
@@ -400,7 +391,6 @@ def zeros_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = No
 def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Ones with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.ones_like(mt.asarray([1.5, 2.0]))
     Array([1., 1.], dtype=float64)
     """
@@ -410,7 +400,6 @@ def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = Non
 def full_like(x: Any, /, fill_value: Any, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """One repeated value, with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.full_like(mt.asarray([1, 2]), 7)
     Array([7, 7])
     """
@@ -420,7 +409,6 @@ def full_like(x: Any, /, fill_value: Any, dtype: Any = None, *, device: Device |
 def empty_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.empty_like(mt.ones((2, 3))).shape
     (2, 3)
     """
@@ -469,7 +457,6 @@ def meshgrid(*arrays: Any, indexing: str = "xy", sparse: bool = False) -> tuple[
 
     With ``sparse`` each has its own dimension alone, and they broadcast against each other.
 
-    >>> import meshtape as mt
     >>> [g.tolist() for g in mt.meshgrid(mt.arange(2), mt.arange(3), indexing="ij")]
     [[[0, 0, 0], [1, 1, 1]], [[0, 1, 2], [0, 1, 2]]]
     """

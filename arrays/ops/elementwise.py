@@ -58,7 +58,7 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
         if len(op.operands) == 1
         else "Element by element; the operands broadcast against each other."
     )
-    fn.__doc__ = f"{doc}\n\n{how}\n\n>>> import meshtape as mt\n>>> {call}\n{shown}\n"
+    fn.__doc__ = f"{doc}\n\n{how}\n\n>>> {call}\n{shown}\n"
     return fn
 
 
@@ -304,7 +304,6 @@ WHERE = Op(
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     """``x1`` where the condition holds, ``x2`` elsewhere; all three broadcast together. Of a condition alone, :func:`nonzero`.
 
-    >>> import meshtape as mt
     >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
     Array([1., 2.], dtype=float64)
     """
@@ -330,7 +329,6 @@ def _check_branches(x1: Any, x2: Any) -> None:
 def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
     """``x`` limited to ``min … max``; either bound may be None.
 
-    >>> import meshtape as mt
     >>> mt.clip(mt.asarray([-1.0, 0.5, 3.0]), 0.0, 1.0)
     Array([0. , 0.5, 1. ], dtype=float64)
     """
@@ -441,7 +439,6 @@ ASTYPE = Op("astype", ("x",), _astype, _infer_astype)
 def stop_gradient(x: Any, /) -> Array:
     """``x`` as a constant: no gradient flows through it.
 
-    >>> import meshtape as mt
     >>> mt.grad(lambda x: x * mt.stop_gradient(x))(3.0)
     Array(3., dtype=float64)
     """

@@ -155,7 +155,6 @@ def _one(name: str, x: Any, n: int | None, axis: int, norm: str, inverse: bool) 
 def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Fourier transform along an axis, of ``n`` points (cut off or filled with zeros).
 
-    >>> import meshtape as mt
     >>> mt.fft.fft(mt.asarray([1.0, 0.0, 0.0, 0.0]))
     Array([1.+0.j, 1.+0.j, 1.+0.j, 1.+0.j], dtype=complex128)
     """
@@ -165,7 +164,6 @@ def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwar
 def ifft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`fft`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ifft(mt.asarray([4.0, 0.0, 0.0, 0.0]))
     Array([1.+0.j, 1.+0.j, 1.+0.j, 1.+0.j], dtype=complex128)
     """
@@ -177,7 +175,6 @@ def fftn(
 ) -> Array:
     """Fourier transform along several axes (all by default), of lengths ``s``.
 
-    >>> import meshtape as mt
     >>> mt.fft.fftn(mt.ones((2, 2)))
     Array([[4.+0.j, 0.+0.j],
            [0.+0.j, 0.+0.j]], dtype=complex128)
@@ -191,7 +188,6 @@ def ifftn(
 ) -> Array:
     """Inverse of :func:`fftn`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ifftn(mt.asarray([[4.0, 0.0], [0.0, 0.0]]))
     Array([[1.+0.j, 1.+0.j],
            [1.+0.j, 1.+0.j]], dtype=complex128)
@@ -218,7 +214,6 @@ def _irfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Ar
 def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Fourier transform of real numbers: the ``n // 2 + 1`` terms of frequency zero and above.
 
-    >>> import meshtape as mt
     >>> mt.fft.rfft(mt.asarray([1.0, 2.0, 3.0])).shape
     (2,)
     """
@@ -231,7 +226,6 @@ def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
 def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`rfft`: ``n`` real numbers (``2 * (m - 1)`` for ``m`` terms by default).
 
-    >>> import meshtape as mt
     >>> mt.fft.irfft(mt.asarray([4.0, 0.0, 0.0]))
     Array([1., 1., 1., 1.], dtype=float64)
     """
@@ -246,7 +240,6 @@ def rfftn(
 ) -> Array:
     """:func:`rfft` along the last of the axes, :func:`fftn` along the others.
 
-    >>> import meshtape as mt
     >>> mt.fft.rfftn(mt.ones((2, 4))).shape
     (2, 3)
     """
@@ -264,7 +257,6 @@ def irfftn(
 ) -> Array:
     """Inverse of :func:`rfftn`.
 
-    >>> import meshtape as mt
     >>> mt.fft.irfftn(mt.fft.rfftn(mt.ones((2, 4)))).shape
     (2, 4)
     """
@@ -281,7 +273,6 @@ def irfftn(
 def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Transform of a signal with Hermitian symmetry, given by its first half: ``n`` real numbers.
 
-    >>> import meshtape as mt
     >>> mt.fft.hfft(mt.asarray([1.0, 2.0, 1.0]), n=4)
     Array([ 6.,  0., -2.,  0.], dtype=float64)
     """
@@ -294,7 +285,6 @@ def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
 def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`hfft`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ihfft(mt.asarray([1.0, 1.0, 1.0, 1.0]))
     Array([1.-0.j, 0.-0.j, 0.-0.j], dtype=complex128)
     """
@@ -313,7 +303,7 @@ def _of_two(name: str, several: Callable[..., Array], shown: str) -> Callable[..
         return several(x, s=s, axes=axes, norm=norm)
 
     fn.__name__ = fn.__qualname__ = name
-    fn.__doc__ = f":func:`{several.__name__}` along two axes.\n\n>>> import meshtape as mt\n>>> mt.fft.{name}(mt.ones((2, 4))).shape\n{shown}\n"
+    fn.__doc__ = f":func:`{several.__name__}` along two axes.\n\n>>> mt.fft.{name}(mt.ones((2, 4))).shape\n{shown}\n"
     return composite(name)(fn)
 
 
@@ -337,7 +327,6 @@ def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, w
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | str | None = None) -> Array:
     """The frequencies of the terms of :func:`fft`, for samples ``d`` apart.
 
-    >>> import meshtape as mt
     >>> mt.fft.fftfreq(4)
     Array([ 0.  ,  0.25, -0.5 , -0.25], dtype=float64)
     """
@@ -348,7 +337,6 @@ def fftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | st
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | str | None = None) -> Array:
     """The frequencies of the terms of :func:`rfft`, for samples ``d`` apart.
 
-    >>> import meshtape as mt
     >>> mt.fft.rfftfreq(4)
     Array([0.  , 0.25, 0.5 ], dtype=float64)
     """
@@ -365,7 +353,6 @@ def _shift(name: str, x: Any, axes: int | Sequence[int] | None, sign: int) -> Ar
 def fftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
     """Frequency zero moved to the middle.
 
-    >>> import meshtape as mt
     >>> mt.fft.fftshift(mt.fft.fftfreq(4))
     Array([-0.5 , -0.25,  0.  ,  0.25], dtype=float64)
     """
@@ -375,7 +362,6 @@ def fftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
 def ifftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
     """Inverse of :func:`fftshift`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ifftshift(mt.asarray([-1, 0, 1]))
     Array([ 0,  1, -1])
     """

@@ -92,7 +92,6 @@ def astype(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([464.0, 480.0, float("inf")])
     >>> mt.astype(x, mt.float8_e4m3fn).tolist(), mt.astype(x, mt.float8_e4m3fn, saturate=True).tolist()
     ([448.0, nan, nan], [448.0, 448.0, 448.0])
@@ -120,7 +119,6 @@ def astype(
 def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, order: str = "C") -> Array:
     """The same elements, in C order, in another shape; one length may be -1. With ``order="F"`` the first index runs fastest.
 
-    >>> import meshtape as mt
     >>> mt.reshape(mt.arange(6), (2, -1)).shape
     (2, 3)
     """
@@ -151,7 +149,6 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
     """Dimensions in another order: dimension ``i`` of the result is ``axes[i]`` of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.permute_dims(mt.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
@@ -167,7 +164,6 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
 def matrix_transpose(x: Any, /) -> Array:
     """The last two dimensions exchanged.
 
-    >>> import meshtape as mt
     >>> mt.matrix_transpose(mt.asarray([[1, 2], [3, 4]]))
     Array([[1, 3],
            [2, 4]])
@@ -181,7 +177,6 @@ def matrix_transpose(x: Any, /) -> Array:
 def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
     """Dimensions ``source`` moved to ``destination``, the others in their order.
 
-    >>> import meshtape as mt
     >>> mt.moveaxis(mt.ones((2, 3, 4)), 0, -1).shape
     (3, 4, 2)
     """
@@ -201,7 +196,6 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
 def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
     """``x`` repeated, without copying, along new and length-one dimensions.
 
-    >>> import meshtape as mt
     >>> mt.broadcast_to(mt.asarray([1, 2]), (2, 2))
     Array([[1, 2],
            [1, 2]])
@@ -217,7 +211,6 @@ def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
 def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
     """The arrays, each broadcast to their common shape.
 
-    >>> import meshtape as mt
     >>> [x.shape for x in mt.broadcast_arrays(mt.ones((3, 1)), mt.ones(4))]
     [(3, 4), (3, 4)]
     """
@@ -229,7 +222,6 @@ def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
 def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
     """The shape that arrays of these shapes have together. A length of None is unknown, and stays so unless another tells it.
 
-    >>> import meshtape as mt
     >>> mt.broadcast_shapes((3, 1), (1, 4))
     (3, 4)
     """
@@ -246,7 +238,6 @@ def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
 def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
     """New dimensions of length one at the places ``axis`` of the result.
 
-    >>> import meshtape as mt
     >>> mt.expand_dims(mt.ones(3), axis=(0, -1)).shape
     (1, 3, 1)
     """
@@ -260,7 +251,6 @@ def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
 def squeeze(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
     """Without the dimensions ``axis``, which must have length one; all that have, by default.
 
-    >>> import meshtape as mt
     >>> mt.squeeze(mt.ones((1, 3, 1)), axis=(0, 2)).shape
     (3,)
     """
@@ -276,7 +266,6 @@ def squeeze(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
 def flip(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
     """Elements in reverse order along the axes (all by default).
 
-    >>> import meshtape as mt
     >>> mt.flip(mt.asarray([[1, 2], [3, 4]]), axis=1)
     Array([[2, 1],
            [4, 3]])
@@ -288,7 +277,6 @@ def flip(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
 def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
     """Arrays joined along an axis they have (flattened first when ``axis`` is None).
 
-    >>> import meshtape as mt
     >>> mt.concat([mt.asarray([1, 2]), mt.asarray([3])])
     Array([1, 2, 3])
     """
@@ -305,7 +293,6 @@ def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
 def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
     """Arrays of one shape joined along a new axis.
 
-    >>> import meshtape as mt
     >>> mt.stack([mt.asarray([1, 2]), mt.asarray([3, 4])], axis=1)
     Array([[1, 3],
            [2, 4]])
@@ -320,7 +307,6 @@ def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
 def unstack(x: Any, /, axis: int = 0) -> tuple[Array, ...]:
     """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`.
 
-    >>> import meshtape as mt
     >>> [x.tolist() for x in mt.unstack(mt.asarray([[1, 2], [3, 4]]))]
     [[1, 2], [3, 4]]
     """
@@ -335,7 +321,6 @@ def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None
 
     Without ``axis`` the array is rolled as if it were flat.
 
-    >>> import meshtape as mt
     >>> mt.roll(mt.arange(4), 1)
     Array([3, 0, 1, 2])
     """
@@ -362,7 +347,6 @@ def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None
 def tile(x: Any, repetitions: int | Sequence[int], /) -> Array:
     """``x`` as a whole laid side by side, ``repetitions[i]`` times along axis ``i`` (counted from the last one).
 
-    >>> import meshtape as mt
     >>> mt.tile(mt.arange(2), (2, 2))
     Array([[0, 1, 0, 1],
            [0, 1, 0, 1]])
@@ -384,7 +368,6 @@ def repeat(x: Any, repeats: Any, /, axis: int | None = None) -> Array:
 
     ``repeats`` is one number for all, or an array of one number each (whose values must be known: they make the shape).
 
-    >>> import meshtape as mt
     >>> mt.repeat(mt.asarray([1, 2]), mt.asarray([1, 3]))
     Array([1, 2, 2, 2])
     """

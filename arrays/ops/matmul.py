@@ -92,7 +92,6 @@ MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True)
 def matmul(x1: Any, x2: Any, /) -> Array:
     """Matrix product over the last two dimensions; leading ones broadcast, vectors are rows or columns as in NumPy.
 
-    >>> import meshtape as mt
     >>> mt.matmul(mt.ones((2, 3)), mt.ones((3, 4))).shape
     (2, 4)
 
@@ -107,7 +106,6 @@ def matmul(x1: Any, x2: Any, /) -> Array:
 def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     """Sums of products along an axis, the first operand conjugated; the other dimensions broadcast.
 
-    >>> import meshtape as mt
     >>> mt.vecdot(mt.asarray([1, 2]), mt.asarray([3, 4]))
     Array(11)
     """
@@ -124,7 +122,6 @@ def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
 def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
     """Products summed over several axes: the last ``axes`` of ``x1`` with the first of ``x2``, or two lists of axes.
 
-    >>> import meshtape as mt
     >>> mt.tensordot(mt.ones((2, 3, 4)), mt.ones((4, 3)), axes=((1, 2), (1, 0))).shape
     (2,)
     """
@@ -152,7 +149,6 @@ def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int
 def outer(x1: Any, x2: Any, /) -> Array:
     """All products of the elements of two vectors.
 
-    >>> import meshtape as mt
     >>> mt.linalg.outer(mt.asarray([1, 2]), mt.asarray([3, 4]))
     Array([[3, 4],
            [6, 8]])
@@ -166,7 +162,6 @@ def outer(x1: Any, x2: Any, /) -> Array:
 def cross(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     """Cross product of vectors of three elements along an axis; the other dimensions broadcast.
 
-    >>> import meshtape as mt
     >>> mt.linalg.cross(mt.asarray([1, 0, 0]), mt.asarray([0, 1, 0]))
     Array([0, 0, 1])
     """

@@ -74,7 +74,6 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.random.key(7)
     Array([7, 0], dtype=uint64)
     """
@@ -90,7 +89,6 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
 def split(key: Any, num: int = 2) -> Array:
     """``num`` new keys, independent of each other and of everything drawn from ``key``: uint64 of shape ``(num, 2)``.
 
-    >>> import meshtape as mt
     >>> a, b = mt.random.split(mt.random.key(0))
     >>> mt.random.split(mt.random.key(0), 3).shape
     (3, 2)
@@ -120,7 +118,6 @@ def fold_in(key: Any, data: Any) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> key = mt.random.key(0)
     >>> bool(mt.all(mt.random.fold_in(key, 3) == mt.random.fold_in(key, mt.asarray(3))))
     True

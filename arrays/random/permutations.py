@@ -81,7 +81,6 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
     By sorting random 64-bit words; each device sorts all of them, also where the result is sharded. Orders are equally likely
     up to the chance of two equal words, ``x**2 / 2**65``.
 
-    >>> import meshtape as mt
     >>> order = mt.random.permutation(mt.random.key(0), 5)
     >>> sorted(order.tolist())
     [0, 1, 2, 3, 4]
@@ -131,7 +130,6 @@ def choice(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.random.choice(mt.random.key(0), mt.asarray([10, 20, 30]), (4,), p=[0.0, 1.0, 0.0])
     Array([20, 20, 20, 20])
     """

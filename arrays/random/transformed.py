@@ -58,7 +58,6 @@ def _real(value: Any, wide: np.dtype) -> Array:
 def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.0, scale: Any = 1.0) -> Array:
     """Laplace numbers: exponential ones of mean ``scale`` to either side of ``loc``.
 
-    >>> import meshtape as mt
     >>> x = mt.random.laplace(mt.random.key(0), (10000,), loc=3.0)
     >>> round(float(mt.median(x)), 1)
     3.0
@@ -75,7 +74,6 @@ def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0
 def logistic(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.0, scale: Any = 1.0) -> Array:
     """Logistic numbers: differences of two of Gumbel's.
 
-    >>> import meshtape as mt
     >>> mt.random.logistic(mt.random.key(0), (3,)).shape
     (3,)
     """
@@ -89,7 +87,6 @@ def logistic(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 
 def cauchy(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.0, scale: Any = 1.0) -> Array:
     """Cauchy numbers, which have no mean: ``loc + scale * tan(pi * (u - 1/2))``.
 
-    >>> import meshtape as mt
     >>> x = mt.random.cauchy(mt.random.key(0), (10000,), loc=3.0)
     >>> round(float(mt.median(x)), 1)
     3.0
@@ -103,7 +100,6 @@ def cauchy(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.
 def lognormal(key: Any, shape: Shape = None, dtype: Any = np.float64, mean: Any = 0.0, sigma: Any = 1.0) -> Array:
     """Numbers whose logarithms are normal with this mean and standard deviation.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.lognormal(mt.random.key(0), (100,)) > 0))
     True
     """
@@ -116,7 +112,6 @@ def lognormal(key: Any, shape: Shape = None, dtype: Any = np.float64, mean: Any 
 def rayleigh(key: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any = 1.0) -> Array:
     """Lengths of plane vectors whose coordinates are normal with standard deviation ``scale``.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.rayleigh(mt.random.key(0), (100,)) > 0))
     True
     """
@@ -129,7 +124,6 @@ def rayleigh(key: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any 
 def weibull(key: Any, k: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any = 1.0) -> Array:
     """Weibull numbers: ``scale`` times the ``k``-th root of exponential ones.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.weibull(mt.random.key(0), 2.0, (100,)) > 0))
     True
     """
@@ -144,7 +138,6 @@ def pareto(key: Any, a: Any, shape: Shape = None, dtype: Any = np.float64, scale
 
     NumPy's, also called Lomax numbers, are these less ``scale``.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.pareto(mt.random.key(0), 3.0, (100,)) >= 1))
     True
     """
@@ -157,7 +150,6 @@ def pareto(key: Any, a: Any, shape: Shape = None, dtype: Any = np.float64, scale
 def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> Array:
     """Numbers of trials up to the first success, whose chance is ``p`` each time: integers from 1.
 
-    >>> import meshtape as mt
     >>> x = mt.random.geometric(mt.random.key(0), 0.25, (10000,))
     >>> round(float(mt.mean(x)))
     4
@@ -179,7 +171,6 @@ def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> A
 def triangular(key: Any, left: Any, mode: Any, right: Any, shape: Shape = None, dtype: Any = np.float64) -> Array:
     """Numbers between ``left`` and ``right`` whose density rises on a straight line to ``mode`` and falls on one from there.
 
-    >>> import meshtape as mt
     >>> x = mt.random.triangular(mt.random.key(0), -1.0, 0.0, 1.0, (1000,))
     >>> bool(mt.all(mt.abs(x) <= 1))
     True
@@ -211,7 +202,6 @@ def multivariate_normal(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.random.multivariate_normal(mt.random.key(0), mt.zeros(2), mt.asarray([[2.0, 1.0], [1.0, 2.0]]), (10000,))
     >>> mt.round(mt.cov(x, rowvar=False))
     Array([[2., 1.],

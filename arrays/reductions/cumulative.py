@@ -74,7 +74,6 @@ def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: boo
 def cumulative_sum(x: Any, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
     """Sums of the elements up to each place along an axis; with ``include_initial``, a zero comes first.
 
-    >>> import meshtape as mt
     >>> mt.cumulative_sum(mt.asarray([1, 2, 3]), include_initial=True)
     Array([0, 1, 3, 6])
     """
@@ -84,7 +83,6 @@ def cumulative_sum(x: Any, /, *, axis: int | None = None, dtype: Any = None, inc
 def cumulative_prod(x: Any, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
     """Products of the elements up to each place along an axis; with ``include_initial``, a one comes first.
 
-    >>> import meshtape as mt
     >>> mt.cumulative_prod(mt.asarray([1, 2, 3]))
     Array([1, 2, 6])
     """
@@ -96,7 +94,6 @@ def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: 
 
     For booleans: whether neighbours differ.
 
-    >>> import meshtape as mt
     >>> mt.diff(mt.asarray([1, 4, 9, 16]), n=2)
     Array([2, 2])
     """

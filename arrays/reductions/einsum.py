@@ -50,7 +50,6 @@ def einsum(formula: Any, /, *operands: Any) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.einsum("ij,j->i", mt.asarray([[1, 2], [3, 4]]), mt.asarray([1, 10]))
     Array([21, 43])
     >>> mt.einsum("...ii->...", mt.asarray([[1, 2], [3, 4]]))

@@ -138,7 +138,6 @@ def std_of(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype:
 def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, where: Any = None) -> Array:
     """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of sum and result.
 
-    >>> import meshtape as mt
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
     Array(3., dtype=float64)
     """
@@ -161,7 +160,6 @@ def var(
 
     ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
 
-    >>> import meshtape as mt
     >>> mt.var(mt.asarray([1.0, 3.0]), correction=1)
     Array(2., dtype=float64)
     """
@@ -184,7 +182,6 @@ def std(
 
     Its gradient where all elements are equal is 0, as that of a norm at the origin. (That of ``sqrt(var(x))`` is NaN there.)
 
-    >>> import meshtape as mt
     >>> mt.std(mt.asarray([1.0, 3.0]))
     Array(1., dtype=float64)
     """

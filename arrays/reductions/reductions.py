@@ -21,7 +21,6 @@ def sum(
 
     Only elements where ``where`` holds are summed, and ``initial`` is added.
 
-    >>> import meshtape as mt
     >>> mt.sum(mt.asarray([[1, 2], [3, 4]]), axis=0)
     Array([4, 6])
     """
@@ -35,7 +34,6 @@ def prod(
 ) -> Array:
     """Product over axes; 1 for no elements. ``initial`` and ``where`` are as in :func:`sum`.
 
-    >>> import meshtape as mt
     >>> mt.prod(mt.asarray([2, 3, 4]))
     Array(24)
     """
@@ -47,7 +45,6 @@ def prod(
 def max(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = None, where: Any = None) -> Array:
     """Largest element; NaN if there is one. Tied elements share the gradient evenly.
 
-    >>> import meshtape as mt
     >>> mt.max(mt.asarray([[1, 5], [7, 2]]), axis=1)
     Array([5, 7])
     """
@@ -59,7 +56,6 @@ def max(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = 
 def min(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = None, where: Any = None) -> Array:
     """Smallest element; NaN if there is one. Tied elements share the gradient evenly.
 
-    >>> import meshtape as mt
     >>> mt.min(mt.asarray([[1, 5], [7, 2]]), axis=0)
     Array([1, 2])
     """
@@ -77,7 +73,6 @@ def _refuse_out(name: str, out: Any) -> None:
 def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether any element is true.
 
-    >>> import meshtape as mt
     >>> mt.any(mt.asarray([[True, False], [False, False]]), axis=1)
     Array([ True, False])
     """
@@ -90,7 +85,6 @@ def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = No
 def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether all elements are true.
 
-    >>> import meshtape as mt
     >>> mt.all(mt.asarray([[True, False], [True, True]]), axis=1)
     Array([False,  True])
     """
@@ -112,7 +106,6 @@ def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
 def argmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """Index of the first largest element (along an axis, or of the flattened array).
 
-    >>> import meshtape as mt
     >>> mt.argmax(mt.asarray([3, 9, 9]))
     Array(1)
     """
@@ -122,7 +115,6 @@ def argmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Arr
 def argmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """Index of the first smallest element (along an axis, or of the flattened array).
 
-    >>> import meshtape as mt
     >>> mt.argmin(mt.asarray([[3, 1], [0, 2]]), axis=1)
     Array([1, 0])
     """

@@ -32,7 +32,6 @@ def _indices(name: str, indices: Any) -> Array:
 def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
     """The slices of ``x`` at ``indices`` along an axis; the elements of the flattened array without one.
 
-    >>> import meshtape as mt
     >>> mt.take(mt.asarray([10, 20, 30]), mt.asarray([2, 0]))
     Array([30, 10])
     """
@@ -49,7 +48,6 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
 
     The other dimensions broadcast. ``indices`` may come from :func:`argsort` or :func:`argmax`.
 
-    >>> import meshtape as mt
     >>> x = mt.asarray([[3, 1, 2], [0, 5, 4]])
     >>> mt.take_along_axis(x, mt.argsort(x, axis=1), axis=1)
     Array([[1, 2, 3],
@@ -132,7 +130,6 @@ def searchsorted(x1: Any, x2: Any, /, side: str = "left", *, sorter: Any = None)
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.searchsorted(mt.asarray([1.0, 2.0, 4.0]), mt.asarray([2.0, 3.0]), side="right")
     Array([2, 2])
     """
@@ -154,7 +151,6 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
 
     How many there are is known only when ``x`` is computed: inside ``mt.compile`` this raises.
 
-    >>> import meshtape as mt
     >>> mt.nonzero(mt.asarray([[0, 1], [2, 0]]))
     (Array([0, 1]), Array([1, 0]))
     """
@@ -170,7 +166,6 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
 def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
     """How many elements are not zero.
 
-    >>> import meshtape as mt
     >>> mt.count_nonzero(mt.asarray([[0, 1], [2, 3]]), axis=0)
     Array([1, 2])
     """

@@ -89,7 +89,6 @@ def _flat(x: Any, axis: int | None) -> tuple[Array, int]:
 def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """The elements in order along an axis; flattened where it is None.
 
-    >>> import meshtape as mt
     >>> mt.sort(mt.asarray([2, 3, 1]), descending=True)
     Array([3, 2, 1])
     """
@@ -100,7 +99,6 @@ def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: 
 def argsort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """The indices that sort ``x`` along an axis; with ``stable``, equal elements keep their order in both directions.
 
-    >>> import meshtape as mt
     >>> mt.argsort(mt.asarray([2, 1, 2]), descending=True)
     Array([0, 2, 1])
     """
@@ -119,7 +117,6 @@ class TopK(NamedTuple):
 def topk(x: Any, k: int, /, axis: int = -1, *, largest: bool = True) -> TopK:
     """The ``k`` largest elements along an axis, largest first (or smallest, smallest first); of equals the first ones.
 
-    >>> import meshtape as mt
     >>> mt.topk(mt.asarray([3.0, 1.0, 5.0]), 2)
     TopK(values=Array([5., 3.], dtype=float64), indices=Array([2, 0]))
     """

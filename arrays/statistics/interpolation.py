@@ -44,7 +44,6 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.interp(mt.asarray([0.5, 3.0]), mt.asarray([0.0, 1.0]), mt.asarray([10.0, 20.0]))
     Array([15., 20.], dtype=float64)
     """
@@ -92,7 +91,6 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
 
     ``mode`` is ``"full"`` (every overlap), ``"same"`` (the middle, as long as the longer one) or ``"valid"`` (whole overlaps).
 
-    >>> import meshtape as mt
     >>> mt.convolve(mt.asarray([1, 2, 3]), mt.asarray([0, 1, 10]))
     Array([ 0,  1, 12, 23, 30])
     """
@@ -151,7 +149,6 @@ def gradient(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.gradient(mt.asarray([1.0, 4.0, 9.0]))
     Array([3., 4., 5.], dtype=float64)
     >>> mt.gradient(mt.asarray([0.0, 1.0, 9.0]), mt.asarray([0.0, 1.0, 3.0]), edge_order=2)
@@ -223,7 +220,6 @@ def _end(x: Array, axis: int, steps: tuple[Any, Any], order: int, direction: int
 def kron(a: Any, b: Any, /) -> Array:
     """Kronecker product: ``b`` as a whole in the place of each element of ``a``, times that element.
 
-    >>> import meshtape as mt
     >>> mt.kron(mt.asarray([1, 10]), mt.asarray([1, 2]))
     Array([ 1,  2, 10, 20])
     """
@@ -238,7 +234,6 @@ def kron(a: Any, b: Any, /) -> Array:
 def diag(x: Any, /, k: int = 0) -> Array:
     """A matrix with the vector ``x`` on its ``k``-th diagonal, or that diagonal of a matrix.
 
-    >>> import meshtape as mt
     >>> mt.diag(mt.asarray([1, 2]))
     Array([[1, 0],
            [0, 2]])

@@ -59,7 +59,6 @@ def pad(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.pad(mt.asarray([1, 2, 3]), (1, 2), mode="reflect")
     Array([2, 1, 2, 3, 2, 1])
     >>> mt.pad(mt.asarray([1, 2, 3]), 2, mode="linear_ramp", end_values=(-1, 7))

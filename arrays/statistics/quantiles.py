@@ -218,7 +218,6 @@ def quantile(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.quantile(mt.asarray([1.0, 2.0, 4.0]), 0.75)
     Array(3., dtype=float64)
     >>> mt.quantile(mt.asarray([1, 2, 4]), [0.0, 0.7], method="higher")
@@ -233,7 +232,6 @@ def percentile(
 ) -> Array:
     """:func:`quantile` with ``q`` between 0 and 100.
 
-    >>> import meshtape as mt
     >>> mt.percentile(mt.asarray([1.0, 2.0, 4.0]), 75)
     Array(3., dtype=float64)
     """
@@ -244,7 +242,6 @@ def percentile(
 def median(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """The middle element, or the mean of the two in the middle; NaN where there is one, or no element.
 
-    >>> import meshtape as mt
     >>> mt.median(mt.asarray([[1.0, 9.0, 2.0], [3.0, 4.0, 5.0]]), axis=1)
     Array([2., 4.], dtype=float64)
     """

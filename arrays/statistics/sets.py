@@ -67,7 +67,6 @@ def distinct(
 def unique_all(x: Any, /) -> UniqueAll:
     """The distinct elements, in ascending order, with everything about them; the values keep their gradient.
 
-    >>> import meshtape as mt
     >>> mt.unique_all(mt.asarray([3, 1, 3])).counts
     Array([1, 2])
     """
@@ -77,7 +76,6 @@ def unique_all(x: Any, /) -> UniqueAll:
 def unique_counts(x: Any, /) -> UniqueCounts:
     """The distinct elements, in ascending order, and how often each occurs.
 
-    >>> import meshtape as mt
     >>> mt.unique_counts(mt.asarray([3, 1, 3]))
     UniqueCounts(values=Array([1, 3]), counts=Array([1, 2]))
     """
@@ -87,7 +85,6 @@ def unique_counts(x: Any, /) -> UniqueCounts:
 def unique_inverse(x: Any, /) -> UniqueInverse:
     """The distinct elements, in ascending order, and for each element of ``x`` which of them it is.
 
-    >>> import meshtape as mt
     >>> mt.unique_inverse(mt.asarray([3, 1, 3]))
     UniqueInverse(values=Array([1, 3]), inverse_indices=Array([1, 0, 1]))
     """
@@ -97,7 +94,6 @@ def unique_inverse(x: Any, /) -> UniqueInverse:
 def unique_values(x: Any, /) -> Array:
     """The distinct elements, in ascending order.
 
-    >>> import meshtape as mt
     >>> mt.unique_values(mt.asarray([3, 1, 3]))
     Array([1, 3])
     """
@@ -108,7 +104,6 @@ def unique_values(x: Any, /) -> Array:
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
     """Whether each element of ``x1`` is among the elements of ``x2``. NaN is not equal to NaN.
 
-    >>> import meshtape as mt
     >>> mt.isin(mt.asarray([1, 2, 3]), mt.asarray([2, 5]))
     Array([False,  True, False])
     """

@@ -73,7 +73,6 @@ def _folded(ufunc: np.ufunc, b: np.ndarray, fill: int, wide: np.dtype, axes: tup
 def nansum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Sum of the elements that are not NaN.
 
-    >>> import meshtape as mt
     >>> mt.nansum(mt.asarray([1.0, float("nan"), 2.0]))
     Array(3., dtype=float64)
     """
@@ -84,7 +83,6 @@ def nansum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = 
 def nanprod(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Product of the elements that are not NaN.
 
-    >>> import meshtape as mt
     >>> mt.nanprod(mt.asarray([2.0, mt.nan, 3.0]))
     Array(6., dtype=float64)
     """
@@ -108,7 +106,6 @@ def _nan_extremum(x: Any, axis: Axis, keepdims: bool, largest: bool) -> Array:
 def nanmax(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Largest element that is not NaN; NaN where all are.
 
-    >>> import meshtape as mt
     >>> mt.nanmax(mt.asarray([2.0, mt.nan, 3.0]))
     Array(3., dtype=float64)
     """
@@ -119,7 +116,6 @@ def nanmax(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Smallest element that is not NaN; NaN where all are.
 
-    >>> import meshtape as mt
     >>> mt.nanmin(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2., dtype=float64)
     """
@@ -130,7 +126,6 @@ def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 def nanmean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Mean of the elements that are not NaN; NaN where all are. ``dtype`` is that of sum and result.
 
-    >>> import meshtape as mt
     >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2.5, dtype=float64)
     """
@@ -152,7 +147,6 @@ def nanvar(
 
     ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
 
-    >>> import meshtape as mt
     >>> mt.nanvar(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
@@ -172,7 +166,6 @@ def nanstd(
 ) -> Array:
     """Root of :func:`nanvar`.
 
-    >>> import meshtape as mt
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
@@ -199,7 +192,6 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.bincount(mt.asarray([0, 2, 2]), length=4)
     Array([1, 0, 2, 0])
     """
@@ -256,7 +248,6 @@ def histogram(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.histogram(mt.asarray([0.0, 0.1, 0.9]), 2, range=(0.0, 1.0)).counts
     Array([2, 1])
     """

@@ -102,7 +102,6 @@ class Compiled(Wrapper):
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program for these arguments; ``print`` it to see one line an entry.
 
-        >>> import meshtape as mt
         >>> print(mt.compile(lambda x: x * 2.0 + 1.0).program(mt.ones(3)))
         program(%0: float64[3]):
           %1 = multiply(%0, 2.0)  : float64[3]
@@ -257,7 +256,6 @@ def compile(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> double = mt.compile(lambda x: x + x)
     >>> double(mt.asarray([1, 2]))
     Array([2, 4])
@@ -395,7 +393,6 @@ class Outline(NamedTuple):
 def outline(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outline:
     """The program of ``fn(*args)``, of arrays that may have no values.
 
-    >>> import meshtape as mt
     >>> found = outline(mt.grad(lambda x: mt.sum(x * x)), mt.ones(3))
     >>> found.result.shape, found.gradients == ((*found.program.inputs, *found.program.outputs),)
     ((3,), True)

@@ -127,7 +127,6 @@ def detect_anomaly() -> Iterator[None]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> with mt.detect_anomaly():
     ...     mt.grad(lambda x: mt.sqrt(x).sum())(mt.zeros(2))  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):

@@ -250,7 +250,6 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> block = mt.checkpoint(lambda x: mt.exp(mt.sin(x)))
     >>> float(mt.grad(lambda x: block(block(x)))(0.0)) == float(mt.grad(lambda x: mt.exp(mt.sin(mt.exp(mt.sin(x)))))(0.0))
     True
@@ -324,7 +323,6 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([1.0, 2.0])
     >>> mt.grad(lambda x: (mt.gradient_hook(x * x, lambda g: -g)).sum())(x)
     Array([-2., -4.], dtype=float64)

@@ -181,7 +181,6 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> @mt.custom_vjp
     ... def log1pexp(x):
     ...     return mt.log1p(mt.exp(x))

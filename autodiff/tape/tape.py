@@ -54,7 +54,6 @@ class Tape(Recording):
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([1.0, 2.0, 3.0])
     >>> with mt.Tape() as tape:
     ...     tape.watch(x)
@@ -115,7 +114,6 @@ class Tape(Recording):
 
         ``x`` is watched, or computed from watched arrays. See :func:`meshtape.gradient_hook` for functions.
 
-        >>> import meshtape as mt
         >>> x = mt.asarray([1.0, 2.0])
         >>> with mt.Tape() as tape:
         ...     tape.watch(x)

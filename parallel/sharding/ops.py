@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from ...arrays.core.op import Op
 from ...arrays.core.shape_rules import same
@@ -20,16 +20,19 @@ RESHARD = Op("reshard", ("x",), _one_place, same)
 defvjp(RESHARD, x=lambda xp, g: g)
 
 
+RANK_OPS: dict[str, Op] = {}
+
+
 def rank_op_named(name: str) -> Op:
     """The op of per-rank code called ``name``: how it comes back in another process."""
-    return RankOp.table[name]
+    return RANK_OPS[name]
 
 
 class RankOp(Op):
     """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
 
     __slots__ = ()
-    table: ClassVar[dict[str, Op]] = {}
+    table = RANK_OPS
 
     def __reduce__(self) -> Any:
         return rank_op_named, (self.name,)

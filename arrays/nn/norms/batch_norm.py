@@ -246,7 +246,6 @@ def batch_norm(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> out, mean, var = mt.batch_norm(mt.asarray([[1.0], [3.0]]), mt.zeros(1), mt.ones(1), training=True, momentum=1.0)
     >>> mean.tolist(), var.tolist()
     ([2.0], [2.0])

@@ -216,7 +216,6 @@ def group_norm(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.group_norm(mt.asarray([[1.0, 2.0, 4.0, 8.0]]), 2)
     Array([[-0.99998   ,  0.99998   , -0.99999875,  0.99999875]], dtype=float64)
     """
@@ -239,7 +238,6 @@ def instance_norm(
 
     It is :func:`group_norm` with a group for each channel.
 
-    >>> import meshtape as mt
     >>> mt.instance_norm(mt.asarray([[[1.0, 3.0]]])).shape
     (1, 1, 2)
     """

@@ -328,7 +328,6 @@ def layer_norm(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.layer_norm(mt.asarray([[1.0, 2.0, 3.0]]), 3)
     Array([[-1.22473569,  0.        ,  1.22473569]], dtype=float64)
     """
@@ -362,7 +361,6 @@ def rms_norm(x: Any, /, normalized_shape: int | Sequence[int], weight: Any = Non
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.round(mt.rms_norm(mt.asarray([[3.0, 4.0, 0.0, 0.0]]), 4) * 1000)
     Array([[1200., 1600.,    0.,    0.]], dtype=float64)
     """
