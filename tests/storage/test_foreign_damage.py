@@ -58,7 +58,7 @@ def test_damaged_values_of_dcp_do_not_vanish(tmp_path):
             if x.field("fqn") == name
         )
         good = (where / file).read_bytes()
-        for at in rng.choice(length, 100, replace=False).tolist():
+        for at in rng.choice(length, 30, replace=False).tolist():
             bad = bytearray(good)
             bad[start + at] ^= 1 << int(rng.integers(8))
             (where / file).write_bytes(bad)
@@ -76,7 +76,7 @@ def test_damaged_values_of_dcp_do_not_vanish(tmp_path):
         (where / file).write_bytes(bad)
         assert set(open_checkpoint(where, verify=False)) == set(open_checkpoint(GOLDEN))
         (where / file).write_bytes(good)
-    assert found > 40
+    assert found > 12
 
 
 def group(where, version, **kw):
