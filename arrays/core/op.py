@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from .shape_dtype import ShapeDtype
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 
 Infer = Callable[..., ShapeDtype | tuple[ShapeDtype, ...]]
+
+
+OPS: dict[str, Op] = {}
+"""Every op by name."""
 
 
 class Op:
@@ -67,6 +71,7 @@ class Op:
         "replicate_only",
         "takes_out",
     )
+    table: ClassVar[dict[str, Op]] = OPS
 
     def __init__(
         self,
@@ -82,7 +87,7 @@ class Op:
         overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
         takes_out: bool = False,
     ) -> None:
-        if name in OPS:
+        if name in self.table:
             raise ValueError(f"an op named {name!r} exists already")
         self.name = name
         self.operands = operands
@@ -98,7 +103,7 @@ class Op:
         # NumPy's own function where there is one: the eager path then costs no Python frame of ours.
         self.numpy = self.bind(np)
         self.takes_out = takes_out or (isinstance(self.numpy, np.ufunc) and self.numpy.nout == 1)
-        OPS[name] = self
+        self.table[name] = self
 
     def bind(self, xp: Any) -> Callable[..., Any]:
         """The implementation for one backend: a function of buffers and parameters."""
@@ -128,10 +133,6 @@ class Op:
     def __reduce__(self) -> Any:
         # An op is its name: it comes back as the same object in another process.
         return op_named, (self.name,)
-
-
-OPS: dict[str, Op] = {}
-"""Every op by name."""
 
 
 def op_named(name: str) -> Op:

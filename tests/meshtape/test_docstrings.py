@@ -88,7 +88,8 @@ MODULES = [
 
 def shows_examples(module: str) -> bool:
     spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None and ">>>" in Path(spec.origin).read_text("utf-8")
+    source = None if spec is None or spec.origin is None else Path(spec.origin)
+    return source is not None and source.suffix == ".py" and ">>>" in source.read_text("utf-8")
 
 
 SHOWN = [m for m in MODULES if shows_examples(m)]
