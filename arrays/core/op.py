@@ -71,6 +71,7 @@ class Op:
         "replicate_only",
         "takes_out",
     )
+    table: ClassVar[dict[str, Op]] = OPS
 
     table: ClassVar[dict[str, Op]] = OPS
 

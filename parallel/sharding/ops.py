@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ...arrays.core.op import Op
 from ...arrays.core.shape_rules import same
@@ -32,7 +32,7 @@ class RankOp(Op):
     """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
 
     __slots__ = ()
-    table = RANK_OPS
+    table: ClassVar[dict[str, Op]] = RANK_OPS
 
     def __reduce__(self) -> Any:
         return rank_op_named, (self.name,)
