@@ -47,7 +47,6 @@ class DType:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.float32, str(mt.float32), mt.float32.itemsize
     (meshtape.float32, 'float32', 4)
     >>> mt.zeros(2, dtype=mt.float32).dtype == mt.float32, mt.float64 == None

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.dispatch import Deferred, ProgramHost, argument_avals, call_site, program_inputs, wrap
+from ...arrays.core.dispatch import (
+    Deferred,
+    ProgramHost,
+    argument_avals,
+    call_site,
+    check_unwritten,
+    program_inputs,
+    wrap,
+)
 from ...arrays.core.errors import DeviceError, TracedValueError
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Const, ProgramBuilder, Site
@@ -200,11 +208,11 @@ class _Trace:
         self,
         op: Op,
         args: tuple[Any, ...],
+        bufs: Sequence[Any],
         outs: tuple[Array, ...],
         params: Mapping[str, Any],
-        origin: str | None,
-        site: Site | None,
     ) -> None:
+        check_unwritten(op, args, bufs)
         for a in args:
             if isinstance(a, Array):
                 self.note_read(a)
@@ -219,7 +227,7 @@ class _Trace:
             # The result of stop_gradient has the buffer of its argument, and must not be taken for it.
             self.detached.update((id(o), Held(o, o._buf)) for o in outs)
             return
-        call = Staged(op, sources, params, argument_avals(outs), origin, site)
+        call = Staged(op, sources, params, argument_avals(outs), state.origin, call_site())
         taken = {id(s.buf) for s in sources if type(s) in (Held, Result)}
         for k, o in enumerate(outs):
             if id(o._buf) not in taken:  # an alias is what it is an alias of

@@ -424,7 +424,7 @@ class WorkerStreams:
                 if s.silent >= timeout:
                     s.lose(f"it has not answered for {timeout:.0f} s: it is stopped, swapped out or cut off")
                 s.paused_for += tick
-                if s.paused and s.paused_for >= timeout:
+                if s.heard and s.paused and s.paused_for >= timeout:
                     for future in [f for f in s.pending.values() if f.task is not None]:
                         future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
 

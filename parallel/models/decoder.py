@@ -283,7 +283,7 @@ def _block(
     p: Any,
     x: Array,
     c: Config,
-    tables: tuple[np.ndarray, np.ndarray],
+    tables: tuple[Array, Array],
     key: Array | None,
     plan: Plan | None,
     recompute: str,
@@ -302,13 +302,10 @@ def _block(
     return x + constrained(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
 
 
-def _attention(
-    p: Any, h: Array, c: Config, tables: tuple[np.ndarray, np.ndarray], plan: Plan | None, recompute: str
-) -> Array:
+def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: Plan | None, recompute: str) -> Array:
     # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
-    cosines, sines = (asarray(t) for t in tables)
-    q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), cosines, sines)
-    k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), cosines, sines)
+    q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), *tables)
+    k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), *tables)
     v = split_heads(linear(h, p["v"]), c.kv_heads)
     here = q.sharding
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:

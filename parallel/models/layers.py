@@ -64,9 +64,7 @@ def linear(x: Array, w: Array) -> Array:
     """
     here = x.sharding
     if here is not None:
-        parts = 1
-        for axis in here.layout.axes_of(0):
-            parts *= here.mesh.sizes[axis]
+        parts = math.prod(here.mesh.sizes[a] for a in here.layout.axes_of(0))
         if here.layout.axes_of(1) or x.shape[0] % parts:
             return x @ w
     b, s, inputs = x.shape
@@ -128,7 +126,7 @@ class RopeScaling:
 
 def rotary_tables(
     positions: np.ndarray, d: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Array, Array]:
     """Cosines and sines of shape ``(s, d)`` for :func:`rotate` (Su et al., 2021), in float32.
 
     Pairs are the elements ``i`` and ``i + d/2``, the order of Hugging Face's Llama.
@@ -139,7 +137,7 @@ def rotary_tables(
     angles = np.outer(positions.astype(np.float64), speeds if scaling is None else scaling(speeds))
     angles = np.concatenate([angles, angles], axis=1)
     sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
-    return np.cos(angles).astype(np.float32), (np.sin(angles) * sign).astype(np.float32)
+    return asarray(np.cos(angles).astype(np.float32)), asarray((np.sin(angles) * sign).astype(np.float32))
 
 
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:

@@ -10,6 +10,7 @@ lengths in either case: if too few workers are left for them, workers take more 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,9 +78,7 @@ class Elastic:
         data = AXES["dp"]
         if self.on_loss == "keep" or data not in first:
             return dict(first)
-        others = 1
-        for name, n in first.items():
-            others *= 1 if name == data else n
+        others = math.prod(n for name, n in first.items() if name != data)
         room = max(1, workers * per_worker // others)
         most = first[data] if self.most is None else max(self.most, first[data])
         return {**first, data: next(n for n in range(min(most, room), 0, -1) if fits(n) or n == 1)}

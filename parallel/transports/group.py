@@ -104,7 +104,10 @@ class Group:
         """Make the missing links to these processes, each of which does the same. Raises as :meth:`exchange`."""
         missing = [p for p in processes if p not in self.links]
         if missing:
-            found = self._connect(missing, self._timeout)
+            try:
+                found = self._connect(missing, self._timeout)
+            except (RankLost, CollectiveTimeout) as e:
+                raise type(e)(f"{self._what} ({self._place}): {e}" if self._what else str(e)) from e
             self.links.update(found)
             self._by_fd.update((link.stream.fileno(), link) for link in found.values())
             self._apart = self._apart and all(link.apart for link in found.values())

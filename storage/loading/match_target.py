@@ -225,12 +225,7 @@ def match_like(
 
 
 def chosen(
-    ckpt: Checkpoint,
-    shardings: Any,
-    picked: set[Path] | None,
-    strict: bool,
-    ignored: Ignored,
-    report: LoadReport,
+    ckpt: Checkpoint, shardings: Any, picked: set[Path] | None, strict: bool, ignored: Ignored, report: LoadReport
 ) -> dict[str, Target]:
     """Targets for all arrays, with shardings from a function, a tree, or none."""
     arrays, scalars = held(ckpt, picked)

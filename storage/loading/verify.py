@@ -70,7 +70,8 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
     Examples
     --------
-    >>> import tempfile
+    >>> import os, tempfile
+    >>> import numpy as np
     >>> from meshtape.storage import save
     >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
     >>> _ = save(where, {"w": np.ones(3)})

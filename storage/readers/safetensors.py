@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -425,6 +426,8 @@ def save_safetensors(
         with atomic_directory.room_for(nbytes, where):
             store.put(file, body)
         return nbytes
+    if isinstance(path, io.TextIOBase):
+        raise CheckpointError("a stream of text takes no bytes: open it in binary mode ('wb')")
     for piece in body:
         view = memoryview(piece).cast("B")
         if not hasattr(path, "write"):

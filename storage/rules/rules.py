@@ -30,43 +30,8 @@ from ..format.manifest import Leaf
 from ..readers.tensor import read_box
 from . import text
 from .lazy_tensors import Filled, Memory
-from .match import Program, Rule
-from .step import Step
-from .steps import (
-    Concat,
-    Deinterleave,
-    FuseFFN,
-    FuseQKV,
-    Interleave,
-    Permute,
-    Reshape,
-    Slice,
-    Split,
-    SplitFFN,
-    SplitQKV,
-)
-from .value_steps import Cast, Dequantize, Init, Pad
-
-__all__ = [
-    "Cast",
-    "Concat",
-    "Deinterleave",
-    "Dequantize",
-    "FuseFFN",
-    "FuseQKV",
-    "Init",
-    "Interleave",
-    "Pad",
-    "Permute",
-    "Reshape",
-    "Rule",
-    "Rules",
-    "Slice",
-    "Split",
-    "SplitFFN",
-    "SplitQKV",
-    "Step",
-]
+from .match import Program
+from .match import Rule as Rule
 
 
 class Rules:

@@ -335,16 +335,12 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
     held = {i.name: i.array for i in items}
     arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
     nbytes = save_safetensors(stream, arrays)
-    return SaveReport(getattr(stream, "name", "") or "", len(items), nbytes, time.perf_counter() - started, 1)
+    return SaveReport(str(getattr(stream, "name", "") or ""), len(items), nbytes, time.perf_counter() - started, 1)
 
 
 @not_recording()  # what is stored needs no derivative
 def save_async(
-    path: str | os.PathLike[str],
-    tree: Any,
-    *,
-    then: Callable[[], None] | None = None,
-    **options: Unpack[SaveOptions],
+    path: str | os.PathLike[str], tree: Any, *, then: Callable[[], None] | None = None, **options: Unpack[SaveOptions]
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
 

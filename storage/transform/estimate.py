@@ -86,10 +86,7 @@ def _shapes(source: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     ):
         if _pair(leaf):
             shape, dtype = leaf
-            found[leaf_name(path)] = (
-                tuple(shape),
-                dtypes.by_name(dtype),
-            )
+            found[leaf_name(path)] = (tuple(shape), dtypes.by_name(dtype))
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             found[leaf_name(path)] = (tuple(leaf.shape), np.dtype(leaf.dtype))
     return found

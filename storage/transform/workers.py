@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+_SHORT = 2e-3  # seconds
 
 
 class Executor(Protocol):
@@ -30,14 +33,15 @@ class Spread:
     ) -> Iterator[tuple[T, Any]]:
         """(item, ``fn(*arguments(item))``) for all items."""
         if self.executor is not None:
-            yield from self._spread(self.executor, self.threads, fn, items, arguments)
+            yield from self._spread(self.executor, self.threads, fn, items, arguments, 1)
         elif self.threads < 2 or len(items) < 2:
             for item in items:
                 yield item, fn(*arguments(item))
         else:
             with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
-                # One more for each thread, so that none waits for the one that takes the results.
-                yield from self._spread(pool, 2 * self.threads, fn, items, arguments)
+                # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a time, which
+                # would spend their time handing the interpreter to one another.
+                yield from self._spread(pool, 2 * self.threads, fn, items, arguments, 64)
 
     @staticmethod
     def _spread(
@@ -46,14 +50,16 @@ class Spread:
         fn: Callable[..., Any],
         items: Sequence[T],
         arguments: Callable[[T], tuple[Any, ...]],
+        longest: int,
     ) -> Iterator[tuple[T, Any]]:
         waiting = iter(items)
-        running: dict[Future[Any], T] = {}
+        running: dict[Future[Any], list[T]] = {}
+        count = 1
 
         def begin() -> None:
-            for item in waiting:
-                running[executor.submit(fn, *arguments(item))] = item
-                return
+            batch = list(itertools.islice(waiting, count))
+            if batch:
+                running[executor.submit(_called, fn, [arguments(item) for item in batch])] = batch
 
         for _ in range(in_flight):
             begin()
@@ -61,11 +67,28 @@ class Spread:
             while running:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    item = running.pop(future)
-                    result = future.result()
-                    begin()
-                    yield item, result
+                    batch = running.pop(future)
+                    results, error, seconds = future.result()
+                    if error is None:
+                        count = min(2 * count, longest) if seconds < _SHORT else max(count // 2, 1)
+                        begin()
+                    yield from zip(batch, results, strict=error is None)
+                    if error is not None:
+                        raise error
         finally:
             for future in running:
                 future.cancel()
             wait([f for f in running if not f.cancelled()])
+
+
+def _called(fn: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> tuple[list[T], BaseException | None, float]:
+    """The results of calls, up to the first that fails, its error, and seconds. A first call that fails raises."""
+    began, results = time.perf_counter(), list[T]()
+    try:
+        for a in arguments:
+            results.append(fn(*a))  # those before an error are kept
+    except BaseException as e:
+        if not results:
+            raise
+        return results, e, 0.0
+    return results, None, time.perf_counter() - began

@@ -74,7 +74,7 @@ def test_all_samples_agree_with_the_shape_rule():
     """The rule by which traced programs know shapes says what the op gives, for cotangents too."""
 
     class Check(_Names):
-        def record(self, op, args, outs, params, origin, site):
+        def record(self, op, args, bufs, outs, params):
             from meshtape.arrays.core.dispatch import argument_avals
 
             found = op.avals(argument_avals(args), params)
@@ -287,7 +287,7 @@ def test_a_power_with_a_python_exponent_is_not_widened():
     seen = []
 
     class Dtypes(_Names):
-        def record(self, op, args, outs, params, origin, site):
+        def record(self, op, args, bufs, outs, params):
             seen.extend(o.dtype for o in outs)
 
     with recording(Dtypes()):
