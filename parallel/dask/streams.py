@@ -425,7 +425,8 @@ class WorkerStreams:
                     s.lose(f"it has not answered for {timeout:.0f} s: it is stopped, swapped out or cut off")
                 s.paused_for += tick
                 if s.heard and s.paused and s.paused_for >= timeout:
-                    for future in [f for f in s.pending.values() if f.task is not None]:
+                    # Those that came after the ping may have come after the pause, too.
+                    for future in [f for f in followed if f.stream is s and f.number in s.pending]:
                         future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
 
     def _give_up(self, future: WorkerFuture, source: WorkerStream) -> None:
