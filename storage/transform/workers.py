@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
+
+from ...arrays.core.errors import ClusterError
 
 T = TypeVar("T")
 
@@ -56,7 +58,12 @@ class Spread:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     item = running.pop(future)
-                    result = future.result()
+                    try:
+                        result = future.result()
+                    except CancelledError as e:
+                        raise ClusterError(
+                            "the work was cancelled: the scheduler is gone, or its client was closed"
+                        ) from e
                     begin()
                     yield item, result
         finally:
