@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
+
+from ...arrays.core.errors import ClusterError
 
 T = TypeVar("T")
 _SHORT = 2e-3  # seconds
@@ -68,7 +70,12 @@ class Spread:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     batch = running.pop(future)
-                    results, error, seconds = future.result()
+                    try:
+                        results, error, seconds = future.result()
+                    except CancelledError as e:
+                        raise ClusterError(
+                            "the work was cancelled: the scheduler is gone, or its client was closed"
+                        ) from e
                     if error is None:
                         count = min(2 * count, longest) if seconds < _SHORT else max(count // 2, 1)
                         begin()

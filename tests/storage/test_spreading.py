@@ -1,7 +1,7 @@
 """merge, convert and reshard spread over other processes: the same bytes for any number of workers, and resumable."""
 
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -133,3 +133,15 @@ def test_nothing_is_begun_after_an_error(executor):
         with pytest.raises(ValueError, match="two"):
             list(spread.over(work, list(range(100)), lambda i: (i,)))
     assert len(begun) < 10
+
+
+def test_work_that_is_cancelled_as_the_scheduler_is_gone():
+    class Gone(ThreadPoolExecutor):
+        def submit(self, *args):
+            done = Future()
+            done.cancel()
+            done.set_running_or_notify_cancel()
+            return done
+
+    with pytest.raises(errors.ClusterError, match="the scheduler is gone"):
+        list(Spread(1, Gone()).over(print, [1, 2], lambda i: (i,)))
