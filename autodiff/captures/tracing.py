@@ -145,6 +145,7 @@ class _Trace:
         self.gradients: list[tuple[int, int]] = []  # of what, and which
         self.open = True
         self.has_calls = False
+        self.errors = np.geterr()
         self.changed: str | None = None  # where the function left something else than it read
         self.logged: str | None = None  # a log that the function wrote to
         # Numbers of the call that is traced: those that the program is given, and those that it holds for alone.
@@ -294,6 +295,10 @@ class _Trace:
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
         self.require_open()
+        if any(v in ("raise", "call") and v != self.errors[k] for k, v in np.geterr().items()):
+            raise TracedValueError(
+                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put it around the call"
+            )
         arrays = [a for a in args if isinstance(a, Array)]
         hosts = [a._buf.host for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is not None]
         avals = argument_avals(args)

@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays.backends.backend import backend_of
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, call_site
-from ...arrays.core.errors import AnomalyError
+from ...arrays.core.errors import AnomalyError, TracedValueError
 from ...arrays.core.op import Op, not_recording, recording, state
 from ...arrays.core.program import site_text
 from ...arrays.indexing.sparse_cotangent import IndexSum
@@ -44,6 +44,10 @@ class Checker:
         outs: tuple[Array, ...],
         params: Mapping[str, Any],
     ) -> None:
+        if any(getattr(o._buf, "traced", False) for o in outs):
+            raise TracedValueError(
+                "[detect_anomaly] inside a function that is traced there are no values to look at: put it around the call"
+            )
         bad = _worst(outs)
         if bad is None or _rank(bad) <= _rank(_worst(args)):
             return

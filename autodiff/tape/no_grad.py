@@ -58,7 +58,7 @@ class _Cut:
     def watches(self, x: Array) -> bool:
         return False
 
-    def record(self, op: Op, args: Sequence[Any], outs: Sequence[Array], *rest: Any) -> None:
+    def record(self, op: Op, args: Sequence[Any], bufs: Sequence[Any], outs: Sequence[Array], *rest: Any) -> None:
         if not op.nondifferentiable:
             _cut(_traced(outs))
 
@@ -92,10 +92,10 @@ class _Asleep:
     def watches(self, x: Array) -> bool:
         return self.left and any(r.watches(x) for r in self.recorders)
 
-    def record(self, op: Op, args: Sequence[Any], outs: Sequence[Array], *rest: Any) -> None:
+    def record(self, op: Op, args: Sequence[Any], bufs: Sequence[Any], outs: Sequence[Array], *rest: Any) -> None:
         if self.left:  # another block, which was entered meanwhile, has put it back
             for r in self.recorders:
-                r.record(op, args, outs, *rest)
+                r.record(op, args, bufs, outs, *rest)
             return
         traced = _traced(outs)
         watched = any(isinstance(a, Array) and r.watches(a) for a in args for r in self.recorders)

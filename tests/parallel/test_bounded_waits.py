@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -147,6 +148,7 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
         dask_worker.memory_manager.memory_pause_fraction = 1e-9 if on else False
         dask_worker.status = Status.paused if on else Status.running
 
+    mortal.run(importlib.import_module, "dask.array")  # Dask does that in the event loop, which says nothing meanwhile
     said: list[str] = []
     monkeypatch.setattr(streams.log, "warning", lambda text, *args: said.append(text % args))
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
