@@ -19,7 +19,7 @@ SETTINGS = """
 [mypy]
 strict = True
 follow_imports = silent
-[mypy-bokeh.*,click.*,cupy.*,dask.*,distributed.*,obstore.*,psutil.*,rich.*,scipy.*,tornado.*,zarr.*]
+[mypy-bokeh.*,click.*,cupy.*,dask.*,distributed.*,jinja2.*,markupsafe.*,obstore.*,PIL.*,psutil.*,rich.*,scipy.*,tornado.*,zarr.*]
 follow_imports = skip
 """
 CODE = """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -192,7 +192,7 @@ class Inventory:
         if query.sort in ("size", "dtype", "rank"):
             found = self.ordered(self.select(query), query.sort, query.descending)
         else:
-            found = list(self._select(query, self._by_name))
+            found = self.select(query, self._by_name)
             found = found[::-1] if query.descending else found
         pages = max(1, -(-len(found) // PAGE))
         page = max(0, min(query.page, pages - 1))
@@ -209,23 +209,20 @@ class Inventory:
         found = sorted(rows, key=keys.get(sort, lambda r: natural(r.name)))
         return found[::-1] if descending else found
 
-    def select(self, query: Query) -> builtins.list[Row]:
-        """The rows that ``query`` selects, in the order of the checkpoint."""
-        return list(self._select(query, self.rows))
+    def select(self, query: Query, rows: Iterable[Row] | None = None) -> builtins.list[Row]:
+        """The rows that ``query`` selects, in the order of the checkpoint, or of ``rows``."""
+        text = query.words.casefold().strip()
+        pattern, words = ("*" in text or "?" in text), text.split()
 
-    @staticmethod
-    def _select(query: Query, rows: Iterable[Row]) -> Iterator[Row]:
-        text = query.words.strip()
-        pattern = text.casefold() if "*" in text or "?" in text else None
-        words = text.casefold().split()
-        for r in rows:
-            if query.dtype and r.dtype != query.dtype:
-                continue
-            if r.nbytes < query.least or (query.most is not None and r.nbytes > query.most):
-                continue
+        def fits(r: Row) -> bool:
+            if (query.dtype and r.dtype != query.dtype) or not query.least <= r.nbytes <= (
+                math.inf if query.most is None else query.most
+            ):
+                return False
             name = r.name.casefold()
-            if fnmatchcase(name, pattern) if pattern is not None else all(w in name for w in words):
-                yield r
+            return fnmatchcase(name, text) if pattern else all(w in name for w in words)
+
+        return list(filter(fits, self.rows if rows is None else rows))
 
     def facts(self) -> dict[str, Any]:
         """Totals, as plain data."""

@@ -94,18 +94,19 @@ class Site:
     def place(self, at: str) -> Place:
         """The place of an address; `NotACheckpoint` for one that is not below a root."""
         number, *names = at.split("/")
+        strange = NotACheckpoint(f"no such place: {at!r}")
         if not number.isdecimal() or len(number) > 6 or int(number) >= len(self.roots):
-            raise NotACheckpoint(f"no such place: {at!r}")
+            raise strange
         root = self._root(int(number))
         if not names:
             return root
         if any(n.startswith(".") or not n or "\\" in n or "\0" in n for n in names):
-            raise NotACheckpoint(f"no such place: {at!r}")
+            raise strange
         path = stores.join(root.path, *names)
         if not stores.is_url(path):
             inside, real = os.path.realpath(root.path), os.path.realpath(path)
             if os.path.commonpath([inside, real]) != inside:
-                raise NotACheckpoint(f"no such place: {at!r}")
+                raise strange
         return Place(at, path, names[-1])
 
     def open(self, at: str) -> Opened:
@@ -173,9 +174,8 @@ def _kind(path: str) -> str:
     marks = (manifest.FILE, HF_INDEX, "model.safetensors", "zarr.json", ".zgroup", ".zarray")
     if any(os.path.exists(os.path.join(path, m)) for m in marks):
         return "checkpoint"
-    return (
-        "run" if is_run(path) else "directory" if os.path.isdir(path) else "checkpoint"
-    )  # only set aside, for a moment
+    # One that is neither is only set aside, for a moment.
+    return "run" if is_run(path) else "directory" if os.path.isdir(path) else "checkpoint"
 
 
 def _mark(path: str) -> object:

@@ -68,6 +68,15 @@ class View:
         chosen = (own.get(rows, 1) if rows is not None else 1, own.get(columns, 1) if columns is not None else 1)
         return cls(rows, columns, tuple(place), chosen)
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether rows run along the faster dimension: the file is then read the other way round, and the picture turned."""
+        return self.rows is not None and self.columns is not None and self.rows > self.columns
+
+    @property
+    def turned(self) -> View:
+        return View(self.columns, self.rows, self.at, self.steps[::-1])
+
     def zoomed(self, shape: tuple[int, ...], factor: float) -> View:
         """The view with its steps multiplied, as far as a window can show."""
         most = View.of(shape, self.rows, self.columns).steps
@@ -89,14 +98,6 @@ class Window:
     values: np.ndarray
     nbytes: int
     shape: tuple[int, ...]
-
-    def index(self, i: int, j: int) -> tuple[int, ...]:
-        """The index in the array of the cell in row ``i``, column ``j``."""
-        out = list(self.view.at)
-        for d, k, step in zip((self.view.rows, self.view.columns), (i, j), self.view.steps, strict=True):
-            if d is not None:
-                out[d] += k * step
-        return tuple(out)
 
     @property
     def limits(self) -> tuple[float, float] | None:
@@ -126,11 +127,9 @@ def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
     if 0 in array.shape:
         return Window(view, np.empty((0, 0), array.dtype), 0, array.shape)
     refuse_giants(array)
-    if view.rows is not None and view.columns is not None and view.rows > view.columns:
-        # Along the slower dimension as rows, as the file lies; the picture is turned afterwards.
-        turned = window(array, View(view.columns, view.rows, view.at, view.steps[::-1]), budget)
-        view = View(view.rows, view.columns, turned.view.at, turned.view.steps[::-1])
-        return Window(view, turned.values.T, turned.nbytes, array.shape)
+    if view.is_turned:
+        turned = window(array, view.turned, budget)
+        return Window(turned.view.turned, turned.values.T, turned.nbytes, array.shape)
     while True:
         groups = list(_groups(array, view))
         planned = sum(array.tensor.planned(box) for box, _ in groups)
@@ -160,9 +159,7 @@ def cost(array: StoredArray, view: View) -> int:
     """Bytes that reading a view would take."""
     if 0 in array.shape:
         return 0
-    if view.rows is not None and view.columns is not None and view.rows > view.columns:
-        view = View(view.columns, view.rows, view.at, view.steps[::-1])
-    return sum(array.tensor.planned(box) for box, _ in _groups(array, view))
+    return sum(array.tensor.planned(box) for box, _ in _groups(array, view.turned if view.is_turned else view))
 
 
 def _groups(array: StoredArray, view: View) -> Iterator[tuple[Box, int]]:

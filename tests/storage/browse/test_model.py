@@ -67,8 +67,6 @@ def test_a_window_is_the_slice_that_numpy_takes(
     if view.rows is not None and view.columns is not None and view.rows > view.columns:
         expected = expected.T
     np.testing.assert_array_equal(seen.values, expected.reshape(seen.values.shape))
-    for i, j in ((0, 0), (seen.values.shape[0] - 1, seen.values.shape[1] - 1)):
-        assert values[seen.index(i, j)] == seen.values[i, j]
     assert max(seen.values.shape) <= CELLS
 
 
