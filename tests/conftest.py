@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -29,6 +30,18 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 import pytest
 from distributed import Client
 from hypothesis import HealthCheck, settings
+
+class _Shared:
+    """Finds the table of samples for the tests of all packages. (A folder named ``meshtape`` lies beside it: this one must not be on the path.)"""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if name == "op_samples":
+            return importlib.util.spec_from_file_location(name, Path(__file__).with_name("op_samples.py"))
+        return None
+
+
+sys.meta_path.append(_Shared)
 
 for _forced in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_forced, None)  # what is a terminal here the tests say themselves

@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from derivative_samples import SAMPLES
+from op_samples import differentiable, recast, rng_of, slopes
 
 import meshtape as mt
 
-SINGLE = {"f": np.float32, "c": np.complex64}
-
 
 def calls(name: str) -> Iterator[tuple[int, Callable[..., Any], tuple[np.ndarray, ...]]]:
-    for i, (fn, args) in enumerate(SAMPLES[name]):
-        yield i, fn, args
+    rng = rng_of(name)
+    for i, sample in enumerate(slopes(name)):
+        yield i, sample.fn, tuple(sample.make(rng, exact=False))
 
 
 def pulled(fn: Callable[..., Any], *args: Any) -> tuple[list[mt.Array], list[mt.Array | None]]:
@@ -38,14 +37,11 @@ def near(got: Any, want: Any, tol: float, what: str) -> None:
         np.testing.assert_allclose(got, want, rtol=tol, atol=bound, err_msg=what)
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", differentiable())
 def test_in_single_precision(name: str) -> None:
     for i, fn, args in calls(name):
-        short = [mt.asarray(a.astype(SINGLE.get(a.dtype.kind, a.dtype))) for a in args]
-        wide = [
-            mt.asarray(a.astype(np.result_type(x.dtype, np.float64)) if x.dtype.kind in "fc" else a)
-            for a, x in zip(map(np.asarray, short), short, strict=True)
-        ]
+        short = [mt.asarray(recast(a, np.float32)) for a in args]
+        wide = [mt.asarray(recast(np.asarray(x), np.float64)) for x in short]
         _, found = pulled(fn, *short)
         _, expected = pulled(fn, *wide)
         for k, (g, e, x) in enumerate(zip(found, expected, short, strict=True)):
@@ -61,7 +57,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", differentiable())
 def test_in_any_layout_and_of_arrays_that_cannot_be_written(name: str) -> None:
     for i, fn, args in calls(name):
         values, expected = pulled(fn, *map(mt.asarray, args))
@@ -74,7 +70,7 @@ def test_in_any_layout_and_of_arrays_that_cannot_be_written(name: str) -> None:
                 near(g, e, 1e-9, f"{layout}, sample {i}")
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", differentiable())
 def test_recorded_recomputed_and_compiled(name: str) -> None:
     for i, fn, args in calls(name):
         xs = list(map(mt.asarray, args))
