@@ -31,13 +31,14 @@ import pytest
 from distributed import Client
 from hypothesis import HealthCheck, settings
 
+
 class _Shared:
-    """Finds the table of samples for the tests of all packages. (A folder named ``meshtape`` lies beside it: this one must not be on the path.)"""
+    """Finds what tests of several packages import. (A folder named ``meshtape`` lies beside it, so that this one is not on the path.)"""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        if name == "op_samples":
-            return importlib.util.spec_from_file_location(name, Path(__file__).with_name("op_samples.py"))
+        if name in ("op_samples", "random_programs"):
+            return importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         return None
 
 

@@ -30,7 +30,7 @@ def test_every_op_has_a_rule_or_says_why_not():
 
 
 def test_every_differentiable_op_has_samples():
-    assert [n for n in differentiable() if n not in op_samples.differentiable()] == ["reshard"]  # which is the identity
+    assert set(differentiable()) - set(op_samples.differentiable()) == {"reshard"}  # which is the identity
 
 
 @pytest.mark.parametrize("name", op_samples.differentiable())
@@ -41,16 +41,9 @@ def test_derivatives_to_second_order(name):
         with recording(recorder := op_samples.Calls()):
             sample.fn(*map(mt.asarray, args))
         assert name in {op.name for op, *_ in recorder.seen}, f"sample {i} does not call {name}"
-        floats = [k for k, a in enumerate(args) if a.dtype.kind in "fc"]
-
-        def of_floats(*xs, fn=sample.fn, args=args, floats=floats):
-            full = [mt.asarray(a) for a in args]
-            for k, x in zip(floats, xs, strict=True):
-                full[k] = x
-            return fn(*full)
-
         try:
-            mt.check_grads(of_floats, *(args[k] for k in floats))
+            fn, floats = op_samples.of_floats(sample.fn, args)
+            mt.check_grads(fn, *floats)
         except Exception as e:
             e.add_note(f"sample {i} of {name}: shapes {[a.shape for a in args]}")
             raise
