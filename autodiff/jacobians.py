@@ -57,7 +57,6 @@ def jacobian_blocks(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> for rows, block in mt.jacobian_blocks(lambda x: x * x, mt.asarray([1.0, 2.0, 3.0]), block_size=2):
     ...     print(rows.start, rows.stop, block.tolist())
     0 2 [[2.0, 0.0, 0.0], [0.0, 4.0, 0.0]]
@@ -176,7 +175,6 @@ def jacobian(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.jacobian(lambda x: x * x)(mt.asarray([1.0, 2.0]))
     Array([[2., 0.],
            [0., 4.]], dtype=float64)
@@ -264,7 +262,6 @@ def hessian(
     Of a complex value it is the second derivative, ``f''(z)`` where the argument is complex too. Of a real value it is the Jacobian of
     the gradient; in complex arguments few gradients are holomorphic (that of ``abs(z)**2`` is), and the others are refused.
 
-    >>> import meshtape as mt
     >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))
     Array([[ 6.,  0.],
            [ 0., 12.]], dtype=float64)

@@ -53,7 +53,6 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> y, pull = mt.vjp(lambda x: x * x, mt.asarray([1.0, 2.0]))
     >>> pull(mt.asarray([1.0, 10.0]))
     (Array([ 2., 40.], dtype=float64),)
@@ -127,7 +126,6 @@ def value_and_grad(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> loss = lambda p, x: ((p["w"] * x + p["b"]) ** 2).sum()
     >>> value, grads = mt.value_and_grad(loss)({"w": 2.0, "b": 1.0}, mt.asarray([1.0, 2.0]))
     >>> float(value), float(grads["w"]), float(grads["b"])
@@ -151,7 +149,6 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: b
     ``fn`` gives a real number. By a complex argument its gradient is ``dL/d(re z) + i dL/d(im z)``, the direction of steepest ascent as
     in PyTorch, and the conjugate of JAX's.
 
-    >>> import meshtape as mt
     >>> cube = lambda x: x * x * x
     >>> float(mt.grad(mt.grad(cube))(2.0))
     12.0
@@ -174,7 +171,6 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     With complex numbers it is ``J @ tangents`` with the ``J`` of :func:`jacobian`, of which the real part is taken where the value is real.
     For functions that are not holomorphic, which have no such ``J``, it is the derivative along the tangents just the same.
 
-    >>> import meshtape as mt
     >>> y, dy = mt.jvp(lambda x: x * x, [mt.asarray(3.0)], [mt.asarray(2.0)])
     >>> float(y), float(dy)
     (9.0, 12.0)
@@ -216,7 +212,6 @@ def _is_none(x: Any) -> bool:
 def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
     """Product of the Hessian of a scalar function at ``x`` with ``v``, without the Hessian.
 
-    >>> import meshtape as mt
     >>> mt.hvp(lambda x: (x ** 3).sum(), mt.asarray([1.0, 2.0]), mt.asarray([1.0, 1.0]))
     Array([ 6., 12.], dtype=float64)
     """

@@ -1,6 +1,4 @@
-"""Arrays against NumPy and PyTorch, on one thread: ``python benchmarks/arrays.py [--editable]``.
-
-What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
+"""Arrays against NumPy and PyTorch, on one thread: ``python benchmarks/arrays.py``.
 
 Small arrays show what a call costs beside the work; large ones, that the work is NumPy's own. The row of NumPy against itself says
 how far two equal runs differ on this machine. Where there is a CUDA device and CuPy, the large rows run there too, against CuPy.
@@ -135,7 +133,7 @@ def random_rows(report: timing.Report) -> None:
 
 
 def main() -> None:
-    report = timing.Report(f"arrays, one thread, {installed.core()}")
+    report = timing.Report(f"arrays, one thread, {installed.kernels()}")
     small_rows(report)
     large_rows(report, np, "1e7, CPU")
     random_rows(report)

@@ -1,7 +1,4 @@
-"""Gradients against PyTorch and HIPS autograd, on one thread: ``python benchmarks/autodiff.py [--only GROUP] [--editable]``.
-
-What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
-"""
+"""Gradients against PyTorch and HIPS autograd, on one thread: ``python benchmarks/autodiff.py [--only GROUP]``."""
 
 from __future__ import annotations
 
@@ -196,7 +193,7 @@ def fusion_row(report: timing.Report) -> None:
 
 def main(only: str | None) -> None:
     groups = dict(zip(GROUPS, (chain_row, mlp_row, op_rows, gather_row, column_row, fusion_row), strict=True))
-    report = timing.Report(f"autodiff, one thread, {installed.core()}")
+    report = timing.Report(f"autodiff, one thread, {installed.kernels()}")
     for name, rows in groups.items():
         if only in (None, name):
             rows(report)

@@ -1,4 +1,4 @@
-"""PyTorch's gloo on two processes of its own, driven from a benchmark: ``with Gloo() as g: g.run("all_reduce", 64 << 20, 10)``."""
+"""PyTorch's gloo on processes of its own, two by default, driven from a benchmark: ``with Gloo() as g: g.run("all_reduce", 64 << 20, 10)``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from collections.abc import Iterator
 
 
 class Gloo:
-    """Two ranks that wait for orders on their standard input."""
+    """Ranks that wait for orders on their standard input."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 2) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), port],
+                [sys.executable, __file__, str(rank), str(ranks), port],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
                 env=environment,
             )
-            for rank in (0, 1)
+            for rank in range(ranks)
         ]
         self._ends()
 
@@ -53,24 +53,24 @@ class Gloo:
 
 
 @contextlib.contextmanager
-def gloo() -> Iterator[Gloo | None]:
-    """The two ranks; None where PyTorch is not installed."""
+def gloo(ranks: int = 2) -> Iterator[Gloo | None]:
+    """The ranks; None where PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
         yield None
         return
-    g = Gloo()
+    g = Gloo(ranks)
     try:
         yield g
     finally:
         g.close()
 
 
-def _serve(rank: int, port: int) -> None:
+def _serve(rank: int, ranks: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     held: dict[int, list[torch.Tensor]] = {}
     print("done", flush=True)
     for line in sys.stdin:
@@ -78,19 +78,19 @@ def _serve(rank: int, port: int) -> None:
         n = max(1, int(size) // 4)
         if n not in held:
             held.clear()
-            held[n] = [torch.ones(n), torch.empty(n), torch.empty(n)]
-        x, y, z = held[n]
+            held[n] = [torch.ones(n), *(torch.empty(n) for _ in range(ranks))]
+        x, y, *more = held[n]
         for _ in range(int(times)):
             if what == "all_reduce":
                 dist.all_reduce(x)
             elif what == "all_to_all":
                 dist.all_to_all_single(y, x)
             elif what == "all_gather":
-                dist.all_gather([y, z], x)
+                dist.all_gather([y, *more], x)
             else:
                 dist.barrier()
         print("done", flush=True)
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(*map(int, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What a step costs by the number of worker processes, beside dask.array on the same ones: ``python benchmarks/processes.py``.
+"""What a step costs by the number of worker processes, beside dask.array on the same ones and an all-reduce of PyTorch's gloo: ``python benchmarks/processes.py``.
 
 The scheduler is a process of its own, so that its processor time can be read: what it takes a call is beyond what it takes when nothing
 happens. Messages and bytes of a rank are those of the collectives, as a forecast counts them; a step is one message more to each worker.
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from distributed import Client
+from gloo import gloo
 
 import meshtape as mt
 
@@ -123,12 +124,24 @@ def measured(workers: int, calls: int) -> list[str]:
             f"{rows.seconds / 20 * 1e3:.2f}",
             f"{beside * 1e3:.2f}",
             f"{dask.seconds * 1e3:.2f}",
+            peers(workers, calls),
             f"{ours.scheduler * 1e3:.2f}",
             f"{dask.scheduler * 1e3:.2f}",
             "1",
             _range([link.messages for link in sent]),
             _range([link.sent for link in sent]),
         ]
+
+
+def peers(ranks: int, calls: int) -> str:
+    """Milliseconds of an all-reduce of a number in gloo's own processes; a dash without PyTorch."""
+    with gloo(ranks) as g:
+        if g is None:
+            return "-"
+        g.run("all_reduce", 8, 20)
+        begun = time.perf_counter()
+        g.run("all_reduce", 8, calls)
+        return f"{(time.perf_counter() - begun) / calls * 1e3:.2f}"
 
 
 def _range(values: list[int]) -> str:
@@ -142,6 +155,7 @@ COLUMNS = (
     "20 in a row, a step, ms",
     "a step beside 1,000 one-second tasks, ms",
     "dask.array, ms",
+    "an all-reduce alone, gloo, ms",
     "scheduler a step, ms",
     "scheduler for dask.array, ms",
     "messages from the client to a worker",

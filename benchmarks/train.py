@@ -7,8 +7,6 @@ as in Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677), and *str
 twice that of two). Two processes that make a step of half a batch each and exchange nothing say how much of either the machine allows.
 What is exchanged and what the optimizer does are the same for any batch, so that all of this is measured for several. Every process
 computes on one thread.
-
-What a user has who installed the package is measured, see :mod:`installed`; with ``--editable``, the sources of this checkout.
 """
 
 from __future__ import annotations
@@ -239,7 +237,7 @@ def main(options: argparse.Namespace) -> None:
             mesh = stack.enter_context(mt.Mesh({"data": 2}, client=client))
         for rows in options.rows:
             found = measured(rows, options.steps, torch, mesh)
-            report = timing.Report(f"decoder, {rows} × {LENGTH} tokens a step, {installed.core()}")
+            report = timing.Report(f"decoder, {rows} × {LENGTH} tokens a step, {installed.kernels()}")
             report.add("step, one process", found["one"], found, {"PyTorch eager": 1.2})
             if mesh is not None:
                 for zero, peer in zip(ZERO, ("DDP", "FSDP", "FSDP"), strict=True):

@@ -38,7 +38,6 @@ def collect() -> dict[str, Any]:
     import meshtape as mt
 
     from .arrays.backends.backend import cupy_backend
-    from .arrays.core.value import COMPILED
     from .arrays.native import AVAILABLE
     from .errors import BackendError
 
@@ -50,7 +49,6 @@ def collect() -> dict[str, Any]:
     return {
         "meshtape": mt.__version__,
         "python": f"{platform.python_version()} ({sys.executable})",
-        "compiled_core": COMPILED,
         "native_kernels": AVAILABLE,
         "devices": [str(d) for d in mt.devices()],
         "cuda": cuda,
@@ -71,9 +69,9 @@ def show(console: Any) -> None:
     columns = [Column("package"), Column("version"), Column("for", rank=2), Column("how to get it", rank=1)]
     write(columns, rows, title=f"meshtape {facts['meshtape']}", on=console)
     lines = [f"Python {facts['python']}"]
-    core = "yes" if facts["compiled_core"] else "no, the same in Python (a wheel built where a C compiler is has it)"
-    lines.append(f"compiled core: {core}")
-    kernels = "yes" if facts["native_kernels"] else "no, the same in NumPy (built with the core, by a C compiler)"
+    kernels = (
+        "yes" if facts["native_kernels"] else "no, the same in NumPy (an install with a C compiler at hand builds them)"
+    )
     lines += [f"native kernels: {kernels}", f"devices: {', '.join(facts['devices'])}"]
     if facts["cuda"] != "ready":
         lines.append(f"CUDA: {facts['cuda']}")

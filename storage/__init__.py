@@ -3,7 +3,7 @@
 `save` writes a tree of arrays as a Zarr v3 group with a manifest, every rank its own blocks; `load` reads it onto any other
 mesh; `open_checkpoint` shows it without reading it; `merge` turns it into Hugging Face safetensors; `verify` checks every
 byte; `CheckpointManager` keeps the last few. A place is a path, or a URL of an object store (``s3://``, ``gs://``, ``az://``; to read, ``http://``,
-``hf://`` and others of fsspec). Importing this package imports neither zarr nor dask nor a client of a cloud.
+``hf://`` and others of fsspec); in this package it is a plain text, as it comes from manifests and goes to system calls. Importing this package imports neither zarr nor dask nor a client of a cloud.
 
 >>> import numpy as np, tempfile, os
 >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")

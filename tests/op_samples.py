@@ -787,7 +787,7 @@ class Calls:
     def watches(self, x: Any) -> bool:
         return False
 
-    def record(self, op: Any, args: Any, outs: Any, params: Any, *rest: Any) -> None:
+    def record(self, op: Any, args: Any, bufs: Any, outs: Any, params: Any) -> None:
         self.seen.append((op, args, outs, params))
 
 

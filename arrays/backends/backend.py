@@ -16,9 +16,10 @@ import numpy as np
 
 from ..core.devices import CPU, Device, device
 from ..core.dispatch import Deferred, register_backends
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import BackendError, DeviceError, OutOfMemory
+from ..core.formatting import human_bytes
 from ..core.op import Op
-from ..core.value import FIRST_USER_DTYPE
 
 
 def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
@@ -27,8 +28,6 @@ def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
     >>> memory_text("Out of memory allocating 2,147,483,648 bytes", 2**28, 2**33, 2**32, 2**31)
     'Out of memory allocating 2,147,483,648 bytes; 256.0 MiB of 8.0 GiB are free, CuPy holds 4.0 GiB, of which 2.0 GiB are in use'
     """
-    from ..core.formatting import human_bytes
-
     sizes = [human_bytes(n) for n in (free, total, held, used)]
     return "{}; {} of {} are free, CuPy holds {}, of which {} are in use".format(error, *sizes)
 
@@ -136,7 +135,6 @@ def backend_of(buf: Any) -> NumPyBackend | CuPyBackend:
 def devices() -> list[Device]:
     """All devices that can be used here, the CPU first.
 
-    >>> import meshtape as mt
     >>> mt.device("cpu") in mt.devices()
     True
     """

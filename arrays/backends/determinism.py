@@ -11,7 +11,6 @@ _deterministic = True
 def is_deterministic() -> bool:
     """Whether the functions that have a faster way without a fixed order leave it alone (by default they do).
 
-    >>> import meshtape as mt
     >>> mt.is_deterministic()
     True
     """
@@ -26,7 +25,6 @@ def use_deterministic(mode: bool = True) -> Iterator[None]:
     ``x.at[...].add``. With False each addition is an atomic operation, and the last digits of a sum change from run to run. On a
     CPU, and in everything else on a GPU, the order is always the same. It holds for all threads of the process.
 
-    >>> import meshtape as mt
     >>> with mt.use_deterministic(False):
     ...     mt.is_deterministic()
     False

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2
-from ..core.value import FIRST_USER_DTYPE
+from ..core.dtypes import FIRST_USER_DTYPE, bfloat16, float8_e4m3fn, float8_e5m2
 
 _UNSIGNED = 1
 _CODES = {bfloat16: 4, float8_e4m3fn: 10, float8_e5m2: 12}

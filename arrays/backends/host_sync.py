@@ -39,7 +39,6 @@ def host_waits() -> Iterator[list[str]]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([1.0, -2.0])
     >>> with mt.host_waits() as waits:
     ...     x[x < 0] = 0.0
@@ -69,7 +68,6 @@ def index_checks(on: bool) -> Iterator[None]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> with mt.index_checks(False):
     ...     y = mt.asarray([10, 20])[mt.asarray([1, 0])]
     >>> y

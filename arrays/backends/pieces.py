@@ -9,13 +9,25 @@ import numpy as np
 
 from ..core import shape_rules
 from ..core.dispatch import wrap
-from .short_ways import buffer
+from ..core.op import state
 
 LARGE = 1 << 20
 """Elements from which an array is reduced in pieces. Smaller ones take the plain way, which has fewer calls."""
 
 PIECE = 1 << 18
 """Elements of a piece: a few temporaries of it fit the cache."""
+
+
+def buffer(x: Any) -> Any:
+    """The memory of an Array for direct computation: NumPy's, and with no recorder; else None."""
+    buf = getattr(x, "_buf", None)
+    return buf if type(buf) is np.ndarray and not state.recorders else None
+
+
+def buffers(*xs: Any) -> Any:
+    """The memory of several, as :func:`buffer` gives it; None where one has none."""
+    found = [buffer(x) for x in xs]
+    return None if any(b is None for b in found) else found
 
 
 def large(x: Any, wide: np.dtype | None = None) -> Any:

@@ -7,23 +7,47 @@ needs them to make a result.
 from __future__ import annotations
 
 import itertools
+from typing import Any
+
+import numpy as np
 
 from .errors import ArgumentError
-from .value import Value
 
 _ids = itertools.count(1)
 
 
-class Array(Value):
+class Array:
     """A dense n-dimensional array of numbers, on a CPU, on a GPU, or split over a mesh.
 
     Made by :func:`asarray` and the creation functions, never by calling the class.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_buf", "_id")
+    _buf: Any
+    _id: int  # the name on tapes, 0 until a tape has seen it
 
     def __init__(self) -> None:
         raise ArgumentError("make arrays with meshtape.asarray(...), zeros(...), … : Array() is not a constructor")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the dimensions."""
+        return self._buf.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the elements."""
+        return self._buf.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self._buf.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._buf.size)
 
     @property
     def nbytes(self) -> int:

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from .dtypes import FIRST_USER_DTYPE
 from .shape_dtype import ShapeDtype
-from .value import FIRST_USER_DTYPE
 
 FLOATS = tuple(map(np.dtype, (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)))
 """The floats that our kernels compute."""

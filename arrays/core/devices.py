@@ -47,7 +47,6 @@ def device(name: str | Device) -> Device:
 
     Naming a CUDA device does not ask whether it exists; the first array put there does.
 
-    >>> import meshtape as mt
     >>> mt.device("cpu")
     Device('cpu')
     """
@@ -64,11 +63,10 @@ CPU = device("cpu")
 def default_device() -> Device:
     """Where creation functions put arrays: the innermost :func:`use_device`, else the CPU.
 
-    >>> import meshtape as mt
     >>> mt.default_device()
     Device('cpu')
     """
-    return state.now.device or CPU
+    return state.device or CPU
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The one point through which every op call goes.
 
 ``apply`` looks at the kind of the buffers, has the call computed (or noted, where a buffer only stands for a value), wraps the
-results, and shows the call to the recorders of this thread. It is the hot path of eager work: the common case, NumPy arrays
-and Python scalars with nothing recording, is one loop and one call.
+results, and shows the call to the recorders of this thread. The common case, NumPy arrays and Python scalars with nothing
+recording, is one loop and one call.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 
 from . import foreign_errors
 from .array import Array
+from .devices import Device
+from .dtypes import FIRST_USER_DTYPE
 from .errors import (
     ConcurrentWriteError,
     DeviceError,
@@ -28,11 +30,8 @@ from .errors import (
 from .op import NO_PARAMS, Op, state
 from .program import Const, Program, Site
 from .shape_dtype import ShapeDtype
-from .value import COMPILED, FIRST_USER_DTYPE, Now, Value
 
 ndarray = np.ndarray
-_getframe = sys._getframe
-_CALLER = 0 if COMPILED else 2  # frames from :func:`record` to the caller of the function that shows it a call
 SCALARS = frozenset({bool, int, float, complex})
 _REAL_SCALARS = frozenset({bool, int, float})
 
@@ -132,7 +131,7 @@ def number(value: Any) -> Any:
     return value._read() if isinstance(value, Symbol) else value
 
 
-_array_type = Array
+_new = Array.__new__
 _asarray: Callable[..., Array]
 _backend_of: Callable[[Any], Any]
 
@@ -151,8 +150,7 @@ def register_backends(fn: Callable[[Any], Any]) -> None:
 
 def wrap(buf: Any) -> Array:
     """An ``Array`` around a buffer, without copy or check."""
-    cls: type = _array_type
-    x: Value = cls.__new__(cls)
+    x = _new(Array)
     x._buf = buf
     x._id = 0
     return x
@@ -160,7 +158,7 @@ def wrap(buf: Any) -> Array:
 
 def made(x: Array, of: Any = None) -> Array:
     """``x``, after telling the recorders that it was made here, from a NumPy array or from nothing."""
-    for r in state.now.recorders:
+    for r in state.recorders:
         if hasattr(r, "note_made"):
             r.note_made(x, of)
     return x
@@ -168,7 +166,7 @@ def made(x: Array, of: Any = None) -> Array:
 
 def as_array(x: Any) -> Array:
     """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import of its module."""
-    if type(x) is _array_type:
+    if type(x) is Array:
         return x
     return _asarray(x)
 
@@ -179,49 +177,48 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
     ``args`` are Arrays, Python scalars or whatever :func:`coerce` accepts; ``params`` must not be changed afterwards.
     """
     bufs = []
-    scalars = arrays = False
+    scalars = False
+    buf = None
     for a in args:
-        t = type(a)
-        if t is _array_type:
-            x: Value = a
-            b = x._buf
-            if type(b) is not ndarray:
+        if type(a) is Array:
+            buf = a._buf
+            if type(buf) is not ndarray:
                 return _apply_general(op, args, params)
-            bufs.append(b)
-            arrays = True
-        elif t in SCALARS:
+            bufs.append(buf)
+        elif type(a) in SCALARS:
             bufs.append(a)
             scalars = True
         else:
             return _apply_general(op, args, params)
-    if scalars:
-        if not arrays:
-            return apply(op, tuple([as_array(a) for a in args]), params)
-        for b in bufs:
-            if type(b) is ndarray and b.dtype.num >= FIRST_USER_DTYPE and (strong := _strong_scalars(args)) is not None:
-                return apply(op, strong, params)
+    if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _strong_scalars(args))):
+        return _apply_general(op, args, params)
+    return invoke(op, args, bufs, params)
+
+
+def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any] = NO_PARAMS) -> Any:
+    """:func:`apply` to Arrays in NumPy's memory and Python scalars that need no preparation; ``bufs`` are the buffers and the scalars."""
     try:
-        # The empty mapping is a proxy, which NumPy's calls would first have to copy.
-        out = op.numpy(*bufs) if params is NO_PARAMS else op.numpy(*bufs, **params)
+        out = op.numpy(*bufs, **params) if params else op.numpy(*bufs)
     except (ValueError, TypeError, OverflowError, MemoryError) as e:
         _explain(op, args, params, e)
         raise
-    if type(out) is ndarray:
-        result = wrap(out)
-    elif op.nout == 1:
-        result = wrap(out if isinstance(out, Deferred) else np.asarray(out))
+    if op.nout == 1:
+        result = _new(Array)
+        result._buf = out if type(out) is ndarray or isinstance(out, Deferred) else np.asarray(out)
+        result._id = 0
     else:
-        result = tuple(wrap(np.asarray(o)) for o in out)
-    now: Now = state.now
-    if now.recorders:
-        record(op, args, bufs, result, params)
+        result = tuple([wrap(np.asarray(o)) for o in out])
+    for r in state.recorders:
+        r.record(op, args, bufs, (result,) if op.nout == 1 else result, params)
     return result
 
 
 def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
     args = _coerced(op, args)
+    if not any(type(a) is Array for a in args):
+        return apply(op, tuple([as_array(a) for a in args]), params)
     args = _strong_scalars(args) or args
-    bufs = tuple([a._buf if type(a) is _array_type else a for a in args])
+    bufs = tuple([a._buf if type(a) is Array else a for a in args])
     deferred = [b for b in bufs if isinstance(b, Deferred)]
     if deferred:
         taker = max(deferred, key=lambda b: b.priority)
@@ -229,16 +226,17 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
             pairs = zip(args, bufs, strict=True)
             return apply(op, tuple([b.value() if getattr(b, "passing", False) else a for a, b in pairs]), params)
         args = taker.admit(op, args)
-        bufs = ()
         outs = taker.emit(op, args, params)
+        # A taker that computes leaves the value in its operand.
+        bufs = tuple([a._buf if type(a) is Array else a for a in args])
     else:
-        devices = {a.device for a in args if type(a) is _array_type}
+        devices = {a.device for a in args if type(a) is Array}
         if len(devices) > 1:
             raise DeviceError(
                 f"[{op.name}] the arrays are on different devices: {', '.join(sorted(map(str, devices)))}; "
                 f"move them to one with x.to_device(...)"
             )
-        first = next((b for a, b in zip(args, bufs, strict=True) if type(a) is _array_type), None)
+        first = next((b for a, b in zip(args, bufs, strict=True) if type(a) is Array), None)
         try:
             outs = _backend_of(first).run(op, bufs, params)
         except (ValueError, TypeError, OverflowError, MemoryError) as e:
@@ -258,14 +256,13 @@ def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     float32, and ``where(c, bfloat16, 0.0)`` float64.
     """
     for a in args:
-        if type(a) is _array_type and a._buf.dtype.num >= FIRST_USER_DTYPE:
+        if type(a) is Array and a._buf.dtype.num >= FIRST_USER_DTYPE:
             break
     else:
         return None
-    floats = {b.dtype for b in args if type(b) is _array_type and b.dtype.kind not in "biu"}
+    floats = {b.dtype for b in args if type(b) is Array and b.dtype.kind not in "biu"}
     if len(floats) > 1 or not any(type(b) in _REAL_SCALARS for b in args):
         return None
-    from .devices import Device
 
     where = a.device if isinstance(a.device, Device) else None
     return tuple(_asarray(np.asarray(b, a.dtype), device=where) if type(b) in _REAL_SCALARS else b for b in args)
@@ -301,7 +298,7 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if isinstance(a, Symbol):
             args = tuple(a.operand(op, args) if isinstance(a, Symbol) else a for a in args)
             break
-    where = next((a._buf for a in args if type(a) is _array_type), None)
+    where = next((a._buf for a in args if type(a) is Array), None)
     if where is not None and type(where) is not ndarray and not isinstance(where, Deferred):
         backend = _backend_of(where)
         device = backend.device_of(where)
@@ -314,7 +311,7 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def coerce(op: Op, a: Any) -> Any:
     """An operand as an ``Array`` or a Python scalar; a list is an array. Raises :class:`DTypeError` for anything else."""
     t = type(a)
-    if t is _array_type or t in SCALARS:
+    if t is Array or t in SCALARS:
         return a
     if isinstance(a, np.ndarray | np.generic):
         return _asarray(a, device="cpu")
@@ -336,11 +333,11 @@ def has_history(x: Any) -> bool:
 
     While a function is traced that holds for every array: one of the closure is a value of the program too.
     """
-    if type(x) is not _array_type:
+    if type(x) is not Array:
         return False
     if isinstance(x._buf, Deferred) and x._buf.traced:
         return True
-    return any(r.watches(x) or getattr(r, "lifts", False) for r in state.now.recorders)
+    return any(r.watches(x) or getattr(r, "lifts", False) for r in state.recorders)
 
 
 def refuse_watched(what: str, x: Array, instead: str = "pass mt.stop_gradient(x) if it is to be a constant") -> None:
@@ -363,7 +360,7 @@ def refuse_history(what: str, x: Array, instead: str = "use a function of meshta
 
 def as_number(name: str, what: str, value: Any) -> float:
     """A parameter that is one number. Raises where it is an array whose history would be lost: the op has no derivative by it."""
-    if type(value) is _array_type:
+    if type(value) is Array:
         refuse_history(name, value, f"{what} is a number without a derivative")
     return float(value)
 
@@ -372,47 +369,39 @@ def call_site(depth: int = 2) -> Site | None:
     """The innermost line outside this package, which an error of the backward pass names.
 
     ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to be made first.
-    (The compiled core has no frames of its own, and looks from where it was called.)
-
     A derivative, or a call that is made again, has the line of the call that it stands for.
     """
-    now: Now = state.now
-    if now.site is not None:
-        return now.site
-    f = sys._getframe(0 if COMPILED else depth)
+    if state.site is not None:
+        return state.site
+    f: Any = sys._getframe(depth)
+    code = f.f_code
+    if code.co_filename in _THEIRS:
+        return code, f.f_lasti
     while f is not None:
-        names = f.f_globals
-        ours = _OURS.get(id(names))
-        if ours is None:
-            # Modules are asked for their name once: this runs for every recorded call.
-            ours = _OURS[id(names)] = names.get("__name__", "").startswith("meshtape.")
-        if not ours:
+        if not f.f_globals.get("__name__", "").startswith("meshtape."):
+            if not f.f_code.co_filename.startswith("<"):  # what is made of text is of many modules
+                _THEIRS.add(f.f_code.co_filename)
             return f.f_code, f.f_lasti
         f = f.f_back
     return None
 
 
-_OURS: dict[int, bool] = {}
-"""Whether the module with the globals of this id is one of this package."""
+_THEIRS: set[str] = set()
+"""Files that are not of this package: most calls come straight from one."""
 
 
 def record(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], result: Any, params: Mapping[str, Any]) -> None:
-    """Show a call to the recorders. ``bufs`` are the buffers of the arguments at the call, if they have values."""
+    """Show a call to the recorders. ``bufs`` are the buffers of the arguments at the call."""
     outs = (result,) if op.nout == 1 else result
-    now: Now = state.now
-    site = now.site
-    if site is None:
-        frame = _getframe(_CALLER)
-        site = (frame.f_code, frame.f_lasti) if _OURS.get(id(frame.f_globals)) is False else call_site(3)
-    origin = now.origin
-    for r in now.recorders:
-        r.record(op, args, outs, params, origin, site)
-    for k in range(len(bufs)):  # none where the values are not here
-        a = args[k]
-        if type(a) is _array_type:
-            x: Value = a
-            if x._buf is not bufs[k]:
-                raise written_to(op)
+    for r in state.recorders:
+        r.record(op, args, bufs, outs, params)
+
+
+def check_unwritten(op: Op, args: tuple[Any, ...], bufs: Sequence[Any]) -> None:
+    """Raise where an operand has another value than the one at the call."""
+    for a, b in zip(args, bufs, strict=False):
+        if type(a) is Array and a._buf is not b:
+            raise written_to(op)
 
 
 def written_to(op: Op) -> ConcurrentWriteError:
@@ -425,12 +414,12 @@ def written_to(op: Op) -> ConcurrentWriteError:
 
 def program_inputs(args: tuple[Any, ...], var_of: Any) -> tuple[int | Const, ...]:
     """Inputs of an entry: ``var_of(array)`` for arrays, :class:`Const` for Python scalars."""
-    return tuple(var_of(a) if type(a) is _array_type else Const(a) for a in args)
+    return tuple(var_of(a) if type(a) is Array else Const(a) for a in args)
 
 
 def argument_avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a shape rule: a :class:`ShapeDtype` for each array, scalars as they are."""
-    return tuple([_aval((tuple(a._buf.shape), a._buf.dtype)) if type(a) is _array_type else a for a in args])
+    return tuple([_aval((tuple(a._buf.shape), a._buf.dtype)) if type(a) is Array else a for a in args])
 
 
 # A third of the time of the named tuple's own constructor.

@@ -47,7 +47,6 @@ class DType:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.float32, str(mt.float32), mt.float32.itemsize
     (meshtape.float32, 'float32', 4)
     >>> mt.zeros(2, dtype=mt.float32).dtype == mt.float32, mt.float64 == None
@@ -89,7 +88,7 @@ class DType:
 
 
 for _name in _DELEGATED:
-    setattr(DType, _name, property(attrgetter(f"dtype.{_name}"), doc=f"That of ``numpy.dtype``: ``{_name}``."))
+    setattr(DType, _name, property(attrgetter(f"dtype.{_name}"), doc=f"That of ``numpy.dtype``, ``{_name}``."))
 
 BY_NAME: dict[builtins.str, DType] = {}
 """The dtype objects by name."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import builtins
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from .array import Array
 from .dtype_objects import BY_NAME, DType
 from .errors import ArgumentError, DTypeError
-
-if TYPE_CHECKING:
-    from .array import Array
 
 bool = np.dtype(np.bool_)
 int8 = np.dtype(np.int8)
@@ -37,6 +35,11 @@ complex128 = np.dtype(np.complex128)
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
+
+HALF = float16.num
+"""Type numbers below this are of dtypes whose loops are NumPy's own, and sum in themselves."""
+FIRST_USER_DTYPE = 256
+"""NPY_USERDEF: type numbers from here on are of dtypes that other libraries register, such as bfloat16."""
 
 _SIGNED = (int8, int16, int32, int64)
 _UNSIGNED = (uint8, uint16, uint32, uint64)
@@ -64,7 +67,6 @@ EXTENSIONS = frozenset({float16, bfloat16, float8_e4m3fn, float8_e5m2})
 def parse(name: str) -> DType:
     """The dtype called ``name``, as users write it. Raises ``ValueError`` that lists the names there are.
 
-    >>> import meshtape as mt
     >>> parse("bfloat16") is mt.bfloat16, parse(str(mt.int8)) is mt.int8
     (True, True)
     """
@@ -75,7 +77,7 @@ def parse(name: str) -> DType:
 
 
 OWN: dict[np.dtype, np.dtype] = {d: d for d in DTYPES.values()}
-"""NumPy's canonical object for each dtype, by an equal one: compiled code compares dtypes by identity."""
+"""NumPy's canonical object for each dtype, by an equal one: the tape compares dtypes by identity."""
 
 
 def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
@@ -119,7 +121,6 @@ def check_cast(name: str, source: np.dtype, target: np.dtype) -> None:
 def isdtype(dtype: np.dtype, kind: np.dtype | str | tuple[np.dtype | str, ...]) -> builtins.bool:
     """Whether a dtype is ``kind``: a dtype, the name of a kind (``"integral"``, …), or any of a tuple of these.
 
-    >>> import meshtape as mt
     >>> mt.isdtype(mt.bfloat16, "real floating"), mt.isdtype(mt.int8, ("bool", mt.int16))
     (True, False)
     """
@@ -163,7 +164,6 @@ class IntInfo:
 def finfo(type: np.dtype | Array, /) -> FloatInfo:
     """Limits of a floating dtype (or of that of an array).
 
-    >>> import meshtape as mt
     >>> mt.finfo(mt.float8_e4m3fn).max
     448.0
     """
@@ -184,7 +184,6 @@ def finfo(type: np.dtype | Array, /) -> FloatInfo:
 def iinfo(type: np.dtype | Array, /) -> IntInfo:
     """Limits of an integer dtype (or of that of an array).
 
-    >>> import meshtape as mt
     >>> mt.iinfo(mt.int8).max
     127
     """
@@ -198,7 +197,6 @@ def iinfo(type: np.dtype | Array, /) -> IntInfo:
 def can_cast(from_: np.dtype | Array, to: np.dtype, /) -> builtins.bool:
     """Whether every value of ``from_`` has an equal one in ``to``, by type promotion.
 
-    >>> import meshtape as mt
     >>> mt.can_cast(mt.int32, mt.int64), mt.can_cast(mt.float64, mt.bfloat16)
     (True, False)
     """
@@ -208,7 +206,6 @@ def can_cast(from_: np.dtype | Array, to: np.dtype, /) -> builtins.bool:
 def result_type(*arrays_and_dtypes: Any) -> np.dtype:
     """The dtype that arrays, dtypes and Python numbers give together. A number counts only by its kind.
 
-    >>> import meshtape as mt
     >>> mt.result_type(mt.bfloat16, 2.0), mt.result_type(mt.int8, mt.uint8).name
     (dtype(bfloat16), 'int16')
     """

@@ -12,17 +12,20 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 
 from . import cuda_rules
 from .shape_dtype import ShapeDtype
-from .value import Now
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 
 Infer = Callable[..., ShapeDtype | tuple[ShapeDtype, ...]]
+
+
+OPS: dict[str, Op] = {}
+"""Every op by name."""
 
 
 class Op:
@@ -64,9 +67,13 @@ class Op:
         "numpy",
         "operands",
         "overrides",
+        "plans",
         "replicate_only",
         "takes_out",
     )
+    table: ClassVar[dict[str, Op]] = OPS
+
+    table: ClassVar[dict[str, Op]] = OPS
 
     def __init__(
         self,
@@ -82,7 +89,7 @@ class Op:
         overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
         takes_out: bool = False,
     ) -> None:
-        if name in OPS:
+        if name in self.table:
             raise ValueError(f"an op named {name!r} exists already")
         self.name = name
         self.operands = operands
@@ -93,11 +100,12 @@ class Op:
         self.replicate_only = replicate_only
         self.decompose = decompose
         self.overrides = overrides
+        self.plans: dict[int, Any] = {}  # what a tape keeps of a call, by the set of watched operands
         self._bound: dict[str, Callable[..., Any]] = {}
         # NumPy's own function where there is one: the eager path then costs no Python frame of ours.
         self.numpy = self.bind(np)
         self.takes_out = takes_out or (isinstance(self.numpy, np.ufunc) and self.numpy.nout == 1)
-        OPS[name] = self
+        self.table[name] = self
 
     def bind(self, xp: Any) -> Callable[..., Any]:
         """The implementation for one backend: a function of buffers and parameters."""
@@ -129,10 +137,6 @@ class Op:
         return op_named, (self.name,)
 
 
-OPS: dict[str, Op] = {}
-"""Every op by name."""
-
-
 def op_named(name: str) -> Op:
     """The op called ``name``. Raises ``KeyError`` that says the name."""
     try:
@@ -141,17 +145,13 @@ def op_named(name: str) -> Op:
         raise KeyError(f"unknown op {name!r}") from None
 
 
-def _of_now(name: str) -> property:
-    return property(lambda self: getattr(self.now, name), lambda self, value: setattr(self.now, name, value))
-
-
 class _State(threading.local):
-    """The context of the current thread. Hot code reads ``state.now`` once, as each thread-local access costs time."""
+    """The context of the current thread."""
 
-    def __init__(self) -> None:
-        self.now = Now()
-
-    recorders, origin, site, device = map(_of_now, ("recorders", "origin", "site", "device"))
+    recorders: tuple[Any, ...] = ()
+    origin: str | None = None
+    site: Any = None  # of calls that are made in place of others: the line that called those
+    device: Any = None
 
 
 state = _State()
@@ -192,14 +192,13 @@ def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
         def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-            now = state.now
-            if now.origin is not None:
+            if state.origin is not None:
                 return fn(*args, **kwargs)
-            now.origin = name
+            state.origin = name
             try:
                 return fn(*args, **kwargs)
             finally:
-                now.origin = None
+                state.origin = None
 
         return inner
 

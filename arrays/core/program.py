@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .index_template import key_text, slots
 from .shape_dtype import ShapeDtype
 
 if TYPE_CHECKING:
@@ -70,8 +71,6 @@ class Entry(NamedTuple):
         args = [f"%{v}" if isinstance(v, int) else str(v) for v in self.inputs]
         params = {k: _param_text(v) for k, v in self.params.items()}
         if "template" in params:
-            from .index_template import key_text, slots
-
             template = self.params["template"]
             arrays = args[len(args) - slots(template) :]
             key = f"[{key_text(template, arrays)}]"
@@ -185,6 +184,11 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
 
 def freeze(value: Any) -> Any:
     """A hashable stand-in for a parameter, equal exactly when the parameters mean the same."""
+    kind = type(value)
+    if kind is str or value is None:
+        return value
+    if kind is int:
+        return ("int", value)
     if isinstance(value, Mapping):
         return tuple(sorted((k, freeze(v)) for k, v in value.items()))
     if isinstance(value, list | tuple):

@@ -47,7 +47,7 @@ class TreeDef:
         kind: str,
         keys: tuple[str | int, ...] = (),
         children: tuple[TreeDef, ...] = (),
-        type: Any = None,  # whatever its metaclass: compiled code takes annotations at their word
+        type: Any = None,
         rest: Rest | None = None,
     ) -> None:
         self.kind, self.keys, self.children, self.type, self.rest = kind, keys, children, type, rest

@@ -8,10 +8,11 @@ from __future__ import annotations
 import opcode
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import Deferred, apply, wrap
 from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
@@ -21,9 +22,6 @@ from ..core.shape_dtype import ShapeDtype
 from ..kernels import scatter as kernels
 from .keys import parse
 from .rows import rows_of
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
@@ -259,7 +257,7 @@ def is_lost(buf: Any) -> bool:
 def getitem(x: Array, key: Any, /) -> Array:
     """``x[key]``."""
     buf = x._buf
-    if type(buf) is np.ndarray and not state.now.recorders:
+    if type(buf) is np.ndarray and not state.recorders:
         t = type(key)
         known, safe = key, t in _PLAIN or (t is tuple and is_plain(key))
         if not safe:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import host_sync
+from ..core.array import Array
 from ..core.dispatch import Deferred, wrap
 from ..core.errors import ArgumentError, ArrayIndexError
 from ..core.index_template import Gap, Slot, Span, Template, Truth, is_basic
 from ..kernels import compact
+from ..ops.creation import asarray
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -105,9 +107,6 @@ def _bound(b: Any) -> int | None:
 
 def _index_array(item: Any, axis: int) -> Array:
     """One array-like item of a key as an array of integers or booleans."""
-    from ..core.array import Array
-    from ..ops.creation import asarray
-
     if isinstance(item, str | bytes | float | complex) or not (
         isinstance(item, Array | np.ndarray | np.generic | bool | Sequence)
     ):
@@ -132,8 +131,6 @@ def _index_array(item: Any, axis: int) -> Array:
 
 def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
     """The index arrays of the true elements of a mask of one or more dimensions, from ``axis`` of ``x`` on."""
-    from ..ops.creation import asarray
-
     for i, (m, n) in enumerate(zip(mask.shape, x.shape[axis:], strict=False)):
         if m not in (n, 0):  # as in NumPy, an axis of no length selects nothing, whatever the length of the array
             raise ArrayIndexError(
@@ -189,13 +186,9 @@ def _check_range(buf: Any, axis: int, n: int) -> None:
 
 def mask_alone(x: Array, key: Any) -> Array | None:
     """The mask where ``key`` is one boolean array over the first dimensions of ``x``, and no more; else None."""
-    from ..core.array import Array
-
     if isinstance(key, tuple) and len(key) == 1:
         (key,) = key
     if isinstance(key, list | np.ndarray):
-        from ..ops.creation import asarray
-
         host = np.asarray(key)
         key = asarray(host) if host.dtype == np.bool_ else key
     if not isinstance(key, Array) or key.dtype != np.bool_ or not key.ndim or key.shape != x.shape[: key.ndim]:

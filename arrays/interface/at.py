@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.row_blocks import wide
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError
@@ -24,7 +25,9 @@ from ..indexing.indexing import (
     check_value_shape,
 )
 from ..indexing.keys import mask_alone, parse
-from ..ops.elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY
+from ..ops.creation import asarray, beside, ones, ones_like
+from ..ops.elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY, where
+from ..ops.manipulation import astype, broadcast_to, concat, reshape
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -36,7 +39,6 @@ _NO_KEY = object()
 class AtIndex:
     """``x.at[key]``: functional writes, which return a new array and leave ``x`` as it is.
 
-    >>> import meshtape as mt
     >>> mt.zeros(3).at[[0, 0, 2]].add(1.0)
     Array([2., 0., 1.], dtype=float64)
     """
@@ -55,10 +57,6 @@ class AtIndex:
         return f"<x.at[{self._key!r}] of an array of shape {self._x.shape}>"
 
     def _write(self, op: Op, v: Any) -> Array:
-        from ..core.array import Array
-        from ..ops.creation import asarray
-        from ..ops.manipulation import astype
-
         if self._key is _NO_KEY:
             raise ArgumentError(f"[{op.name}] x.at needs an index before it writes: x.at[...]")
         value = v if isinstance(v, Array | int | float | complex) else asarray(v)
@@ -78,8 +76,6 @@ class AtIndex:
 
     def _value(self, name: str, v: Any, target: tuple[int, ...]) -> Array:
         """A factor as an array: a Python number takes the dtype that it has beside ``x``."""
-        from ..ops.creation import asarray, beside
-
         if isinstance(v, int | float | complex):
             v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
         value = asarray(v)
@@ -108,12 +104,9 @@ class AtIndex:
 
         Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced. (A mask with one number can.)
 
-        >>> import meshtape as mt
         >>> mt.ones(3).at[[0, 0, 2]].multiply(mt.asarray([2.0, 5.0, 3.0]))
         Array([10.,  1.,  3.], dtype=float64)
         """
-        from ..ops.manipulation import astype, broadcast_to, reshape
-
         if self._key is _NO_KEY:
             raise ArgumentError("[index_multiply] x.at needs an index before it writes: x.at[...]")
         if isinstance(v, int | float | complex) or getattr(v, "ndim", 1) == 0:
@@ -141,8 +134,6 @@ class AtIndex:
 
     def subtract(self, v: Any) -> Array:
         """A copy with ``v`` subtracted at the index; repeated places lose all of theirs."""
-        from ..ops.creation import asarray, beside
-
         where = None if hasattr(v, "device") else beside(self._x)
         return self.add(-asarray(v, dtype=result_type(self._x.dtype, v), device=where))
 
@@ -156,19 +147,13 @@ class AtIndex:
 
     def _factors(self, v: Any) -> Array:
         """Ones, with ``v`` at the index."""
-        from ..ops.creation import ones_like
-
         return AtIndex(ones_like(self._x, dtype=result_type(self._x.dtype, v)), self._key).multiply(v)
 
     def _fitted(self, name: str, new: Array) -> Array:
-        from ..ops.manipulation import astype
-
         check_fits(name, new.dtype, self._x.dtype)
         return astype(new, self._x.dtype, copy=False)
 
     def _written(self, name: str, old: Array, factor: Array, put: Callable[[Array], Array]) -> Array:
-        from ..ops.manipulation import astype
-
         new = old * factor
         check_value_dtype(name, new, self._x.dtype)
         check_fits(name, new.dtype, self._x.dtype)
@@ -178,11 +163,6 @@ class AtIndex:
 def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | None:
     """``x`` written with one number under a mask, as a selection: no place is counted, so that no host waits for a GPU, the mask
     may be traced or split, and NaN under it reaches no gradient. None where it is no such write."""
-    from ..core.array import Array
-    from ..ops.creation import asarray, beside
-    from ..ops.elementwise import where
-    from ..ops.manipulation import astype, reshape
-
     if isinstance(value, Array) and value.ndim:
         return None
     mask = mask_alone(x, key)
@@ -216,8 +196,6 @@ def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
     Neighbours are multiplied pair by pair, in as many rounds as the longest run needs: no division, so that the derivative is
     right where factors are zero.
     """
-    from ..ops.manipulation import concat
-
     order = np.argsort(places, kind="stable")
     values, places = values[order], places[order]
     while True:
@@ -234,6 +212,4 @@ def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
 
 def ones_beside(x: Array) -> Array:
     """A single one, of the dtype and on the device of ``x``."""
-    from ..ops.creation import beside, ones
-
     return ones(1, dtype=x.dtype, device=beside(x))

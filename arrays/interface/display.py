@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import Deferred
 from ..core.errors import TracedValueError
 from ..core.formatting import human_bytes
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def array_text(x: Array) -> str:

@@ -52,7 +52,6 @@ def _known(where: Device | str | None) -> None:
 def __array_namespace_info__() -> NamespaceInfo:
     """Capabilities, devices and dtypes of this namespace, as the array-API standard asks.
 
-    >>> import meshtape as mt
     >>> sorted(mt.arrays.__array_namespace_info__().dtypes(kind="complex floating"))
     ['complex128', 'complex64']
     """

@@ -12,8 +12,10 @@ import numpy as np
 from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import DTypeError, NumPyAttributeError
+from ..numpy_compat import compress
 from ..ops import elementwise as ew
 from ..ops import manipulation
+from ..ops.creation import own_copy
 from ..reductions import reductions
 
 
@@ -53,8 +55,6 @@ class Methods:
 
     def copy(self, order: str = "C") -> Array:
         """An Array of the same value; memory is shared until one side is written. (An ``order`` of it is not seen in a value.)"""
-        from ..ops.creation import own_copy
-
         return own_copy(self)
 
     def reshape(self, *shape: Any, order: str = "C") -> Array:
@@ -76,8 +76,6 @@ class Methods:
 
     def compress(self, condition: Any, axis: int | None = None) -> Array:
         """See :func:`meshtape.compress`."""
-        from ..numpy_compat import compress
-
         return compress(condition, self, axis)
 
     def tobytes(self) -> bytes:

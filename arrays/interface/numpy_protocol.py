@@ -18,10 +18,11 @@ import numpy as np
 
 from ..core.array import Array
 from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, refuse_history, wrap
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import OPS
-from ..core.value import FIRST_USER_DTYPE
 from ..indexing.indexing import is_view
+from ..ops.creation import asarray
 from ..ops.manipulation import astype, reshape
 from .methods import FUNCTIONS, method
 from .values import _replace
@@ -485,8 +486,6 @@ def _as_numpy(obj: Any) -> Any:
 def _as_ours(out: Any, device: Any) -> Any:
     """A result of NumPy with every array of numbers in it as an Array on the device of the operands."""
     if isinstance(out, np.ndarray | np.generic) and out.dtype.kind in "biufc":
-        from ..ops.creation import asarray
-
         return asarray(wrap(np.asarray(out)), device=device)
     if type(out) in (list, tuple):
         return type(out)(_as_ours(o, device) for o in out)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.backend import backend_for
+from ..core.array import Array
 from ..core.devices import CPU, device
 from ..core.dispatch import wrap
 from ..core.errors import BackendError, DeviceError
 from ..core.op import state
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def unpickle(host: np.ndarray, where: str | None = None) -> Array:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import host_sync
-from ..backends.backend import backend_of
+from ..backends.backend import backend_for, backend_of
 from ..backends.dlpack import read_only
 from ..backends.memory_pool import is_sole
 from ..core.array import Array
+from ..core.blocks import BlockSharding
 from ..core.devices import Device, device
 from ..core.dispatch import Deferred, apply, is_watched, record, refuse_history, refuse_watched, wrap
 from ..core.errors import ArgumentError, DeviceError, DTypeError, NumberRangeError, NumPyFunctionError, ShapeError
@@ -29,14 +30,13 @@ from ..indexing import indexing
 from ..indexing import keys as index_keys
 from ..ops import elementwise as ew
 from ..ops import manipulation, matmul
+from ..ops.creation import asarray
 from .askers import REMEDY, writes_buffer
 from .at import AtIndex, masked_write
+from .display import array_html, array_text
 from .operators import operator
 from .unpickling import unpickle
 from .writing import become, settled, take
-
-if TYPE_CHECKING:
-    from ..core.blocks import BlockSharding
 
 _REAL_NUMBERS = frozenset({bool, int, float})
 
@@ -68,7 +68,7 @@ class Values:
 
     @property
     def device(self) -> Any:
-        """Where the array lives: a :class:`Device`, or the mesh that it is split over."""
+        """The place of the array, a :class:`Device` or the mesh that it is split over."""
         buf = self._buf
         return buf.device if isinstance(buf, Deferred) else backend_of(buf).device_of(buf)
 
@@ -92,7 +92,7 @@ class Values:
 
     @property
     def at(self) -> AtIndex:
-        """Functional writes: ``x.at[key].set(v)``, ``add``, ``multiply``, ``min``, ``max``."""
+        """Functional writes, such as ``x.at[key].set(v)``, ``add``, ``multiply``, ``min``, ``max``."""
         return AtIndex(self)
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class Values:
     def _concrete(self) -> np.ndarray:
         """The value in host memory; computed now where it is pending, refused where it is traced."""
         host_sync.note("a value is read")
-        for r in state.now.recorders:
+        for r in state.recorders:
             if hasattr(r, "note_read"):
                 r.note_read(self)
         buf = self._buf
@@ -148,7 +148,7 @@ class Values:
     def _number(self, kind: type, complex_ok: bool = False) -> Any:
         if self.ndim != 0:
             raise ArgumentError(f"only a 0-d array is a Python {kind.__name__}, this one has shape {self.shape}")
-        if state.now.recorders:
+        if state.recorders:
             asker = sys._getframe(2)
             if asker.f_globals.get("__name__", "").partition(".")[0] in _NUMBER_TAKERS:
                 refuse_watched(f"a parameter of {asker.f_code.co_name}", self)
@@ -216,7 +216,6 @@ class Values:
             return wrap(np.array(self._concrete())).to_device(target)
         if self.device == target:
             return self
-        from ..backends.backend import backend_for
 
         return wrap(backend_for(target).from_host(self._concrete(), target))
 
@@ -237,13 +236,9 @@ class Values:
     # ----- display ----------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        from .display import array_text
-
         return array_text(self)
 
     def _repr_html_(self) -> str:
-        from .display import array_html
-
         return array_html(self)
 
     # ----- Dask: an array on a mesh is a collection of blocks, another one is none -------------------------------------
@@ -251,7 +246,6 @@ class Values:
     def to_dask(self) -> Any:
         """The array as a ``dask.array``: of the blocks where they are, one chunk a block, where it is split over a mesh.
 
-        >>> import meshtape as mt
         >>> x = mt.distribute(mt.arange(5), mt.Mesh({"data": 2}), data=mt.Shard(0))
         >>> x.to_dask().chunks
         ((3, 2),)
@@ -308,10 +302,12 @@ class Values:
             put(mine)
             # Another value from here on: tapes that know the former one do not mistake this one for it.
             before, self._id = self._id, 0
-            if state.now.recorders:
+            if state.recorders:
                 x, new = wrap(mine), wrap(mine)
                 x._id = before
-                record(indexing.INDEX_SET, (x, value, *key[1:]), (), new, {"template": key[0]})
+                args = x, value, *key[1:]
+                bufs = [a._buf if type(a) is Array else a for a in args]
+                record(indexing.INDEX_SET, args, bufs, new, {"template": key[0]})
                 self._id = new._id
         finally:
             self._buf = mine
@@ -323,7 +319,7 @@ class Values:
                 "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay as it is. "
                 "Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"
             )
-        if type(buf) is np.ndarray and not state.now.recorders:
+        if type(buf) is np.ndarray and not state.recorders:
             source = value
             known = type(value) in _REAL_NUMBERS
             if not known and type(value) is Array:
@@ -344,7 +340,6 @@ class Values:
                 del mine
             del source
         del buf  # which would count as a holder
-        from ..ops.creation import asarray
 
         if not isinstance(value, Array | bool | int | float | complex):
             value = asarray(value)
@@ -438,7 +433,7 @@ def _operate_in_place(op: Any, x: Array, y: Any) -> Any:
     if (
         type(buf) is np.ndarray
         and op in _REUSING
-        and not state.now.recorders
+        and not state.recorders
         and (dtype := buf.dtype).num in _INEXACT
         and sys.getrefcount(buf) <= _SOLE_HOLDER
         and is_sole(buf)

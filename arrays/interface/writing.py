@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..backends.memory_pool import is_sole
+from ..core.array import Array
 from ..core.devices import CPU
 from ..core.dispatch import Deferred, wrap
 from ..core.errors import ConcurrentWriteError
-from ..core.value import Value
 
 PATIENCE = 60.0
 """Seconds after which a write of another thread counts as broken off."""
@@ -96,9 +96,7 @@ WATCHERS: dict[int, tuple[int, Any]] = {}
 """Tapes that were told to watch arrays and are recording, by id, with their threads."""
 
 _alone: list[int] = []
-"""The reference count of a buffer that only its array holds, measured at import.
-
-It depends on the version of Python, and on whether this module is compiled."""
+"""The reference count of a buffer that only its array holds, measured at import: it depends on the version of Python."""
 
 _swap = threading.Lock()
 """The lock by which only one of two threads that write to an array takes the buffer."""
@@ -110,7 +108,7 @@ def settled(x: Any) -> Any:
     return buf.wait() if type(buf) is Writing else buf
 
 
-def take(x: Value, buf: np.ndarray, copy: bool = True) -> np.ndarray | None:
+def take(x: Array, buf: np.ndarray, copy: bool = True) -> np.ndarray | None:
     """``buf`` taken out of ``x`` for a write, or a copy of it where others hold it: the caller writes, and puts it back.
 
     None where another thread has it by now, and without ``copy`` where others hold it. Raises :class:`ConcurrentWriteError` where a tape of
@@ -140,7 +138,7 @@ def take(x: Value, buf: np.ndarray, copy: bool = True) -> np.ndarray | None:
         raise
 
 
-def become(x: Value, buf: Any, name: int) -> None:
+def become(x: Array, buf: Any, name: int) -> None:
     """Give ``x`` another buffer and name, at once for all threads."""
     while True:
         old: Any = settled(x)
@@ -164,7 +162,7 @@ def become(x: Value, buf: Any, name: int) -> None:
         x._buf = old
 
 
-def _refuse_watched(x: Value, buf: np.ndarray) -> None:
+def _refuse_watched(x: Array, buf: np.ndarray) -> None:
     me = threading.get_ident()
     for thread, tape in list(WATCHERS.values()):
         if thread != me and tape.watches(x):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, ShapeError
-from ..ops.manipulation import matrix_transpose
+from ..ops.creation import arange, asarray, beside, eye, wrap_same
+from ..ops.elementwise import conj, where
+from ..ops.manipulation import broadcast_to, matrix_transpose
 from ..ops.matmul import matmul
+from ..reductions.reductions import sum
+from ..reductions.searching import count_nonzero
 from .lapack import (
     CHOLESKY,
     DET,
@@ -30,9 +35,6 @@ from .lapack import (
     several,
 )
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 # ----- solving --------------------------------------------------------------------------------------------------------
 
 
@@ -41,13 +43,10 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Array:
 
     Only the lower triangle of ``x`` is read.
 
-    >>> import meshtape as mt
     >>> mt.linalg.cholesky(mt.asarray([[4.0, 2.0], [2.0, 2.0]]))
     Array([[2., 0.],
            [1., 1.]], dtype=float64)
     """
-    from ..ops.elementwise import conj
-
     lower = one(CHOLESKY, x)
     return matrix_transpose(conj(lower)) if upper else lower
 
@@ -55,7 +54,6 @@ def cholesky(x: Any, /, *, upper: bool = False) -> Array:
 def inv(x: Any, /) -> Array:
     """Inverse of square matrices. Raises ``numpy.linalg.LinAlgError`` for singular ones.
 
-    >>> import meshtape as mt
     >>> mt.linalg.inv(mt.asarray([[2.0, 0.0], [0.0, 4.0]]))
     Array([[0.5 , 0.  ],
            [0.  , 0.25]], dtype=float64)
@@ -66,12 +64,9 @@ def inv(x: Any, /) -> Array:
 def solve(x1: Any, x2: Any, /) -> Array:
     """The solution ``y`` of ``x1 @ y = x2``; a vector ``x2`` (one dimension) gives vectors.
 
-    >>> import meshtape as mt
     >>> mt.linalg.solve(mt.asarray([[2.0, 0.0], [0.0, 4.0]]), mt.asarray([2.0, 2.0]))
     Array([1. , 0.5], dtype=float64)
     """
-    from ..ops.creation import asarray
-
     a, dtype = matrices("solve", x1, square=True)
     b = asarray(x2)
     vector = b.ndim == 1
@@ -87,14 +82,10 @@ def solve(x1: Any, x2: Any, /) -> Array:
 def matrix_power(x: Any, n: int, /) -> Array:
     """Square matrices multiplied with themselves: ``n`` factors; of the inverse for negative ``n``, the identity for 0.
 
-    >>> import meshtape as mt
     >>> mt.linalg.matrix_power(mt.asarray([[1, 1], [0, 1]]), 5)
     Array([[1, 5],
            [0, 1]])
     """
-    from ..ops.creation import asarray, eye, wrap_same
-    from ..ops.manipulation import broadcast_to
-
     x = asarray(x)
     if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
         raise ShapeError(f"[matrix_power] needs square matrices, got shape {x.shape}")
@@ -114,14 +105,10 @@ def matrix_power(x: Any, n: int, /) -> Array:
 def pinv(x: Any, /, rtol: Any = None) -> Array:
     """Moore-Penrose inverse; singular values up to ``rtol`` times the largest count as zero (``max(m, n) * eps`` by default).
 
-    >>> import meshtape as mt
     >>> mt.linalg.pinv(mt.asarray([[2.0, 0.0], [0.0, 0.0]]))
     Array([[0.5, 0. ],
            [0. , 0. ]], dtype=float64)
     """
-    from ..ops.creation import asarray
-    from ..ops.elementwise import conj, where
-
     x, dtype = matrices("pinv", x)
     if rtol is None or isinstance(rtol, int | float):
         bound = _rtol(x) if rtol is None else float(rtol)
@@ -140,13 +127,9 @@ def _rtol(x: Array) -> float:
 def matrix_rank(x: Any, /, *, rtol: Any = None) -> Array:
     """How many singular values are larger than ``rtol`` times the largest (``max(m, n) * eps`` by default).
 
-    >>> import meshtape as mt
     >>> mt.linalg.matrix_rank(mt.asarray([[1.0, 2.0], [2.0, 4.0]]))
     Array(1)
     """
-    from ..ops.creation import asarray
-    from ..reductions.searching import count_nonzero
-
     x, _ = matrices("matrix_rank", x)
     s = apply(SVDVALS, (x,))
     bound = _rtol(x) if rtol is None else rtol if isinstance(rtol, int | float) else asarray(rtol)[..., None]
@@ -166,7 +149,6 @@ class SlogdetResult(NamedTuple):
 def det(x: Any, /) -> Array:
     """Determinant of square matrices.
 
-    >>> import meshtape as mt
     >>> round(float(mt.linalg.det(mt.asarray([[1.0, 2.0], [3.0, 4.0]]))), 12)
     -2.0
     """
@@ -176,7 +158,6 @@ def det(x: Any, /) -> Array:
 def slogdet(x: Any, /) -> SlogdetResult:
     """Sign (a phase, for complex numbers) and logarithm of the magnitude of the determinant, without overflow.
 
-    >>> import meshtape as mt
     >>> mt.linalg.slogdet(mt.asarray([[2.0, 0.0], [0.0, -1.0]]))
     SlogdetResult(sign=Array(-1., dtype=float64), logabsdet=Array(0.69314718, dtype=float64))
     """
@@ -218,7 +199,6 @@ class SVDResult(NamedTuple):
 def eigh(x: Any, /) -> EighResult:
     """Eigenvalues and eigenvectors of Hermitian matrices; only the lower triangle is read.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eigh(mt.asarray([[2.0, 0.0], [0.0, 1.0]])).eigenvalues
     Array([1., 2.], dtype=float64)
     """
@@ -228,7 +208,6 @@ def eigh(x: Any, /) -> EighResult:
 def eigvalsh(x: Any, /) -> Array:
     """Eigenvalues of Hermitian matrices, ascending.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eigvalsh(mt.asarray([[2.0, 1.0], [1.0, 2.0]]))
     Array([1., 3.], dtype=float64)
     """
@@ -238,7 +217,6 @@ def eigvalsh(x: Any, /) -> Array:
 def eig(x: Any, /) -> EigResult:
     """Eigenvalues and right eigenvectors of square matrices, always complex.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eig(mt.asarray([[2.0, 0.0], [0.0, 3.0]])).eigenvalues
     Array([2.+0.j, 3.+0.j], dtype=complex128)
     """
@@ -248,7 +226,6 @@ def eig(x: Any, /) -> EigResult:
 def eigvals(x: Any, /) -> Array:
     """Eigenvalues of square matrices, always complex, in no order.
 
-    >>> import meshtape as mt
     >>> mt.linalg.eigvals(mt.asarray([[0.0, -1.0], [1.0, 0.0]]))
     Array([0.+1.j, 0.-1.j], dtype=complex128)
     """
@@ -260,7 +237,6 @@ def qr(x: Any, /, mode: str = "reduced") -> QRResult:
 
     ``mode="complete"`` gives a square ``Q`` (and no derivative, unless ``"reduced"`` would give the same).
 
-    >>> import meshtape as mt
     >>> mt.linalg.qr(mt.asarray([[0.0, 2.0], [-3.0, 0.0]])).R.shape
     (2, 2)
     """
@@ -277,7 +253,6 @@ def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
     With ``full_matrices`` (the standard's default) ``U`` and ``Vh`` are square; those of a matrix that is not have columns that
     nothing determines, and no derivative.
 
-    >>> import meshtape as mt
     >>> mt.linalg.svd(mt.ones((3, 2)), full_matrices=False).U.shape
     (3, 2)
     """
@@ -289,7 +264,6 @@ def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
 def svdvals(x: Any, /) -> Array:
     """Singular values, descending.
 
-    >>> import meshtape as mt
     >>> mt.linalg.svdvals(mt.asarray([[3.0, 0.0], [0.0, 4.0]]))
     Array([4., 3.], dtype=float64)
     """
@@ -302,12 +276,9 @@ def svdvals(x: Any, /) -> Array:
 def diagonal(x: Any, /, *, offset: int = 0) -> Array:
     """The ``offset``-th diagonal of each matrix (above the main one for positive numbers).
 
-    >>> import meshtape as mt
     >>> mt.linalg.diagonal(mt.asarray([[1, 2], [3, 4]]))
     Array([1, 4])
     """
-    from ..ops.creation import arange, asarray, beside
-
     x = asarray(x)
     if x.ndim < 2:
         raise ShapeError(f"[diagonal] needs matrices (at least two dimensions), got shape {x.shape}")
@@ -321,10 +292,7 @@ def diagonal(x: Any, /, *, offset: int = 0) -> Array:
 def trace(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Array:
     """Sum of a diagonal of each matrix.
 
-    >>> import meshtape as mt
     >>> mt.linalg.trace(mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """
-    from ..reductions.reductions import sum
-
     return sum(diagonal(x, offset=offset), axis=-1, dtype=dtype)

@@ -7,22 +7,20 @@ rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import host_sync
 from ..backends.row_blocks import wide
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import real_of
 from ..core.errors import DTypeError, LinAlgError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from ..ops.manipulation import astype
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import Deferred, as_array, as_number
 from ..core.errors import ArgumentError, LinAlgError, ShapeError
 from ..core.op import composite
@@ -19,10 +20,8 @@ from ..ops.manipulation import permute_dims, reshape
 from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from ..reductions.reductions import max, min, sum
+from .decompositions import inv, pinv, slogdet, solve, svdvals
 from .matrix_norms import matrix_norm, vector_norm
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 class LstsqResult(NamedTuple):
@@ -56,12 +55,9 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.round(mt.linalg.lstsq([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]], [1.0, 3.0, 5.0]).solution, 6)
     Array([1., 2.], dtype=float64)
     """
-    from .decompositions import pinv, svdvals
-
     a, b = as_array(a), as_array(b)
     if a.ndim != 2 or b.ndim not in (1, 2) or a.shape[0] != b.shape[0]:
         raise ShapeError(f"[lstsq] takes a matrix and as many rows to be met, got shapes {a.shape} and {b.shape}")
@@ -84,7 +80,6 @@ def norm(
 
     Without ``ord`` the root of the sum of squares; otherwise as :func:`vector_norm` and :func:`matrix_norm` have it.
 
-    >>> import meshtape as mt
     >>> mt.linalg.norm(mt.asarray([[3.0, 4.0]])), mt.linalg.norm(mt.asarray([[3.0, 4.0]]), axis=0)
     (Array(5., dtype=float64), Array([3., 4.], dtype=float64))
     """
@@ -115,12 +110,9 @@ def cond(x: Any, /, p: float | str | None = None) -> Array:
 
     That of a singular matrix is infinite.
 
-    >>> import meshtape as mt
     >>> mt.linalg.cond(mt.asarray([[2.0, 0.0], [0.0, 0.5]]))
     Array(4., dtype=float64)
     """
-    from .decompositions import inv, slogdet, svdvals
-
     x = as_array(x)
     if 0 in x.shape[-2:]:
         raise LinAlgError(f"[cond] matrices without elements have no condition, got shape {x.shape}")
@@ -140,7 +132,6 @@ def multi_dot(arrays: Sequence[Any], /) -> Array:
 
     Source: Cormen et al., *Introduction to Algorithms*, 15.2.
 
-    >>> import meshtape as mt
     >>> mt.linalg.multi_dot([mt.ones((1, 9)), mt.ones((9, 9)), mt.ones((9, 2))])
     Array([[81., 81.]], dtype=float64)
     """
@@ -179,12 +170,9 @@ def multi_dot(arrays: Sequence[Any], /) -> Array:
 def tensorsolve(a: Any, b: Any, /) -> Array:
     """The ``x`` with ``tensordot(a, x, x.ndim) == b``; its shape is that of ``a`` after the dimensions of ``b``.
 
-    >>> import meshtape as mt
     >>> mt.linalg.tensorsolve(2 * mt.eye(4).reshape(2, 2, 4), mt.ones((2, 2)))
     Array([0.5, 0.5, 0.5, 0.5], dtype=float64)
     """
-    from .decompositions import solve
-
     a, b = as_array(a), as_array(b)
     shape = a.shape[b.ndim :]
     if math.prod(shape) != b.size or a.shape[: b.ndim] != b.shape:
@@ -198,12 +186,9 @@ def tensorsolve(a: Any, b: Any, /) -> Array:
 def tensorinv(a: Any, /, ind: int = 2) -> Array:
     """The inverse of ``a`` as a linear map, whose result has the first ``ind`` dimensions of ``a``.
 
-    >>> import meshtape as mt
     >>> mt.linalg.tensorinv(mt.eye(4).reshape(2, 2, 4)).shape
     (4, 2, 2)
     """
-    from .decompositions import inv
-
     a = as_array(a)
     n = math.prod(a.shape[:ind])
     if ind < 1 or n != math.prod(a.shape[ind:]):

@@ -6,14 +6,14 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.pieces import reduced
-from ..backends.short_ways import buffer, result
+from ..backends.pieces import buffer, reduced
 from ..core import shape_rules
-from ..core.dispatch import apply, as_array
+from ..core.array import Array
+from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import real_of
 from ..core.errors import ArgumentError
 from ..core.op import composite
@@ -37,9 +37,6 @@ from ..ops.manipulation import astype, expand_dims, squeeze
 from ..reductions.reductions import max, min, sum
 from .lapack import SVDVALS, back, matrices
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 @composite("vector_norm")
 def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: float = 2) -> Array:
@@ -49,7 +46,6 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
     gradient at a zero vector is zero. Elements may be as large or small as numbers are: powers of them do not overflow or vanish (Blue: A
     portable Fortran program to find the Euclidean norm of a vector, 1978).
 
-    >>> import meshtape as mt
     >>> mt.linalg.vector_norm(mt.asarray([3.0, 4.0]))
     Array(5., dtype=float64)
     """
@@ -100,7 +96,7 @@ def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
     least, most = _SAFE[buf.dtype.num]
     with np.errstate(over="ignore", under="ignore"):
         total = reduced(lambda b: np.add.reduce(np.square(b), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
-    return result(np.sqrt(total)) if np.all((total > least) & (total < most)) else None
+    return wrap(np.asarray(np.sqrt(total))) if np.all((total > least) & (total < most)) else None
 
 
 def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:
@@ -126,7 +122,6 @@ def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = 
     ``"fro"`` (Frobenius), ``"nuc"`` (sum of the singular values), ``2``/``-2`` (largest/smallest of them), ``1``/``-1`` (largest/
     smallest sum of a column), ``inf``/``-inf`` (the same of a row).
 
-    >>> import meshtape as mt
     >>> mt.linalg.matrix_norm(mt.asarray([[1.0, -2.0], [3.0, 4.0]]), ord=1)
     Array(6., dtype=float64)
     """

@@ -2,7 +2,7 @@
 
 The functions of :mod:`.ops` stand before the NumPy forms of ops (:func:`.calls.first`), which stay the reference, and compute what the
 kernels do not take: other dtypes, other layouts, and everything where the kernels are not there. They are there where the package
-was installed with a C compiler at hand; ``meshtape info`` says so. In a checkout, ``python setup.py build_ext --inplace`` builds them.
+was installed, editable or not, with a C compiler at hand; ``meshtape info`` says so.
 
 A new kernel is a function in a ``.h`` file, a row in the table of ``module.c``, a function in :mod:`.ops`, and a case of the test
 that compares each with its NumPy form.

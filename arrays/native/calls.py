@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """Calls of kernels in C, which are tried before the NumPy form of an op."""
 
 from __future__ import annotations
@@ -63,17 +62,6 @@ def memory(shape: tuple[int, ...], dtype: np.dtype, nbytes: int) -> np.ndarray:
 def result_like(x: np.ndarray) -> np.ndarray:
     """Memory for a result of the shape and dtype of ``x``."""
     return memory(x.shape, x.dtype, x.nbytes)
-
-
-_HEARD_OF = {1: "invalid", 2: "over", 4: "under", 8: "divide"}
-
-
-def is_taken(raised: int | None) -> bool:
-    """Whether there is a result without a floating-point event that NumPy warns of; else NumPy computes it again."""
-    if not raised:
-        return raised is not None
-    wanted = np.geterr()
-    return all(wanted[name] == "ignore" for bit, name in _HEARD_OF.items() if raised & bit)
 
 
 def first(kernel: Callable[..., Any], impl: Callable[..., Any]) -> Callable[..., Any]:

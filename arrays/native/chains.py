@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.dtypes import float32, float64
 from ..core.op import OPS, Op
 from ..core.program import Entry, Program
-from ..core.value import FLOAT32, FLOAT64, number
 from . import AVAILABLE, _kernels
 from .calls import STEPS
 
@@ -27,16 +27,15 @@ def takes(e: Entry, program: Program) -> bool:
     if not AVAILABLE or e.op not in _CODES or e.params:
         return False
     dtype = program.avals[e.outputs[0]].dtype
-    return dtype in (FLOAT32, FLOAT64) and all(
-        program.avals[v].dtype == dtype if isinstance(v, int) else _number(v.value, dtype) is not None for v in e.inputs
+    return dtype in (float32, float64) and all(
+        program.avals[v].dtype == dtype if isinstance(v, int) else as_operand(v.value, dtype) is not None
+        for v in e.inputs
     )
 
 
-def _number(value: Any, dtype: np.dtype) -> np.ndarray | None:
-    if type(value) not in (int, float):
-        return None
-    found = number(value, FLOAT64 if dtype == FLOAT64 else FLOAT32)
-    return found if isinstance(found, np.ndarray) else None
+def as_operand(value: Any, dtype: np.dtype) -> np.ndarray | None:
+    """A Python number as an array, which saves NumPy a conversion at each call; None where it may not fit the dtype."""
+    return np.asarray(value, dtype) if type(value) in (int, float) and -(2**53) <= value <= 2**53 else None
 
 
 class Run(NamedTuple):
@@ -60,7 +59,7 @@ class Run(NamedTuple):
         dtype = writes[0].dtype
         for e in self.entries:
             (v,) = e.outputs
-            args = [env[a] if isinstance(a, int) else _number(a.value, dtype) for a in e.inputs]
+            args = [env[a] if isinstance(a, int) else as_operand(a.value, dtype) for a in e.inputs]
             env[v] = e.op.numpy(*args, out=into.get(v))
 
 
@@ -81,7 +80,7 @@ def run_of(entries: Sequence[Entry], program: Program, read_later: set[int]) -> 
         dtype = program.avals[e.outputs[0]].dtype
         for v in e.inputs:
             if not isinstance(v, int):
-                reads.setdefault(("number", float(v.value), str(v.value)), _number(v.value, dtype))
+                reads.setdefault(("number", float(v.value), str(v.value)), as_operand(v.value, dtype))
             elif v not in made:
                 reads.setdefault(v, v)
     writes = [v for v in dict.fromkeys(e.outputs[0] for e in entries) if v in read_later]

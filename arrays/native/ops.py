@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """Kernels in C by op: a result, or NotImplemented for operands that they do not take."""
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..core.array import Array
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.creation import inexact, ordered
 from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
 from ..ops.manipulation import moveaxis
 from ..ops.wide_floats import in_float32
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
@@ -25,7 +23,6 @@ def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0
 def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """``log(1 + exp(beta * x)) / beta``, a smooth :func:`relu`.
 
-    >>> import meshtape as mt
     >>> mt.nn.softplus(mt.asarray([-1000.0, 0.0, 1000.0]))
     Array([0.00000000e+00, 6.93147181e-01, 1.00000000e+03], dtype=float64)
     """
@@ -39,7 +36,6 @@ def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
 def log_sigmoid(x: Any, /) -> Array:
     """``log(sigmoid(x))``, finite wherever ``x`` is.
 
-    >>> import meshtape as mt
     >>> mt.nn.log_sigmoid(mt.asarray([-1000.0, 1000.0]))
     Array([-1000.,    -0.], dtype=float64)
     """
@@ -50,7 +46,6 @@ def log_sigmoid(x: Any, /) -> Array:
 def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016); its derivatives at 0 are those of the latter.
 
-    >>> import meshtape as mt
     >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
     Array([-0.63212056,  2.        ], dtype=float64)
     """
@@ -63,7 +58,6 @@ def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
 def selu(x: Any, /) -> Array:
     """A scaled :func:`elu` that keeps mean 0 and variance 1 from layer to layer (Klambauer et al., 2017).
 
-    >>> import meshtape as mt
     >>> mt.nn.selu(mt.asarray([-1.0, 1.0]))
     Array([-1.11133074,  1.05070099], dtype=float64)
     """
@@ -74,7 +68,6 @@ def selu(x: Any, /) -> Array:
 def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere: smooth for every ``alpha`` (Barron, 2017).
 
-    >>> import meshtape as mt
     >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
     Array([-0.78693868,  2.        ], dtype=float64)
     """
@@ -86,7 +79,6 @@ def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
 def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
     """``x`` where it is positive, ``negative_slope * x`` elsewhere (Maas et al., 2013).
 
-    >>> import meshtape as mt
     >>> mt.nn.leaky_relu(mt.asarray([-1.0, 2.0]))
     Array([-0.01,  2.  ], dtype=float64)
     """
@@ -98,7 +90,6 @@ def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
 def relu6(x: Any, /) -> Array:
     """``min(max(x, 0), 6)`` (Howard et al., 2017), with gradient 0 at 0 and 6, as :func:`relu` has at 0.
 
-    >>> import meshtape as mt
     >>> mt.nn.relu6(mt.asarray([-1.0, 3.0, 9.0]))
     Array([0., 3., 6.], dtype=float64)
     """
@@ -110,7 +101,6 @@ def relu6(x: Any, /) -> Array:
 def hard_tanh(x: Any, /) -> Array:
     """``x`` limited to -1 … 1, with gradient 0 at both ends.
 
-    >>> import meshtape as mt
     >>> mt.nn.hard_tanh(mt.asarray([-3.0, 0.5]))
     Array([-1. ,  0.5], dtype=float64)
     """
@@ -122,7 +112,6 @@ def hard_tanh(x: Any, /) -> Array:
 def hard_sigmoid(x: Any, /) -> Array:
     """``min(max(x + 3, 0), 6) / 6``: :func:`sigmoid` of three straight lines.
 
-    >>> import meshtape as mt
     >>> mt.nn.hard_sigmoid(mt.asarray([-4.0, 0.0]))
     Array([0. , 0.5], dtype=float64)
     """
@@ -133,7 +122,6 @@ def hard_sigmoid(x: Any, /) -> Array:
 def hard_silu(x: Any, /) -> Array:
     """``x * hard_sigmoid(x)``, also called hard swish (Howard et al., 2019).
 
-    >>> import meshtape as mt
     >>> mt.nn.hard_silu(mt.asarray([-4.0, 3.0]))
     Array([-0.,  3.], dtype=float64)
     """
@@ -146,7 +134,6 @@ def hard_silu(x: Any, /) -> Array:
 def mish(x: Any, /) -> Array:
     """``x * tanh(softplus(x))`` (Misra, 2019).
 
-    >>> import meshtape as mt
     >>> mt.nn.mish(mt.asarray([0.0, 1.0]))
     Array([0.        , 0.86509839], dtype=float64)
     """
@@ -158,7 +145,6 @@ def mish(x: Any, /) -> Array:
 def softsign(x: Any, /) -> Array:
     """``x / (1 + |x|)``.
 
-    >>> import meshtape as mt
     >>> mt.nn.softsign(mt.asarray([-1.0, 3.0]))
     Array([-0.5 ,  0.75], dtype=float64)
     """
@@ -174,7 +160,6 @@ def softsign(x: Any, /) -> Array:
 def glu(x: Any, /, *, axis: int = -1) -> Array:
     """The first half along ``axis`` times :func:`sigmoid` of the second (Dauphin et al., 2017).
 
-    >>> import meshtape as mt
     >>> mt.nn.glu(mt.asarray([2.0, 0.0]))
     Array([1.], dtype=float64)
     """
@@ -189,7 +174,6 @@ def glu(x: Any, /, *, axis: int = -1) -> Array:
 def squared_relu(x: Any, /) -> Array:
     """``relu(x)**2`` (So et al., 2021).
 
-    >>> import meshtape as mt
     >>> mt.nn.squared_relu(mt.asarray([-1.0, 3.0]))
     Array([0., 9.], dtype=float64)
     """

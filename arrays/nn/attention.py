@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import composite
+from ..ops.creation import asarray
+from ..ops.elementwise import logical_and
+from ..ops.manipulation import astype, matrix_transpose, repeat
+from ..ops.matmul import matmul
+from ..ops.triangles import lower_triangle
+from .dropout import dropout
 from .norms.layer_norm import _wide
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from .softmax import softmax
 
 
 @composite("scaled_dot_product_attention")
@@ -51,19 +56,10 @@ def scaled_dot_product_attention(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> q = k = v = mt.eye(2)
     >>> mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[0]
     Array([1., 0.], dtype=float64)
     """
-    from ..ops.creation import asarray
-    from ..ops.elementwise import logical_and
-    from ..ops.manipulation import astype, matrix_transpose, repeat
-    from ..ops.matmul import matmul
-    from ..ops.triangles import lower_triangle
-    from .dropout import dropout
-    from .softmax import softmax
-
     q, k, v = asarray(query), asarray(key), asarray(value)
     name = "[scaled_dot_product_attention]"
     if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:

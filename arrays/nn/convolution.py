@@ -9,19 +9,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
+from ..ops.creation import asarray, beside
+from ..ops.manipulation import reshape, stack
 from ..ops.wide_floats import in_float32
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..reductions.reductions import sum
+from ..statistics.padding import pad
 
 Ints = tuple[int, ...]
 
@@ -146,10 +148,6 @@ def _paddings(
 def _convolution(
     name: str, n: int, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Array:
-    from ..ops.creation import asarray
-    from ..ops.manipulation import reshape
-    from ..statistics.padding import pad
-
     x, w = asarray(x), asarray(weight)
     if x.ndim != n + 2 or w.ndim != n + 2:
         raise ShapeError(f"[{name}] x and weight have {n + 2} dimensions, got {x.shape} and {w.shape}")
@@ -190,7 +188,6 @@ def conv1d(
 ) -> Array:
     """Each kernel slid along a signal: see :func:`conv2d`, with one dimension instead of two.
 
-    >>> import meshtape as mt
     >>> x = mt.asarray([[[1.0, 2.0, 4.0]]])
     >>> mt.nn.conv1d(x, mt.asarray([[[-1.0, 1.0]]])).tolist()
     [[[1.0, 2.0]]]
@@ -230,7 +227,6 @@ def conv2d(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.conv2d(mt.ones((1, 3, 5, 5)), mt.ones((8, 3, 3, 3)), padding="same").shape
     (1, 8, 5, 5)
     """
@@ -265,14 +261,10 @@ def pool(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.pool(mt.asarray([[[1.0, 5.0, 2.0, 3.0]]]), 2).tolist()
     [[[5.0, 3.0]]]
     """
-    from ..ops.creation import asarray, beside
-    from ..ops.manipulation import stack
-    from ..reductions.reductions import max, sum
-    from ..statistics.padding import pad
+    from ..reductions.reductions import max
 
     x = asarray(x)
     n = x.ndim - 2

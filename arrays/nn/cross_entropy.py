@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.row_blocks import BLOCK, row_sums
 from ..backends.row_blocks import wide as _wide
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
@@ -27,9 +28,6 @@ from ..ops.manipulation import astype, expand_dims
 from ..reductions.moments import mean
 from ..reductions.reductions import sum as sum_
 from .softmax import log_softmax, shifted, softmax
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.row_blocks import wide as _wide
+from ..core.array import Array
 from ..core.cuda_rules import FLOATS
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import result_type
@@ -24,10 +25,8 @@ from ..kernels.launch import contiguous, runner
 from ..ops.creation import asarray, wrap_same
 from ..ops.manipulation import astype, reshape
 from ..random import bit_transforms as recipes
+from ..random.draw import as_key, by_sample
 from ..random.philox import draw
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _threshold(rate: float) -> int:
@@ -103,8 +102,6 @@ DROPOUT_ADD = Op(
 
 def _prepared(name: str, x: Array, rate: float, key: Any) -> tuple[Array, dict[str, Any]]:
     """The key as an array, checked, and the params of the op, which is laid over ``x`` in their ``global_shape``."""
-    from ..random.draw import as_key, by_sample
-
     if key is None:
         raise ArgumentError(f"[{name}] needs a key: key=mt.random.key(seed), another one for each call")
     if x.dtype.kind in "biu":
@@ -134,7 +131,6 @@ def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -
     second forward pass with the same key. Keys of samples, of shape ``(n, 1, 2)``, give each of the ``n`` parts of the first dimension a mask
     of its own, which is then the same however a batch is cut. With ``training=False``, or a rate of 0, it is ``x``, and takes no key.
 
-    >>> import meshtape as mt
     >>> mt.nn.dropout(mt.ones(4), 1.0, key=mt.random.key(0))
     Array([0., 0., 0., 0.], dtype=float64)
     """
@@ -152,7 +148,6 @@ def dropout_add(x: Any, y: Any, rate: float, /, *, key: Any = None, training: bo
 
     ``x`` and ``y`` broadcast; the mask has the shape of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.nn.dropout_add(mt.ones(2), mt.asarray([1.0, 2.0]), 0.5, training=False)
     Array([2., 3.], dtype=float64)
     """

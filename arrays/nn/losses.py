@@ -1,17 +1,16 @@
-# cython: annotation_typing=False
 """Losses of classification and of contrastive learning. They are computed in float32 at least."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, as_number
-from ..core.dtypes import result_type
+from ..core.dtypes import float64, result_type
 from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, ShapeError
 from ..core.op import composite
-from ..core.value import FLOAT64
 from ..linalg.linalg import vector_norm
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import where
@@ -22,9 +21,6 @@ from ..reductions.reductions import sum
 from .cross_entropy import CROSS_ENTROPY, all_classes
 from .norms.layer_norm import _wide
 from .regression_losses import check_reduction
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 @composite("cross_entropy")
@@ -65,7 +61,6 @@ def cross_entropy(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.cross_entropy(mt.asarray([[0.0, 0.0], [0.0, 9.0]]), mt.asarray([1, -100]), ignore_index=-100)
     Array(0.69314718, dtype=float64)
     """
@@ -89,7 +84,7 @@ def cross_entropy(
     if dtype.kind == "c":
         raise DTypeError(f"[cross_entropy] logits must be real, got {dtype.name}")
     if dtype.kind in "biu":
-        logits, dtype = astype(logits, np.float64), FLOAT64
+        logits, dtype = astype(logits, np.float64), float64
     classes = shape[-1]
     _check_labels(labels, classes, ignore_index)
     if ignore_index is not None and integer.kind == "u" and ignore_index < 0:
@@ -159,7 +154,6 @@ def info_nce(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.info_nce(mt.eye(2), mt.eye(2), temperature=1.0)
     Array(0.31326169, dtype=float64)
     """

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backends.row_blocks import wide
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, composite
@@ -27,9 +28,6 @@ from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import sigmoid
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, reshape
 from ..reductions.reductions import sum as sum_
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 class _Share(NamedTuple):
@@ -195,7 +193,6 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x, w = mt.asarray([[1.0], [2.0]]), mt.asarray([1.0, 10.0]).reshape((2, 1, 1))
     >>> y = mt.nn.experts(x, mt.asarray([[0], [1]]), mt.ones((2, 1)), gate=w, up=w, down=w)
     >>> [round(float(v), 3) for v in y[:, 0]]

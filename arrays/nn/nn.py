@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import as_dtype, iinfo
 from ..core.errors import ArgumentError, DTypeError
@@ -44,9 +45,6 @@ from .norms.group_norm import group_norm, instance_norm
 from .norms.layer_norm import layer_norm, rms_norm
 from .regression_losses import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
 from .softmax import log_softmax, logsumexp, softmax
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 __all__ = [
     "batch_norm",
@@ -100,7 +98,6 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
 
     ``approximate=True`` uses their tanh form.
 
-    >>> import meshtape as mt
     >>> round(float(mt.nn.gelu(mt.asarray(1.0))), 6)
     0.841345
     """
@@ -118,7 +115,6 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
 def silu(x: Any, /) -> Array:
     """``x * sigmoid(x)``, also called swish (Ramachandran et al., 2017).
 
-    >>> import meshtape as mt
     >>> round(float(mt.nn.silu(mt.asarray(1.0))), 6)
     0.731059
     """
@@ -129,7 +125,6 @@ def silu(x: Any, /) -> Array:
 def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Array:
     """1 at the label and 0 elsewhere along a new last dimension; labels outside ``0 … num_classes-1`` give zeros only.
 
-    >>> import meshtape as mt
     >>> mt.nn.one_hot(mt.asarray([1, -1]), 3, dtype=mt.int8)
     Array([[0, 1, 0],
            [0, 0, 0]], dtype=int8)
@@ -156,7 +151,6 @@ def one_hot(labels: Any, num_classes: int, /, *, dtype: Any = np.float32) -> Arr
 def embedding(ids: Any, table: Any, /, *, padding_idx: int | None = None) -> Array:
     """The rows of ``table`` at ``ids``: shape ``(*ids.shape, *table.shape[1:])``. Row ``padding_idx`` gets no gradient.
 
-    >>> import meshtape as mt
     >>> mt.nn.embedding(mt.asarray([1, 1]), mt.asarray([[1.0, 2.0], [3.0, 4.0]]))
     Array([[3., 4.],
            [3., 4.]], dtype=float64)

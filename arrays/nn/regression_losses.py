@@ -5,23 +5,21 @@ They are computed in float32 at least.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..linalg.linalg import vector_norm
 from ..ops.creation import asarray, inexact
-from ..ops.elementwise import abs, clip, logaddexp, square
+from ..ops.elementwise import abs, clip, logaddexp, maximum, square
 from ..ops.manipulation import astype
 from ..ops.matmul import vecdot
 from ..ops.wide_floats import in_float32
 from ..reductions.moments import mean
 from ..reductions.reductions import sum
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _pair(name: str, predictions: Any, targets: Any) -> tuple[Array, Array, np.dtype]:
@@ -52,7 +50,6 @@ def _reduced(name: str, losses: Array, reduction: str, dtype: np.dtype) -> Array
 def mse_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> Array:
     """Squares of the differences: their mean, their ``"sum"``, or each (``"none"``).
 
-    >>> import meshtape as mt
     >>> mt.nn.mse_loss(mt.asarray([1.0, 2.0]), [1.0, 4.0])
     Array(2., dtype=float64)
     """
@@ -64,7 +61,6 @@ def mse_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> A
 def l1_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> Array:
     """Magnitudes of the differences: their mean, their ``"sum"``, or each (``"none"``).
 
-    >>> import meshtape as mt
     >>> mt.nn.l1_loss(mt.asarray([1.0, 2.0]), [1.0, 4.0])
     Array(1., dtype=float64)
     """
@@ -76,7 +72,6 @@ def l1_loss(predictions: Any, targets: Any, /, *, reduction: str = "mean") -> Ar
 def huber_loss(predictions: Any, targets: Any, /, *, delta: float = 1.0, reduction: str = "mean") -> Array:
     """Half the square of a difference up to ``delta``, a straight line beyond it (Huber, 1964).
 
-    >>> import meshtape as mt
     >>> mt.nn.huber_loss(mt.asarray([0.5, 3.0]), [0.0, 0.0], reduction="none")
     Array([0.125, 2.5  ], dtype=float64)
     """
@@ -97,7 +92,6 @@ def binary_cross_entropy(
 
     The loss at a label of 1 counts ``positive_weight`` times.
 
-    >>> import meshtape as mt
     >>> mt.nn.binary_cross_entropy(mt.asarray([0.0, 1000.0]), [1, 1])
     Array(0.34657359, dtype=float64)
     """
@@ -113,12 +107,9 @@ def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -
 
     The other dimensions are broadcast.
 
-    >>> import meshtape as mt
     >>> mt.nn.cosine_similarity(mt.asarray([[1.0, 0.0], [1.0, 1.0]]), mt.asarray([0.0, 2.0]))
     Array([0.        , 0.70710678], dtype=float64)
     """
-    from ..ops.elementwise import maximum
-
     x, y = inexact(asarray(x)), inexact(asarray(y))
     if "c" in (x.dtype.kind, y.dtype.kind):
         raise DTypeError(

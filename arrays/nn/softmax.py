@@ -9,13 +9,14 @@ ranks, whose maxima and sums then become collectives (a vocabulary-parallel mode
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.row_blocks import by_rows, less, row_dots, row_sums
 from ..backends.row_blocks import wide as _wide
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError
 from ..core.op import Op, composite
@@ -31,9 +32,6 @@ from ..ops.manipulation import astype, squeeze
 from ..ops.wide_floats import in_float32
 from ..reductions.reductions import max as max_
 from ..reductions.reductions import sum as sum_
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def shifted(xp: Any, out: Any, x: Any) -> None:
@@ -182,7 +180,6 @@ def _mask(name: str, mask: Any) -> Array:
 def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
     """Logarithm of :func:`softmax`, exact where probabilities are tiny; -inf where ``where`` is false.
 
-    >>> import meshtape as mt
     >>> mt.nn.log_softmax(mt.asarray([0.0, 1000.0]))
     Array([-1000.,     0.], dtype=float64)
     """
@@ -218,7 +215,6 @@ def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.nn.softmax(mt.asarray([0.0, 0.0, 9.0]), where=mt.asarray([True, True, False]))
     Array([0.5, 0.5, 0. ], dtype=float64)
     """
@@ -237,7 +233,6 @@ def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims:
 
     Infinite elements have the slope of a maximum. Of complex numbers it is the principal logarithm.
 
-    >>> import meshtape as mt
     >>> mt.nn.logsumexp(mt.asarray([[1000.0, 1000.0], [0.0, -mt.inf]]), axis=1)
     Array([1000.69314718,    0.        ], dtype=float64)
     """

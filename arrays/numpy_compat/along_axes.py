@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import composite
@@ -17,9 +18,6 @@ from ..ops.elementwise import clip, where
 from ..ops.manipulation import broadcast_to, expand_dims, moveaxis, reshape, stack
 from ..reductions.searching import along_axis, take_along_axis
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 @composite("apply_along_axis")
 def apply_along_axis(function: Callable[..., Any], axis: int, x: Any, /, *args: Any, **kwargs: Any) -> Array:
@@ -27,7 +25,6 @@ def apply_along_axis(function: Callable[..., Any], axis: int, x: Any, /, *args: 
 
     It is called once for each vector. A function that takes whole arrays is faster where there is one.
 
-    >>> import meshtape as mt
     >>> mt.apply_along_axis(lambda v: v[0] + v[-1], 1, mt.asarray([[1, 2, 3], [4, 5, 6]]))
     Array([ 4, 10])
     """
@@ -47,7 +44,6 @@ def apply_along_axis(function: Callable[..., Any], axis: int, x: Any, /, *args: 
 def apply_over_axes(function: Callable[[Array, int], Any], x: Any, axes: int | Sequence[int], /) -> Array:
     """``function(array, axis)`` for one axis after the other, each of the result before. A dimension that it drops stays, with length one.
 
-    >>> import meshtape as mt
     >>> mt.apply_over_axes(mt.sum, mt.ones((2, 3)), [0, 1])
     Array([[6.]], dtype=float64)
     """
@@ -70,7 +66,6 @@ def put_along_axis(x: Any, indices: Any, values: Any, /, axis: int | None, *, in
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([[1, 2, 3], [4, 5, 6]])
     >>> mt.put_along_axis(x, mt.asarray([[2], [0]]), 9, axis=1, inplace=False)
     Array([[1, 2, 9],
@@ -93,7 +88,6 @@ def choose(x: Any, choices: Any, /, *, mode: str = "raise") -> Array:
     ``mode`` treats a number beyond the choices: as an error (``"raise"``), modulo their number (``"wrap"``), or as the
     nearest (``"clip"``).
 
-    >>> import meshtape as mt
     >>> mt.choose(mt.asarray([0, 1, 0]), [mt.asarray([1, 2, 3]), 10])
     Array([ 1, 10,  3])
     """

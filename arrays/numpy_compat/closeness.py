@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.op import composite
 from ..ops.creation import asarray
 from ..ops.elementwise import abs, equal, isfinite, isnan, logical_and, logical_or, where
 from ..ops.manipulation import broadcast_shapes
 from ..reductions.reductions import all
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 @composite("isclose")
 def isclose(a: Any, b: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> Array:
     """Where ``|a - b| <= atol + rtol * |b|``. Infinities are close to themselves; NaN to NaN with ``equal_nan``.
 
-    >>> import meshtape as mt
     >>> mt.isclose(mt.asarray([1.0, 2.0]), mt.asarray([1.0 + 1e-9, 2.1]))
     Array([ True, False])
     """
@@ -37,7 +34,6 @@ def isclose(a: Any, b: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_
 def allclose(a: Any, b: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal_nan: bool = False) -> bool:
     """Whether all elements are close, see :func:`isclose`.
 
-    >>> import meshtape as mt
     >>> mt.allclose(mt.asarray([1.0, 2.0]), [1.0, 2.0 + 1e-9])
     True
     """
@@ -47,7 +43,6 @@ def allclose(a: Any, b: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal
 def array_equal(a: Any, b: Any, /, *, equal_nan: bool = False) -> bool:
     """Whether two arrays have the same shape and elements.
 
-    >>> import meshtape as mt
     >>> mt.array_equal([1, 2], mt.asarray([1, 2])), mt.array_equal([1, 2], [[1, 2]])
     (True, False)
     """
@@ -61,7 +56,6 @@ def array_equal(a: Any, b: Any, /, *, equal_nan: bool = False) -> bool:
 def array_equiv(a: Any, b: Any, /) -> bool:
     """Whether two arrays are equal where they are broadcast together.
 
-    >>> import meshtape as mt
     >>> mt.array_equiv([1, 2], [[1, 2], [1, 2]])
     True
     """

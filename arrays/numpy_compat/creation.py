@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
+from ..core.devices import Device
 from ..core.dispatch import has_history
+from ..core.errors import ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray, eye, linspace
 from ..ops.elementwise import pow
+from ..ops.manipulation import stack
 from ..ops.nested import geometric_ramp
 from .index_tricks import indices
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-    from ..core.devices import Device
 
 
 def array(obj: Any, /, dtype: Any = None, *, device: Device | str | None = None, copy: bool | None = None) -> Array:
     """An array of nested lists, numbers or another library's array: `mt.asarray` under NumPy's name.
 
-    >>> import meshtape as mt
     >>> mt.array([[1, 2], [3, 4]], mt.float32)
     Array([[1., 2.],
            [3., 4.]], dtype=float32)
@@ -33,7 +32,6 @@ def array(obj: Any, /, dtype: Any = None, *, device: Device | str | None = None,
 def copy(x: Any, /) -> Array:
     """An array of the same value. Memory is shared until one side is written.
 
-    >>> import meshtape as mt
     >>> mt.copy([1, 2])
     Array([1, 2])
     """
@@ -43,7 +41,6 @@ def copy(x: Any, /) -> Array:
 def identity(n: int, /, dtype: Any = None) -> Array:
     """The square identity matrix.
 
-    >>> import meshtape as mt
     >>> mt.identity(2)
     Array([[1., 0.],
            [0., 1.]], dtype=float64)
@@ -54,7 +51,6 @@ def identity(n: int, /, dtype: Any = None) -> Array:
 def tri(n: int, m: int | None = None, /, k: int = 0, dtype: Any = None) -> Array:
     """Ones at and below the ``k``-th diagonal, zeros above.
 
-    >>> import meshtape as mt
     >>> mt.tri(2, 3)
     Array([[1., 0., 0.],
            [1., 1., 0.]], dtype=float64)
@@ -68,7 +64,6 @@ def logspace(
 ) -> Array:
     """``num`` numbers from ``base**start`` to ``base**stop``, with one ratio between neighbours.
 
-    >>> import meshtape as mt
     >>> mt.logspace(0, 2, 3)
     Array([  1.,  10., 100.], dtype=float64)
     """
@@ -80,7 +75,6 @@ def logspace(
 def geomspace(start: float, stop: float, /, num: int = 50, *, endpoint: bool = True, dtype: Any = None) -> Array:
     """``num`` numbers from ``start`` to ``stop``, with one ratio between neighbours.
 
-    >>> import meshtape as mt
     >>> mt.geomspace(1, 100, 3)
     Array([  1.,  10., 100.], dtype=float64)
     """
@@ -93,7 +87,6 @@ def geomspace(start: float, stop: float, /, num: int = 50, *, endpoint: bool = T
 def fromfunction(function: Callable[..., Any], shape: Sequence[int], /, dtype: Any = float) -> Any:
     """``function`` of the coordinates of all elements, one array a dimension.
 
-    >>> import meshtape as mt
     >>> mt.fromfunction(lambda i, j: i + 10 * j, (2, 2), mt.int64)
     Array([[ 0, 10],
            [ 1, 11]])
@@ -105,15 +98,11 @@ def fromfunction(function: Callable[..., Any], shape: Sequence[int], /, dtype: A
 def vander(x: Any, /, n: int | None = None, increasing: bool = False) -> Array:
     """Powers of the elements of a vector as columns, the highest first.
 
-    >>> import meshtape as mt
     >>> mt.vander(mt.asarray([1, 2, 3]), 3)
     Array([[1, 1, 1],
            [4, 2, 1],
            [9, 3, 1]])
     """
-    from ..core.errors import ShapeError
-    from ..ops.manipulation import stack
-
     x = asarray(x)
     x = x.astype(np.promote_types(x.dtype, np.int64), copy=False) if x.dtype.kind in "biu" else x
     if x.ndim != 1:

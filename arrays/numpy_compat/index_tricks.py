@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import Deferred
 from ..core.errors import ArgumentError, ArrayIndexError, ShapeError
 from ..ops.creation import asarray
 from ..ops.manipulation import reshape, stack
+from ..reductions.reductions import all
 from ..reductions.searching import nonzero
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
     """The coordinates of each element of an array of a shape, the dimension first.
 
-    >>> import meshtape as mt
     >>> mt.indices((2, 2))
     Array([[[0, 0],
             [1, 1]],
@@ -35,7 +33,6 @@ def indices(dimensions: Sequence[int], /, dtype: Any = int) -> Array:
 def ix_(*vectors: Any) -> tuple[Array, ...]:
     """Index arrays that select the rows, columns, … of all combinations.
 
-    >>> import meshtape as mt
     >>> mt.arange(9).reshape(3, 3)[mt.ix_([0, 2], [1, 2])]
     Array([[1, 2],
            [7, 8]])
@@ -53,7 +50,6 @@ def ix_(*vectors: Any) -> tuple[Array, ...]:
 def diag_indices(n: int, /, ndim: int = 2) -> tuple[Array, ...]:
     """Index arrays of the main diagonal of an array with ``ndim`` dimensions of length ``n``.
 
-    >>> import meshtape as mt
     >>> mt.ones((3, 3))[mt.diag_indices(3)]
     Array([1., 1., 1.], dtype=float64)
     """
@@ -63,7 +59,6 @@ def diag_indices(n: int, /, ndim: int = 2) -> tuple[Array, ...]:
 def tril_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Array]:
     """Index arrays of the elements at and below the ``k``-th diagonal of an ``(n, m)`` matrix.
 
-    >>> import meshtape as mt
     >>> mt.tril_indices(2)
     (Array([0, 1, 1]), Array([0, 0, 1]))
     """
@@ -74,7 +69,6 @@ def tril_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Ar
 def triu_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Array]:
     """Index arrays of the elements at and above the ``k``-th diagonal of an ``(n, m)`` matrix.
 
-    >>> import meshtape as mt
     >>> mt.triu_indices(2)
     (Array([0, 0, 1]), Array([0, 1, 1]))
     """
@@ -99,7 +93,6 @@ def _matrix(name: str, x: Any) -> tuple[int, ...]:
 def diag_indices_from(x: Any, /) -> tuple[Array, ...]:
     """:func:`diag_indices` of an array.
 
-    >>> import meshtape as mt
     >>> mt.diag_indices_from(mt.ones((2, 2)))
     (Array([0, 1]), Array([0, 1]))
     """
@@ -110,7 +103,6 @@ def diag_indices_from(x: Any, /) -> tuple[Array, ...]:
 def tril_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
     """:func:`tril_indices` of a matrix.
 
-    >>> import meshtape as mt
     >>> mt.tril_indices_from(mt.ones((2, 2)))
     (Array([0, 1, 1]), Array([0, 0, 1]))
     """
@@ -121,7 +113,6 @@ def tril_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
 def triu_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
     """:func:`triu_indices` of a matrix.
 
-    >>> import meshtape as mt
     >>> mt.triu_indices_from(mt.ones((2, 2)))
     (Array([0, 0, 1]), Array([0, 1, 1]))
     """
@@ -132,7 +123,6 @@ def triu_indices_from(x: Any, /, k: int = 0) -> tuple[Array, Array]:
 def argwhere(x: Any, /) -> Array:
     """The coordinates of the elements that are not zero, one row an element.
 
-    >>> import meshtape as mt
     >>> mt.argwhere(mt.asarray([[0, 1], [1, 0]]))
     Array([[0, 1],
            [1, 0]])
@@ -146,7 +136,6 @@ def argwhere(x: Any, /) -> Array:
 def flatnonzero(x: Any, /) -> Array:
     """The flat positions, in C order, of the elements that are not zero.
 
-    >>> import meshtape as mt
     >>> mt.flatnonzero(mt.asarray([[0, 1], [1, 0]]))
     Array([1, 2])
     """
@@ -163,12 +152,9 @@ def unravel_index(places: Any, shape: Sequence[int], /) -> tuple[Array, ...]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.unravel_index(5, (2, 3))
     (Array(1), Array(2))
     """
-    from ..reductions.reductions import all
-
     places, shape = asarray(places), tuple(int(n) for n in shape)
     total = int(np.prod(shape, dtype=object))
     if places.dtype.kind not in "iu":
@@ -194,12 +180,9 @@ def ravel_multi_index(coordinates: Sequence[Any], shape: Sequence[int], /) -> Ar
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.ravel_multi_index((1, 2), (2, 3))
     Array(5)
     """
-    from ..reductions.reductions import all
-
     if len(coordinates) != len(shape):
         raise ShapeError(f"[ravel_multi_index] {len(coordinates)} coordinates for a shape of {len(shape)} dimensions")
     out: Any = asarray(0)

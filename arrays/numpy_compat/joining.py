@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.short_ways import buffer, buffers, result
+from ..backends.pieces import buffer, buffers
 from ..core import shape_rules
+from ..core.array import Array
+from ..core.dispatch import wrap
 from ..core.errors import ArrayIndexError, ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray, elements
@@ -17,15 +19,11 @@ from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
 from ..reductions.searching import take
 from .rearranging import atleast_1d, atleast_2d, atleast_3d
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 @composite("vstack")
 def vstack(arrays: Sequence[Any], /) -> Array:
     """Joined as rows: along the first dimension, vectors as one row each.
 
-    >>> import meshtape as mt
     >>> mt.vstack([mt.arange(2), mt.arange(2)]).shape
     (2, 2)
     """
@@ -36,7 +34,6 @@ def vstack(arrays: Sequence[Any], /) -> Array:
 def hstack(arrays: Sequence[Any], /) -> Array:
     """Joined side by side: along the second dimension, vectors along their only one.
 
-    >>> import meshtape as mt
     >>> mt.hstack([mt.arange(2), mt.arange(3)])
     Array([0, 1, 0, 1, 2])
     """
@@ -48,7 +45,6 @@ def hstack(arrays: Sequence[Any], /) -> Array:
 def dstack(arrays: Sequence[Any], /) -> Array:
     """Joined along the third dimension.
 
-    >>> import meshtape as mt
     >>> mt.dstack([mt.arange(2), mt.arange(2)]).shape
     (1, 2, 2)
     """
@@ -59,7 +55,6 @@ def dstack(arrays: Sequence[Any], /) -> Array:
 def column_stack(arrays: Sequence[Any], /) -> Array:
     """Vectors as the columns of a matrix; matrices keep theirs.
 
-    >>> import meshtape as mt
     >>> mt.column_stack([mt.arange(2), mt.ones((2, 2), mt.int64)])
     Array([[0, 1, 1],
            [1, 1, 1]])
@@ -72,7 +67,6 @@ def column_stack(arrays: Sequence[Any], /) -> Array:
 def block(arrays: Any, /) -> Array:
     """An array of nested lists of blocks: the innermost lists join along the last dimension, the next along that before it.
 
-    >>> import meshtape as mt
     >>> mt.block([[mt.eye(2), mt.zeros((2, 1))], [mt.ones((1, 3))]])
     Array([[1., 0., 0.],
            [0., 1., 0.],
@@ -106,7 +100,6 @@ def block(arrays: Any, /) -> Array:
 def append(x: Any, values: Any, /, axis: int | None = None) -> Array:
     """``values`` behind ``x``, along ``axis``; both flat without one.
 
-    >>> import meshtape as mt
     >>> mt.append(mt.arange(2), 7)
     Array([0, 1, 7])
     """
@@ -151,7 +144,6 @@ def split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int = 0) ->
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.split(mt.arange(4), 2), mt.split(mt.arange(4), [1])
     ([Array([0, 1]), Array([2, 3])], [Array([0]), Array([1, 2, 3])])
     """
@@ -162,7 +154,6 @@ def split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int = 0) ->
 def array_split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int = 0) -> list[Array]:
     """Like :func:`split`; where the length does not divide, the first pieces are one longer.
 
-    >>> import meshtape as mt
     >>> mt.array_split(mt.arange(3), 2)
     [Array([0, 1]), Array([2])]
     """
@@ -179,7 +170,6 @@ def _split_dimension(name: str, x: Any, where: int | Sequence[int], axis: int, l
 def hsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     """Pieces along the second dimension, of vectors along the only one; see :func:`split`.
 
-    >>> import meshtape as mt
     >>> [p.shape for p in mt.hsplit(mt.ones((2, 4)), 2)]
     [(2, 2), (2, 2)]
     """
@@ -190,7 +180,6 @@ def hsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
 def vsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     """Pieces along the first dimension of at least two; see :func:`split`.
 
-    >>> import meshtape as mt
     >>> [p.shape for p in mt.vsplit(mt.ones((2, 4)), 2)]
     [(1, 4), (1, 4)]
     """
@@ -200,7 +189,6 @@ def vsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
 def dsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     """Pieces along the third dimension; see :func:`split`.
 
-    >>> import meshtape as mt
     >>> [p.shape for p in mt.dsplit(mt.ones((1, 2, 4)), 2)]
     [(1, 2, 2), (1, 2, 2)]
     """
@@ -211,7 +199,6 @@ def dsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
 def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
     """Without the elements, rows, … at ``where`` (a number, several, a slice, or a mask) along ``axis``; flat without one.
 
-    >>> import meshtape as mt
     >>> mt.delete(mt.arange(5), [0, -1])
     Array([1, 2, 3])
     """
@@ -221,7 +208,7 @@ def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
     axis = shape_rules.one_axis("delete", axis, x.ndim)
     where = where if isinstance(where, slice) else np.asarray(where)
     if (buf := buffer(x)) is not None:
-        return result(np.delete(buf, where, axis))
+        return wrap(np.asarray(np.delete(buf, where, axis)))
     return take(x, np.delete(np.arange(x.shape[axis]), where), axis=axis)
 
 
@@ -231,7 +218,6 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
 
     Places are a number, several, or a slice; all mean the array as it was.
 
-    >>> import meshtape as mt
     >>> mt.insert(mt.arange(3), 1, 9), mt.insert(mt.arange(3), [0, 3], [7, 8])
     (Array([0, 9, 1, 2]), Array([7, 0, 1, 2, 8]))
     """
@@ -255,10 +241,12 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         values = moveaxis(values, 0, axis)
         flat = np.repeat(flat, values.shape[axis])
     new = broadcast_to(values, (*rest[:axis], flat.size, *rest[axis:]))
-    if (plain := buffers((x, new))) is not None:
+    if (plain := buffers(x, new)) is not None:
         buf, put = plain
         one = places.ndim == 0
-        return result(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
+        return wrap(
+            np.asarray(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
+        )
     order = np.argsort(flat, kind="stable")
     at = flat.copy()
     at[order] += np.arange(flat.size)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.short_ways import buffers, result
-from ..core.dtypes import result_type
+from ..backends.pieces import buffers
+from ..core.array import Array
+from ..core.dispatch import wrap
+from ..core.dtypes import FIRST_USER_DTYPE, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
-from ..core.value import FIRST_USER_DTYPE
 from ..ops.creation import asarray
 from ..ops.manipulation import concat
+from ..reductions.searching import take_along_axis
 from ..reductions.sorting import _flat, argsort, sort
 from ..statistics import sets
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> tuple[Array, int]:
@@ -37,7 +36,6 @@ def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> t
 def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
     """The ``kth`` elements where sorting would put them, smaller ones before and larger ones behind. All are sorted, in fact.
 
-    >>> import meshtape as mt
     >>> mt.partition(mt.asarray([3, 1, 2]), 1)[1]
     Array(2)
     """
@@ -48,7 +46,6 @@ def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Arr
 def argpartition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
     """The indices of the elements of :func:`partition`.
 
-    >>> import meshtape as mt
     >>> mt.argpartition(mt.asarray([3, 1, 2]), 1)[0]
     Array(1)
     """
@@ -60,17 +57,14 @@ def argpartition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> 
 def lexsort(keys: Any, /, axis: int = -1) -> Array:
     """The order by several keys, the last one first.
 
-    >>> import meshtape as mt
     >>> mt.lexsort([mt.asarray([2, 1, 0]), mt.asarray([0, 1, 0])])
     Array([2, 0, 1])
     """
-    from ..reductions.searching import take_along_axis
-
     found = [asarray(k) for k in keys]
     if not found:
         raise ShapeError("[lexsort] needs at least one key")
-    if (plain := buffers(found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
-        return result(np.lexsort(plain, axis))
+    if (plain := buffers(*found)) is not None and max(b.dtype.num for b in plain) < FIRST_USER_DTYPE:
+        return wrap(np.asarray(np.lexsort(plain, axis)))
     order = argsort(found[0], axis=axis)
     for key in found[1:]:
         order = take_along_axis(order, argsort(take_along_axis(key, order, axis=axis), axis=axis), axis=axis)
@@ -91,7 +85,6 @@ def unique(
 
     All NaN are one, but with ``equal_nan=False``.
 
-    >>> import meshtape as mt
     >>> mt.unique(mt.asarray([2, 1, 2]), return_counts=True)
     (Array([1, 2]), Array([1, 2]))
     """
@@ -102,7 +95,6 @@ def unique(
 def union1d(x: Any, y: Any, /) -> Array:
     """The different elements of both, ascending.
 
-    >>> import meshtape as mt
     >>> mt.union1d([1, 2], [2, 3])
     Array([1, 2, 3])
     """
@@ -112,7 +104,6 @@ def union1d(x: Any, y: Any, /) -> Array:
 def intersect1d(x: Any, y: Any, /) -> Array:
     """The different elements that are in both, ascending.
 
-    >>> import meshtape as mt
     >>> mt.intersect1d([1, 2], [2, 3])
     Array([2])
     """
@@ -123,7 +114,6 @@ def intersect1d(x: Any, y: Any, /) -> Array:
 def setdiff1d(x: Any, y: Any, /) -> Array:
     """The different elements of ``x`` that are not in ``y``, ascending.
 
-    >>> import meshtape as mt
     >>> mt.setdiff1d([1, 2], [2, 3])
     Array([1])
     """
@@ -134,7 +124,6 @@ def setdiff1d(x: Any, y: Any, /) -> Array:
 def setxor1d(x: Any, y: Any, /) -> Array:
     """The different elements that are in just one of both, ascending.
 
-    >>> import meshtape as mt
     >>> mt.setxor1d([1, 2], [2, 3])
     Array([1, 3])
     """

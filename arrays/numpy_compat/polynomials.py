@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
@@ -16,9 +17,6 @@ from ..ops.wide_floats import in_float32
 from ..statistics.interpolation import convolve, diag
 from .creation import vander
 from .rearranging import atleast_1d
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _coefficients(name: str, p: Any) -> Array:
@@ -33,7 +31,6 @@ def _coefficients(name: str, p: Any) -> Array:
 def polyval(p: Any, x: Any, /) -> Array:
     """The polynomial with coefficients ``p`` at ``x``, by Horner's rule.
 
-    >>> import meshtape as mt
     >>> mt.polyval([1.0, 0.0, 2.0], mt.asarray([0.0, 3.0]))
     Array([ 2., 11.], dtype=float64)
     """
@@ -51,7 +48,6 @@ def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
 
     ``y`` may have several columns, each of which is fitted; ``w`` are weights of the differences, before they are squared.
 
-    >>> import meshtape as mt
     >>> mt.round(mt.polyfit([0.0, 1.0, 2.0], [1.0, 3.0, 5.0], 1), 6)
     Array([2., 1.], dtype=float64)
     """
@@ -75,7 +71,6 @@ def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
 def polyder(p: Any, /, m: int = 1) -> Array:
     """The ``m``-th derivative.
 
-    >>> import meshtape as mt
     >>> mt.polyder([1.0, 2.0, 3.0])
     Array([2., 2.], dtype=float64)
     """
@@ -89,7 +84,6 @@ def polyder(p: Any, /, m: int = 1) -> Array:
 def polyint(p: Any, /, m: int = 1, k: float = 0.0) -> Array:
     """The ``m``-th integral with the constants ``k``.
 
-    >>> import meshtape as mt
     >>> mt.polyint([2.0, 2.0])
     Array([1., 2., 0.], dtype=float64)
     """
@@ -102,7 +96,6 @@ def polyint(p: Any, /, m: int = 1, k: float = 0.0) -> Array:
 def polymul(p: Any, q: Any, /) -> Array:
     """The product of two polynomials.
 
-    >>> import meshtape as mt
     >>> mt.polymul([1, 1], [1, -1])
     Array([ 1,  0, -1])
     """
@@ -113,7 +106,6 @@ def polymul(p: Any, q: Any, /) -> Array:
 def polyadd(p: Any, q: Any, /) -> Array:
     """The sum of two polynomials.
 
-    >>> import meshtape as mt
     >>> mt.polyadd([1, 1], [5])
     Array([1, 6])
     """
@@ -126,7 +118,6 @@ def polyadd(p: Any, q: Any, /) -> Array:
 def polysub(p: Any, q: Any, /) -> Array:
     """The difference of two polynomials.
 
-    >>> import meshtape as mt
     >>> mt.polysub([1, 1], [5])
     Array([ 1, -4])
     """
@@ -138,7 +129,6 @@ def polysub(p: Any, q: Any, /) -> Array:
 def roots(p: Any, /) -> Array:
     """The complex numbers where a polynomial is zero: eigenvalues of its companion matrix. The first coefficient must not be zero.
 
-    >>> import meshtape as mt
     >>> mt.sort(mt.real(mt.roots([1.0, 0.0, -4.0])))
     Array([-2.,  2.], dtype=float64)
     """

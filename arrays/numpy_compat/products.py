@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..core.array import Array
 from ..core.op import composite
 from ..ops import matmul as products
 from ..ops.creation import asarray
@@ -11,15 +12,11 @@ from ..ops.elementwise import conj
 from ..ops.manipulation import reshape
 from ..ops.matmul import matmul, tensordot
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 @composite("dot")
 def dot(x: Any, y: Any, /) -> Array:
     """The last dimension of ``x`` with the last but one of ``y`` (its only one, where it is a vector); a product with a scalar.
 
-    >>> import meshtape as mt
     >>> mt.dot(mt.arange(3), mt.arange(3))
     Array(5)
     """
@@ -35,7 +32,6 @@ def dot(x: Any, y: Any, /) -> Array:
 def vdot(x: Any, y: Any, /) -> Array:
     """The product of two arrays as flat vectors, the first conjugated.
 
-    >>> import meshtape as mt
     >>> mt.vdot(mt.asarray([1j, 1.0]), mt.asarray([1j, 2.0]))
     Array(3.+0.j, dtype=complex128)
     """
@@ -46,7 +42,6 @@ def vdot(x: Any, y: Any, /) -> Array:
 def inner(x: Any, y: Any, /) -> Array:
     """Products of the last dimensions, nothing conjugated.
 
-    >>> import meshtape as mt
     >>> mt.inner(mt.ones((2, 3)), mt.ones(3))
     Array([3., 3.], dtype=float64)
     """
@@ -57,7 +52,6 @@ def inner(x: Any, y: Any, /) -> Array:
 def outer(x: Any, y: Any, /) -> Array:
     """Products of each element of one flat array with each of another.
 
-    >>> import meshtape as mt
     >>> mt.outer([1, 2], [1, 10])
     Array([[ 1, 10],
            [ 2, 20]])
@@ -69,7 +63,6 @@ def outer(x: Any, y: Any, /) -> Array:
 def cross(x: Any, y: Any, /, *, axis: int = -1) -> Array:
     """Vector products of vectors of length 3 along ``axis``.
 
-    >>> import meshtape as mt
     >>> mt.cross(mt.asarray([1, 0, 0]), mt.asarray([0, 1, 0]))
     Array([0, 0, 1])
     """
@@ -80,7 +73,6 @@ def cross(x: Any, y: Any, /, *, axis: int = -1) -> Array:
 def matvec(x: Any, y: Any, /) -> Array:
     """Matrices times vectors, both in the last dimensions.
 
-    >>> import meshtape as mt
     >>> mt.matvec(mt.ones((4, 2, 3)), mt.ones(3)).shape
     (4, 2)
     """
@@ -91,7 +83,6 @@ def matvec(x: Any, y: Any, /) -> Array:
 def vecmat(x: Any, y: Any, /) -> Array:
     """Conjugated vectors times matrices, both in the last dimensions.
 
-    >>> import meshtape as mt
     >>> mt.vecmat(mt.ones(2), mt.ones((4, 2, 3))).shape
     (4, 3)
     """

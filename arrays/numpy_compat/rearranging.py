@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.errors import ShapeError
 from ..core.op import composite
 from ..linalg import linalg
 from ..ops.creation import asarray, beside, zeros
 from ..ops.manipulation import flip, moveaxis, permute_dims, reshape, tile
 from ..statistics.interpolation import diag
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _at_least(x: Any, ndim: int) -> Array:
@@ -34,7 +32,6 @@ def _each(xs: tuple[Any, ...], ndim: int) -> Any:
 def atleast_1d(*arrays: Any) -> Any:
     """Scalars as vectors of one element; a tuple for several arrays.
 
-    >>> import meshtape as mt
     >>> mt.atleast_1d(3.0)
     Array([3.], dtype=float64)
     """
@@ -44,7 +41,6 @@ def atleast_1d(*arrays: Any) -> Any:
 def atleast_2d(*arrays: Any) -> Any:
     """Vectors as one row; a tuple for several arrays.
 
-    >>> import meshtape as mt
     >>> mt.atleast_2d(mt.arange(3)).shape
     (1, 3)
     """
@@ -54,7 +50,6 @@ def atleast_2d(*arrays: Any) -> Any:
 def atleast_3d(*arrays: Any) -> Any:
     """Vectors of length n as ``(1, n, 1)``, matrices with one more dimension behind; a tuple for several arrays.
 
-    >>> import meshtape as mt
     >>> mt.atleast_3d(mt.ones((2, 4))).shape
     (2, 4, 1)
     """
@@ -64,7 +59,6 @@ def atleast_3d(*arrays: Any) -> Any:
 def transpose(x: Any, /, axes: Sequence[int] | None = None) -> Array:
     """Dimensions in the order ``axes``, reversed without it.
 
-    >>> import meshtape as mt
     >>> mt.transpose(mt.ones((2, 3, 4))).shape
     (4, 3, 2)
     """
@@ -75,7 +69,6 @@ def transpose(x: Any, /, axes: Sequence[int] | None = None) -> Array:
 def swapaxes(x: Any, axis1: int, axis2: int, /) -> Array:
     """Two dimensions exchanged.
 
-    >>> import meshtape as mt
     >>> mt.swapaxes(mt.ones((2, 3, 4)), 0, 2).shape
     (4, 3, 2)
     """
@@ -89,7 +82,6 @@ def swapaxes(x: Any, axis1: int, axis2: int, /) -> Array:
 def ravel(x: Any, /, order: str = "C") -> Array:
     """The elements in C order, in one dimension; with ``order="F"`` the first index runs fastest.
 
-    >>> import meshtape as mt
     >>> mt.ravel(mt.ones((2, 3))).shape
     (6,)
     """
@@ -99,7 +91,6 @@ def ravel(x: Any, /, order: str = "C") -> Array:
 def flipud(x: Any, /) -> Array:
     """The first dimension reversed.
 
-    >>> import meshtape as mt
     >>> mt.flipud(mt.arange(3))
     Array([2, 1, 0])
     """
@@ -109,7 +100,6 @@ def flipud(x: Any, /) -> Array:
 def fliplr(x: Any, /) -> Array:
     """The second dimension reversed.
 
-    >>> import meshtape as mt
     >>> mt.fliplr(mt.asarray([[1, 2], [3, 4]]))
     Array([[2, 1],
            [4, 3]])
@@ -121,7 +111,6 @@ def fliplr(x: Any, /) -> Array:
 def rot90(x: Any, /, k: int = 1, axes: tuple[int, int] = (0, 1)) -> Array:
     """Turned ``k`` times by 90 degrees, from the first of ``axes`` towards the second.
 
-    >>> import meshtape as mt
     >>> mt.rot90(mt.asarray([[1, 2], [3, 4]]))
     Array([[2, 4],
            [1, 3]])
@@ -143,7 +132,6 @@ def diagonal(x: Any, /, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Arra
 
     `mt.linalg.diagonal` takes those of the last two dimensions.
 
-    >>> import meshtape as mt
     >>> mt.diagonal(mt.asarray([[1, 2], [3, 4]]))
     Array([1, 4])
     """
@@ -153,7 +141,6 @@ def diagonal(x: Any, /, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Arra
 def trace(x: Any, /, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
     """Sums of the diagonals of the matrices in the dimensions ``axis1`` and ``axis2``.
 
-    >>> import meshtape as mt
     >>> mt.trace(mt.asarray([[1, 2], [3, 4]]))
     Array(5)
     """
@@ -163,7 +150,6 @@ def trace(x: Any, /, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Array:
 def diagflat(x: Any, /, k: int = 0) -> Array:
     """A matrix with the flat elements on its ``k``-th diagonal.
 
-    >>> import meshtape as mt
     >>> mt.diagflat([1, 2])
     Array([[1, 0],
            [0, 2]])
@@ -174,7 +160,6 @@ def diagflat(x: Any, /, k: int = 0) -> Array:
 def rollaxis(x: Any, axis: int, /, start: int = 0) -> Array:
     """The dimension ``axis`` moved to stand before the one that is now at ``start``; :func:`moveaxis` says where it comes to stand.
 
-    >>> import meshtape as mt
     >>> mt.rollaxis(mt.ones((2, 3, 4)), 2).shape
     (4, 2, 3)
     """
@@ -192,7 +177,6 @@ def rollaxis(x: Any, axis: int, /, start: int = 0) -> Array:
 def resize(x: Any, shape: int | Sequence[int], /) -> Array:
     """The elements in C order as an array of another shape: repeated from the first on, or cut off. Zeros where there are none.
 
-    >>> import meshtape as mt
     >>> mt.resize(mt.asarray([1, 2, 3]), (2, 2))
     Array([[1, 2],
            [3, 1]])

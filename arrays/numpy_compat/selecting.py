@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import ShapeError
 from ..core.op import composite
@@ -16,15 +17,11 @@ from ..ops.elementwise import where
 from ..ops.manipulation import broadcast_to, reshape
 from ..reductions.searching import nonzero, take
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 @composite("select")
 def select(conditions: Sequence[Any], choices: Sequence[Any], /, default: Any = 0) -> Array:
     """From the first of ``choices`` whose condition is true, ``default`` where none is.
 
-    >>> import meshtape as mt
     >>> x = mt.arange(4)
     >>> mt.select([x < 1, x > 2], [10, 20], default=x)
     Array([10,  1,  2, 20])
@@ -48,7 +45,6 @@ def piecewise(
 
     Every function is given all elements: where it must not see some, replace them first.
 
-    >>> import meshtape as mt
     >>> x = mt.asarray([-2.0, 3.0])
     >>> mt.piecewise(x, [x < 0], [lambda v: -v, 0.0])
     Array([2., 0.], dtype=float64)
@@ -70,7 +66,6 @@ def piecewise(
 def compress(condition: Any, x: Any, /, axis: int | None = None) -> Array:
     """The elements, rows, … where a vector of booleans is true, along ``axis``; flat without one.
 
-    >>> import meshtape as mt
     >>> mt.compress([False, True], mt.asarray([[1, 2], [3, 4]]), axis=0)
     Array([[3, 4]])
     """
@@ -85,7 +80,6 @@ def compress(condition: Any, x: Any, /, axis: int | None = None) -> Array:
 def extract(condition: Any, x: Any, /) -> Array:
     """The elements where a condition of the same size is true, flat.
 
-    >>> import meshtape as mt
     >>> mt.extract([True, False, True], mt.arange(3))
     Array([0, 2])
     """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError
 from ..core.op import composite
@@ -18,15 +19,11 @@ from ..reductions.cumulative import diff
 from ..reductions.reductions import sum
 from ..statistics.interpolation import convolve
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 @composite("correlate")
 def correlate(x: Any, y: Any, /, mode: str = "valid") -> Array:
     """Correlation of two vectors, ``sum(x[n + k] * conj(y[n]))``; see :func:`convolve` for ``mode``.
 
-    >>> import meshtape as mt
     >>> mt.correlate(mt.asarray([1.0, 2.0, 3.0]), mt.asarray([0.0, 1.0]))
     Array([2., 3.], dtype=float64)
     """
@@ -42,7 +39,6 @@ def correlate(x: Any, y: Any, /, mode: str = "valid") -> Array:
 def trapezoid(y: Any, x: Any = None, /, dx: float = 1.0, axis: int = -1) -> Array:
     """The area below samples ``y`` at ``x`` (or ``dx`` apart) along ``axis``, by trapezoids.
 
-    >>> import meshtape as mt
     >>> mt.trapezoid(mt.asarray([1.0, 2.0, 3.0]))
     Array(4., dtype=float64)
     """
@@ -60,7 +56,6 @@ def trapezoid(y: Any, x: Any = None, /, dx: float = 1.0, axis: int = -1) -> Arra
 def ediff1d(x: Any, /, to_end: Any = None, to_begin: Any = None) -> Array:
     """Differences of neighbours of the flat array, with something before and behind.
 
-    >>> import meshtape as mt
     >>> mt.ediff1d(mt.asarray([1, 4, 9]), to_begin=0)
     Array([0, 3, 5])
     """
@@ -84,9 +79,7 @@ def _window(name: str, title: str, example: str, shown: str) -> Callable[[int], 
         return asarray(getattr(np, name)(n))
 
     window.__name__ = window.__qualname__ = name
-    window.__doc__ = (
-        f"The {title} window of ``n`` points.\n\n    >>> import meshtape as mt\n    >>> {example}\n    {shown}\n    "
-    )
+    window.__doc__ = f"The {title} window of ``n`` points.\n\n    >>> {example}\n    {shown}\n    "
     return window
 
 
@@ -99,7 +92,6 @@ blackman = _window("blackman", "Blackman", "mt.blackman(5)[2]", "Array(1., dtype
 def kaiser(n: int, /, beta: float = 14.0) -> Array:
     """The Kaiser window of ``n`` points.
 
-    >>> import meshtape as mt
     >>> mt.kaiser(3, 0.0)
     Array([1., 1., 1.], dtype=float64)
     """

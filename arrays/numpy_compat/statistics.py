@@ -5,18 +5,20 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import pieces
+from ..backends.pieces import buffer
 from ..backends.row_blocks import wide
-from ..backends.short_ways import buffer
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import Deferred, wrap
 from ..core.dtypes import real_of, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
+from ..linalg.linalg import diagonal
 from ..ops.creation import asarray, beside, full, full_like, inexact, ordered
 from ..ops.elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
@@ -24,14 +26,11 @@ from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import cumulative_prod, cumulative_sum
 from ..reductions.moments import mean
-from ..reductions.reductions import all, argmax, argmin, max, min, sum
+from ..reductions.reductions import all, any, argmax, argmin, max, min, sum
 from ..reductions.searching import searchsorted, take_along_axis
 from ..reductions.sorting import sort
 from ..statistics import statistics
 from ..statistics.quantiles import between, quantile, weights_of
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 Axis = int | Sequence[int] | None
 
@@ -42,7 +41,6 @@ Axis = int | Sequence[int] | None
 def shape(x: Any, /) -> tuple[int, ...]:
     """The shape of an array, or of anything that could become one.
 
-    >>> import meshtape as mt
     >>> mt.shape([[1, 2]])
     (1, 2)
     """
@@ -52,7 +50,6 @@ def shape(x: Any, /) -> tuple[int, ...]:
 def ndim(x: Any, /) -> int:
     """The number of dimensions.
 
-    >>> import meshtape as mt
     >>> mt.ndim([[1, 2]])
     2
     """
@@ -62,7 +59,6 @@ def ndim(x: Any, /) -> int:
 def size(x: Any, /, axis: int | None = None) -> int:
     """The number of elements, or the length of one dimension.
 
-    >>> import meshtape as mt
     >>> mt.size([[1, 2]]), mt.size([[1, 2]], 0)
     (2, 1)
     """
@@ -82,7 +78,6 @@ def average(
     With ``returned`` the sum of the weights too. The mean is NaN where they add up to zero (NumPy raises `ZeroDivisionError`): so it is the
     same inside a compiled function and of arrays that are split, whose values are not known.
 
-    >>> import meshtape as mt
     >>> mt.average(mt.asarray([1.0, 4.0]), weights=[2, 1])
     Array(2., dtype=float64)
     """
@@ -141,7 +136,6 @@ def cov(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.cov(mt.asarray([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]))
     Array([[ 1., -1.],
            [-1.,  1.]], dtype=float64)
@@ -193,13 +187,10 @@ def cov(
 def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Array:
     """Correlation coefficients of variables, see :func:`cov`.
 
-    >>> import meshtape as mt
     >>> mt.corrcoef(mt.asarray([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]))
     Array([[ 1., -1.],
            [-1.,  1.]], dtype=float64)
     """
-    from ..linalg.linalg import diagonal
-
     c = cov(x, y, rowvar)
     if c.ndim == 0:
         return c / c
@@ -211,7 +202,6 @@ def corrcoef(x: Any, y: Any = None, /, rowvar: bool = True) -> Array:
 def ptp(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """The distance of the largest from the smallest element.
 
-    >>> import meshtape as mt
     >>> mt.ptp(mt.asarray([3, 1, 9]))
     Array(8)
     """
@@ -222,7 +212,6 @@ def ptp(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 def divmod(x: Any, y: Any, /) -> tuple[Array, Array]:
     """The rounded-down quotient and the remainder.
 
-    >>> import meshtape as mt
     >>> mt.divmod(mt.asarray([7, -7]), 2)
     (Array([ 3, -4]), Array([1, 1]))
     """
@@ -242,7 +231,6 @@ def _running(function: Any, x: Any, axis: int | None, dtype: Any) -> Array:
 def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
     """Running sums along ``axis``; of the flat array without one.
 
-    >>> import meshtape as mt
     >>> mt.cumsum(mt.asarray([[1, 2], [3, 4]]))
     Array([ 1,  3,  6, 10])
     """
@@ -252,7 +240,6 @@ def cumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
 def cumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
     """Running products along ``axis``; of the flat array without one.
 
-    >>> import meshtape as mt
     >>> mt.cumprod(mt.asarray([1, 2, 3]))
     Array([1, 2, 6])
     """
@@ -262,7 +249,6 @@ def cumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
 def nancumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
     """Running sums, NaN counted as nothing.
 
-    >>> import meshtape as mt
     >>> mt.nancumsum(mt.asarray([1.0, mt.nan, 2.0]))
     Array([1., 1., 3.], dtype=float64)
     """
@@ -273,7 +259,6 @@ def nancumsum(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
 def nancumprod(x: Any, /, axis: int | None = None, dtype: Any = None) -> Array:
     """Running products, NaN counted as one.
 
-    >>> import meshtape as mt
     >>> mt.nancumprod(mt.asarray([2.0, mt.nan, 3.0]))
     Array([2., 2., 6.], dtype=float64)
     """
@@ -301,7 +286,6 @@ def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 
     Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
 
-    >>> import meshtape as mt
     >>> mt.nanargmax(mt.asarray([mt.nan, 3.0, 1.0]))
     Array(1)
     """
@@ -314,7 +298,6 @@ def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 
     Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
 
-    >>> import meshtape as mt
     >>> mt.nanargmin(mt.asarray([mt.nan, 3.0, 1.0]))
     Array(2)
     """
@@ -327,12 +310,9 @@ def nanquantile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False,
 
     The dimensions of ``q`` come first.
 
-    >>> import meshtape as mt
     >>> mt.nanquantile(mt.asarray([1.0, mt.nan, 3.0]), 0.5)
     Array(2., dtype=float64)
     """
-    from ..reductions.reductions import any
-
     x, q = asarray(x), asarray(q)
     if method != "linear":
         raise ArgumentError(
@@ -376,7 +356,6 @@ def _nan_quantiles(rows: Array, levels: Array) -> Array:
 def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """Quantiles of the elements that are not NaN, in percent; see :func:`nanquantile`.
 
-    >>> import meshtape as mt
     >>> mt.nanpercentile(mt.asarray([1.0, mt.nan, 3.0]), 100)
     Array(3., dtype=float64)
     """
@@ -386,7 +365,6 @@ def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = Fals
 def nanmedian(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """The median of the elements that are not NaN.
 
-    >>> import meshtape as mt
     >>> mt.nanmedian(mt.asarray([1.0, mt.nan, 3.0]))
     Array(2., dtype=float64)
     """
@@ -400,7 +378,6 @@ def nanmedian(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 def digitize(x: Any, bins: Any, /, right: bool = False) -> Array:
     """Which bin each element falls into: ``i`` where ``bins[i-1] <= x < bins[i]`` (the other ends with ``right``).
 
-    >>> import meshtape as mt
     >>> mt.digitize(mt.asarray([0.5, 1.0, 5.0]), [0.0, 1.0, 2.0])
     Array([1, 2, 3])
     """
@@ -420,7 +397,6 @@ def digitize(x: Any, bins: Any, /, right: bool = False) -> Array:
 def histogram_bin_edges(x: Any, /, bins: int | Sequence[float] = 10, range: tuple[float, float] | None = None) -> Array:
     """The edges of the bins that :func:`histogram` would count in.
 
-    >>> import meshtape as mt
     >>> mt.histogram_bin_edges(mt.asarray([0.0, 4.0]), 4)
     Array([0., 1., 2., 3., 4.], dtype=float64)
     """
@@ -448,7 +424,6 @@ def histogram2d(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.histogram2d([0.0, 1.0, 1.0], [0.0, 1.0, 1.0], 2)[0]
     Array([[1., 0.],
            [0., 2.]], dtype=float64)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.pieces import mapped
+from ..core.array import Array
+from ..core.dtypes import finfo
 from ..core.op import composite
 from ..ops import elementwise as ew
 from ..ops.creation import asarray, inexact, ordered
 from ..ops.elementwise import where
+from ..ops.manipulation import concat, moveaxis
 from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import cumulative_sum, diff
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def round(x: Any, /, decimals: int = 0) -> Array:
     """Rounded to ``decimals`` digits behind the point (before it, where negative), halves to even.
 
-    >>> import meshtape as mt
     >>> mt.round(mt.asarray([1.234, 2.5])), mt.round(mt.asarray([1.234, 2.5]), 1)
     (Array([1., 2.], dtype=float64), Array([1.2, 2.5], dtype=float64))
     """
@@ -49,7 +48,6 @@ def _scaled(x: Array, factor: float) -> Array:
 def deg2rad(x: Any, /) -> Array:
     """Degrees as radians.
 
-    >>> import meshtape as mt
     >>> mt.deg2rad(mt.asarray(180.0))
     Array(3.14159265, dtype=float64)
     """
@@ -60,7 +58,6 @@ def deg2rad(x: Any, /) -> Array:
 def rad2deg(x: Any, /) -> Array:
     """Radians as degrees.
 
-    >>> import meshtape as mt
     >>> mt.rad2deg(mt.asarray(mt.pi))
     Array(180., dtype=float64)
     """
@@ -73,7 +70,6 @@ radians, degrees = deg2rad, rad2deg
 def fabs(x: Any, /) -> Array:
     """Absolute value as a floating-point number.
 
-    >>> import meshtape as mt
     >>> mt.fabs(mt.asarray([-1, 2]))
     Array([1., 2.], dtype=float64)
     """
@@ -83,7 +79,6 @@ def fabs(x: Any, /) -> Array:
 def float_power(x: Any, y: Any, /) -> Array:
     """A power in at least float64, for all dtypes: negative powers of integers too.
 
-    >>> import meshtape as mt
     >>> mt.float_power(mt.asarray([2, 4]), -1)
     Array([0.5 , 0.25], dtype=float64)
     """
@@ -96,7 +91,6 @@ def float_power(x: Any, y: Any, /) -> Array:
 def modf(x: Any, /) -> tuple[Array, Array]:
     """The part behind the point and the whole part, both with the sign of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.modf(mt.asarray(-1.5))
     (Array(-0.5, dtype=float64), Array(-1., dtype=float64))
     """
@@ -111,7 +105,6 @@ def modf(x: Any, /) -> tuple[Array, Array]:
 def sinc(x: Any, /) -> Array:
     """``sin(pi x) / (pi x)``, which is 1 at 0.
 
-    >>> import meshtape as mt
     >>> mt.sinc(mt.asarray([0.0, 0.5]))
     Array([1.        , 0.63661977], dtype=float64)
     """
@@ -134,12 +127,9 @@ def nan_to_num(x: Any, /, copy: bool = True, nan: Any = 0.0, posinf: Any = None,
 
     ``copy`` stands where NumPy has it. It has no meaning here: arrays are values.
 
-    >>> import meshtape as mt
     >>> mt.nan_to_num(mt.asarray([mt.nan, 1.0, mt.inf]), posinf=9.0)
     Array([0., 1., 9.], dtype=float64)
     """
-    from ..core.dtypes import finfo
-
     x = asarray(x)
     if x.dtype.kind in "biu":
         return x
@@ -157,7 +147,6 @@ def nan_to_num(x: Any, /, copy: bool = True, nan: Any = 0.0, posinf: Any = None,
 def angle(z: Any, /, deg: bool = False) -> Array:
     """The angle of complex numbers in the plane, in radians or degrees.
 
-    >>> import meshtape as mt
     >>> mt.angle(mt.asarray([1.0, 1j, -1.0]), deg=True)
     Array([  0.,  90., 180.], dtype=float64)
     """
@@ -172,12 +161,9 @@ def angle(z: Any, /, deg: bool = False) -> Array:
 def unwrap(x: Any, /, discont: float | None = None, axis: int = -1, *, period: float = 2 * math.pi) -> Array:
     """Angles along ``axis`` without jumps: where neighbours differ by more than half a ``period``, whole periods are added.
 
-    >>> import meshtape as mt
     >>> mt.unwrap(mt.asarray([0.0, 3.0, -3.0]))
     Array([0.        , 3.        , 3.28318531], dtype=float64)
     """
-    from ..ops.manipulation import concat, moveaxis
-
     x = moveaxis(inexact(x), axis, -1)
     step = diff(x)
     low = -period / 2
@@ -190,7 +176,6 @@ def unwrap(x: Any, /, discont: float | None = None, axis: int = -1, *, period: f
 def isposinf(x: Any, /) -> Array:
     """Where an element is plus infinity.
 
-    >>> import meshtape as mt
     >>> mt.isposinf(mt.asarray([mt.inf, -mt.inf]))
     Array([ True, False])
     """
@@ -200,7 +185,6 @@ def isposinf(x: Any, /) -> Array:
 def isneginf(x: Any, /) -> Array:
     """Where an element is minus infinity.
 
-    >>> import meshtape as mt
     >>> mt.isneginf(mt.asarray([mt.inf, -mt.inf]))
     Array([False,  True])
     """
@@ -210,7 +194,6 @@ def isneginf(x: Any, /) -> Array:
 def isreal(x: Any, /) -> Array:
     """Where the imaginary part is zero.
 
-    >>> import meshtape as mt
     >>> mt.isreal(mt.asarray([1j, 2.0]))
     Array([False,  True])
     """
@@ -221,7 +204,6 @@ def isreal(x: Any, /) -> Array:
 def iscomplex(x: Any, /) -> Array:
     """Where the imaginary part is not zero.
 
-    >>> import meshtape as mt
     >>> mt.iscomplex(mt.asarray([1j, 2.0]))
     Array([ True, False])
     """
@@ -231,7 +213,6 @@ def iscomplex(x: Any, /) -> Array:
 def iscomplexobj(x: Any, /) -> bool:
     """Whether the dtype is complex.
 
-    >>> import meshtape as mt
     >>> mt.iscomplexobj(mt.asarray([1j]))
     True
     """
@@ -241,7 +222,6 @@ def iscomplexobj(x: Any, /) -> bool:
 def isrealobj(x: Any, /) -> bool:
     """Whether the dtype is not complex.
 
-    >>> import meshtape as mt
     >>> mt.isrealobj(mt.asarray([1.0]))
     True
     """

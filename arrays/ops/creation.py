@@ -15,12 +15,24 @@ from ..backends.dlpack import read
 from ..backends.memory_pool import copied
 from ..core.array import Array
 from ..core.devices import CPU, Device, default_device, device
-from ..core.dispatch import Deferred, NotNumbers, has_history, made, number, refuse_history, register_asarray, wrap
-from ..core.dtypes import OWN, as_dtype, check_cast, float64, result_type
+from ..core.dispatch import (
+    Deferred,
+    NotNumbers,
+    apply,
+    has_history,
+    made,
+    number,
+    refuse_history,
+    register_asarray,
+    wrap,
+)
+from ..core.dtypes import FIRST_USER_DTYPE, OWN, as_dtype, check_cast, float64, result_type
 from ..core.errors import ArgumentError, DTypeError, MeshtapeError, NumberRangeError, OutOfMemory, ShapeError
 from ..core.op import state
 from ..core.shape_rules import as_shape
-from ..core.value import FIRST_USER_DTYPE
+from .elementwise import ALIAS, FULL_LIKE
+from .elementwise import where as select
+from .manipulation import astype, broadcast_to, reshape
 from .nested import holds_history, ramp, repeated, stacked
 from .number_ranges import check_numbers, plain
 
@@ -28,7 +40,7 @@ from .number_ranges import check_numbers, plain
 def _place(host: np.ndarray, where: Device | str | None) -> Array:
     target = default_device() if where is None else device(where)
     x = wrap(host if target is CPU else backend_for(target).from_host(host, target))
-    return made(x) if state.now.recorders else x
+    return made(x) if state.recorders else x
 
 
 def _is_new(obj: Any) -> bool:
@@ -55,7 +67,7 @@ def _filled(
         if isinstance(e, ValueError) and "too big" not in str(e):
             raise
         raise OutOfMemory(f"[{name}] {e}") from None
-    return made(x) if state.now.recorders else x
+    return made(x) if state.recorders else x
 
 
 def _zeros(shape: tuple[int, ...], value: Any, dtype: np.dtype) -> np.ndarray:
@@ -96,7 +108,6 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.asarray([[1, 2], [3, 4]])
     Array([[1, 2],
            [3, 4]])
@@ -105,11 +116,10 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         return obj  # the way of most calls: the operands of other functions
     plainly = dtype is None and device is None and type(obj) is np.ndarray and state.device is None
     if plainly and (known := OWN.get(obj.dtype)) is not None:  # the common call
-        source = None if not state.now.recorders or _is_new(obj) else obj
+        source = None if not state.recorders or _is_new(obj) else obj
         host = obj if copy is False else copied(obj)
         x = wrap(host if host.dtype is known else host.view(known))
-        return made(x, source) if state.now.recorders else x
-    from .manipulation import astype
+        return made(x, source) if state.recorders else x
 
     why = ""
     wanted = None if dtype is None else as_dtype(dtype, "asarray")
@@ -119,7 +129,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             return astype(x, wanted)
         return own_copy(x) if copy else x
     if isinstance(obj, np.ndarray | np.generic):
-        source = None if not state.now.recorders or _is_new(obj) else obj
+        source = None if not state.recorders or _is_new(obj) else obj
         return made(_place(_of_numpy(obj, wanted, copy), device), source)
     if hasattr(obj, "__cuda_array_interface__"):
         x = wrap(cupy_backend().xp.asarray(obj))
@@ -132,7 +142,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             why = f": {e}"  # not a plain array: it may convert itself
         else:
             return x if wanted is None and device is None else asarray(x, dtype=wanted, device=device)
-    if isinstance(obj, list | tuple) and copy is not False and state.now.recorders and holds_history(obj):
+    if isinstance(obj, list | tuple) and copy is not False and state.recorders and holds_history(obj):
         return asarray(stacked(obj), dtype=wanted, device=device)
     # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
     # copy=False is asked of what holds no array.
@@ -189,9 +199,6 @@ def own_copy(x: Array) -> Array:
 
 def wrap_same(x: Array) -> Array:
     """A second Array of the same value; memory is shared until one side is written."""
-    from ..core.dispatch import apply
-    from .elementwise import ALIAS
-
     return apply(ALIAS, (x,))
 
 
@@ -219,7 +226,6 @@ def full(
 ) -> Array:
     """An array of one repeated value, whose dtype it has unless another is asked for.
 
-    >>> import meshtape as mt
     >>> mt.full((2, 2), 7)
     Array([[7, 7],
            [7, 7]])
@@ -247,7 +253,6 @@ def full(
 def zeros(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of zeros (float64 by default).
 
-    >>> import meshtape as mt
     >>> mt.zeros((2, 2))
     Array([[0., 0.],
            [0., 0.]], dtype=float64)
@@ -258,7 +263,6 @@ def zeros(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str
 def ones(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of ones (float64 by default).
 
-    >>> import meshtape as mt
     >>> mt.ones(3, dtype=mt.int8)
     Array([1, 1, 1], dtype=int8)
     """
@@ -268,7 +272,6 @@ def ones(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str 
 def empty(shape: int | Sequence[int], dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """An array of arbitrary values.
 
-    >>> import meshtape as mt
     >>> mt.empty((2, 3), dtype=mt.float32).shape
     (2, 3)
     """
@@ -286,7 +289,6 @@ def arange(
 ) -> Array:
     """Evenly spaced values from ``start`` (0 when only one number is given) up to, not including, ``stop``.
 
-    >>> import meshtape as mt
     >>> mt.arange(3)
     Array([0, 1, 2])
     """
@@ -317,7 +319,6 @@ def linspace(
 ) -> Array:
     """``num`` evenly spaced values from ``start`` to ``stop``.
 
-    >>> import meshtape as mt
     >>> mt.linspace(0.0, 1.0, 5)
     Array([0.  , 0.25, 0.5 , 0.75, 1.  ], dtype=float64)
     """
@@ -353,7 +354,6 @@ def eye(
 ) -> Array:
     """Ones on the ``k``-th diagonal, zeros elsewhere.
 
-    >>> import meshtape as mt
     >>> mt.eye(2, 3, k=1)
     Array([[0., 1., 0.],
            [0., 0., 1.]], dtype=float64)
@@ -362,10 +362,6 @@ def eye(
 
 
 def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None) -> Array:
-    from ..core.dispatch import apply
-    from .elementwise import FULL_LIKE
-    from .elementwise import where as select
-
     x = asarray(x)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
     if name == "full_like" and isinstance(value, int | float | complex):
@@ -386,7 +382,6 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
 def zeros_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Zeros with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.zeros_like(mt.asarray([1, 2]))
     Array([0, 0])
     """
@@ -396,7 +391,6 @@ def zeros_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = No
 def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Ones with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.ones_like(mt.asarray([1.5, 2.0]))
     Array([1., 1.], dtype=float64)
     """
@@ -406,7 +400,6 @@ def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = Non
 def full_like(x: Any, /, fill_value: Any, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """One repeated value, with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.full_like(mt.asarray([1, 2]), 7)
     Array([7, 7])
     """
@@ -416,7 +409,6 @@ def full_like(x: Any, /, fill_value: Any, dtype: Any = None, *, device: Device |
 def empty_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
     """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.empty_like(mt.ones((2, 3))).shape
     (2, 3)
     """
@@ -465,12 +457,9 @@ def meshgrid(*arrays: Any, indexing: str = "xy", sparse: bool = False) -> tuple[
 
     With ``sparse`` each has its own dimension alone, and they broadcast against each other.
 
-    >>> import meshtape as mt
     >>> [g.tolist() for g in mt.meshgrid(mt.arange(2), mt.arange(3), indexing="ij")]
     [[[0, 0, 0], [1, 1, 1]], [[0, 1, 2], [0, 1, 2]]]
     """
-    from .manipulation import broadcast_to, reshape
-
     if indexing not in ("xy", "ij"):
         raise ArgumentError(f"[meshgrid] indexing must be 'xy' or 'ij', got {indexing!r}")
     xs = [asarray(a) for a in arrays]

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.casts import cast
 from ..backends.erf import erf32
-from ..backends.short_ways import HALF, REFUSED, buffer, result
 from ..core import shape_rules
-from ..core.dispatch import Symbol, apply, as_array, number, record, wrap
+from ..core.array import Array
+from ..core.dispatch import Symbol, apply, as_array, invoke, number
 from ..core.dtypes import is_low_precision
 from ..core.errors import DTypeError
-from ..core.op import NO_PARAMS, Op, state
+from ..core.op import NO_PARAMS, Op
 from ..core.shape_dtype import ShapeDtype
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from .examples import EXAMPLES
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-
-_ndarray = np.ndarray
-_NUMBERS = (float, int)
+from .number_ranges import check_numbers
 
 # ----- making ops and functions ---------------------------------------------------------------------------------------
 
@@ -40,45 +35,19 @@ spelled: Any = None
 
 
 def _function(op: Op, doc: str) -> Callable[..., Any]:
-    """The public function of an elementwise op: positional operands, nothing else.
-
-    (The short way, see :mod:`.short_ways`, is written out: these are the most frequent of all calls.)
-    """
-    compute = op.numpy
+    """The public function of an elementwise op: positional operands, nothing else."""
     if len(op.operands) == 1:
 
         def fn(x: Any, /, **numpys: Any) -> Array:
             if numpys:
                 return spelled(op.name, fn, (x,), numpys)
-            buf = getattr(x, "_buf", None)
-            if type(buf) is _ndarray:
-                try:
-                    out = compute(buf)
-                except REFUSED:
-                    pass
-                else:
-                    result = wrap(out if type(out) is _ndarray else np.asarray(out))
-                    if state.now.recorders:
-                        record(op, (x,), (buf,), result, NO_PARAMS)
-                    return result
-            return apply(op, (x,), NO_PARAMS)
+            if type(x) is Array and type(x._buf) is np.ndarray:
+                return invoke(op, (x,), (x._buf,))
+            return apply(op, (x,))
     else:
 
         def fn(x1: Any, x2: Any, /, **numpys: Any) -> Array:
-            if numpys:
-                return spelled(op.name, fn, (x1, x2), numpys)
-            buf1, buf2 = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
-            if type(buf1) is _ndarray and type(buf2) is _ndarray:
-                try:
-                    out = compute(buf1, buf2)
-                except REFUSED:
-                    pass
-                else:
-                    result = wrap(out if type(out) is _ndarray else np.asarray(out))
-                    if state.now.recorders:
-                        record(op, (x1, x2), (buf1, buf2), result, NO_PARAMS)
-                    return result
-            return apply(op, (x1, x2), NO_PARAMS)
+            return spelled(op.name, fn, (x1, x2), numpys) if numpys else apply(op, (x1, x2))
 
     fn.__name__ = fn.__qualname__ = op.name
     shown = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -89,7 +58,7 @@ def _function(op: Op, doc: str) -> Callable[..., Any]:
         if len(op.operands) == 1
         else "Element by element; the operands broadcast against each other."
     )
-    fn.__doc__ = f"{doc}\n\n{how}\n\n>>> import meshtape as mt\n>>> {call}\n{shown}\n"
+    fn.__doc__ = f"{doc}\n\n{how}\n\n>>> {call}\n{shown}\n"
     return fn
 
 
@@ -288,7 +257,7 @@ CONJ, conj = _unary("conj", "Complex conjugate; real numbers are their own.", _c
 REAL, real = _unary("real", "Real part.")
 IMAG, imag = _unary("imag", "Imaginary part.")
 COPYSIGN, copysign = _binary("copysign", "``x1`` with the sign of ``x2``.")
-NEXTAFTER, nextafter = _binary("nextafter", "The next number after ``x1`` towards ``x2``.", nograd=_STEP)
+NEXTAFTER, nextafter = _binary("nextafter", "The next number after ``x1`` towards ``x2``.")
 
 # ----- comparison and logic -------------------------------------------------------------------------------------------
 
@@ -335,24 +304,11 @@ WHERE = Op(
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
     """``x1`` where the condition holds, ``x2`` elsewhere; all three broadcast together. Of a condition alone, :func:`nonzero`.
 
-    >>> import meshtape as mt
     >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
     Array([1., 2.], dtype=float64)
     """
     if type(x1) is int or type(x2) is int:
         _check_branches(x1, x2)
-    chosen = getattr(condition, "_buf", None)
-    if type(chosen) is _ndarray and chosen.dtype.num < HALF and not state.now.recorders:
-        x, y = getattr(x1, "_buf", x1), getattr(x2, "_buf", x2)
-        # (A number beside one of the dtypes that others register needs preparing.)
-        if (type(x) is _ndarray or (type(x) in _NUMBERS and type(y) is _ndarray and y.dtype.num < HALF)) and (
-            type(y) is _ndarray or (type(y) in _NUMBERS and x.dtype.num < HALF)
-        ):
-            try:
-                small = chosen.size < ops.WORTH_A_CALL and (x if type(x) is _ndarray else y).size < ops.WORTH_A_CALL
-                return wrap(np.where(chosen, x, y) if small else WHERE.numpy(chosen, x, y))
-            except REFUSED:
-                pass
     if x1 is None and x2 is None:
         return as_array(condition).nonzero()
     if isinstance(x1, Symbol) or isinstance(
@@ -365,29 +321,17 @@ def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
 
 def _check_branches(x1: Any, x2: Any) -> None:
     """NumPy lets a number that is out of the range of the other branch wrap around."""
-    from .number_ranges import check_numbers
-
     for value, other in ((x1, x2), (x2, x1)):
         if type(value) is int and not 0 <= value < 128 and getattr(other, "dtype", _BOOLS).kind in "iu":
             check_numbers("where", value, other.dtype)
 
 
-_OWN_BOUNDS = frozenset(np.dtype(t).num for t in "fd")
-
-
 def clip(x: Any, /, min: Any = None, max: Any = None) -> Array:
     """``x`` limited to ``min … max``; either bound may be None.
 
-    >>> import meshtape as mt
     >>> mt.clip(mt.asarray([-1.0, 0.5, 3.0]), 0.0, 1.0)
     Array([0. , 0.5, 1. ], dtype=float64)
     """
-    buf = buffer(x)
-    if buf is not None and buf.dtype.num in _OWN_BOUNDS and type(min) in _NUMBERS and type(max) in _NUMBERS:
-        try:
-            return result(np.minimum(np.maximum(buf, min), max))
-        except REFUSED:
-            pass
     bounded = False
     for op, bound in ((MAXIMUM, min), (MINIMUM, max)):
         if bound is not None and not _bounds_nothing(op, as_array(x).dtype, bound):
@@ -495,7 +439,6 @@ ASTYPE = Op("astype", ("x",), _astype, _infer_astype)
 def stop_gradient(x: Any, /) -> Array:
     """``x`` as a constant: no gradient flows through it.
 
-    >>> import meshtape as mt
     >>> mt.grad(lambda x: x * mt.stop_gradient(x))(3.0)
     Array(3., dtype=float64)
     """

@@ -8,21 +8,22 @@ of its input. ``norm`` says where the factor ``1/n`` stands: with the inverse (`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
+from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
+from .creation import asarray, beside, zeros
+from .elementwise import conj
+from .manipulation import astype, concat, roll
 from .wide_floats import in_float32
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-    from ..core.devices import Device
 
 __all__ = [
     "fft",
@@ -97,9 +98,6 @@ SWAPPED = {"backward": "forward", "forward": "backward", "ortho": "ortho"}
 
 
 def _floating(name: str, x: Any, norm: str) -> Array:
-    from .creation import asarray
-    from .manipulation import astype
-
     if norm not in _NORMS:
         raise ArgumentError(f"[{name}] norm must be 'backward', 'ortho' or 'forward', got {norm!r}")
     x = asarray(x)
@@ -116,9 +114,6 @@ def _real(name: str, x: Array) -> Array:
 
 def _fit(name: str, x: Array, axis: int, n: int | None) -> Array:
     """``x`` cut off or filled up with zeros at the end of an axis, to length ``n``."""
-    from .creation import beside, zeros
-    from .manipulation import concat
-
     length = x.shape[axis]
     n = length if n is None else n
     if n < 1:
@@ -147,8 +142,6 @@ def _complex(name: str, x: Array, pairs: Sequence[tuple[int, Any]], norm: str, i
     for axis, n in pairs:
         x = _fit(name, x, axis, n)
     if not pairs:
-        from .manipulation import astype
-
         return astype(x, complex_of(x.dtype))
     return apply(FFT, (x,), {"axes": tuple(a for a, _ in pairs), "norm": norm, "inverse": inverse})
 
@@ -162,7 +155,6 @@ def _one(name: str, x: Any, n: int | None, axis: int, norm: str, inverse: bool) 
 def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Fourier transform along an axis, of ``n`` points (cut off or filled with zeros).
 
-    >>> import meshtape as mt
     >>> mt.fft.fft(mt.asarray([1.0, 0.0, 0.0, 0.0]))
     Array([1.+0.j, 1.+0.j, 1.+0.j, 1.+0.j], dtype=complex128)
     """
@@ -172,7 +164,6 @@ def fft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwar
 def ifft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`fft`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ifft(mt.asarray([4.0, 0.0, 0.0, 0.0]))
     Array([1.+0.j, 1.+0.j, 1.+0.j, 1.+0.j], dtype=complex128)
     """
@@ -184,7 +175,6 @@ def fftn(
 ) -> Array:
     """Fourier transform along several axes (all by default), of lengths ``s``.
 
-    >>> import meshtape as mt
     >>> mt.fft.fftn(mt.ones((2, 2)))
     Array([[4.+0.j, 0.+0.j],
            [0.+0.j, 0.+0.j]], dtype=complex128)
@@ -198,7 +188,6 @@ def ifftn(
 ) -> Array:
     """Inverse of :func:`fftn`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ifftn(mt.asarray([[4.0, 0.0], [0.0, 0.0]]))
     Array([[1.+0.j, 1.+0.j],
            [1.+0.j, 1.+0.j]], dtype=complex128)
@@ -215,8 +204,6 @@ def _rfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Arr
 
 
 def _irfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Array:
-    from .manipulation import astype
-
     n = 2 * (x.shape[axis] - 1) if n is None else n
     if n < 1:
         raise ShapeError(f"[{name}] a transform of {n} points along axis {axis} of shape {x.shape}")
@@ -227,7 +214,6 @@ def _irfft_along(name: str, x: Array, axis: int, n: int | None, norm: str) -> Ar
 def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Fourier transform of real numbers: the ``n // 2 + 1`` terms of frequency zero and above.
 
-    >>> import meshtape as mt
     >>> mt.fft.rfft(mt.asarray([1.0, 2.0, 3.0])).shape
     (2,)
     """
@@ -240,7 +226,6 @@ def rfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
 def irfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`rfft`: ``n`` real numbers (``2 * (m - 1)`` for ``m`` terms by default).
 
-    >>> import meshtape as mt
     >>> mt.fft.irfft(mt.asarray([4.0, 0.0, 0.0]))
     Array([1., 1., 1., 1.], dtype=float64)
     """
@@ -255,7 +240,6 @@ def rfftn(
 ) -> Array:
     """:func:`rfft` along the last of the axes, :func:`fftn` along the others.
 
-    >>> import meshtape as mt
     >>> mt.fft.rfftn(mt.ones((2, 4))).shape
     (2, 3)
     """
@@ -273,7 +257,6 @@ def irfftn(
 ) -> Array:
     """Inverse of :func:`rfftn`.
 
-    >>> import meshtape as mt
     >>> mt.fft.irfftn(mt.fft.rfftn(mt.ones((2, 4)))).shape
     (2, 4)
     """
@@ -290,12 +273,9 @@ def irfftn(
 def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Transform of a signal with Hermitian symmetry, given by its first half: ``n`` real numbers.
 
-    >>> import meshtape as mt
     >>> mt.fft.hfft(mt.asarray([1.0, 2.0, 1.0]), n=4)
     Array([ 6.,  0., -2.,  0.], dtype=float64)
     """
-    from .elementwise import conj
-
     x = _floating("hfft", x, norm)
     axis = shape_rules.one_axis("hfft", axis, x.ndim)
     return _irfft_along("hfft", conj(x), axis, n, SWAPPED[norm])
@@ -305,12 +285,9 @@ def hfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backwa
 def ihfft(x: Any, /, *, n: int | None = None, axis: int = -1, norm: str = "backward") -> Array:
     """Inverse of :func:`hfft`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ihfft(mt.asarray([1.0, 1.0, 1.0, 1.0]))
     Array([1.-0.j, 0.-0.j, 0.-0.j], dtype=complex128)
     """
-    from .elementwise import conj
-
     x = _floating("ihfft", x, norm)
     axis = shape_rules.one_axis("ihfft", axis, x.ndim)
     return conj(_rfft_along("ihfft", x, axis, n, SWAPPED[norm]))
@@ -326,7 +303,7 @@ def _of_two(name: str, several: Callable[..., Array], shown: str) -> Callable[..
         return several(x, s=s, axes=axes, norm=norm)
 
     fn.__name__ = fn.__qualname__ = name
-    fn.__doc__ = f":func:`{several.__name__}` along two axes.\n\n>>> import meshtape as mt\n>>> mt.fft.{name}(mt.ones((2, 4))).shape\n{shown}\n"
+    fn.__doc__ = f":func:`{several.__name__}` along two axes.\n\n>>> mt.fft.{name}(mt.ones((2, 4))).shape\n{shown}\n"
     return composite(name)(fn)
 
 
@@ -339,8 +316,6 @@ irfft2 = _of_two("irfft2", irfftn, "(2, 6)")
 
 
 def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, where: Any) -> Array:
-    from .creation import asarray
-
     if n < 1 or not d:
         raise ArgumentError(f"[fft.{name}] needs samples that are apart, got n={n}, d={d}")
     dtype = as_dtype(np.float64 if dtype is None else dtype, name)
@@ -352,7 +327,6 @@ def _frequencies(name: str, numbers: np.ndarray, n: int, d: float, dtype: Any, w
 def fftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | str | None = None) -> Array:
     """The frequencies of the terms of :func:`fft`, for samples ``d`` apart.
 
-    >>> import meshtape as mt
     >>> mt.fft.fftfreq(4)
     Array([ 0.  ,  0.25, -0.5 , -0.25], dtype=float64)
     """
@@ -363,7 +337,6 @@ def fftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | st
 def rfftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | str | None = None) -> Array:
     """The frequencies of the terms of :func:`rfft`, for samples ``d`` apart.
 
-    >>> import meshtape as mt
     >>> mt.fft.rfftfreq(4)
     Array([0.  , 0.25, 0.5 ], dtype=float64)
     """
@@ -371,9 +344,6 @@ def rfftfreq(n: int, /, *, d: float = 1.0, dtype: Any = None, device: Device | s
 
 
 def _shift(name: str, x: Any, axes: int | Sequence[int] | None, sign: int) -> Array:
-    from .creation import asarray
-    from .manipulation import roll
-
     x = asarray(x)
     which = shape_rules.normalize_axis(name, axes, x.ndim)
     by = [x.shape[a] // 2 if sign > 0 else -(x.shape[a] // 2) for a in which]
@@ -383,7 +353,6 @@ def _shift(name: str, x: Any, axes: int | Sequence[int] | None, sign: int) -> Ar
 def fftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
     """Frequency zero moved to the middle.
 
-    >>> import meshtape as mt
     >>> mt.fft.fftshift(mt.fft.fftfreq(4))
     Array([-0.5 , -0.25,  0.  ,  0.25], dtype=float64)
     """
@@ -393,7 +362,6 @@ def fftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
 def ifftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
     """Inverse of :func:`fftshift`.
 
-    >>> import meshtape as mt
     >>> mt.fft.ifftshift(mt.asarray([-1, 0, 1]))
     Array([ 0,  1, -1])
     """

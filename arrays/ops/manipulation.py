@@ -6,23 +6,19 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.casts import NARROW, cast
-from ..backends.short_ways import REFUSED, buffer, buffers, result
 from ..core import shape_rules
-from ..core.dispatch import apply, as_array, wrap
+from ..core.array import Array
+from ..core.devices import Device
+from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from .elementwise import ASTYPE, clip
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-    from ..core.devices import Device
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
@@ -96,7 +92,6 @@ def astype(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([464.0, 480.0, float("inf")])
     >>> mt.astype(x, mt.float8_e4m3fn).tolist(), mt.astype(x, mt.float8_e4m3fn, saturate=True).tolist()
     ([448.0, nan, nan], [448.0, 448.0, 448.0])
@@ -104,10 +99,6 @@ def astype(
     if not copy and device is None and getattr(getattr(x, "_buf", None), "dtype", None) is dtype:
         return x
     dtype = as_dtype(dtype, "astype")
-    if device is None and not saturate:
-        buf = buffer(x)
-        if buf is not None and buf.dtype.kind != "c" and (copy or buf.dtype != dtype):
-            return wrap(buf.astype(dtype) if dtype not in NARROW else cast(buf, dtype))
     x = as_array(x)
     check_cast("astype", x.dtype, dtype)
     if device is not None:
@@ -128,7 +119,6 @@ def astype(
 def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, order: str = "C") -> Array:
     """The same elements, in C order, in another shape; one length may be -1. With ``order="F"`` the first index runs fastest.
 
-    >>> import meshtape as mt
     >>> mt.reshape(mt.arange(6), (2, -1)).shape
     (2, 3)
     """
@@ -140,16 +130,6 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
         full = tuple(shape) if isinstance(shape, Sequence) else (shape,)
         turned = permute_dims(x, tuple(range(as_array(x).ndim))[::-1])
         return permute_dims(reshape(turned, full[::-1]), tuple(range(len(full)))[::-1])
-    buf = buffer(x)
-    if buf is not None and type(shape) is tuple:
-        try:
-            out = buf.reshape(shape)
-        except REFUSED:
-            pass
-        else:
-            # NumPy takes every negative length for an unknown one.
-            if out.shape == shape or (min(shape) == -1 and shape.count(-1) == 1):
-                return wrap(out)
     x = as_array(x)
     several = type(shape) is tuple or isinstance(shape, Sequence)
     try:
@@ -169,16 +149,9 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
     """Dimensions in another order: dimension ``i`` of the result is ``axes[i]`` of ``x``.
 
-    >>> import meshtape as mt
     >>> mt.permute_dims(mt.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    buf = buffer(x)
-    if buf is not None and type(axes) is tuple and len(axes) == buf.ndim:
-        try:
-            return wrap(buf.transpose(axes))
-        except REFUSED:
-            pass
     x = as_array(x)
     ndim = x.ndim
     if type(axes) is not tuple or sorted(axes) != list(range(ndim)):
@@ -191,14 +164,10 @@ def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
 def matrix_transpose(x: Any, /) -> Array:
     """The last two dimensions exchanged.
 
-    >>> import meshtape as mt
     >>> mt.matrix_transpose(mt.asarray([[1, 2], [3, 4]]))
     Array([[1, 3],
            [2, 4]])
     """
-    buf = buffer(x)
-    if buf is not None and buf.ndim > 1:
-        return wrap(buf.mT)
     x = as_array(x)
     if x.ndim < 2:
         raise ShapeError(f"[matrix_transpose] needs at least two dimensions, got shape {x.shape}")
@@ -208,7 +177,6 @@ def matrix_transpose(x: Any, /) -> Array:
 def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
     """Dimensions ``source`` moved to ``destination``, the others in their order.
 
-    >>> import meshtape as mt
     >>> mt.moveaxis(mt.ones((2, 3, 4)), 0, -1).shape
     (3, 4, 2)
     """
@@ -228,17 +196,10 @@ def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[in
 def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
     """``x`` repeated, without copying, along new and length-one dimensions.
 
-    >>> import meshtape as mt
     >>> mt.broadcast_to(mt.asarray([1, 2]), (2, 2))
     Array([[1, 2],
            [1, 2]])
     """
-    buf = buffer(x)
-    if buf is not None and type(shape) is tuple:
-        try:
-            return wrap(np.broadcast_to(buf, shape))
-        except REFUSED:
-            pass
     x = as_array(x)
     shape = shape_rules.as_shape("broadcast_to", shape)
     if shape_rules.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
@@ -250,7 +211,6 @@ def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
 def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
     """The arrays, each broadcast to their common shape.
 
-    >>> import meshtape as mt
     >>> [x.shape for x in mt.broadcast_arrays(mt.ones((3, 1)), mt.ones(4))]
     [(3, 4), (3, 4)]
     """
@@ -262,7 +222,6 @@ def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
 def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
     """The shape that arrays of these shapes have together. A length of None is unknown, and stays so unless another tells it.
 
-    >>> import meshtape as mt
     >>> mt.broadcast_shapes((3, 1), (1, 4))
     (3, 4)
     """
@@ -279,15 +238,9 @@ def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
 def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
     """New dimensions of length one at the places ``axis`` of the result.
 
-    >>> import meshtape as mt
     >>> mt.expand_dims(mt.ones(3), axis=(0, -1)).shape
     (1, 3, 1)
     """
-    buf = buffer(x)
-    if buf is not None and type(axis) is int and -buf.ndim - 1 <= axis <= buf.ndim:
-        full = buf.shape
-        at = axis % (len(full) + 1)
-        return wrap(buf.reshape((*full[:at], 1, *full[at:])))
     x = as_array(x)
     ndim = x.ndim + (1 if isinstance(axis, int | np.integer) else len(axis))
     axes = shape_rules.normalize_axis("expand_dims", axis, ndim)
@@ -298,16 +251,9 @@ def expand_dims(x: Any, /, axis: int | Sequence[int] = 0) -> Array:
 def squeeze(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
     """Without the dimensions ``axis``, which must have length one; all that have, by default.
 
-    >>> import meshtape as mt
     >>> mt.squeeze(mt.ones((1, 3, 1)), axis=(0, 2)).shape
     (3,)
     """
-    buf = buffer(x)
-    if buf is not None and type(axis) is int and buf.ndim:
-        try:
-            return wrap(buf.squeeze(axis))
-        except REFUSED:
-            pass
     x = as_array(x)
     if axis is None:
         axis = tuple(i for i, n in enumerate(x.shape) if n == 1)
@@ -320,15 +266,10 @@ def squeeze(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
 def flip(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
     """Elements in reverse order along the axes (all by default).
 
-    >>> import meshtape as mt
     >>> mt.flip(mt.asarray([[1, 2], [3, 4]]), axis=1)
     Array([[2, 1],
            [4, 3]])
     """
-    buf = buffer(x)
-    if buf is not None and (axis is None or (type(axis) is int and -buf.ndim <= axis < buf.ndim)):
-        back = slice(None, None, -1)
-        return result(buf[(back,) * buf.ndim if axis is None else (*(slice(None),) * (axis % buf.ndim), back)])
     x = as_array(x)
     return apply(FLIP, (x,), {"axis": shape_rules.normalize_axis("flip", axis, x.ndim)})
 
@@ -336,16 +277,9 @@ def flip(x: Any, /, axis: int | Sequence[int] | None = None) -> Array:
 def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
     """Arrays joined along an axis they have (flattened first when ``axis`` is None).
 
-    >>> import meshtape as mt
     >>> mt.concat([mt.asarray([1, 2]), mt.asarray([3])])
     Array([1, 2, 3])
     """
-    bufs = buffers(arrays)
-    if bufs and (axis is None or type(axis) is int):
-        try:
-            return wrap(np.concatenate(bufs, axis))
-        except REFUSED:
-            pass
     xs = [as_array(a) for a in arrays]
     if not xs:
         raise ShapeError("[concat] needs at least one array")
@@ -359,19 +293,10 @@ def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
 def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
     """Arrays of one shape joined along a new axis.
 
-    >>> import meshtape as mt
     >>> mt.stack([mt.asarray([1, 2]), mt.asarray([3, 4])], axis=1)
     Array([[1, 3],
            [2, 4]])
     """
-    bufs = buffers(arrays)
-    if bufs and type(axis) is int and -bufs[0].ndim - 1 <= axis <= bufs[0].ndim:
-        at = axis % (bufs[0].ndim + 1)
-        key = (*(slice(None),) * at, None)
-        try:
-            return wrap(np.concatenate([b[key] for b in bufs], at))
-        except REFUSED:
-            pass
     arrays = [as_array(a) for a in arrays]
     shapes = {a.shape for a in arrays}
     if len(shapes) > 1:
@@ -382,7 +307,6 @@ def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
 def unstack(x: Any, /, axis: int = 0) -> tuple[Array, ...]:
     """The parts of ``x`` along an axis, without that axis: the inverse of :func:`stack`.
 
-    >>> import meshtape as mt
     >>> [x.tolist() for x in mt.unstack(mt.asarray([[1, 2], [3, 4]]))]
     [[1, 2], [3, 4]]
     """
@@ -397,7 +321,6 @@ def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None
 
     Without ``axis`` the array is rolled as if it were flat.
 
-    >>> import meshtape as mt
     >>> mt.roll(mt.arange(4), 1)
     Array([3, 0, 1, 2])
     """
@@ -424,7 +347,6 @@ def roll(x: Any, /, shift: int | Sequence[int], axis: int | Sequence[int] | None
 def tile(x: Any, repetitions: int | Sequence[int], /) -> Array:
     """``x`` as a whole laid side by side, ``repetitions[i]`` times along axis ``i`` (counted from the last one).
 
-    >>> import meshtape as mt
     >>> mt.tile(mt.arange(2), (2, 2))
     Array([[0, 1, 0, 1],
            [0, 1, 0, 1]])
@@ -446,7 +368,6 @@ def repeat(x: Any, repeats: Any, /, axis: int | None = None) -> Array:
 
     ``repeats`` is one number for all, or an array of one number each (whose values must be known: they make the shape).
 
-    >>> import meshtape as mt
     >>> mt.repeat(mt.asarray([1, 2]), mt.asarray([1, 3]))
     Array([1, 2, 2, 2])
     """

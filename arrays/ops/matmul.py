@@ -1,26 +1,24 @@
-# cython: annotation_typing=False
 """Products of vectors, matrices and tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.memory_pool import fresh
-from ..backends.short_ways import REFUSED
 from ..core import shape_rules
-from ..core.dispatch import apply, as_array, wrap
-from ..core.dtypes import is_low_precision, result_type
+from ..core.array import Array
+from ..core.dispatch import apply, as_array
+from ..core.dtypes import FIRST_USER_DTYPE, is_low_precision, result_type
 from ..core.errors import ShapeError
-from ..core.op import Op, state
+from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
-from ..core.value import FIRST_USER_DTYPE
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from .creation import asarray
+from .elementwise import conj
+from .manipulation import broadcast_arrays, moveaxis, permute_dims, reshape, stack
 
 
 def _infer_matmul(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
@@ -94,7 +92,6 @@ MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True)
 def matmul(x1: Any, x2: Any, /) -> Array:
     """Matrix product over the last two dimensions; leading ones broadcast, vectors are rows or columns as in NumPy.
 
-    >>> import meshtape as mt
     >>> mt.matmul(mt.ones((2, 3)), mt.ones((3, 4))).shape
     (2, 4)
 
@@ -103,30 +100,15 @@ def matmul(x1: Any, x2: Any, /) -> Array:
     ShapeError
         When the contracted lengths differ, the leading dimensions do not broadcast, or an operand is 0-d.
     """
-    x, y = getattr(x1, "_buf", None), getattr(x2, "_buf", None)
-    if type(x) is np.ndarray and type(y) is np.ndarray and not state.now.recorders:
-        number = x.dtype.num
-        if number == y.dtype.num and number in _OWN_PRODUCTS:
-            try:
-                out = product(x, y)
-            except REFUSED:
-                pass
-            else:
-                return wrap(out if type(out) is np.ndarray else np.asarray(out))
     return apply(MATMUL, (as_array(x1), as_array(x2)))
 
 
 def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     """Sums of products along an axis, the first operand conjugated; the other dimensions broadcast.
 
-    >>> import meshtape as mt
     >>> mt.vecdot(mt.asarray([1, 2]), mt.asarray([3, 4]))
     Array(11)
     """
-    from .creation import asarray
-    from .elementwise import conj
-    from .manipulation import moveaxis
-
     x1, x2 = asarray(x1), asarray(x2)
     if not x1.ndim or not x2.ndim or (not -min(x1.ndim, x2.ndim) <= axis < 0 and x1.ndim != x2.ndim):
         raise ShapeError(f"[vecdot] shapes {x1.shape} and {x2.shape} have no common axis {axis}")
@@ -140,13 +122,9 @@ def vecdot(x1: Any, x2: Any, /, axis: int = -1) -> Array:
 def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int]] = 2) -> Array:
     """Products summed over several axes: the last ``axes`` of ``x1`` with the first of ``x2``, or two lists of axes.
 
-    >>> import meshtape as mt
     >>> mt.tensordot(mt.ones((2, 3, 4)), mt.ones((4, 3)), axes=((1, 2), (1, 0))).shape
     (2,)
     """
-    from .creation import asarray
-    from .manipulation import permute_dims, reshape
-
     x1, x2 = asarray(x1), asarray(x2)
     if isinstance(axes, int):
         if not 0 <= axes <= min(x1.ndim, x2.ndim):
@@ -171,13 +149,10 @@ def tensordot(x1: Any, x2: Any, /, axes: int | tuple[Sequence[int], Sequence[int
 def outer(x1: Any, x2: Any, /) -> Array:
     """All products of the elements of two vectors.
 
-    >>> import meshtape as mt
     >>> mt.linalg.outer(mt.asarray([1, 2]), mt.asarray([3, 4]))
     Array([[3, 4],
            [6, 8]])
     """
-    from .creation import asarray
-
     x1, x2 = asarray(x1), asarray(x2)
     if x1.ndim != 1 or x2.ndim != 1:
         raise ShapeError(f"[outer] takes two vectors, got shapes {x1.shape} and {x2.shape}")
@@ -187,13 +162,9 @@ def outer(x1: Any, x2: Any, /) -> Array:
 def cross(x1: Any, x2: Any, /, axis: int = -1) -> Array:
     """Cross product of vectors of three elements along an axis; the other dimensions broadcast.
 
-    >>> import meshtape as mt
     >>> mt.linalg.cross(mt.asarray([1, 0, 0]), mt.asarray([0, 1, 0]))
     Array([0, 0, 1])
     """
-    from .creation import asarray
-    from .manipulation import broadcast_arrays, moveaxis, stack
-
     x1, x2 = asarray(x1), asarray(x2)
     shape_rules.normalize_axis("cross", axis, min(x1.ndim, x2.ndim))
     if x1.shape[axis] != 3 or x2.shape[axis] != 3:

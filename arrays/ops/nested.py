@@ -13,6 +13,8 @@ import numpy as np
 from ..core.array import Array
 from ..core.dispatch import as_array, has_history
 from ..core.errors import ArgumentError, ShapeError
+from .elementwise import floor, log10, pow, sign
+from .manipulation import astype, broadcast_to, reshape, stack
 
 
 def holds_history(obj: Any) -> bool:
@@ -30,8 +32,6 @@ def stacked(obj: Any) -> Array:
     ShapeError
         For sequences of different lengths.
     """
-    from .manipulation import stack
-
     if not (isinstance(obj, list | tuple) and holds_history(obj)):
         return as_array(obj)
     parts = [stacked(o) for o in obj]
@@ -45,8 +45,6 @@ def stacked(obj: Any) -> Array:
 
 def repeated(value: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     """An array of ``shape`` filled with ``value``, whose history it has."""
-    from .manipulation import astype, broadcast_to
-
     try:
         return broadcast_to(astype(value, dtype, copy=False), shape)
     except ShapeError:
@@ -55,9 +53,6 @@ def repeated(value: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
 
 def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None) -> Array:
     """:func:`numpy.linspace` by calls that tapes record, in the order in which NumPy computes: the numbers are the same."""
-    from .elementwise import floor
-    from .manipulation import astype, reshape
-
     # Python numbers stay such, which widen nothing. NumPy takes other libraries' short floats to float64.
     given = [v.dtype if isinstance(v, Array) else v for v in (start, stop)]
     wide = np.result_type(*(np.dtype(float) if getattr(d, "kind", "") == "V" else d for d in given), 1.0)
@@ -77,8 +72,6 @@ def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None
 
 def geometric_ramp(start: Any, stop: Any, num: int, endpoint: bool) -> Array:
     """:func:`numpy.geomspace` by calls that tapes record."""
-    from .elementwise import log10, pow, sign
-
     first, last = as_array(start) * 1.0, as_array(stop) * 1.0
     side = sign(first)
     out = pow(10.0, ramp(log10(first / side), log10(last / side), num, endpoint, None)) * side

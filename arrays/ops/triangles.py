@@ -19,7 +19,6 @@ LARGE = 1 << 20
 def lower_triangle(like: Array, k: int = 0) -> Array:
     """Which elements of the matrices in ``like`` are on or below the ``k``-th diagonal: a mask that broadcasts against ``like``.
 
-    >>> import meshtape as mt
     >>> lower_triangle(mt.zeros((2, 3))).tolist()
     [[True, False, False], [True, True, False]]
     """
@@ -41,7 +40,6 @@ def _triangle(name: str, x: Any, k: int, lower: bool) -> Array:
 def tril(x: Any, /, k: int = 0) -> Array:
     """The lower triangle of matrices: zeros above the ``k``-th diagonal.
 
-    >>> import meshtape as mt
     >>> mt.tril(mt.asarray([[1, 2], [3, 4]]))
     Array([[1, 0],
            [3, 4]])
@@ -52,7 +50,6 @@ def tril(x: Any, /, k: int = 0) -> Array:
 def triu(x: Any, /, k: int = 0) -> Array:
     """The upper triangle of matrices: zeros below the ``k``-th diagonal.
 
-    >>> import meshtape as mt
     >>> mt.triu(mt.asarray([[1, 2], [3, 4]]))
     Array([[1, 2],
            [0, 4]])

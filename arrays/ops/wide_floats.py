@@ -11,6 +11,7 @@ import numpy as np
 from ..core import tree as trees
 from ..core.dispatch import as_array
 from ..core.dtypes import is_low_precision
+from .manipulation import astype
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +34,6 @@ def in_float32(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
         if not is_low_precision(out):
             return fn(*args, **kwargs)
-        from .manipulation import astype
 
         def wide(a: Any) -> Any:
             dtype = getattr(a, "dtype", None)

@@ -3,7 +3,6 @@
 A draw is a pure function of a key and of the place of an element in the global array: the same key gives the same numbers on
 one device, on any mesh, and after a resume. Nothing is hidden: to draw again, make a new key.
 
->>> import meshtape as mt
 >>> key = mt.random.key(0)
 >>> mt.random.uniform(key, (2,))
 Array([0.08723912, 0.85597221], dtype=float64)

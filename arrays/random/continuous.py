@@ -35,7 +35,6 @@ def uniform(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.random.uniform(mt.random.key(1), (1000,), low=-1.0, high=1.0)
     >>> bool(mt.all(x >= -1) and mt.all(x < 1))
     True
@@ -59,7 +58,6 @@ def normal(
     By Box and Muller's transform of pairs: elements ``2j`` and ``2j + 1`` of the global array share two uniform numbers, of 53
     bits for float64 and of 32 bits otherwise. The largest magnitude is 8.57 (float64) or 6.76 standard deviations.
 
-    >>> import meshtape as mt
     >>> x = mt.random.normal(mt.random.key(0), (10000,), mean=5.0, std=2.0)
     >>> round(float(mt.mean(x)), 1), round(float(mt.std(x)), 1)
     (5.0, 2.0)
@@ -91,7 +89,6 @@ def truncated_normal(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.random.truncated_normal(mt.random.key(0), -2.0, 2.0, (1000,))
     >>> bool(mt.all(mt.abs(x) <= 2))
     True
@@ -112,7 +109,6 @@ def truncated_normal(
 def exponential(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64, scale: float = 1.0) -> Request:
     """Exponential numbers of mean ``scale``: ``-scale * log(u)``; at most 37.4 (float64) or 22.9 times ``scale``.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.exponential(mt.random.key(0), (100,)) > 0))
     True
     """
@@ -124,7 +120,6 @@ def exponential(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float
 def gumbel(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64) -> Request:
     """Standard Gumbel numbers, ``-log(-log(u))``: the largest of ``logits + gumbel`` is a draw from ``softmax(logits)``.
 
-    >>> import meshtape as mt
     >>> mt.random.gumbel(mt.random.key(0), (3,)).shape
     (3,)
     """

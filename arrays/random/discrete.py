@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.shape_rules import as_shape
+from ..ops.creation import asarray
+from ..ops.manipulation import broadcast_to
+from ..reductions.reductions import argmax
 from . import bit_transforms as recipes
 from .continuous import gumbel, uniform
 from .draw import Request, distribution, drawn, floating, number, op_of
@@ -26,7 +30,6 @@ BERNOULLI = op_of("bernoulli", recipes.bernoulli, takes_dtype=False)
 def bits(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.uint64) -> Request:
     """Random bits: uint64 or uint32.
 
-    >>> import meshtape as mt
     >>> mt.random.bits(mt.random.key(0), (2,))
     Array([ 1609277786247541068, 15789900245555285980], dtype=uint64)
     """
@@ -58,7 +61,6 @@ def integers(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.random.integers(mt.random.key(0), (1000,), 1, 7)
     >>> int(mt.min(x)), int(mt.max(x))
     (1, 6)
@@ -92,15 +94,10 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> keep = mt.random.bernoulli(mt.random.key(0), 0.9, (100_000,))
     >>> round(float(mt.mean(keep)), 2)
     0.9
     """
-    from ..core.array import Array
-    from ..ops.creation import asarray
-    from ..ops.manipulation import broadcast_to
-
     if isinstance(p, Array | np.ndarray):
         chance = asarray(p)
         full = chance.shape if shape is None else as_shape("bernoulli", shape)
@@ -118,14 +115,10 @@ def categorical(key: Any, logits: Any, axis: int = -1) -> Array:
 
     By the largest of ``logits`` plus Gumbel noise; a logit of -inf is never chosen (unless all of a row are).
 
-    >>> import meshtape as mt
     >>> logits = mt.asarray([[0.0, -mt.inf], [-mt.inf, 5.0]])
     >>> mt.random.categorical(mt.random.key(0), logits)
     Array([0, 1])
     """
-    from ..ops.creation import asarray
-    from ..reductions.reductions import argmax
-
     x = asarray(logits)
     wanted = floating("categorical", x.dtype)
     if x.ndim == 0 or not -x.ndim <= axis < x.ndim:

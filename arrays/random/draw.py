@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from ..core.shape_rules import as_shape
+from ..ops.creation import asarray
 from . import bit_transforms as recipes
 from .philox import Recipe, draw
 
@@ -40,9 +42,6 @@ def check_key(name: str, key: Any) -> None:
 
 def as_key(name: str, key: Any) -> Array:
     """A key as an Array. Raises :class:`DTypeError` for anything else."""
-    from ..core.array import Array
-    from ..ops.creation import asarray
-
     if not isinstance(key, Array | np.ndarray):
         check_key(name, key)
     k = asarray(key)

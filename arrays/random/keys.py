@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
+from ..ops.creation import asarray
+from ..ops.manipulation import permute_dims
 from . import bit_transforms as recipes
 from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of
 from .philox import philox4x64, words
@@ -71,12 +74,9 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.random.key(7)
     Array([7, 0], dtype=uint64)
     """
-    from ..ops.creation import asarray
-
     try:
         number = operator.index(seed)
     except TypeError:
@@ -89,7 +89,6 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
 def split(key: Any, num: int = 2) -> Array:
     """``num`` new keys, independent of each other and of everything drawn from ``key``: uint64 of shape ``(num, 2)``.
 
-    >>> import meshtape as mt
     >>> a, b = mt.random.split(mt.random.key(0))
     >>> mt.random.split(mt.random.key(0), 3).shape
     (3, 2)
@@ -101,8 +100,6 @@ def split(key: Any, num: int = 2) -> Array:
     if count < 0:
         raise ArgumentError(f"[split] the number of keys must not be negative, got {count}")
     if getattr(key, "ndim", 1) == 3:  # the keys of n samples: num times as many
-        from ..ops.manipulation import permute_dims
-
         return permute_dims(drawn(SPLIT, key, (len(key), 1, count, 2), recipes.U64), (2, 0, 1, 3))
     return drawn(SPLIT, key, (count, 2), recipes.U64)
 
@@ -121,14 +118,11 @@ def fold_in(key: Any, data: Any) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> key = mt.random.key(0)
     >>> bool(mt.all(mt.random.fold_in(key, 3) == mt.random.fold_in(key, mt.asarray(3))))
     True
     >>> dropout = mt.random.fold_in(key, "dropout")
     """
-    from ..core.array import Array
-
     k = as_key("fold_in", key)
     stream = _FOLDS
     if isinstance(data, str):

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_rules import as_shape
+from ..ops.creation import asarray
 from . import bit_transforms as recipes
 from .discrete import integers
 from .draw import RANDOM_BITS, box_of, drawn, infer
@@ -79,16 +81,12 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
     By sorting random 64-bit words; each device sorts all of them, also where the result is sharded. Orders are equally likely
     up to the chance of two equal words, ``x**2 / 2**65``.
 
-    >>> import meshtape as mt
     >>> order = mt.random.permutation(mt.random.key(0), 5)
     >>> sorted(order.tolist())
     [0, 1, 2, 3, 4]
     >>> mt.random.permutation(mt.random.key(0), mt.ones((4, 2))).shape
     (4, 2)
     """
-    from ..core.array import Array
-    from ..ops.creation import asarray
-
     if isinstance(x, Array | np.ndarray) and x.ndim:
         values = asarray(x)
         if not -values.ndim <= axis < values.ndim:
@@ -132,13 +130,9 @@ def choice(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.random.choice(mt.random.key(0), mt.asarray([10, 20, 30]), (4,), p=[0.0, 1.0, 0.0])
     Array([20, 20, 20, 20])
     """
-    from ..core.array import Array
-    from ..ops.creation import asarray
-
     full = as_shape("choice", shape)
     values = asarray(a) if isinstance(a, Array | np.ndarray) and a.ndim else None
     if values is not None:
@@ -166,8 +160,6 @@ def choice(
 
 
 def _weights(key: Any, p: Any, n: int, full: tuple[int, ...], replace: bool) -> Array:
-    from ..ops.creation import asarray
-
     weights = asarray(p)
     if weights.shape != (n,):
         raise ShapeError(f"[choice] p must have shape {(n,)}, one weight for each element, got {weights.shape}")

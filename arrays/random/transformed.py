@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
+from ..core.dispatch import Deferred
+from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.shape_rules import as_shape
+from ..linalg.linalg import cholesky
+from ..ops.creation import asarray
+from ..ops.elementwise import exp, floor, log1p, sqrt, tan, where
+from ..ops.manipulation import astype, broadcast_shapes
+from ..ops.matmul import matmul
+from ..reductions.reductions import all
 from . import bit_transforms as recipes
 from .continuous import exponential, gumbel, normal, uniform
 from .discrete import bernoulli
 from .draw import floating
 from .keys import split
 
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 Shape = int | Sequence[int] | None
 
 
 def _drawn(name: str, shape: Shape, dtype: Any, *parameters: Any) -> tuple[tuple[int, ...], np.dtype, np.dtype]:
     """The shape of the result (that of the parameters together, by default), the dtype to compute in, and that of the result."""
-    from ..ops.creation import asarray
-    from ..ops.manipulation import broadcast_shapes
-
     wanted = floating(name, dtype)
     own = broadcast_shapes(*(asarray(p).shape for p in parameters))
     if shape is None:
@@ -39,11 +42,6 @@ def _drawn(name: str, shape: Shape, dtype: Any, *parameters: Any) -> tuple[tuple
 
 
 def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
-    from ..core.dispatch import Deferred
-    from ..ops.creation import asarray
-    from ..ops.manipulation import astype
-    from ..reductions.reductions import all
-
     found = asarray(value)
     if found.dtype.kind not in "biuf" and found.dtype != recipes.BF16:
         raise DTypeError(f"[{name}] {what} must be real numbers, got {found.dtype.name}")
@@ -53,9 +51,6 @@ def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
 
 
 def _real(value: Any, wide: np.dtype) -> Array:
-    from ..ops.creation import asarray
-    from ..ops.manipulation import astype
-
     return astype(asarray(value), wide)
 
 
@@ -63,13 +58,10 @@ def _real(value: Any, wide: np.dtype) -> Array:
 def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.0, scale: Any = 1.0) -> Array:
     """Laplace numbers: exponential ones of mean ``scale`` to either side of ``loc``.
 
-    >>> import meshtape as mt
     >>> x = mt.random.laplace(mt.random.key(0), (10000,), loc=3.0)
     >>> round(float(mt.median(x)), 1)
     3.0
     """
-    from ..ops.elementwise import where
-
     found, wide, out = _drawn("laplace", shape, dtype, loc, scale)
     sizes, signs = split(key)
     size = exponential(sizes, found, wide)
@@ -82,7 +74,6 @@ def laplace(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0
 def logistic(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.0, scale: Any = 1.0) -> Array:
     """Logistic numbers: differences of two of Gumbel's.
 
-    >>> import meshtape as mt
     >>> mt.random.logistic(mt.random.key(0), (3,)).shape
     (3,)
     """
@@ -96,13 +87,10 @@ def logistic(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 
 def cauchy(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.0, scale: Any = 1.0) -> Array:
     """Cauchy numbers, which have no mean: ``loc + scale * tan(pi * (u - 1/2))``.
 
-    >>> import meshtape as mt
     >>> x = mt.random.cauchy(mt.random.key(0), (10000,), loc=3.0)
     >>> round(float(mt.median(x)), 1)
     3.0
     """
-    from ..ops.elementwise import tan
-
     found, wide, out = _drawn("cauchy", shape, dtype, loc, scale)
     draws = tan(np.pi * (uniform(key, found, recipes.F64) - 0.5)).astype(wide)
     return (_real(loc, wide) + _positive("cauchy", "scale", scale, wide) * draws).astype(out)
@@ -112,12 +100,9 @@ def cauchy(key: Any, shape: Shape = None, dtype: Any = np.float64, loc: Any = 0.
 def lognormal(key: Any, shape: Shape = None, dtype: Any = np.float64, mean: Any = 0.0, sigma: Any = 1.0) -> Array:
     """Numbers whose logarithms are normal with this mean and standard deviation.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.lognormal(mt.random.key(0), (100,)) > 0))
     True
     """
-    from ..ops.elementwise import exp
-
     found, wide, out = _drawn("lognormal", shape, dtype, mean, sigma)
     draws = _positive("lognormal", "sigma", sigma, wide) * normal(key, found, wide)
     return exp(_real(mean, wide) + draws).astype(out)
@@ -127,12 +112,9 @@ def lognormal(key: Any, shape: Shape = None, dtype: Any = np.float64, mean: Any 
 def rayleigh(key: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any = 1.0) -> Array:
     """Lengths of plane vectors whose coordinates are normal with standard deviation ``scale``.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.rayleigh(mt.random.key(0), (100,)) > 0))
     True
     """
-    from ..ops.elementwise import sqrt
-
     found, wide, out = _drawn("rayleigh", shape, dtype, scale)
     draws = sqrt(2.0 * exponential(key, found, wide))
     return (_positive("rayleigh", "scale", scale, wide) * draws).astype(out)
@@ -142,7 +124,6 @@ def rayleigh(key: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any 
 def weibull(key: Any, k: Any, shape: Shape = None, dtype: Any = np.float64, scale: Any = 1.0) -> Array:
     """Weibull numbers: ``scale`` times the ``k``-th root of exponential ones.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.weibull(mt.random.key(0), 2.0, (100,)) > 0))
     True
     """
@@ -157,12 +138,9 @@ def pareto(key: Any, a: Any, shape: Shape = None, dtype: Any = np.float64, scale
 
     NumPy's, also called Lomax numbers, are these less ``scale``.
 
-    >>> import meshtape as mt
     >>> bool(mt.all(mt.random.pareto(mt.random.key(0), 3.0, (100,)) >= 1))
     True
     """
-    from ..ops.elementwise import exp
-
     found, wide, out = _drawn("pareto", shape, dtype, a, scale)
     draws = exp(exponential(key, found, wide) / _positive("pareto", "a", a, wide))
     return (_positive("pareto", "scale", scale, wide) * draws).astype(out)
@@ -172,17 +150,10 @@ def pareto(key: Any, a: Any, shape: Shape = None, dtype: Any = np.float64, scale
 def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> Array:
     """Numbers of trials up to the first success, whose chance is ``p`` each time: integers from 1.
 
-    >>> import meshtape as mt
     >>> x = mt.random.geometric(mt.random.key(0), 0.25, (10000,))
     >>> round(float(mt.mean(x)))
     4
     """
-    from ..core.dispatch import Deferred
-    from ..core.dtypes import as_dtype
-    from ..ops.creation import asarray
-    from ..ops.elementwise import floor, log1p, where
-    from ..reductions.reductions import all
-
     wanted = as_dtype(dtype, "geometric")
     if wanted.kind not in "iu":
         raise DTypeError(f"[geometric] the dtype must be one of integers, got {wanted.name}")
@@ -200,15 +171,10 @@ def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> A
 def triangular(key: Any, left: Any, mode: Any, right: Any, shape: Shape = None, dtype: Any = np.float64) -> Array:
     """Numbers between ``left`` and ``right`` whose density rises on a straight line to ``mode`` and falls on one from there.
 
-    >>> import meshtape as mt
     >>> x = mt.random.triangular(mt.random.key(0), -1.0, 0.0, 1.0, (1000,))
     >>> bool(mt.all(mt.abs(x) <= 1))
     True
     """
-    from ..core.dispatch import Deferred
-    from ..ops.elementwise import sqrt, where
-    from ..reductions.reductions import all
-
     found, wide, out = _drawn("triangular", shape, dtype, left, mode, right)
     a, c, b = (_real(v, wide) for v in (left, mode, right))
     order = (a <= c) & (c <= b) & (a < b)
@@ -236,16 +202,11 @@ def multivariate_normal(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.random.multivariate_normal(mt.random.key(0), mt.zeros(2), mt.asarray([[2.0, 1.0], [1.0, 2.0]]), (10000,))
     >>> mt.round(mt.cov(x, rowvar=False))
     Array([[2., 1.],
            [1., 2.]], dtype=float64)
     """
-    from ..linalg.linalg import cholesky
-    from ..ops.creation import asarray
-    from ..ops.matmul import matmul
-
     wanted = floating("multivariate_normal", dtype)
     wide = wanted if wanted == recipes.F64 else recipes.F32
     mean, cov = asarray(mean), asarray(cov)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.short_ways import HALF, REFUSED, buffer, result
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..ops.creation import asarray, beside, full
+from ..ops.elementwise import not_equal, subtract
+from ..ops.manipulation import astype, broadcast_to, concat
 
 
 def _running(name: str) -> Any:
@@ -35,8 +35,6 @@ def _infer_running(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 def _decompose_prod(x: Array, axis: int) -> Array:
     """By doubling: after step k each place holds the product of the 2**k elements up to it. No division, so that zeros are
     no special case for the derivative."""
-    from ..ops.manipulation import astype, concat
-
     dtype = np.cumprod(np.ones(1, x.dtype)).dtype if x.dtype.kind in "biu" else x.dtype
     out = astype(x, np.float32 if is_low_precision(dtype) else dtype)
     lead = (slice(None),) * axis
@@ -54,20 +52,6 @@ CUMULATIVE_PROD = Op("cumulative_prod", ("x",), _running("cumprod"), _infer_runn
 
 
 def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: bool) -> Array:
-    if dtype is None and not include_initial:
-        buf = buffer(x)
-        if (
-            buf is not None
-            and buf.dtype.num < HALF
-            and (buf.ndim == 1 if axis is None else type(axis) is int and buf.ndim)
-        ):
-            try:
-                return result((buf.cumsum if op is CUMULATIVE_SUM else buf.cumprod)(0 if axis is None else axis))
-            except REFUSED:
-                pass
-    from ..ops.creation import beside, full
-    from ..ops.manipulation import astype, concat
-
     x = as_array(x)
     if axis is None:
         if x.ndim != 1:
@@ -90,7 +74,6 @@ def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: boo
 def cumulative_sum(x: Any, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
     """Sums of the elements up to each place along an axis; with ``include_initial``, a zero comes first.
 
-    >>> import meshtape as mt
     >>> mt.cumulative_sum(mt.asarray([1, 2, 3]), include_initial=True)
     Array([0, 1, 3, 6])
     """
@@ -100,7 +83,6 @@ def cumulative_sum(x: Any, /, *, axis: int | None = None, dtype: Any = None, inc
 def cumulative_prod(x: Any, /, *, axis: int | None = None, dtype: Any = None, include_initial: bool = False) -> Array:
     """Products of the elements up to each place along an axis; with ``include_initial``, a one comes first.
 
-    >>> import meshtape as mt
     >>> mt.cumulative_prod(mt.asarray([1, 2, 3]))
     Array([1, 2, 6])
     """
@@ -112,14 +94,9 @@ def diff(x: Any, /, n: int = 1, axis: int = -1, *, prepend: Any = None, append: 
 
     For booleans: whether neighbours differ.
 
-    >>> import meshtape as mt
     >>> mt.diff(mt.asarray([1, 4, 9, 16]), n=2)
     Array([2, 2])
     """
-    from ..ops.creation import asarray
-    from ..ops.elementwise import not_equal, subtract
-    from ..ops.manipulation import astype, broadcast_to, concat
-
     x = asarray(x)
     axis = shape_rules.one_axis("diff", axis, x.ndim)
     if n < 0:

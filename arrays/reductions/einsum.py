@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from operator import index
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ..core.array import Array
 from ..core.dispatch import as_array
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ShapeError
@@ -23,9 +24,6 @@ from ..ops.manipulation import astype, moveaxis, permute_dims, reshape, squeeze
 from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from .reductions import sum
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 Labels = tuple[str, ...]
 
@@ -52,7 +50,6 @@ def einsum(formula: Any, /, *operands: Any) -> Array:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.einsum("ij,j->i", mt.asarray([[1, 2], [3, 4]]), mt.asarray([1, 10]))
     Array([21, 43])
     >>> mt.einsum("...ii->...", mt.asarray([[1, 2], [3, 4]]))

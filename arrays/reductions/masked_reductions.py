@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import pieces
-from ..backends.short_ways import buffer
+from ..backends.pieces import buffer
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
@@ -17,9 +18,6 @@ from ..ops.creation import full
 from ..ops.elementwise import add, maximum, minimum, multiply, where
 from ..ops.manipulation import astype, broadcast_to
 from . import reduction_ops as ops
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 _NEUTRAL = {ops.SUM: 0, ops.PROD: 1, ops.ANY: 0, ops.ALL: 1}
 _ROUNDING = (ops.SUM, ops.PROD)

@@ -7,14 +7,13 @@ are computed in two passes, since a mean rounded to few digits would count as de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.pieces import LARGE, large, reduced
-from ..backends.short_ways import REFUSED, buffer, result
+from ..backends.pieces import buffer, large, reduced
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array, as_number, wrap
 from ..core.dtypes import as_dtype, is_low_precision, real_of
 from ..core.errors import DTypeError
@@ -24,9 +23,6 @@ from ..ops.manipulation import astype
 from .masked_reductions import selection
 from .reduction_ops import MEAN, Axis
 from .reductions import sum
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 NOT_NAN = "elements that are not NaN"
 """A mask of the elements themselves. (None is all of them; else it is an array of booleans.)"""
@@ -137,52 +133,18 @@ def std_of(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype:
 
 # ----- the functions --------------------------------------------------------------------------------------------------
 
-_OWN_MEAN = frozenset(np.dtype(t).num for t in "fd")
 
-
-def _plain_mean(buf: Any, axis: int | None, keepdims: bool) -> Any:
-    """The mean by two calls of NumPy; None where there is nothing to divide by."""
-    n = buf.size if axis is None else buf.shape[axis]
-    return np.add.reduce(buf, axis, None, None, keepdims) / n if n else None
-
-
-def _plain_var(buf: Any, axis: int | None, correction: float, keepdims: bool) -> Any:
-    """The variance in two passes over one array of the size of ``buf``; None where there is nothing to divide by."""
-    if buf.size >= LARGE:
-        return None
-    center = _plain_mean(buf, axis, True)
-    rest = (buf.size if axis is None else buf.shape[axis]) - correction
-    if center is None or type(rest) not in (int, float) or rest <= 0:
-        return None
-    d = np.subtract(buf, center)
-    np.multiply(d, d, d)
-    return np.add.reduce(d, axis, None, None, keepdims) / rest
-
-
-def _moment(x: Any, axis: Axis, plain: Callable[..., Any], *args: Any) -> Array | None:
-    """``plain(buffer, axis, ...)`` as an Array, where ``x`` is a float array that takes the short way; else None."""
-    if axis is None or type(axis) is int:
-        buf = buffer(x)
-        if buf is not None and buf.dtype.num in _OWN_MEAN and buf.ndim:
-            try:
-                out = plain(buf, axis, *args)
-            except REFUSED:
-                return None
-            return None if out is None else result(out)
-    return None
-
-
+@composite("mean")
 def mean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False, where: Any = None) -> Array:
     """Arithmetic mean; NaN for no elements. Integers give the default float; ``dtype`` is that of sum and result.
 
-    >>> import meshtape as mt
     >>> mt.mean(mt.asarray([1.0, 2.0, 6.0]))
     Array(3., dtype=float64)
     """
-    out = _moment(x, axis, _plain_mean, keepdims) if dtype is None and where is None else None
-    return composite("mean")(mean_of)("mean", x, axis, keepdims, dtype, where) if out is None else out
+    return mean_of("mean", x, axis, keepdims, dtype, where)
 
 
+@composite("var")
 def var(
     x: Any,
     /,
@@ -198,15 +160,13 @@ def var(
 
     ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
 
-    >>> import meshtape as mt
     >>> mt.var(mt.asarray([1.0, 3.0]), correction=1)
     Array(2., dtype=float64)
     """
-    correction = correction if ddof is None else ddof
-    out = _moment(x, axis, _plain_var, correction, keepdims) if dtype is None and where is None else None
-    return composite("var")(var_of)("var", x, axis, correction, keepdims, dtype, where) if out is None else out
+    return var_of("var", x, axis, correction if ddof is None else ddof, keepdims, dtype, where)
 
 
+@composite("std")
 def std(
     x: Any,
     /,
@@ -222,11 +182,7 @@ def std(
 
     Its gradient where all elements are equal is 0, as that of a norm at the origin. (That of ``sqrt(var(x))`` is NaN there.)
 
-    >>> import meshtape as mt
     >>> mt.std(mt.asarray([1.0, 3.0]))
     Array(1., dtype=float64)
     """
-    correction = correction if ddof is None else ddof
-    plain = dtype is None and where is None
-    out = _moment(x, axis, lambda *args: np.sqrt(_plain_var(*args)), correction, keepdims) if plain else None
-    return composite("std")(std_of)("std", x, axis, correction, keepdims, dtype, where) if out is None else out
+    return std_of("std", x, axis, correction if ddof is None else ddof, keepdims, dtype, where)

@@ -1,24 +1,21 @@
-# cython: annotation_typing=False
 """Ops of reductions. Float16 and bfloat16 accumulate in float32."""
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.pieces import large, reduced
-from ..backends.short_ways import HALF, REFUSED, TAKES_ELLIPSIS, result
 from ..core import shape_rules
 from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ShapeError
-from ..core.op import OPS, Op, state
-
-if TYPE_CHECKING:
-    pass
+from ..core.op import Op
+from ..ops.elementwise import POSITIONS, isnan, where
+from ..ops.manipulation import astype
 
 Axis = int | Sequence[int] | None
 
@@ -120,8 +117,6 @@ def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.ShapeD
 def _decompose_arg(extremum: Op) -> Callable[..., Any]:
     def decompose(x: Any, axis: int, keepdims: bool) -> Any:
         """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is that."""
-        from ..ops.elementwise import POSITIONS, isnan, where
-
         n = x.shape[axis]
         best = apply(extremum, (x,), {"axis": (axis,), "keepdims": True})
         hit = x == best
@@ -138,19 +133,7 @@ ARGMAX = Op("argmax", ("x",), _arg("argmax"), _infer_arg, nondifferentiable=_INT
 ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MIN))
 
 
-_DIRECT = {OPS[name]: reduce for name, reduce in _UFUNC_REDUCE.items()}
-
-
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
-    if axis is None or type(axis) is int:
-        buf = getattr(x, "_buf", None)
-        if type(buf) is np.ndarray and buf.dtype.num < HALF and not state.now.recorders and (axis is None or buf.ndim):
-            try:
-                if TAKES_ELLIPSIS:
-                    return wrap(_DIRECT[op](buf, axis, keepdims=keepdims, out=...))
-                return result(_DIRECT[op](buf, axis, None, None, keepdims))
-            except REFUSED:
-                pass
     x = as_array(x)
     return apply(op, (x,), {"axis": _axes_of(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
 
@@ -166,8 +149,6 @@ def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
 
 def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
-    from ..ops.manipulation import astype
-
     dtype = as_dtype(dtype, op.name)
     if (buf := large(x, dtype)) is not None:
         axes, reduce = _axes_of(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]

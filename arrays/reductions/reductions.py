@@ -1,20 +1,17 @@
-# cython: annotation_typing=False
 """Reductions over axes: the functions. Float16 and bfloat16 accumulate in float32."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..backends.short_ways import REFUSED, buffer, result
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.errors import NumPyFunctionError
 from ..core.op import Op
+from ..ops.manipulation import reshape
 from .masked_reductions import reduced
 from .reduction_ops import ALL, ANY, ARGMAX, ARGMIN, MAX, MIN, PROD, SUM, Axis, _reduce, _reduce_in
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def sum(
@@ -24,7 +21,6 @@ def sum(
 
     Only elements where ``where`` holds are summed, and ``initial`` is added.
 
-    >>> import meshtape as mt
     >>> mt.sum(mt.asarray([[1, 2], [3, 4]]), axis=0)
     Array([4, 6])
     """
@@ -38,7 +34,6 @@ def prod(
 ) -> Array:
     """Product over axes; 1 for no elements. ``initial`` and ``where`` are as in :func:`sum`.
 
-    >>> import meshtape as mt
     >>> mt.prod(mt.asarray([2, 3, 4]))
     Array(24)
     """
@@ -50,7 +45,6 @@ def prod(
 def max(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = None, where: Any = None) -> Array:
     """Largest element; NaN if there is one. Tied elements share the gradient evenly.
 
-    >>> import meshtape as mt
     >>> mt.max(mt.asarray([[1, 5], [7, 2]]), axis=1)
     Array([5, 7])
     """
@@ -62,7 +56,6 @@ def max(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = 
 def min(x: Any, /, axis: Axis = None, *, keepdims: bool = False, initial: Any = None, where: Any = None) -> Array:
     """Smallest element; NaN if there is one. Tied elements share the gradient evenly.
 
-    >>> import meshtape as mt
     >>> mt.min(mt.asarray([[1, 5], [7, 2]]), axis=0)
     Array([1, 2])
     """
@@ -80,7 +73,6 @@ def _refuse_out(name: str, out: Any) -> None:
 def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether any element is true.
 
-    >>> import meshtape as mt
     >>> mt.any(mt.asarray([[True, False], [False, False]]), axis=1)
     Array([ True, False])
     """
@@ -93,7 +85,6 @@ def any(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = No
 def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = None, out: Any = None) -> Array:
     """Whether all elements are true.
 
-    >>> import meshtape as mt
     >>> mt.all(mt.asarray([[True, False], [True, True]]), axis=1)
     Array([False,  True])
     """
@@ -104,15 +95,6 @@ def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = No
 
 
 def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
-    if keepdims is False and (axis is None or type(axis) is int):
-        buf = buffer(x)
-        if buf is not None and (axis is None or buf.ndim):
-            try:
-                return result(buf.argmax(axis) if op is ARGMAX else buf.argmin(axis))
-            except REFUSED:
-                pass
-    from ..ops.manipulation import reshape
-
     x = as_array(x)
     if axis is None:
         out = apply(op, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
@@ -124,7 +106,6 @@ def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
 def argmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """Index of the first largest element (along an axis, or of the flattened array).
 
-    >>> import meshtape as mt
     >>> mt.argmax(mt.asarray([3, 9, 9]))
     Array(1)
     """
@@ -134,11 +115,7 @@ def argmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Arr
 def argmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """Index of the first smallest element (along an axis, or of the flattened array).
 
-    >>> import meshtape as mt
     >>> mt.argmin(mt.asarray([[3, 1], [0, 2]]), axis=1)
     Array([1, 0])
     """
     return _argreduce(ARGMIN, x, axis, keepdims)
-
-
-# Of the floats that sum in themselves; others are widened first.

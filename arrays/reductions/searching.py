@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends import host_sync
 from ..backends.pieces import large, reduced
-from ..backends.short_ways import REFUSED, buffers, result
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
 from ..kernels import compact
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..ops.creation import arange, beside
+from ..ops.manipulation import astype, broadcast_to, reshape
+from .reductions import sum
 
 # ----- by position ----------------------------------------------------------------------------------------------------
 
@@ -32,28 +32,12 @@ def _indices(name: str, indices: Any) -> Array:
 def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
     """The slices of ``x`` at ``indices`` along an axis; the elements of the flattened array without one.
 
-    >>> import meshtape as mt
     >>> mt.take(mt.asarray([10, 20, 30]), mt.asarray([2, 0]))
     Array([30, 10])
     """
-    bufs = buffers((x, indices))
-    if bufs is not None:
-        buf, places = bufs
-        # (Of no elements NumPy reads nothing, and does not look at the indices.)
-        if (
-            buf.size
-            and places.dtype.kind in "iu"
-            and (buf.ndim == 1 if axis is None else type(axis) is int and buf.ndim)
-        ):
-            try:
-                return result(buf.take(places, 0 if axis is None else axis))
-            except REFUSED:
-                pass
     x = as_array(x)
     indices = _indices("take", indices)
     if axis is None:
-        from ..ops.manipulation import reshape
-
         x, axis = reshape(x, (-1,)), 0
     axis = shape_rules.one_axis("take", axis, x.ndim)
     return x[(*(slice(None),) * axis, indices)]
@@ -64,14 +48,11 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
 
     The other dimensions broadcast. ``indices`` may come from :func:`argsort` or :func:`argmax`.
 
-    >>> import meshtape as mt
     >>> x = mt.asarray([[3, 1, 2], [0, 5, 4]])
     >>> mt.take_along_axis(x, mt.argsort(x, axis=1), axis=1)
     Array([[1, 2, 3],
            [0, 4, 5]])
     """
-    from ..ops.manipulation import broadcast_to
-
     x = as_array(x)
     indices = _indices("take_along_axis", indices)
     axis = shape_rules.one_axis("take_along_axis", axis, x.ndim)
@@ -93,9 +74,6 @@ _TAKE: Any = _Named("take_along_axis")
 
 def along_axis(name: str, shape: tuple[int, ...], indices: Any, axis: int) -> tuple[Array, ...]:
     """The key, of an array of ``shape``, of the places that have these indices along an axis and lie in the same row."""
-    from ..ops.creation import arange, beside
-    from ..ops.manipulation import reshape
-
     indices = _indices(name, indices)
     axis = shape_rules.one_axis(name, axis, len(shape))
     if indices.ndim != len(shape):
@@ -152,7 +130,6 @@ def searchsorted(x1: Any, x2: Any, /, side: str = "left", *, sorter: Any = None)
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.searchsorted(mt.asarray([1.0, 2.0, 4.0]), mt.asarray([2.0, 3.0]), side="right")
     Array([2, 2])
     """
@@ -174,7 +151,6 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
 
     How many there are is known only when ``x`` is computed: inside ``mt.compile`` this raises.
 
-    >>> import meshtape as mt
     >>> mt.nonzero(mt.asarray([[0, 1], [2, 0]]))
     (Array([0, 1]), Array([1, 0]))
     """
@@ -190,13 +166,9 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
 def count_nonzero(x: Any, /, axis: Any = None, *, keepdims: bool = False) -> Array:
     """How many elements are not zero.
 
-    >>> import meshtape as mt
     >>> mt.count_nonzero(mt.asarray([[0, 1], [2, 3]]), axis=0)
     Array([1, 2])
     """
-    from ..ops.manipulation import astype
-    from .reductions import sum
-
     if (buf := large(x)) is not None:
         axes = shape_rules.normalize_axis("count_nonzero", axis, buf.ndim)
         zero = buf.dtype.type(0)

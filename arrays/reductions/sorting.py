@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.errors import ShapeError
 from ..core.op import Op, composite
 from ..core.shape_dtype import ShapeDtype
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..ops.manipulation import reshape
+from .searching import take_along_axis
 
 
 def _ordered(xp: Any, x: Any) -> Any:
@@ -82,7 +82,6 @@ def _flat(x: Any, axis: int | None) -> tuple[Array, int]:
     x = as_array(x)
     if axis is not None:
         return x, axis
-    from ..ops.manipulation import reshape
 
     return reshape(x, (-1,)), 0
 
@@ -90,7 +89,6 @@ def _flat(x: Any, axis: int | None) -> tuple[Array, int]:
 def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """The elements in order along an axis; flattened where it is None.
 
-    >>> import meshtape as mt
     >>> mt.sort(mt.asarray([2, 3, 1]), descending=True)
     Array([3, 2, 1])
     """
@@ -101,7 +99,6 @@ def sort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: 
 def argsort(x: Any, /, axis: int | None = -1, *, descending: bool = False, stable: bool = True) -> Array:
     """The indices that sort ``x`` along an axis; with ``stable``, equal elements keep their order in both directions.
 
-    >>> import meshtape as mt
     >>> mt.argsort(mt.asarray([2, 1, 2]), descending=True)
     Array([0, 2, 1])
     """
@@ -120,12 +117,9 @@ class TopK(NamedTuple):
 def topk(x: Any, k: int, /, axis: int = -1, *, largest: bool = True) -> TopK:
     """The ``k`` largest elements along an axis, largest first (or smallest, smallest first); of equals the first ones.
 
-    >>> import meshtape as mt
     >>> mt.topk(mt.asarray([3.0, 1.0, 5.0]), 2)
     TopK(values=Array([5., 3.], dtype=float64), indices=Array([2, 0]))
     """
-    from .searching import take_along_axis
-
     x = as_array(x)
     axis = shape_rules.one_axis("topk", axis, x.ndim)
     if not 0 <= k <= x.shape[axis]:

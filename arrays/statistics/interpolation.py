@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..backends.pieces import mapped
-from ..backends.short_ways import HALF, buffers, result
+from ..backends.pieces import buffers, mapped
 from ..core import shape_rules
-from ..core.dispatch import has_history
-from ..core.dtypes import real_of, result_type
+from ..core.array import Array
+from ..core.dispatch import has_history, wrap
+from ..core.dtypes import HALF, real_of, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
+from ..linalg.linalg import diagonal
+from ..ops.creation import arange, asarray, beside, inexact, ordered, zeros
+from ..ops.elementwise import clip, isfinite, isinf, isnan, where
+from ..ops.manipulation import astype, concat, flip, reshape
 from ..ops.wide_floats import in_float32
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..reductions.reductions import sum
+from ..reductions.searching import searchsorted, take
+from ..reductions.sorting import argsort
+from .padding import pad
 
 
 @composite("interp")
@@ -39,14 +44,9 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.interp(mt.asarray([0.5, 3.0]), mt.asarray([0.0, 1.0]), mt.asarray([10.0, 20.0]))
     Array([15., 20.], dtype=float64)
     """
-    from ..ops.creation import inexact, ordered
-    from ..ops.manipulation import astype, concat
-    from ..reductions.sorting import argsort
-
     x, xp, fp = inexact(ordered("interp", x)), inexact(ordered("interp", xp)), inexact(fp)
     # (Slopes in the dtype of the result: that of short ``fp`` would overflow, or lose digits that ``x`` has.)
     fp = astype(fp, result_type(x, xp, fp))
@@ -67,9 +67,6 @@ def interp(x: Any, xp: Any, fp: Any, /, *, left: Any = None, right: Any = None, 
 
 
 def _read_between(x: Array, xp: Array, fp: Array, first: Any, last: Any) -> Array:
-    from ..ops.elementwise import clip, isfinite, isinf, isnan, where
-    from ..reductions.searching import searchsorted, take
-
     if xp.size == 1:
         inside: Any = fp[0]
     else:
@@ -94,16 +91,9 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
 
     ``mode`` is ``"full"`` (every overlap), ``"same"`` (the middle, as long as the longer one) or ``"valid"`` (whole overlaps).
 
-    >>> import meshtape as mt
     >>> mt.convolve(mt.asarray([1, 2, 3]), mt.asarray([0, 1, 10]))
     Array([ 0,  1, 12, 23, 30])
     """
-    from ..ops.creation import asarray
-    from ..ops.elementwise import where
-    from ..ops.manipulation import flip
-    from ..reductions.reductions import sum
-    from .padding import pad
-
     a, v = asarray(a), asarray(v)
     if a.ndim != 1 or v.ndim != 1 or not a.size or not v.size:
         raise ShapeError(f"[convolve] takes two vectors that are not empty, got shapes {a.shape} and {v.shape}")
@@ -115,8 +105,8 @@ def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     before = {"full": m - 1, "same": m - 1 - (m - 1) // 2, "valid": 0}[mode]
     after = {"full": m - 1, "same": (m - 1) // 2, "valid": 0}[mode]
     count = n + before + after - m + 1
-    if (both := buffers((a, v))) is not None and result_type(*both).num < HALF:
-        return result(_convolved(*both, mode))
+    if (both := buffers(a, v)) is not None and result_type(*both).num < HALF:
+        return wrap(np.asarray(_convolved(*both, mode)))
     windows = np.arange(count)[:, None] + np.arange(m)
     # (Beside the ends nothing counts: zeros there would make NaN of what is infinite in the shorter one.)
     inside = (windows >= before) & (windows < n + before)
@@ -159,14 +149,11 @@ def gradient(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.gradient(mt.asarray([1.0, 4.0, 9.0]))
     Array([3., 4., 5.], dtype=float64)
     >>> mt.gradient(mt.asarray([0.0, 1.0, 9.0]), mt.asarray([0.0, 1.0, 3.0]), edge_order=2)
     Array([0., 2., 6.], dtype=float64)
     """
-    from ..ops.creation import inexact
-
     x = inexact(x)
     sorted_axes = shape_rules.normalize_axis("gradient", axis, x.ndim)
     axes = sorted_axes if axis is None or np.ndim(axis) == 0 else [int(a) % x.ndim for a in axis]
@@ -181,9 +168,6 @@ def gradient(
 
 
 def _slope(x: Array, axis: int, spacing: Any, edge_order: int) -> Array:
-    from ..ops.creation import inexact
-    from ..ops.manipulation import concat, reshape
-
     n = x.shape[axis]
     if n < edge_order + 1:
         raise ShapeError(f"[gradient] needs {edge_order + 1} elements along axis {axis} of shape {x.shape}")
@@ -236,13 +220,9 @@ def _end(x: Array, axis: int, steps: tuple[Any, Any], order: int, direction: int
 def kron(a: Any, b: Any, /) -> Array:
     """Kronecker product: ``b`` as a whole in the place of each element of ``a``, times that element.
 
-    >>> import meshtape as mt
     >>> mt.kron(mt.asarray([1, 10]), mt.asarray([1, 2]))
     Array([ 1,  2, 10, 20])
     """
-    from ..ops.creation import asarray
-    from ..ops.manipulation import reshape
-
     a, b = asarray(a), asarray(b)
     n = max(a.ndim, b.ndim)
     s, t = (1,) * (n - a.ndim) + a.shape, (1,) * (n - b.ndim) + b.shape
@@ -254,14 +234,10 @@ def kron(a: Any, b: Any, /) -> Array:
 def diag(x: Any, /, k: int = 0) -> Array:
     """A matrix with the vector ``x`` on its ``k``-th diagonal, or that diagonal of a matrix.
 
-    >>> import meshtape as mt
     >>> mt.diag(mt.asarray([1, 2]))
     Array([[1, 0],
            [0, 2]])
     """
-    from ..linalg.linalg import diagonal
-    from ..ops.creation import arange, asarray, beside, zeros
-
     x = asarray(x)
     if x.ndim == 2:
         return diagonal(x, offset=k)

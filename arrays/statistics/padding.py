@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import Deferred, as_array
 from ..core.errors import ArgumentError, ShapeError
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..core.shape_rules import one_axis
+from ..ops.creation import beside, full
+from ..ops.elementwise import floor, round, where
+from ..ops.manipulation import astype, concat, flip, repeat
+from ..ops.number_ranges import check_numbers
+from ..reductions.moments import mean
+from ..reductions.reductions import min
+from .quantiles import median
 
 _STATISTICS = ("maximum", "mean", "median", "minimum")
 _REPEATING = ("edge", "reflect", "symmetric", "wrap")
@@ -53,16 +59,11 @@ def pad(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.pad(mt.asarray([1, 2, 3]), (1, 2), mode="reflect")
     Array([2, 1, 2, 3, 2, 1])
     >>> mt.pad(mt.asarray([1, 2, 3]), 2, mode="linear_ramp", end_values=(-1, 7))
     Array([-1,  0,  1,  2,  3,  5,  7])
     """
-    from ..ops.creation import beside, full
-    from ..ops.manipulation import concat
-    from ..ops.number_ranges import check_numbers
-
     x = as_array(x)
     if mode not in _MODES:
         raise ArgumentError(f"[pad] mode must be one of {', '.join(_MODES)}, got {mode!r}")
@@ -125,8 +126,6 @@ def _pairs(what: str, value: Any, x: Array) -> list[tuple[Any, Any]]:
 
 
 def _widths(value: Any, x: Array) -> list[tuple[int, int]]:
-    from ..core.shape_rules import one_axis
-
     if isinstance(value, dict):
         given = {one_axis("pad", a, x.ndim): v if _nested(v) else (v, v) for a, v in value.items()}
         value = [given.get(a, (0, 0)) for a in range(x.ndim)]
@@ -156,7 +155,6 @@ def _padded_places(i: np.ndarray, n: int, mode: str) -> np.ndarray:
 
 def _odd(x: Array, mirrored: Array, i: np.ndarray, axis: int, mode: str) -> Array:
     """The values mirrored too, which after two mirrors have moved by twice the distance of the ends."""
-    from ..ops.elementwise import where
 
     def column(v: np.ndarray) -> np.ndarray:
         return v.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
@@ -170,9 +168,6 @@ def _odd(x: Array, mirrored: Array, i: np.ndarray, axis: int, mode: str) -> Arra
 
 def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
     """The values of :func:`numpy.linspace` between the end value and the outermost element."""
-    from ..ops.elementwise import floor
-    from ..ops.manipulation import astype, flip
-
     n, whole = x.shape[axis], x.dtype.kind in "biu"
     edge = x[(*(slice(None),) * axis, slice(0, 1) if first else slice(n - 1, n))]
     edge = astype(edge, np.float64) if whole else edge
@@ -183,11 +178,7 @@ def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
 
 
 def _statistic(x: Array, axis: int, width: int, length: Any, first: bool, mode: str) -> Array:
-    from ..ops.elementwise import round
-    from ..ops.manipulation import astype, repeat
-    from ..reductions.moments import mean
-    from ..reductions.reductions import max, min
-    from .quantiles import median
+    from ..reductions.reductions import max
 
     n = x.shape[axis]
     length = n if length is None else operator.index(length)

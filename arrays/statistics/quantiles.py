@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..backends.pieces import buffer
 from ..backends.row_blocks import wide
-from ..backends.short_ways import buffer
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import wrap
+from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
-from ..core.value import FIRST_USER_DTYPE
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..ops.creation import asarray, beside, full
+from ..ops.elementwise import isfinite, isnan, minimum, where
+from ..ops.manipulation import astype, broadcast_to, expand_dims, moveaxis, permute_dims, reshape, stack
+from ..reductions.cumulative import cumulative_sum
+from ..reductions.reductions import any, sum
+from ..reductions.searching import take_along_axis
+from ..reductions.sorting import argsort, sort
 
 Axis = int | Sequence[int] | None
 
@@ -65,9 +70,6 @@ _PICKING = frozenset({"lower", "higher", "nearest", "inverted_cdf", "closest_obs
 
 def _rows(name: str, x: Any, axis: Axis) -> tuple[Array, tuple[int, ...]]:
     """The axes laid out as one last dimension, and the axes."""
-    from ..ops.creation import asarray
-    from ..ops.manipulation import permute_dims, reshape
-
     x = asarray(x)
     if x.dtype.kind == "c":
         raise DTypeError(f"[{name}] complex numbers have no order")
@@ -79,8 +81,6 @@ def _rows(name: str, x: Any, axis: Axis) -> tuple[Array, tuple[int, ...]]:
 
 def _ordered(rows: Array, places: np.ndarray) -> Array:
     """The rows partitioned so that these positions hold the elements of sorted rows."""
-    from ..reductions.sorting import sort
-
     buf = buffer(rows)
     if buf is None or buf.dtype.num >= FIRST_USER_DTYPE:
         return sort(rows, axis=-1)
@@ -89,8 +89,6 @@ def _ordered(rows: Array, places: np.ndarray) -> Array:
 
 def between(below: Array, above: Array, part: Array) -> Array:
     """On the straight line between two neighbours, as NumPy computes it; also beside infinities, where it has NaN."""
-    from ..ops.elementwise import isfinite, where
-
     step = above - below
     near = where(part < 0.5, below + step * part, above - step * (1 - part))
     # Not below + (above - below) * 0, which is NaN there.
@@ -100,9 +98,6 @@ def between(below: Array, above: Array, part: Array) -> Array:
 
 def weights_of(name: str, x: Array, axis: Axis, weights: Any) -> Array:
     """Weights of the shape of ``x``, or of that of its dimensions ``axis``, in as many dimensions as ``x`` has."""
-    from ..ops.creation import asarray
-    from ..ops.manipulation import permute_dims, reshape
-
     w = asarray(weights)
     if w.dtype.kind == "c" and name != "average":
         raise DTypeError(f"[{name}] weights are real numbers, got {w.dtype.name}")
@@ -120,13 +115,6 @@ def weights_of(name: str, x: Array, axis: Axis, weights: Any) -> Array:
 
 def _weighted(name: str, rows: Array, weights: Array, parts: np.ndarray) -> Array:
     """For each part the element with which the weights of the sorted rows, added up, reach it."""
-    from ..ops.elementwise import isfinite, isnan, minimum, where
-    from ..ops.manipulation import astype, stack
-    from ..reductions.cumulative import cumulative_sum
-    from ..reductions.reductions import any, sum
-    from ..reductions.searching import take_along_axis
-    from ..reductions.sorting import argsort
-
     order = argsort(rows, axis=-1)
     rows, weights = (take_along_axis(a, order, axis=-1) for a in (rows, weights))
     reached = cumulative_sum(astype(weights, np.float64, copy=False), axis=-1)
@@ -153,10 +141,6 @@ def _weighted(name: str, rows: Array, weights: Array, parts: np.ndarray) -> Arra
 def _quantile(
     name: str, x: Any, parts: np.ndarray, axis: Axis, keepdims: bool, method: str, weights: Any = None
 ) -> Array:
-    from ..ops.creation import asarray, beside, full
-    from ..ops.elementwise import isnan, where
-    from ..ops.manipulation import astype, broadcast_to, expand_dims, moveaxis, reshape
-
     if parts.ndim > 1:
         flat = _quantile(name, x, parts.reshape(-1), axis, keepdims, method, weights)
         return reshape(flat, (*parts.shape, *flat.shape[1:]))
@@ -234,7 +218,6 @@ def quantile(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.quantile(mt.asarray([1.0, 2.0, 4.0]), 0.75)
     Array(3., dtype=float64)
     >>> mt.quantile(mt.asarray([1, 2, 4]), [0.0, 0.7], method="higher")
@@ -249,7 +232,6 @@ def percentile(
 ) -> Array:
     """:func:`quantile` with ``q`` between 0 and 100.
 
-    >>> import meshtape as mt
     >>> mt.percentile(mt.asarray([1.0, 2.0, 4.0]), 75)
     Array(3., dtype=float64)
     """
@@ -260,7 +242,6 @@ def percentile(
 def median(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """The middle element, or the mean of the two in the middle; NaN where there is one, or no element.
 
-    >>> import meshtape as mt
     >>> mt.median(mt.asarray([[1.0, 9.0, 2.0], [3.0, 4.0, 5.0]]), axis=1)
     Array([2., 4.], dtype=float64)
     """

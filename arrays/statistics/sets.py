@@ -6,17 +6,19 @@ raise. Every NaN is distinct from every other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends.pieces import mapped
-from ..backends.short_ways import buffer
+from ..backends.pieces import buffer, mapped
+from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.op import composite
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..ops.creation import asarray, beside, full
+from ..ops.elementwise import equal, logical_not, minimum
+from ..ops.manipulation import astype, reshape
+from ..reductions.searching import searchsorted, take
+from ..reductions.sorting import sort
 
 
 class UniqueAll(NamedTuple):
@@ -46,9 +48,6 @@ def distinct(
     x: Any, index: bool = False, inverse: bool = False, counts: bool = False, *, equal_nan: bool = False
 ) -> tuple[Array, ...]:
     """The distinct elements in order, and the other requested results alone: positions take eight bytes an element."""
-    from ..ops.creation import asarray, beside
-    from ..ops.manipulation import reshape
-
     x = asarray(x)
     host = x._concrete()
     wide = host.astype(np.float32) if host.dtype.num >= 256 else host
@@ -68,7 +67,6 @@ def distinct(
 def unique_all(x: Any, /) -> UniqueAll:
     """The distinct elements, in ascending order, with everything about them; the values keep their gradient.
 
-    >>> import meshtape as mt
     >>> mt.unique_all(mt.asarray([3, 1, 3])).counts
     Array([1, 2])
     """
@@ -78,7 +76,6 @@ def unique_all(x: Any, /) -> UniqueAll:
 def unique_counts(x: Any, /) -> UniqueCounts:
     """The distinct elements, in ascending order, and how often each occurs.
 
-    >>> import meshtape as mt
     >>> mt.unique_counts(mt.asarray([3, 1, 3]))
     UniqueCounts(values=Array([1, 3]), counts=Array([1, 2]))
     """
@@ -88,7 +85,6 @@ def unique_counts(x: Any, /) -> UniqueCounts:
 def unique_inverse(x: Any, /) -> UniqueInverse:
     """The distinct elements, in ascending order, and for each element of ``x`` which of them it is.
 
-    >>> import meshtape as mt
     >>> mt.unique_inverse(mt.asarray([3, 1, 3]))
     UniqueInverse(values=Array([1, 3]), inverse_indices=Array([1, 0, 1]))
     """
@@ -98,7 +94,6 @@ def unique_inverse(x: Any, /) -> UniqueInverse:
 def unique_values(x: Any, /) -> Array:
     """The distinct elements, in ascending order.
 
-    >>> import meshtape as mt
     >>> mt.unique_values(mt.asarray([3, 1, 3]))
     Array([1, 3])
     """
@@ -109,16 +104,9 @@ def unique_values(x: Any, /) -> Array:
 def isin(x1: Any, x2: Any, /, *, invert: bool = False) -> Array:
     """Whether each element of ``x1`` is among the elements of ``x2``. NaN is not equal to NaN.
 
-    >>> import meshtape as mt
     >>> mt.isin(mt.asarray([1, 2, 3]), mt.asarray([2, 5]))
     Array([False,  True, False])
     """
-    from ..ops.creation import asarray, beside, full
-    from ..ops.elementwise import equal, logical_not, minimum
-    from ..ops.manipulation import astype, reshape
-    from ..reductions.searching import searchsorted, take
-    from ..reductions.sorting import sort
-
     if isinstance(x1, int | float | complex) and not isinstance(x2, int | float | complex):
         x2 = asarray(x2)
         x1 = asarray(x1, dtype=result_type(x2.dtype, x1))

@@ -6,23 +6,24 @@ import builtins
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backends import pieces
 from ..backends.row_blocks import wide as wide_of
 from ..core import shape_rules
+from ..core.array import Array
 from ..core.dispatch import as_array, as_number, has_history, refuse_history, wrap
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
 from ..core.op import composite
+from ..ops.creation import asarray, beside, linspace, zeros
 from ..ops.elementwise import clip, isnan, where
 from ..ops.manipulation import astype, reshape
 from ..reductions import moments, reductions
-
-if TYPE_CHECKING:
-    from ..core.array import Array
+from ..reductions.cumulative import diff
+from ..reductions.searching import searchsorted
 
 Axis = int | Sequence[int] | None
 
@@ -72,7 +73,6 @@ def _folded(ufunc: np.ufunc, b: np.ndarray, fill: int, wide: np.dtype, axes: tup
 def nansum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Sum of the elements that are not NaN.
 
-    >>> import meshtape as mt
     >>> mt.nansum(mt.asarray([1.0, float("nan"), 2.0]))
     Array(3., dtype=float64)
     """
@@ -83,7 +83,6 @@ def nansum(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = 
 def nanprod(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Product of the elements that are not NaN.
 
-    >>> import meshtape as mt
     >>> mt.nanprod(mt.asarray([2.0, mt.nan, 3.0]))
     Array(6., dtype=float64)
     """
@@ -107,7 +106,6 @@ def _nan_extremum(x: Any, axis: Axis, keepdims: bool, largest: bool) -> Array:
 def nanmax(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Largest element that is not NaN; NaN where all are.
 
-    >>> import meshtape as mt
     >>> mt.nanmax(mt.asarray([2.0, mt.nan, 3.0]))
     Array(3., dtype=float64)
     """
@@ -118,7 +116,6 @@ def nanmax(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     """Smallest element that is not NaN; NaN where all are.
 
-    >>> import meshtape as mt
     >>> mt.nanmin(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2., dtype=float64)
     """
@@ -129,7 +126,6 @@ def nanmin(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
 def nanmean(x: Any, /, axis: Axis = None, *, dtype: Any = None, keepdims: bool = False) -> Array:
     """Mean of the elements that are not NaN; NaN where all are. ``dtype`` is that of sum and result.
 
-    >>> import meshtape as mt
     >>> mt.nanmean(mt.asarray([2.0, mt.nan, 3.0]))
     Array(2.5, dtype=float64)
     """
@@ -151,7 +147,6 @@ def nanvar(
 
     ``ddof`` is NumPy's older name of ``correction``; ``dtype`` is that of the result, and of what it is computed in.
 
-    >>> import meshtape as mt
     >>> mt.nanvar(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
@@ -171,7 +166,6 @@ def nanstd(
 ) -> Array:
     """Root of :func:`nanvar`.
 
-    >>> import meshtape as mt
     >>> mt.nanstd(mt.asarray([1.0, mt.nan, 3.0]))
     Array(1., dtype=float64)
     """
@@ -198,12 +192,9 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.bincount(mt.asarray([0, 2, 2]), length=4)
     Array([1, 0, 2, 0])
     """
-    from ..ops.creation import asarray, beside, zeros
-
     x = asarray(x)
     if x.dtype.kind not in "iu" or x.ndim != 1:
         raise DTypeError(f"[bincount] takes integers in one dimension, got {x.dtype.name} of shape {x.shape}")
@@ -257,14 +248,9 @@ def histogram(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.histogram(mt.asarray([0.0, 0.1, 0.9]), 2, range=(0.0, 1.0)).counts
     Array([2, 1])
     """
-    from ..ops.creation import asarray, beside, linspace
-    from ..reductions.cumulative import diff
-    from ..reductions.searching import searchsorted
-
     flat = reshape(asarray(x), (-1,))
     if flat.dtype.kind == "c":
         raise DTypeError("[histogram] complex numbers have no order")

@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.dispatch import Deferred, ProgramHost, argument_avals, call_site, program_inputs, wrap
+from ...arrays.core.dispatch import (
+    Deferred,
+    ProgramHost,
+    argument_avals,
+    call_site,
+    check_unwritten,
+    program_inputs,
+    wrap,
+)
 from ...arrays.core.errors import DeviceError, TracedValueError
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Const, ProgramBuilder, Site
@@ -137,6 +145,7 @@ class _Trace:
         self.gradients: list[tuple[int, int]] = []  # of what, and which
         self.open = True
         self.has_calls = False
+        self.errors = np.geterr()
         self.changed: str | None = None  # where the function left something else than it read
         self.logged: str | None = None  # a log that the function wrote to
         # Numbers of the call that is traced: those that the program is given, and those that it holds for alone.
@@ -199,11 +208,11 @@ class _Trace:
         self,
         op: Op,
         args: tuple[Any, ...],
+        bufs: Sequence[Any],
         outs: tuple[Array, ...],
         params: Mapping[str, Any],
-        origin: str | None,
-        site: Site | None,
     ) -> None:
+        check_unwritten(op, args, bufs)
         for a in args:
             if isinstance(a, Array):
                 self.note_read(a)
@@ -218,7 +227,7 @@ class _Trace:
             # The result of stop_gradient has the buffer of its argument, and must not be taken for it.
             self.detached.update((id(o), Held(o, o._buf)) for o in outs)
             return
-        call = Staged(op, sources, params, argument_avals(outs), origin, site)
+        call = Staged(op, sources, params, argument_avals(outs), state.origin, call_site())
         taken = {id(s.buf) for s in sources if type(s) in (Held, Result)}
         for k, o in enumerate(outs):
             if id(o._buf) not in taken:  # an alias is what it is an alias of
@@ -286,6 +295,10 @@ class _Trace:
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
         self.require_open()
+        if any(v in ("raise", "call") and v != self.errors[k] for k, v in np.geterr().items()):
+            raise TracedValueError(
+                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put it around the call"
+            )
         arrays = [a for a in args if isinstance(a, Array)]
         hosts = [a._buf.host for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is not None]
         avals = argument_avals(args)

@@ -76,7 +76,7 @@ class Compiled(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = trees.flatten((args, kwargs))
         arrays, inputs = as_inputs(leaves)
-        recorders = state.now.recorders
+        recorders = state.recorders
         if (recorders and any(isinstance(r, _Trace) for r in recorders)) or is_traced(inputs):
             return self._fn(*args, **kwargs)  # inside another compiled function: part of its program
         donated = donated_leaves(args, self._donate, self._name) if self._donate else frozenset()
@@ -102,7 +102,6 @@ class Compiled(Wrapper):
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program for these arguments; ``print`` it to see one line an entry.
 
-        >>> import meshtape as mt
         >>> print(mt.compile(lambda x: x * 2.0 + 1.0).program(mt.ones(3)))
         program(%0: float64[3]):
           %1 = multiply(%0, 2.0)  : float64[3]
@@ -132,7 +131,7 @@ class Compiled(Wrapper):
     ) -> _Ready:
         """The program for these arguments; with ``numbers``, one that takes those numbers as inputs that only enter arithmetic."""
         reads = self._outside.look(read_too(arrays, treedef))
-        key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.now.device)
+        key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.device)
         free = [i for i, x in enumerate(arrays) if type(x) in KINDS] if numbers else []
         pinned = self._pinned.get(key, frozenset()) if free else frozenset()
         with self._lock:
@@ -257,7 +256,6 @@ def compile(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> double = mt.compile(lambda x: x + x)
     >>> double(mt.asarray([1, 2]))
     Array([2, 4])
@@ -316,7 +314,7 @@ class _Ready:
 
     def __call__(self, inputs: Sequence[Array], numbers: Sequence[Any] = ()) -> Any:
         """The result for these inputs, and for the buffers of numbers."""
-        recorders = state.now.recorders
+        recorders = state.recorders
         if recorders and (self.is_watched(inputs) or any(map(is_checker, recorders))):
             found = self._replay([*inputs, *map(wrap, numbers)])
         else:
@@ -395,7 +393,6 @@ class Outline(NamedTuple):
 def outline(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outline:
     """The program of ``fn(*args)``, of arrays that may have no values.
 
-    >>> import meshtape as mt
     >>> found = outline(mt.grad(lambda x: mt.sum(x * x)), mt.ones(3))
     >>> found.result.shape, found.gradients == ((*found.program.inputs, *found.program.outputs),)
     ((3,), True)

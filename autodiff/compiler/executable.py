@@ -19,13 +19,14 @@ import numpy as np
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.memory_pool import LARGE, POOL
 from ...arrays.core import foreign_errors
+from ...arrays.core.dtypes import float32, float64
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program
-from ...arrays.core.value import FLOAT32, FLOAT64, number
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
 from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.native.chains import as_operand
 from ...arrays.ops.matmul import MATMUL
 from . import cuda_fusion, fusion
 from .fusion import Group, chains, is_large, takers
@@ -225,10 +226,10 @@ def _getter(places: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 def _operand(value: Any, part: Entry, program: Program, xp: Any) -> Any:
     """A number of an entry as it is passed: as an array where that changes nothing, which saves NumPy a conversion."""
-    if xp is np and _writes(part) and type(value) in (int, float):
-        dtypes = {program.avals[v].dtype for v in part.inputs if isinstance(v, int)}
-        if dtypes in ({FLOAT64}, {FLOAT32}):
-            return number(value, FLOAT64 if FLOAT64 in dtypes else FLOAT32)
+    dtypes = {program.avals[v].dtype for v in part.inputs if isinstance(v, int)}
+    if xp is np and _writes(part) and dtypes in ({float64}, {float32}):
+        found = as_operand(value, *dtypes)
+        return value if found is None else found
     return value
 
 

@@ -50,7 +50,6 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> avg = mt.optim.ema(0.9)
     >>> state = avg.init(mt.asarray(1.0))
     >>> for x in (2.0, 3.0):

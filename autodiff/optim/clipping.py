@@ -16,7 +16,6 @@ from .parameters import wide
 def global_norm(grads: Any) -> Array:
     """The common 2-norm of a tree of gradients. Squares of low-precision gradients are summed in float32.
 
-    >>> import meshtape as mt
     >>> float(mt.optim.global_norm([mt.asarray([3.0]), mt.asarray([4.0])]))
     5.0
     """
@@ -46,7 +45,6 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
     Pass ``norm`` where it is known, or where ``grads`` are only a part of all gradients (a stage of a pipeline); the
     default is their :func:`global_norm`. A norm that is not finite makes the result NaN: nothing is hidden.
 
-    >>> import meshtape as mt
     >>> clipped, norm = mt.optim.clip_by_global_norm([mt.asarray([3.0]), mt.asarray([4.0])], 1.0)
     >>> float(norm), [round(float(g[0]), 5) for g in clipped]
     (5.0, [0.6, 0.8])
@@ -61,7 +59,6 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
 def clip_by_value(grads: Any, limit: float) -> Any:
     """Gradients with every element between ``-limit`` and ``limit``.
 
-    >>> import meshtape as mt
     >>> mt.optim.clip_by_value(mt.asarray([-3.0, 0.5]), 1.0)
     Array([-1. ,  0.5], dtype=float64)
     """

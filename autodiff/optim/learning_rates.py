@@ -28,7 +28,6 @@ def _progress(step: Array, steps: int) -> Array:
 def constant(lr: float) -> Callable[[Array], Array]:
     """Always ``lr``.
 
-    >>> import meshtape as mt
     >>> float(mt.optim.constant(0.1)(mt.asarray(7)))
     0.1
     """
@@ -39,7 +38,6 @@ def constant(lr: float) -> Callable[[Array], Array]:
 def linear(start: float, end: float, steps: int) -> Callable[[Array], Array]:
     """From ``start`` to ``end`` in ``steps`` equal steps, then ``end``.
 
-    >>> import meshtape as mt
     >>> [float(mt.optim.linear(1.0, 0.0, 4)(mt.asarray(i))) for i in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
     """
@@ -50,7 +48,6 @@ def linear(start: float, end: float, steps: int) -> Callable[[Array], Array]:
 def cosine(lr: float, steps: int, end: float = 0.0) -> Callable[[Array], Array]:
     """From ``lr`` to ``end`` along half a cosine (Loshchilov and Hutter, 2017), then ``end``.
 
-    >>> import meshtape as mt
     >>> [round(float(mt.optim.cosine(1.0, 4)(mt.asarray(i))), 6) for i in (0, 2, 4, 9)]
     [1.0, 0.5, 0.0, 0.0]
     """
@@ -61,7 +58,6 @@ def cosine(lr: float, steps: int, end: float = 0.0) -> Callable[[Array], Array]:
 def exponential(lr: float, decay: float, every: int = 1) -> Callable[[Array], Array]:
     """``lr`` times ``decay`` to the power of the number of full periods of ``every`` steps done.
 
-    >>> import meshtape as mt
     >>> [float(mt.optim.exponential(1.0, 0.5, 2)(mt.asarray(i))) for i in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
@@ -73,7 +69,6 @@ def exponential(lr: float, decay: float, every: int = 1) -> Callable[[Array], Ar
 def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
     """From 0 to ``peak`` in ``warmup`` steps, then linearly to ``end`` at step ``total``.
 
-    >>> import meshtape as mt
     >>> [float(mt.optim.warmup_linear(1.0, 2, 6)(mt.asarray(i))) for i in (0, 1, 2, 4, 6)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """
@@ -83,7 +78,6 @@ def warmup_linear(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
 def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[Array], Array]:
     """From 0 to ``peak`` in ``warmup`` steps, then along half a cosine to ``end`` at step ``total``.
 
-    >>> import meshtape as mt
     >>> [round(float(mt.optim.warmup_cosine(1.0, 2, 6)(mt.asarray(i))), 6) for i in (0, 1, 2, 4, 6)]
     [0.0, 0.5, 1.0, 0.5, 0.0]
     """

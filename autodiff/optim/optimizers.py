@@ -11,7 +11,6 @@ a unit in the last place would be lost. The update rules are PyTorch's.
 A gradient that is kept sparse (:func:`meshtape.sparse_gradient`) gives the very numbers that a dense one gives, in every optimizer,
 without being made dense unless weight decay is added to it; only :func:`lazy_adam` leaves alone what was not read.
 
->>> import meshtape as mt
 >>> opt = mt.optim.sgd(0.25)
 >>> params = {"w": mt.asarray([1.0, 2.0])}
 >>> state = opt.init(params)
@@ -144,7 +143,6 @@ def masters(params: Any, state: Any) -> Any:
 
     Average (:func:`ema`) and save these; the parameters themselves are their rounded copies.
 
-    >>> import meshtape as mt
     >>> w = mt.ones(2, dtype=mt.bfloat16)
     >>> mt.optim.masters(w, mt.optim.sgd(0.1).init(w))
     Array([1., 1.], dtype=float32)
@@ -175,7 +173,6 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> opt = mt.optim.sgd(0.5)
     >>> params = {"w": mt.asarray([1.0, 2.0])}
     >>> params, state = opt.update(params, {"w": mt.asarray([1.0, 1.0])}, opt.init(params))
@@ -206,7 +203,6 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
 def momentum(lr: Schedule, beta: float = 0.9, *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
     """:func:`sgd` with momentum ``beta``.
 
-    >>> import meshtape as mt
     >>> opt = mt.optim.momentum(1.0, 0.5)
     >>> p, state = mt.asarray(0.0), opt.init(mt.asarray(0.0))
     >>> for _ in range(2):
@@ -235,7 +231,6 @@ def adam(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> opt = mt.optim.adam(0.1)
     >>> p = mt.asarray([1.0, -1.0])
     >>> p, state = opt.update(p, mt.asarray([3.0, -0.01]), opt.init(p))
@@ -250,7 +245,6 @@ def adamw(
 ) -> Optimizer:
     """:func:`adam` with decoupled weight decay (Loshchilov and Hutter, 2019): ``p -= lr * weight_decay * p`` at each step.
 
-    >>> import meshtape as mt
     >>> opt = mt.optim.adamw(0.1, weight_decay=0.5)
     >>> p = mt.asarray(2.0)
     >>> p, state = opt.update(p, mt.asarray(0.0), opt.init(p))
@@ -275,7 +269,6 @@ def lazy_adam(lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> opt = mt.optim.lazy_adam(0.1)
     >>> p, state = mt.zeros(2), opt.init(mt.zeros(2))
     >>> for g in ([1.0, 1.0], [1.0, 0.0]):
@@ -328,7 +321,6 @@ def _adam(
 def chain(*stages: Any) -> Optimizer:
     """The last stage, an optimizer, fed with gradients that went through the stages before it, functions of the gradients.
 
-    >>> import meshtape as mt
     >>> opt = mt.optim.chain(lambda g: mt.optim.clip_by_value(g, 1.0), mt.optim.sgd(0.5))
     >>> p = mt.asarray(0.0)
     >>> p, state = opt.update(p, mt.asarray(8.0), opt.init(p))

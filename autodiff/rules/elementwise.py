@@ -12,7 +12,7 @@ from ...arrays.native import AVAILABLE
 from ...arrays.native import ops as native
 from ...arrays.nn import gelu
 from ...arrays.ops import elementwise as ew
-from .registry import call, conj, defvjp, same
+from .registry import call, conj, defanalytic, defvjp, same
 
 
 def in_c(kernel: Callable[[Any, Any], Any], rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,12 +32,8 @@ def in_c(kernel: Callable[[Any, Any], Any], rule: Callable[..., Any]) -> Callabl
 
 defvjp(ew.ADD, x=same, y=same)
 defvjp(ew.SUBTRACT, x=same, y=lambda xp, g: -g)
-defvjp(ew.MULTIPLY, x=lambda xp, g, y: g * conj(xp, y), y=lambda xp, g, x: g * conj(xp, x))
-defvjp(
-    ew.DIVIDE,
-    x=lambda xp, g, y: g / conj(xp, y),
-    y=lambda xp, g, y, ans: -g * conj(xp, ans / y),
-)
+defanalytic(ew.MULTIPLY, x=lambda xp, g, y: g * y, y=lambda xp, g, x: g * x)
+defanalytic(ew.DIVIDE, x=lambda xp, g, y: g / y, y=lambda xp, g, y, ans: -g * (ans / y))
 
 
 # The quotient that the remainder was formed with; floor(x / y) may be off by one where x is close to a multiple of y.
@@ -88,9 +84,9 @@ def _sign(xp, g, x, ans):
 
 
 defvjp(ew.SIGN, x=_sign)
-defvjp(ew.RECIPROCAL, x=lambda xp, g, ans: -g * conj(xp, ans * ans))
-defvjp(ew.SQUARE, x=lambda xp, g, x: 2.0 * g * conj(xp, x))
-defvjp(ew.SQRT, x=lambda xp, g, ans: 0.5 * g / conj(xp, ans))
+defanalytic(ew.RECIPROCAL, x=lambda xp, g, ans: -g * (ans * ans))
+defanalytic(ew.SQUARE, x=lambda xp, g, x: 2.0 * g * x)
+defanalytic(ew.SQRT, x=lambda xp, g, ans: 0.5 * g / ans)
 defvjp(ew.CBRT, x=lambda xp, g, ans: g / (3.0 * ans * ans))
 
 
@@ -128,13 +124,13 @@ defvjp(
 
 # ----- exponentials and logarithms ------------------------------------------------------------------------------------
 
-defvjp(ew.EXP, x=lambda xp, g, ans: g * conj(xp, ans))
-defvjp(ew.EXPM1, x=lambda xp, g, x: g * conj(xp, xp.exp(x)))  # `ans + 1` has lost the digits of a small slope
-defvjp(ew.EXP2, x=lambda xp, g, ans: g * conj(xp, ans * math.log(2)))
-defvjp(ew.LOG, x=lambda xp, g, x: g / conj(xp, x))
-defvjp(ew.LOG1P, x=lambda xp, g, x: g / conj(xp, x + 1.0))
-defvjp(ew.LOG2, x=lambda xp, g, x: g / conj(xp, x * math.log(2)))
-defvjp(ew.LOG10, x=lambda xp, g, x: g / conj(xp, x * math.log(10)))
+defanalytic(ew.EXP, x=lambda xp, g, ans: g * ans)
+defanalytic(ew.EXPM1, x=lambda xp, g, x: g * xp.exp(x))  # `ans + 1` has lost the digits of a small slope
+defanalytic(ew.EXP2, x=lambda xp, g, ans: g * (ans * math.log(2)))
+defanalytic(ew.LOG, x=lambda xp, g, x: g / x)
+defanalytic(ew.LOG1P, x=lambda xp, g, x: g / (x + 1.0))
+defanalytic(ew.LOG2, x=lambda xp, g, x: g / (x * math.log(2)))
+defanalytic(ew.LOG10, x=lambda xp, g, x: g / (x * math.log(10)))
 
 
 def _share(xp, g, x, y, difference):
@@ -156,13 +152,13 @@ defvjp(
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------
 
-defvjp(ew.SIN, x=lambda xp, g, x: g * conj(xp, xp.cos(x)))
-defvjp(ew.COS, x=lambda xp, g, x: -g * conj(xp, xp.sin(x)))
-defvjp(ew.TAN, x=lambda xp, g, ans: g * conj(xp, 1.0 + ans * ans))
+defanalytic(ew.SIN, x=lambda xp, g, x: g * xp.cos(x))
+defanalytic(ew.COS, x=lambda xp, g, x: -g * xp.sin(x))
+defanalytic(ew.TAN, x=lambda xp, g, ans: g * (1.0 + ans * ans))
 # The factors of 1 - x² are exact near 1, where the square is rounded to the digits of 1.
-defvjp(ew.ASIN, x=lambda xp, g, x: g / conj(xp, xp.sqrt((1.0 - x) * (1.0 + x))))
-defvjp(ew.ACOS, x=lambda xp, g, x: -g / conj(xp, xp.sqrt((1.0 - x) * (1.0 + x))))
-defvjp(ew.ATAN, x=lambda xp, g, x: g / conj(xp, 1.0 + x * x))
+defanalytic(ew.ASIN, x=lambda xp, g, x: g / xp.sqrt((1.0 - x) * (1.0 + x)))
+defanalytic(ew.ACOS, x=lambda xp, g, x: -g / xp.sqrt((1.0 - x) * (1.0 + x)))
+defanalytic(ew.ATAN, x=lambda xp, g, x: g / (1.0 + x * x))
 
 
 def _turn(xp, g, along, across):
@@ -176,12 +172,12 @@ defvjp(
     x=lambda xp, g, x, y: _turn(xp, g, y, x),
     y=lambda xp, g, x, y: -_turn(xp, g, x, y),
 )
-defvjp(ew.SINH, x=lambda xp, g, x: g * conj(xp, xp.cosh(x)))
-defvjp(ew.COSH, x=lambda xp, g, x: g * conj(xp, xp.sinh(x)))
-defvjp(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * conj(xp, 1.0 - ans * ans)))
-defvjp(ew.ASINH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x * x + 1.0)))
-defvjp(ew.ACOSH, x=lambda xp, g, x: g / conj(xp, xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
-defvjp(ew.ATANH, x=lambda xp, g, x: g / conj(xp, (1.0 - x) * (1.0 + x)))
+defanalytic(ew.SINH, x=lambda xp, g, x: g * xp.cosh(x))
+defanalytic(ew.COSH, x=lambda xp, g, x: g * xp.sinh(x))
+defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * (1.0 - ans * ans)))
+defanalytic(ew.ASINH, x=lambda xp, g, x: g / xp.sqrt(x * x + 1.0))
+defanalytic(ew.ACOSH, x=lambda xp, g, x: g / (xp.sqrt(x - 1.0) * xp.sqrt(x + 1.0)))
+defanalytic(ew.ATANH, x=lambda xp, g, x: g / ((1.0 - x) * (1.0 + x)))
 
 # ----- parts of numbers -----------------------------------------------------------------------------------------------
 
@@ -189,6 +185,7 @@ defvjp(ew.CONJ, x=lambda xp, g: conj(xp, g))
 defvjp(ew.REAL, x=same)
 defvjp(ew.IMAG, x=lambda xp, g: g * 1j)  # in this order: 1j * np.float64 is a Python complex
 defvjp(ew.COPYSIGN, x=lambda xp, g, x, ans: g * xp.sign(x) * xp.sign(ans))
+defvjp(ew.NEXTAFTER, x=same)
 defvjp(ew.ASTYPE, x=same)
 
 # ----- selection and activations --------------------------------------------------------------------------------------
@@ -206,8 +203,8 @@ def _relu(xp, g, ans):
 
 
 defvjp(ew.RELU, x=in_c(native.relu_backward, _relu))
-defvjp(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * conj(xp, xp.exp(-x * x)))
-defvjp(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * conj(xp, ans * (1.0 - ans))))
+defanalytic(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x * x))
+defanalytic(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * (ans * (1.0 - ans))))
 
 
 def _near(xp, x, far):

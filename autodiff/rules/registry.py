@@ -3,7 +3,7 @@
 A rule maps the cotangent ``g`` of an op's result to the cotangents of its operands (a vector-Jacobian product). Rules are
 rows of tables in this package::
 
-    defvjp(MULTIPLY, x=lambda xp, g, y: g * conj(xp, y), y=lambda xp, g, x: g * conj(xp, x))
+    defanalytic(MULTIPLY, x=lambda xp, g, y: g * y, y=lambda xp, g, x: g * x)
 
 A rule may take these arguments after ``xp`` and ``g``, in any order; the tape saves the values of those, and no others:
 
@@ -19,7 +19,7 @@ values): a rule uses only what they have in common. A rule never undoes broadcas
 one place. Operands that are Python scalars appear as such.
 
 Convention for complex numbers (that of PyTorch): the cotangent of ``z`` is the gradient ``dL/d(re z) + i dL/d(im z)`` of a real
-``L``, hence the conjugates in the rules: for a matrix product ``dA = G @ B^H``.
+``L``, hence the conjugates: for a matrix product ``dA = G @ B^H``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.core.dispatch import apply
+from ...arrays.core.dispatch import SCALARS, apply
 from ...arrays.core.op import Op
-from ...arrays.core.value import FLOAT32, FLOAT64
 
 
 class Need(NamedTuple):
@@ -49,16 +48,7 @@ class Rule(NamedTuple):
     each: Mapping[int, Callable[..., Any]]
     together: Callable[..., Any] | None
     needs: Mapping[int, tuple[Need, ...]]  # by operand; -1 for `together`
-
-    def saves(self, wanted: Sequence[int], count: int) -> tuple[frozenset[int], bool]:
-        """Positions (of ``count``) of the operands, and whether the result, that the cotangents of ``wanted`` need."""
-        keys = [-1] if self.together is not None else wanted
-        all_needs = [n for k in keys for n in self.needs.get(k, ())]
-        operands = {n.where for n in all_needs if n.kind == "operand"}
-        for n in all_needs:
-            if n.kind == "rest":
-                operands.update(range(n.where, count))
-        return frozenset(operands), any(n.kind == "ans" for n in all_needs)
+    analytic: bool = False
 
 
 RULES: dict[Op, Rule] = {}
@@ -89,15 +79,24 @@ def _needs(op: Op, fn: Callable[..., Any]) -> tuple[Need, ...]:
 
 def defvjp(op: Op, **by_operand: Callable[..., Any]) -> None:
     """Declare the rule of ``op``, one function an operand. An operand that is left out gets no cotangent."""
+    _add(op, _rule_of(op, by_operand))
+
+
+def defanalytic(op: Op, **by_operand: Callable[..., Any]) -> None:
+    """:func:`defvjp` of an op with a complex derivative: the rules are those of real numbers, and get complex values conjugated."""
+    _add(op, _rule_of(op, by_operand)._replace(analytic=True))
+
+
+def _rule_of(op: Op, by_operand: Mapping[str, Callable[..., Any]]) -> Rule:
     each, needs = {}, {}
     for name, fn in by_operand.items():
         position = op.operands.index(name)
         # The name appears in tracebacks: "vjp_multiply_x" says more than "<lambda>".
-        if isinstance(fn, types.FunctionType) and fn is not same:  # the code of a compiled one has no name to change
+        if isinstance(fn, types.FunctionType) and fn is not same:
             fn.__name__ = f"vjp_{op.name}_{name}"
             fn.__code__ = fn.__code__.replace(co_name=fn.__name__)
         each[position], needs[position] = fn, _needs(op, fn)
-    _add(op, Rule(each, None, needs))
+    return Rule(each, None, needs)
 
 
 def defvjp_all(op: Op, fn: Callable[..., Sequence[Any]]) -> None:
@@ -115,7 +114,7 @@ def _add(op: Op, rule: Rule) -> None:
 
 
 def same(xp: Any, g: Any) -> Any:
-    """The rule of an operand with slope one. The engine knows it, and saves the call."""
+    """The rule of an operand with slope one."""
     return g
 
 
@@ -124,14 +123,9 @@ def same(xp: Any, g: Any) -> Any:
 
 def conj(xp: Any, x: Any) -> Any:
     """The conjugate; of real numbers ``x`` itself, without a copy."""
-    if type(x) is float or type(x) is int:  # most numbers are
-        return x
-    dtype = getattr(x, "dtype", None)
-    if dtype is FLOAT64 or dtype is FLOAT32:
-        return x
-    if dtype is None:
-        return x.conjugate() if isinstance(x, complex) else x
-    return xp.conj(x) if dtype.kind == "c" else x
+    if type(x) in SCALARS:
+        return x.conjugate() if type(x) is complex else x
+    return xp.conj(x) if x.dtype.kind == "c" else x
 
 
 def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:

@@ -11,10 +11,10 @@ import numpy as np
 
 from ...arrays.backends.backend import backend_of
 from ...arrays.core.array import Array
-from ...arrays.core.dispatch import Deferred
-from ...arrays.core.errors import AnomalyError
-from ...arrays.core.op import Op, not_recording, recording
-from ...arrays.core.program import Site, site_text
+from ...arrays.core.dispatch import Deferred, call_site
+from ...arrays.core.errors import AnomalyError, TracedValueError
+from ...arrays.core.op import Op, not_recording, recording, state
+from ...arrays.core.program import site_text
 from ...arrays.indexing.sparse_cotangent import IndexSum
 from .record import Recorded
 
@@ -40,17 +40,20 @@ class Checker:
         self,
         op: Op,
         args: tuple[Any, ...],
+        bufs: Sequence[Any],
         outs: tuple[Array, ...],
         params: Mapping[str, Any],
-        origin: str | None,
-        site: Site | None,
     ) -> None:
+        if any(getattr(o._buf, "traced", False) for o in outs):
+            raise TracedValueError(
+                "[detect_anomaly] inside a function that is traced there are no values to look at: put it around the call"
+            )
         bad = _worst(outs)
         if bad is None or _rank(bad) <= _rank(_worst(args)):
             return
         k = next(i for i, o in enumerate(outs) if _kind(o) == bad)
         raise AnomalyError(
-            f"[{origin or op.name}] {op.name} gave the first {bad} ({_where(outs[k])}), called at {site_text(site)}"
+            f"[{state.origin or op.name}] {op.name} gave the first {bad} ({_where(outs[k])}), called at {site_text(call_site())}"
         )
 
 
@@ -65,9 +68,9 @@ def check_cotangents(r: Recorded, g: Any, found: Sequence[Any]) -> None:
     if bad is None or _rank(bad) <= _rank(_worst(g if isinstance(g, tuple) else (g,))):
         return
     k = next(i for i, f in enumerate(found) if _kind(f) == bad)
-    place = r.recipe.wanted[k]
+    place = r.plan.wanted[k]
     raise AnomalyError(
-        f"[{r.name}] the derivative of {r.recipe.op.name} gave the first {bad} (for operand {place}, {_where(found[k])}); "
+        f"[{r.name}] the derivative of {r.plan.op.name} gave the first {bad} (for operand {place}, {_where(found[k])}); "
         f"it was called at {site_text(r.site)}"
     )
 
@@ -128,7 +131,6 @@ def detect_anomaly() -> Iterator[None]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> with mt.detect_anomaly():
     ...     mt.grad(lambda x: mt.sqrt(x).sum())(mt.zeros(2))  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):

@@ -1,6 +1,6 @@
 """Calls that a tape records as one, with a derivative of their own: ``checkpoint`` and ``gradient_hook``, and `.custom_vjp`.
 
-The ops inside such a call are hidden from the tapes; each tape gets one record in their place, whose recipe pulls cotangents
+The ops inside such a call are hidden from the tapes; each tape gets one record in their place, whose plan pulls cotangents
 back in its own way. A recorder takes part by a method ``record_call`` beside ``record``; one without it (the tracer of
 ``mt.compile``) sees the ops inside as it sees any other.
 """
@@ -17,16 +17,17 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id, next_id
-from ...arrays.core.dispatch import apply, call_site, wrap
+from ...arrays.core.dispatch import apply, call_site, check_unwritten, wrap
 from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import Op, state
 from ...arrays.core.program import Const, Site
+from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import BARRIER
 from .backward import TapeMaker, named, same_value
 from .hidden import refuse_hidden
 from .record import Recorded
-from .vjp_plan import Recipe
+from .vjp_plan import VJPPlan
 
 
 class Call(Protocol):
@@ -42,14 +43,16 @@ class Call(Protocol):
         """Cotangents of the watched operands, Arrays where ``wrapped``, else buffers. ``g`` has one for each result."""
 
 
-class CallRecipe(Recipe):
-    """The recipe of a record for a call with its own derivative."""
+class CallPlan(VJPPlan):
+    """The plan of a record for a call with its own derivative."""
 
-    __slots__ = ()
+    __slots__ = ("avals",)
 
-    def __init__(self, op: Call, wanted: tuple[int, ...]) -> None:
+    def __init__(self, op: Call, wanted: tuple[int, ...], avals: Sequence[ShapeDtype]) -> None:
         self.op, self.wanted = op, wanted
-        self.single, self.together, self.quick, self.decomposed, self.direct = False, None, None, True, False
+        self.avals = avals  # of the watched operands
+        self.pulls = self.together = None
+        self.single = self.simple = self.takes_sparse = False
 
 
 @contextmanager
@@ -91,16 +94,22 @@ def as_they_are(arrays: Sequence[Array]) -> list[Array]:
 
 
 class Around:
-    """Arrays that a function did not make, with their names when it first read them."""
+    """Recorder inside a function: arrays that the function did not make, with their names when it first read them."""
 
-    def __init__(self, arrays: Sequence[Array] = ()) -> None:
+    def __init__(self, arrays: Sequence[Array]) -> None:
         self.seen: dict[int, tuple[Array, int]] = {}
+        self.own: set[int] = set()
         for x in arrays:
             self.note(x)
 
     def note(self, x: Array) -> None:
         """The function reads this array."""
-        self.seen.setdefault(id(x), (x, new_id(x)))
+        if id(x) not in self.own:
+            self.seen.setdefault(id(x), (x, new_id(x)))
+
+    def note_made(self, x: Array, of: Any) -> None:
+        """The function makes this array, from nothing or from NumPy's."""
+        self.own.add(id(x))
 
     def refuse_written(self, where: str, fn: str) -> None:
         """Raise where one was written to: no tape saw the write, and its results would have no gradient."""
@@ -126,14 +135,14 @@ class Step(NamedTuple):
     site: Site | None
 
 
-class Region:
+class Region(Around):
     """The recorder inside a checkpoint: it keeps the calls, and none of their values."""
 
-    def __init__(self, tapes: Sequence[Any]) -> None:
+    def __init__(self, tapes: Sequence[Any], arrays: Sequence[Array]) -> None:
+        super().__init__(arrays)
         self.tapes = tuple(tapes)
         self.steps: list[Step] = []
         self.sources: dict[int, Array] = {}  # what the calls read that none of them made
-        self.around = Around()
         self.made: set[int] = set()
         self.live: set[int] = set()
         self._alive: list[weakref.ref[Array]] = []
@@ -149,11 +158,11 @@ class Region:
         self,
         op: Op,
         args: tuple[Any, ...],
+        bufs: Sequence[Any],
         outs: tuple[Array, ...],
         params: Mapping[str, Any],
-        origin: str | None,
-        site: Site | None,
     ) -> None:
+        check_unwritten(op, args, bufs)
         live = any(type(a) is Array and self.watches(a) for a in args)
         inputs = tuple(self._name(a) if type(a) is Array else Const(a) for a in args)
         for o in outs:
@@ -163,7 +172,7 @@ class Region:
         if live and not op.nondifferentiable:
             self.live.update(outputs)
             self._alive += map(weakref.ref, outs)
-        self.steps.append(Step(op, inputs, outputs, params, origin, site))
+        self.steps.append(Step(op, inputs, outputs, params, state.origin, call_site()))
 
     def record_call(
         self,
@@ -174,13 +183,13 @@ class Region:
         origin: str | None,
         site: Site | None,
     ) -> None:
-        self.record(call, tuple(args), tuple(outs), {}, origin, site)  # type: ignore[arg-type]
+        self.record(call, tuple(args), (), tuple(outs), {})  # type: ignore[arg-type]
 
     def _name(self, x: Array) -> int:
         v = new_id(x)
         if v not in self.made:
             self.sources.setdefault(v, same_value(x))
-            self.around.note(x)
+            self.note(x)
         return v
 
 
@@ -219,28 +228,16 @@ class _Recomputed:
         record_on(self, arrays, outs, [a._buf for a in arrays], tapes)
         return outs
 
-    def expand(self, r: Recorded, wrapped: bool, make: TapeMaker) -> tuple[list[tuple[Any, ...]], list[int]]:
-        """The calls made again, recorded: records whose operands have the names they had outside, and the results' new names."""
+    def expand(self, r: Recorded, wrapped: bool, make: TapeMaker) -> tuple[Any, list[Array], list[int]]:
+        """The calls made again: the tape that recorded them, their operands, and the results' names on it."""
         # A barrier where others look on: compiled and pending programs share equal calls, and would keep the values of the
         # forward pass alive for these, which is what recomputing them is there to avoid.
-        args = [apply(BARRIER, (named(b, v),)) if wrapped else wrap(b) for b, v in zip(r.saved, r.inputs, strict=True)]
+        args = [apply(BARRIER, (named(b, v),)) if wrapped else wrap(b) for b, v in zip(r.kept, r.inputs, strict=True)]
         tape = make()
         with tape:
-            tape.watch([args[p] for p in r.recipe.wanted])
+            tape.watch([args[p] for p in r.plan.wanted])
             outs = self.run(args)
-        # Under their outside names cotangents are summed in the order of the plain backward pass: equal to the bit.
-        outside = {args[p]._id: v for p, (v, _, _) in zip(r.recipe.wanted, r.operands, strict=True)}
-        records = [(recipe, _renamed(operands, outside), *rest) for recipe, operands, *rest in tape._records]
-        return records, [o._id for o in outs]
-
-
-def _renamed(operands: Any, names: Mapping[int, int]) -> Any:
-    """The operands of a record under other names."""
-    if type(operands) is int:
-        return names.get(operands, operands)
-    if type(operands[0]) is int:
-        return tuple([names.get(v, v) for v in operands])
-    return tuple([(names.get(v, v), shape, dtype) for v, shape, dtype in operands])
+        return tape, args, [o._id for o in outs]
 
 
 def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,7 +250,6 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> block = mt.checkpoint(lambda x: mt.exp(mt.sin(x)))
     >>> float(mt.grad(lambda x: block(block(x)))(0.0)) == float(mt.grad(lambda x: mt.exp(mt.sin(mt.exp(mt.sin(x)))))(0.0))
     True
@@ -267,12 +263,10 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         if not tapes:
             note_call_made(())
             return fn(*args, **kwargs)
-        region = Region(tapes)
-        given = [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)]
-        region.around = Around(given)
+        region = Region(tapes, [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)])
         with without_tapes(region):
             result = fn(*args, **kwargs)
-        region.around.refuse_written("checkpoint", "the function")
+        region.refuse_written("checkpoint", "the function")
         leaves = [x for x in trees.flatten(result)[0] if isinstance(x, Array) and x._id in region.made]
         outs = list({x._id: x for x in (*leaves, *region.escaped())}.values())
         needed = {x._id for x in outs}
@@ -329,7 +323,6 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([1.0, 2.0])
     >>> mt.grad(lambda x: (mt.gradient_hook(x * x, lambda g: -g)).sum())(x)
     Array([-2., -4.], dtype=float64)

@@ -12,10 +12,10 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id, next_id
-from ...arrays.core.dispatch import wrap
+from ...arrays.core.dispatch import call_site, check_unwritten, wrap
 from ...arrays.core.errors import GradientError, NonDifferentiableError, check_function
 from ...arrays.core.op import Op
-from ...arrays.core.program import Site, site_text
+from ...arrays.core.program import site_text
 from ...arrays.ops.creation import asarray
 from .backward import named, same_value
 from .custom_calls import Around, as_they_are, note_call_made, record_on, recording_tapes, without_tapes
@@ -24,13 +24,13 @@ from .hidden import refuse_hidden
 from .record import Recorded
 
 
-class _Guard:
+class _Guard(Around):
     """The recorder inside a function with a derivative of its own: refuses arrays that this derivative misses."""
 
-    def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array]) -> None:
+    def __init__(self, name: str, tapes: Sequence[Any], args: Sequence[Array], given: Sequence[Array]) -> None:
+        super().__init__(given)
         self.name, self.tapes = name, tapes
         self.known = {new_id(a) for a in args}
-        self.around = Around()
         self.live: set[int] = set()
         self._alive: list[weakref.ref[Array]] = []
 
@@ -49,20 +49,20 @@ class _Guard:
         self,
         op: Op,
         args: tuple[Any, ...],
+        bufs: Sequence[Any],
         outs: tuple[Array, ...],
         params: Mapping[str, Any],
-        origin: str | None,
-        site: Site | None,
     ) -> None:
+        check_unwritten(op, args, bufs)
         for a in args:
             if type(a) is Array and a._id not in self.known and self.watches(a) and not op.nondifferentiable:
                 raise GradientError(
                     f"[custom_vjp] {self.name} reads a watched array of shape {a.shape} from around it (by {op.name}, at "
-                    f"{site_text(site)}), which its own derivative cannot know of: pass it as an argument, or take "
+                    f"{site_text(call_site())}), which its own derivative cannot know of: pass it as an argument, or take "
                     "mt.stop_gradient of it"
                 )
             if type(a) is Array and a._id not in self.known:
-                self.around.note(a)
+                self.note(a)
         live = not op.nondifferentiable and any(
             type(a) is Array and (a._id in self.live or self.watches(a)) for a in args
         )
@@ -98,7 +98,7 @@ class _Custom:
     def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
         residual_def, residual_leaves = self.residuals  # type: ignore[misc]
         # All that the function gets is its own: it may write to it, and be called again.
-        kept = iter([same_value(b) if isinstance(b, Array) else wrap(b) for b in r.saved])
+        kept = iter([same_value(b) if isinstance(b, Array) else wrap(b) for b in r.kept])
         residuals = trees.unflatten(residual_def, [next(kept) if x is _ARRAY else _own(x) for x in residual_leaves])
         cots = iter([same_value(c) if wrapped else wrap(np.asarray(c) if isinstance(c, np.generic) else c) for c in g])
         seed = trees.unflatten(self.out_def, [next(cots) if x is _ARRAY else None for x in self.statics])
@@ -132,7 +132,7 @@ def _own(x: Any) -> Any:
 
 
 def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> list[Any]:
-    wanted = r.recipe.wanted
+    wanted = r.plan.wanted
     children = call.args_def.children
     if not isinstance(found, tuple) or len(found) != len(children):
         shown = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
@@ -152,7 +152,7 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
     arrays = [c for c, x in zip(leaves, call.leaves, strict=True) if x is _ARRAY]
     out = [None if arrays[p] is None else same_value(asarray(arrays[p])) for p in wanted]
     results = {a.shape for a in r.out_avals or ()}
-    for g, p, (_, shape, dtype) in zip(out, wanted, r.operands, strict=True):
+    for g, p, (shape, dtype) in zip(out, wanted, r.plan.avals, strict=True):
         if g is None:
             continue
         # (The broadcasting of a result is undone where all cotangents are: in `backward.fit`.)
@@ -181,7 +181,6 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> @mt.custom_vjp
     ... def log1pexp(x):
     ...     return mt.log1p(mt.exp(x))
@@ -231,14 +230,13 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
         shown = tapes if len(tapes) > 1 and not inner else tapes[:-1]
         before = _active.owners
         _active.owners = (*before, self)
-        guard = _Guard(self.__name__, tapes, arrays)
-        guard.around = Around(given)
+        guard = _Guard(self.__name__, tapes, arrays, given)
         try:
             with without_tapes(guard, *shown):
                 made = self._forward(*args, **kwargs)
         finally:
             _active.owners = before
-        guard.around.refuse_written("custom_vjp", f"the forward function of {self.__name__}")
+        guard.refuse_written("custom_vjp", f"the forward function of {self.__name__}")
         if not isinstance(made, tuple) or len(made) != 2:
             raise GradientError(
                 f"[custom_vjp] the forward function of {self.__name__} must return (value, residuals), got "

@@ -1,7 +1,4 @@
-"""Argument handling shared by ``grad`` and ``vjp``.
-
-Compiled in the wheel; closures are not, because :mod:`.signature` looks into these.
-"""
+"""Argument handling shared by ``grad`` and ``vjp``."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def real(x: Any) -> Any:
 
 def own(x: Any) -> Any:
     """A number as an Array of its own: an array passed twice gets two gradients."""
-    if type(x) is Array and not state.now.recorders:
+    if type(x) is Array and not state.recorders:
         return wrap(settled(x))
     x = number(x)
     return apply(ALIAS, (asarray(x),)) if isinstance(x, Array | float | complex | np.ndarray | np.generic) else x

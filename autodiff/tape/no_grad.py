@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from ...arrays.core.array import Array
+from ...arrays.core.dispatch import apply, wrap
 from ...arrays.core.errors import GradientError
-from ...arrays.core.op import Op, not_recording, state
+from ...arrays.core.op import Op, not_recording, recording, state
+from ...arrays.ops.elementwise import STOP_GRADIENT
+from .record import Recording
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -24,8 +27,40 @@ def no_grad() -> AbstractContextManager[None]:
     frame = sys._getframe(1)
     caller = frame.f_back
     if not frame.f_code.co_flags & _SUSPENDS or (caller and caller.f_globals.get("__name__") == "contextlib"):
-        return not_recording()
+        return _constants()
     return _Asleep(id(frame), frame.f_code.co_name)
+
+
+@contextmanager
+def _constants() -> Iterator[None]:
+    """A block whose results are constants to the tapes of this thread, and to a program that is traced."""
+    traced = not all(isinstance(r, Recording) for r in state.recorders)
+    with not_recording(), recording(_Cut()) if traced else nullcontext():
+        yield
+
+
+def _traced(outs: Sequence[Array]) -> list[Array]:
+    return [o for o in outs if getattr(o._buf, "traced", False)]
+
+
+def _cut(outs: Sequence[Array]) -> None:
+    """Make these traced results constants."""
+    with not_recording():
+        for o in outs:
+            o._buf = apply(STOP_GRADIENT, (wrap(o._buf),))._buf
+
+
+class _Cut:
+    """Recorder of such a block in traced code. Its program is differentiated later, and has to say what is constant."""
+
+    keeps_no_operand = True
+
+    def watches(self, x: Array) -> bool:
+        return False
+
+    def record(self, op: Op, args: Sequence[Any], bufs: Sequence[Any], outs: Sequence[Array], *rest: Any) -> None:
+        if not op.nondifferentiable:
+            _cut(_traced(outs))
 
 
 class _Asleep:
@@ -57,18 +92,23 @@ class _Asleep:
     def watches(self, x: Array) -> bool:
         return self.left and any(r.watches(x) for r in self.recorders)
 
-    def record(self, op: Op, args: Sequence[Any], *rest: Any) -> None:
+    def record(self, op: Op, args: Sequence[Any], bufs: Sequence[Any], outs: Sequence[Array], *rest: Any) -> None:
         if self.left:  # another block, which was entered meanwhile, has put it back
             for r in self.recorders:
-                r.record(op, args, *rest)
+                r.record(op, args, bufs, outs, *rest)
             return
-        if op.nondifferentiable or not any(isinstance(a, Array) and r.watches(a) for a in args for r in self.recorders):
+        traced = _traced(outs)
+        watched = any(isinstance(a, Array) and r.watches(a) for a in args for r in self.recorders)
+        if op.nondifferentiable or not (traced or watched):
             return
         frame: Any = sys._getframe(1)
         while frame is not None:
             if id(frame) == self.frame:
+                _cut(traced)
                 return
             frame = frame.f_back
+        if not watched:
+            return
         self.__exit__()  # who catches the error, with the frame in its traceback, has the thread as it was
         raise GradientError(
             f"[{op.name}] {self.name} is suspended inside of its mt.no_grad() block, so that no tape would record what is computed here: "

@@ -108,7 +108,6 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> g = mt.grad(lambda t: t[:, mt.asarray([7, 2, 7])].sum())(mt.zeros((3, 10_000)))
     >>> mt.sparse_gradient(g)
     SparseGradient(shape=(3, 10000), dtype=float64, 2 of 10000 places along axis 1, 64 B instead of 234.4 KiB)
@@ -146,7 +145,6 @@ def gradient_rows(g: Any, /) -> tuple[Array, Array]:
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> g = mt.grad(lambda t: t[mt.asarray([5, 2, 5])].sum())(mt.zeros((10_000, 2)))
     >>> mt.gradient_rows(g)
     (Array([2, 5]), Array([[1., 1.],

@@ -1,4 +1,3 @@
-# cython: annotation_typing=False
 """The tape, and the backward pass that reads it.
 
 A tape is the linear record of the op calls that its watched arrays went into. It keeps no Array: values are named by number,
@@ -19,28 +18,27 @@ from typing import Any
 import numpy as np
 
 from ...arrays.backends.backend import backend_of
-from ...arrays.backends.short_ways import HALF
 from ...arrays.core import tree as trees
-from ...arrays.core.array import Array, new_id, next_id
+from ...arrays.core.array import Array, new_id
 from ...arrays.core.devices import Device
 from ...arrays.core.dispatch import Deferred, argument_avals, wrap
+from ...arrays.core.dtypes import float32
 from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import NO_PARAMS, not_recording, state
 from ...arrays.core.program import Entry, Site
-from ...arrays.core.value import FLOAT32, Value
 from ...arrays.indexing.sparse_cotangent import IndexSum, densify
 from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import WATCHERS, settled
 from ...arrays.ops.creation import asarray, ones, zeros_like
 from .anomaly import is_checker
 from .backward import Hook, cast, same_value, walk
-from .custom_calls import CallRecipe, run_hook
+from .custom_calls import CallPlan, run_hook
 from .record import Recorded, Recording, is_differentiable
 
 
 def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
     """These gradients, after noting on a trace of which of its values they are the gradients."""
-    for r in state.now.recorders:
+    for r in state.recorders:
         if getattr(r, "lifts", False):
             r.note_gradients(sources, grads)
     return grads
@@ -56,7 +54,6 @@ class Tape(Recording):
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> x = mt.asarray([1.0, 2.0, 3.0])
     >>> with mt.Tape() as tape:
     ...     tape.watch(x)
@@ -77,18 +74,16 @@ class Tape(Recording):
     # ----- recording --------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Tape:
-        now = state.now
-        if self in now.recorders:
+        if self in state.recorders:
             raise GradientError("this tape is recording already: use another one for a gradient inside a gradient")
-        now.recorders = (*now.recorders, self)
+        state.recorders = (*state.recorders, self)
         if self._watched:
             WATCHERS[id(self)] = threading.get_ident(), self
         return self
 
     def __exit__(self, *exc: object) -> None:
-        now = state.now
-        now.recorders = tuple([r for r in now.recorders if r is not self])
-        for r in now.recorders:
+        state.recorders = tuple([r for r in state.recorders if r is not self])
+        for r in state.recorders:
             if hasattr(r, "forget"):  # a suspended block of `no_grad`
                 r.forget(self)
         WATCHERS.pop(id(self), None)
@@ -100,30 +95,25 @@ class Tape(Recording):
             if not isinstance(x, Array):
                 raise GradientError(f"[watch] takes Arrays, got {type(x).__name__}: make one with mt.asarray(...)")
             if is_differentiable(x.dtype):
-                if self in state.now.recorders:
+                if self in state.recorders:
                     WATCHERS[id(self)] = threading.get_ident(), self
                 name = 0
                 while not name or x._id != name:  # again where another thread wrote to it meanwhile
                     name = new_id(x)
-                    self._live.add(name)
+                    self.follow(name, x._buf)
                     settled(x)
                 self._watched[id(x)] = weakref.ref(x), name
 
     def watch_values(self, arrays: Sequence[Array]) -> None:
         """Watch arrays; their gradients are requested by the names that they get here, and not by object."""
-        x: Value
         for x in arrays:
-            if is_differentiable(x._buf.dtype):
-                if not x._id:
-                    x._id = next_id()
-                self._live.add(x._id)
+            self.follow(new_id(x), x._buf)
 
     def hook(self, x: Array, fn: Callable[[Array], Any]) -> None:
         """Call ``fn`` with the gradient of ``x`` once it is complete; its result, unless None, replaces the gradient.
 
         ``x`` is watched, or computed from watched arrays. See :func:`meshtape.gradient_hook` for functions.
 
-        >>> import meshtape as mt
         >>> x = mt.asarray([1.0, 2.0])
         >>> with mt.Tape() as tape:
         ...     tape.watch(x)
@@ -135,7 +125,7 @@ class Tape(Recording):
         """
         check_function("hook", fn)
         name = self._name(x) if isinstance(x, Array) else 0
-        if name not in self._live:
+        if name not in self.live:
             raise GradientError(
                 "[hook] the array has no gradient on this tape: watch it, or compute it from watched ones"
             )
@@ -172,26 +162,14 @@ class Tape(Recording):
         site: Site | None,
     ) -> None:
         """Called by :mod:`.custom_calls` after a call that brings its own derivative; ``saved`` is for that alone."""
-        wanted = tuple(i for i, a in enumerate(args) if a._id in self._live)
+        wanted = tuple(i for i, a in enumerate(args) if a._id in self.live)
         if not wanted:
             return
-        self._live.update(o._id for o in outs if is_differentiable(o.dtype))
-        operands = tuple([(args[i]._id, args[i].shape, args[i].dtype) for i in wanted])
-        recipe: Any = CallRecipe(call, wanted)
-        self._records.append(
-            (
-                recipe,
-                operands,
-                tuple([a._id for a in args]),
-                tuple([o._id for o in outs]),
-                saved,
-                NO_PARAMS,
-                None,
-                argument_avals(tuple(outs)),
-                origin,
-                site,
-            )
-        )
+        for o in outs:
+            self.follow(o._id, o._buf)
+        plan = CallPlan(call, wanted, argument_avals(tuple([args[i] for i in wanted])))
+        inputs, outputs = tuple([a._id for a in args]), tuple([o._id for o in outs])
+        self._records.append((plan, inputs, outputs, saved, NO_PARAMS, argument_avals(tuple(outs)), origin, site))
 
     # ----- gradients --------------------------------------------------------------------------------------------------
 
@@ -229,7 +207,7 @@ class Tape(Recording):
             name = trees.path_name(path) or "the source"
             if not isinstance(x, Array):
                 raise GradientError(f"[gradient] {name} is no Array but {type(x).__name__}")
-            if is_differentiable(x.dtype) and self._name(x) not in self._live:
+            if is_differentiable(x.dtype) and self._name(x) not in self.live:
                 raise GradientError(
                     f"[gradient] {name} (shape {x.shape}) was not watched: call tape.watch(x) before use"
                 )
@@ -246,15 +224,12 @@ class Tape(Recording):
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
         cots: dict[int, Any] = {}
-        short: dict[int, np.dtype] = {}
         if [s for s in seeds if s is not None]:
             densify(seeds)  # of the targets nobody reads the values
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
         bufs = [x._buf for pair in checked for x in pair]
-        now = state.now
-        before = now.recorders
-        others = tuple([r for r in before if r is not self and not is_checker(r)])
-        now.recorders = others
+        before = state.recorders
+        others = state.recorders = tuple([r for r in before if r is not self and not is_checker(r)])
         try:
             wrapped = bool(others) or bool([b for b in bufs if isinstance(b, Deferred) and type(b) is not IndexSum])
             if wrapped:
@@ -262,34 +237,25 @@ class Tape(Recording):
             else:
                 xp = np if not bufs or type(bufs[1]) is np.ndarray else backend_of(bufs[1]).xp
             for t, s in checked:
-                if t._id in self._live:
+                if t._id in self.live:
                     g = s if wrapped else s._buf
-                    if g.dtype.num >= HALF:
-                        short[t._id], g = g.dtype, cast(g, FLOAT32)
+                    if t._id in self.short:
+                        g = cast(g, float32)
                     cots[t._id] = g if t._id not in cots else cots[t._id] + g
             records = self._records
             if not self.persistent:
                 self._records, self._used = [], True
-            walk(
-                records,
-                cots,
-                frozenset(keep),
-                xp,
-                wrapped,
-                free=not self.persistent,
-                hooks=self._hooks,
-                short=short,
-                tape=Tape,
-            )
+            free = not self.persistent
+            walk(self, records, cots, frozenset(keep), xp, wrapped, free=free, hooks=self._hooks, make=Tape)
         finally:
-            now.recorders = before
+            state.recorders = before
         kept: dict[int, Array] = {}
         for v in keep:
             g = cots.get(v)
             if g is None:
                 continue
-            if v in short:
-                g = cast(g, short[v])
+            if v in self.short:
+                g = cast(g, self.short[v])
             if type(g) is IndexSum:
                 g = g.settled()
             elif xp is np and type(g) is not np.ndarray:

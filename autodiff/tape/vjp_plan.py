@@ -1,48 +1,62 @@
-"""The VJP plan of a call: how it is recorded and pulled back, worked out once for each kind of call.
+"""The VJP plan of a call: what a tape keeps of it, and how its rules find that again.
 
-A *recipe* belongs to an op and to the set of its operands that a tape watches. It lists what the rules of those operands need of
-the call, so that recording is a few tuple look-ups, and how each rule's arguments are found in what was saved. Recording is the
-price of every eager op under a tape: this is why it is not worked out call by call.
+A plan belongs to an op and to the set of its operands that a tape watches. It is worked out once, so that recording a call is a
+few look-ups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from operator import itemgetter
 from typing import Any
 
+from ...arrays.core.dispatch import argument_avals
+from ...arrays.core.dtypes import complex128
 from ...arrays.core.op import Op
-from ...arrays.core.shape_rules import elementwise
-from ..rules import RULES, Need
+from ...arrays.indexing.indexing import GETITEM, INDEX_SET
+from ...arrays.ops.elementwise import DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
+from ..rules import RULES
+from ..rules.registry import same
+
+_TAKES_SPARSE = frozenset({DIVIDE, GETITEM, MULTIPLY, NEGATIVE, SUBTRACT})
+"""Ops whose rules only use operations that a sparse cotangent has."""
 
 
-class Recipe:
+class VJPPlan:
     """One op, with one set of watched operands.
 
-    ``saves`` are the positions of the operands whose values are kept, in order; where ``keeps_ans`` the results follow them.
-    ``pulls`` has, for each watched operand, its rule and where the rule's arguments are found (see ``_place``), or None for these where
-    a rule takes any number of operands. ``together`` is a rule that answers for all operands. An op without a rule
-    (``rule is None``) is differentiated through its decomposition, for which all operands are kept.
-
-    ``quick`` is ``pulls`` in the form that the backward pass on raw buffers reads, where all of them need saved values only: the
-    rule and the place of its one argument, or the tuple of their places. ``keeps`` says in a word what is saved of one or two
-    operands (0: nothing, 1: the first, 2: the second, 3: both), ``floating`` that a floating operand makes a floating result, and
-    ``direct`` that there is one result and a rule for each operand.
+    Attributes
+    ----------
+    wanted
+        The positions of the watched operands.
+    saves
+        The positions of the values that are kept, among the operands and, after these, the results; ``pick`` takes them out. An op
+        without a rule is differentiated through its decomposition, for which all operands are kept.
+    rest
+        What is kept beside values: shapes and dtypes of operands, and parameters.
+    pulls
+        For each watched operand with a derivative its position, its rule and the function that finds the rule's arguments in what is
+        kept. ``together`` are the same two of a rule that answers for all operands.
+    simple
+        Whether the backward pass may call the rules as they are: there is one result, and a rule for each operand.
+    takes_sparse
+        Whether the rules take a sparse cotangent.
+    of_complex
+        The plan of calls with complex results.
     """
 
     __slots__ = (
-        "decomposed",
-        "direct",
-        "floating",
-        "keeps",
-        "keeps_ans",
-        "keeps_avals",
-        "needs",
+        "keeps_result",
+        "of_complex",
         "op",
+        "pick",
         "pulls",
-        "quick",
-        "saved_at",
+        "rest",
         "saves",
+        "simple",
         "single",
+        "takes_sparse",
         "together",
         "wanted",
     )
@@ -50,92 +64,76 @@ class Recipe:
     def __init__(self, op: Op, wanted: tuple[int, ...], count: int) -> None:
         rule = RULES.get(op)
         self.op, self.wanted, self.single = op, wanted, op.nout == 1
-        self.decomposed = rule is None
-        self.together = None if rule is None else rule.together
-        self.direct = self.single and rule is not None and self.together is None
-        self.pulls: list[tuple[Callable[..., Any], tuple[int | str, ...] | None] | None] = []
-        self.needs: list[tuple[Need, ...]] = []
-        self.keeps_ans, self.keeps_avals = False, not self.single
-        if rule is None:
-            self.saves = tuple(range(count))
-        else:
-            positions, self.keeps_ans = rule.saves(wanted, count)
-            self.saves = tuple(sorted(positions))
-        self.saved_at = {p: i for i, p in enumerate(self.saves)}
-        self.keeps = sum(1 << p for p in self.saves)
-        self.floating = op.infer is elementwise
-        self.quick: tuple[tuple[Callable[..., Any] | None, Any], ...] | None = None
-        if rule is None:
-            return
-        keys = [-1] if rule.together is not None else wanted
-        for key in keys:
-            fn = rule.together if key == -1 else rule.each.get(key)
-            if fn is None:  # an operand without a derivative (an index, a condition)
-                self.pulls.append(None)
-                self.needs.append(())
-                continue
-            needs = rule.needs[key]
-            self.needs.append(needs)
-            self.keeps_avals |= any(n.kind in ("like", "rest_like") for n in needs)
-            places = [self._place(n) for n in needs]
-            at = None if None in places else tuple(places)
-            self.pulls.append((fn, at))
-        if self.single and self.together is None and all(p is None or _are_saved(p[1]) for p in self.pulls):
-            self.quick = tuple(
-                (None, ()) if p is None else (p[0], p[1][0] if len(p[1]) == 1 else p[1]) for p in self.pulls
-            )
-
-    def _place(self, n: Need) -> int | str | None:
-        """The source of an argument of a rule: its position among saved values, or the name of a parameter.
-
-        Below zero it is the position of an aval from the end; None for any other argument."""
-        if n.kind == "operand":
-            return self.saved_at[n.where]
-        if n.kind == "ans":
-            return len(self.saves) if self.single else None
-        if n.kind == "like":
-            return -1 - n.where
-        return n.where if n.kind == "param" else None
-
-    def arguments(self, which: int, saved: Sequence[Any], params: Any, avals: Any) -> list[Any]:
-        """Arguments, after ``xp`` and ``g``, of the ``which``-th rule."""
-        pull: Any = self.pulls[which]
-        if pull is not None and pull[1] is not None:
-            # A loop over its needs takes longer than most rules.
-            return [params[k] if type(k) is str else saved[k] if k >= 0 else avals[-1 - k] for k in pull[1]]
-        out: list[Any] = []
-        n_saved = len(self.saves)
-        for n in self.needs[which]:
-            if n.kind == "operand":
-                out.append(saved[self.saved_at[n.where]])
-            elif n.kind == "ans":
-                out.append(saved[n_saved] if self.single else tuple(saved[n_saved:]))
-            elif n.kind == "param":
-                out.append(params[n.where])
-            elif n.kind == "rest":
-                out.append(tuple(saved[self.saved_at[p]] for p in self.saves if p >= n.where))
-            elif n.kind == "rest_like":
-                out.append(avals[n.where :])
+        self.pulls: tuple[tuple[int, Callable[..., Any], Any], ...] | None = None
+        self.together: tuple[Callable[..., Any], Any] | None = None
+        self.rest: tuple[Any, ...] = ()
+        self.simple = self.takes_sparse = False
+        self.saves: tuple[int, ...] = tuple(range(count))
+        if rule is not None:
+            keys = (-1,) if rule.together is not None else wanted
+            needs = {n for k in keys for n in rule.needs.get(k, ())}
+            saves = {n.where for n in needs if n.kind == "operand"}
+            for n in needs:
+                if n.kind in ("rest", "ans"):
+                    saves.update(range(n.where, count) if n.kind == "rest" else range(count, count + op.nout))
+            self.saves = tuple(sorted(saves))
+            self.rest = tuple(dict.fromkeys(n for n in needs if n.kind in ("like", "rest_like", "param")))
+            finders = {k: self._finder(rule.needs.get(k, ()), count) for k in keys}
+            if rule.together is not None:
+                self.together = rule.together, finders[-1]
             else:
-                out.append(avals[n.where])
-        return out
+                self.pulls = tuple((i, rule.each[i], finders[i]) for i in wanted if i in rule.each)
+                self.simple = self.single and op is not INDEX_SET
+                self.takes_sparse = op in _TAKES_SPARSE or all(fn is same for _, fn, _ in self.pulls)
+        self.pick = _picker(self.saves)
+        self.keeps_result = bool(self.saves) and self.saves[-1] >= count
+        self.of_complex = self
+        if rule is not None and rule.analytic:
+            self.of_complex = copy(self)
+            self.of_complex.pulls = tuple((i, fn, _conjugated(find)) for i, fn, find in self.pulls or ())
+
+    def _finder(self, needs: Sequence[Any], count: int) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+        """A function that gives the arguments of a rule, of what is kept."""
+        at: list[int | slice] = []
+        operands = sum(p < count for p in self.saves)
+        for n in needs:
+            if n.kind in ("like", "rest_like", "param"):
+                at.append(len(self.saves) + self.rest.index(n))
+            elif n.kind == "rest":
+                at.append(slice(sum(p < n.where for p in self.saves), operands))
+            elif n.kind == "ans" and not self.single:
+                at.append(slice(operands, len(self.saves)))
+            else:
+                at.append(self.saves.index(count if n.kind == "ans" else n.where))
+        return _picker(at)
+
+    def others(self, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What ``rest`` names of a call."""
+        avals = argument_avals(args)
+        return tuple(
+            [
+                params[n.where] if n.kind == "param" else avals[n.where] if n.kind == "like" else avals[n.where :]
+                for n in self.rest
+            ]
+        )
 
 
-def _are_saved(at: tuple[int | str, ...] | None) -> bool:
-    return at is not None and all(type(k) is int and k >= 0 for k in at)
+def _picker(places: Sequence[int | slice]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that takes the values at these places out of a tuple; those of a slice are one value, a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    if places and isinstance(places[0], slice):
+        return lambda values: (values[places[0]],)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
-RECIPES: dict[Op, dict[int, Recipe]] = {}
-"""Recipes by op and by mask, see :func:`recipe_for`; the tape looks here first, which saves it a call."""
+def _conjugated(find: Callable[[tuple[Any, ...]], Sequence[Any]]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    return lambda kept: [v.conjugate() if getattr(v, "dtype", complex128).kind == "c" else v for v in find(kept)]
 
 
-def recipe_for(op: Op, mask: int) -> Recipe:
-    """The recipe of a call; bit ``i`` of ``mask`` is set where operand ``i`` is watched, and one bit above the last operand."""
-    by_mask = RECIPES.get(op)
-    if by_mask is None:
-        by_mask = RECIPES[op] = {}
-    found = by_mask.get(mask)
-    if found is None:
+def plan_for(op: Op, mask: int) -> VJPPlan:
+    """The plan of a call. The first bit of ``mask`` is set, and of those after it each whose operand is watched."""
+    if mask not in op.plans:
         count = mask.bit_length() - 1
-        found = by_mask[mask] = Recipe(op, tuple(i for i in range(count) if mask >> i & 1), count)
-    return found
+        op.plans[mask] = VJPPlan(op, tuple(i for i in range(count) if mask >> (count - 1 - i) & 1), count)
+    return op.plans[mask]

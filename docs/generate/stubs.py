@@ -146,11 +146,10 @@ def array() -> str:
     from meshtape.arrays.core import array as module
 
     stub = Stub({"Array", "next_id", "new_id", "attach"})
-    stub.imports.add("from meshtape.arrays.core.value import Value as Value")
     stub.lines += ["def next_id() -> int: ..."]
     for name in ("new_id", "attach"):
         stub.add(name, getattr(module, name), module.__name__)
-    stub.lines.append("class Array(Value):")
+    stub.lines.append("class Array:")
     for name in sorted(vars(mt.Array).keys() - LEFT_OUT):
         value = inspect.getattr_static(mt.Array, name)
         if isinstance(value, property):

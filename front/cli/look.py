@@ -102,13 +102,11 @@ def show(path: str, name: str, exact: bool, as_json: bool) -> None:
 
     import meshtape as mt
 
-    from ..storage.base.names import leaf_name
     from ..storage.browse.model.text import visible
-    from ..storage.format.manifest import scalar_leaves
     from .tables import Column, terminal_width, write, write_text
 
     ckpt = mt.open_checkpoint(path)
-    values = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure)}
+    values = ckpt.leaves
     if name in values and name not in ckpt:
         print_json({"name": name, "value": values[name]}) if as_json else write_text(visible(repr(values[name]), 10**6))
         return

@@ -72,7 +72,7 @@ def wrapped(text: str, width: int, first: int = 0) -> str:
         fresh = not first  # whether nothing stands in the row
         for word in line.split():
             n = cells(word)
-            if not fresh and used + 1 + n > width and not (first and row == indent):
+            if not fresh and used + 1 + n > width:
                 out.append(row)
                 row, used, fresh = indent, len(indent), True
             gap = "" if row == indent else " "

@@ -75,7 +75,7 @@ class DaskRuntime:
         if workers is not None:
             known = check_known(workers, known)
         quiet = silent(client, known)
-        if workers is not None and quiet:
+        if quiet and (workers is not None or len(quiet) == len(known)):
             raise ClusterError(f"worker(s) {', '.join(quiet)} do not answer: stop them, or name others")
         known = [w for w in known if w not in quiet]
         if not known:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from distributed import Client
+from distributed import Client, Worker
 
 from ...arrays.core.errors import ClusterError, WorkerMismatch
 from ..base import settings
 from .scheduler_plugin import MeshtapeScheduler
 from .streams import WorkerStreams, streams_of
 from .worker import MeshtapeWorker
-from .workers import ask, check_running
+from .workers import ask, check_running, while_answering
 
 
 def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
@@ -32,8 +32,12 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
     async def register() -> None:
         await asyncio.wait_for(client.register_plugin(MeshtapeScheduler()), settings.number("timeout"))
 
+    begin = _beginning()
     try:
+        while_answering(client, client._run_on_scheduler, begin)
         client.sync(register)
+    except ClusterError:
+        raise
     except (OSError, TimeoutError) as e:
         check_running(client)
         raise ClusterError(
@@ -45,7 +49,7 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
             f"{importlib.metadata.version('meshtape')} in its environment, restart it ({type(e).__name__}: {e})"
         ) from e
     _check_versions(client, addresses)
-    for address, problem in ask(client, _install, workers=addresses).items():
+    for address, problem in ask(client, begin, workers=addresses).items():
         if isinstance(problem, BaseException):
             raise WorkerMismatch(f"worker {address} cannot set up meshtape: {problem}") from problem
     streams = streams_of(client)
@@ -53,9 +57,23 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
     return streams
 
 
-async def _install(dask_worker: Any) -> None:
-    if MeshtapeWorker.name not in dask_worker.plugins:
-        await dask_worker.plugin_add(MeshtapeWorker(), catch_errors=False)
+def _beginning() -> Callable[..., Any]:
+    """A function for the scheduler and the workers. It imports meshtape in a thread, which may take long where disks are slow: an event
+    loop that stands still meanwhile counts as lost. It travels by value, as a function of a module would be imported by the loop."""
+
+    async def begin(dask_worker: Any) -> None:
+        import asyncio
+        import importlib
+
+        await (await asyncio.to_thread(importlib.import_module, "meshtape.parallel.dask.set_up")).install(dask_worker)
+
+    return begin
+
+
+async def install(server: Any) -> None:
+    """Give a worker our plugin, once."""
+    if isinstance(server, Worker) and MeshtapeWorker.name not in server.plugins:
+        await server.plugin_add(MeshtapeWorker(), catch_errors=False)
 
 
 def _check_versions(client: Client, addresses: Sequence[str]) -> None:

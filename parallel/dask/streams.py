@@ -204,7 +204,6 @@ class WorkerStream:
     def _is_paused(self, paused: bool) -> None:
         if paused and not self.paused:
             log.warning("worker %s is %s; programs of meshes go on", self.address, _PAUSED)
-            self.paused_for = 0.0
         self.paused = paused
 
     def lose(self, why: str) -> None:
@@ -423,9 +422,11 @@ class WorkerStreams:
                 s.silent = 0.0 if s.heard else s.silent + tick
                 if s.silent >= timeout:
                     s.lose(f"it has not answered for {timeout:.0f} s: it is stopped, swapped out or cut off")
-                s.paused_for += tick
-                if s.paused and s.paused_for >= timeout:
-                    for future in [f for f in s.pending.values() if f.task is not None]:
+                of_dask = [f for f in s.pending.values() if f.task is not None]
+                s.paused_for = s.paused_for + tick if s.paused and of_dask else 0.0
+                if s.heard and s.paused_for >= timeout:
+                    s.paused_for = 0.0
+                    for future in of_dask:
                         future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
 
     def _give_up(self, future: WorkerFuture, source: WorkerStream) -> None:

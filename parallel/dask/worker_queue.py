@@ -295,9 +295,11 @@ class Desk:
             self._fetch = None
 
     async def _sent(self, ref: Ref) -> Any:
-        return answered(
-            await self.resident.worker.rpc(ref.address).meshtape_value(session=ref.session, number=ref.number)
-        )
+        source = self.resident.worker.rpc(ref.address)
+        try:
+            return answered(await source.meshtape_value(session=ref.session, number=ref.number))
+        except OSError as e:
+            raise RankLost(f"worker {ref.address} is lost: {e}") from e
 
     def names(self) -> list[str]:
         """Names of the running and the waiting items."""

@@ -85,14 +85,8 @@ def _identity(backend: CuPyBackend, index: int) -> str:
 
 
 def local_device(wanted: str | Device | None) -> str:
-    """The device of a mesh whose ranks are all in this process: they share one.
-
-    Raises
-    ------
-    DeviceError
-        For an unknown device, or one that is not here.
-    BackendError
-        Where CuPy or a driver is missing.
+    """The device of a mesh whose ranks are all in this process: they share one. Raises :class:`DeviceError` for an unknown device or
+    one that is not here, :class:`BackendError` where CuPy or a driver is missing.
 
     >>> local_device(None)
     'cpu'
@@ -104,27 +98,12 @@ def local_device(wanted: str | Device | None) -> str:
 
 
 def choose(wanted: str | Device | None, found: Mapping[str, Gpus], *, plain: bool = True, ports: bool = True) -> Choice:
-    """The device of each process.
+    """The device of each process, from what each sees (``found``, in the order of processes).
 
-    Parameters
-    ----------
-    wanted
-        ``"cpu"``; ``"cuda"``: a GPU for each, shared where there are too few; ``"cuda:N"``: the N-th that each sees; None: GPUs
-        where each process has one to itself, else the CPU.
-    found
-        What each process sees, by its address, in the order of processes.
-    plain
-        False where messages must be encrypted, which NCCL does not do.
-    ports
-        False where no further port may be opened, which NCCL does.
+    ``"cuda"`` is a GPU for each, shared where there are too few; ``"cuda:N"`` the N-th that each sees; None GPUs where each process has
+    one to itself, else the CPU. NCCL needs messages that are not encrypted (``plain``) and open ports (``ports``). Raises
+    :class:`DeviceError`, which names the process, where one has no such GPU.
 
-    Raises
-    ------
-    DeviceError
-        Where a process has no such GPU; the message names it, and says why.
-
-    Examples
-    --------
     >>> same_host = {"w0": Gpus(("A", "B")), "w1": Gpus(("A", "B"))}
     >>> choose("cuda", same_host).devices
     ('cuda:0', 'cuda:1')

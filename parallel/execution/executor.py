@@ -29,7 +29,7 @@ from ..base.device_memory import HOST, BlockMemory
 from ..partition.overlap import Buckets, Start, Wait, schedule
 from ..partition.rank_program import Local, Move, Moves, RankProgram
 from ..resharding.collective_plans import Collective, in_halves, plan_collective
-from ..resharding.execution import Running, carry_out
+from ..resharding.execution import MOST_ROUNDS, Running, carry_out
 from ..resharding.expert_all_to_all import Ragged, RaggedRunning, RaggedShare
 from ..resharding.plan import Plan, plan_reshard
 from ..resharding.schedule import MoveRounds, plan_rounds
@@ -76,7 +76,7 @@ class PreparedMove(NamedTuple):
 
 
 class PreparedMoves(NamedTuple):
-    """Reshards of one round. ``number`` names the round to other processes, ``remote`` says whether it has any."""
+    """Reshards that travel together. ``number`` names their first round to other processes, ``remote`` says whether it has any."""
 
     number: int
     moves: tuple[PreparedMove, ...]
@@ -143,12 +143,12 @@ class Prepared:
                 ways = [(m, self._ways(m)) for m in step.moves]
                 halves = [(m, w[1]) for m, w in ways if len(w) > 1]
                 first = [(m.source, m.target if len(w) == 1 else _between(m), w[0]) for m, w in ways]
-                ready: Any = self._prepare_moves(2 * rounds, step.moves, first)
+                ready: Any = self._prepare_moves(MOST_ROUNDS * rounds, step.moves, first)
                 rounds += 1
                 if halves:
                     self._actions.append((ready, ()))
                     second = [(_between(m), m.target, w) for m, w in halves]
-                    ready = self._prepare_moves(2 * rounds, [m for m, _ in halves], second)
+                    ready = self._prepare_moves(MOST_ROUNDS * rounds, [m for m, _ in halves], second)
                     rounds += 1
                     frees = (*frees, *(_between(m) for m, _ in halves))
                 if isinstance(step, Start):

@@ -26,23 +26,9 @@ def check_room(
     The count is a lower bound: each block of a process, once, however many of its ranks share it. Other memory of a
     program comes on top.
 
-    Parameters
-    ----------
-    what
-        The program, for the message.
-    values
-        Shapes, dtypes and layouts of the arrays.
-    sizes
-        Lengths of the mesh's axes.
-    homes
-        The process of each rank.
-    limits
-        Bytes that each process may use; None without a limit.
-    processes
-        Each process in words.
+    ``homes`` has the process of each rank, ``limits`` the bytes that each process may use (None without a limit), ``processes`` each
+    in words.
 
-    Examples
-    --------
     >>> import numpy as np
     >>> rows = (ShapeDtype((8,), np.dtype("f8")), Layout(((0, (0,)),)))
     >>> check_room("step", [rows], (4,), (0, 0, 1, 1), [32, 32], {0: "ranks 0-1", 1: "ranks 2-3"})

@@ -6,6 +6,7 @@ their ranks.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,11 +122,8 @@ class LocalRuntime:
     def __init__(self, sizes: tuple[int, ...], memory: BlockMemory = HOST) -> None:
         self.sizes, self.memory = sizes, memory
         self._there: weakref.WeakKeyDictionary[HostValue, Mapping[int, Any]] = weakref.WeakKeyDictionary()
-        n = 1
-        for s in sizes:
-            n *= s
-        self.ranks = tuple(range(n))
-        self.homes = (0,) * n
+        self.ranks = tuple(range(math.prod(sizes)))
+        self.homes = (0,) * len(self.ranks)
 
     def placed(self) -> str | None:
         return None if self.memory is HOST else self.memory.name

@@ -72,7 +72,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Time of a step: that of the slowest rank."""
+        """Time of a step, that of the slowest rank."""
         return max(r.seconds for r in self.looked_at)
 
     @property

@@ -69,7 +69,11 @@ class CountingTransport:
 class _Hollow(HostMemory):
     """Blocks of one element that is repeated: of any shape, and of no size."""
 
-    xp = SimpleNamespace(__name__="numpy", ascontiguousarray=lambda a: a)
+    xp = SimpleNamespace(
+        __name__="numpy",
+        ascontiguousarray=lambda a: a,
+        concatenate=lambda parts: HOLLOW.empty((sum(map(len, parts)),), parts[0].dtype),
+    )
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))

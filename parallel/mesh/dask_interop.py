@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,12 @@ def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> 
         mine_there.follow(task)
         made.append(mine_there)
     this = Gang(FROM_DASK, made)
-    runtime._flight.settle(this)
+    try:
+        runtime._flight.settle(this)
+    except BaseException:
+        with contextlib.suppress(Exception):  # the scheduler is gone, and its tasks with it
+            client.cancel([f.task for f in made])  # a paused worker would do them later, for nobody
+        raise
     return RemoteBlocks(this, 0)
 
 

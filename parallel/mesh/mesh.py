@@ -21,6 +21,7 @@ from ..execution.devices import local_device
 from ..execution.runtime import HostValue, LocalRuntime, Runtime, called
 from ..partition.explicit import is_explicit, refuse_moves, refuse_moves_within
 from ..partition.partition import partition
+from ..partition.rank_program import RankProgram
 from ..sharding import rules  # noqa: F401  # every op's factor mapping is registered by the import
 from ..sharding.ops import RESHARD
 from ..sharding.placement import REPLICATED, Layout, Sharding
@@ -250,13 +251,7 @@ class Mesh:
         self, program: Program, shardings: Sequence[Any], name: str = "compiled"
     ) -> Callable[[Sequence[Any]], list[Any]]:
         """The program partitioned and loaded; see ``ProgramHost``."""
-        program = spread(program, IMPLICIT_LIMIT)
-        constants = [self._buffer(c, "a constant of the compiled function") for c in program.constants.values()]
-        layouts = {v: s.layout if s is not None else REPLICATED for v, s in zip(program.inputs, shardings, strict=True)}
-        layouts.update({v: b.layout for v, b in zip(program.constants, constants, strict=True)})
-        rank_program = partition(program, layouts, self.sizes, name=name)
-        load = self.runtime.load(rank_program, self.names)
-        outs = [(rank_program.layouts[v], rank_program.avals[v]) for v in rank_program.outputs]
+        load, outs, constants = self.loaded(program, shardings, name)
 
         def run(buffers: Sequence[Any]) -> list[Any]:
             sharded = [self._buffer(b, "an argument of the compiled function") for b in buffers]
@@ -265,13 +260,25 @@ class Mesh:
 
         return run
 
-    def rank_program(self, program: Program, shardings: Sequence[Any]) -> Any:
+    def loaded(
+        self, program: Program, shardings: Sequence[Any], name: str
+    ) -> tuple[Callable[..., list[Any]], list[tuple[Layout, ShapeDtype]], list[ShardedBuffer]]:
+        """The program partitioned and loaded: its function of handles, the layouts and avals of its results, and its constants."""
+        p, constants = self._partitioned(program, shardings, name)
+        return self.runtime.load(p, self.names), [(p.layouts[v], p.avals[v]) for v in p.outputs], constants
+
+    def rank_program(self, program: Program, shardings: Sequence[Any]) -> RankProgram:
         """The partitioned form of a program, as it would run; for :func:`explain`."""
+        return self._partitioned(program, shardings, "program")[0]
+
+    def _partitioned(
+        self, program: Program, shardings: Sequence[Any], name: str
+    ) -> tuple[RankProgram, list[ShardedBuffer]]:
         program = spread(program, IMPLICIT_LIMIT)
+        constants = [self._buffer(c, "a constant of the compiled function") for c in program.constants.values()]
         layouts = {v: s.layout if s is not None else REPLICATED for v, s in zip(program.inputs, shardings, strict=True)}
-        for v, c in program.constants.items():
-            layouts[v] = c.layout if isinstance(c, ShardedBuffer) else REPLICATED
-        return partition(program, layouts, self.sizes)
+        layouts.update({v: b.layout for v, b in zip(program.constants, constants, strict=True)})
+        return partition(program, layouts, self.sizes, name=name), constants
 
     def _buffer(self, buf: Any, what: str) -> ShardedBuffer:
         if isinstance(buf, ShardedBuffer):

@@ -56,23 +56,11 @@ class Key(NamedTuple):
 def plan_copies(
     holders: Mapping[Key, tuple[Sequence[str], int]], workers: Sequence[str]
 ) -> tuple[dict[str, list[Key]], dict[tuple[str, str], list[Key]]]:
-    """The workers that keep each block, and the sends between them.
+    """The blocks that each worker keeps of its own, and the blocks sent from a worker to another.
 
-    Parameters
-    ----------
-    holders
-        For each block the workers that have it, and its bytes.
-    workers
-        All of them, in the order of a ring.
+    ``holders`` has the workers and the bytes of each block, ``workers`` the order of a ring. As many as :data:`COPIES` workers keep
+    a block, those with the fewest bytes so far; targets are on other hosts than the source where there are others.
 
-    Returns
-    -------
-    keeps, sends
-        ``keeps[worker]`` lists blocks that it has itself, ``sends[source, target]`` those that it gets. Each block is kept by as many as
-        :data:`COPIES` workers, those with the fewest bytes so far; targets are on other hosts than the source where there are others.
-
-    Examples
-    --------
     >>> half = [Key(0, Box((i,), (1,))) for i in range(2)]
     >>> keeps, sends = plan_copies({half[0]: (["a"], 8), half[1]: (["b"], 8)}, ["a", "b"])
     >>> {w: [k.box.offset for k in ks] for w, ks in keeps.items()}, sorted(sends)
@@ -127,24 +115,11 @@ class _Leaf:
 
 
 class Replica:
-    """A copy of the arrays of a tree, as they are now.
+    """A copy of the arrays of a tree, as they are now; ``tree`` has their shapes and dtypes.
 
-    Parameters
-    ----------
-    tree
-        Of arrays, on any meshes of one Dask client, on meshes of this process, or local. With fewer than two workers
-        the arrays are copied to this process.
-
-    Attributes
-    ----------
-    tree
-        The same structure; its leaves have ``shape`` and ``dtype``.
-
-    Notes
-    -----
-    Each block has a crc32c from the moment when the copy was taken; one whose bytes have changed is never used.
-
-    The call returns at once; :attr:`complete` tells when the copy can be used, and :meth:`wait` waits for that.
+    The arrays are on any meshes of one Dask client, on meshes of this process, or local. With fewer than two workers they are copied
+    to this process. The call returns at once; :attr:`complete` tells when the copy can be used, and :meth:`wait` waits for that. Each
+    block has a crc32c from the moment when the copy was taken; one whose bytes have changed is never used.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -247,20 +222,8 @@ class Replica:
         return self.complete and all(there & set(ws) for ws in self._keepers.values())
 
     def restore(self, shardings: Any) -> Any:
-        """The arrays of the copy.
-
-        Parameters
-        ----------
-        shardings
-            A tree like ``tree`` with a sharding for each array.
-
-        Raises
-        ------
-        RankLost
-            Where a block is on no worker any more.
-        ReshardError
-            Where the copy is on workers, and a sharding is of this process or of another Dask client.
-        """
+        """The arrays of the copy, in the shardings of a tree like ``tree``. Raises :class:`RankLost` where a block is on no worker any
+        more, and :class:`ReshardError` where the copy is on workers, and a sharding of this process or of another Dask client."""
         wanted, treedef = trees.flatten(shardings)
         if treedef != self._treedef:
             raise ReshardError(f"the copy has the structure {self._treedef}, the shardings {treedef}")

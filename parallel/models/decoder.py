@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import random
+from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
@@ -175,33 +176,17 @@ def init(key: Array, config: Config, *, dtype: Any = np.float32) -> dict[str, An
     >>> p["layers"][0]["attn"]["k"].shape, sum(x.size for x in mt.tree.flatten(p)[0])
     ((64, 32), 115008)
     """
-    keys = Keys(key)
-    c, small = config, residual_std(config.layers)
-    kv = c.kv_heads * c.head_size
-    params: dict[str, Any] = {"embed": dense(keys(), c.vocab, c.width, 0.02, dtype), "layers": []}
-    for _ in range(c.layers):
-        attn = {
-            "q": dense(keys(), c.width, c.width, 0.02, dtype),
-            "k": dense(keys(), c.width, kv, 0.02, dtype),
-            "v": dense(keys(), c.width, kv, 0.02, dtype),
-            "o": dense(keys(), c.width, c.width, small, dtype),
-        }
-        if c.experts is None:
-            ffn = {
-                "gate": dense(keys(), c.width, c.ffn, 0.02, dtype),
-                "up": dense(keys(), c.width, c.ffn, 0.02, dtype),
-                "down": dense(keys(), c.ffn, c.width, small, dtype),
-            }
-        else:
-            ffn = moe.init(keys(), c.experts, c.width, c.ffn, out_std=small, dtype=dtype)
-        norms = {name: ones(c.width, dtype=dtype) for name in ("attn_norm", "ffn_norm")}
-        params["layers"].append(
-            {"attn_norm": norms["attn_norm"], "attn": attn, "ffn_norm": norms["ffn_norm"], "ffn": ffn}
-        )
-    params["norm"] = ones(c.width, dtype=dtype)
-    if not c.tied:
-        params["head"] = dense(keys(), c.width, c.vocab, 0.02, dtype)
-    return params
+    keys, small = Keys(key), residual_std(config.layers)
+
+    def leaf(path: trees.Path, x: Any) -> Any:
+        if isinstance(x, dict):
+            assert config.experts is not None
+            return moe.init(keys(), config.experts, config.width, config.ffn, out_std=small, dtype=dtype)
+        if len(x) == 1:
+            return ones(x, dtype=dtype)
+        return dense(keys(), *x, small if path[-1] in ("o", "down") else 0.02, dtype)
+
+    return trees.map_with_path(leaf, shapes(config), is_leaf=lambda x: isinstance(x, tuple) or "router" in x)
 
 
 def apply(
@@ -298,7 +283,7 @@ def _block(
     p: Any,
     x: Array,
     c: Config,
-    tables: tuple[np.ndarray, np.ndarray],
+    tables: tuple[Array, Array],
     key: Array | None,
     plan: Plan | None,
     recompute: str,
@@ -317,13 +302,10 @@ def _block(
     return x + constrained(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
 
 
-def _attention(
-    p: Any, h: Array, c: Config, tables: tuple[np.ndarray, np.ndarray], plan: Plan | None, recompute: str
-) -> Array:
+def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: Plan | None, recompute: str) -> Array:
     # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
-    cosines, sines = (asarray(t) for t in tables)
-    q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), cosines, sines)
-    k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), cosines, sines)
+    q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), *tables)
+    k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), *tables)
     v = split_heads(linear(h, p["v"]), c.kv_heads)
     here = q.sharding
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:

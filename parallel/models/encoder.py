@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...arrays import random
+from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.linalg.linalg import vector_norm
@@ -135,26 +136,13 @@ def init(key: Array, config: Config, *, dtype: Any = np.float32) -> dict[str, An
     (32, 64)
     """
     keys = Keys(key)
-    c = config
 
-    def linear(inputs: int, outputs: int) -> dict[str, Array]:
-        return {"weight": dense(keys(), inputs, outputs, 0.02, dtype), "bias": zeros(outputs, dtype=dtype)}
+    def leaf(path: trees.Path, shape: tuple[int, ...]) -> Array:
+        if len(shape) == 2:
+            return dense(keys(), *shape, 0.02, dtype)
+        return (ones if path[-1] == "weight" else zeros)(shape, dtype=dtype)
 
-    def norm() -> dict[str, Array]:
-        return {"weight": ones(c.width, dtype=dtype), "bias": zeros(c.width, dtype=dtype)}
-
-    embed = {
-        name: dense(keys(), n, c.width, 0.02, dtype)
-        for name, n in (("word", c.vocab), ("place", c.max_length), ("type", c.types))
-    }
-    layers = [
-        {
-            "attn": {n: linear(c.width, c.width) for n in ("q", "k", "v", "o")} | {"norm": norm()},
-            "ffn": {"up": linear(c.width, c.ffn), "down": linear(c.ffn, c.width), "norm": norm()},
-        }
-        for _ in range(c.layers)
-    ]
-    return {"embed": {**embed, "norm": norm()}, "layers": layers}
+    return trees.map_with_path(leaf, shapes(config), is_leaf=lambda x: isinstance(x, tuple))
 
 
 def apply(

@@ -71,17 +71,8 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model.
-
-    Attributes
-    ----------
-    model
-        Of ours, for messages.
-    defaults
-        Fields that it reads, with the value that Hugging Face takes where one is left out; ``...`` for none.
-    only
-        Fields and the values for which it computes the same. The first is that of a field that is left out.
-    """
+    """A kind of model, and its ``model`` of ours for messages. ``defaults`` has the fields that it reads, with the values of fields
+    that are left out (``...`` for none); ``only`` those for which it computes the same with a few values, the default first."""
 
     model: str
     defaults: Mapping[str, Any]

@@ -16,27 +16,16 @@ from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import astype, flip, permute_dims, reshape
+from ..forecasting.specs import Spec
 from ..mesh.mesh import Mesh
-from ..sharding.placement import Sharding
 from .plans import Plan
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Shape, dtype and sharding of an array to load, for ``mt.load(like=…)``."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Sharding | None
-
-    __is_tree__ = False
 
 
 def expected(shapes: Any, mesh: Mesh | None, plan: Plan, dtype: Any = np.float32) -> Any:
     """A tree of shapes as one that ``mt.load`` takes, with the shardings that the plan gives on the mesh."""
 
-    def leaf(path: trees.Path, shape: tuple[int, ...]) -> Expected:
-        return Expected(shape, np.dtype(dtype), None if mesh is None else plan.sharding(path, shape, mesh))
+    def leaf(path: trees.Path, shape: tuple[int, ...]) -> Spec:
+        return Spec(shape, np.dtype(dtype), None if mesh is None else plan.sharding(path, shape, mesh))
 
     return trees.map_with_path(leaf, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
@@ -75,9 +64,7 @@ def linear(x: Array, w: Array) -> Array:
     """
     here = x.sharding
     if here is not None:
-        parts = 1
-        for axis in here.layout.axes_of(0):
-            parts *= here.mesh.sizes[axis]
+        parts = math.prod(here.mesh.sizes[a] for a in here.layout.axes_of(0))
         if here.layout.axes_of(1) or x.shape[0] % parts:
             return x @ w
     b, s, inputs = x.shape
@@ -139,7 +126,7 @@ class RopeScaling:
 
 def rotary_tables(
     positions: np.ndarray, d: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Array, Array]:
     """Cosines and sines of shape ``(s, d)`` for :func:`rotate` (Su et al., 2021), in float32.
 
     Pairs are the elements ``i`` and ``i + d/2``, the order of Hugging Face's Llama.
@@ -150,7 +137,7 @@ def rotary_tables(
     angles = np.outer(positions.astype(np.float64), speeds if scaling is None else scaling(speeds))
     angles = np.concatenate([angles, angles], axis=1)
     sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
-    return np.cos(angles).astype(np.float32), (np.sin(angles) * sign).astype(np.float32)
+    return asarray(np.cos(angles).astype(np.float32)), asarray((np.sin(angles) * sign).astype(np.float32))
 
 
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:

@@ -116,19 +116,10 @@ def choose(probabilities: Array, config: Config) -> tuple[list[Array], list[Arra
 
 
 def route(probabilities: Array, config: Config) -> tuple[Array, Array, Array]:
-    """The routing of tokens to the places of experts, with a capacity.
+    """The routing of tokens to the places of experts, with a capacity: ``(dispatch, combine, first)``.
 
-    Parameters
-    ----------
-    probabilities
-        Of the router, ``(batch, s, experts)``.
-
-    Returns
-    -------
-    dispatch, combine, first
-        ``dispatch`` is 1 and ``combine`` the token's weight where a token has a place: ``(batch, s, experts, capacity)``.
-        ``first`` marks each token's first choice, ``(batch, s, experts)``. All first choices are seated before the second
-        ones, each in the order of the sequence.
+    ``dispatch`` is 1 and ``combine`` the token's weight where a token has a place: ``(batch, s, experts, capacity)``. ``first`` marks
+    each token's first choice, ``(batch, s, experts)``. All first choices are seated before the second ones, in the order of the sequence.
     """
     places = arange(config.capacity(probabilities.shape[1]), dtype=np.int64)
     choices, gates = choose(probabilities, config)

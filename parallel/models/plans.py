@@ -21,6 +21,7 @@ A part whose axis the mesh lacks does nothing, so that one plan serves a laptop 
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,10 +135,7 @@ class Plan:
     def rows(self, mesh: Mesh) -> int:
         """Over how many ranks the samples of a batch are split."""
         axes = {AXES[p] for p in self.parts} & set(BATCH_AXES)
-        n = 1
-        for a, size in mesh.describe().items():
-            n *= size if a in axes else 1
-        return n
+        return math.prod(size for a, size in mesh.describe().items() if a in axes)
 
     def constrain(self, x: Array, name: str) -> Array:
         """The activation ``name`` moved to where the plan wants it; ``x`` itself off a mesh or where no part names it."""

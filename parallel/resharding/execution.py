@@ -16,13 +16,15 @@ from ..sharding.placement import REDUCERS
 from .schedule import Combined, Joining, MoveRounds, Source
 
 Blocks = Mapping[int, np.ndarray]
+MOST_ROUNDS = 64
+"""More than any reshard has: there and back through a tree over the largest mesh take 41."""
 
 
 def carry_out(running: Sequence[Any], exchange: Callable[[int, Messages, Messages], None]) -> None:
-    """Carry out the reshards of one round together. ``exchange`` gets 0 the first time and then 1, and the messages."""
+    """Carry out some reshards together. ``exchange`` gets the number of the round, below :data:`MOST_ROUNDS`, and its messages."""
     for i, (sends, receives) in enumerate(together([r.rounds() for r in running])):
         if sends or receives:
-            exchange(min(i, 1), sends, receives)
+            exchange(i, sends, receives)
 
 
 def together(going: Sequence[Iterator[tuple[Messages, Messages]]]) -> Iterator[tuple[Messages, Messages]]:

@@ -342,15 +342,9 @@ def plan_reshard(
 ) -> Reshard:
     """The plan from one layout to another, for an array of ``shape`` on a mesh of lengths ``sizes``.
 
-    With ``boxes_wanted`` each rank gets that part of the array instead of its block in ``target``.
+    With ``boxes_wanted`` each rank gets that part of the array instead of its block in ``target``. Raises :class:`ReshardError` when a
+    pending reduction would have to become another one.
 
-    Raises
-    ------
-    ReshardError
-        When a pending reduction would have to become another one.
-
-    Examples
-    --------
     An all-reduce over 4,096 ranks is planned for the one rank that asks:
 
     >>> plan = plan_reshard((6,), (4096,), Layout((), ((0, "sum"),)), Layout())

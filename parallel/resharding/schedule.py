@@ -153,11 +153,11 @@ def _hosted(homes: tuple[int, ...]) -> dict[int, list[int]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _Process]:
-    """A process, its partners, and their partners."""
+def _concerned(plan: Plan, homes: tuple[int, ...], process: int) -> tuple[int, ...]:
+    """A process, its partners, and their partners, by their first ranks; a process alone where nothing moves."""
     # All processes concerned must choose alike, so partners of partners count, too.
     ranks, looked_at, found, left = _hosted(homes), set[int](), {process}, [process]
-    while left:
+    while left and plan.elements_moved:
         for r in ranks[left.pop()]:
             if r not in looked_at:  # partners have the same partners
                 partners = plan.partners(r)
@@ -165,7 +165,13 @@ def _processes(plan: Plan, homes: tuple[int, ...], process: int) -> dict[int, _P
                 new = {homes[q] for q in partners} - found
                 found |= new
                 left += new
-    return {h: _Process(plan, ranks[h]) for h in sorted(found, key=lambda h: ranks[h][0])}
+    return tuple(sorted(found, key=lambda h: ranks[h][0]))
+
+
+@functools.lru_cache(maxsize=8)
+def _processes(plan: Plan, homes: tuple[int, ...], concerned: tuple[int, ...]) -> dict[int, _Process]:
+    """The processes concerned, which is one cached table for all of them."""
+    return {h: _Process(plan, _hosted(homes)[h]) for h in concerned}
 
 
 def plan_rounds(
@@ -179,17 +185,15 @@ def plan_rounds(
 def _plan_rounds(
     plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int, costs: Costs
 ) -> MoveRounds:
-    if plan.elements_moved:
-        processes = _processes(plan, homes, process)
-    else:  # no other process takes part
-        processes = {process: _Process(plan, [r for r, h in enumerate(homes) if h == process])}
+    concerned = _concerned(plan, homes, process)
+    processes = _processes(plan, homes, concerned)
     me = processes[process]
     blocks: list[Block] = []
     joins: list[Joining] = []
     gathers: list[tuple[int, Gathering]] = []
     deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
-    relayed = plan.elements_moved > 0 and _relayed(plan, homes, process, dtype.itemsize, hosts, costs) is not None
-    shared = _shared(plan, homes, process, dtype, hosts, costs, relayed)
+    relayed = plan.elements_moved > 0 and _relayed(plan, homes, concerned, dtype.itemsize, hosts, costs) is not None
+    shared = _shared(plan, homes, concerned, dtype, hosts, costs, relayed)
     for ranks in me.makes.values():
         first = ranks[0]
         if shared.tree(first) is not None:
@@ -232,9 +236,10 @@ def described(plan: Plan, dtype: np.dtype) -> str:
     first = next(filter(plan.takes_part, homes), None)
     if first is None:
         return ""
-    seconds, name = _relayed(plan, homes, first, dtype.itemsize, 1, COSTS), "relayed"
+    concerned = _concerned(plan, homes, first)
+    seconds, name = _relayed(plan, homes, concerned, dtype.itemsize, 1, COSTS), "relayed"
     if seconds is None:
-        shared = _shared(plan, homes, first, dtype, 1, COSTS, False)
+        shared = _shared(plan, homes, concerned, dtype, 1, COSTS, False)
         if shared.tree(first) is None and shared.spans(first) is None:
             return ""
         name, seconds = shared.chosen[plan.group(first)]
@@ -280,10 +285,12 @@ def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int
 
 
 @functools.lru_cache(maxsize=512)
-def _relayed(plan: Plan, homes: tuple[int, ...], process: int, itemsize: int, hosts: int, costs: Costs) -> float | None:
+def _relayed(
+    plan: Plan, homes: tuple[int, ...], concerned: tuple[int, ...], itemsize: int, hosts: int, costs: Costs
+) -> float | None:
     """Expected seconds of the relayed algorithm, if it is the fastest; estimated from the first process and a
     source."""
-    processes = _processes(plan, homes, process)
+    processes = _processes(plan, homes, concerned)
     if plan.reduce is not None or len(processes) <= 2 or (len(processes) <= 8 and costs.only is None):
         return None
 
@@ -307,10 +314,16 @@ def _relayed(plan: Plan, homes: tuple[int, ...], process: int, itemsize: int, ho
 
 @functools.lru_cache(maxsize=8)
 def _shared(
-    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, hosts: int, costs: Costs, relayed: bool
+    plan: Plan,
+    homes: tuple[int, ...],
+    concerned: tuple[int, ...],
+    dtype: np.dtype,
+    hosts: int,
+    costs: Costs,
+    relayed: bool,
 ) -> _Shared:
     alone = relayed or not plan.elements_moved
-    return _Shared(plan, {} if alone else _processes(plan, homes, process), homes, dtype, hosts, costs)
+    return _Shared(plan, {} if alone else _processes(plan, homes, concerned), homes, dtype, hosts, costs)
 
 
 class _Shared:

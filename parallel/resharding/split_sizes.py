@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...arrays.core.blocks import ceil_blocks
-
 
 class PartSizes(NamedTuple):
     """Row ``i`` of the matrix, ``rows[of[i]]``, has the lengths that rank ``i`` of a group sends to each.
@@ -15,7 +13,7 @@ class PartSizes(NamedTuple):
 
     Examples
     --------
-    >>> sizes = PartSizes.cut([5, 5, 4], 3)
+    >>> sizes = PartSizes.matrix([(2, 2, 1), (2, 2, 1), (2, 2, 0)])
     >>> sizes
     PartSizes(rows=((2, 2, 1), (2, 2, 0)), of=(0, 0, 1))
     >>> sizes.row(2), sizes.column(2)
@@ -26,13 +24,6 @@ class PartSizes(NamedTuple):
 
     rows: tuple[tuple[int, ...], ...]
     of: tuple[int, ...]
-
-    @classmethod
-    def cut(cls, lengths: Sequence[int], parts: int) -> PartSizes:
-        """The sizes where rank ``i`` cuts a dimension of ``lengths[i]`` in ``parts`` by the ceil rule."""
-        number = {n: k for k, n in enumerate(dict.fromkeys(lengths))}
-        rows = tuple(tuple(k for _, k in ceil_blocks(n, parts)) for n in number)
-        return cls(rows, tuple(number[n] for n in lengths))._shortest()
 
     @classmethod
     def matrix(cls, rows: Sequence[tuple[int, ...]]) -> PartSizes:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import numpy as np
+from typing import Any, ClassVar
 
 from ...arrays.core.op import Op
 from ...arrays.core.shape_rules import same
@@ -23,7 +20,7 @@ RESHARD = Op("reshard", ("x",), _one_place, same)
 defvjp(RESHARD, x=lambda xp, g: g)
 
 
-RANK_OPS: dict[str, RankOp] = {}
+RANK_OPS: dict[str, Op] = {}
 
 
 def rank_op_named(name: str) -> Op:
@@ -35,17 +32,7 @@ class RankOp(Op):
     """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
 
     __slots__ = ()
-
-    def __init__(
-        self, name: str, operands: tuple[str, ...], impl: Callable[..., Any], infer: Callable[..., Any]
-    ) -> None:
-        self.name, self.operands, self.impl, self.infer, self.nout = name, operands, impl, infer, 1
-        self.nondifferentiable = self.replicate_only = self.decompose = None
-        self.overrides: Mapping[str, Any] = {}
-        self._bound: dict[str, Any] = {}
-        self.numpy = self.bind(np)
-        self.takes_out = False
-        RANK_OPS[name] = self
+    table: ClassVar[dict[str, Op]] = RANK_OPS
 
     def __reduce__(self) -> Any:
         return rank_op_named, (self.name,)

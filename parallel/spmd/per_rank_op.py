@@ -274,8 +274,8 @@ class ShardMapOp(ops.RankOp):
     __slots__ = ()
 
     def __init__(self, nout: int) -> None:
-        super().__init__(f"shard_map:{nout}", ("*xs",), ops._together, _infer)
-        self.name, self.nout = "shard_map", nout
+        super().__init__(f"shard_map:{nout}", ("*xs",), ops._together, _infer, nout=nout)
+        self.name = "shard_map"
 
 
 @functools.cache

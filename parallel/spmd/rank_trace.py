@@ -8,6 +8,7 @@ ranks meets one that varies, the tracer inserts a ``vary``, which costs nothing 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,11 +44,9 @@ class Outside:
     def watches(self, x: Array) -> bool:
         return self.recorder.watches(x)
 
-    def record(
-        self, op: Op, args: tuple[Any, ...], outs: tuple[Array, ...], params: Any, origin: Any, site: Any
-    ) -> None:
+    def record(self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], *rest: Any) -> None:
         if not any(isinstance(o._buf, RankTracer) for o in outs):
-            self.recorder.record(op, args, outs, params, origin, site)
+            self.recorder.record(op, args, bufs, outs, *rest)
 
 
 class _Notes:
@@ -84,10 +83,7 @@ class RankTrace:
     # ----- the grid ---------------------------------------------------------------------------------------------------
 
     def group_size(self, axes: tuple[int, ...]) -> int:
-        n = 1
-        for a in axes:
-            n *= self.mesh.sizes[a]
-        return n
+        return math.prod(self.mesh.sizes[a] for a in axes)
 
     def index(self, axes: tuple[int, ...]) -> Array:
         """This rank's place along the axes, as a value of the program."""

@@ -10,6 +10,7 @@ lengths in either case: if too few workers are left for them, workers take more 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,21 +67,9 @@ class Elastic:
             raise TrainingError(f"numbers of {self} cannot be negative, and a run needs a worker")
 
     def axes(self, first: dict[str, int], per_worker: int, workers: int, fits: Callable[[int], bool]) -> dict[str, int]:
-        """Axes of the next mesh.
+        """Axes of the next mesh, from the ``first`` ones and the ranks of a worker then. ``fits`` says whether the batch divides over so
+        many data ranks.
 
-        Parameters
-        ----------
-        first
-            The axes that the run began with.
-        per_worker
-            Ranks of a worker then.
-        workers
-            How many there are now.
-        fits
-            Whether the batch divides over so many data ranks.
-
-        Examples
-        --------
         >>> Elastic().axes({"data": 4, "model": 2}, 1, 6, lambda n: 12 % n == 0)
         {'data': 3, 'model': 2}
         >>> Elastic(on_loss="keep").axes({"data": 4, "model": 2}, 1, 6, lambda n: True)
@@ -89,9 +78,7 @@ class Elastic:
         data = AXES["dp"]
         if self.on_loss == "keep" or data not in first:
             return dict(first)
-        others = 1
-        for name, n in first.items():
-            others *= 1 if name == data else n
+        others = math.prod(n for name, n in first.items() if name != data)
         room = max(1, workers * per_worker // others)
         most = first[data] if self.most is None else max(self.most, first[data])
         return {**first, data: next(n for n in range(min(most, room), 0, -1) if fits(n) or n == 1)}

@@ -139,14 +139,15 @@ def pipeline(
     def with_gradients(*args: Any) -> Any:
         params, shared, x, y = trees.tree_map(stop_gradient, args)
         held = placed(params, shared)
-        one = Run(pipe, held, cut(y, pipe.parts[last]), None, None, None, cut(x, pipe.parts[0]))
+        given = cut(x, pipe.parts[0])
+        one = Run(pipe, held, cut(y, pipe.parts[last]), None, None, None, given)
         one.seen = (last,)
         one.all(plan)
         pipe.peak = tuple(one.peak)
         g_last, g_shared = _filled(one.grads[last], held[last])
         grads = [*(_filled(g, p) for g, p in zip(one.grads[:last], held[:last], strict=True)), g_last]
         g_params = trees.tree_map(lambda p, *gs: _stacked(gs, starts, front, p, mesh, axis), params, *grads)
-        g_x = [_filled(one.arriving[-1, j], given) for j, given in enumerate(cut(x, pipe.parts[0]))]
+        g_x = [_filled(one.arriving[-1, j], micro) for j, micro in enumerate(given)]
         g_x = whole(trees.tree_map(lambda *parts: concat(parts), *g_x), **rows)
         g_shared = trees.tree_map(lambda g: distribute(g, mesh), g_shared)
         return whole(one.sums["loss"]) / plan.micros, (g_params, g_shared, g_x)

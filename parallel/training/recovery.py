@@ -167,7 +167,7 @@ class Recovery:
         there = [] if client is None else alive(client)
         while self.snapshots:
             progress, copy = self.snapshots[-1]
-            if progress.step >= saved and copy.available(there):
+            if progress.step >= saved and copy.wait(SNAPSHOT_LIMIT) and copy.available(there):
                 try:
                     t.session.restore(copy)
                     if not t.session.finite():

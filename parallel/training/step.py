@@ -51,25 +51,7 @@ divided by the weight too."""
 
 @dataclass(frozen=True)
 class Recipe:
-    """The configuration of a step, which is the same for all steps.
-
-    Attributes
-    ----------
-    loss, optimizer
-        As ``mt.Trainer`` takes them.
-    plan
-        The shardings of parameters and batches.
-    zero
-        ZeRO stage, 0 to 3.
-    clip
-        Largest global norm of the gradients, or None.
-    ema
-        Average of the parameters, or None.
-    trainable
-        Whether the parameter at a path is trained; all are by default.
-    on_nonfinite
-        See :mod:`.nonfinite`.
-    """
+    """The configuration of a step, which is the same for all steps: options of ``mt.Trainer`` under their names."""
 
     loss: Loss
     optimizer: Optimizer

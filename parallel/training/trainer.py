@@ -232,7 +232,7 @@ class Trainer(RunCheckpoints):
 
     @property
     def state(self) -> Any:
-        """The whole training state: a tree of arrays."""
+        """The whole training state, a tree of arrays."""
         return self.session.state
 
     @property

@@ -13,7 +13,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from ..execution.runtime import Turns
 from ..mesh.api import reshard
 from ..mesh.mesh import Mesh
 from ..mesh.sharded_array import ShardedBuffer, handles_of, sharded_array
-from ..partition.partition import partition
-from ..sharding.placement import REPLICATED, Layout
+from ..sharding.placement import Layout
 
 _TREES = (Array, np.ndarray, dict, tuple)
 SEGMENT_BYTES = 64 << 20
@@ -221,14 +220,6 @@ def _constant(xs: Sequence[Any]) -> Any:
     return xs[0]
 
 
-class _Loaded(NamedTuple):
-    """A step on a mesh: the function that runs it, and the layouts and avals of its results."""
-
-    run: Callable[..., list[Any]]
-    outs: list[tuple[Layout, ShapeDtype]]
-    constants: list[ShardedBuffer]
-
-
 class _Turn:
     """A step that gives its state back as it took it, compiled, and loaded on meshes."""
 
@@ -244,7 +235,7 @@ class _Turn:
         turn.__name__ = name if name.isidentifier() else "scan"
         self.compiled: Compiled = compile(turn)
         self._name = turn.__name__
-        self._loaded: weakref.WeakKeyDictionary[Any, dict[Mesh, _Loaded]] = weakref.WeakKeyDictionary()
+        self._loaded: weakref.WeakKeyDictionary[Any, dict[Mesh, Any]] = weakref.WeakKeyDictionary()
 
     def run(self, mesh: Mesh, state: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
         """Several turns in one run."""
@@ -252,32 +243,22 @@ class _Turn:
         leaves, treedef = trees.flatten(((state, batch[0]), {}))
         arrays = [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
         ready = self.compiled._ready(leaves, arrays, treedef)
-        loaded = self._loaded.setdefault(ready, {}).get(mesh)
-        if loaded is None:
-            loaded = self._loaded[ready][mesh] = self._load(mesh, ready.program, arrays)
+        on = self._loaded.setdefault(ready, {})
+        if mesh not in on:
+            shardings = [a.sharding for a in arrays if isinstance(a, Array)]
+            on[mesh] = mesh.loaded(ready.program, shardings, self._name)
+        load, results, constants = on[mesh]
         each = [handles_of([mesh._buffer(a._buf, "data of a turn") for a in map(asarray, _arrays(x))]) for x in batch]
         turns = Turns(len(batch), len(carried), each)
-        handles = loaded.run(handles_of([a._buf for a in carried] + loaded.constants), turns)
+        handles = load(handles_of([a._buf for a in carried] + constants), turns)
         made = []
-        for i, ((layout, aval), h) in enumerate(zip(loaded.outs, handles, strict=True)):
+        for i, ((layout, aval), h) in enumerate(zip(results, handles, strict=True)):
             if i >= len(carried):
                 aval = ShapeDtype((len(batch), *aval.shape), aval.dtype)
                 layout = Layout(tuple((d + 1, axes) for d, axes in layout.shards))
             made.append(sharded_array(mesh, layout, aval, h))
         state, out = ready.rebuilt(made)
         return state, trees.tree_map(lambda x: x if isinstance(x, Array) else _stacked([x] * len(batch)), out)
-
-    def _load(self, mesh: Mesh, program: Any, arrays: Sequence[Any]) -> _Loaded:
-        inputs = [a for a in arrays if isinstance(a, Array)]
-        layouts = {
-            v: a.sharding.layout if a.sharding is not None else REPLICATED
-            for v, a in zip(program.inputs, inputs, strict=True)
-        }
-        constants = [mesh._buffer(c, "a constant of the step") for c in program.constants.values()]
-        layouts.update({v: b.layout for v, b in zip(program.constants, constants, strict=True)})
-        rank_program = partition(program, layouts, mesh.sizes, name=self._name)
-        outs = [(rank_program.layouts[v], rank_program.avals[v]) for v in rank_program.outputs]
-        return _Loaded(mesh.runtime.load(rank_program, mesh.names), outs, constants)
 
 
 def _arrays(tree: Any) -> list[Any]:

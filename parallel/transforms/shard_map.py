@@ -37,7 +37,7 @@ class _Derived:
     def watches(self, x: Array) -> bool:
         return False
 
-    def record(self, op: Op, args: tuple[Any, ...], outs: tuple[Array, ...], *rest: Any) -> None:
+    def record(self, op: Op, args: tuple[Any, ...], bufs: Any, outs: tuple[Array, ...], *rest: Any) -> None:
         if any(isinstance(o._buf, RankTracer) for o in outs):
             return
         if any(id(a) in self.known for a in args):
@@ -73,7 +73,7 @@ class ShardMapped(Wrapper):
         densify(arrays)
         keys = tuple((x.shape, x.dtype) if isinstance(x, Array) else leaf_key(x) for x in leaves)
         reads = self._outside.look(read_too(leaves, treedef))
-        key = (treedef, keys, reads.key, state.now.device)
+        key = (treedef, keys, reads.key, state.device)
         found = self._cache.get(key)
         if found is None:
             chance = Chance(reads, leaves)

@@ -45,27 +45,12 @@ class Transport(Protocol):
         """The exchanges that follow belong to this turn of a loop within the run."""
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
-        """Send batches to processes, and fill sinks with the batches of processes.
+        """Send batches (or single arrays) to processes, and fill sinks (or arrays) with theirs, in equal order.
 
-        Parameters
-        ----------
-        step
-            Number of the exchange within the program, the same in all processes, which detects processes at another
-            step.
-        what
-            The purpose in the user's words: ``all_reduce(data) of mean``.
-        sends, receives
-            Batches (or single arrays) for each process, and sinks (or arrays to fill) for those of each, in equal
-            order. A process that is named here must name this one, with batches of the same shapes.
-
-        Raises
-        ------
-        RankLost
-            A process left, or stopped with a reason.
-        CollectiveMismatch
-            A process is at another step of its program, or sends another size.
-        CollectiveTimeout
-            The exchange is not done in time; names the missing processes.
+        A process that is named here must name this one, with batches of the same shapes. ``step`` is the number of the exchange within
+        the program, the same in all processes; ``what`` its purpose in the user's words (``all_reduce(data) of mean``). Raises
+        :class:`RankLost` where a process left or stopped, :class:`CollectiveMismatch` where it is at another step or sends another
+        size, :class:`CollectiveTimeout`, which names the missing processes, where the exchange is not done in time.
         """
 
     def abort(self, reason: str) -> None:
@@ -119,7 +104,10 @@ class Group:
         """Make the missing links to these processes, each of which does the same. Raises as :meth:`exchange`."""
         missing = [p for p in processes if p not in self.links]
         if missing:
-            found = self._connect(missing, self._timeout)
+            try:
+                found = self._connect(missing, self._timeout)
+            except (RankLost, CollectiveTimeout) as e:
+                raise type(e)(f"{self._what} ({self._place}): {e}" if self._what else str(e)) from e
             self.links.update(found)
             self._by_fd.update((link.stream.fileno(), link) for link in found.values())
             self._apart = self._apart and all(link.apart for link in found.values())

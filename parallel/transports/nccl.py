@@ -35,25 +35,11 @@ def nccl() -> Any:
 
 
 class NcclGroup:
-    """A ``Transport`` for arrays of one GPU a process.
+    """A ``Transport`` for arrays of one GPU a process. It shares epoch, sequence and fate with ``host``, the connections of the same
+    processes.
 
-    Parameters
-    ----------
-    host
-        The connections of the same processes; the two share epoch, sequence and fate.
-    process, count
-        Number of this process, and of all.
-    timeout
-        Seconds in which all have to arrive when the communicator is made.
-    ended
-        Called while the device works: whether another process has failed, so that nothing will come any more.
-
-    Raises
-    ------
-    BackendError
-        Without CuPy or NCCL.
-    CollectiveTimeout
-        Where not all processes came.
+    All have to arrive within ``timeout`` seconds when the communicator is made, else a :class:`CollectiveTimeout` is raised. ``ended``
+    is called while the device works: whether another process has failed, so that nothing will come any more.
     """
 
     def __init__(

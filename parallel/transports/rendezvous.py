@@ -58,14 +58,8 @@ def _proof(secret: bytes, role: bytes, nonce: bytes, hello: bytes) -> bytes:
 class DataPlane:
     """One process's end of all its connections. Made by :func:`meshtape.parallel.dask.worker.open_plane` on each worker.
 
-    Parameters
-    ----------
-    host
-        Where to listen; None: nowhere, connections come in by :meth:`greet`.
-    tls
-        Contexts for accepting and for connecting, where connections are encrypted.
-    worker
-        The Dask worker, for connections through ``distributed``.
+    Without a ``host`` it listens nowhere: connections come in by :meth:`greet`, through ``distributed``'s ``worker``. ``tls`` has the
+    contexts for accepting and for connecting.
     """
 
     def __init__(

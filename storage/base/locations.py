@@ -1,7 +1,5 @@
 """Locations as texts: an absolute path, or a URL of an object store."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os

@@ -7,8 +7,6 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 ['layers.0.w', 'a%2Fb', '%7Aarr.json', '%']
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import hashlib
@@ -16,6 +14,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ...arrays.core.errors import CheckpointKeyError, CorruptCheckpoint
@@ -73,6 +72,12 @@ def leaf_name(path: Sequence[str | int]) -> str:
         return ".".join(path)  # type: ignore[arg-type]
     except TypeError:  # of lists and tuples keys are numbers
         return ".".join(map(str, path))
+
+
+def fits(name: str, patterns: str | Iterable[str]) -> bool:
+    """Whether a name is one of these, or matches one as a pattern with ``*``."""
+    each = [patterns] if isinstance(patterns, str) else patterns
+    return any(name == p or fnmatchcase(name, p) for p in each)
 
 
 def check_distinct(paths: Iterable[Sequence[str | int]]) -> None:

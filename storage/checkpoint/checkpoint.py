@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import ArrayIndexError, CheckpointDTypeError, CheckpointKeyError, IncompleteCheckpoint
 from ...arrays.core.formatting import DRAWINGS, count, human_bytes
 from ...arrays.core.tree import Path
-from ..base.names import leaf_name
+from ..base.names import fits, leaf_name
 from ..base.page import Page
 from ..format import manifest
 from ..format.compression import Zstd, compression_of
@@ -180,7 +179,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         """Raise `CheckpointDTypeError` where one of these names or patterns matches an array that cannot be read."""
         for name in wanted:
             for n, why in self.skipped.items():
-                if n == name or fnmatchcase(n, name):
+                if fits(n, name):
                     raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
 
     def __contains__(self, name: object) -> bool:
@@ -201,6 +200,11 @@ class Checkpoint(Mapping[str, StoredArray]):
     def compression(self) -> Zstd | None:
         """How the chunks are compressed; 0-d arrays never are."""
         return next((c for a in self.arrays.values() if (c := compression_of(a.tensor)) is not None), None)
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The leaves of the tree that are not arrays, by name."""
+        return {leaf_name(p): v for p, v in manifest.scalar_leaves(self.structure)}
 
     def tree(self) -> Any:
         """The tree as it was saved, with a `StoredArray` for each array."""

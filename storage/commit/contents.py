@@ -4,8 +4,6 @@
 one has the same name. Any other file is a stranger: the whole place is then refused.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os

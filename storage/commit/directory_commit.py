@@ -22,8 +22,6 @@ A replacement deletes only the checkpoint's own files (see ``contents``). Docume
 generation before step 4.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

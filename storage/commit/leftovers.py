@@ -1,7 +1,5 @@
 """Leftovers of killed writers: `leftovers` lists them with the reason to call their owner dead, `gc` deletes them."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

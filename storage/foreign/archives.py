@@ -28,17 +28,7 @@ from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of
 from ..stores import store
 from ..stores.contract import Reader
-from .dcp import (
-    Chunk,
-    DcpTensor,
-    Place,
-    archive_of,
-    check_strides,
-    damage,
-    described,
-    described_tensor,
-    entry_start,
-)
+from .dcp import Chunk, DcpTensor, Place, archive_of, check_strides, damage, described, described_tensor, entry_start
 from .torch_pickle import Made, Named
 
 SINGLE = "arr_0"  # the name that NumPy gives an array without one

@@ -32,7 +32,7 @@ from ..format.manifest import decode_json, encode_json
 from ..format.tensor_sums import BATCH
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, opened
-from ..readers.tensor import bytes_of
+from ..readers.tensor import bytes_of, read_into, rows_of
 from ..stores import store
 from ..stores.contract import Reader
 from ..stores.generations import NONE, Generation
@@ -87,7 +87,7 @@ class DcpTensor:
 
     @property
     def chunk(self) -> tuple[int, ...]:
-        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+        return rows_of(self.shape)
 
     def only(self, box: Box) -> DcpTensor:
         return replace(self, chunks=tuple(c for c, _ in self._meeting(box)))
@@ -129,11 +129,11 @@ class DcpTensor:
         part = Box(tuple(local.offset[d] for d in order), tuple(local.shape[d] for d in order))
         out = out.transpose(order)
         if not dense or not self.summed or common != chunk.box or place.stored != (start, out.nbytes):
-            total = sum(job() for job in raw.jobs(part, out))
+            total = read_into(raw, part, out)[1]
             place.turn(out)
             return total
         held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
-        total = sum(job() for job in raw.jobs(part, held))
+        total = read_into(raw, part, held)[1]
         if zlib.crc32(bytes_of(held), place.seed) != place.crc32:
             raise self._damaged(path, chunk)
         if held is not out:

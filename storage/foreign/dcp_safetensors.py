@@ -23,6 +23,7 @@ from ..readers import safetensors
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job
 from ..readers.safetensors import DCP_INFO as INFO
+from ..readers.tensor import rows_of
 from ..stores import store
 from ..stores.generations import Generation
 
@@ -56,7 +57,7 @@ class TiledTensor:
 
     @property
     def chunk(self) -> tuple[int, ...]:
-        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+        return rows_of(self.shape)
 
     def _meeting(self, box: Box) -> Iterator[tuple[Box, RawTensor, Box]]:
         for place, tensor in self.parts:

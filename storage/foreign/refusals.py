@@ -29,12 +29,7 @@ _KINDS = {
     ".npy": "is a NumPy array: open that file itself",
     ".onnx": "is an ONNX model, whose initializers have no format of their own",
 }
-_STARTS = (
-    (b"GGUF", ".gguf"),
-    (b"\x89HDF", ".h5"),
-    (b"\x80\x02", ".pt"),
-    (b"\x80\x04", ".pt"),
-)
+_STARTS = ((b"GGUF", ".gguf"), (b"\x89HDF", ".h5"), (b"\x80\x02", ".pt"), (b"\x80\x04", ".pt"))
 _LFS = b"version https://git-lfs"
 
 

@@ -14,42 +14,21 @@ from typing import Any
 
 from ...arrays.core.errors import CorruptCheckpoint
 
-_DCP = "torch.distributed.checkpoint"
-KNOWN = frozenset(
-    [
-        f"{_DCP}.metadata.Metadata",
-        f"{_DCP}.metadata.TensorStorageMetadata",
-        f"{_DCP}.metadata.BytesStorageMetadata",
-        f"{_DCP}.metadata.TensorProperties",
-        f"{_DCP}.metadata.ChunkStorageMetadata",
-        f"{_DCP}.metadata.MetadataIndex",
-        f"{_DCP}.metadata.StorageMeta",
-        f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
-        f"{_DCP}.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
-        "torch.Size",
-        "torch._utils._rebuild_tensor_v2",
-        "torch._utils._rebuild_tensor_v3",
-        "torch._utils._rebuild_parameter",
-        "torch.storage.UntypedStorage",
-        "collections.OrderedDict",
-        "pathlib.PosixPath",
-        "pathlib.PurePosixPath",
-        "pathlib._local.PosixPath",
-        *(
-            f"torch.{t}Storage"
-            for t in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-        ),
-        "torch.ComplexFloatStorage",
-        "torch.ComplexDoubleStorage",
-        *(f"torch.{d}" for d in ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool")),
-        *(f"torch.{d}" for d in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64")),
-        *(
-            f"torch.{d}"
-            for d in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-        ),
-    ]
-)
+_NAMES = {
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata "
+    "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter",
+    "torch.storage": "UntypedStorage",
+    "torch": "Size FloatStorage DoubleStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage CharStorage ByteStorage "
+    "BoolStorage ComplexFloatStorage ComplexDoubleStorage float64 float32 float16 bfloat16 complex64 complex128 bool int64 int32 int16 "
+    "int8 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath PurePosixPath",
+    "pathlib._local": "PosixPath",
+}
+KNOWN = frozenset(f"{module}.{name}" for module, names in _NAMES.items() for name in names.split())
 MAX_NBYTES = 1 << 30
 _MAX_DEPTH = 500
 
@@ -87,24 +66,11 @@ class Persistent:
 
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_ARGUMENT = frozenset(
-    [
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "INT",
-        "LONG",
-        "FLOAT",
-        "BINFLOAT",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "SHORT_BINBYTES",
-        "BINBYTES",
-        "BINBYTES8",
-    ]
+_WITH_ARGUMENT = (
+    "BININT BININT1 BININT2 LONG1 INT LONG FLOAT BINFLOAT SHORT_BINUNICODE "
+    "BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8"
 )
+_ARGUMENT = frozenset(_WITH_ARGUMENT.split())
 
 
 def _named(name: str, lenient: bool) -> Named:

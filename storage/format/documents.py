@@ -238,8 +238,5 @@ def beside(root: str, exported: Mapping[str, str] | None = None, index: str = ""
     likely = filter(is_kept, files)
     found = {n: size for n in likely if (size := store.size(n)) is not None}
     return Documents(
-        root,
-        {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES},
-        exported,
-        index,
+        root, {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES}, exported, index
     )

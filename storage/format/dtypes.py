@@ -130,8 +130,8 @@ def short_name(dtype: np.dtype) -> str:
 
 
 @lru_cache(maxsize=256)
-def _row_of(dtype: np.dtype) -> Row | None:
-    return _BY_NAME.get(np.dtype(dtype).name)
+def _row_of(dtype: Any) -> Row | None:
+    return _BY_NAME.get(name_of(dtype))
 
 
 def of_reader(dtype: Any, where: str) -> np.dtype:

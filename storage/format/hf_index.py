@@ -1,7 +1,5 @@
 """The index of a Hugging Face directory: which file holds each tensor."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ pass for a true one.
 A manifest is read as hostile text: every type, range and file name is checked before it is used.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import json
@@ -32,22 +30,13 @@ from . import dtypes
 from .chunk_grid import Grid
 from .chunk_sums import Section, has_section
 from .compression import of_plain
-from .migrations import Migrations
+from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 
 FORMAT = "meshtape"
-VERSION = 2  # 1: without packs, and still written where there are none, so that older readers read it
-
-MIGRATIONS = Migrations(VERSION)
-
-
-@MIGRATIONS.step(1)
-def _packs(document: dict[str, Any]) -> dict[str, Any]:
-    """Version 2 adds only optional members."""
-    return document
-
-
-MIGRATIONS.check()
+# Version 1 has no packs, and is still written where there are none, so that older readers read it. Version 2 adds optional members.
+MIGRATIONS: list[Step] = [lambda document: document]
+VERSION = len(MIGRATIONS) + 1
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
@@ -337,7 +326,7 @@ def _loads(data: bytes, source: str) -> Manifest:
     version = top.get("version")
     if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
         raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
-    return _build(MIGRATIONS.run(top, source, keep=False), source)
+    return _build(upgraded(top, MIGRATIONS, source, CorruptCheckpoint), source)
 
 
 def _build(top: dict[str, Any], source: str) -> Manifest:

@@ -9,17 +9,32 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box, ceil_blocks
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, ReshardError
+from ..base.names import fits
 
+T = TypeVar("T", bound=Any)
 _SHARD = re.compile(r"\AShard\((-?\d+)\)\Z")
+
+
+def by_mesh(held: Iterable[T]) -> list[tuple[Any, list[T]]]:
+    """(mesh, those of it) of things with a ``sharding``; those of no mesh are left out."""
+    groups: list[tuple[Any, list[T]]] = []
+    for x in held:
+        if x.sharding is None:
+            continue
+        mesh = x.sharding.mesh
+        group = next((g for m, g in groups if m is mesh or m == mesh), None)
+        if group is None:
+            groups.append((mesh, group := []))
+        group.append(x)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ class Choice:
         elif self.given is None:
             return None, whole, None
         else:
-            pattern = next((p for p in self.given if p == name or fnmatchcase(name, p)), None)
+            pattern = next((p for p in self.given if fits(name, p)), None)
             placements = None if pattern is None else self.given[pattern]
             self.used |= {pattern} if pattern is not None else set()
         if placements is None:
@@ -138,6 +153,6 @@ class Choice:
         """Raise where a pattern matched no array: a misspelt one must not leave everything in one block."""
         if isinstance(self.given, Mapping):
             # A later pattern may be covered by earlier ones; only one that fits nothing at all is a mistake.
-            lost = [p for p in self.given if p not in self.used and not any(fnmatchcase(n, p) for n in known)]
+            lost = [p for p in self.given if p not in self.used and not any(fits(n, p) for n in known)]
             if lost:
                 raise CheckpointKeyError(f"shardings: nothing matches {lost}; the arrays are {', '.join(known[:12])}")

@@ -24,6 +24,7 @@ from ..base.collector import no_collections
 from ..base.names import leaf_name
 from ..base.scratch import room
 from ..checkpoint.checkpoint import fill, unread
+from ..format.sharding_spec import by_mesh
 from ..readers.reading import run
 from ..readers.tensor import StoredTensor
 from ..rules.casting import CastLoss, Tally, tracked
@@ -148,20 +149,6 @@ def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool
         for (name, _), loss in seen.items():
             losses.add(names[name], loss)
     return dict(zip(targets, made, strict=True))
-
-
-def _by_mesh(targets: Mapping[str, Target]) -> list[dict[str, Target]]:
-    groups: list[tuple[Any, dict[str, Target]]] = []
-    for path, t in targets.items():
-        if t.sharding is None:
-            continue
-        mesh = t.sharding.mesh
-        group = next((g for m, g in groups if m is mesh or m == mesh), None)
-        if group is None:
-            group = {}
-            groups.append((mesh, group))
-        group[path] = t
-    return [g for _, g in groups]
 
 
 @once_more
@@ -306,8 +293,8 @@ def _load(
 
     losses = Tally()
     loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept, losses)
-    for group in _by_mesh(targets):
-        loaded |= _read_split(group, kept, report is not None, losses)
+    for _, group in by_mesh(targets.values()):
+        loaded |= _read_split({t.source.name: t for t in group}, kept, report is not None, losses)
     losses.refuse(allow_overflow)
     kept.losses = dict(sorted(losses.items()))
     ended = time.perf_counter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ...arrays.core.errors import (
     ReshardError,
 )
 from ...arrays.core.tree import Path, flatten_with_path
-from ..base.names import check_distinct, leaf_name
+from ..base.names import check_distinct, fits, leaf_name
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
@@ -60,11 +59,11 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
     picked: set[Path] = set()
     unused = []
     for pattern in patterns:
-        hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fnmatchcase(n, pattern)]
+        hits = [known[pattern]] if pattern in known else [p for n, p in known.items() if fits(n, pattern)]
         picked.update(hits)
         if not hits and not drop:
             ckpt.refuse_skipped([pattern])
-        if not hits and not any(n == pattern or fnmatchcase(n, pattern) for n in ckpt.skipped):
+        if not hits and not any(fits(n, pattern) for n in ckpt.skipped):
             unused.append(pattern)
     if unused:
         raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(list(known))}")
@@ -73,9 +72,6 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
 
 def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] | None = None) -> list[str]:
     """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
-
-    def fits(name: str, patterns: Iterable[str]) -> bool:
-        return any(name == p or fnmatchcase(name, p) for p in ([patterns] if isinstance(patterns, str) else patterns))
 
     return [n for n in ckpt.skipped if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
 
@@ -121,8 +117,7 @@ class Ignored:
         """``names`` without those."""
         kept = []
         for n in names:
-            excused = any(n == p or fnmatchcase(n, p) for p in self.patterns)
-            (self.report.ignored if excused else kept).append(n)
+            (self.report.ignored if fits(n, self.patterns) else kept).append(n)
         return kept
 
 
@@ -230,12 +225,7 @@ def match_like(
 
 
 def chosen(
-    ckpt: Checkpoint,
-    shardings: Any,
-    picked: set[Path] | None,
-    strict: bool,
-    ignored: Ignored,
-    report: LoadReport,
+    ckpt: Checkpoint, shardings: Any, picked: set[Path] | None, strict: bool, ignored: Ignored, report: LoadReport
 ) -> dict[str, Target]:
     """Targets for all arrays, with shardings from a function, a tree, or none."""
     arrays, scalars = held(ckpt, picked)

@@ -4,8 +4,6 @@ The kinds are a meshtape manifest, a safetensors file, a Hugging Face directory,
 checkpoint of ``torch.distributed``; on a disk or in an object store.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib
@@ -347,10 +345,11 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     weight_map, metadata, sums = read_index(root, index, verify)
     files = sorted(set(weight_map.values()))
     if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
-        warnings.warn(
-            f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
-            stacklevel=6,
-        )
+        if files:  # an export without arrays lists none
+            warnings.warn(
+                f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
+                stacklevel=6,
+            )
         return _open_single(root, HF_SINGLE, verify)
     lost = [f for f in files if stores.at(root).size(f) is None]
     if lost:
@@ -358,8 +357,10 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
     held: dict[str, StoredTensor] = {}
     absent = []
+    unlisted: dict[str, str] = {}
     for file in files:
         tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
+        unlisted |= dict.fromkeys(tensors.keys() - weight_map.keys(), f"{file} holds it, and {index} does not list it")
         wanted = [k for k, f in weight_map.items() if f == file]
         absent += [f"{k} in {file}" for k in wanted if k not in tensors]
         held.update((k, tensors[k]) for k in wanted if k in tensors)
@@ -367,7 +368,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(
             f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
         )
-    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata)
+    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata, unlisted)
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
     ckpt.documents = documents.beside(root, others, index if sums else "")
     return ckpt

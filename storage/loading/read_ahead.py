@@ -6,8 +6,6 @@ and the first read in a segment fetches all of it. A segment is fetched once and
 until others need its memory; its remaining ranges are then read one by one.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import threading

@@ -7,37 +7,31 @@ has no JSON form of its own is written as an object of one key that says its kin
     {"float": "nan"}  {"complex": [0.0, 1.0]}  {"tuple": [0, 1]}  {"dtype": "bfloat16"}  {"span": [0, null, 2]}  {"dict": [["k", 1]]}
 
 Lines of source code are not kept: they mean nothing in another process. Documents have a version. An older one is brought up to
-date by the functions in ``MIGRATIONS``, one version at a time; a newer one is refused.
+date by the steps in ``MIGRATIONS``; a newer one is refused.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core import dtypes
 from ...arrays.core.dispatch import Deferred
-from ...arrays.core.errors import ProgramError, UnsupportedVersion
+from ...arrays.core.errors import ProgramError
 from ...arrays.core.index_template import Gap, Slot, Span, Truth
 from ...arrays.core.op import OPS
 from ...arrays.core.program import Const, Entry, Program
 from ...arrays.core.shape_dtype import ShapeDtype
+from ..format.migrations import Step, upgraded
 from .validate import check_call, short
 
 FORMAT = "meshtape.program"
-VERSION = 1
-
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""``MIGRATIONS[n]`` turns a document of version ``n`` into one of version ``n + 1``, and keeps unknown fields."""
-
-_missing = [n for n in range(1, VERSION) if n not in MIGRATIONS]
-if _missing:
-    raise RuntimeError(f"program documents of versions {_missing} cannot be read: a migration is missing")
-
+MIGRATIONS: list[Step] = []
+VERSION = len(MIGRATIONS) + 1
 
 _NAN = struct.pack(">d", math.nan).hex()
 
@@ -210,16 +204,7 @@ def current(document: Any) -> dict[str, Any]:
     """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ProgramError(f"this is no program: its format is not {FORMAT!r}")
-    version = document.get("version")
-    if type(version) is not int or version < 1:
-        raise ProgramError(f"a program has a version of 1 or more, this one says {version!r}")
-    if version > VERSION:
-        raise UnsupportedVersion(
-            f"the program has version {version}, and this meshtape reads versions up to {VERSION}: update meshtape"
-        )
-    for n in range(version, VERSION):
-        document = {**MIGRATIONS[n](dict(document)), "version": n + 1}
-    return document
+    return upgraded(document, MIGRATIONS, "the program", ProgramError)
 
 
 def from_json(document: Any, constants: Mapping[str, np.ndarray]) -> Program:

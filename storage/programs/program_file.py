@@ -8,8 +8,6 @@ Beside the program the document says which ``file`` holds the constants and the 
 document without it as compact JSON with sorted keys. Documents without checksums, as older ones are, are taken as they are.
 """
 
-# Paths are plain texts here, as in the rest of this package.
-
 from __future__ import annotations
 
 import base64

@@ -4,8 +4,6 @@ The writer leaves no gaps: frames follow one another in lexicographic order of t
 index is a list of lengths, and one that says anything else is damaged.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import math
@@ -23,6 +21,7 @@ from ..base.scratch import scratch
 from ..format.chunk_grid import Grid, ravel
 from ..format.compression import Zstd
 from ..format.stored_objects import StoredObject
+from ..format.zarr_format import shard_index
 from ..stores import store
 from ..stores.contract import Reader
 from .reading import opened
@@ -209,17 +208,22 @@ class CompressedTensor(ChunkedTensor):
 
 
 def frames_in(
-    reader: Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int, batch: int
+    reader: Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int, batch: int, compressed: bool = True
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(number, stored bytes with their checksum) of every chunk of a shard file, in order; each is valid until the next batch.
 
-    ``ValueError`` where the index or a length is wrong.
+    ``ValueError`` where the index or a length is wrong. Without compression the grid tells where chunks lie, and the index is compared at the end.
     """
-    if reader.nbytes != nbytes or nbytes <= index_nbytes(grid):
+    length = index_nbytes(grid) if grid.shape else 0
+    if reader.nbytes != nbytes or nbytes <= length:
         raise ValueError(f"it has {reader.nbytes} bytes, not {nbytes}")
-    index = np.empty(index_nbytes(grid), np.uint8)
+    index = np.empty(length, np.uint8)
     reader.readv([index], nbytes - index.size)
-    starts = starts_of(index, grid, coord, nbytes, itemsize)
+    if compressed:
+        starts = starts_of(index, grid, coord, nbytes, itemsize)
+    else:
+        unit = math.prod(grid.chunk) * itemsize + 4
+        starts = np.arange(math.prod(grid.present(coord)) + 1, dtype=np.int64) * unit
     first, count = 0, len(starts) - 1
     while first < count:
         last = max(first + 1, int(np.searchsorted(starts, starts[first] + batch, "right")) - 1)
@@ -229,6 +233,8 @@ def frames_in(
         for k in range(first, last):
             yield k, data[starts[k] - starts[first] : starts[k + 1] - starts[first]]
         first = last
+    if not compressed and length and index.tobytes() != shard_index(grid, coord, unit):
+        raise ValueError("its index is damaged; the values are whole")
 
 
 def digest(reader: Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int) -> tuple[int, list[int], list[int]]:

@@ -1,18 +1,14 @@
-"""zarr-python's stores, which here know the dtypes that TensorStore writes to Zarr v2. That of local files is kept inside of the directory: a link that leads out of it is refused, as everywhere else."""
+"""The dtypes that TensorStore writes to Zarr v2, for zarr-python, which does not know them; and its store of objects, which tells it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import stat
 from typing import Any
 
 import numpy as np
 from zarr import storage
 
-from ...arrays.core.errors import CorruptCheckpoint
-from ..base import names
 from ..format import dtypes
 
 
@@ -41,31 +37,3 @@ def known(key: str, held: Any) -> Any:
 class ObjectStore(storage.ObjectStore):
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
         return known(key, await super().get(key, *args, **kwargs))
-
-
-class InsideStore(storage.LocalStore):
-    """Reads files below ``root``. This module imports zarr, so it is loaded where a hierarchy is opened."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root, read_only=True)
-
-    def _check(self, key: str) -> None:
-        if key:
-            path = names.inside(str(self.root), key, str(self.root))
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
-                    raise CorruptCheckpoint(f"{path} is no file")
-
-    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        self._check(key)
-        return known(key, await super().get(key, *args, **kwargs))
-
-    def get_sync(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        self._check(key)
-        return known(key, super().get_sync(key, *args, **kwargs))
-
-    async def get_partial_values(self, prototype: Any, key_ranges: Any) -> Any:
-        key_ranges = list(key_ranges)
-        for key, _ in key_ranges:
-            self._check(key)
-        return await super().get_partial_values(prototype, key_ranges)

@@ -1,7 +1,5 @@
 """Arrays whose blocks lie in packs (see ``packs``): how they are read, and how packs are verified."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tensors that are one row-major range of a file, as in safetensors."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools
@@ -22,7 +20,7 @@ from ..stores import store as stores
 from ..stores.contract import Reader
 from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened
-from .tensor import bytes_of, view
+from .tensor import bytes_of, rows_of, view
 
 _SHORT = 4 << 10  # bytes of a row that is sooner copied to its place than read there
 
@@ -79,7 +77,7 @@ class RawTensor:
     @property
     def chunk(self) -> tuple[int, ...]:
         """The piece in whose multiples windows are cut: a row."""
-        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+        return rows_of(self.shape)
 
     def only(self, box: Box) -> RawTensor:
         return self

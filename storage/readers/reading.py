@@ -1,7 +1,5 @@
 """Reads as independent calls, which `run` executes on threads; it joins a `RangeJob` with its neighbours."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os

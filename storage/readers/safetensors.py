@@ -9,12 +9,11 @@ Why our own: the reference's NumPy binding cannot read the float8 and bfloat16 t
 arrays that are not contiguous with other values (https://github.com/safetensors/safetensors/issues/825).
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import itertools
 import json
 import math
@@ -427,6 +426,8 @@ def save_safetensors(
         with atomic_directory.room_for(nbytes, where):
             store.put(file, body)
         return nbytes
+    if isinstance(path, io.TextIOBase):
+        raise CheckpointError("a stream of text takes no bytes: open it in binary mode ('wb')")
     for piece in body:
         view = memoryview(piece).cast("B")
         if not hasattr(path, "write"):

@@ -7,13 +7,11 @@ a read into independent calls, each of which returns the number of bytes that it
 them on threads.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -38,6 +36,17 @@ from .reading import SMALL, Job, RangeJob, opened, run
 def view(a: np.ndarray, box: Box) -> np.ndarray:
     """The part of ``a`` in ``box``; a view even of a 0-d array, where ``a[()]`` would be a scalar."""
     return a[(*box.slices, ...)]
+
+
+def rows_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The chunk of a tensor without chunks: a row."""
+    return tuple(1 if i < len(shape) - 1 else max(n, 1) for i, n in enumerate(shape))
+
+
+def read_into(tensor: Any, box: Box, out: np.ndarray | None = None) -> tuple[np.ndarray, int]:
+    """(the elements of a box, the bytes that were read), in this thread."""
+    out = np.empty(box.shape, tensor.dtype) if out is None else out
+    return out, sum(job() for job in tensor.jobs(box, out))
 
 
 def bytes_of(a: np.ndarray) -> np.ndarray:
@@ -384,8 +393,8 @@ def _cut(picks: range, length: int) -> Iterator[slice]:
 def _window(tensor: StoredTensor, picks: list[range], out: np.ndarray) -> int:
     box = Box(tuple(r[0] for r in picks), tuple(r[-1] + 1 - r[0] for r in picks))
     if box.shape == out.shape:
-        return sum(job() for job in tensor.jobs(box, out))
+        return read_into(tensor, box, out)[1]
     held = scratch("picks", box.size * tensor.dtype.itemsize).view(tensor.dtype).reshape(box.shape)
-    total = sum(job() for job in tensor.jobs(box, held))
+    total = read_into(tensor, box, held)[1]
     out[...] = held[tuple(slice(None, None, r.step) for r in picks)]
     return total

@@ -1,6 +1,4 @@
-"""A location as zarr-python's store: zarr's reads there have our retries and errors."""
-
-# Paths are plain texts here: they come from manifests and go to system calls.
+"""A location as zarr-python's store: reads have our retries and errors, and no link leads out of a directory."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from typing import Any
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store
 
+from ..base import names
 from ..stores import store as stores
 from .local_zarr import known
 
@@ -43,6 +42,8 @@ class PlaceStore(Store):
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         store = stores.at(self._root)
+        if key:
+            names.inside(self._root, key, self._root)
         try:
             if part is None:
                 return store.get(key)

@@ -1,7 +1,5 @@
 """Arrays of Zarr hierarchies that others wrote, read through zarr-python."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools
@@ -38,12 +36,10 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
     """(a store for zarr, the path in it) of a node of a hierarchy."""
     if write:
         stores.at(root).refuse_writes()
-    if not stores.is_url(root):
+    if not stores.is_url(root) and write:
         from zarr.storage import LocalStore
 
-        from .local_zarr import InsideStore
-
-        return LocalStore(root) if write else InsideStore(root), node
+        return LocalStore(root), node
     if root.partition("://")[0] not in SCHEMES:
         from .zarr_store import PlaceStore
 
@@ -98,7 +94,8 @@ def open_array(root: str, node: str) -> ZarrTensor:
     except (StoreError, CheckpointDTypeError):
         raise
     except Exception as e:
-        raise CorruptCheckpoint(f"{root}: zarr cannot open key {node!r}: {e}") from e
+        kind = CheckpointDTypeError if "No Zarr data type" in str(e) else CorruptCheckpoint
+        raise kind(f"{root}: zarr cannot open key {node!r}: {e}") from e
 
 
 class ByLibrary:
@@ -153,8 +150,9 @@ class ZarrTensor(ByLibrary):
         start = f"{self.node}/" if self.node else ""
         held = {e.name.removeprefix(start) for e in store.entries(self.node)}
         counts = [-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)]
-        form = re.compile(re.escape(self.key(("#",) * len(counts))).replace("\\#", r"\d+"))
-        count = math.prod(counts) - sum(form.fullmatch(k) is not None for k in held)
+        form = re.compile(re.escape(self.key(("#",) * len(counts))).replace("\\#", r"(0|[1-9][0-9]*)"))
+        found = [m.groups() for m in map(form.fullmatch, held) if m is not None]
+        count = math.prod(counts) - sum(all(int(i) < n for i, n in zip(at, counts, strict=True)) for at in found)
         if count <= 0:
             return [], 0
         every = range(math.prod(counts))  # counted without being listed

@@ -19,9 +19,10 @@ name of the array that is made; elsewhere a loss that is refused is raised at on
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -75,12 +76,16 @@ class CastLoss:
     underflow: int = 0
     places: tuple[Place, ...] = ()
 
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.overflow, self.nan, self.wrapped, self.fraction, self.imaginary, self.underflow
+
     def __add__(self, other: CastLoss) -> CastLoss:
-        counts = (a + b for a, b in zip(astuple(self)[:-1], astuple(other)[:-1], strict=True))
+        counts = map(operator.add, self._counts, other._counts)
         return CastLoss(*counts, tuple(sorted({*self.places, *other.places})[:_SHOWN]))
 
     def __bool__(self) -> bool:
-        return any(astuple(self)[:-1])
+        return any(self._counts)
 
     def __str__(self) -> str:
         told = (
@@ -99,7 +104,7 @@ class CastLoss:
 
     def encode(self) -> list[Any]:
         """Plain values, for a journal."""
-        return [*astuple(self)[:-1], [[list(at), value, result] for at, value, result in self.places]]
+        return [*self._counts, [[list(at), value, result] for at, value, result in self.places]]
 
     @classmethod
     def decode(cls, row: list[Any]) -> Self:

@@ -17,8 +17,9 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ..readers.reading import Job
+from ..readers.tensor import read_into
 from .casting import cast
-from .lazy_tensors import Derived, Elementwise, pieces
+from .lazy_tensors import Derived, of_source
 
 
 def is_quantized(dtype: np.dtype) -> bool:
@@ -37,40 +38,25 @@ class Unpacked(Derived):
     axis: int
     bits: int
 
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(np.int8)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._longer(self.source.shape)
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return self._longer(self.source.chunk)
+    dtype: ClassVar[np.dtype] = np.dtype(np.int8)
+    shape = property(lambda self: self._longer(self.source.shape))
+    chunk = property(lambda self: self._longer(self.source.chunk))
 
     def _longer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(n * (32 // self.bits) if d == self.axis else n for d, n in enumerate(shape))
 
-    def _box(self, box: Box) -> Box:
+    def needs(self, box: Box) -> Box:
         per, offset, shape = 32 // self.bits, list(box.offset), list(box.shape)
         offset[self.axis] //= per
         shape[self.axis] = -(-box.stop[self.axis] // per) - offset[self.axis]
         return Box(tuple(offset), tuple(shape))
 
-    def only(self, box: Box) -> Unpacked:
-        return replace(self, source=self.source.only(self._box(box))) if box.size else self
-
-    def planned(self, box: Box) -> int:
-        return self.source.planned(self._box(box)) if box.size else 0
-
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        for there, part in pieces(box, self.chunk, 6):
-            yield lambda there=there, part=part: self._unpack(there, out[(*part.slices, ...)])
+        return self.by_pieces(box, out, 6)
 
-    def _unpack(self, box: Box, out: np.ndarray) -> int:
-        there = self._box(box)
-        held, nbytes = _read(self.source, there)
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        there = self.needs(box)
+        held, nbytes = read_into(self.source, there)
         at = np.arange(box.offset[self.axis], box.stop[self.axis])
         word, place = np.divmod(at, 32 // self.bits)
         shifts = (place * self.bits).astype(np.uint32).reshape([-1 if d == self.axis else 1 for d in range(held.ndim)])
@@ -99,13 +85,8 @@ def not_followed(key: str, names: Container[str]) -> str | None:
     return None
 
 
-def _read(tensor: Any, box: Box) -> tuple[np.ndarray, int]:
-    held = np.empty(box.shape, tensor.dtype)
-    return held, sum(job() for job in tensor.jobs(box, held))
-
-
 @dataclass(frozen=True, slots=True)
-class Dequantized(Elementwise):
+class Dequantized(Derived):
     """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks that a box meets."""
 
     name: str
@@ -115,6 +96,8 @@ class Dequantized(Elementwise):
     block: tuple[int, ...]
     dtype: np.dtype
     casts: ClassVar[bool] = True
+
+    shape, chunk = of_source("shape"), of_source("chunk")
 
     def sources(self) -> tuple[Any, ...]:
         return (self.source, self.scale) if self.zero is None else (self.source, self.scale, self.zero)
@@ -136,12 +119,11 @@ class Dequantized(Elementwise):
         return self.source.planned(box) + sum(s.planned(self._blocks(box)) for s in self.sources()[1:])
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        for there, part in pieces(box, self.chunk, 4):
-            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
+        return self.by_pieces(box, out, 4)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         blocks = self._blocks(box)
-        x, nbytes = _read(self.source, box)
+        x, nbytes = read_into(self.source, box)
         places = np.ix_(
             *(
                 np.arange(o, e) // b - f
@@ -151,7 +133,7 @@ class Dequantized(Elementwise):
 
         def spread(tensor: Any, dtype: Any) -> np.ndarray:
             nonlocal nbytes
-            held, n = _read(tensor, blocks)
+            held, n = read_into(tensor, blocks)
             nbytes += n
             return held.astype(dtype)[places]
 

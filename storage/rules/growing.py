@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,8 +18,9 @@ from ... import arrays
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
 from ..readers.reading import Job
+from ..readers.tensor import read_into
 from .casting import cast
-from .lazy_tensors import Derived
+from .lazy_tensors import Derived, of_source
 
 _TILE = 1 << 19  # elements of whole rows
 
@@ -36,14 +37,12 @@ class Grown(Derived):
     seed: int
     casts: ClassVar[bool] = True
 
+    dtype = of_source("dtype")
+
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.source.shape
         return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.source.dtype
 
     @property
     def chunk(self) -> tuple[int, ...]:
@@ -54,14 +53,8 @@ class Grown(Derived):
         offset = (*box.offset[:k], start, *box.offset[k + 1 :])
         return Box(offset, (*box.shape[:k], stop - start, *box.shape[k + 1 :]))
 
-    def _stored(self, box: Box) -> Box:
+    def needs(self, box: Box) -> Box:
         return self._rows(box, 0, self.source.shape[self.axis])
-
-    def only(self, box: Box) -> Grown:
-        return replace(self, source=self.source.only(self._stored(box))) if box.size else self
-
-    def planned(self, box: Box) -> int:
-        return self.source.planned(self._stored(box)) if box.size else 0
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         if box.size:
@@ -75,8 +68,8 @@ class Grown(Derived):
         mean = squares = np.zeros((), np.float64)
         for start in range(0, n, step):
             part = self._rows(box, start, min(start + step, n))
-            held = np.empty(part.shape, self.dtype)
-            nbytes += sum(job() for job in self.source.jobs(part, held))
+            held, n_read = read_into(self.source, part)
+            nbytes += n_read
             # Columns as rows in memory: each is summed by itself, however many there are.
             tile = np.ascontiguousarray(np.moveaxis(held, self.axis, -1)).astype(np.float64)
             k = tile.shape[-1]

@@ -21,7 +21,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
 from ..format.chunk_grid import runs, windows
 from ..readers.reading import Job
-from ..readers.tensor import StoredTensor
+from ..readers.tensor import StoredTensor, read_into, rows_of
 from .casting import cast
 
 _SOURCES = frozenset(["source", "parts", "scale", "zero"])
@@ -34,15 +34,38 @@ def pieces(box: Box, chunk: Sequence[int], itemsize: int) -> Iterator[tuple[Box,
         yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape), part
 
 
+def of_source(name: str) -> Any:
+    """A property that is the one of the source."""
+    return property(lambda self: getattr(self.source, name))
+
+
 class Derived:
-    """Base of the tensors derived from others. ``check`` checks the sources."""
+    """Base of the tensors derived from others. ``check`` checks the sources.
+
+    One with a single ``source`` says by ``needs`` which box of it makes a box.
+    """
 
     __slots__ = ()
     casts: ClassVar[bool] = False  # itself, not its sources
     how: ClassVar[str] = "made of other arrays when it is read"
+    source: Any
+
+    def needs(self, box: Box) -> Box:
+        return box
 
     def sources(self) -> tuple[Any, ...]:
-        return (self.source,)  # type: ignore[attr-defined]
+        return (self.source,)
+
+    def only(self, box: Box) -> Any:
+        return replace(self, source=self.source.only(self.needs(box))) if box.size else self  # type: ignore[type-var]
+
+    def planned(self, box: Box) -> int:
+        return self.source.planned(self.needs(box)) if box.size else 0
+
+    def by_pieces(self, box: Box, out: np.ndarray, itemsize: int) -> Iterator[Job]:
+        """Calls of ``_read`` that hold a piece each."""
+        for there, part in pieces(box, self.chunk, itemsize):  # type: ignore[attr-defined]
+            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])  # type: ignore[attr-defined]
 
     @property
     def readers(self) -> int:
@@ -79,21 +102,10 @@ class Memory:
     array: np.ndarray
     how: ClassVar[str] = "an array in memory"
 
-    @property
-    def readers(self) -> int:
-        return 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.array.dtype
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return tuple(1 if i < self.array.ndim - 1 else max(n, 1) for i, n in enumerate(self.array.shape))
+    readers: ClassVar[int] = 1
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+    chunk = property(lambda self: rows_of(self.array.shape))
 
     def only(self, box: Box) -> Memory:
         return self
@@ -118,9 +130,7 @@ class Filled(Derived):
     dtype: np.dtype
     value: float | bool = 0
 
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+    chunk = property(lambda self: rows_of(self.shape))
 
     def sources(self) -> tuple[Any, ...]:
         return ()
@@ -149,26 +159,14 @@ class Sliced(Derived):
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.source.dtype
+    dtype, chunk = of_source("dtype"), of_source("chunk")
 
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return self.source.chunk
-
-    def _box(self, box: Box) -> Box:
+    def needs(self, box: Box) -> Box:
         return Box(tuple(a + b for a, b in zip(self.start, box.offset, strict=True)), box.shape)
-
-    def only(self, box: Box) -> Sliced:
-        return replace(self, source=self.source.only(self._box(box)))
-
-    def planned(self, box: Box) -> int:
-        return self.source.planned(self._box(box))
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         if box.size:
-            yield from self.source.jobs(self._box(box), out)
+            yield from self.source.jobs(self.needs(box), out)
 
 
 def casts(tensor: Any) -> bool:
@@ -244,53 +242,23 @@ class Permuted(Derived):
     source: StoredTensor
     axes: tuple[int, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.source.shape
-        return tuple([shape[a] for a in self.axes])
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.source.dtype
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return tuple(self.source.chunk[a] for a in self.axes)
+    dtype = of_source("dtype")
+    shape = property(lambda self: tuple([self.source.shape[a] for a in self.axes]))
+    chunk = property(lambda self: tuple([self.source.chunk[a] for a in self.axes]))
 
     def _inverse(self) -> tuple[int, ...]:
         return tuple(self.axes.index(i) for i in range(len(self.axes)))
 
-    def _box(self, box: Box) -> Box:
+    def needs(self, box: Box) -> Box:
         inverse = self._inverse()
         return Box(tuple(box.offset[i] for i in inverse), tuple(box.shape[i] for i in inverse))
 
-    def only(self, box: Box) -> Permuted:
-        return replace(self, source=self.source.only(self._box(box)))
-
-    def planned(self, box: Box) -> int:
-        return self.source.planned(self._box(box))
-
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield from self.source.jobs(self._box(box), out.transpose(self._inverse()))
-
-
-class Elementwise(Derived):
-    """Base of elementwise tensors: shape and chunks are those of ``source``."""
-
-    __slots__ = ()
-    source: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return self.source.chunk
+        yield from self.source.jobs(self.needs(box), out.transpose(self._inverse()))
 
 
 @dataclass(frozen=True, slots=True)
-class Converted(Elementwise):
+class Converted(Derived):
     """Another dtype, by NumPy's rules; lost values are counted (see ``casting``). ``allowed``: losses are accepted."""
 
     name: str
@@ -299,19 +267,13 @@ class Converted(Elementwise):
     allowed: bool = False
     casts: ClassVar[bool] = True
 
-    def only(self, box: Box) -> Converted:
-        return replace(self, source=self.source.only(box))
-
-    def planned(self, box: Box) -> int:
-        return self.source.planned(box)
+    shape, chunk = of_source("shape"), of_source("chunk")
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        for there, part in pieces(box, self.chunk, self.source.dtype.itemsize):
-            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
+        return self.by_pieces(box, out, self.source.dtype.itemsize)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
-        held = np.empty(box.shape, self.source.dtype)
-        nbytes = sum(job() for job in self.source.jobs(box, held))
+        held, nbytes = read_into(self.source, box)
         out[...] = cast(self.name, held, self.dtype, box.offset, self.allowed)
         return nbytes
 
@@ -323,17 +285,8 @@ class Agreed(Derived):
     name: str
     parts: tuple[StoredTensor, ...]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.parts[0].shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return self.parts[0].chunk
+    source = property(lambda self: self.parts[0])
+    shape, dtype, chunk = of_source("shape"), of_source("dtype"), of_source("chunk")
 
     def sources(self) -> tuple[Any, ...]:
         return self.parts
@@ -348,10 +301,10 @@ class Agreed(Derived):
         yield lambda: self._read(box, out)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
-        nbytes = sum(job() for job in self.parts[0].jobs(box, out))
+        nbytes = read_into(self.source, box, out)[1]
         for other in self.parts[1:]:
-            held = np.empty(box.shape, other.dtype)
-            nbytes += sum(job() for job in other.jobs(box, held))
+            held, n = read_into(other, box)
+            nbytes += n
             if held.tobytes() != out.tobytes():
                 raise CheckpointError(
                     f"{self.name!r} is joined from sources that must agree, but {self.parts[0].name!r} holds {out} and "
@@ -423,13 +376,8 @@ class Reshaped(Derived):
     source: StoredTensor
     shape: tuple[int, ...]
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.source.dtype
-
-    @property
-    def chunk(self) -> tuple[int, ...]:
-        return tuple(1 if i < len(self.shape) - 1 else max(n, 1) for i, n in enumerate(self.shape))
+    dtype = of_source("dtype")
+    chunk = property(lambda self: rows_of(self.shape))
 
     def _pieces(self, box: Box) -> Iterator[tuple[Box, tuple[slice, ...]]]:
         """(box of the source, its place in ``box`` with one flat dimension for each group)."""
@@ -445,13 +393,10 @@ class Reshaped(Derived):
             offset = tuple(n for part, _ in chosen for n in part.offset)
             yield Box(offset, tuple(n for part, _ in chosen for n in part.shape)), tuple(s for _, s in chosen)
 
-    def only(self, box: Box) -> Reshaped:
-        if not box.size:
-            return self
+    def needs(self, box: Box) -> Box:
         pieces = [there for there, _ in self._pieces(box)]
         lo = tuple(min(p.offset[d] for p in pieces) for d in range(len(self.source.shape)))
-        hi = tuple(max(p.stop[d] for p in pieces) for d in range(len(self.source.shape)))
-        return replace(self, source=self.source.only(Box(lo, tuple(b - a for a, b in zip(lo, hi, strict=True)))))
+        return Box(lo, tuple(max(p.stop[d] for p in pieces) - a for d, a in enumerate(lo)))
 
     def planned(self, box: Box) -> int:
         return sum(self.source.planned(there) for there, _ in self._pieces(box)) if box.size else 0
@@ -470,7 +415,6 @@ class Reshaped(Derived):
             yield from self.source.jobs(there, np.reshape(target[(*place, ...)], there.shape, copy=False))
 
     def _read(self, box: Box, out: np.ndarray) -> int:
-        held = np.empty(box.shape, self.dtype)
-        nbytes = sum(job() for job in self.jobs(box, held))
+        held, nbytes = read_into(self, box)
         out[...] = held
         return nbytes

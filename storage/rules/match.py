@@ -129,7 +129,7 @@ class Rule:
 
     @property
     def shown(self) -> str:
-        """The rule in a message: with its line, where it has one."""
+        """The rule in a message, with its line where it has one."""
         return str(self) if self.line is None else f"{self}   (line {self.line})"
 
 

@@ -25,49 +25,13 @@ import numpy as np
 
 from ...arrays.core.errors import RuleConflict, RuleMatchError, RuleSyntaxError
 from ..base.collector import no_collections
-from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
-from ..format.manifest import Leaf, scalar_leaves
+from ..format.manifest import Leaf
 from ..readers.tensor import read_box
 from . import text
 from .lazy_tensors import Filled, Memory
-from .match import Program, Rule
-from .step import Step
-from .steps import (
-    Concat,
-    Deinterleave,
-    FuseFFN,
-    FuseQKV,
-    Interleave,
-    Permute,
-    Reshape,
-    Slice,
-    Split,
-    SplitFFN,
-    SplitQKV,
-)
-from .value_steps import Cast, Dequantize, Init, Pad
-
-__all__ = [
-    "Cast",
-    "Concat",
-    "Deinterleave",
-    "Dequantize",
-    "FuseFFN",
-    "FuseQKV",
-    "Init",
-    "Interleave",
-    "Pad",
-    "Permute",
-    "Reshape",
-    "Rule",
-    "Rules",
-    "Slice",
-    "Split",
-    "SplitFFN",
-    "SplitQKV",
-    "Step",
-]
+from .match import Program
+from .match import Rule as Rule
 
 
 class Rules:
@@ -140,7 +104,7 @@ class Rules:
         CheckpointShapeError, CheckpointDTypeError
             A step does not fit; shows the rule.
         """
-        scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure)}
+        scalars = ckpt.leaves
         try:
             program = Program(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
             outputs = program.outputs()

@@ -24,7 +24,7 @@ from ...arrays.core.errors import RuleSyntaxError
 from . import steps, value_steps
 from .step import Step, fits
 
-_PLAIN = re.compile(r"""(?:(?!->)[^\s,()#"'])+\Z""")
+_PLAIN = r"""(?:(?!->)[^\s,()#"'])+"""
 _NUMBER = re.compile(r"[+-]?(\d+)(\.\d*)?([eE][+-]?\d+)?\Z")
 _WORDS = {"true": True, "false": False, "none": None, **{t: float(t) for t in ("inf", "-inf", "nan")}}
 # The names in the text form.
@@ -58,68 +58,62 @@ class _Line:
         at = self.at if at is None else at
         raise RuleSyntaxError(f"line {self.number}, column {at + 1}: {what}\n  {self.text}\n  {' ' * at}^")
 
-    def skip(self) -> None:
-        m = re.compile(r"[ \t\r]*(#.*)?").match(self.text, self.at)
-        self.at = m.end()
-
-    def ended(self) -> bool:
-        self.skip()
-        return self.at >= len(self.text)
+    def match(self, pattern: str) -> re.Match[str] | None:
+        """The text at the cursor, after blanks and a comment, which then stands behind it; None where it is another."""
+        self.at = re.compile(r"[ \t\r]*(#.*)?").match(self.text, self.at).end()  # type: ignore[union-attr]
+        m = re.compile(pattern).match(self.text, self.at)
+        self.at = self.at if m is None else m.end()
+        return m
 
     def take(self, mark: str) -> bool:
-        self.skip()
-        if self.text.startswith(mark, self.at):
-            self.at += len(mark)
-            return True
-        return False
+        return self.match(re.escape(mark)) is not None
+
+    def ended(self) -> bool:
+        return self.match(r"\Z") is not None
+
+    def found(self, length: int) -> str:
+        return "the end of the line" if self.ended() else repr(self.text[self.at :][:length])
 
     def need(self, mark: str, after: str) -> None:
         if not self.take(mark):
-            found = f"{self.text[self.at :][:12]!r}" if not self.ended() else "the end of the line"
-            self.fail(f"expected {mark!r} after {after}, found {found}")
+            self.fail(f"expected {mark!r} after {after}, found {self.found(12)}")
 
     def string(self) -> str | None:
         """A quoted text, or None."""
-        self.skip()
-        m = re.compile(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'').match(self.text, self.at)
+        m = self.match(r'"(?:[^"\\]|\\.)*"|\'[^\']*\'')
         if m is None:
             if self.text[self.at : self.at + 1] in ("'", '"'):
                 self.fail("the quote is never closed")
             return None
         try:
-            value = json.loads(m[0]) if m[0][0] == '"' else m[0][1:-1]
+            return json.loads(m[0]) if m[0][0] == '"' else m[0][1:-1]
         except ValueError as e:
-            self.fail(f"not a JSON text: {e}")
-        self.at = m.end()
-        return value
+            self.fail(f"not a JSON text: {e}", m.start())
 
     def word(self, what: str) -> str:
-        self.skip()
-        m = re.compile(r"""(?:(?!->)[^\s,()#"'])+""").match(self.text, self.at)
+        m = self.match(_PLAIN)
         if m is None:
-            found = repr(self.text[self.at]) if self.at < len(self.text) else "the end of the line"
-            self.fail(f"expected {what}, found {found}")
-        self.at = m.end()
+            self.fail(f"expected {what}, found {self.found(1)}")
         return m[0]
 
     def name(self) -> str | None:
         """A key or pattern; None for the hole."""
-        start = self.at
         quoted = self.string()
         if quoted is not None:
             return quoted
         word = self.word("a name")
-        if word == "_":
-            return None
-        problem = check_pattern(word)
-        if problem:
-            self.skip()
-            self.fail(problem, start + len(self.text[start:]) - len(self.text[start:].lstrip()))
-        return word
+        if problem := check_pattern(word):
+            self.fail(problem, self.at - len(word))
+        return None if word == "_" else word
+
+    def names(self) -> list[str | None]:
+        out = [self.name()]
+        while self.take(","):
+            out.append(self.name())
+        return out
 
     def value(self) -> Any:
         """A number, a text, or a list of them in brackets."""
-        self.skip()
         quoted = self.string()
         if quoted is not None:
             return quoted
@@ -130,14 +124,24 @@ class _Line:
                     self.need(",", "a list item")
                 items.append(self.value())
             return tuple(items)
-        m = re.compile(r"[^\s,()\[\]=#\"']+").match(self.text, self.at)
+        m = self.match(r"[^\s,()\[\]=#\"']+")
         if m is None:
             self.fail("expected a value")
-        self.at = m.end()
         number = _NUMBER.match(m[0])
         if number is None:
             return _WORDS.get(m[0], m[0])
         return int(m[0]) if number[2] is None and number[3] is None else float(m[0])
+
+    def arguments(self) -> list[tuple[str | None, Any, int]]:
+        """(keyword or None, value, place) up to the closing parenthesis."""
+        out: list[tuple[str | None, Any, int]] = []
+        while not self.take(")"):
+            if out:
+                self.need(",", "an argument")
+            self.match("")
+            at, key = self.at, self.match(r"([A-Za-z_]\w*)[ \t]*=")
+            out.append((key[1] if key else None, self.value(), at))
+        return out
 
 
 def check_pattern(name: str) -> str | None:
@@ -162,22 +166,19 @@ def parse_line(text: str, number: int) -> tuple[tuple[str, ...], tuple[str, ...]
         if not line.ended():
             line.fail("expected the end of the line")
         return template
-    sources = _names(line, "->")
+    sources = line.names()
     line.need("->", "the names")
     targets: list[str | None] = []
     steps: list[Step] = []
     optional = False
     while True:
-        line.skip()
-        start = line.at
-        call = re.compile(r"([A-Za-z_]\w*)[ \t]*\(").match(line.text, line.at)
-        if call:
-            line.at = call.end()
-            arguments = _arguments(line)
+        call = line.match(r"([A-Za-z_]\w*)[ \t]*\(")
+        if call is not None:
+            arguments = line.arguments()
             if call[1] == "optional":
                 optional = True
             else:
-                steps.append(_step(line, call[1], arguments, start))
+                steps.append(_step(line, call[1], arguments, call.start()))
         elif steps or optional:
             line.fail("expected a step, such as cast(bfloat16): names stand before the steps")
         else:
@@ -197,27 +198,6 @@ def parse_line(text: str, number: int) -> tuple[tuple[str, ...], tuple[str, ...]
         tuple(steps),
         optional,
     )
-
-
-def _names(line: _Line, end: str) -> list[str | None]:
-    out = [line.name()]
-    while line.take(","):
-        out.append(line.name())
-    return out
-
-
-def _arguments(line: _Line) -> list[tuple[str | None, Any, int]]:
-    out: list[tuple[str | None, Any, int]] = []
-    while not line.take(")"):
-        if out:
-            line.need(",", "an argument")
-        line.skip()
-        at = line.at
-        key = re.compile(r"([A-Za-z_]\w*)[ \t]*=").match(line.text, line.at)
-        if key:
-            line.at = key.end()
-        out.append((key[1] if key else None, line.value(), at))
-    return out
 
 
 def _step(line: _Line, name: str, arguments: list[tuple[str | None, Any, int]], start: int) -> Step:
@@ -247,7 +227,7 @@ def _step(line: _Line, name: str, arguments: list[tuple[str | None, Any, int]], 
 
 def quote(name: str) -> str:
     """A name as it stands in a line."""
-    if _PLAIN.match(name) and name != "_" and not name.startswith("@"):
+    if re.fullmatch(_PLAIN, name) and name != "_" and not name.startswith("@"):
         return name
     return json.dumps(name, ensure_ascii=False)
 

@@ -1,5 +1,4 @@
 """The end of a save: documents, Zarr's metadata and the manifest, after the check that every shard was written once."""
-# Paths are plain texts here: they come from manifests and go to system calls.
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ pack, or several where `LIMIT` is reached. Each is a true safetensors file: a bl
 the files of ``torch.distributed``.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import json

@@ -8,7 +8,6 @@ stores it. Rounding again and again adds up: what was restored from such a state
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from ...arrays import max as largest_of
 from ...arrays import round as rounded
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import map_with_path
-from ..base.names import leaf_name
+from ..base.names import fits, leaf_name
 from ..format import dtypes
 
 MARK = "meshtape.quantized"
@@ -76,7 +75,7 @@ def quantize(
 
     def one(path: Any, leaf: Any) -> Any:
         name = leaf_name(path)
-        if not any(name == p or fnmatchcase(name, p) for p in patterns):
+        if not fits(name, patterns):
             return leaf
         kind = np.dtype(leaf.dtype).name if hasattr(leaf, "dtype") else ""
         if kind not in dtypes.FLOATS:

@@ -4,7 +4,6 @@ Every rank writes its own blocks. A block that several ranks hold is written by 
 balanced; the choice depends on nothing but the tree and the mesh. The calling process then checks that every shard of every
 array was written exactly once, adds the metadata and the manifest, and commits (see ``protocol``).
 """
-# Paths are plain texts here: they come from manifests and go to system calls.
 
 from __future__ import annotations
 
@@ -33,6 +32,7 @@ from ..format import dtypes, manifest
 from ..format.chunk_grid import Grid, choose_grid, only_shard, place_of, whole_grid
 from ..format.compression import Zstd, chosen
 from ..format.documents import encode
+from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import is_raw
 from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, store
@@ -198,21 +198,12 @@ def _write_split(items: list[Item], root: str, suffix: str) -> list[Record]:
     return [r for found in mesh.run_on_blocks(write_blocks, arrays, payloads) for r in found]
 
 
-def _by_mesh(items: list[Item]) -> tuple[list[Any], list[list[Item]]]:
-    meshes: list[Any] = []
-    groups: list[list[Item]] = []
-    for item in items:
-        if item.sharding is None:
-            continue
-        mesh = item.sharding.mesh
-        at = next((i for i, m in enumerate(meshes) if m is mesh or m == mesh), None)
-        if at is None:
-            meshes.append(mesh)
-            groups.append([])
-            at = len(meshes) - 1
-        item.mesh = at
-        groups[at].append(item)
-    return meshes, groups
+def _by_mesh(items: list[Item]) -> list[tuple[Any, list[Item]]]:
+    groups = by_mesh(items)
+    for at, (_, group) in enumerate(groups):
+        for item in group:
+            item.mesh = at
+    return groups
 
 
 def _settle_first(items: list[Item]) -> None:
@@ -318,16 +309,9 @@ def save(
         return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
     target = store.location(path)
     finish_earlier(target)
+    kept: Any = {"step": step, "metadata": metadata, "documents": documents, "overwrite": overwrite}
     return _Save(
-        target,
-        tree,
-        step=step,
-        metadata=metadata,
-        documents=documents,
-        overwrite=overwrite,
-        compression=compression,
-        pack=pack,
-        dtype_fallback=dtype_fallback,
+        target, tree, {**kept, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback}
     ).run()
 
 
@@ -351,16 +335,12 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
     held = {i.name: i.array for i in items}
     arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
     nbytes = save_safetensors(stream, arrays)
-    return SaveReport(getattr(stream, "name", "") or "", len(items), nbytes, time.perf_counter() - started, 1)
+    return SaveReport(str(getattr(stream, "name", "") or ""), len(items), nbytes, time.perf_counter() - started, 1)
 
 
 @not_recording()  # what is stored needs no derivative
 def save_async(
-    path: str | os.PathLike[str],
-    tree: Any,
-    *,
-    then: Callable[[], None] | None = None,
-    **options: Unpack[SaveOptions],
+    path: str | os.PathLike[str], tree: Any, *, then: Callable[[], None] | None = None, **options: Unpack[SaveOptions]
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
 
@@ -397,7 +377,7 @@ def save_async(
     """
     target = store.location(path)
     finish_earlier(target)
-    prepared = _Save(target, tree, **options)
+    prepared = _Save(target, tree, options)
     prepared.snapshot()
 
     def work() -> SaveReport:
@@ -413,22 +393,12 @@ class _Save:
     """One save: planned and refused when it is made, written when it is run."""
 
     @no_collections()
-    def __init__(
-        self,
-        target: str,
-        tree: Any,
-        *,
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        documents: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        compression: str | Zstd | None = None,
-        pack: bool | int | None = None,
-        dtype_fallback: Literal["raw"] | None = None,
-    ) -> None:
+    def __init__(self, target: str, tree: Any, given: SaveOptions) -> None:
         self.started = time.perf_counter()
-        raw, how = is_raw(dtype_fallback), chosen(compression)
-        self.target, self.overwrite = target, overwrite
+        if unknown := given.keys() - SaveOptions.__annotations__.keys():
+            raise TypeError(f"a save has no option {', '.join(map(str, unknown))}")
+        raw, how = is_raw(given.get("dtype_fallback")), chosen(given.get("compression"))
+        self.target, self.overwrite = target, given.get("overwrite", False)
         structure, self.items = _classify(tree)
         items = self.items
         names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
@@ -436,15 +406,14 @@ class _Save:
             item.directory = directory
             item.compression = how if item.shape else None
             item.raw = raw
-        if step is not None:
-            step = int(step)
+        step = given.get("step")
         # Copied through JSON's types, as the caller may change the dict while the save runs in the background.
-        kept = manifest.decode_json(manifest.encode_json(dict(metadata or {}), "metadata"))
-        self.head = manifest.Manifest([], manifest.encode_tree(structure), step, kept)
-        self.documents = encode(documents)
+        kept = manifest.decode_json(manifest.encode_json(dict(given.get("metadata") or {}), "metadata"))
+        self.head = manifest.Manifest([], manifest.encode_tree(structure), None if step is None else int(step), kept)
+        self.documents = encode(given.get("documents"))
         self.head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
         _settle_first(items)
-        limit = packs.threshold(pack, target)
+        limit = packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
             packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
 
@@ -453,8 +422,7 @@ class _Save:
         if not self.overwrite:
             # Refused now rather than in the background; what is there may be replaced, or not, is looked at again then.
             protocol_of(self.target).check_target(self.target, False, contents.SAVED)
-        meshes, groups = _by_mesh(self.items)
-        for mesh, group in zip(meshes, groups, strict=True):
+        for mesh, group in _by_mesh(self.items):
             for item, settled in zip(group, mesh.settle([i.array for i in group]), strict=True):
                 item.array = settled
         for item in self.items:
@@ -483,11 +451,11 @@ class _Save:
                 if not item.packed:
                     folder.mkdir(item.directory)
             records = _write_local([i for i in items if i.sharding is None], folder.root, folder.suffix)
-            meshes, groups = _by_mesh(items)
-            for group in groups:
+            groups = _by_mesh(items)
+            for _, group in groups:
                 records += _write_split(group, folder.root, folder.suffix)
             work.doing = "writing metadata"
-            self.head.meshes = [m.describe() for m in meshes]
+            self.head.meshes = [mesh.describe() for mesh, _ in groups]
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
         files = len({r.pack.file if r.pack else r.file for r in records})

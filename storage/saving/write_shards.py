@@ -1,5 +1,4 @@
 """The part of a save that runs in the processes which hold the blocks: each rank writes the shards that it was dealt."""
-# Paths are plain texts here: they come from manifests and go to system calls.
 
 from __future__ import annotations
 

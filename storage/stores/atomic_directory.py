@@ -3,8 +3,6 @@
 ``directory_commit`` has the protocol that they serve.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

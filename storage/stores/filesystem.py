@@ -7,8 +7,6 @@ Reading needs no such hook and uses ``os`` directly.
 Files and directories are created with the process's umask, never with the private mode of temporary files.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

@@ -1,7 +1,5 @@
 """The store of local files."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

@@ -8,8 +8,6 @@ therefore say whose they are: ``BOOT-NAMESPACE-PID``. A PID means something in i
 any other owner only silence tells: nothing below the name was written for `SILENT_AGE`.
 """
 
-# Paths are plain texts here: they go to system calls.
-
 from __future__ import annotations
 
 import contextlib

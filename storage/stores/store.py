@@ -5,8 +5,6 @@ A *location* is a text: an absolute path, or a URL (``s3://bucket/run``, ``gs://
 which find the store again with `at`. Names inside a store are relative, with ``/``.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

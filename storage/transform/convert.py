@@ -1,7 +1,5 @@
 """`convert` and `reshard`: a checkpoint in another format or cut for another mesh, streaming, resumable."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os

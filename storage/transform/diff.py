@@ -1,24 +1,21 @@
 """`diff`: the differences of two checkpoints, window by window."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
-from ..base.names import leaf_name
+from ..base.names import fits
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
-from ..format.manifest import scalar_leaves
+from ..readers.tensor import read_into
 from .convert import Selection
 from .transfer import MEMORY_LIMIT
 
@@ -133,7 +130,11 @@ def diff(
         raise CheckpointError(f"memory_limit must be positive, got {memory_limit}")
     left = Selection.of(a, rules, None, None, None, memory_limit=memory_limit // 2)
     right = Selection.of(b, None, None, None, None, memory_limit=memory_limit // 2)
-    wanted = _matcher(keys, drop)
+    keys, drop = (x if x is None or isinstance(x, str) else list(x) for x in (keys, drop))
+
+    def wanted(name: str) -> bool:
+        return (keys is None or fits(name, keys)) and not (drop is not None and fits(name, drop))
+
     ours = {n: t for n, t in left.arrays.items() if wanted(n)}
     theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
     if keys is not None and not ours and not theirs:
@@ -141,8 +142,7 @@ def diff(
     common = [n for n in ours if n in theirs]
     # Both sides, what the comparison makes of them, and a few threads.
     limit = max(1 << 16, memory_limit // 32)
-    compare = _compare if values else _compare_kinds
-    found = in_threads(lambda n: compare(n, ours[n], theirs[n], limit), common)
+    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], limit, values), common)
     leaves = _values(left, right, wanted)
     return DiffReport(
         left.ckpt.path,
@@ -156,24 +156,8 @@ def diff(
     )
 
 
-def _matcher(keys: Iterable[str] | None, drop: Iterable[str] | None) -> Any:
-    from fnmatch import fnmatchcase
-
-    take = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-    leave = [] if drop is None else [drop] if isinstance(drop, str) else list(drop)
-
-    def wanted(name: str) -> bool:
-        def fits(patterns: list[str]) -> bool:
-            return any(name == p or fnmatchcase(name, p) for p in patterns)
-
-        return (take is None or fits(take)) and not fits(leave)
-
-    return wanted
-
-
-def _values(left: Selection, right: Selection, wanted: Any) -> dict[str, tuple[Any, Any]]:
-    a = {leaf_name(p): v for p, v in scalar_leaves(left.ckpt.structure)}
-    b = {leaf_name(p): v for p, v in scalar_leaves(right.ckpt.structure)}
+def _values(left: Selection, right: Selection, wanted: Callable[[str], bool]) -> dict[str, tuple[Any, Any]]:
+    a, b = left.ckpt.leaves, right.ckpt.leaves
     out = {}
     for name in dict.fromkeys([*a, *b]):
         x, y = a.get(name, _MISSING), b.get(name, _MISSING)
@@ -183,24 +167,19 @@ def _values(left: Selection, right: Selection, wanted: Any) -> dict[str, tuple[A
     return out
 
 
-def _compare_kinds(name: str, a: Any, b: Any, limit: int) -> ArrayDiff | None:
-    """None for arrays of one shape and dtype."""
-    shapes, types = (tuple(a.shape), tuple(b.shape)), (a.dtype.name, b.dtype.name)
-    size = math.prod(shapes[0]) if shapes[0] == shapes[1] else 0
-    return None if shapes[0] == shapes[1] and a.dtype == b.dtype else ArrayDiff(name, shapes, types, size=size)
-
-
-def _compare(name: str, a: Any, b: Any, limit: int) -> ArrayDiff | None:
-    """None for arrays that are equal to the bit."""
+def _compare(name: str, a: Any, b: Any, limit: int, values: bool) -> ArrayDiff | None:
+    """None for arrays that are equal to the bit; without ``values``, for those of one shape and dtype."""
     shapes = (tuple(a.shape), tuple(b.shape))
     types = (a.dtype.name, b.dtype.name)
     if shapes[0] != shapes[1]:
         return ArrayDiff(name, shapes, types)
+    if not values:
+        return None if types[0] == types[1] else ArrayDiff(name, shapes, types, size=math.prod(shapes[0]))
     max_abs = max_rel = 0.0
     different, identical = 0, types[0] == types[1]
     item = max(a.dtype.itemsize, b.dtype.itemsize)
     for box in windows(shapes[0], tuple(max(c, 1) for c in a.chunk), item, limit):
-        x, y = _part(a, box), _part(b, box)
+        x, y = read_into(a, box)[0], read_into(b, box)[0]
         if types[0] == types[1] and np.array_equal(x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8)):
             continue
         identical = False
@@ -210,13 +189,6 @@ def _compare(name: str, a: Any, b: Any, limit: int) -> ArrayDiff | None:
     if identical:
         return None
     return ArrayDiff(name, shapes, types, max_abs, max_rel, different, math.prod(shapes[0]))
-
-
-def _part(tensor: Any, box: Box) -> np.ndarray:
-    out = np.empty(box.shape, tensor.dtype)
-    for job in tensor.jobs(box, out):
-        job()
-    return out
 
 
 def differences(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:

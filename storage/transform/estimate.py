@@ -1,7 +1,5 @@
 """`estimate`: bytes on disk and in the memory of each rank, from shapes alone."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import math
@@ -88,10 +86,7 @@ def _shapes(source: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     ):
         if _pair(leaf):
             shape, dtype = leaf
-            found[leaf_name(path)] = (
-                tuple(shape),
-                dtypes.by_name(dtype),
-            )
+            found[leaf_name(path)] = (tuple(shape), dtypes.by_name(dtype))
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
             found[leaf_name(path)] = (tuple(leaf.shape), np.dtype(leaf.dtype))
     return found

@@ -5,38 +5,18 @@ always ``model.safetensors.index.json``. Each file's header says ``{"format": "p
 format is none of the frameworks that it knows, and it does not know NumPy.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Unpack
 
-from ..rules.casting import CastLoss
-from .convert import TransformOptions, convert
+from .convert import ConvertReport, TransformOptions, convert
 
 
 @dataclass(frozen=True)
-class MergeReport:
-    """Report of a merge: the written arrays, files and bytes.
-
-    ``skipped`` lists leaves that are values, not arrays, for which safetensors has no place, and arrays of the source
-    that cannot be read. ``losses`` counts, for each array, the values that its casts lost (see `convert`). ``notes``
-    names the documents that differ from the source, and why. ``left_behind`` lists files and folders beside a model
-    that are not copied.
-    """
-
-    path: str
-    arrays: int
-    files: list[str]
-    total_size: int
-    skipped: list[str]
-    seconds: float
-    losses: dict[str, CastLoss] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    left_behind: list[str] = field(default_factory=list)
-    resumed: int = 0  # bytes that an interrupted run had written
+class MergeReport(ConvertReport):
+    """Report of a merge: the fields of a conversion's report."""
 
 
 def merge(
@@ -84,7 +64,4 @@ def merge(
     >>> merge(os.path.join(home, "ckpt"), os.path.join(home, "hf")).files
     ['model.safetensors']
     """
-    r = convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)
-    return MergeReport(
-        r.path, r.arrays, r.files, r.total_size, r.skipped, r.seconds, r.losses, r.notes, r.left_behind, r.resumed
-    )
+    return MergeReport(**vars(convert(src, dst, format="safetensors", max_shard_bytes=max_shard_bytes, **options)))

@@ -9,8 +9,6 @@ Every window is read back and compared while others are written, at the end the 
 ``directory_commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part for the next run; damage in the source removes it.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+_SHORT = 2e-3  # seconds
 
 
 class Executor(Protocol):
@@ -31,78 +33,62 @@ class Spread:
     ) -> Iterator[tuple[T, Any]]:
         """(item, ``fn(*arguments(item))``) for all items."""
         if self.executor is not None:
-            yield from self._away(fn, items, arguments)
+            yield from self._spread(self.executor, self.threads, fn, items, arguments, 1)
         elif self.threads < 2 or len(items) < 2:
             for item in items:
                 yield item, fn(*arguments(item))
         else:
-            yield from self._here(fn, items, arguments)
+            with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
+                # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a time, which
+                # would spend their time handing the interpreter to one another.
+                yield from self._spread(pool, 2 * self.threads, fn, items, arguments, 64)
 
-    def _away(
-        self, fn: Callable[..., Any], items: Sequence[T], arguments: Callable[[T], tuple[Any, ...]]
+    @staticmethod
+    def _spread(
+        executor: Executor,
+        in_flight: int,
+        fn: Callable[..., Any],
+        items: Sequence[T],
+        arguments: Callable[[T], tuple[Any, ...]],
+        longest: int,
     ) -> Iterator[tuple[T, Any]]:
         waiting = iter(items)
-        running: dict[Future[Any], T] = {}
+        running: dict[Future[Any], list[T]] = {}
+        count = 1
 
         def begin() -> None:
-            for item in waiting:
-                running[self.executor.submit(fn, *arguments(item))] = item  # type: ignore[union-attr]
-                return
+            batch = list(itertools.islice(waiting, count))
+            if batch:
+                running[executor.submit(_called, fn, [arguments(item) for item in batch])] = batch
 
-        for _ in range(self.threads):
+        for _ in range(in_flight):
             begin()
         try:
             while running:
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    item = running.pop(future)
-                    result = future.result()
-                    begin()
-                    yield item, result
+                    batch = running.pop(future)
+                    results, error, seconds = future.result()
+                    if error is None:
+                        count = min(2 * count, longest) if seconds < _SHORT else max(count // 2, 1)
+                        begin()
+                    yield from zip(batch, results, strict=error is None)
+                    if error is not None:
+                        raise error
         finally:
             for future in running:
                 future.cancel()
             wait([f for f in running if not f.cancelled()])
 
-    def _here(
-        self, fn: Callable[..., Any], items: Sequence[T], arguments: Callable[[T], tuple[Any, ...]]
-    ) -> Iterator[tuple[T, Any]]:
-        waiting = iter(items)
-        lock, arrived = threading.Lock(), threading.Semaphore(0)
-        results: list[tuple[T, Any]] = []
-        stop = False
 
-        def worker() -> None:
-            nonlocal stop
-            while True:
-                with lock:
-                    item = None if stop else next(waiting, None)
-                if item is None:
-                    return
-                try:
-                    result: Any = fn(*arguments(item))
-                except BaseException as e:
-                    result = _Failed(e)
-                with lock:
-                    stop = stop or isinstance(result, _Failed)
-                    results.append((item, result))
-                arrived.release()
-
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
-            for _ in range(self.threads):
-                pool.submit(worker)
-            try:
-                for _ in items:
-                    arrived.acquire()
-                    with lock:
-                        item, result = results.pop(0)
-                    if isinstance(result, _Failed):
-                        raise result.error
-                    yield item, result
-            finally:
-                stop = True
-
-
-class _Failed:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+def _called(fn: Callable[..., T], arguments: Sequence[tuple[Any, ...]]) -> tuple[list[T], BaseException | None, float]:
+    """The results of calls, up to the first that fails, its error, and seconds. A first call that fails raises."""
+    began, results = time.perf_counter(), list[T]()
+    try:
+        for a in arguments:
+            results.append(fn(*a))  # those before an error are kept
+    except BaseException as e:
+        if not results:
+            raise
+        return results, e, 0.0
+    return results, None, time.perf_counter() - began

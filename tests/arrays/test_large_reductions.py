@@ -77,18 +77,18 @@ def test_they_take_little_memory(dtype):
     itemsize = mt.zeros(1, dtype=dtype).nbytes
     x = filled(dtype, (20 * MIB // itemsize // 1024, 1024))
     assert x.nbytes > BEYOND
-    for name, fn in FUNCTIONS.items():
+    for turn, (name, fn) in enumerate(FUNCTIONS.items(), DTYPES.index(dtype)):
         if skipped(name, dtype):
             continue
-        for axis in (None, 0, 1):
-            tracemalloc.start()
-            try:
-                before = tracemalloc.get_traced_memory()[0]
-                fn(x, axis=axis)
-                peak = tracemalloc.get_traced_memory()[1] - before
-            finally:
-                tracemalloc.stop()
-            assert peak < BEYOND, (name, axis, f"{peak / MIB:.0f} MiB beyond an array of 20")
+        axis = (None, 0, 1)[turn % 3]  # over the dtypes, each function has each of them
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            fn(x, axis=axis)
+            peak = tracemalloc.get_traced_memory()[1] - before
+        finally:
+            tracemalloc.stop()
+        assert peak < BEYOND, (name, axis, f"{peak / MIB:.0f} MiB beyond an array of 20")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +111,6 @@ def test_in_pieces_they_give_what_they_give_at_once(dtype, order, monkeypatch):
                     plain = fn(given, axis=axis, keepdims=keepdims)
                     with monkeypatch.context() as m:
                         m.setattr(pieces, "LARGE", 1)
-                        m.setattr("meshtape.arrays.reductions.moments.LARGE", 1)
                         m.setattr(pieces, "PIECE", 900)
                         parts = fn(given, axis=axis, keepdims=keepdims)
                 assert (parts.shape, parts.dtype) == (plain.shape, plain.dtype), name

@@ -407,3 +407,19 @@ def test_a_chain_refuses_what_it_cannot_read_in_rows() -> None:
     assert native._kernels.chain(STEPS, (square, square, square, result.T, result), 3, 1) is None
     assert (result == 7).all()
     assert (wide == 1).all()
+
+
+def test_labels_are_looked_at_in_one_pass() -> None:
+    good = np.arange(1000) % 7
+    assert ops.below(good, 7) is True
+    assert ops.below(good, 6) is False
+    assert ops.below(good[:0], 0) is True
+    assert ops.below(good[0:1].reshape(()), 1) is True
+    for at, wrong in ((0, -1), (999, 7), (500, -(2**63)), (31, 2**63 - 1)):
+        labels = good.copy()
+        labels[at] = wrong
+        assert ops.below(labels, 7) is False
+    for unlike in (good.astype(np.int32), good.astype(np.uint64), good[::2], good.astype(">i8"), good.tolist()):
+        assert ops.below(unlike, 7) is None
+    with pytest.raises(mt.errors.ArrayIndexError, match="label 7 is none of the 7 classes"):
+        mt.nn.cross_entropy(mt.zeros((3, 7)), mt.asarray([0, 6, 7]))

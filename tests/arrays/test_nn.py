@@ -306,14 +306,14 @@ def test_attention_in_short_floats_and_with_dropout():
 
 
 def test_entries_carry_the_name_that_was_called():
-    from meshtape.arrays.core.op import recording
+    from meshtape.arrays.core.op import recording, state
 
     class Origins:
         def __init__(self):
             self.seen = set()
 
-        def record(self, op, args, outs, params, origin, site):
-            self.seen.add(origin)
+        def record(self, op, args, bufs, outs, params):
+            self.seen.add(state.origin)
 
     recorder = Origins()
     with recording(recorder):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtape import arrays as mt
-from meshtape.arrays.core.dispatch import program_inputs
-from meshtape.arrays.core.op import OPS, not_recording, recording
+from meshtape.arrays.core.dispatch import call_site, program_inputs
+from meshtape.arrays.core.op import OPS, not_recording, recording, state
 from meshtape.arrays.core.program import Const, ProgramBuilder, freeze, last_uses, simplify, site_text
 from meshtape.arrays.core.shape_dtype import ShapeDtype
 
@@ -141,8 +141,10 @@ class Recorder:
     def __init__(self):
         self.calls = []
 
-    def record(self, op, args, outs, params, origin, site):
-        self.calls.append((op.name, program_inputs(args, lambda a: 0), len(outs), dict(params), origin, site))
+    def record(self, op, args, bufs, outs, params):
+        self.calls.append(
+            (op.name, program_inputs(args, lambda a: 0), len(outs), dict(params), state.origin, call_site())
+        )
 
 
 def here():

@@ -606,8 +606,8 @@ def test_a_draw_is_one_op_with_its_block_in_the_parameters():
         def __init__(self):
             self.calls = []
 
-        def record(self, op, args, outs, params, origin, site):
-            self.calls.append((op.name, dict(params), origin))
+        def record(self, op, args, bufs, outs, params):
+            self.calls.append((op.name, dict(params)))
 
     r = Recorder()
     with recording(r):
@@ -618,7 +618,7 @@ def test_a_draw_is_one_op_with_its_block_in_the_parameters():
     assert r.calls[0][1] == {
         "shape": (2, 3), "offset": (0, 0), "global_shape": (2, 3), "dtype": F64, "mean": 0.0, "std": 1.0,
     }  # fmt: skip
-    for _, params, _ in r.calls:
+    for _, params in r.calls:
         assert {"shape", "offset", "global_shape", "dtype"} <= set(params)
 
 

@@ -140,3 +140,15 @@ def test_an_anomaly_leaves_the_engine_usable():
         with pytest.raises(mt.errors.AnomalyError):
             mt.grad(backward_fault)(arr(2.0))
         assert mt.grad(backward_fault)(arr(3.0)).tolist() == [1.5]
+
+
+@pytest.mark.parametrize("context", [mt.detect_anomaly, lambda: np.errstate(divide="raise")])
+def test_a_context_that_would_end_with_the_trace_is_refused(context):
+    def inside(x):
+        with context():
+            return mt.log(x)
+
+    with pytest.raises(mt.errors.TracedValueError, match="put it around the call"):
+        mt.compile(inside)(mt.ones(2))
+    with context(), pytest.raises(FloatingPointError):
+        mt.compile(mt.log)(mt.zeros(2))

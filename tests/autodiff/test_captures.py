@@ -515,8 +515,8 @@ def by_global_of_callee(value):
 
 
 def by_globals_by_text(value):
-    globals()["GLOBAL"] = value
-    return lambda x: total(globals()["GLO" + "BAL"], x), lambda v: globals().update(GLOBAL=v)
+    names = {"total": total, "GLOBAL": value}  # fewer than those of this module, which are all looked at
+    return eval("lambda x: total(globals()['GLO' + 'BAL'], x)", names), lambda v: names.update(GLOBAL=v)
 
 
 HOLDERS = {name.removeprefix("by_"): f for name, f in list(globals().items()) if name.startswith("by_")}

@@ -138,7 +138,7 @@ TABLE: dict[str, tuple[Callable[[Any], Any], Real, list[float]]] = {
 
 # Straight pieces, whose conventions are fixed by hand in test_rules and test_limits, and what is no function of real numbers.
 OTHERS = {"abs", "sign", "maximum", "minimum", "fmax", "fmin", "relu", "where", "copysign", "remainder"}
-OTHERS |= {"conj", "real", "imag", "gelu_backward", "heaviside"}  # the slope of gelu; steps
+OTHERS |= {"conj", "real", "imag", "gelu_backward", "heaviside", "nextafter"}  # the slope of gelu; steps
 
 
 class Seen:

@@ -155,3 +155,62 @@ def test_an_error_that_is_kept_leaves_the_thread_usable():
     del kept
     gc.collect()
     assert state.recorders == ()
+
+
+def by_a_generator(v):
+    return sum(mt.sum(constant * v) for constant in pairs(v))
+
+
+def by_writing(v):
+    u = v * v
+    with mt.no_grad():
+        u[0] = v[1] * 3.0
+        u *= v
+    return mt.sum(u * v)
+
+
+def with_what_is_captured(v):
+    with mt.no_grad():
+        u = v * V
+    return mt.sum(u * v * V)
+
+
+def in_turns(v):
+    def turn(c, a):
+        with mt.no_grad():
+            u = mt.sin(a) * c
+        return c * a + u * a, c
+
+    return mt.scan(turn, mt.asarray(1.0), v)[0]
+
+
+def in_turns_of_python(v):
+    c = mt.asarray(1.0)
+    for a in v:
+        with mt.no_grad():
+            u = mt.sin(a) * c
+        c = c * a + u * a
+    return c
+
+
+BLOCKS = [by_a_context_manager, computed_in_the_generator, by_a_generator, by_writing, with_what_is_captured]
+
+
+@pytest.mark.parametrize("f", [*BLOCKS, in_turns_of_python])
+def test_a_program_that_is_differentiated_has_the_same_constants(f):
+    for order in (mt.grad, mt.hessian):
+        want = order(f)(V).tolist()
+        assert order(mt.compile(f))(V).tolist() == want == mt.compile(order(f))(V).tolist()
+
+
+def test_turns_and_ranks_have_the_same_constants():
+    assert mt.grad(in_turns)(V).tolist() == mt.grad(in_turns_of_python)(V).tolist()
+    mesh, half = mt.Mesh({"m": 2}), {"m": mt.Shard(0)}
+
+    def block(v):
+        with frozen():
+            y = v * 2.0
+        return y * v
+
+    on_ranks = mt.shard_map(block, mesh, (half,), half)
+    assert mt.grad(lambda v: mt.sum(on_ranks(v)))(mt.distribute(V, mesh, **half)).tolist() == [2.0, 4.0]

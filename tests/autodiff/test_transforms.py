@@ -277,7 +277,7 @@ def test_jacobians_in_blocks():
 
 
 def test_blocks_bound_the_memory_of_a_jacobian(peak_of):
-    n = 600
+    n = 1200
     x = mt.ones(n)
     f = lambda x: x * x  # noqa: E731
     nbytes = mt.jacobian(f)(x).nbytes

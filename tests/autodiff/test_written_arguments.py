@@ -286,6 +286,29 @@ def test_callbacks_have_numbers_of_their_own():
     assert seen == [2.0]
 
 
+MADE_INSIDE = {
+    "zeros": lambda v: mt.zeros(3),
+    "zeros_like": mt.zeros_like,
+    "asarray": lambda v: mt.asarray(np.zeros(3)),
+    "random": lambda v: mt.random.normal(mt.random.key(0), (3,)),
+}
+
+
+@pytest.mark.parametrize("way", MADE_INSIDE)
+def test_checkpoints_and_forward_functions_write_to_arrays_that_they_make(way: str) -> None:
+    def block(v: mt.Array) -> mt.Array:
+        y = MADE_INSIDE[way](v)
+        y[0] = v[0] * 2
+        y[1] *= v[1]
+        return mt.sum(y * y * v)
+
+    custom = mt.custom_vjp(block)
+    custom.defvjp(lambda v: (block(v), mt.grad(block)(v)), lambda r, g: (r * g,))
+    v = mt.asarray([1.0, 2.0, 3.0])
+    for fn in (mt.checkpoint(block), custom):
+        np.testing.assert_array_equal(np.asarray(mt.grad(fn)(v)), np.asarray(mt.grad(block)(v)))
+
+
 def test_checkpoints_and_forward_functions_that_write_to_arrays_around_them_are_refused() -> None:
     @mt.custom_vjp
     def doubled(a: mt.Array) -> mt.Array:

@@ -62,6 +62,11 @@ def test_commands_that_are_shown_exist() -> None:
             assert name in main.commands, (page, name)
 
 
+def test_headings_begin_a_line() -> None:
+    for page in PAGES:
+        assert not re.findall(r"^(?!\||#).*[.a-z] ##+ [A-Z]", page.read_text(), re.MULTILINE), page
+
+
 def test_every_error_says_when_it_is_raised() -> None:
     for name in mt.errors.__all__:
         assert getattr(mt.errors, name).__doc__, name

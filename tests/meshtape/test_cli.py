@@ -76,14 +76,14 @@ def test_show_of_an_unknown_name_suggests_close_ones(checkpoint: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_said_so(tmp_path: Path) -> None:
-    assert_clean_error(call("ls", str(tmp_path / "missing")), "NotACheckpoint", "missing")
+    assert_clean_error(call("ls", str(tmp_path / "missing")), "missing: no such file or directory")
     (tmp_path / "notes.txt").write_text("hello")
-    assert_clean_error(call("ls", str(tmp_path / "notes.txt")), "NotACheckpoint")
+    assert_clean_error(call("ls", str(tmp_path / "notes.txt")), "is not a")
 
 
 def test_half_written_checkpoint_is_said_so(checkpoint: Path) -> None:
     (checkpoint / "meshtape.json").unlink()
-    assert_clean_error(call("ls", str(checkpoint)), "IncompleteCheckpoint")
+    assert_clean_error(call("ls", str(checkpoint)), "was written by meshtape but")
 
 
 def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -101,13 +101,13 @@ def test_a_scheduler_that_does_not_answer_is_said_so_and_leaves_no_file(
         s.bind(("127.0.0.1", 0))  # nobody listens there, and nobody else can
         port = s.getsockname()[1]
         result = call("demo", "--scheduler", f"tcp://127.0.0.1:{port}", "--directory", str(tmp_path / "out"))
-    assert_clean_error(result, "SchedulerUnreachable", str(port))
+    assert_clean_error(result, "no Dask scheduler answers", str(port))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_nonsense_address_is_said_so() -> None:
     with dask.config.set({"meshtape.timeouts.connect": 0.5}):
-        assert_clean_error(call("demo", "--scheduler", "nonsense"), "SchedulerUnreachable", "nonsense")
+        assert_clean_error(call("demo", "--scheduler", "nonsense"), "no Dask scheduler answers", "nonsense")
 
 
 def test_wrong_calls_exit_with_2() -> None:

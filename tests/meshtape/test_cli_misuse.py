@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import io
 import json
 import os
 import re
@@ -16,9 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 import meshtape as mt
+from meshtape.cli import tables
 from meshtape.cli.main import main
+from meshtape.cli.storage import _progress
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 ODD = "a b ü 日本/it's $HOME; #1"
@@ -67,7 +71,7 @@ def test_every_command_takes_odd_names_and_gives_data(command: str, held: Path, 
 @pytest.mark.parametrize(
     ("place", "match"),
     [
-        ("nothing", "NotACheckpoint: .*nothing: no such file or directory"),
+        ("nothing", "Error: .*nothing: no such file or directory"),
         ("program", "is a program file"),
         ("text", "is not a safetensors file"),
         ("s3://KEY:hush-hush@bucket/x", "credentials come from the environment"),
@@ -211,3 +215,14 @@ def test_ctrl_c_in_the_middle_of_a_merge(tmp_path: Path) -> None:
         server.go_on.set()
         server.shutdown()
         server.server_close()
+
+
+def test_an_error_of_the_arguments_comes_without_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(tables, "console", lambda stderr: Console(file=out, force_terminal=True))
+    with pytest.raises(mt.errors.NotACheckpoint), _progress("merging", shown=True):
+        raise mt.errors.NotACheckpoint("nothing is there")
+    assert out.getvalue() == ""
+    with _progress("merging", shown=True) as show:
+        show(1, 2)
+    assert "merging" in out.getvalue()

@@ -48,7 +48,7 @@ def test_training_on_a_mesh_equals_training_without(axes: dict[str, int], digits
 
 
 def test_a_step_costs_one_message_a_worker(digits: demo.Digits, runs: Callable[[Any], Any]) -> None:
-    with local_cluster(2) as client, mt.Mesh({"data": 2, "model": 2}, client=client) as mesh:
+    with local_cluster(2, processes=False) as client, mt.Mesh({"data": 2, "model": 2}, client=client) as mesh:
         step, state = mt.compile(demo.train_step), start(mesh)
         batches = [[mt.distribute(a, mesh, data=mt.Shard(0)) for a in digits.batch(0, i)] for i in range(6)]
         state, seen = step(state, *batches[0])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +23,7 @@ from distributed import Client
 
 import meshtape as mt
 from meshtape.parallel.dask import streams, worker
-from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.parallel.dask.cluster import connect
 from meshtape.parallel.dask.lease import lease_of
 from meshtape.parallel.dask.set_up import set_up
 from meshtape.parallel.dask.workers import known_workers
@@ -28,7 +31,7 @@ from meshtape.parallel.training.job.rank_logs import collected
 from meshtape.parallel.training.job.status import Status, scheduler_jobs
 
 pytestmark = pytest.mark.timeout(300)
-BRIEF = {"meshtape.timeout": 2.0, "meshtape.timeouts.abort": 1.0, "meshtape.timeouts.silence": 1.0}
+BRIEF = {"meshtape.timeout": 1.0, "meshtape.timeouts.abort": 1.0, "meshtape.timeouts.silence": 0.5}
 ERRORS = (mt.errors.RankLost, mt.errors.CollectiveTimeout, mt.errors.ClusterError)
 
 
@@ -114,24 +117,27 @@ def test_a_worker_that_stands_still_and_goes_on_is_lost_for_its_mesh_and_not_for
     works(mortal)
 
 
-def test_what_dask_has_of_a_worker_that_stands_still_ends_with_dasks_limit():
-    with (
-        dask.config.set({"distributed.scheduler.worker-ttl": "2s"}),
-        local_cluster(2) as client,
-        mt.Mesh({"a": 2}, client=client) as mesh,
-    ):
+def test_what_dask_has_of_a_worker_that_stands_still_ends_with_dasks_limit(mortal):
+    def over(worker: str, dask_scheduler: Any) -> None:
+        dask_scheduler.workers[worker].last_seen -= 1e4  # longer ago than any worker-ttl
+        dask_scheduler.check = asyncio.ensure_future(dask_scheduler.check_worker_ttl())
+
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
         blocks = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1).to_dask()
-        with stopped(client, mesh), pytest.raises(mt.errors.RankLost, match="left the cluster, and its blocks with it"):
-            client.compute(blocks.sum()).result(200)
+        with stopped(mortal, mesh):
+            total = mortal.compute(blocks.sum())
+            mortal.run_on_scheduler(over, mesh.runtime.addresses[1])
+            with pytest.raises(mt.errors.RankLost, match="left the cluster, and its blocks with it"):
+                total.result(200)
 
 
 def test_a_client_that_stood_still_itself_blames_nobody(processes):
-    with mt.Mesh({"a": 2}, client=processes) as mesh, dask.config.set({"meshtape.timeout": 1.0}):
+    with mt.Mesh({"a": 2}, client=processes) as mesh, dask.config.set({"meshtape.timeout": 0.5}):
         x = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0))
         step = mt.compile(lambda x: x * 2)
         mt.compute(step(x))
         y = step(x)
-        processes.loop.asyncio_loop.call_soon_threadsafe(time.sleep, 3.0)
+        processes.loop.asyncio_loop.call_soon_threadsafe(time.sleep, 1.5)
         np.testing.assert_array_equal(y, np.arange(8.0) * 2)
 
 
@@ -142,6 +148,7 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
         dask_worker.memory_manager.memory_pause_fraction = 1e-9 if on else False
         dask_worker.status = Status.paused if on else Status.running
 
+    mortal.run(importlib.import_module, "dask.array")  # Dask does that in the event loop, which says nothing meanwhile
     said: list[str] = []
     monkeypatch.setattr(streams.log, "warning", lambda text, *args: said.append(text % args))
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
@@ -149,9 +156,10 @@ def test_a_paused_worker_runs_programs_and_says_so_to_what_is_dasks(mortal, monk
         mortal.run(pause, True, workers=mesh.runtime.addresses)
         try:
             assert float(mt.sum(x * 2)) == 56.0
-            with pytest.raises(
-                mt.errors.MeshtapeError, match="paused by Dask, as it uses too much of its memory_limit"
-            ):
+            said_why = pytest.raises(
+                mt.errors.MeshtapeError, match="paused by Dask, as it uses too much of its memory_lim"
+            )
+            with dask.config.set({"meshtape.timeout": 2.0}), said_why:
                 mt.from_dask(da.arange(8, chunks=4), mesh, a=mt.Shard(0))
             assert any("paused by Dask" in s for s in said)
         finally:
@@ -175,69 +183,74 @@ BESIDE: list[Callable[[Client, Path], Any]] = [
 """What asks the scheduler for something beside meshes: notes of training, plugins, gangs, data, turns."""
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_scheduler_that_goes(schedulers, tmp_path, sign: int):
+def test_a_scheduler_that_stands_still_and_then_is_killed(tmp_path: Path, eventually: Callable[..., None]):
     """Right, as workers answer without it, or an error of ours: never one of Dask's, and never an endless wait."""
     mt.save(tmp_path / "there", {"x": np.arange(8.0)})
-    client, scheduler = schedulers()
-    mesh = mt.Mesh({"a": 2}, client=client)  # the scheduler and the workers import meshtape, which takes its time
-    x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
-    with dask.config.set(BRIEF):
-        address = client.scheduler.address
-        scheduler.send_signal(sign)
-        said: list[Exception] = []
-        for what in [*WAITS, *WAITS]:
-            try:
-                what(x, tmp_path)
-            except mt.errors.CheckpointExists:
-                continue
-            except mt.errors.MeshtapeError as e:
-                said.append(e)
-        assert isinstance(
-            said[-1], mt.errors.ClusterError
-        )  # at first it may be known only that workers left, which go with it
-        for e in said:
-            assert not isinstance(e, mt.errors.ClusterError) or f"the scheduler at {address} " in str(e)
-        for asks in BESIDE:
-            with contextlib.suppress(mt.errors.MeshtapeError):
-                asks(client, tmp_path)
-        with contextlib.suppress(mt.errors.MeshtapeError):
-            mesh.close()
-        with pytest.raises(mt.errors.MeshtapeError):
-            mt.Mesh({"a": 2}, client=client)
-        if sign == signal.SIGSTOP:
+    with contextlib.ExitStack() as stack:
+        scheduler, address = from_the_command_line(tmp_path, stack, eventually)
+        client = stack.enter_context(connect(address))
+        client.wait_for_workers(2, timeout=200)
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            mesh = mt.Mesh(
+                {"a": 2}, client=client
+            )  # the scheduler and the workers import meshtape, which takes its time
+            x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+            np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(1.0, 9.0) * 2)
+            with dask.config.set(BRIEF):
+                scheduler.send_signal(sign)
+                _ends(client, mesh, x, address, tmp_path / str(sign))
             scheduler.send_signal(signal.SIGCONT)
 
 
-@pytest.fixture
-def schedulers(tmp_path: Path) -> Iterator[Callable[[], tuple[Client, subprocess.Popen[bytes]]]]:
-    """Starts a scheduler and two workers as processes of their own."""
-    started: list[subprocess.Popen[bytes]] = []
-    clients: list[Client] = []
+def _ends(client: Client, mesh: mt.Mesh, x: Any, address: str, folder: Path) -> None:
+    said: list[Exception] = []
+    folder.mkdir()
+    (folder / "there").symlink_to(folder.parent / "there")
+    for what in [*WAITS, _dask]:
+        try:
+            what(x, folder)
+        except mt.errors.CheckpointExists:
+            continue
+        except mt.errors.MeshtapeError as e:
+            said.append(e)
+    # At first it may be known only that workers left, which go with it.
+    assert isinstance(said[-1], mt.errors.ClusterError)
+    for e in said:
+        assert not isinstance(e, mt.errors.ClusterError) or f"the scheduler at {address} " in str(e)
+    for asks in BESIDE:
+        with contextlib.suppress(mt.errors.MeshtapeError):
+            asks(client, folder)
+    with contextlib.suppress(mt.errors.MeshtapeError):
+        mesh.close()
+    with pytest.raises(mt.errors.MeshtapeError):
+        mt.Mesh({"a": 2}, client=client)
+
+
+def from_the_command_line(
+    folder: Path, stack: contextlib.ExitStack, eventually: Callable[..., None]
+) -> tuple[subprocess.Popen[bytes], str]:
+    """A scheduler and its address; it has two workers."""
+    file = folder / "scheduler.json"
 
     def start(*args: str) -> subprocess.Popen[bytes]:
-        file = ["--scheduler-file", str(tmp_path / "scheduler.json")]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        started.append(subprocess.Popen([sys.executable, "-m", "dask", *args, *file, "--no-dashboard"], **quiet))  # type: ignore[call-overload]
-        return started[-1]
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        command = [sys.executable, "-m", "dask", *args, "--scheduler-file", str(file), "--no-dashboard"]
+        p = subprocess.Popen(command, **quiet)
+        stack.callback(p.wait, 60)
+        stack.callback(p.kill)
+        return p
 
-    def begin() -> tuple[Client, subprocess.Popen[bytes]]:
-        scheduler = start("scheduler", "--port", "0")
-        for _ in range(2):
-            start("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(tmp_path))
-        client = Client(scheduler_file=str(tmp_path / "scheduler.json"), set_as_default=False, timeout=120)
-        clients.append(client)
-        client.wait_for_workers(2, timeout=200)
-        return client, scheduler
+    def address() -> str:
+        try:
+            return json.loads(file.read_text())["address"]
+        except (FileNotFoundError, ValueError):  # not there, or not yet written to its end
+            return ""
 
-    yield begin
-    for p in started:
-        p.kill()
-    for p in started:
-        p.wait(60)
-    for client in clients:
-        with contextlib.suppress(Exception):
-            client.close(timeout=2)
+    scheduler = start("scheduler", "--port", "0")
+    for _ in range(2):
+        start("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(folder))
+    eventually(address)
+    return scheduler, address()
 
 
 # ----- what is sent -----------------------------------------------------------------------------------------------------

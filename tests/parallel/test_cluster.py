@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +21,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.parallel.dask import runtime
 from meshtape.parallel.dask import worker as mesh_worker
-from meshtape.parallel.dask.cluster import connect, local_cluster
+from meshtape.parallel.dask.cluster import local_cluster
 from meshtape.parallel.dask.workers import known_workers
 
 pytestmark = pytest.mark.timeout(300)
@@ -345,40 +342,3 @@ def test_users_tasks_keep_no_program_waiting(processes, tmp_path, eventually):
         finally:
             go.touch()
             processes.cancel(busy)
-
-
-# ----- a cluster from the command line --------------------------------------------------------------------------------
-
-
-def test_a_scheduler_and_workers_from_the_command_line(tmp_path, eventually):
-    file = tmp_path / "scheduler.json"
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*args: str) -> None:
-        command = [sys.executable, "-m", "dask", *args, "--scheduler-file", str(file)]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-
-    def address() -> str:
-        try:
-            return json.loads(file.read_text())["address"]
-        except (FileNotFoundError, ValueError):  # not there, or not yet written to its end
-            return ""
-
-    try:
-        start("scheduler", "--port", "0", "--no-dashboard")
-        for _ in range(2):
-            start("worker", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", str(tmp_path))
-        eventually(address)
-        with connect(address()) as client:
-            client.wait_for_workers(2, timeout=200)
-            with mt.Mesh({"a": 2}, client=client) as mesh:
-                x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))
-                np.testing.assert_array_equal(mt.reshard(x * 2, a=mt.Replicate()), np.arange(6.0) * 2)
-    finally:
-        for p in reversed(started):  # workers first: one that is told twice to stop may hang in Dask
-            p.terminate()
-            try:
-                p.wait(60)
-            except subprocess.TimeoutExpired:
-                p.kill()

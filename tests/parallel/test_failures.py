@@ -110,7 +110,7 @@ def test_a_rank_that_raises_is_named_and_the_mesh_goes_on(processes, eventually)
     eventually(lambda: set(sockets_and_threads(processes).values()) == {(0, 0)})
 
 
-def test_the_error_of_one_run_is_not_that_of_the_next_mesh(processes):
+def test_the_error_of_one_run_is_not_that_of_the_next_mesh_and_keeps_its_type(processes):
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))
         with (
@@ -119,6 +119,9 @@ def test_the_error_of_one_run_is_not_that_of_the_next_mesh(processes):
         ):
             mt.compute(mt.sinh(x))
         works(processes)
+        singular = mt.distribute(np.stack([np.eye(3), np.zeros((3, 3))]), mesh, a=mt.Shard(0))
+        with pytest.raises(np.linalg.LinAlgError, match=r"rank 1 failed in inv, called at .*: Singular matrix"):
+            mt.compute(mt.linalg.inv(singular))
 
 
 def test_an_error_of_a_run_in_flight_is_raised_by_the_next_call(processes, eventually):

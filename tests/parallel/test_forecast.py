@@ -30,7 +30,7 @@ from meshtape.parallel.resharding import schedule as rounds
 from meshtape.parallel.resharding.plan import Reshard, plan_reshard
 from meshtape.parallel.sharding.placement import Layout, make_layout
 
-ONE_HOST = {"ranks_per_host": 4}
+ONE_HOST = {"ranks_per_host": 32}
 S0, S1 = mt.Shard(0), mt.Shard(1)
 
 
@@ -111,6 +111,10 @@ OTHERS = {
     "rows to all": (lambda x: mt.reshard(x, a=mt.Replicate()), (5, 6), {"a": S0}),
     "sort": (lambda x: mt.sort(x, axis=0), (8, 4), {"a": S0}),
 }
+TREES = {
+    "halving and back": (lambda x: mt.sum(x, axis=0), (32, 1 << 15), {"a": S0}),
+    "both at once": (lambda x: (mt.sum(x, axis=0), mt.reshard(x * 2, a=mt.Replicate())), (32, 64), {"a": S0}),
+}
 
 
 @pytest.mark.parametrize("name", list(PLANS))
@@ -119,10 +123,10 @@ def test_messages_of_a_decoder_are_those_of_a_run(simulated, name):
     check(simulated, step, args, mesh)
 
 
-@pytest.mark.parametrize("name", list(OTHERS))
+@pytest.mark.parametrize("name", [*OTHERS, *TREES])
 def test_messages_of_other_programs_are_those_of_a_run(simulated, name):
-    fn, shape, placed = OTHERS[name]
-    mesh = mt.Mesh({"a": 4})
+    fn, shape, placed = (OTHERS | TREES)[name]
+    mesh = mt.Mesh({"a": 4 if name in OTHERS else 32})
     x = mt.distribute(np.random.default_rng(1).normal(size=shape), mesh, **placed)
     check(simulated, fn, (x,), mesh)
 

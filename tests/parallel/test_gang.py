@@ -241,3 +241,49 @@ def test_the_example_of_pytorch(processes, nothing_left):
     with dask.config.set({"meshtape.timeout": 60}):
         losses = example["train"](processes)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_xgboost_where_a_worker_that_holds_data_is_restarted(mortal, nothing_left):
+    """Of https://github.com/dmlc/xgboost/issues/9420, where Dask waits for ever for the worker that left."""
+    pytest.importorskip("xgboost")
+
+    def fit(x: Any, y: Any, dies: bool) -> bytes:
+        import os
+        import signal
+
+        import xgboost as xgb
+        from xgboost.tracker import RabitTracker
+
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ["RANK"] == "0":
+            tracker = RabitTracker(int(os.environ["WORLD_SIZE"]), host_ip=place[0], port=place[1])
+            tracker.start()
+        with xgb.collective.CommunicatorContext(
+            dmlc_communicator="rabit", dmlc_tracker_uri=place[0], dmlc_tracker_port=place[1], dmlc_retry=50
+        ):
+            if dies and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return bytes(
+                xgb.train({"tree_method": "hist"}, xgb.DMatrix(np.asarray(x), np.asarray(y)), 5).save_raw("json")
+            )
+
+    rng = np.random.default_rng(0)
+    x, y = rng.random((300, 10)), rng.random(300)
+
+    def split(mesh: mt.Mesh) -> list[Any]:
+        return [mt.compute(mt.distribute(a, mesh, a=mt.Shard(0)) + 0) for a in (x, y)]
+
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        blocks = split(mesh)
+        first, second = mt.gang(mortal, fit, *blocks, False).result(LIMIT)
+        assert first == second
+        begun = time.monotonic()
+        with pytest.raises(mt.errors.RankLost, match="rank 1 ended with status -9"):
+            mt.gang(mortal, fit, *blocks, True).result(LIMIT)
+        mortal.restart_workers([mesh.runtime.addresses[1]])
+        with pytest.raises(mt.errors.MeshtapeError):
+            mt.gang(mortal, fit, *blocks, False).result(LIMIT)
+        assert time.monotonic() - begun < 60
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        assert mt.gang(mortal, fit, *split(mesh), False).result(LIMIT) == [first, second]

@@ -130,5 +130,8 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize("kind", ["1f1b", "zerobubble"])
 def test_on_worker_processes(processes, kind):
-    with mt.Mesh({"pipe": 2}, client=processes) as mesh:
-        check(mt.pipeline(stage, loss, mesh, micros=4, kind=kind), *arrays(2))
+    params, *rest = arrays(2)
+    with mt.Mesh({"pipe": 2, "model": 1}, client=processes) as mesh:
+        if kind == "zerobubble":
+            params = mt.distribute(params, mesh, pipe=mt.Shard(0))
+        check(mt.pipeline(stage, loss, mesh, micros=4, kind=kind), params, *rest)

@@ -292,17 +292,17 @@ _break_prepared = _break_prepared_source()
 # ----- workers that come and go ---------------------------------------------------------------------------------------
 
 
-def test_workers_that_come_later_and_one_that_stands_still():
-    with local_cluster(2) as client:
-        works(client)
-        client.cluster.scale(3)
-        client.wait_for_workers(3, timeout=200)
-        with mt.Mesh({"a": 3}, client=client) as mesh:
+def test_workers_that_come_later_and_one_that_stands_still(mortal, eventually):
+    works(mortal)
+    mortal.cluster.scale(3)
+    mortal.wait_for_workers(3, timeout=200)
+    try:
+        with mt.Mesh({"a": 3}, client=mortal) as mesh:
             assert len(mesh.runtime.addresses) == 3
             x = mt.distribute(np.arange(6.0), mesh, a=mt.Shard(0))
             x = mt.compute(x + mt.sum(x))
             first = mesh.runtime.addresses[0]  # those who wait ask in the order of ranks
-            pid = client.run(os.getpid)[first]
+            pid = mortal.run(os.getpid)[first]
             os.kill(pid, signal.SIGSTOP)
             try:
                 # Found out by asking, long before the collective's own time is over.
@@ -313,11 +313,14 @@ def test_workers_that_come_later_and_one_that_stands_still():
                         mt.errors.CollectiveTimeout, match=r"no answer from rank 0 .*stopped or cut off"
                     ):
                         mt.compute(y)
-                    works(client)  # the cluster is usable at once, on those that answer
+                    works(mortal)  # the cluster is usable at once, on those that answer
                     with pytest.raises(mt.errors.ClusterError, match="do not answer"):
-                        mt.Mesh({"a": 1}, client=client, workers=[first])
+                        mt.Mesh({"a": 1}, client=mortal, workers=[first])
             finally:
                 os.kill(pid, signal.SIGCONT)
+    finally:
+        mortal.cluster.scale(2)
+        eventually(lambda: len(known_workers(mortal)) == 2)
 
 
 def test_workers_that_are_restarted(mortal):

@@ -12,6 +12,7 @@ from meshtape.arrays.core.blocks import Box
 from meshtape.cli import main
 from meshtape.storage import Rules, convert, load, merge, open_checkpoint, save_safetensors, verify
 from meshtape.storage.rules import rules as r
+from meshtape.storage.rules import steps, value_steps
 
 RULE = "{p*}.weight, {p*}.weight_scale_inv -> {p*}.weight, dequantize(block=[128, 128], dtype=bfloat16)"
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8, "uint8": np.uint8}
@@ -339,7 +340,10 @@ def test_a_scale_or_a_weight_that_is_lost_is_named():
         Rules(RULE).on_arrays({"a.weight": x, "a.weight_scale_inv": s, "b.weight_scale_inv": s})
     with pytest.raises(errors.CheckpointDTypeError, match="takes int8, uint8 and float8"):
         Rules(
-            [r.Rule(("a", "b"), "c", r.Concat(0)), r.Rule(("w", "s"), "w", r.Cast("float32"), r.Dequantize())]
+            [
+                r.Rule(("a", "b"), "c", steps.Concat(0)),
+                r.Rule(("w", "s"), "w", value_steps.Cast("float32"), value_steps.Dequantize()),
+            ]
         ).on_arrays({"a": s, "b": s, "w": x, "s": s})
 
 

@@ -58,7 +58,7 @@ def test_damaged_values_of_dcp_do_not_vanish(tmp_path):
             if x.field("fqn") == name
         )
         good = (where / file).read_bytes()
-        for at in rng.choice(length, 100, replace=False).tolist():
+        for at in rng.choice(length, 30, replace=False).tolist():
             bad = bytearray(good)
             bad[start + at] ^= 1 << int(rng.integers(8))
             (where / file).write_bytes(bad)
@@ -76,7 +76,7 @@ def test_damaged_values_of_dcp_do_not_vanish(tmp_path):
         (where / file).write_bytes(bad)
         assert set(open_checkpoint(where, verify=False)) == set(open_checkpoint(GOLDEN))
         (where / file).write_bytes(good)
-    assert found > 40
+    assert found > 12
 
 
 def group(where, version, **kw):
@@ -98,6 +98,10 @@ def test_lost_chunks_of_foreign_zarr_are_no_zeros(tmp_path, version, name):
         shutil.rmtree(tmp_path / "whole")
     file = {("w", 2): "w/1.0", ("w", 3): "w/c/1/0", ("s", 2): "s/0", ("s", 3): "s/c"}[name, version]
     (where / file).unlink()
+    if name == "w":  # a chunk outside of the array, as resizing leaves it, stands in for none
+        beyond = where / file.replace("1", "9")
+        beyond.parent.mkdir(exist_ok=True)
+        beyond.touch()
     for use in (merge, reshard, lambda a, b: convert(a, b, format="zarr")):
         with pytest.raises(errors.IncompleteCheckpoint, match=f"1 chunk of key '{name}'.*missing=\"fill\""):
             use(where, tmp_path / "out")

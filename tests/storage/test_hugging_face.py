@@ -46,6 +46,14 @@ def test_a_shard_of_the_index_is_missing(tmp_path):
     assert load(tmp_path / "model-00001-of-00004.safetensors")["layers.1.w"].tolist() == [1, 1, 1]
 
 
+def test_keys_that_an_index_does_not_list_are_named(tmp_path):
+    index(tmp_path, {"model.safetensors": {"a": np.ones(2), "b": np.ones(3)}})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.warns(UserWarning, match="without what cannot be read.*b .model.safetensors holds it, and"):
+        assert list(load(tmp_path)) == ["a"]
+    assert merge(tmp_path, tmp_path / "out").skipped == ["b"]
+
+
 def test_a_tied_head(kit, tmp_path):
     """Writers leave the second of two tied arrays out; a rule ties it again, on any mesh, and its inverse drops it."""
     embed = kit.random(np.dtype("f4"), (8, 4))

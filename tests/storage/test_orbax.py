@@ -82,6 +82,16 @@ def test_lost_chunks_and_arrays(tmp_path, layout):
         open_checkpoint(where)
 
 
+@pytest.mark.parametrize("layout", FILES)
+def test_a_dtype_that_zarr_does_not_know_hides_nothing_else(kit, tmp_path, layout):
+    where = Path(shutil.copytree(GOLDEN / layout, tmp_path / "c"))
+    said = where / "params.dense.kernel" / (".zarray" if layout.endswith("2") else "zarr.json")
+    said.write_text(said.read_text().replace('"<f4"', '"int4"').replace('"float32"', '"int4"'))
+    ckpt = open_checkpoint(where)
+    assert list(ckpt.skipped) == ["params.dense.kernel"]
+    assert all(kit.same(ckpt[n].read(), a) for n, a in WANTED.items() if n not in ckpt.skipped)
+
+
 HOSTILE = {
     "no JSON": "{",
     "a list": "[]",

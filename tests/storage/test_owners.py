@@ -1,92 +1,122 @@
 """Who may clean up: a temporary name is its writer's for as long as the writer lives, in whatever container; no longer, and nobody else's."""
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
-import sys
+import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from meshtape.storage import CheckpointManager, SaveReport, gc, leftovers, load, merge, save
+from meshtape.storage import CheckpointManager, SaveReport, gc, leftovers, load, merge, save, save_safetensors
 from meshtape.storage.commit import leftovers as collecting
 from meshtape.storage.stores import atomic_directory, owners, store
 from meshtape.storage.stores.filesystem import Files, try_lock, using
 
-# Fills a directory, says so at the N-th operation, and waits to be told to go on.
-WRITER = """
-import os, sys
-import numpy as np
-from meshtape.storage import save, save_safetensors, CheckpointManager
-from meshtape.storage.stores.filesystem import Files, using
-
-what, where, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 class Slow(Files):
-    done = 0
-    def step(self):
-        self.done += 1
-        if self.done == at:
-            print("there", flush=True)
-            sys.stdin.readline()
-    can_exchange = len(sys.argv) < 5
+    """Says so at the N-th operation, and waits to be told to go on."""
+
+    def __init__(self, at, told, go_on, exchange):
+        super().__init__()
+        self._left, self._told, self._go_on, self._exchange = at, told, go_on, exchange
+
     def exchange(self, a, b):
-        return self.can_exchange and super().exchange(a, b)
+        return self._exchange and super().exchange(a, b)
 
-for name in ("mkdir", "create", "write", "fsync", "rename", "fsync_dir", "unlink", "rmdir"):
-    def wrapped(self, *args, _name=name):
-        out = getattr(Files, _name)(self, *args)
-        self.step()
+
+def _stopping(name):
+    def operation(self, *args):
+        out = getattr(Files, name)(self, *args)
+        self._left -= 1
+        if not self._left:
+            os.write(self._told, b"x")
+            os.read(self._go_on, 1)
         return out
-    setattr(Slow, name, wrapped)
 
-with using(Slow()):
+    return operation
+
+
+for _name in ("mkdir", "create", "write", "fsync", "rename", "fsync_dir", "unlink", "rmdir"):
+    setattr(Slow, _name, _stopping(_name))
+
+
+def _write(what, where):
+    tree = {"w": np.full(1000, 2.0)}
     if what == "save":
-        save(where, {"w": np.full(1000, 2.0)}, overwrite=True)
+        save(where, tree, overwrite=True)
     elif what == "file":
-        save_safetensors(where, {"w": np.full(1000, 2.0)}, overwrite=True)
+        save_safetensors(where, tree, overwrite=True)
     else:
-        CheckpointManager(where, keep=1).save(2, {"w": np.full(1000, 2.0)})
-"""
-ELSEWHERE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        CheckpointManager(where, keep=1).save(2, tree)
 
 
-def _namespaces():
-    tried = subprocess.run([*ELSEWHERE, "true"], capture_output=True, text=True, check=False)
-    return tried.returncode == 0, tried.stderr.strip()
+def _fork_elsewhere():
+    """Go on in another PID namespace of the same host name, as a container has; the process that begins waits for the end."""
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(0x10000000 | 0x20000000):  # CLONE_NEWUSER, CLONE_NEWPID: of the children
+        raise OSError(ctypes.get_errno(), "unshare")
+    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        Path("/proc/self", file).write_text(text)
+    inner = os.fork()
+    if inner:
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(inner, signal.SIGKILL))
+        os._exit(os.waitpid(inner, 0)[1] != 0)
+    libc.prctl(1, signal.SIGKILL)  # at the end of its parent
 
 
 @pytest.fixture(scope="module")
 def elsewhere():
-    """The start of a command in another PID namespace of the same host name."""
-    try:
-        works, why = _namespaces()
-    except FileNotFoundError:
-        works, why = False, "there is no unshare here"
-    if not works:
-        pytest.skip(f"no PID namespace can be made here: {why}")
-    return ELSEWHERE
+    """Skips where no such namespace can be made."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _fork_elsewhere()
+            os._exit(os.getpid() != 1)
+        finally:
+            os._exit(2)
+    if os.waitpid(pid, 0)[1]:
+        pytest.skip("no PID namespace can be made here")
+    return True
 
 
 class Writer:
-    def __init__(self, prefix, *args):
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", WRITER, *map(str, args)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout.readline() == "there\n", self.process.stderr.read()
+    """A process that fills a directory, and waits at the N-th operation."""
+
+    def __init__(self, elsewhere, what, where, at, exchange=True):
+        told, self._go_on, self._elsewhere = os.pipe(), os.pipe(), elsewhere
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                if elsewhere:
+                    _fork_elsewhere()
+                with using(Slow(at, told[1], self._go_on[0], exchange)):
+                    _write(what, where)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(told[1])
+        assert os.read(told[0], 1) == b"x"
+        os.close(told[0])
 
     def go_on(self):
-        _out, err = self.process.communicate("\n", timeout=120)
-        assert self.process.returncode == 0, err
+        os.write(self._go_on[1], b"x")
+        assert self._end() == 0
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)  # unshare takes its child with it
-        self.process.communicate()
+        os.kill(self.pid, signal.SIGTERM if self._elsewhere else signal.SIGKILL)
+        assert self._end() != 0
+
+    def _end(self):
+        status = os.waitpid(self.pid, 0)[1]
+        for fd in self._go_on:
+            os.close(fd)
+        return status
 
 
 def names(home):
@@ -99,6 +129,7 @@ def test_a_live_writer_of_another_container_is_left_alone(tmp_path, elsewhere, w
     writer = Writer(elsewhere, what, where, at)
     before = names(tmp_path)
     assert len(before) == 1
+    assert owners.host() not in before[0]
     assert [(x.dead, x.kind) for x in leftovers(tmp_path, older_than=-1)] == [(False, "tmp")]
     CheckpointManager(tmp_path)
     assert gc(tmp_path, older_than=-1) == []
@@ -123,7 +154,7 @@ def test_a_live_writer_that_replaces_without_an_exchange_is_left_alone(tmp_path,
     for at in (10, 12):
         home = tmp_path / str(at)
         save(home / "c", {"w": np.full(4, 1.0)})
-        writer = Writer(elsewhere, "save", home / "c", at, "no exchange")
+        writer = Writer(elsewhere, "save", home / "c", at, exchange=False)
         gc(home, older_than=-1)
         save(home / "other", {"w": np.ones(2)})
         assert np.asarray(load(home / "c")["w"]).max() in (1, 2)
@@ -147,8 +178,8 @@ def test_what_killed_writers_of_other_containers_left_goes_with_the_next_save(tm
 
 
 def test_a_killed_writer_here_and_a_live_one(tmp_path):
-    dead = Writer([], "save", tmp_path / "a", 4)
-    alive = Writer([], "save", tmp_path / "b", 4)
+    dead = Writer(False, "save", tmp_path / "a", 4)
+    alive = Writer(False, "save", tmp_path / "b", 4)
     dead.kill()
     assert sorted((x.path.partition(".tmp-")[0][-1], x.dead) for x in leftovers(tmp_path)) == [
         ("a", True),
@@ -163,7 +194,7 @@ def test_a_killed_writer_here_and_a_live_one(tmp_path):
 
 
 def test_two_live_writers_of_one_place(tmp_path):
-    writers = [Writer([], "save", tmp_path / "c", at) for at in (3, 6)]
+    writers = [Writer(False, "save", tmp_path / "c", at) for at in (3, 6)]
     for writer in writers:
         writer.go_on()
     assert np.asarray(load(tmp_path / "c")["w"]).max() == 2
@@ -298,7 +329,7 @@ def test_the_commands(tmp_path):
         manager.save(step, {"w": np.ones(3)}, metrics={"loss": 1 / step})
     manager.rollback(10)
     manager.save(15, {"w": np.ones(3)})
-    Writer([], "save", tmp_path / "step-00000040", 4).kill()
+    Writer(False, "save", tmp_path / "step-00000040", 4).kill()
     said = call("ls")
     for text in ("step-00000030", "step-00000015", "latest", "step-00000040.tmp-", "does not run any more"):
         assert text in said

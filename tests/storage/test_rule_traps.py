@@ -10,6 +10,7 @@ from meshtape import errors
 from meshtape.storage import LoadReport, Rules, convert, load, merge, open_checkpoint, save, save_safetensors
 from meshtape.storage.format import dtypes
 from meshtape.storage.rules import rules as r
+from meshtape.storage.rules import steps, value_steps
 
 
 def numbered(*names, shape=(2, 3)):
@@ -149,10 +150,10 @@ def test_what_is_no_gap():
 )
 def test_a_value_that_the_dtype_cannot_hold(dtype, value):
     with pytest.raises(errors.CheckpointDTypeError, match="cannot hold the value") as e:
-        Rules([r.Rule((), "b", r.Init((2,), dtype, value))]).on_arrays({})
+        Rules([r.Rule((), "b", value_steps.Init((2,), dtype, value))]).on_arrays({})
     assert "-> b, init(" in str(e.value)
     with pytest.raises(errors.CheckpointDTypeError, match="cannot hold the value"):
-        Rules([r.Rule("a", "b", r.Pad(0, 9, value))]).on_arrays({"a": np.zeros(2, dtypes.by_name(dtype))})
+        Rules([r.Rule("a", "b", value_steps.Pad(0, 9, value))]).on_arrays({"a": np.zeros(2, dtypes.by_name(dtype))})
 
 
 def test_values_that_are_held(kit):
@@ -163,7 +164,7 @@ def test_values_that_are_held(kit):
         ("float32", 0.1),
         ("float16", 65504),
     ):
-        got = Rules([r.Rule((), "b", r.Init((2,), dtype, value))]).on_arrays({})["b"]
+        got = Rules([r.Rule((), "b", value_steps.Init((2,), dtype, value))]).on_arrays({})["b"]
         assert kit.same(got, np.full(2, value, dtype))
     assert np.isnan(Rules("_ -> b, init(shape=[1], dtype=float32, value=nan)").on_arrays({})["b"]).all()
 
@@ -171,16 +172,16 @@ def test_values_that_are_held(kit):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: r.Init((2,), "float32", "1"),
-        lambda: r.Init((2.5,), "float32"),
-        lambda: r.Init(2, "float32"),
-        lambda: r.Init((2,), "float32", None),
-        lambda: r.Concat("0"),
-        lambda: r.Split(0, (1.0, 2)),
-        lambda: r.Pad(0, 1.5),
-        lambda: r.Pad(0, 4, 1j),
-        lambda: r.Cast(3),
-        lambda: r.Reshape("4"),
+        lambda: value_steps.Init((2,), "float32", "1"),
+        lambda: value_steps.Init((2.5,), "float32"),
+        lambda: value_steps.Init(2, "float32"),
+        lambda: value_steps.Init((2,), "float32", None),
+        lambda: steps.Concat("0"),
+        lambda: steps.Split(0, (1.0, 2)),
+        lambda: value_steps.Pad(0, 1.5),
+        lambda: value_steps.Pad(0, 4, 1j),
+        lambda: value_steps.Cast(3),
+        lambda: steps.Reshape("4"),
     ],
 )
 def test_a_field_of_another_type_is_refused_when_the_step_is_made(make):
@@ -189,8 +190,8 @@ def test_a_field_of_another_type_is_refused_when_the_step_is_made(make):
 
 
 def test_lists_and_numpy_numbers_are_taken():
-    assert r.Reshape([2, np.int64(3)]) == r.Reshape((2, 3))
-    assert r.Pad(np.int32(0), np.int64(8), np.float32(0.5)) == r.Pad(0, 8, 0.5)
+    assert steps.Reshape([2, np.int64(3)]) == steps.Reshape((2, 3))
+    assert value_steps.Pad(np.int32(0), np.int64(8), np.float32(0.5)) == value_steps.Pad(0, 8, 0.5)
 
 
 # ----- prefix, shapes and dtypes --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshtape import errors
 from meshtape.arrays.core.blocks import Box
 from meshtape.storage import LoadReport, Rule, Rules, load, open_checkpoint, save
-from meshtape.storage.rules import rules as r
+from meshtape.storage.rules import steps, value_steps
 
 
 def arange(*shape):
@@ -383,20 +383,20 @@ _names = st.text(min_size=1, max_size=8).map(lambda s: s.replace("{", "{{").repl
 _ints = st.integers(-5, 99)
 _sizes = st.lists(st.integers(-1, 50), min_size=1, max_size=3).map(tuple)
 _steps = st.one_of(
-    st.builds(r.Concat, _ints),
-    st.builds(r.Split, _ints, st.none() | _sizes, st.none() | _ints),
-    st.builds(r.Permute, st.none() | _sizes),
-    st.builds(r.Reshape, _sizes),
-    st.builds(r.Cast, st.sampled_from(["float32", "bfloat16"]), st.sampled_from([None, "float64"])),
-    st.builds(r.Pad, _ints, _ints, st.floats(allow_nan=False)),
-    st.builds(r.Slice, _ints, _ints, _ints),
-    st.builds(r.Interleave, _ints, _ints),
-    st.builds(r.Deinterleave, _ints, _ints, _sizes),
-    st.builds(r.FuseQKV, _ints, _ints, _ints),
-    st.builds(r.SplitQKV, _ints, _ints, _ints),
-    st.builds(r.FuseFFN, _ints, _ints),
-    st.builds(r.SplitFFN, _ints, _ints),
-    st.builds(r.Init, _sizes, st.just("int8"), _ints),
+    st.builds(steps.Concat, _ints),
+    st.builds(steps.Split, _ints, st.none() | _sizes, st.none() | _ints),
+    st.builds(steps.Permute, st.none() | _sizes),
+    st.builds(steps.Reshape, _sizes),
+    st.builds(value_steps.Cast, st.sampled_from(["float32", "bfloat16"]), st.sampled_from([None, "float64"])),
+    st.builds(value_steps.Pad, _ints, _ints, st.floats(allow_nan=False)),
+    st.builds(steps.Slice, _ints, _ints, _ints),
+    st.builds(steps.Interleave, _ints, _ints),
+    st.builds(steps.Deinterleave, _ints, _ints, _sizes),
+    st.builds(steps.FuseQKV, _ints, _ints, _ints),
+    st.builds(steps.SplitQKV, _ints, _ints, _ints),
+    st.builds(steps.FuseFFN, _ints, _ints),
+    st.builds(steps.SplitFFN, _ints, _ints),
+    st.builds(value_steps.Init, _sizes, st.just("int8"), _ints),
 )
 
 
@@ -410,7 +410,7 @@ def test_text_and_objects_are_equivalent(sources, targets, steps, optional):
 
 
 def test_objects_take_one_name_or_several():
-    assert Rule("a", ["b", "c"], r.Split(0)) == Rules("a -> b, c, split(axis=0)").rules[0]
+    assert Rule("a", ["b", "c"], steps.Split(0)) == Rules("a -> b, c, split(axis=0)").rules[0]
     assert Rules(Rule("a", ())) == Rules("a -> _")
     with pytest.raises(errors.RuleSyntaxError, match="braces"):
         Rule("a{", "b")

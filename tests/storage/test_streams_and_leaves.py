@@ -76,6 +76,12 @@ def test_a_leaf_that_cannot_be_exported_is_named(tmp_path):
     for use in (lambda x: save(tmp_path / "c", {"q": x}), lambda x: save_safetensors(tmp_path / "x", {"q": x})):
         with pytest.raises(errors.CheckpointDTypeError, match=r"'q'.*DLPack: .*sparse"):
             use(Refuses(np.ones(2)))
+
+    class Keys:  # as JAX's random keys and pandas' arrays are
+        shape, dtype, __array__ = (2,), "key<fry>", None
+
+    with pytest.raises(errors.CheckpointDTypeError, match=r"'q': dtype key<fry> cannot be saved"):
+        save(tmp_path / "c", {"q": Keys()})
     assert not os.listdir(tmp_path)
 
 
@@ -143,3 +149,5 @@ def test_a_stream_has_no_place_for_other_things():
         with pytest.raises(errors.CheckpointError, match="no place"):
             save(stream, tree, **kw)
         assert not stream.getvalue()
+    with pytest.raises(errors.CheckpointError, match="binary mode"):
+        save(io.StringIO(), ARRAYS)

@@ -8,20 +8,22 @@ split, whose sums then become collectives: its statistics are those of the globa
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...backends.row_blocks import BLOCK
+from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.op import Op, composite
 from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
+from ...ops.elementwise import sqrt, square, stop_gradient
+from ...ops.manipulation import astype, reshape
+from ...reductions.moments import mean
+from ...reductions.reductions import sum
 from .group_norm import image, infer_affine, parameter, spread
 from .layer_norm import FAR, _wide, infer_affine_backward
-
-if TYPE_CHECKING:
-    from ...core.array import Array
 
 
 def _rest(ndim: int, axis: int) -> tuple[int, ...]:
@@ -129,10 +131,6 @@ def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axi
 
 
 def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> tuple[Array, Array, Array]:
-    from ...ops.elementwise import sqrt, square
-    from ...ops.manipulation import astype, reshape
-    from ...reductions.moments import mean
-
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
     center = mean(w, axis=axes, keepdims=True)
@@ -146,11 +144,6 @@ def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> t
 def _decompose_backward(
     g: Array, g_mean: Array, g_var: Array, x: Array, weight: Array, axis: int, eps: float
 ) -> tuple[Array, Array, Array]:
-    from ...ops.elementwise import sqrt, square
-    from ...ops.manipulation import astype
-    from ...reductions.moments import mean
-    from ...reductions.reductions import sum
-
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
     gi, w = (astype(a, wide, copy=False) for a in (g, x))
     d = w - mean(w, axis=axes, keepdims=True)
@@ -166,9 +159,6 @@ def _decompose_backward(
 
 
 def _decompose_inference(x: Array, mean: Array, var: Array, weight: Array, bias: Array, axis: int, eps: float) -> Array:
-    from ...ops.elementwise import sqrt
-    from ...ops.manipulation import astype
-
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     m, v, w, b = (spread(p, x, axis) for p in (mean, var, weight, bias))
     return astype((astype(x, _wide(x.dtype), copy=False) - m) * (w / sqrt(v + eps)) + b, dtype, copy=False)
@@ -256,14 +246,10 @@ def batch_norm(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> out, mean, var = mt.batch_norm(mt.asarray([[1.0], [3.0]]), mt.zeros(1), mt.ones(1), training=True, momentum=1.0)
     >>> mean.tolist(), var.tolist()
     ([2.0], [2.0])
     """
-    from ...ops.elementwise import stop_gradient
-    from ...ops.manipulation import astype
-
     x, axis = image("batch_norm", x, channel_axis, eps)
     old_mean = parameter("batch_norm", "running_mean", running_mean, x, axis, 0.0)
     old_var = parameter("batch_norm", "running_var", running_var, x, axis, 1.0)

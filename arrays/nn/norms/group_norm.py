@@ -8,29 +8,28 @@ whose sums then become collectives.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...backends.row_blocks import row_blocks, row_sums
+from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.errors import ArgumentError, DTypeError, ShapeError
 from ...core.op import Op, composite
 from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
+from ...ops.creation import asarray, beside, full
+from ...ops.manipulation import astype, reshape
+from ...reductions.moments import mean
+from ...reductions.reductions import sum
 from .layer_norm import _normalized, _statistics, _wide, infer_affine_backward
-
-if TYPE_CHECKING:
-    from ...core.array import Array
-
 
 # ----- what the norms of images share ---------------------------------------------------------------------------------
 
 
 def image(name: str, x: Any, channel_axis: int, eps: float, least: int = 2) -> tuple[Array, int]:
     """``x`` as an array, checked, and the dimension of its channels: 1 or the last one."""
-    from ...ops.creation import asarray
-
     x = asarray(x)
     if x.dtype.kind in "biuc":
         raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
@@ -46,8 +45,6 @@ def image(name: str, x: Any, channel_axis: int, eps: float, least: int = 2) -> t
 
 def parameter(name: str, what: str, p: Any, x: Array, axis: int, default: float) -> Array:
     """One number a channel; ``default`` for all of them where ``p`` is None."""
-    from ...ops.creation import asarray, beside, full
-
     shape = (x.shape[axis],)
     p = full(shape, default, dtype=x.dtype, device=beside(x)) if p is None else asarray(p)
     if p.shape != shape:
@@ -59,8 +56,6 @@ def parameter(name: str, what: str, p: Any, x: Array, axis: int, default: float)
 
 def spread(p: Array, like: Array, axis: int) -> Array:
     """A number a channel, in the wide dtype and in a shape that broadcasts against ``like``."""
-    from ...ops.manipulation import astype, reshape
-
     wide = np.result_type(_wide(p.dtype), _wide(like.dtype))
     return astype(reshape(p, tuple(-1 if i == axis else 1 for i in range(like.ndim))), wide, copy=False)
 
@@ -138,16 +133,12 @@ def _group_norm_backward(xp: Any, g: Any, x: Any, weight: Any, num_groups: int, 
 
 def _split(x: Array, num_groups: int, axis: int) -> tuple[Array, tuple[int, ...]]:
     """The channels as groups and channels within them, and the dimensions that a group has its statistics over."""
-    from ...ops.manipulation import reshape
-
     c = x.shape[axis]
     parts = reshape(x, (*x.shape[:axis], num_groups, c // num_groups, *x.shape[axis + 1 :]))
     return parts, tuple(i for i in range(1, parts.ndim) if i != axis)
 
 
 def _decompose(x: Array, weight: Array, bias: Array, num_groups: int, axis: int, eps: float) -> Array:
-    from ...ops.manipulation import astype, reshape
-
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     parts, axes = _split(astype(x, _wide(x.dtype), copy=False), num_groups, axis)
     d, inverse = _statistics(parts, axes, eps)
@@ -158,10 +149,6 @@ def _decompose(x: Array, weight: Array, bias: Array, num_groups: int, axis: int,
 def _decompose_backward(
     g: Array, x: Array, weight: Array, num_groups: int, axis: int, eps: float
 ) -> tuple[Array, Array, Array]:
-    from ...ops.manipulation import astype, reshape
-    from ...reductions.moments import mean
-    from ...reductions.reductions import sum
-
     wide = _wide(x.dtype)
     gi = astype(g, wide, copy=False)
     parts, axes = _split(astype(x, wide, copy=False), num_groups, axis)
@@ -229,7 +216,6 @@ def group_norm(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.group_norm(mt.asarray([[1.0, 2.0, 4.0, 8.0]]), 2)
     Array([[-0.99998   ,  0.99998   , -0.99999875,  0.99999875]], dtype=float64)
     """
@@ -252,7 +238,6 @@ def instance_norm(
 
     It is :func:`group_norm` with a group for each channel.
 
-    >>> import meshtape as mt
     >>> mt.instance_norm(mt.asarray([[[1.0, 3.0]]])).shape
     (1, 1, 2)
     """

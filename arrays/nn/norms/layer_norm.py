@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ...backends.row_blocks import add_outer, blocks_and_scratch, outer, row_blocks, row_dots, row_sums, with_zeros
 from ...backends.row_blocks import wide as _wide
+from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.errors import ArgumentError, DTypeError, ShapeError
 from ...core.op import Op, composite
@@ -22,10 +23,11 @@ from ...core.shape_dtype import ShapeDtype
 from ...kernels import row_norms
 from ...native import ops
 from ...native.calls import first
-
-if TYPE_CHECKING:
-    from ...core.array import Array
-
+from ...ops.creation import asarray, beside, full
+from ...ops.elementwise import sqrt, square
+from ...ops.manipulation import astype
+from ...reductions.moments import mean
+from ...reductions.reductions import sum
 
 # Deviations from a mean of so many standard deviations are taken a second time: what its rounding left is then seen.
 FAR = 4.0
@@ -117,16 +119,11 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
 
 def _statistics(x: Array, axes: tuple[int, ...], eps: float) -> tuple[Array, Array]:
     """Deviations from the mean, and one over the standard deviation, over ``axes`` (kept)."""
-    from ...ops.elementwise import sqrt, square
-    from ...reductions.moments import mean
-
     d = x - mean(x, axis=axes, keepdims=True)
     return d, 1.0 / sqrt(mean(square(d), axis=axes, keepdims=True) + eps)
 
 
 def _decompose_layer_norm(x: Array, weight: Array, bias: Array, naxes: int, eps: float) -> Array:
-    from ...ops.manipulation import astype
-
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, inv = _statistics(astype(x, _wide(x.dtype), copy=False), tuple(range(x.ndim - naxes, x.ndim)), eps)
     return astype(d * inv * weight + bias, out_dtype, copy=False)
@@ -135,10 +132,6 @@ def _decompose_layer_norm(x: Array, weight: Array, bias: Array, naxes: int, eps:
 def _decompose_layer_norm_backward(
     g: Array, x: Array, weight: Array, naxes: int, eps: float
 ) -> tuple[Array, Array, Array]:
-    from ...ops.manipulation import astype
-    from ...reductions.moments import mean
-    from ...reductions.reductions import sum
-
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)
     gi = astype(g, wide, copy=False)
@@ -234,25 +227,16 @@ def _rms_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: fl
 
 
 def _inverse_root(x: Array, naxes: int, eps: float) -> Array:
-    from ...ops.elementwise import sqrt, square
-    from ...reductions.moments import mean
-
     return 1.0 / sqrt(mean(square(x), axis=tuple(range(x.ndim - naxes, x.ndim)), keepdims=True) + eps)
 
 
 def _decompose_rms_norm(x: Array, weight: Array, naxes: int, eps: float) -> Array:
-    from ...ops.manipulation import astype
-
     out_dtype = np.result_type(x.dtype, weight.dtype)
     x = astype(x, _wide(x.dtype), copy=False)
     return astype(x * _inverse_root(x, naxes, eps) * weight, out_dtype, copy=False)
 
 
 def _decompose_rms_norm_backward(g: Array, x: Array, weight: Array, naxes: int, eps: float) -> tuple[Array, Array]:
-    from ...ops.manipulation import astype
-    from ...reductions.moments import mean
-    from ...reductions.reductions import sum
-
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)
     gi, r = (astype(a, wide, copy=False) for a in (g, x))
@@ -290,8 +274,6 @@ def _operands(
     name: str, x: Any, normalized_shape: int | Sequence[int], eps: float, **parameters: tuple[Any, float]
 ) -> tuple[list[Array], dict[str, Any]]:
     """``x`` and the parameters as arrays, checked, with a constant for each that is None; and the params of the op."""
-    from ...ops.creation import asarray, beside, full
-
     x = asarray(x)
     if x.dtype.kind in "biuc":
         raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
@@ -346,7 +328,6 @@ def layer_norm(
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.layer_norm(mt.asarray([[1.0, 2.0, 3.0]]), 3)
     Array([[-1.22473569,  0.        ,  1.22473569]], dtype=float64)
     """
@@ -380,7 +361,6 @@ def rms_norm(x: Any, /, normalized_shape: int | Sequence[int], weight: Any = Non
 
     Examples
     --------
-    >>> import meshtape as mt
     >>> mt.round(mt.rms_norm(mt.asarray([[3.0, 4.0, 0.0, 0.0]]), 4) * 1000)
     Array([[1200., 1600.,    0.,    0.]], dtype=float64)
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....arrays.core.errors import BackendError, DataError
-from .parts import from_parts
+from .parts import Parts
 
 
 def _need_pyarrow(what: str) -> None:
@@ -26,7 +25,7 @@ def _files(paths: Any, *patterns: str) -> list[str]:
     return [str(f) for p in given for f in (sorted(f for q in patterns for f in p.glob(q)) if p.is_dir() else [p])]
 
 
-class ParquetSource:
+class ParquetSource(Parts):
     """Rows of Parquet files (needs pyarrow). Workers read their own rows; a row group is the unit of reading.
 
     Parameters
@@ -52,7 +51,8 @@ class ParquetSource:
         import pyarrow.parquet as pq
 
         self.paths = _files(paths, "*.parquet")
-        self.columns, self.cached = None if columns is None else list(columns), cached
+        self.columns = None if columns is None else list(columns)
+        super().__init__(cached)
         self.groups: list[tuple[str, int]] = []
         self.starts: list[int] = []
         total = 0
@@ -68,30 +68,14 @@ class ParquetSource:
         if not total:
             raise DataError(f"no rows in the Parquet file(s) {self.paths or paths}")
         self._size = total
-        self._held: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": OrderedDict()}
+    def _load(self, number: int) -> dict[str, np.ndarray]:
+        import pyarrow.parquet as pq
 
-    def __len__(self) -> int:
-        return self._size
-
-    def _group(self, number: int) -> dict[str, np.ndarray]:
-        if number not in self._held:
-            import pyarrow.parquet as pq
-
-            path, g = self.groups[number]
-            with pq.ParquetFile(path) as file:
-                table = file.read_row_group(g, columns=self.columns)
-            self._held[number] = {n: _column(path, n, table.column(n)) for n in table.column_names}
-            while len(self._held) > self.cached:
-                self._held.popitem(last=False)
-        self._held.move_to_end(number)
-        return self._held[number]
-
-    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """See :class:`Source`."""
-        return from_parts(np.asarray(ids), self.starts, self._group)
+        path, g = self.groups[number]
+        with pq.ParquetFile(path) as file:
+            table = file.read_row_group(g, columns=self.columns)
+        return {n: _column(path, n, table.column(n)) for n in table.column_names}
 
 
 class ArrowSource:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,16 +12,41 @@ import numpy as np
 from ....arrays.core import tree as trees
 
 
-def from_parts(ids: np.ndarray, starts: Sequence[int], part: Callable[[int], Any]) -> Any:
-    """Rows picked from numbered parts, each read once; ``starts`` are the numbers of their first rows."""
-    # Of several parts that begin at one number all but the last are empty.
-    of = np.array([bisect.bisect_right(starts, int(i)) - 1 for i in ids], dtype=np.int64)
-    pieces, places = [], []
-    for p in np.unique(of):
-        (at,) = np.nonzero(of == p)
-        held = part(int(p))
-        local = ids[at] - starts[p]
-        pieces.append(trees.tree_map(lambda x, local=local: x[local], held))
-        places.append(at)
-    back = np.argsort(np.concatenate(places), kind="stable")
-    return trees.tree_map(lambda *xs: np.concatenate(xs)[back], *pieces)
+class Parts:
+    """A source whose samples lie in numbered parts, which ``_load`` reads; ``starts`` are the numbers of their first rows. It keeps
+    ``cached`` parts."""
+
+    starts: Sequence[int]
+    _load: Callable[[int], Any]
+
+    def __init__(self, cached: int) -> None:
+        self.cached = cached
+        self._held: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": OrderedDict()}
+
+    def __len__(self) -> int:
+        return self._size  # type: ignore[attr-defined]
+
+    def _part(self, number: int) -> Any:
+        if number not in self._held:
+            self._held[number] = self._load(number)
+            while len(self._held) > self.cached:
+                self._held.popitem(last=False)
+        self._held.move_to_end(number)
+        return self._held[number]
+
+    def read(self, ids: np.ndarray) -> Any:
+        """See :class:`Source`. Each part is read once."""
+        ids = np.asarray(ids)
+        # Of several parts that begin at one number all but the last are empty.
+        of = np.array([bisect.bisect_right(self.starts, int(i)) - 1 for i in ids], dtype=np.int64)
+        pieces, places = [], []
+        for p in np.unique(of):
+            (at,) = np.nonzero(of == p)
+            local = ids[at] - self.starts[p]
+            pieces.append(trees.tree_map(lambda x, local=local: x[local], self._part(int(p))))
+            places.append(at)
+        back = np.argsort(np.concatenate(places), kind="stable")
+        return trees.tree_map(lambda *xs: np.concatenate(xs)[back], *pieces)

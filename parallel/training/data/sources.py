@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +14,7 @@ from ....arrays.core.errors import DataError
 from ...dask.workers import while_answering
 from .columnar import ArrowSource, ParquetSource
 from .mapping import MapSource, array_of, is_map_style
-from .parts import from_parts
+from .parts import Parts
 
 
 @runtime_checkable
@@ -158,7 +157,7 @@ class ZarrSource:
         return out.get("", out)
 
 
-class DaskSource:
+class DaskSource(Parts):
     """Samples in any Dask collection: an array (first dimension), a data frame (columns), a bag or delayed parts of trees.
 
     Parts are computed where the collection's scheduler runs them and held in this process, ``cached`` of them at a time; persist
@@ -177,8 +176,8 @@ class DaskSource:
     remote = False
 
     def __init__(self, collection: Any, *, client: Any = None, cached: int = 4) -> None:
-        self.client, self.cached = client, cached
-        self._held: OrderedDict[int, Any] = OrderedDict()
+        super().__init__(cached)
+        self.client = client
         if hasattr(collection, "chunks") and hasattr(collection, "to_delayed"):
             whole = collection.rechunk(dict.fromkeys(range(1, collection.ndim), -1))
             self.parts = list(whole.to_delayed().reshape(-1))
@@ -205,20 +204,8 @@ class DaskSource:
             return while_answering(self.client, self.client.gather, self.client.compute(list(parts)))
         return list(dask.compute(*parts))
 
-    def __len__(self) -> int:
-        return self._size
-
-    def _part(self, number: int) -> Any:
-        if number not in self._held:
-            self._held[number] = _as_tree(self._compute([self.parts[number]])[0])
-            while len(self._held) > self.cached:
-                self._held.popitem(last=False)
-        self._held.move_to_end(number)
-        return self._held[number]
-
-    def read(self, ids: np.ndarray) -> Any:
-        """See :class:`Source`."""
-        return from_parts(np.asarray(ids), self.starts, self._part)
+    def _load(self, number: int) -> Any:
+        return _as_tree(self._compute([self.parts[number]])[0])
 
 
 def _length(part: Any) -> int:

@@ -16,22 +16,9 @@ from ...mesh.mesh import Mesh
 
 @dataclass
 class Job:
-    """One run of ``meshtape run``.
+    """One run of ``meshtape run``: the options of its command line, and the meshes and results of its script.
 
-    Attributes
-    ----------
-    directory
-        Where the run's files go.
-    client
-        Of the cluster; None for a job in this process.
-    axes
-        Of the mesh, where the command line names them.
-    resume
-        ``"auto"``, ``"never"`` or a path.
-    meshes, results
-        What the script made.
-    holds
-        Whether the job has locked the directory, for all its runs.
+    ``client`` is None for a job in this process. ``holds`` says that the job has locked the directory, for all its runs.
     """
 
     directory: Path

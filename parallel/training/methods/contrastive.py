@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +12,11 @@ from ....arrays import random
 from ....arrays.core import tree as trees
 from ....arrays.core.array import Array
 from ....arrays.core.errors import ShapeError
-from ....arrays.linalg.linalg import vector_norm
 from ....arrays.nn import nn
 from ....arrays.ops.creation import arange, asarray
-from ....arrays.ops.elementwise import where
 from ....arrays.ops.manipulation import astype, concat, reshape
 from ....autodiff import checkpoint
+from ...models.encoder import unit
 
 
 def contrastive_loss(
@@ -64,16 +64,11 @@ def contrastive_loss(
     q, k = (astype(x, np.float32) if x.dtype.itemsize <= 2 else x for x in (q, k))
     total: Any = 0.0
     for d in widths:
-        a, b = _unit(q[:, :d]), _unit(k[:, :d])
+        a, b = unit(q[:, :d]), unit(k[:, :d])
         total = total + nn.info_nce(a, b, temperature=temperature, group_size=group_size)
         if symmetric:
             total = total + nn.info_nce(b, a, temperature=temperature)
     return total * 0.5 if symmetric else total
-
-
-def _unit(x: Array) -> Array:
-    length = vector_norm(x, axis=1, keepdims=True)
-    return x / where(length == 0, 1.0, length)
 
 
 def grad_cache(
@@ -148,11 +143,8 @@ def grad_cache(
 
 def _parts(x: Array) -> int:
     """Over how many ranks the rows of an array are split."""
-    here, n = x.sharding, 1
-    if here is not None:
-        for axis in here.layout.axes_of(0):
-            n *= here.mesh.sizes[axis]
-    return n
+    here = x.sharding
+    return 1 if here is None else math.prod(here.mesh.sizes[a] for a in here.layout.axes_of(0))
 
 
 def _rows(x: Array, parts: int, start: int, stop: int) -> Array:

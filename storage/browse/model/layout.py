@@ -5,6 +5,7 @@ It comes from the table of contents, and from asking the file system for the len
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -113,13 +114,7 @@ def stored(array: StoredArray) -> Stored:
     nbytes = sum(o.nbytes for o in whole.objects.values())
     if (codec := compression_of(whole)) is not None:
         how += f", compressed with {codec} to {nbytes / max(array.nbytes, 1):.0%} of the array's bytes"
-    return Stored(
-        how,
-        len({o.file for o in whole.objects.values()}),
-        nbytes,
-        grid.chunk,
-        grid.shard,
-    )
+    return Stored(how, len({o.file for o in whole.objects.values()}), nbytes, grid.chunk, grid.shard)
 
 
 def chunk_map(
@@ -143,8 +138,7 @@ def chunk_map(
         start = max(0, min(here[d] - MAP // 2, counts[d] - MAP))
         return range(start, min(start + MAP, counts[d]))
 
-    lengths: dict[str, int | None] = {}
-    file_of = _zarr_names(tensor) if isinstance(tensor, ZarrTensor) else None
+    length = functools.cache(_length)  # each file is asked for once
     out, read = [], 0
     item = array.dtype.itemsize
     for i, j in itertools.product(span(rows), span(columns)):
@@ -155,7 +149,7 @@ def chunk_map(
             index[columns] = j
         offset = tuple(k * c for k, c in zip(index, chunk, strict=True))
         box = Box(offset, tuple(min(c, n - o) for c, n, o in zip(chunk, array.shape, offset, strict=True)))
-        file, nbytes, state, note = _state(whole, tuple(index), box, item, lengths, file_of)
+        file, nbytes, state, note = _state(whole, tuple(index), box, item, length)
         if check and state in ("recorded", "plain") and read + math.prod(chunk) * item <= CHECK:
             read += math.prod(chunk) * item
             try:
@@ -169,19 +163,23 @@ def chunk_map(
     return ChunkMap(out, first, plane, chunk, math.prod(counts), not isinstance(tensor, ZarrTensor))
 
 
+def _length(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
 def _state(
-    tensor: Any,
-    index: tuple[int, ...],
-    box: Box,
-    item: int,
-    lengths: dict[str, int | None],
-    file_of: Callable[[tuple[int, ...]], str] | None,
+    tensor: Any, index: tuple[int, ...], box: Box, item: int, length: Callable[[str], int | None]
 ) -> tuple[str, int | None, str, str]:
-    """(file, stored bytes, state, note) of a chunk, by asking for the length of its file once."""
-    if file_of is not None:
-        file = file_of(index)
-        size = _length(os.path.join(tensor.root, file), lengths) if file and os.path.isabs(tensor.root) else None
-        if file and os.path.isabs(tensor.root) and size is None:
+    """(file, stored bytes, state, note) of a chunk."""
+    # An object store is not asked for each file: opening the checkpoint has shown that it answers.
+    local = os.path.isabs(str(tensor.root))
+    if isinstance(tensor, ZarrTensor):
+        file = "/".join(p for p in (tensor.node, tensor.key(index)) if p)
+        size = length(os.path.join(tensor.root, file)) if local else None
+        if local and size is None:
             return file, None, "absent", "never written: it reads as the fill value"
         return file, size, "plain", ""
     grid = tensor.grid
@@ -189,45 +187,21 @@ def _state(
     held = tensor.objects[coord]
     packed = isinstance(tensor, PackedBlocks)
     nbytes, file_nbytes = (held.nbytes, held.file_nbytes) if packed else (math.prod(grid.chunk) * item + 4, held.nbytes)
-    root = str(tensor.root)
-    if os.path.isabs(root):  # an object store is not asked for each: opening the checkpoint has shown that it answers
-        size = _length(os.path.join(root, held.file), lengths)
+    if local:
+        size = length(os.path.join(tensor.root, held.file))
         if size is None:
             return held.file, None, "missing", "the file is missing"
         if size != file_nbytes:
             return held.file, nbytes, "length", f"the file has {size:,} bytes, the manifest says {file_nbytes:,}"
         if isinstance(tensor, CompressedTensor):
-            local = tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
             try:
-                stored = tensor.chunk_nbytes(coord, local)
+                stored = tensor.chunk_nbytes(
+                    coord, tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
+                )
             except CheckpointError as e:
                 return held.file, None, "damaged", str(e)
-            return (
-                held.file,
-                stored,
-                "recorded",
-                f"{stored / nbytes:.0%} of its {nbytes - 4:,} bytes, by {tensor.compression}",
-            )
+            note = f"{stored / nbytes:.0%} of its {nbytes - 4:,} bytes, by {tensor.compression}"
+            return held.file, stored, "recorded", note
     elif isinstance(tensor, CompressedTensor):
         return held.file, None, "recorded", f"compressed by {tensor.compression}"
     return held.file, nbytes, "recorded", f"crc32c of the {'block' if packed else 'data'} {held.crc32c:08x}"
-
-
-def _length(path: str, known: dict[str, int | None]) -> int | None:
-    if path not in known:
-        try:
-            known[path] = os.stat(path).st_size
-        except OSError:
-            known[path] = None
-    return known[path]
-
-
-def _zarr_names(tensor: ZarrTensor) -> Callable[[tuple[int, ...]], str]:
-    """The file of each chunk, by the names that its array's metadata gives them."""
-    import zarr
-
-    try:
-        encode = zarr.open_array(tensor.root, path=tensor.node, mode="r").metadata.encode_chunk_key
-    except Exception:  # zarr raises nearly anything; the map then lacks names, the array's page still shows
-        return lambda index: ""
-    return lambda index: f"{tensor.node}/{encode(index)}" if tensor.node else encode(index)

@@ -59,11 +59,7 @@ class Statistics:
 
 
 def statistics(
-    array: StoredArray,
-    *,
-    limit: int = LIMIT,
-    exact: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    array: StoredArray, *, limit: int = LIMIT, exact: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Statistics:
     """Statistics of ``array``: exact when it has at most ``limit`` bytes or ``exact`` is asked for, else of a sample of ``limit`` bytes.
 

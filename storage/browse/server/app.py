@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from ....arrays.core.errors import CheckpointError
@@ -67,8 +69,8 @@ class Server:
         hosts = frozenset(LOOPBACK) | {host.strip("[]").casefold()} if local else None
         self._access = Access(self.site, hosts, self.token)
         self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._ended: asyncio.Event | None = None
+        self._began = threading.Event()
+        self._end: Callable[[], Any] = lambda: None
         self._sockets = _listen(host, port)
         self.port: int = self._sockets[0].getsockname()[1]
 
@@ -84,13 +86,8 @@ class Server:
             shown = socket.getfqdn()
         elif ":" in shown and not shown.startswith("["):
             shown = f"[{shown}]"
-        view = href(
-            "open" if place is not None else "",
-            at=place.at if place is not None else None,
-            token=self.token,
-            **parameters,
-        )
-        return f"http://{shown}:{self.port}/{view}"
+        view, at = ("open", place.at) if place is not None else ("", None)
+        return f"http://{shown}:{self.port}/{href(view, at=at, token=self.token, **parameters)}"
 
     def run(self) -> None:
         """Serve in this thread until `close` is called from another, or an interrupt."""
@@ -101,13 +98,15 @@ class Server:
 
         from .handlers import application
 
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        ended = asyncio.Event()
+        self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set)
+        self._began.set()
         server = HTTPServer(
             application(self._access), max_header_size=1 << 16, max_body_size=1 << 20, idle_connection_timeout=120
         )
         server.add_sockets(self._sockets)
         try:
-            await self._ended.wait()
+            await ended.wait()
         finally:
             server.stop()
             await server.close_all_connections()
@@ -122,12 +121,10 @@ class Server:
     def close(self) -> None:
         """Stop serving, and all scans."""
         if self._thread is not None:
-            while self._loop is None or self._ended is None:
-                if not self._thread.is_alive():
-                    break
-                self._thread.join(0.01)
-            else:
-                self._loop.call_soon_threadsafe(self._ended.set)
+            while self._thread.is_alive() and not self._began.wait(0.1):
+                pass
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._end()
             self._thread.join()
             self._thread = None
         for s in self._sockets:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tornado import web
@@ -40,6 +40,14 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    **dict.fromkeys(("Referrer-Policy", "Cross-Origin-Resource-Policy", "Cross-Origin-Opener-Policy"), "same-origin"),
+    "Cache-Control": "no-store",
+    "Server": "meshtape",
+}
 _LONGEST = 8192  # bytes of one parameter
 PATIENCE = 0.2  # seconds after which the frame of a page is sent before its view is ready
 
@@ -80,16 +88,7 @@ class _Handler(web.RequestHandler):
         self.site = self.access.site
 
     def set_default_headers(self) -> None:
-        for name, value in (
-            ("Content-Security-Policy", POLICY),
-            ("X-Content-Type-Options", "nosniff"),
-            ("X-Frame-Options", "DENY"),
-            ("Referrer-Policy", "same-origin"),
-            ("Cross-Origin-Resource-Policy", "same-origin"),
-            ("Cross-Origin-Opener-Policy", "same-origin"),
-            ("Cache-Control", "no-store"),
-            ("Server", "meshtape"),
-        ):
+        for name, value in _HEADERS.items():
             self.set_header(name, value)
 
     def prepare(self) -> None:
@@ -102,12 +101,8 @@ class _Handler(web.RequestHandler):
             site = self.request.headers.get("Sec-Fetch-Site")
             origin = self.request.headers.get("Origin")
             # Browsers say where a form came from in the first header; old ones, and other programs, at most in the second.
-            ours = (
-                site in ("same-origin", "none")
-                if site
-                else origin is None or urlsplit(origin).netloc == self.request.host
-            )
-            if not ours:
+            same = origin is None or urlsplit(origin).netloc == self.request.host
+            if not (site in ("same-origin", "none") if site else same):
                 raise web.HTTPError(403, reason="This form was sent from another site")
 
     def _knows_token(self, token: str) -> bool:
@@ -117,12 +112,8 @@ class _Handler(web.RequestHandler):
         given = self.request.query_arguments.get("token", [b""])[0]
         if given and hmac.compare_digest(given, token.encode()):
             self.set_cookie(cookie, token, httponly=True, samesite="Strict", path="/")
-            rest = {
-                k: [v.decode("utf-8", "replace") for v in vs]
-                for k, vs in self.request.query_arguments.items()
-                if k != "token"
-            }
-            self.redirect(href(self.request.path.rpartition("/")[2] or "./", **rest))
+            kept = {k: self.parameters(k) for k in self.request.query_arguments if k != "token"}
+            self.redirect(href(self.request.path.rpartition("/")[2] or "./", **kept))
             return False
         if hmac.compare_digest((self.get_cookie(cookie) or "").encode(), token.encode()):
             return True
@@ -186,15 +177,7 @@ class _Handler(web.RequestHandler):
     @property
     def format(self) -> str:
         """``"html"`` for a whole page, ``"fragment"`` for its changing part, or ``"json"``."""
-        return self.parameter("format") if self.parameter("format") == "json" else "fragment" if self.part else "html"
-
-    @property
-    def part(self) -> bool:
-        return bool(self.parameter("fragment"))
-
-    @property
-    def at(self) -> str:
-        return self.parameter("at", "0")
+        return "json" if self.parameter("format") == "json" else "fragment" if self.parameter("fragment") else "html"
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         reason = self._reason if status_code != 500 else "Something went wrong; the server's log says what"
@@ -219,108 +202,94 @@ def _guarded(make: Callable[[], Shown]) -> Shown:
         return Shown(title, body, {"error": type(e).__name__, "message": str(e)}, [("error", None)], status)
 
 
-# ----- the views: each takes the parameters of a request and gives a function that makes the page ---------------------------
+# ----- the views ------------------------------------------------------------------------------------------------------
 
 
-def _home(h: _Handler) -> Callable[[], Shown]:
-    if len(h.site.roots) == 1 and h.format != "json":
-        return partial(Shown, "", status=302, location=href("open", at="0"))
-    return partial(view_places.home, h.site)
+def _query(h: _Handler) -> Query:
+    sort, down = h.parameter("sort", "tree"), bool(h.parameter("down"))
+    least, page = h.number("least", 0) or 0, h.number("page", 0, 10**9) or 0
+    sort = sort if sort in SORTS else "tree"
+    return Query(h.parameter("q"), h.parameter("dtype"), least, h.number("most"), sort, down, page)
 
 
-def _open(h: _Handler) -> Callable[[], Shown]:
-    """Redirects to the view for the kind of a place."""
-    also = {k: h.parameter(k) for k in ("metric", "best")}
-
-    def look() -> Shown:
-        kind = h.site.kind(h.site.place(h.at))
-        if kind == "directory":
-            return view_places.directory(h.site, h.at)
-        return Shown("", status=302, location=href(kind, at=h.at, **also if kind == "run" else {}))
-
-    return look
-
-
-def _checkpoint(h: _Handler) -> Callable[[], Shown]:
-    sort = h.parameter("sort", "tree")
-    query = Query(
-        h.parameter("q"),
-        h.parameter("dtype"),
-        h.number("least", 0) or 0,
-        h.number("most"),
-        sort if sort in SORTS else "tree",
-        bool(h.parameter("down")),
-        h.number("page", 0, 10**9) or 0,
-    )
-    return partial(view_checkpoint.checkpoint, h.site, h.at, query, h.parameters("in"), h.part)
-
-
-def _array(h: _Handler) -> tuple[Site, str, str, dict[str, Any]]:
-    """The site, and which view of which array is asked for."""
+def _view(h: _Handler) -> dict[str, Any]:
     every = h.integers("every")
-    view: dict[str, Any] = {d: h.number(d, None, 64) for d in ("rows", "columns")}
-    view |= {"at": h.integers("index"), "steps": (every[0], every[-1]) if every else (0, 0)}
-    return h.site, h.at, h.parameter("name"), view
+    dimensions = {d: h.number(d, None, 64) for d in ("rows", "columns")}
+    return {**dimensions, "at": h.integers("index"), "steps": (every[0], every[-1]) if every else (0, 0)}
 
 
-def _pair(h: _Handler) -> tuple[str, str, str]:
-    """Both checkpoints, and the rules with the line ends that forms change made good."""
-    return h.parameter("a") or h.at, h.parameter("b"), h.parameter("rules").replace("\r\n", "\n")
+_PARAMETERS: dict[str, Callable[[_Handler], Any]] = {
+    **{name: lambda h, name=name: h.parameter(name) for name in ("name", "b", "metric", "best", "job")},  # type: ignore[misc]
+    **{name: lambda h, name=name: bool(h.parameter(name)) for name in ("fragment", "check", "again")},  # type: ignore[misc]
+    "at": lambda h: h.parameter("at", "0"),
+    "a": lambda h: h.parameter("a") or h.parameter("at", "0"),
+    "in": lambda h: h.parameters("in"),
+    "json": lambda h: h.format == "json",
+    "query": _query,
+    "rules": lambda h: h.parameter("rules").replace("\r\n", "\n"),  # forms change the ends of lines
+    "view": _view,
+}
+"""How views get their parameters from a request, by the names in `_VIEWS`."""
 
 
-def _run(h: _Handler) -> Callable[[], Shown]:
-    best = "highest" if h.parameter("best") == "highest" else "lowest"
-    return partial(view_places.run, h.site, h.at, h.parameter("metric"), best)
+def _home(site: Site, listed: bool) -> Shown:
+    """The only root, or a list."""
+    if len(site.roots) == 1 and not listed:
+        return Shown("", status=302, location=href("open", at="0"))
+    return view_places.home(site)
 
 
-@dataclass(frozen=True)
-class _View:
-    """How a page is made, and where its form leads: what it starts, and the address of the page after that."""
+def _open(site: Site, at: str, metric: str, best: str) -> Shown:
+    """Redirects to the view for the kind of a place."""
+    kind = site.kind(site.place(at))
+    if kind == "directory":
+        return view_places.directory(site, at)
+    also = {"metric": metric, "best": best} if kind == "run" else {}
+    return Shown("", status=302, location=href(kind, at=at, **also))
 
-    make: Callable[[_Handler], Callable[[], Shown]] | None
-    start: Callable[[_Handler], Callable[[], Any]] | None = None
-    then: Callable[[_Handler], str] = lambda h: "./"
+
+def _run(site: Site, at: str, metric: str, best: str) -> Shown:
+    return view_places.run(site, at, metric, "highest" if best == "highest" else "lowest")
+
+
+def _stop(site: Site, number: str) -> None:
+    job = site.jobs.get(number)
+    if job is not None:
+        job.stop()
+
+
+class _View(NamedTuple):
+    """How a page is made, and the names of its parameters; what its form starts, with which, and the page after that."""
+
+    make: Callable[..., Shown] | None
+    takes: str = ""
+    start: Callable[..., Any] | None = None
+    needs: str = ""
+    then: str = ""  # a view and its parameters
     only: str = ""  # format in which alone it answers
     patience: float | None = PATIENCE
 
 
-def _back(h: _Handler) -> str:
-    view, _, query = h.parameter("back").partition("?")
-    # Only to a page of this site: anything else would make this server lead a reader elsewhere.
-    return f"{view}?{query}" if view in ("health", "compare") else "./"
-
-
-def _stop(h: _Handler) -> Callable[[], Any]:
-    job = h.site.jobs.get(h.parameter("job"))
-    return job.stop if job is not None else lambda: None
-
-
 _VIEWS = {
-    "": _View(_home, patience=None),
-    "open": _View(_open, patience=None),
-    "run": _View(_run),
-    "checkpoint": _View(_checkpoint),
-    "rows": _View(lambda h: partial(view_checkpoint.unfolded, h.site, h.at, h.parameters("in")), only="fragment"),
-    "map": _View(lambda h: partial(view_checkpoint.bytes_map, h.site, h.at, h.parameters("in"))),
-    "details": _View(lambda h: partial(view_details.details, h.site, h.at)),
-    "array": _View(lambda h: partial(view_array.array, *_array(h), bool(h.parameter("check")))),
-    "values": _View(lambda h: partial(view_array.values, *_array(h)), only="json"),
-    "statistics": _View(
-        lambda h: partial(view_array.distribution, h.site, h.at, h.parameter("name")),
-        lambda h: partial(view_array.start_statistics, h.site, h.at, h.parameter("name")),
-        lambda h: href("array", at=h.at, name=h.parameter("name")),
-    ),
-    "health": _View(
-        lambda h: partial(view_scans.health, h.site, h.at, h.part),
-        lambda h: partial(view_scans.start_health, h.site, h.at, bool(h.parameter("again"))),
-        lambda h: href("health", at=h.at),
-    ),
+    "": _View(_home, "json", patience=None),
+    "open": _View(_open, "at metric best", patience=None),
+    "run": _View(_run, "at metric best"),
+    "checkpoint": _View(view_checkpoint.checkpoint, "at query in fragment"),
+    "rows": _View(view_checkpoint.unfolded, "at in", only="fragment"),
+    "map": _View(view_checkpoint.bytes_map, "at in"),
+    "details": _View(view_details.details, "at"),
+    "array": _View(view_array.array, "at name view check"),
+    "values": _View(view_array.values, "at name view", only="json"),
+    "statistics": _View(view_array.distribution, "at name", view_array.start_statistics, "at name", "array at name"),
+    "health": _View(view_scans.health, "at fragment", view_scans.start_health, "at again", "health at"),
     "compare": _View(
-        lambda h: partial(view_compare.comparison, h.site, *_pair(h), h.part),
-        lambda h: partial(view_compare.start_comparison, h.site, *_pair(h), bool(h.parameter("again"))),
-        lambda h: href("compare", **dict(zip(("a", "b", "rules"), _pair(h), strict=True))),
+        view_compare.comparison,
+        "a b rules fragment",
+        view_compare.start_comparison,
+        "a b rules again",
+        "compare a b rules",
     ),
-    "stop": _View(None, _stop, _back),
+    "stop": _View(None, "", _stop, "job"),
 }
 
 
@@ -331,23 +300,33 @@ class _Page(_Handler):
         super().initialize(access)
         self.view = view
 
+    def taken(self, names: str) -> dict[str, Any]:
+        return {name: _PARAMETERS[name](self) for name in names.split()}
+
     async def get(self) -> None:
         if self.view.make is None:
             raise web.HTTPError(405)
         if self.view.only:
             self.request.arguments["format" if self.view.only == "json" else "fragment"] = [self.view.only.encode()]
-        await self.answer(self.view.make(self), self.view.patience)
+        await self.answer(partial(self.view.make, self.site, *self.taken(self.view.takes).values()), self.view.patience)
 
     async def post(self) -> None:
         if self.view.start is None:
             raise web.HTTPError(405)
-        start, then = self.view.start(self), self.view.then(self)
+        start = partial(self.view.start, self.site, *self.taken(self.view.needs).values())
+        view, _, names = self.view.then.partition(" ")
+        then = href(view, **self.taken(names)) if view else self.back()
 
         def begin() -> Shown:
             start()
             return Shown("", status=303, location=then)
 
         await self.answer(begin, None)
+
+    def back(self) -> str:
+        """The page that a form names, of this site alone: anything else would make this server lead a reader elsewhere."""
+        view, _, query = self.parameter("back").partition("?")
+        return f"{view}?{query}" if view in ("health", "compare") else "./"
 
 
 class _Static(_Handler):

@@ -7,9 +7,7 @@ import math
 from typing import Any
 
 from ....arrays.core.errors import CheckpointError
-from ...base.names import leaf_name
 from ...checkpoint.checkpoint import Checkpoint
-from ...format.manifest import scalar_leaves
 from ..model.site import Site
 from ..model.text import plain
 from .frame import Shown, crumbs, href, mesh_text, render
@@ -41,7 +39,7 @@ def details(site: Site, at: str) -> Shown:
     """Metadata, meshes, and the leaves of the tree that are not arrays."""
     opened = site.open(at)
     ckpt = opened.ckpt
-    leaves = [(leaf_name(p), plain(v)) for p, v in scalar_leaves(ckpt.structure)]
+    leaves = [(n, plain(v)) for n, v in ckpt.leaves.items()]
     body = render(
         "details.html",
         head=head(opened, "details"),

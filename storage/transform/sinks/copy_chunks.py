@@ -4,8 +4,6 @@ Two grids of one array that agree on the chunk differ only in which file holds i
 that lie together in both files pass through memory that stays in a processor's cache, each with the checksum that follows it.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

@@ -1,7 +1,5 @@
 """Windows of blocks that lie in a file as they are, row-major: tensors of safetensors files, and blocks of packs."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os

@@ -4,8 +4,6 @@ A chunk that is compressed has no place before those before it are known. So suc
 through memory in smaller ones.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

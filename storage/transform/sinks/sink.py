@@ -6,8 +6,6 @@ them, its `check` reads the window back and compares, `finish` turns them into t
 checkpoint. Where files cannot be written in pieces, as in an object store, `streams` gives each file whole.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import os
@@ -20,6 +18,7 @@ import numpy as np
 from ....arrays.core.blocks import Box
 from ...base.checksums import crc32c
 from ...base.scratch import scratch
+from ...readers.tensor import read_into
 from ...rules.casting import CastLoss, Tally, making, tallied
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import Files, active
@@ -110,8 +109,7 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
     memory = scratch("window", nbytes) if passing else np.empty(nbytes, np.uint8)
     out = memory.view(tensor.dtype).reshape(box.shape)
     with making(tensor.name):
-        for job in tensor.jobs(box, out):
-            job()
+        read_into(tensor, box, out)
     return out
 
 

@@ -4,8 +4,6 @@ The header of a pack has its checksums, which are known at the end. In a directo
 so the blocks of such a pack are held in memory.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Local files keep a place in their headers for the checksums, which are known whe
 the index alone has them.
 """
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import contextlib

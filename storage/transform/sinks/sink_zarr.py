@@ -1,7 +1,5 @@
 """A transfer into a Zarr checkpoint like those of `save`."""
 
-# Paths are plain texts here: they come from manifests and go to system calls.
-
 from __future__ import annotations
 
 import itertools

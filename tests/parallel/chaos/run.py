@@ -281,6 +281,8 @@ def main() -> int:
         lines = [line for path in args.table for line in path.read_text().splitlines()]
         print(table([Outcome(**json.loads(line)) for line in lines]))
         return 0
+    # Before /dev/shm, where it may lie, is another one.
+    out = None if args.out is None else args.out.open("a")
     missing = spaces.enter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends, too
     import logging
@@ -301,9 +303,9 @@ def main() -> int:
             outcome = runner.round(seed)
             outcomes.append(outcome)
             print(outcome.line(), flush=True)
-            if args.out is not None:
-                with args.out.open("a") as f:
-                    f.write(json.dumps(asdict(outcome)) + "\n")
+            if out is not None:
+                out.write(json.dumps(asdict(outcome)) + "\n")
+                out.flush()
     finally:
         runner.close()
     print(table(outcomes), flush=True)

@@ -111,7 +111,7 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
                 client.wait_for_workers(2, timeout=LIMIT)
 
     sizes = Sizes()
-    with local_cluster(2) as client:
+    with local_cluster(2, processes=False) as client:
         result = trainer(
             mt.Mesh({"data": 2}, client=client),
             directory=tmp_path,
@@ -142,7 +142,7 @@ def test_ranks_that_were_kept_on_fewer_workers_spread_when_workers_return(tmp_pa
 
     where = Where()
     options = {"directory": tmp_path, "save_every": 4} if kept == "on disk" else {"snapshot_every": 4}
-    with local_cluster(2) as client:
+    with local_cluster(2, processes=False) as client:
         result = trainer(
             mt.Mesh({"data": 2}, client=client),
             callbacks=[Kill([6], retire=True), where],

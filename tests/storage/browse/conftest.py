@@ -189,11 +189,12 @@ def visit() -> Iterator[Any]:
         server.close()
 
 
-@pytest.fixture
-def formats(tmp_path):
-    """The same arrays in every format that can be browsed."""
+@pytest.fixture(scope="session")
+def formats(tmp_path_factory):
+    """The same arrays in every format that can be browsed; nobody writes to them."""
     import zarr
 
+    tmp_path = tmp_path_factory.mktemp("formats")
     tree = {"enc.w": np.arange(600, dtype=np.float32).reshape(20, 30), "enc.b": np.ones(5), "n": np.array(3)}
     save(tmp_path / "ours", {"enc": {"w": tree["enc.w"], "b": tree["enc.b"]}, "n": tree["n"], "lr": 0.1}, step=7)
     save_file(tree, tmp_path / "file.safetensors", {"format": "np"})

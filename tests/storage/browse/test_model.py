@@ -28,6 +28,8 @@ from meshtape.storage.browse.model.statistics import QUANTILES, statistics
 from meshtape.storage.browse.model.text import key, natural
 from meshtape.storage.browse.views import charts, png
 from meshtape.storage.browse.views.treemap import Rectangle, squarify, treemap
+from meshtape.storage.checkpoint.checkpoint import StoredArray, flat
+from meshtape.storage.rules.lazy_tensors import Memory
 
 shapes = st.lists(st.integers(1, 90), min_size=0, max_size=4).filter(lambda s: math.prod(s) <= 20_000).map(tuple)
 
@@ -44,7 +46,7 @@ def stored_array(tmp: Path, values: np.ndarray, kind: str):
 # ----- windows --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(shapes, st.data())
 @pytest.mark.parametrize("kind", ["zarr", "safetensors"])
 def test_a_window_is_the_slice_that_numpy_takes(
@@ -85,7 +87,7 @@ def test_a_window_reads_little_of_a_large_array(tmp_path: Path) -> None:
     st.lists(st.floats(width=32), min_size=1, max_size=400),
     st.sampled_from([np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.uint8, np.bool_]),
 )
-def test_statistics_are_numpys(tmp_path_factory: pytest.TempPathFactory, values: list[float], dtype: type) -> None:
+def test_statistics_are_numpys(values: list[float], dtype: type) -> None:
     with np.errstate(all="ignore"):
         a = np.array(values, np.float32)
         a = (
@@ -93,7 +95,7 @@ def test_statistics_are_numpys(tmp_path_factory: pytest.TempPathFactory, values:
             if np.dtype(dtype).kind in "iub"
             else a.astype(dtype)
         )
-    s = statistics(stored_array(tmp_path_factory.mktemp("s"), a, "zarr"))
+    s = statistics(StoredArray(("w",), Memory("w", a)))
     wide = a.astype(np.float64)
     finite = wide[np.isfinite(wide)]
     assert s.exact
@@ -385,12 +387,10 @@ def test_health_goes_on_past_damage(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)), min_size=1, max_size=50))
-def test_changes_are_numpys(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]) -> None:
+def test_changes_are_numpys(pairs: list[tuple[float, float]]) -> None:
     x, y = (np.array(v) for v in zip(*pairs, strict=True))
-    home = tmp_path_factory.mktemp("c")
-    save(home / "a", {"w": x, "only": np.ones(1)})
-    save(home / "b", {"w": y.astype(np.float32), "other": np.ones((2, 2))})
-    a, b = open_checkpoint(home / "a"), open_checkpoint(home / "b")
+    sides = {"w": x, "only": np.ones(1)}, {"w": y.astype(np.float32), "other": np.ones((2, 2))}
+    a, b = (flat("x", "memory", {n: Memory(n, v) for n, v in side.items()}) for side in sides)
     found = compare(a, b, names(a, b))
     assert (found.only_a, found.only_b, found.common) == (["only"], ["other"], 1)
     (c,) = found.changes

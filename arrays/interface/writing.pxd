@@ -1,1 +1,0 @@
-from meshtape.arrays.core.value cimport Value

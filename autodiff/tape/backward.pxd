@@ -1,2 +1,0 @@
-from meshtape.arrays.core.value cimport Now
-from meshtape.autodiff.tape.vjp_plan cimport Recipe
