@@ -157,11 +157,12 @@ def _gelu_backward(xp: Any, dy: Any, x: Any) -> Any:
     return out.astype(dtype, copy=False)
 
 
-GELU = Op("gelu", ("x",), _gelu, shape_rules.elementwise, overrides={"numpy": first(ops.gelu, _gelu)})
+GELU = Op("gelu", ("x",), _gelu, shape_rules.elementwise, overrides={"numpy": first(ops.gelu, _gelu)}, flops=16)
 GELU_BACKWARD = Op(
     "gelu_backward",
     ("dy", "x"),
     _gelu_backward,
     shape_rules.elementwise,
     overrides={"numpy": first(ops.gelu_backward, _gelu_backward)},
+    flops=24,
 )

@@ -76,6 +76,23 @@ def test_a_decomposition_computes_the_same(name):
             )
 
 
+@pytest.mark.parametrize("name", sorted(n for n, op in OPS.items() if op.linear or op.zero_preserving))
+def test_what_the_record_says_is_so(name):
+    """Of zero comes zero; and in each set of operands the op is additive, the others as they are."""
+    op = OPS[name]
+    for args, params in calls(name):
+        if any(getattr(a, "dtype", np.dtype(float)).kind not in "fib" for a in args) or "dtype" in params:
+            continue
+        if op.zero_preserving:
+            assert not np.any(op.numpy(*(a * 0 for a in args), **params))
+        for group in op.linear:
+            if all(isinstance(args[i], np.ndarray) for i in group):
+                turned = [np.flip(a) if i in group else a for i, a in enumerate(args)]
+                both = [a + b if i in group else a for i, (a, b) in enumerate(zip(args, turned, strict=True))]
+                one, other, together = (op.numpy(*given, **params) for given in (args, turned, both))
+                np.testing.assert_allclose(together, one + other, rtol=1e-6)
+
+
 # ----- the op table ---------------------------------------------------------------------------------------------------
 
 
