@@ -159,10 +159,13 @@ class ProgramBuilder:
 
 
 class Traced(NamedTuple):
-    """A program of a function, and the function's result: a tree in which an array stands for each output."""
+    """A program of a function, and the function's result: a tree in which an array stands for each output.
+
+    ``own_derivatives``: the function makes calls whose derivative is code of their own, which the program does not hold."""
 
     program: Program
     result: Any
+    own_derivatives: bool
 
 
 _tracer: Callable[[Callable[..., Any], tuple[Any, ...]], Traced]

@@ -144,7 +144,7 @@ class _Trace:
         self.staged_vars: dict[int, tuple[int, ...]] = {}
         self.gradients: list[tuple[int, int]] = []  # of what, and which
         self.open = True
-        self.has_calls = False
+        self.has_calls = self.own_derivatives = False
         self.errors = np.geterr()
         self.changed: str | None = None  # where the function left something else than it read
         self.logged: str | None = None  # a log that the function wrote to
@@ -160,9 +160,10 @@ class _Trace:
         ] = {}  # arrays and their buffers by id, and how to see that they are still these
         self.strangers: dict[int, tuple[Any, Site | None]] = {}  # by id; they are held, so that ids stay their own
 
-    def note_call(self, outs: Sequence[Array]) -> None:
+    def note_call(self, outs: Sequence[Array], own: bool) -> None:
         """Called where the function makes a call that tapes record as one (``checkpoint``, ``custom_vjp``, ``gradient_hook``)."""
         self.has_calls = True
+        self.own_derivatives |= own
 
     def note_gradients(self, sources: Sequence[Any], grads: Sequence[Any]) -> None:
         """Called for gradients that the function has computed."""

@@ -301,7 +301,7 @@ class _Ready:
         # A program on one CPU takes sparse cotangents as they are.
         self.local = isinstance(run, Executable)
         self.lifted = [c for c in trace.lifted.values() if c.var in program.constants]
-        self.has_calls = trace.has_calls
+        self.has_calls, self.own_derivatives = trace.has_calls, trace.own_derivatives
         self.numbers, self.pinned = list(trace.numbers), trace.pinned
         self._differentiable: custom_vjp | None = None
         self.changed = trace.changed
@@ -411,7 +411,7 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> Traced:
     ready = compile(fn)._ready(leaves, as_inputs(leaves)[0], treedef)
     avals = map(ready.program.avals.__getitem__, ready.program.outputs)
     stand_ins = [wrap(np.broadcast_to(np.zeros((), a.dtype), a.shape)) for a in avals]
-    return Traced(ready.program, ready.rebuilt(stand_ins))
+    return Traced(ready.program, ready.rebuilt(stand_ins), ready.own_derivatives)
 
 
 register_tracer(_traced)

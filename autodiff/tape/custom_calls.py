@@ -70,18 +70,18 @@ def recording_tapes() -> list[Any]:
     return [r for r in state.recorders if hasattr(r, "record_call")]
 
 
-def note_call_made(outs: Sequence[Array]) -> None:
-    """Tell the recorders that see the calls inside that they belong to a call with a derivative of its own."""
+def note_call_made(outs: Sequence[Array], own: bool = True) -> None:
+    """Tell the recorders that see the calls inside that they belong to such a call; ``own``: its derivative is not that of these."""
     for r in state.recorders:
         if hasattr(r, "note_call"):
-            r.note_call(outs)
+            r.note_call(outs, own)
 
 
 def record_on(
     call: Call, args: Sequence[Array], outs: Sequence[Array], saved: Sequence[Any], tapes: Sequence[Any]
 ) -> None:
     site = call_site()
-    note_call_made(outs)
+    note_call_made(outs, hasattr(call, "pull"))
     for t in tapes:
         t.record_call(call, args, outs, saved, state.origin, site)
 
@@ -261,7 +261,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         tapes = recording_tapes()
         if not tapes:
-            note_call_made(())
+            note_call_made((), own=False)
             return fn(*args, **kwargs)
         region = Region(tapes, [x for x in trees.flatten((args, kwargs))[0] if isinstance(x, Array)])
         with without_tapes(region):

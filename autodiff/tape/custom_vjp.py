@@ -39,7 +39,7 @@ class _Guard(Around):
         known = {id(x) for x in returned}
         return [x for ref in self._alive if (x := ref()) is not None and id(x) not in known and x._id in self.live]
 
-    def note_call(self, outs: Sequence[Array]) -> None:
+    def note_call(self, outs: Sequence[Array], own: bool) -> None:
         self.known.update(o._id for o in outs)
 
     def watches(self, x: Array) -> bool:

@@ -61,7 +61,7 @@ class _Notes:
     def record(self, *call: Any) -> None:
         """Nothing: the trace itself records the call."""
 
-    def note_call(self, outs: Sequence[Array]) -> None:
+    def note_call(self, outs: Sequence[Array], own: bool) -> None:
         self.trace.has_calls = True
 
 

@@ -25,6 +25,7 @@ from ...arrays.core.dispatch import apply, made, wrap
 from ...arrays.core.errors import (
     ArrayIndexError,
     CorruptCheckpoint,
+    GradientError,
     MeshtapeError,
     NotACheckpoint,
     OutOfMemory,
@@ -222,6 +223,8 @@ def _described(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[dict[str,
     document["arguments"] = [_structure(a, places, f"argument {i}") for i, a in enumerate(args)]
     document["result"] = _structure(traced.result, iter(traced.program.outputs), "the result")
     constants = {name: np.asarray(a) for name, a in constants.items()}
+    if traced.own_derivatives:
+        document["own_derivatives"] = True
     document["checksums"] = {name: f"{crc32c(_bytes(a)):08x}" for name, a in constants.items()}
     return document, constants
 
@@ -285,12 +288,16 @@ def _embedded(values: Any, where: str) -> dict[str, np.ndarray]:
 class LoadedProgram:
     """A program as a function of arrays. It is differentiated, compiled and split over meshes like the code it came from.
 
+    The derivative of a ``custom_vjp`` or ``gradient_hook`` is code, and not in a program of values: gradients of one with such calls
+    are refused. Save the program of ``mt.grad(fn)`` beside it.
+
     ``program`` is the :class:`~meshtape.arrays.core.program.Program`; ``print`` it to see it. Calls are made one by one: pass it to
     ``mt.compile`` to have it optimised.
     """
 
     def __init__(self, program: Program, document: Mapping[str, Any]) -> None:
         self.program = program
+        self._own_derivatives = document.get("own_derivatives") is True
         self._arguments, self._result = document["arguments"], document["result"]
         self._constants = {v: wrap(c) for v, c in program.constants.items()}
         self._free = last_uses(program)
@@ -317,6 +324,14 @@ class LoadedProgram:
             made(x)  # a program is never changed: whoever traces this call may keep what it holds
         for i, (a, want) in enumerate(zip(args, self._arguments, strict=True)):
             self._bind(a, want, f"argument {i}", env)
+        for r in state.recorders if self._own_derivatives else ():
+            if any(map(r.watches, env.values())):
+                raise GradientError(
+                    "[load_program] the function had a custom_vjp or a gradient_hook, whose derivative is not in its program: save the "
+                    "program of mt.grad(fn), or pass mt.stop_gradient of the arguments"
+                )
+            if hasattr(r, "note_call"):
+                r.note_call((), True)
         self._check_room(env)
         outer, n = state.origin, 0
         try:

@@ -131,10 +131,11 @@ def test_clip(xs, low, high):
     assert y.dtype == x.dtype
 
 
-@pytest.mark.parametrize(("left", "right"), [(a, b) for a in REALS for b in REALS])
-def test_promotion_is_numpys(left, right):
-    x, y = np.ones(2, left), np.ones(2, right)
-    assert (mt.asarray(x) + mt.asarray(y)).dtype == (x + y).dtype
+@pytest.mark.parametrize("left", REALS)
+def test_promotion_is_numpys(left):
+    for right in REALS:
+        x, y = np.ones(2, left), np.ones(2, right)
+        assert (mt.asarray(x) + mt.asarray(y)).dtype == (x + y).dtype, right
 
 
 @pytest.mark.parametrize("dtype", [*REALS, *COMPLEX, "bfloat16", "float8_e4m3fn", "float8_e5m2"])

@@ -73,16 +73,16 @@ def cannot_be_written(n):
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_numpy_is_given_cannot_be_made_writable(dtype, layout):
-    x = LAYOUTS[layout](mt.astype(mt.reshape(mt.arange(20) % 2, (5, 4)), dtype))
-    n = np.asarray(x)
-    assert (n.shape, n.dtype, n.strides) == (x._buf.shape, x._buf.dtype, x._buf.strides)
-    before = bits(n)
-    cannot_be_written(n)
-    assert np.all(bits(np.asarray(x)) == before)
-    if n.size:
-        assert np.shares_memory(n, x._buf)  # without a copy
+def test_what_numpy_is_given_cannot_be_made_writable(dtype):
+    for name, layout in LAYOUTS.items():
+        x = layout(mt.astype(mt.reshape(mt.arange(20) % 2, (5, 4)), dtype))
+        n = np.asarray(x)
+        assert (n.shape, n.dtype, n.strides) == (x._buf.shape, x._buf.dtype, x._buf.strides), name
+        before = bits(n)
+        cannot_be_written(n)
+        assert np.all(bits(np.asarray(x)) == before), name
+        if n.size:
+            assert np.shares_memory(n, x._buf), name  # without a copy
 
 
 def test_strides_within_an_element_are_copied():

@@ -203,13 +203,12 @@ WIDENING = {
 }
 
 
-@pytest.mark.parametrize("number", [256, -1, 2**53 + 1, 2**64, 10**400, -1.5, 256.0, NAN, INF])
 @pytest.mark.parametrize("name", [*BEYOND, *WIDENING])
-def test_numbers_out_of_range(name, number):
-    if name in WIDENING and isinstance(number, float):
-        pytest.skip("a float makes floats of the integers, or is refused by its dtype")
-    with pytest.raises(mt.errors.NumberRangeError, match=r"^\[\w+\] .* is out of the range of uint8"):
-        {**BEYOND, **WIDENING}[name](number)
+def test_numbers_out_of_range(name):
+    # (A float makes floats of the integers, or is refused by its dtype, where results widen.)
+    for number in [256, -1, 2**53 + 1, 2**64, 10**400, *([] if name in WIDENING else [-1.5, 256.0, NAN, INF])]:
+        with pytest.raises(mt.errors.NumberRangeError, match=r"^\[\w+\] .* is out of the range of uint8"):
+            {**BEYOND, **WIDENING}[name](number)
 
 
 @pytest.mark.parametrize("name", BEYOND)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-import re
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -190,19 +189,21 @@ SENSELESS = (None, "a", object(), 1j, {}, (), [], -1, 2.5, NAN, mt.zeros((0, 0))
 NAMED: tuple[dict[str, Any], ...] = ({}, {"nonsense": 1}, {"axis": "a"}, {"axis": 7}, {"dtype": "foo"}, {"ord": "x"})
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore")
-def test_every_function_refuses_with_our_errors_or_computes(name):
+def test_every_function_refuses_with_our_errors_or_computes():
     """Whatever it is given. (Arguments too few or too many for a function of elements are Python's own to refuse.)"""
     calls = [((v,) * k, {}) for k in (1, 2, 3) for v in SENSELESS]
     calls += [((M, v), {}) for v in SENSELESS] + [((M,) * k, kw) for k in (1, 2) for kw in NAMED]
-    for args, kwargs in [((), {}), *calls]:
-        try:
-            FUNCTIONS[name](*args, **kwargs)
-        except MeshtapeError as e:
-            assert str(e).startswith("["), (args, kwargs, e)  # noqa: PT017
-        except TypeError as e:
-            assert re.search(r"positional argument", str(e)), (args, kwargs, e)  # noqa: PT017
+    others = []
+    for name, fn in FUNCTIONS.items():
+        for args, kwargs in [((), {}), *calls]:
+            try:
+                fn(*args, **kwargs)
+            except Exception as e:
+                ours = isinstance(e, MeshtapeError) and str(e).startswith("[")
+                if not ours and not (isinstance(e, TypeError) and "positional argument" in str(e)):
+                    others.append((name, args, kwargs, e))
+    assert others == []
 
 
 BFLOAT, INTS = mt.ones(3, dtype=mt.bfloat16), mt.asarray([1, 2, 3])

@@ -190,19 +190,19 @@ def total(out: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-def test_a_watched_number_has_its_derivative_or_is_refused(name: str, way: str) -> None:
+def test_a_watched_number_has_its_derivative_or_is_refused(name: str) -> None:
     def loss(p: Any) -> mt.Array:
         return total(CALLS[name](p))
 
     at, step = 0.37, 1e-6
-    try:
-        slope = float(mt.grad(mt.compile(loss) if way == "compiled" else loss)(mt.asarray(at)))
-    except REFUSALS:
-        return
-    except ValueError as e:  # NumPy puts one of its own around what a conversion raises
-        if not name.startswith("numpy.") or not isinstance(e.__cause__, REFUSALS):
-            raise
-        return
-    wanted = (float(loss(at + step)) - float(loss(at - step))) / (2 * step)
-    assert slope == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    for way in (loss, mt.compile(loss)):
+        try:
+            slope = float(mt.grad(way)(mt.asarray(at)))
+        except REFUSALS:
+            continue
+        except ValueError as e:  # NumPy puts one of its own around what a conversion raises
+            if not name.startswith("numpy.") or not isinstance(e.__cause__, REFUSALS):
+                raise
+            continue
+        wanted = (float(loss(at + step)) - float(loss(at - step))) / (2 * step)
+        assert slope == pytest.approx(wanted, rel=1e-4, abs=1e-6)

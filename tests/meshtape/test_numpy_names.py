@@ -346,35 +346,22 @@ def arrays_in(call: Call) -> tuple[list[np.ndarray], Any]:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=ids)
-def test_as_numpy(call):
-    with np.errstate(all="ignore"):
-        compare(call.of(mt), call.of(np))
-
-
-@pytest.mark.parametrize("call", [c for c in CALLS if "c" in c.only], ids=str)
-def test_compiled(call):
+def test_as_numpy_compiled_differentiated_and_sharded(call):
     arrays, again = arrays_in(call)
     with np.errstate(all="ignore"):
-        compare(mt.compile(again)(*map(mt.asarray, arrays)), call.of(np))
+        want = call.of(np)
+        compare(call.of(mt), want)
+        if "c" in call.only:
+            compare(mt.compile(again)(*map(mt.asarray, arrays)), want)
+        if "s" in call.only:
+            mesh = mt.Mesh({"m": 2})
+            compare(again(*[mt.distribute(a, mesh, m=mt.Shard(0)) if a.ndim else mt.asarray(a) for a in arrays]), want)
+    if "g" in call.only:
 
+        def total(*xs):
+            return sum(mt.sum(o * np.cos(np.arange(o.size)).reshape(o.shape)) for o in as_list(again(*xs)))
 
-@pytest.mark.parametrize("call", [c for c in CALLS if "g" in c.only], ids=str)
-def test_gradients(call):
-    arrays, again = arrays_in(call)
-
-    def total(*xs):
-        return sum(mt.sum(o * np.cos(np.arange(o.size)).reshape(o.shape)) for o in as_list(again(*xs)))
-
-    mt.check_grads(total, *map(mt.asarray, arrays), order=1)
-
-
-@pytest.mark.parametrize("call", [c for c in CALLS if "s" in c.only], ids=str)
-def test_sharded(call):
-    mesh = mt.Mesh({"m": 2})
-    arrays, again = arrays_in(call)
-    with np.errstate(all="ignore"):
-        split = [mt.distribute(a, mesh, m=mt.Shard(0)) if a.ndim else mt.asarray(a) for a in arrays]
-        compare(again(*split), call.of(np))
+        mt.check_grads(total, *map(mt.asarray, arrays), order=1)
 
 
 BOUNDED = settings(max_examples=60, deadline=None)

@@ -128,6 +128,22 @@ def test_a_loaded_program_is_differentiated_compiled_and_split(tmp_path):
     np.testing.assert_allclose(np.asarray(g), np.asarray(expected), rtol=1e-9, atol=1e-12)
 
 
+def test_a_derivative_that_the_program_does_not_hold_is_refused_and_not_another(tmp_path):
+    doubled = mt.custom_vjp(lambda x: x * x)
+    doubled.defvjp(lambda x: (x * x, x), lambda x, g: (4.0 * x * g,))
+    x = arr(1.0, 2.0)
+    for fn in (doubled, lambda x: mt.gradient_hook(x * x, lambda g: 2.0 * g)):
+        total = lambda x, fn=fn: mt.sum(fn(x))  # noqa: E731
+        loaded = mt.load_program(mt.storage.program_document(total, x))
+        assert float(loaded(x)) == float(mt.compile(loaded)(x)) == 5.0
+        for slope in (mt.grad(loaded), mt.grad(mt.compile(loaded)), mt.compile(mt.grad(loaded))):
+            with pytest.raises(mt.errors.GradientError, match="whose derivative is not in its program"):
+                slope(x)
+        assert mt.load_program(mt.storage.program_document(mt.grad(total), x))(x).tolist() == [4.0, 8.0]
+    again = mt.load_program(mt.storage.program_document(mt.checkpoint(lambda x: mt.sum(x * x)), x))
+    assert mt.grad(again)(x).tolist() == [2.0, 4.0]
+
+
 def test_results_are_the_callers(tmp_path):
     mt.save_program(tmp_path / "p", lambda x: (x, ODD), arr(1.0))
     loaded = mt.load_program(tmp_path / "p")
