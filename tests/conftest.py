@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -29,6 +30,19 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 import pytest
 from distributed import Client
 from hypothesis import HealthCheck, settings
+
+
+class _Shared:
+    """Finds what tests of several packages import. (A folder named ``meshtape`` lies beside it, so that this one is not on the path.)"""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if name in ("op_samples", "random_programs"):
+            return importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        return None
+
+
+sys.meta_path.append(_Shared)
 
 for _forced in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_forced, None)  # what is a terminal here the tests say themselves

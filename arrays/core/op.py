@@ -1,8 +1,8 @@
 """Ops: the units that everything else is written in, and the state of the current thread.
 
-An op has four facets, and each lives in the package that reads it: the implementation and the shape rule here, the VJP rule
-in ``autodiff.rules``, the sharding rule in ``parallel.rules``, the stored name in ``storage``. A facet that an op lacks for a
-reason is declared here (``nondifferentiable``, ``replicate_only``), and a test walks the table.
+The record of an op holds all that is plain data about it. Rules are functions, and live in the package that reads them: the VJP
+rule in ``autodiff.rules``, the sharding rule in ``parallel.sharding.rules``. A rule that an op lacks for a reason is declared here
+(``nondifferentiable``, ``replicate_only``), and a test walks the table.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,18 @@ OPS: dict[str, Op] = {}
 """Every op by name."""
 
 
+class Cuda(NamedTuple):
+    """An elementwise op as CUDA C++, for fused chains."""
+
+    text: str
+    """The expression of the operands ``{0}``, ``{1}``, …: ``{t}`` is their type, ``{f}`` is "f" for float and nothing for double,
+    ``{zero}`` a zero of the type."""
+    kinds: str = "f"  # of the dtypes it serves
+    integers: str | None = None  # the expression of integers, where that is another
+    computed_in: str = "result"  # the dtype of the "result", of the "operands", or "bool"
+
+
+@dataclass(eq=False, repr=False, slots=True)
 class Op:
     """One operation on arrays.
 
@@ -54,58 +67,53 @@ class Op:
         Implementations for one backend only, by the name of ``xp`` (``{"cupy": fn}``).
     takes_out
         Whether the NumPy form takes ``out=``, memory for its one result. NumPy's ufuncs do.
+    params
+        The names of all parameters, with the kind of each (``core.param_kinds``), which files of programs are checked by.
+    view
+        Whether the result lies in the memory of the first operand: ``"always"``, ``"sometimes"``, or ``""`` for never. (Of
+        ``getitem`` for basic keys alone.)
+    linear
+        Sets of operands in which the op is jointly linear, whatever the others are. (Of floats a rule may know more.)
+    zero_preserving
+        Whether a sparse operand stays sparse: of zero the op makes zero.
+    flops
+        About how many floating-point operations an element takes.
+    cuda
+        The expression of an elementwise op in CUDA C++, or None.
     """
 
-    __slots__ = (
-        "_bound",
-        "decompose",
-        "impl",
-        "infer",
-        "name",
-        "nondifferentiable",
-        "nout",
-        "numpy",
-        "operands",
-        "overrides",
-        "plans",
-        "replicate_only",
-        "takes_out",
-    )
     table: ClassVar[dict[str, Op]] = OPS
 
-    table: ClassVar[dict[str, Op]] = OPS
+    name: str
+    operands: tuple[str, ...]
+    impl: str | Callable[..., Any]
+    infer: Infer
+    _: KW_ONLY
+    nout: int = 1
+    nondifferentiable: str | None = None
+    replicate_only: str | None = None
+    decompose: Callable[..., Any] | None = None
+    overrides: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    takes_out: bool = False
+    params: Mapping[str, Any] = field(default_factory=dict)
+    view: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
+    zero_preserving: bool = False
+    flops: int = 1
+    cuda: Cuda | None = None
+    plans: dict[int, Any] = field(
+        default_factory=dict, init=False
+    )  # what a tape keeps of a call, by the watched operands
+    numpy: Callable[..., Any] = field(init=False)
+    _bound: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        name: str,
-        operands: tuple[str, ...],
-        impl: str | Callable[..., Any],
-        infer: Infer,
-        *,
-        nout: int = 1,
-        nondifferentiable: str | None = None,
-        replicate_only: str | None = None,
-        decompose: Callable[..., Any] | None = None,
-        overrides: Mapping[str, Callable[..., Any]] = NO_PARAMS,
-        takes_out: bool = False,
-    ) -> None:
-        if name in self.table:
-            raise ValueError(f"an op named {name!r} exists already")
-        self.name = name
-        self.operands = operands
-        self.impl = impl
-        self.infer = infer
-        self.nout = nout
-        self.nondifferentiable = nondifferentiable
-        self.replicate_only = replicate_only
-        self.decompose = decompose
-        self.overrides = overrides
-        self.plans: dict[int, Any] = {}  # what a tape keeps of a call, by the set of watched operands
-        self._bound: dict[str, Callable[..., Any]] = {}
+    def __post_init__(self) -> None:
+        if self.name in self.table:
+            raise ValueError(f"an op named {self.name!r} exists already")
         # NumPy's own function where there is one: the eager path then costs no Python frame of ours.
         self.numpy = self.bind(np)
-        self.takes_out = takes_out or (isinstance(self.numpy, np.ufunc) and self.numpy.nout == 1)
-        self.table[name] = self
+        self.takes_out = self.takes_out or (isinstance(self.numpy, np.ufunc) and self.numpy.nout == 1)
+        self.table[self.name] = self
 
     def bind(self, xp: Any) -> Callable[..., Any]:
         """The implementation for one backend: a function of buffers and parameters."""

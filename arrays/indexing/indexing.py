@@ -18,6 +18,7 @@ from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
 from ..core.op import Op, state
+from ..core.param_kinds import SIZES, TEMPLATE
 from ..core.shape_dtype import ShapeDtype
 from ..kernels import scatter as kernels
 from .keys import parse
@@ -157,29 +158,35 @@ def _last_writes(xp: Any, g: Any, *arrays: Any, template: Template) -> Any:
     return out
 
 
-GETITEM = Op("getitem", ("x", "*arrays"), _getitem, _infer_getitem)
-INDEX_SET = Op(
-    "index_set", ("x", "v", "*arrays"), _index_set, _infer_index_write, overrides={"cupy": kernels.index_set}
+_INDEX = {"template": TEMPLATE}
+GETITEM = Op("getitem", ("x", "*arrays"), _getitem, _infer_getitem, params=_INDEX, view="always")
+
+
+def _write(name: str, impl: Callable[..., Any], on_cuda: Callable[..., Any]) -> Op:
+    operands = ("x", "v", "*arrays")
+    return Op(name, operands, impl, _infer_index_write, overrides={"cupy": on_cuda}, params=_INDEX)
+
+
+INDEX_SET = _write("index_set", _index_set, kernels.index_set)
+INDEX_ADD = _write("index_add", _index_add, kernels.index_add)
+INDEX_MIN = _write("index_min", _index_extremum("minimum"), kernels.index_extremum("minimum"))
+INDEX_MAX = _write("index_max", _index_extremum("maximum"), kernels.index_extremum("maximum"))
+SCATTER = Op(
+    "scatter",
+    ("g", "*arrays"),
+    _scatter,
+    _infer_scatter,
+    overrides={"cupy": kernels.scatter},
+    params={**_INDEX, "shape": SIZES},
 )
-INDEX_ADD = Op(
-    "index_add", ("x", "v", "*arrays"), _index_add, _infer_index_write, overrides={"cupy": kernels.index_add}
+LAST_WRITES = Op(
+    "last_writes",
+    ("g", "*arrays"),
+    _last_writes,
+    _infer_getitem,
+    overrides={"cupy": kernels.last_writes},
+    params=_INDEX,
 )
-INDEX_MIN = Op(
-    "index_min",
-    ("x", "v", "*arrays"),
-    _index_extremum("minimum"),
-    _infer_index_write,
-    overrides={"cupy": kernels.index_extremum("minimum")},
-)
-INDEX_MAX = Op(
-    "index_max",
-    ("x", "v", "*arrays"),
-    _index_extremum("maximum"),
-    _infer_index_write,
-    overrides={"cupy": kernels.index_extremum("maximum")},
-)
-SCATTER = Op("scatter", ("g", "*arrays"), _scatter, _infer_scatter, overrides={"cupy": kernels.scatter})
-LAST_WRITES = Op("last_writes", ("g", "*arrays"), _last_writes, _infer_getitem, overrides={"cupy": kernels.last_writes})
 
 
 # Parts of a key that NumPy reads as we do. (A bool is no int here: its type is bool.)

@@ -14,6 +14,7 @@ import numpy as np
 from ..backends.row_blocks import BLOCK
 from ..core.errors import ShapeError
 from ..core.op import Op
+from ..core.param_kinds import NUMBER
 from ..core.shape_dtype import ShapeDtype
 from ..ops import elementwise
 from .rows import Rows
@@ -52,7 +53,15 @@ def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Sh
     return p, m, v
 
 
-LAZY_ADAM = Op("lazy_adam", ("p", "g", "m", "v", "size", "eps"), _lazy, _infer, nout=3, decompose=_decompose)
+LAZY_ADAM = Op(
+    "lazy_adam",
+    ("p", "g", "m", "v", "size", "eps"),
+    _lazy,
+    _infer,
+    nout=3,
+    decompose=_decompose,
+    params={"b1": NUMBER, "b2": NUMBER},
+)
 
 
 def lazy_adam_at(

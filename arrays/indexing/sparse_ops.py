@@ -17,7 +17,6 @@ from ..core.dispatch import Deferred
 from ..core.op import Op
 from ..core.shape_dtype import ShapeDtype
 from ..ops.elementwise import (
-    ABS,
     ADD,
     ALIAS,
     ASTYPE,
@@ -28,9 +27,6 @@ from ..ops.elementwise import (
     MULTIPLY,
     NEGATIVE,
     POSITIVE,
-    SIGN,
-    SQRT,
-    SQUARE,
     STOP_GRADIENT,
     SUBTRACT,
 )
@@ -39,9 +35,6 @@ from . import sparse_cotangent
 from .indexing import SCATTER, register_sparse_scatter
 from .lazy_adam import LAZY_ADAM, lazy_adam_at
 from .sparse_cotangent import IndexSum
-
-# Ops that make zero of zero, element by element.
-_KEEP_ZERO = frozenset({ABS, ALIAS, ASTYPE, CONJ, NEGATIVE, POSITIVE, SIGN, SQRT, SQUARE, STOP_GRADIENT})
 
 # Ops of two operands that may keep an operand sparse.
 _PAIRS = frozenset({ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM})
@@ -76,7 +69,7 @@ def sparse_call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Se
         arrays = [b.concrete() if type(b) is IndexSum else b for b in bufs[1:]]
         return op.numpy(bufs[0], *arrays, **params)
     g = next(b for b in bufs if type(b) is IndexSum)
-    if op in _KEEP_ZERO:
+    if op.zero_preserving:
         return g.map(lambda v: op.numpy(v, **params))
     if op in (SUM, MEAN) and len(params["axis"]) == len(g.shape) and not params["keepdims"]:
         return np.asarray(op.numpy(g.summed().values, **{**params, "axis": (0, 1)}))
@@ -177,7 +170,7 @@ def sparse_values(
             continue
         others = [v for v in reads if v not in found]
         if (
-            e.op in _KEEP_ZERO
+            e.op.zero_preserving
             or (e.op in ADDS and len(thin) == 2)
             or (e.op in _PAIRS - ADDS and len(thin) == 1 and not any(avals[v].shape for v in others))
         ):

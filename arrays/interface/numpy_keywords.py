@@ -17,7 +17,7 @@ import numpy as np
 from ..core import foreign_errors
 from ..core.dispatch import Symbol
 from ..core.errors import MeshtapeError, NumPyFunctionError
-from ..ops import elementwise
+from ..ops import element_rows
 from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_ufunc
 
 
@@ -39,7 +39,7 @@ def _spelled_elementwise(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict
         _refuse(e, name, args, kwargs)
 
 
-elementwise.spelled = _spelled_elementwise
+element_rows.spelled = _spelled_elementwise
 
 
 def _refuse(error: Exception, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

@@ -19,6 +19,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import real_of
 from ..core.errors import DTypeError, LinAlgError, ShapeError
 from ..core.op import Op
+from ..core.param_kinds import FLAG, NUMBER, one_of
 from ..core.shape_dtype import ShapeDtype
 from ..ops.manipulation import astype
 
@@ -178,10 +179,10 @@ EIGH = Op("eigh", ("x",), _plain("eigh"), _infer_eigh, nout=2)
 EIGVALSH = Op("eigvalsh", ("x",), _plain("eigvalsh"), _infer_eigvalsh)
 EIG = Op("eig", ("x",), _eig, _infer_eig, nout=2)
 EIGVALS = Op("eigvals", ("x",), _eigvals, _infer_eigvals, decompose=lambda x: apply(EIG, (x,))[0])
-SVD = Op("svd", ("x",), _plain("svd"), _infer_svd, nout=3)
+SVD = Op("svd", ("x",), _plain("svd"), _infer_svd, nout=3, params={"full_matrices": FLAG})
 SVDVALS = Op("svdvals", ("x",), _svdvals, _infer_svdvals)
-QR = Op("qr", ("x",), _plain("qr"), _infer_qr, nout=2)
-PINV = Op("pinv", ("x",), _pinv, _infer_pinv)
+QR = Op("qr", ("x",), _plain("qr"), _infer_qr, nout=2, params={"mode": one_of("reduced", "complete")})
+PINV = Op("pinv", ("x",), _pinv, _infer_pinv, params={"rtol": NUMBER})
 
 # ----- arguments ------------------------------------------------------------------------------------------------------
 

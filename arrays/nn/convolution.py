@@ -18,6 +18,7 @@ from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
+from ..core.param_kinds import POSITIVE, SIZES, STEPS
 from ..core.shape_dtype import ShapeDtype
 from ..ops.creation import asarray, beside
 from ..ops.manipulation import reshape, stack
@@ -115,9 +116,10 @@ def _infer_kernel(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype(shape, result_type(g.dtype, x.dtype))
 
 
-CONV = Op("conv", ("x", "w"), _conv, _infer_conv)
-CONV_IMAGE = Op("conv_image", ("y", "w"), _conv_image, _infer_image)
-CONV_KERNEL = Op("conv_kernel", ("y", "x"), _conv_kernel, _infer_kernel)
+_STEPS = {"stride": STEPS, "dilation": STEPS, "groups": POSITIVE}
+CONV = Op("conv", ("x", "w"), _conv, _infer_conv, params=_STEPS)
+CONV_IMAGE = Op("conv_image", ("y", "w"), _conv_image, _infer_image, params={"image": SIZES, **_STEPS})
+CONV_KERNEL = Op("conv_kernel", ("y", "x"), _conv_kernel, _infer_kernel, params={"kernel": SIZES, **_STEPS})
 
 # ----- functions ------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from ..backends.row_blocks import wide as _wide
 from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.op import Op
+from ..core.param_kinds import FRACTION, LABEL
 from ..core.shape_dtype import ShapeDtype
 from ..core.shape_rules import same_as_second
 from ..kernels import softmaxes
@@ -136,6 +137,7 @@ def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDty
     return ShapeDtype(args[1].shape, _wide(args[0].dtype))
 
 
+_PARAMS = {"ignore_index": LABEL, "label_smoothing": FRACTION}
 CROSS_ENTROPY = Op(
     "cross_entropy",
     ("logits", "labels"),
@@ -143,6 +145,8 @@ CROSS_ENTROPY = Op(
     _infer,
     decompose=_decompose,
     overrides={"numpy": first(ops.cross_entropy, _cross_entropy), "cupy": softmaxes.cross_entropy},
+    params=_PARAMS,
+    flops=12,
 )
 CROSS_ENTROPY_BACKWARD = Op(
     "cross_entropy_backward",
@@ -154,4 +158,6 @@ CROSS_ENTROPY_BACKWARD = Op(
         "numpy": first(ops.cross_entropy_backward, _cross_entropy_backward),
         "cupy": softmaxes.cross_entropy_backward,
     },
+    params=_PARAMS,
+    flops=12,
 )

@@ -19,6 +19,7 @@ from ..core.dispatch import apply, as_number
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, DTypeError
 from ..core.op import Op, composite
+from ..core.param_kinds import BLOCK, FRACTION
 from ..core.shape_dtype import ShapeDtype
 from ..kernels import philox as kernels
 from ..kernels.launch import contiguous, runner
@@ -90,6 +91,7 @@ DROPOUT = Op(
     _dropout,
     _infer,
     overrides={"cupy": lambda x, key, **params: _on_cuda(x, None, key, **params)},
+    params={"rate": FRACTION, **BLOCK},
 )
 DROPOUT_ADD = Op(
     "dropout_add",
@@ -97,6 +99,7 @@ DROPOUT_ADD = Op(
     _dropout_add,
     _infer,
     overrides={"cupy": _on_cuda},
+    params={"rate": FRACTION, **BLOCK},
 )
 
 

@@ -151,16 +151,18 @@ def _gelu(xp: Any, x: Any) -> Any:
 def _gelu_backward(xp: Any, dy: Any, x: Any) -> Any:
     if _is_single(xp, dy, x):
         return _run(_backward_block, dy, x)
+    dtype = np.result_type(dy.dtype, x.dtype)  # what is clipped may be a scalar of NumPy's, of another dtype
     x = x if x.dtype.kind == "c" else xp.clip(x, -FAR, FAR)
     out = dy * (_normal(xp, x) + x * xp.exp(-0.5 * x * x) * _DENSITY)
-    return out.astype(np.result_type(dy.dtype, x.dtype), copy=False)
+    return out.astype(dtype, copy=False)
 
 
-GELU = Op("gelu", ("x",), _gelu, shape_rules.elementwise, overrides={"numpy": first(ops.gelu, _gelu)})
+GELU = Op("gelu", ("x",), _gelu, shape_rules.elementwise, overrides={"numpy": first(ops.gelu, _gelu)}, flops=16)
 GELU_BACKWARD = Op(
     "gelu_backward",
     ("dy", "x"),
     _gelu_backward,
     shape_rules.elementwise,
     overrides={"numpy": first(ops.gelu_backward, _gelu_backward)},
+    flops=24,
 )

@@ -20,6 +20,7 @@ from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError
 from ..core.op import Op, composite
+from ..core.param_kinds import AXIS, FLAG
 from ..core.shape_rules import normalize_axis
 from ..kernels import softmaxes
 from ..native import ops
@@ -124,6 +125,8 @@ SOFTMAX = Op(
     shape_rules.same,
     decompose=_decompose_softmax,
     overrides={"numpy": first(ops.softmax, _softmax), "cupy": softmaxes.softmax},
+    params={"axis": AXIS, "masked": FLAG},
+    flops=12,
 )
 SOFTMAX_BACKWARD = Op(
     "softmax_backward",
@@ -132,6 +135,7 @@ SOFTMAX_BACKWARD = Op(
     shape_rules.same_as_second,
     decompose=_decompose_softmax_backward,
     overrides={"numpy": first(ops.softmax_backward, _softmax_backward), "cupy": softmaxes.softmax_backward},
+    params={"axis": AXIS},
 )
 LOG_SOFTMAX = Op(
     "log_softmax",
@@ -140,6 +144,7 @@ LOG_SOFTMAX = Op(
     shape_rules.same,
     decompose=_decompose_log_softmax,
     overrides={"numpy": first(ops.log_softmax, _log_softmax), "cupy": softmaxes.log_softmax},
+    params={"axis": AXIS, "masked": FLAG},
 )
 LOG_SOFTMAX_BACKWARD = Op(
     "log_softmax_backward",
@@ -151,6 +156,7 @@ LOG_SOFTMAX_BACKWARD = Op(
         "numpy": first(ops.log_softmax_backward, _log_softmax_backward),
         "cupy": softmaxes.log_softmax_backward,
     },
+    params={"axis": AXIS},
 )
 
 

@@ -19,6 +19,7 @@ from ..core.dispatch import apply
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
+from ..core.param_kinds import AXES, AXIS, FLAG, POSITIVE, one_of
 from ..core.shape_dtype import ShapeDtype
 from .creation import asarray, beside, zeros
 from .elementwise import conj
@@ -86,9 +87,10 @@ def _infer_irfft(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype(_resized(x.shape, params["axis"], params["n"]), np.dtype(np.float32 if single else np.float64))
 
 
-FFT = Op("fft", ("x",), _fft, _infer_fft)
-RFFT = Op("rfft", ("x",), _rfft, _infer_rfft)
-IRFFT = Op("irfft", ("x",), _irfft, _infer_irfft)
+_NORM = one_of("backward", "ortho", "forward")
+FFT = Op("fft", ("x",), _fft, _infer_fft, params={"axes": AXES, "norm": _NORM, "inverse": FLAG})
+RFFT = Op("rfft", ("x",), _rfft, _infer_rfft, params={"axis": AXIS, "norm": _NORM})
+IRFFT = Op("irfft", ("x",), _irfft, _infer_irfft, params={"n": POSITIVE, "axis": AXIS, "norm": _NORM})
 
 # ----- arguments ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
+from ..core.param_kinds import AXES, AXIS, ORDER, SIZES
 from ..core.shape_dtype import ShapeDtype
 from .elementwise import ASTYPE, clip
 
@@ -65,11 +66,11 @@ def _infer_concat(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype((*first[:axis], total, *first[axis + 1 :]), result_type(*(a.dtype for a in args)))
 
 
-RESHAPE = Op("reshape", ("x",), _reshape, _with_shape)
-PERMUTE_DIMS = Op("permute_dims", ("x",), _permute_dims, _infer_permute)
-BROADCAST_TO = Op("broadcast_to", ("x",), _broadcast_to, _with_shape)
-FLIP = Op("flip", ("x",), _flip, shape_rules.same)
-CONCAT = Op("concat", ("*xs",), _concat, _infer_concat)
+RESHAPE = Op("reshape", ("x",), _reshape, _with_shape, params={"shape": SIZES}, view="always")
+PERMUTE_DIMS = Op("permute_dims", ("x",), _permute_dims, _infer_permute, params={"axes": ORDER}, view="always")
+BROADCAST_TO = Op("broadcast_to", ("x",), _broadcast_to, _with_shape, params={"shape": SIZES}, view="always")
+FLIP = Op("flip", ("x",), _flip, shape_rules.same, params={"axis": AXES}, view="always")
+CONCAT = Op("concat", ("*xs",), _concat, _infer_concat, params={"axis": AXIS})
 
 # ----- functions ------------------------------------------------------------------------------------------------------
 

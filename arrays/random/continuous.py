@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ArgumentError
+from ..core.param_kinds import NUMBER
 from . import bit_transforms as recipes
 from .draw import Request, distribution, floating, not_negative, number
 
 
-@distribution(recipes.uniform)
+@distribution(recipes.uniform, low=NUMBER, high=NUMBER)
 def uniform(
     key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64, low: float = 0.0, high: float = 1.0
 ) -> Request:
@@ -49,7 +50,7 @@ def uniform(
     return Request(shape, wanted, {"low": a, "high": b})
 
 
-@distribution(recipes.normal)
+@distribution(recipes.normal, flops=40, mean=NUMBER, std=NUMBER)
 def normal(
     key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64, mean: float = 0.0, std: float = 1.0
 ) -> Request:
@@ -67,7 +68,7 @@ def normal(
     return Request(shape, wanted, own)
 
 
-@distribution(recipes.truncated)
+@distribution(recipes.truncated, lower=NUMBER, upper=NUMBER, mean=NUMBER, std=NUMBER)
 def truncated_normal(
     key: Any,
     lower: float,
@@ -105,7 +106,7 @@ def truncated_normal(
     return Request(shape, wanted, {"lower": a, "upper": b, **place})
 
 
-@distribution(recipes.exponential)
+@distribution(recipes.exponential, scale=NUMBER)
 def exponential(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64, scale: float = 1.0) -> Request:
     """Exponential numbers of mean ``scale``: ``-scale * log(u)``; at most 37.4 (float64) or 22.9 times ``scale``.
 

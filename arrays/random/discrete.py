@@ -12,6 +12,7 @@ from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
+from ..core.param_kinds import COUNT, THRESHOLD, WHOLE
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from ..ops.manipulation import broadcast_to
@@ -23,7 +24,7 @@ from .draw import Request, distribution, drawn, floating, number, op_of
 if TYPE_CHECKING:
     from ..core.array import Array
 
-BERNOULLI = op_of("bernoulli", recipes.bernoulli, takes_dtype=False)
+BERNOULLI = op_of("bernoulli", recipes.bernoulli, takes_dtype=False, threshold=THRESHOLD)
 
 
 @distribution(recipes.bits)
@@ -39,7 +40,7 @@ def bits(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.uint64) -> R
     return Request(shape, wanted, {})
 
 
-@distribution(recipes.integers)
+@distribution(recipes.integers, low=WHOLE, span=COUNT)
 def integers(
     key: Any, shape: int | Sequence[int] = (), low: int = 0, high: int | None = None, dtype: Any = np.int64
 ) -> Request:

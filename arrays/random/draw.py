@@ -14,6 +14,7 @@ from ..core.dispatch import apply, as_number
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
 from ..core.op import Op
+from ..core.param_kinds import DRAW, Kind
 from ..core.shape_dtype import ShapeDtype
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
@@ -96,7 +97,6 @@ def not_negative(name: str, what: str, value: Any) -> float:
 
 
 # ----- draws ----------------------------------------------------------------------------------------------------------
-# params of an op: shape and offset of the block that is made, global_shape of the array it belongs to, dtype, and its own.
 
 
 def infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
@@ -112,8 +112,13 @@ BY_PLACE: set[Op] = set()
 """Ops whose elements are functions of the key and their place alone. The others (a permutation) take one key."""
 
 
-def op_of(name: str, recipe: Callable[..., Recipe], *, takes_dtype: bool = True, stream: int = 0) -> Op:
-    """An op whose elements are made each on its own; ``recipe`` takes the dtype and the op's own parameters."""
+def op_of(
+    name: str, recipe: Callable[..., Recipe], *, takes_dtype: bool = True, stream: int = 0, flops: int = 1, **own: Kind
+) -> Op:
+    """An op whose elements are made each on its own; ``recipe`` takes the dtype and the op's own parameters, of these kinds.
+
+    All have the shape and offset of the block that is made, the global shape of the array it belongs to, and the dtype.
+    """
 
     def impl(
         xp: Any,
@@ -127,7 +132,7 @@ def op_of(name: str, recipe: Callable[..., Recipe], *, takes_dtype: bool = True,
         how = recipe(dtype, **own) if takes_dtype else recipe(**own)
         return draw(xp, key, how, dtype, shape, offset, global_shape, stream)
 
-    op = Op(f"random_{name}", ("key",), impl, infer, nondifferentiable=RANDOM_BITS)
+    op = Op(f"random_{name}", ("key",), impl, infer, nondifferentiable=RANDOM_BITS, params={**DRAW, **own}, flops=flops)
     BY_PLACE.add(op)
     return op
 
@@ -152,14 +157,14 @@ class Request(NamedTuple):
     own: Mapping[str, Any]
 
 
-def distribution(recipe: Callable[..., Recipe]) -> Callable[[Callable[..., Request]], Any]:
+def distribution(recipe: Callable[..., Recipe], **facts: Any) -> Callable[[Callable[..., Request]], Any]:
     """Decorator that turns a checking function, which returns a :class:`Request`, into one that draws with a key.
 
-    The op is the attribute ``op`` of the function.
+    The op is the attribute ``op`` of the function; ``facts`` are those of :func:`op_of`.
     """
 
     def decorate(check: Callable[..., Request]) -> Any:
-        op = op_of(check.__name__, recipe)
+        op = op_of(check.__name__, recipe, **facts)
         check.__annotations__["return"] = "Array"  # what whoever reads the signature wants to know
 
         @functools.wraps(check)

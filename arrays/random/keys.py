@@ -14,6 +14,7 @@ from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op
+from ..core.param_kinds import COUNT
 from ..core.shape_dtype import ShapeDtype
 from ..ops.creation import asarray
 from ..ops.manipulation import permute_dims
@@ -54,7 +55,9 @@ def _infer_fold(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Sha
 
 
 SPLIT = op_of("split", lambda: recipes.bits(recipes.U64), takes_dtype=False, stream=_SPLITS)
-FOLD_IN = Op("random_fold_in", ("key", "data"), _fold_impl, _infer_fold, nondifferentiable=RANDOM_BITS)
+FOLD_IN = Op(
+    "random_fold_in", ("key", "data"), _fold_impl, _infer_fold, nondifferentiable=RANDOM_BITS, params={"stream": COUNT}
+)
 
 
 def key(seed: int, *, device: Device | str | None = None) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 from ..core.array import Array
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
+from ..core.param_kinds import DRAW, FLAG
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from . import bit_transforms as recipes
@@ -70,8 +71,10 @@ def _check_weights(weights: np.ndarray, count: int, replace: bool) -> None:
         raise ArgumentError(f"[choice] cannot choose {count} without replacement: only {some} elements have a weight")
 
 
-PERMUTATION = Op("random_permutation", ("key",), _permutation_impl, infer, nondifferentiable=RANDOM_BITS)
-CHOICE = Op("random_choice", ("key", "p"), _choice_impl, infer, nondifferentiable=RANDOM_BITS)
+PERMUTATION = Op("random_permutation", ("key",), _permutation_impl, infer, nondifferentiable=RANDOM_BITS, params=DRAW)
+CHOICE = Op(
+    "random_choice", ("key", "p"), _choice_impl, infer, nondifferentiable=RANDOM_BITS, params={**DRAW, "replace": FLAG}
+)
 
 
 @composite("permutation")

@@ -12,6 +12,7 @@ from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op
+from ..core.param_kinds import AXIS
 from ..core.shape_dtype import ShapeDtype
 from ..ops.creation import asarray, beside, full
 from ..ops.elementwise import not_equal, subtract
@@ -47,8 +48,10 @@ def _decompose_prod(x: Array, axis: int) -> Array:
     return astype(out, dtype, copy=False)
 
 
-CUMULATIVE_SUM = Op("cumulative_sum", ("x",), _running("cumsum"), _infer_running)
-CUMULATIVE_PROD = Op("cumulative_prod", ("x",), _running("cumprod"), _infer_running, decompose=_decompose_prod)
+CUMULATIVE_SUM = Op("cumulative_sum", ("x",), _running("cumsum"), _infer_running, params={"axis": AXIS})
+CUMULATIVE_PROD = Op(
+    "cumulative_prod", ("x",), _running("cumprod"), _infer_running, decompose=_decompose_prod, params={"axis": AXIS}
+)
 
 
 def _cumulate(op: Op, x: Any, axis: int | None, dtype: Any, include_initial: bool) -> Array:

@@ -14,6 +14,7 @@ from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ShapeError
 from ..core.op import Op
+from ..core.param_kinds import AXES, AXIS, COUNT, FLAG
 from ..ops.elementwise import POSITIONS, isnan, where
 from ..ops.manipulation import astype
 
@@ -87,24 +88,16 @@ def _infer_extremum(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.S
 
 _BOOL = "boolean result"
 
-SUM = Op("sum", ("x",), _accumulated("sum"), shape_rules.reduction)
+_OVER = {"axis": AXES, "keepdims": FLAG}
+SUM = Op("sum", ("x",), _accumulated("sum"), shape_rules.reduction, params=_OVER)
 # `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that, whose part of the
 # mean it gives.
-MEAN = Op("mean", ("x",), _mean_over, shape_rules.reduction)
-PROD = Op("prod", ("x",), _accumulated("prod"), shape_rules.reduction)
-MAX = Op("max", ("x",), _extremum("max"), _infer_extremum)
-MIN = Op("min", ("x",), _extremum("min"), _infer_extremum)
-ANY = Op("any", ("x",), _named("any"), shape_rules.reduction, nondifferentiable=_BOOL)
-ALL = Op("all", ("x",), _named("all"), shape_rules.reduction, nondifferentiable=_BOOL)
-
-
-def _arg(name: str) -> Callable[..., Any]:
-    def impl(xp: Any, x: Any, axis: int, keepdims: bool) -> Any:
-        if x.size == 0 and _nothing_to_choose(name, x.shape, (axis,)):
-            return xp.empty(shape_rules.reduced_shape(x.shape, (axis,), keepdims), np.int64)
-        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
-
-    return impl
+MEAN = Op("mean", ("x",), _mean_over, shape_rules.reduction, params={**_OVER, "count": COUNT})
+PROD = Op("prod", ("x",), _accumulated("prod"), shape_rules.reduction, params=_OVER)
+MAX = Op("max", ("x",), _extremum("max"), _infer_extremum, params=_OVER)
+MIN = Op("min", ("x",), _extremum("min"), _infer_extremum, params=_OVER)
+ANY = Op("any", ("x",), _named("any"), shape_rules.reduction, nondifferentiable=_BOOL, params=_OVER)
+ALL = Op("all", ("x",), _named("all"), shape_rules.reduction, nondifferentiable=_BOOL, params=_OVER)
 
 
 def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.ShapeDtype:
@@ -114,7 +107,12 @@ def _infer_arg(op: Op, args: tuple[Any, ...], params: Any) -> shape_rules.ShapeD
     )
 
 
-def _decompose_arg(extremum: Op) -> Callable[..., Any]:
+def _arg(name: str, extremum: Op) -> Op:
+    def impl(xp: Any, x: Any, axis: int, keepdims: bool) -> Any:
+        if x.size == 0 and _nothing_to_choose(name, x.shape, (axis,)):
+            return xp.empty(shape_rules.reduced_shape(x.shape, (axis,), keepdims), np.int64)
+        return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
+
     def decompose(x: Any, axis: int, keepdims: bool) -> Any:
         """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is that."""
         n = x.shape[axis]
@@ -125,12 +123,12 @@ def _decompose_arg(extremum: Op) -> Callable[..., Any]:
         places = apply(POSITIONS, (x,), {"axis": axis, "start": 0})
         return apply(MIN, (where(hit, places, n),), {"axis": (axis,), "keepdims": keepdims})
 
-    return decompose
+    kinds = {"axis": AXIS, "keepdims": FLAG}
+    return Op(name, ("x",), impl, _infer_arg, nondifferentiable=_INT, decompose=decompose, params=kinds)
 
 
 _INT = "integer result"
-ARGMAX = Op("argmax", ("x",), _arg("argmax"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MAX))
-ARGMIN = Op("argmin", ("x",), _arg("argmin"), _infer_arg, nondifferentiable=_INT, decompose=_decompose_arg(MIN))
+ARGMAX, ARGMIN = _arg("argmax", MAX), _arg("argmin", MIN)
 
 
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:

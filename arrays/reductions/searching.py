@@ -13,6 +13,7 @@ from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
+from ..core.param_kinds import one_of
 from ..core.shape_dtype import ShapeDtype
 from ..kernels import compact
 from ..ops.creation import arange, beside
@@ -111,7 +112,14 @@ def _infer_searchsorted(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtyp
     return ShapeDtype(v.shape if isinstance(v, ShapeDtype) else (), np.dtype(np.int64))
 
 
-SEARCHSORTED = Op("searchsorted", ("x", "v"), _searchsorted, _infer_searchsorted, nondifferentiable="integer result")
+SEARCHSORTED = Op(
+    "searchsorted",
+    ("x", "v"),
+    _searchsorted,
+    _infer_searchsorted,
+    nondifferentiable="integer result",
+    params={"side": one_of("left", "right")},
+)
 
 
 def searchsorted(x1: Any, x2: Any, /, side: str = "left", *, sorter: Any = None) -> Array:

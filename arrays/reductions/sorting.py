@@ -11,6 +11,7 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.errors import ShapeError
 from ..core.op import Op, composite
+from ..core.param_kinds import AXIS, FLAG
 from ..core.shape_dtype import ShapeDtype
 from ..ops.manipulation import reshape
 from .searching import take_along_axis
@@ -66,8 +67,9 @@ def _infer_argsort(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype(args[0].shape, np.dtype(np.int64))
 
 
-SORT = Op("sort", ("x",), _sort, shape_rules.same)
-ARGSORT = Op("argsort", ("x",), _argsort, _infer_argsort, nondifferentiable="integer result")
+_ORDER = {"axis": AXIS, "descending": FLAG, "stable": FLAG}
+SORT = Op("sort", ("x",), _sort, shape_rules.same, params=_ORDER)
+ARGSORT = Op("argsort", ("x",), _argsort, _infer_argsort, nondifferentiable="integer result", params=_ORDER)
 
 
 def _params(name: str, x: Array, axis: int, descending: bool, stable: bool) -> dict[str, Any]:

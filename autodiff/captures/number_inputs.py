@@ -28,22 +28,7 @@ from .tracing import Tracer, _Trace
 KINDS = frozenset({int, float})
 
 # Ops whose result, and the cotangent of their other operand, have the same bits for a number and for an array of it.
-_ALIKE = frozenset(
-    {
-        ew.ADD,
-        ew.SUBTRACT,
-        ew.MULTIPLY,
-        ew.DIVIDE,
-        ew.MAXIMUM,
-        ew.MINIMUM,
-        ew.EQUAL,
-        ew.NOT_EQUAL,
-        ew.LESS,
-        ew.LESS_EQUAL,
-        ew.GREATER,
-        ew.GREATER_EQUAL,
-    }
-)
+_ALIKE = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE, ew.MAXIMUM, ew.MINIMUM, *ew.COMPARISONS})
 
 
 class OtherKind(Exception):

@@ -140,7 +140,7 @@ _ASKS: dict[str, Callable[[Any], Any]] = {
 }
 _IN_C = GetSetDescriptorType | MemberDescriptorType
 # These are dealt with in other ways, or made anew each time.
-_NOT_ASKED = frozenset({"__dict__", "__weakref__", "T", "base", "data", "flat", "real", "imag", "ctypes"})
+_NOT_ASKED = frozenset({"__dict__", "__weakref__", "T", "mT", "base", "data", "flat", "real", "imag", "ctypes"})
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,8 +203,8 @@ def global_generator(module: Any) -> Any:
 
 
 def slot(get: Callable[[Any], Any], x: Any) -> Any:
-    """The value of a descriptor for an object, or ``ABSENT``."""
+    """The value of a descriptor for an object, or ``ABSENT``, also where the object is one that the descriptor refuses."""
     try:
         return get(x)
-    except AttributeError:
+    except (AttributeError, ValueError):
         return ABSENT

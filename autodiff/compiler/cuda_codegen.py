@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ...arrays.core.cuda_rules import FLOATS
+from ...arrays.core.op import Cuda
 from ...arrays.core.program import Const, Entry, Program
 from ...arrays.kernels.launch import NAMES, wide
 
@@ -70,101 +71,6 @@ __device__ inline double logistic(double a)
     return a >= 0 ? 1.0 / (1.0 + e) : e / (1.0 + e);
 }
 """
-
-
-class Rule(NamedTuple):
-    """How an op is computed: in which dtype, which dtypes it serves, and the C++ of its operands (``f`` in a name: ``"f"`` for
-    float, nothing for double)."""
-
-    computed_in: str  # "result", "operands" or "bool"
-    kinds: str  # of that dtype
-    text: str
-    integers: str | None = None  # where integers are something else
-
-
-def _call(name: str) -> str:
-    return name + "{f}({0})"
-
-
-_LIBRARY = [
-    "exp",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "asinh",
-    "cbrt",
-    "acosh",
-    "atanh",
-    "erf",
-]
-
-_TABLE: dict[str, Rule] = {
-    "add": Rule("result", "iuf", "sum({0}, {1})"),
-    "subtract": Rule("result", "iuf", "difference({0}, {1})"),
-    "multiply": Rule("result", "iuf", "product({0}, {1})"),
-    "divide": Rule("result", "f", "{0} / {1}"),
-    "negative": Rule("result", "if", "-{0}", "difference({zero}, {0})"),
-    "positive": Rule("result", "iuf", "{0}"),
-    "abs": Rule("result", "iuf", _call("fabs"), "magnitude({0})"),
-    "sign": Rule("result", "iuf", "sign_of({0})"),
-    "reciprocal": Rule("result", "f", "1 / {0}"),
-    "square": Rule("result", "iuf", "product({0}, {0})"),
-    "sqrt": Rule("result", "f", _call("sqrt")),
-    "hypot": Rule("result", "f", "hypot{f}({0}, {1})"),
-    "atan2": Rule("result", "f", "atan2{f}({0}, {1})"),
-    "pow": Rule("result", "f", "pow{f}({0}, {1})"),
-    "copysign": Rule("result", "f", "copysign{f}({0}, {1})"),
-    "logaddexp": Rule("result", "f", "log_of_sum({0}, {1})"),
-    "maximum": Rule("result", "iuf", "larger({0}, {1})"),
-    "minimum": Rule("result", "iuf", "smaller({0}, {1})"),
-    "fmax": Rule("result", "iuf", "larger_number({0}, {1})"),
-    "fmin": Rule("result", "iuf", "smaller_number({0}, {1})"),
-    **{name: Rule("result", "f", _call(name)) for name in _LIBRARY},
-    **{name: Rule("result", "iuf", _call(name), "{0}") for name in ("floor", "ceil", "trunc")},
-    "round": Rule("result", "iuf", _call("rint"), "{0}"),
-    "sigmoid": Rule("result", "f", "logistic({0})"),
-    "silu": Rule("result", "f", "larger({0}, ({t})-1e4) * logistic({0})"),
-    "relu": Rule("result", "iuf", "larger({0}, {zero})"),
-    "stop_gradient": Rule("result", "biuf", "{0}"),
-    "barrier": Rule("result", "biuf", "{0}"),
-    "alias": Rule("result", "biuf", "{0}"),
-    "astype": Rule("result", "biuf", "{0}"),
-    "real": Rule("result", "iuf", "{0}"),
-    "conj": Rule("result", "biuf", "{0}"),
-    **{
-        name: Rule("operands", "biuf", f"{{0}} {c} {{1}}")
-        for name, c in (
-            ("equal", "=="),
-            ("not_equal", "!="),
-            ("less", "<"),
-            ("less_equal", "<="),
-            ("greater", ">"),
-            ("greater_equal", ">="),
-        )
-    },
-    "isnan": Rule("operands", "f", "{0} != {0}"),
-    "isinf": Rule("operands", "f", "fabs{f}({0}) == infinity<{t}>()"),
-    "isfinite": Rule("operands", "f", "fabs{f}({0}) < infinity<{t}>()"),
-    "logical_and": Rule("bool", "b", "{0} && {1}"),
-    "logical_or": Rule("bool", "b", "{0} || {1}"),
-    "logical_xor": Rule("bool", "b", "{0} != {1}"),
-    "logical_not": Rule("bool", "b", "!{0}"),
-    "bitwise_and": Rule("result", "biu", "{0} & {1}"),
-    "bitwise_or": Rule("result", "biu", "{0} | {1}"),
-    "bitwise_xor": Rule("result", "biu", "{0} ^ {1}"),
-    "bitwise_invert": Rule("result", "iu", "~{0}"),
-}
 
 
 def _kind(dtype: np.dtype) -> str:
@@ -228,7 +134,7 @@ def _operand_dtypes(e: Entry, program: Program) -> list[np.dtype | None]:
     return [None if isinstance(v, Const) else program.avals[v].dtype for v in e.inputs]
 
 
-def _computed_in(e: Entry, program: Program, rule: Rule) -> np.dtype | None:
+def _computed_in(e: Entry, program: Program, rule: Cuda) -> np.dtype | None:
     """The dtype that an entry is computed in; None where it is no business of a kernel."""
     out = program.avals[e.outputs[0]].dtype
     if rule.computed_in == "bool":
@@ -254,7 +160,7 @@ def _computed_in(e: Entry, program: Program, rule: Rule) -> np.dtype | None:
 
 def expressible(e: Entry, program: Program) -> bool:
     """Whether :func:`expression` has a form for an entry."""
-    rule = _WHERE if e.op.name == "where" else _TABLE.get(e.op.name)
+    rule = e.op.cuda
     dtypes = [program.avals[v].dtype for v in (*e.inputs, *e.outputs) if isinstance(v, int)]
     if (
         rule is None
@@ -268,19 +174,17 @@ def expressible(e: Entry, program: Program) -> bool:
     return t is not None and _kind(t) in rule.kinds
 
 
-_WHERE = Rule("result", "biuf", "{0} ? {1} : {2}")
-
-
 def expression(e: Entry, program: Program, names: Sequence[str | None]) -> str:
     """The C++ of an entry for operands held in the variables ``names`` (None for Python numbers); of the register type of its
     result."""
-    rule = _WHERE if e.op.name == "where" else _TABLE[e.op.name]
+    rule = e.op.cuda
+    assert rule is not None
     t = _computed_in(e, program, rule)
     out = program.avals[e.outputs[0]].dtype
     assert t is not None
     words = []
     for i, (v, name) in enumerate(zip(e.inputs, names, strict=True)):
-        wanted = BOOL if rule is _WHERE and i == 0 else t
+        wanted = BOOL if e.op.operands[i] == "condition" else t
         if isinstance(v, Const):
             words.append(literal(v.value, wanted))
         else:

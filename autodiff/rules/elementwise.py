@@ -133,18 +133,21 @@ defanalytic(ew.LOG2, x=lambda xp, g, x: g / (x * math.log(2)))
 defanalytic(ew.LOG10, x=lambda xp, g, x: g / (x * math.log(10)))
 
 
-def _share(xp, g, x, y):
+def _share(xp, g, x, y, difference):
     # The part of x in the sum: a half of two equal infinities, whose difference is NaN. (At other ties the difference is 0 and has
     # a slope, which the second derivative needs.)
-    difference = x - y
     return g * call(xp, ew.SIGMOID, xp.where((x == y) & (difference != difference), 0.0, difference))
 
 
-defvjp(ew.LOGADDEXP, x=_share, y=lambda xp, g, x, y: _share(xp, g, y, x))
+defvjp(
+    ew.LOGADDEXP,
+    x=lambda xp, g, x, y: _share(xp, g, x, y, x - y),
+    y=lambda xp, g, x, y: _share(xp, g, x, y, y - x),
+)
 defvjp(
     ew.LOGADDEXP2,
-    x=lambda xp, g, x, y: _share(xp, g, x * math.log(2), y * math.log(2)),
-    y=lambda xp, g, x, y: _share(xp, g, y * math.log(2), x * math.log(2)),
+    x=lambda xp, g, x, y: _share(xp, g, x, y, (x - y) * math.log(2)),
+    y=lambda xp, g, x, y: _share(xp, g, x, y, (y - x) * math.log(2)),
 )
 
 # ----- trigonometry ---------------------------------------------------------------------------------------------------

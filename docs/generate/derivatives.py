@@ -89,8 +89,7 @@ def fourth_order() -> set[str]:
 
 def rows() -> list[tuple[str, ...]]:
     """One row an op, by name: op, derivative, operands, what is kept, complex, order."""
-    from derivative_samples import SAMPLES
-
+    samples = tables.op_samples().SAMPLES
     fourth = fourth_order()
     out = []
     for name, op in sorted(OPS.items()):
@@ -99,7 +98,7 @@ def rows() -> list[tuple[str, ...]]:
             continue
         rule = RULES.get(op)
         kind = "rule" if rule is not None else "decomposition"
-        cplx = any(a.dtype.kind == "c" for _, args in SAMPLES.get(name, ()) for a in args)
+        cplx = any(o.kind == "c16" for s in samples[name] for o in s.operands)
         order = "4" if name in fourth else "2"
         out.append((f"`{name}`", kind, _operands(op, rule), _keeps(op, rule), "yes" if cplx else "", order))
     return out

@@ -6,7 +6,6 @@ status whether the page is up to date.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,13 +14,14 @@ import tables
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "shardings.md"
-sys.path.insert(0, str(ROOT / "tests" / "parallel"))
 
 import meshtape as mt  # noqa: E402
 from meshtape.arrays import OPS  # noqa: E402
 from meshtape.arrays.core.op import Op  # noqa: E402
 from meshtape.arrays.core.shape_dtype import ShapeDtype  # noqa: E402
 from meshtape.parallel.sharding.factors import FactorRule, rule_for  # noqa: E402
+
+samples = tables.op_samples().samples
 
 HEAD = """\
 # How the ops are sharded
@@ -40,6 +40,7 @@ table is in it. Of each op, by the kinds of dimensions that its operands have ({
 
 # Why a dimension must be whole, of the ops that then gather.
 WHY = {
+    "prod": "of complex numbers alone, which are multiplied in order",
     "sort": "each place depends on all elements",
     "argsort": "each place depends on all elements",
     "searchsorted": "each value is looked for in the whole table",
@@ -87,12 +88,10 @@ WHY = {
 
 def rules(op: Op) -> Iterator[FactorRule]:
     """Rule of each call of the op that the samples make."""
-    from test_equivalence import SAMPLES
-
     rng = np.random.default_rng(0)
-    for fn, specs in SAMPLES.get(op.name, ()):
-        args = [mt.asarray(s.make(rng)) for s in specs]
-        program = mt.compile(fn).program(*args)
+    for sample in samples("split", op.name):
+        args = list(map(mt.asarray, sample.make(rng)))
+        program = mt.compile(sample.fn).program(*args)
         found = [e for e in program.entries if e.op is op]
         for e in found:
             avals = [program.avals[v] if isinstance(v, int) else v.value for v in e.inputs]

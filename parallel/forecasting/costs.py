@@ -8,26 +8,14 @@ from typing import Any
 
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.shape_dtype import ShapeDtype
-from ...storage.programs.memory import VIEWS
 from ..partition.rank_program import Local
-
-_VIEWS = VIEWS - {"astype", "ceil", "conj", "floor", "positions", "positive", "round", "trunc"}
-_PER_ELEMENT = {"exp": 8, "log": 8, "tanh": 12, "erf": 12, "gelu": 16, "gelu_backward": 24, "silu": 10, "softmax": 12}
-_PER_ELEMENT |= {
-    "sigmoid": 10,
-    "sin": 12,
-    "cos": 12,
-    "cross_entropy": 12,
-    "cross_entropy_backward": 12,
-    "random_normal": 40,
-}
 
 
 def is_view(s: Local, in_order: bool) -> bool:
     """Whether a call's result is memory of its first operand; ``in_order``: whether that lies in the order of its elements."""
     if s.op.name == "getitem":
         return is_basic(s.params["template"])
-    return s.op.name in _VIEWS and (in_order or s.op.name != "reshape")
+    return s.op.view == "always" and (in_order or s.op.name != "reshape")
 
 
 def held(s: Local, out: ShapeDtype) -> int:
@@ -64,7 +52,7 @@ def flops(s: Local, avals: Mapping[int, ShapeDtype]) -> float:
         each = sum(math.prod(a.shape[1:]) for a in weights)
         return (2.0 if name == "experts" else 6.0) * rows * each
     size = max([out, *(math.prod(a.shape) for a in operands)])
-    return float(size * _PER_ELEMENT.get(name, 1))
+    return float(size * s.op.flops)
 
 
 def touched(inputs: Sequence[Any], outputs: Sequence[int], avals: Mapping[int, ShapeDtype]) -> int:

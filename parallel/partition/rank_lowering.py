@@ -22,13 +22,13 @@ def lower(w: Any, e: Entry, inputs: Sequence[int]) -> list[int]:
             continue
         args = tuple(env[v] if isinstance(v, int) else v for v in x.inputs)
         origin = f"{code.name}: {x.origin or x.op.name}"
-        if x.op in ops.COLLECTIVES:
+        if isinstance(x.op, ops.RankOp) and x.op.collective:
             axes, shape = x.params["axes"], p.avals[x.inputs[0]].shape  # type: ignore[index]
             kept = {k: v for k, v in x.params.items() if k not in ("axes", "shape")}
             if x.op is ops.ALL_REDUCE:
                 kept["op"] = "sum"
             kept = tuple(sorted(kept.items()))
-            c = Collective(ops.COLLECTIVES[x.op], axes, groups_of(sizes, axes), (shape,), (x.params["shape"],), kept)
+            c = Collective(x.op.collective, axes, groups_of(sizes, axes), (shape,), (x.params["shape"],), kept)
             key: Any = ("collective", args[0], c._replace(params=freeze(c.params)))
             found = w.seen.get(key)
             if found is None:

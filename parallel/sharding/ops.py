@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...arrays.core.op import Op
+from ...arrays.core.param_kinds import NOTHING
 from ...arrays.core.shape_rules import same
 from ...autodiff.rules import defvjp
 
@@ -13,7 +15,7 @@ def _one_place(xp: Any, x: Any, layout: Any) -> Any:
     return x
 
 
-RESHARD = Op("reshard", ("x",), _one_place, same)
+RESHARD = Op("reshard", ("x",), _one_place, same, params={"layout": NOTHING}, view="always", linear=((0,),))
 """The same value in another layout. On an array in one place it does nothing. The partitioner reads ``layout`` itself."""
 
 # The cotangent of a value needs no particular layout: its next use determines it.
@@ -28,11 +30,16 @@ def rank_op_named(name: str) -> Op:
     return RANK_OPS[name]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class RankOp(Op):
-    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program."""
+    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program.
 
-    __slots__ = ()
+    It may be a ``collective`` of this kind; ``invariant`` says whether all ranks of the axis then have the same result.
+    """
+
     table: ClassVar[dict[str, Op]] = RANK_OPS
+    collective: str = ""
+    invariant: bool = False
 
     def __reduce__(self) -> Any:
         return rank_op_named, (self.name,)

@@ -54,27 +54,27 @@ def _like_first(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Sha
     return args[0]
 
 
+def _collective(name: str, kind: str = "", invariant: bool = False) -> RankOp:
+    return RankOp(name, ("x",), _together, _shaped, collective=kind or name, invariant=invariant)
+
+
 AXIS_INDEX = RankOp(
-    "axis_index", (), lambda xp, value: np.asarray(value), lambda op, a, p: ShapeDtype((), np.dtype(int))
+    "axis_index",
+    (),
+    lambda xp, value: np.asarray(value),
+    lambda op, a, p: ShapeDtype((), np.dtype(int)),
+    nondifferentiable="integer result",
 )
-AXIS_INDEX.nondifferentiable = "integer result"
 VARY = RankOp("vary", ("x",), lambda xp, x, axes: x, _like_first)
-ALL_REDUCE = RankOp("all_reduce", ("x",), _together, _shaped)
-ALL_REDUCE_BY = RankOp("all_reduce_by", ("x",), _together, _shaped)
-ALL_GATHER = RankOp("all_gather", ("x",), _together, _shaped)
-ALL_GATHER_VARYING = RankOp("all_gather_varying", ("x",), _together, _shaped)
-REDUCE_SCATTER = RankOp("reduce_scatter", ("x",), _together, _shaped)
-SLICE = RankOp("slice", ("x",), _together, _shaped)
-ALL_TO_ALL = RankOp("all_to_all", ("x",), _together, _shaped)
-PERMUTE = RankOp("permute", ("x",), _together, _shaped)
-BROADCAST = RankOp("broadcast", ("x",), _together, _shaped)
-
-COLLECTIVES = {
-    op: op.name for op in (ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, REDUCE_SCATTER, SLICE, ALL_TO_ALL, PERMUTE, BROADCAST)
-} | {ALL_REDUCE_BY: "all_reduce", ALL_GATHER_VARYING: "all_gather"}
-"""Ops that are carried out as collectives, with the kind of each."""
-
-INVARIANT_RESULT = frozenset({ALL_REDUCE, ALL_REDUCE_BY, ALL_GATHER, BROADCAST})
+ALL_REDUCE = _collective("all_reduce", invariant=True)
+ALL_REDUCE_BY = _collective("all_reduce_by", "all_reduce", invariant=True)
+ALL_GATHER = _collective("all_gather", invariant=True)
+ALL_GATHER_VARYING = _collective("all_gather_varying", "all_gather")
+REDUCE_SCATTER = _collective("reduce_scatter")
+SLICE = _collective("slice")
+ALL_TO_ALL = _collective("all_to_all")
+PERMUTE = _collective("permute")
+BROADCAST = _collective("broadcast", invariant=True)
 
 
 # ----- the ops on Arrays of a trace -------------------------------------------------------------------------------------

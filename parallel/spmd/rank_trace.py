@@ -150,9 +150,9 @@ class RankTrace:
         if not self.open:
             raise TracedValueError("an array of mt.shard_map is used after the function returned")
         varying = frozenset[int]().union(*(a._buf.varying for a in args if isinstance(a, Array)))
-        if op is ops.VARY or op in ops.COLLECTIVES:
+        if isinstance(op, ops.RankOp) and (op is ops.VARY or op.collective):
             axes = self._real(params["axes"])
-            varying = varying - axes if op in ops.INVARIANT_RESULT else varying | axes
+            varying = varying - axes if op.invariant else varying | axes
         outs = self._emit(op, args, params, varying)
         if op is ops.ALL_REDUCE:
             self.sums[outs[0]._buf.var] = (same_value(args[0]),)

@@ -7,15 +7,6 @@ import math
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program, last_uses
 
-_NAMES = (
-    "alias astype barrier broadcast_to ceil conj flip floor getitem imag "
-    "permute_dims positions positive real reshape reshard round stop_gradient trunc"
-)
-VIEWS = frozenset(_NAMES.split())
-"""Ops whose result is not counted: it may share an operand's memory, or take less than its shape says.
-
-A test compares them with calls of every op."""
-
 _SORTED_NBYTES = 16  # a random word and its number in the order
 
 
@@ -50,7 +41,7 @@ def most_held(program: Program) -> tuple[int, int]:
 def _may_be_view(entry: Entry) -> bool:
     if entry.op.name == "getitem":
         return is_basic(entry.params["template"])
-    return entry.op.name in VIEWS
+    return entry.op.view != ""
 
 
 def _beside(program: Program, entry: Entry) -> int:

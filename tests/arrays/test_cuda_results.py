@@ -7,13 +7,12 @@ matrices are refused, failures of cuSOLVER are silent unless asked for, stacks o
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
+from op_samples import SAMPLES, WIDE, calls, recast
 
 from meshtape import arrays as mt
 from meshtape.arrays.core import errors
@@ -23,11 +22,6 @@ from meshtape.arrays.core.shape_dtype import ShapeDtype
 from meshtape.arrays.indexing import keys
 from meshtape.autodiff.rules import elementwise as elementwise_rules
 from meshtape.autodiff.rules import structure
-
-_spec = importlib.util.spec_from_file_location("shape_samples", Path(__file__).with_name("test_shape_rules.py"))
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
-SAMPLES = _module.SAMPLES
 
 BF16 = np.dtype(mt.bfloat16)
 KEEPS_DTYPE = {
@@ -138,45 +132,19 @@ def cupy(monkeypatch):
 
 
 def in_bfloat16(args):
-    """Floats in bfloat16, and Python numbers beside them as the dispatcher hands them over; None where nothing is floating."""
-    if not any(isinstance(a, np.ndarray) and a.dtype.kind == "f" for a in args):
+    """Floats in bfloat16; None where nothing is floating, or is complex."""
+    kinds = {a.dtype.kind for a in args if isinstance(a, np.ndarray)}
+    if "f" not in kinds or "c" in kinds:
         return None
-    return tuple(
-        np.asarray(a, BF16) if isinstance(a, float) or (isinstance(a, np.ndarray) and a.dtype.kind == "f") else a
-        for a in args
-    )
-
-
-# Their public functions bring operands into a dtype that LAPACK and FFTs have first.
-ELSEWHERE = {
-    "adjugate",
-    "cholesky",
-    "det",
-    "eig",
-    "eigh",
-    "eigvals",
-    "eigvalsh",
-    "inv",
-    "pinv",
-    "qr",
-    "slogdet",
-    "solve",
-    "svd",
-    "svdvals",
-}
+    return tuple(recast(a, BF16) for a in args)
 
 
 @pytest.mark.parametrize(
-    "name",
-    sorted(
-        n
-        for n in SAMPLES
-        if "cupy" not in OPS[n].overrides and n not in ELSEWHERE and "fft" not in n and "random" not in n
-    ),
+    "name", sorted(n for n in SAMPLES if "cupy" not in OPS[n].overrides and n not in WIDE and "random" not in n)
 )
 def test_bfloat16_stays_bfloat16(name, cupy):
     op = OPS[name]
-    for args, params in SAMPLES[name]:
+    for args, params in calls(name):
         cast = in_bfloat16(args)
         if cast is None:
             continue
@@ -196,7 +164,7 @@ def test_bfloat16_stays_bfloat16(name, cupy):
 
 @pytest.mark.parametrize("name", ["where", "round", "erf", "gelu", "maximum", "minimum", "sigmoid", "relu"])
 def test_values_of_bfloat16_are_those_of_the_cpu(name, cupy):
-    for args, params in SAMPLES[name]:
+    for args, params in calls(name):
         cast = in_bfloat16(args)
         if cast is not None:
             got, want = OPS[name].bind(cupy)(*cast, **params), OPS[name].numpy(*cast, **params)
@@ -243,7 +211,7 @@ COMPOSED = [n for n in SAMPLES if getattr(OPS[n].overrides.get("cupy"), "for_flo
 @pytest.mark.parametrize("name", sorted(COMPOSED))
 def test_dtypes_without_a_kernel_are_composed(name, cupy):
     op = OPS[name]
-    for args, params in SAMPLES[name]:
+    for args, params in calls(name):
         cast = tuple(a.astype(np.complex64) if isinstance(a, np.ndarray) and a.dtype.kind == "f" else a for a in args)
         if not any(isinstance(a, np.ndarray) and a.dtype.kind == "c" for a in cast):
             continue
@@ -309,7 +277,7 @@ def test_iterations_that_do_not_converge_raise(name, cupy, monkeypatch):
         raise AssertionError("nobody looks")
 
     monkeypatch.setattr(Solvers, "__getattr__", lambda self, name: fails)
-    params = SAMPLES[name][0][1]
+    params = calls(name)[0][1]
     with pytest.raises(errors.LinAlgError, match="found no result"):
         OPS[name].bind(cupy)(np.ones((2, 2)), **params)
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from derivative_samples import SAMPLES
+from op_samples import differentiable, recast, rng_of, slopes
 
 import meshtape as mt
 
-SINGLE = {"f": np.float32, "c": np.complex64}
-
 
 def calls(name: str) -> Iterator[tuple[int, Callable[..., Any], tuple[np.ndarray, ...]]]:
-    for i, (fn, args) in enumerate(SAMPLES[name]):
-        yield i, fn, args
+    rng = rng_of(name)
+    for i, sample in enumerate(slopes(name)):
+        yield i, sample.fn, tuple(sample.make(rng, exact=False))
 
 
 def pulled(fn: Callable[..., Any], *args: Any) -> tuple[list[mt.Array], list[mt.Array | None]]:
@@ -38,14 +38,11 @@ def near(got: Any, want: Any, tol: float, what: str) -> None:
         np.testing.assert_allclose(got, want, rtol=tol, atol=bound, err_msg=what)
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", differentiable())
 def test_in_single_precision(name: str) -> None:
     for i, fn, args in calls(name):
-        short = [mt.asarray(a.astype(SINGLE.get(a.dtype.kind, a.dtype))) for a in args]
-        wide = [
-            mt.asarray(a.astype(np.result_type(x.dtype, np.float64)) if x.dtype.kind in "fc" else a)
-            for a, x in zip(map(np.asarray, short), short, strict=True)
-        ]
+        short = [mt.asarray(recast(a, np.float32)) for a in args]
+        wide = [mt.asarray(recast(np.asarray(x), np.float64)) for x in short]
         _, found = pulled(fn, *short)
         _, expected = pulled(fn, *wide)
         for k, (g, e, x) in enumerate(zip(found, expected, short, strict=True)):
@@ -61,7 +58,7 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", differentiable())
 def test_in_any_layout_and_of_arrays_that_cannot_be_written(name: str) -> None:
     for i, fn, args in calls(name):
         values, expected = pulled(fn, *map(mt.asarray, args))
@@ -74,22 +71,38 @@ def test_in_any_layout_and_of_arrays_that_cannot_be_written(name: str) -> None:
                 near(g, e, 1e-9, f"{layout}, sample {i}")
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
+@pytest.mark.parametrize("name", differentiable())
 def test_recorded_recomputed_and_compiled(name: str) -> None:
-    for i, fn, args in calls(name):
-        xs = list(map(mt.asarray, args))
-        _, expected = pulled(fn, *xs)
-        tape = mt.Tape()
-        with tape:  # the rules run on Arrays, and are recorded
+    """The samples of an op as one function of all their operands."""
+    every = list(calls(name))
+    xs = [mt.asarray(a) for _, _, args in every for a in args]
+
+    def each(run: Callable[..., Any], xs: Any) -> list[Any]:
+        rest = iter(xs)
+        return [run(fn, *itertools.islice(rest, len(args))) for _, fn, args in every]
+
+    def values(*xs: Any) -> list[Any]:
+        return each(lambda fn, *args: fn(*args), xs)
+
+    def cotangents(*xs: Any) -> list[Any]:
+        return [g for found in each(lambda fn, *args: pulled(fn, *args)[1], xs) for g in found]
+
+    def recomputed(*xs: Any) -> list[Any]:
+        return [g for found in each(lambda fn, *args: pulled(mt.checkpoint(fn), *args)[1], xs) for g in found]
+
+    def recorded(*xs: Any) -> list[Any]:  # the rules run on Arrays
+        with mt.Tape() as tape:
             tape.watch(xs)
-            _, recorded = pulled(fn, *xs)
-        ways = {
-            "recorded": recorded,
-            "recomputed": pulled(mt.checkpoint(fn), *xs)[1],
-            "compiled": mt.compile(lambda *xs, fn=fn: pulled(fn, *xs)[1])(*xs),
-            "derivative of the compiled": pulled(mt.compile(fn), *xs)[1],
-        }
-        for way, found in ways.items():
-            for g, e, x in zip(found, expected, xs, strict=True):
-                near(g, e, 1e-9, f"{way}, sample {i}")
-                assert g is None or (g.dtype, g.shape) == (x.dtype, x.shape), f"{way}, sample {i}"
+            return cotangents(*xs)
+
+    expected = cotangents(*xs)
+    ways = {
+        "recorded": recorded(*xs),
+        "recomputed": recomputed(*xs),
+        "compiled": mt.compile(cotangents)(*xs),
+        "derivative of the compiled": pulled(mt.compile(values), *xs)[1],
+    }
+    for way, found in ways.items():
+        for k, (g, e, x) in enumerate(zip(found, expected, xs, strict=True)):
+            near(g, e, 1e-9, f"{way}, operand {k} of all samples")
+            assert g is None or (g.dtype, g.shape) == (x.dtype, x.shape), f"{way}, operand {k}"

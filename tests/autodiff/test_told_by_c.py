@@ -298,3 +298,9 @@ def test_objects_whose_code_raises(kind):
         assert float(given(X, obj)[0]) == 2.0
     except mt.errors.TracedValueError as e:
         assert kind.__name__ in str(e)  # noqa: PT017
+
+
+def test_an_attribute_that_a_captured_array_refuses():
+    """NumPy's vectors have no ``mT``, which the function asks of another array."""
+    vector = np.ones(2)
+    assert mt.compile(lambda x: x.mT + vector)(mt.ones((2, 2))).shape == (2, 2)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from op_samples import SAMPLES, calls, differentiable, recast, rng_of, slopes
 
 import meshtape as mt
 from meshtape.arrays.core.dispatch import apply
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "autodiff"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "arrays"))
-
-from derivative_samples import SAMPLES as DERIVATIVES
-from test_shape_rules import SAMPLES as CALLS
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(t) for t in (np.float64, np.float32, np.float16)] + [BFLOAT16]
@@ -27,18 +20,6 @@ OTHERS = [np.dtype(t) for t in (np.complex64, np.int8, np.uint64, np.bool_)]
 # Factors of a decomposition have no unique signs; what is on the last places of an op that amplifies errors differs too.
 PHASES = {"eig", "eigh", "svd", "qr", "eigvals"}
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, "complex64": 1e-4, "complex128": 1e-9}
-
-
-def is_float(x: Any) -> bool:
-    return isinstance(x, np.ndarray) and (x.dtype.kind in "fc" or x.dtype == BFLOAT16)
-
-
-def recast(x: Any, dtype: np.dtype) -> Any:
-    """Floats and complex numbers in another dtype; complex ones stay complex."""
-    if not is_float(x) or (x.dtype.kind == "c" and dtype.kind != "c"):
-        return x.astype(np.complex64) if is_float(x) and dtype != np.float64 else x
-    with np.errstate(all="ignore"):
-        return x.astype(dtype)
 
 
 def outcome(call: Callable[..., Any], args: tuple[Any, ...], device: str) -> Any:
@@ -82,10 +63,10 @@ def _apart(g: np.ndarray, w: np.ndarray) -> str:
     return "" if near.all() else f"{g[~near][:4]} for {w[~near][:4]}, {int((~near).sum())} of {near.size}"
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
+@pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_calls(name: str) -> None:
     found, seen = [], set()
-    for args, params in CALLS[name]:
+    for args, params in calls(name):
         for dtype in [None, *FLOATS, *OTHERS]:
             cast = args if dtype is None else tuple(recast(a, dtype) for a in args)
             key = repr([(a.shape, a.dtype) if isinstance(a, np.ndarray) else a for a in cast]) + repr(params)
@@ -107,11 +88,12 @@ def pulled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("name", sorted(DERIVATIVES))
+@pytest.mark.parametrize("name", differentiable())
 def test_derivatives(name: str) -> None:
     found = []
-    for fn, args in DERIVATIVES[name]:
+    rng = rng_of(name)
+    for sample in slopes(name):
+        args = sample.make(rng, exact=False)
         for dtype in FLOATS:
-            cast = tuple(recast(np.asarray(a), dtype) for a in args)
-            found += differences(name, pulled(fn), cast)
+            found += differences(name, pulled(sample.fn), tuple(recast(a, dtype) for a in args))
     assert not found, "\n".join([f"{len(found)} differences", *found[:40]])

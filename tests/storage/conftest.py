@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import pickle
@@ -222,19 +221,15 @@ def kit():
 @pytest.fixture(scope="session")
 def op_programs():
     """``op_programs(name)``: for each sample call of an op, a program of that call alone, its document, the operands and the parameters."""
+    from op_samples import calls
+
     from meshtape.arrays.core.op import OPS
     from meshtape.arrays.core.program import Const, Entry, Program
     from meshtape.arrays.core.shape_dtype import ShapeDtype
     from meshtape.storage.programs.encode import to_json
 
-    table = Path(__file__).parent.parent / "arrays" / "test_shape_rules.py"
-    spec = importlib.util.spec_from_file_location("shape_rules", table)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
     def programs(name):
-        for args, params in module.SAMPLES[name]:
-            args = [np.asarray(a) if isinstance(a, np.generic) else a for a in args]
+        for args, params in calls(name):
             given = [ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a for a in args]
             types = [a for a in given if isinstance(a, ShapeDtype)]
             places = iter(range(len(types)))

@@ -16,6 +16,7 @@ from ...backends.row_blocks import BLOCK
 from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.op import Op, composite
+from ...core.param_kinds import AXIS, NUMBER
 from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
 from ...ops.elementwise import sqrt, square, stop_gradient
@@ -170,6 +171,7 @@ def _infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]
     return infer_affine(op, args, params), statistic, statistic
 
 
+_PARAMS = {"axis": AXIS, "eps": NUMBER}
 BATCH_NORM = Op(
     "batch_norm",
     ("x", "weight", "bias"),
@@ -178,6 +180,7 @@ BATCH_NORM = Op(
     nout=3,
     decompose=_decompose,
     overrides={"cupy": kernels.batch_norm},
+    params=_PARAMS,
 )
 """The normalised batch, and its mean and biased variance."""
 BATCH_NORM_BACKWARD = Op(
@@ -188,6 +191,7 @@ BATCH_NORM_BACKWARD = Op(
     nout=3,
     decompose=_decompose_backward,
     overrides={"cupy": kernels.batch_norm_backward},
+    params=_PARAMS,
 )
 BATCH_NORM_INFERENCE = Op(
     "batch_norm_inference",
@@ -196,6 +200,7 @@ BATCH_NORM_INFERENCE = Op(
     infer_affine,
     decompose=_decompose_inference,
     overrides={"cupy": kernels.batch_norm_inference},
+    params=_PARAMS,
 )
 
 

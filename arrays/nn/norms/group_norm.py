@@ -17,6 +17,7 @@ from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.errors import ArgumentError, DTypeError, ShapeError
 from ...core.op import Op, composite
+from ...core.param_kinds import AXIS, NUMBER, POSITIVE
 from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
 from ...ops.creation import asarray, beside, full
@@ -164,6 +165,7 @@ def _decompose_backward(
     )
 
 
+_PARAMS = {"num_groups": POSITIVE, "axis": AXIS, "eps": NUMBER}
 GROUP_NORM = Op(
     "group_norm",
     ("x", "weight", "bias"),
@@ -171,6 +173,7 @@ GROUP_NORM = Op(
     infer_affine,
     decompose=_decompose,
     overrides={"cupy": kernels.group_norm},
+    params=_PARAMS,
 )
 GROUP_NORM_BACKWARD = Op(
     "group_norm_backward",
@@ -180,6 +183,7 @@ GROUP_NORM_BACKWARD = Op(
     nout=3,
     decompose=_decompose_backward,
     overrides={"cupy": kernels.group_norm_backward},
+    params=_PARAMS,
 )
 
 

@@ -19,6 +19,7 @@ from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.errors import ArgumentError, DTypeError, ShapeError
 from ...core.op import Op, composite
+from ...core.param_kinds import COUNT, NUMBER
 from ...core.shape_dtype import ShapeDtype
 from ...kernels import row_norms
 from ...native import ops
@@ -158,6 +159,7 @@ def infer_affine_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[S
     return ShapeDtype(x.shape, x.dtype), w, w
 
 
+_PARAMS = {"naxes": COUNT, "eps": NUMBER}
 LAYER_NORM = Op(
     "layer_norm",
     ("x", "weight", "bias"),
@@ -165,6 +167,7 @@ LAYER_NORM = Op(
     _infer_layer_norm,
     decompose=_decompose_layer_norm,
     overrides={"numpy": first(ops.layer_norm, _layer_norm), "cupy": row_norms.layer_norm},
+    params=_PARAMS,
 )
 LAYER_NORM_BACKWARD = Op(
     "layer_norm_backward",
@@ -177,6 +180,7 @@ LAYER_NORM_BACKWARD = Op(
         "numpy": first(ops.layer_norm_backward, _layer_norm_backward),
         "cupy": row_norms.layer_norm_backward,
     },
+    params=_PARAMS,
 )
 
 # ----- rms_norm -------------------------------------------------------------------------------------------------------
@@ -253,6 +257,7 @@ RMS_NORM = Op(
     lambda op, args, params: ShapeDtype(args[0].shape, np.result_type(*(a.dtype for a in args))),
     decompose=_decompose_rms_norm,
     overrides={"numpy": first(ops.rms_norm, _rms_norm), "cupy": row_norms.rms_norm},
+    params=_PARAMS,
 )
 RMS_NORM_BACKWARD = Op(
     "rms_norm_backward",
@@ -265,6 +270,7 @@ RMS_NORM_BACKWARD = Op(
         "numpy": first(ops.rms_norm_backward, _rms_norm_backward),
         "cupy": row_norms.rms_norm_backward,
     },
+    params=_PARAMS,
 )
 
 # ----- public functions -----------------------------------------------------------------------------------------------

@@ -14,31 +14,14 @@ from ....arrays.ops import elementwise as ew
 from ..factors import FactorRule, Letters, rule
 from ..ops import RESHARD
 
-# Sets of operands in which an op is jointly linear, whatever the numbers.
-_LINEAR: dict[Op, tuple[tuple[int, ...], ...]] = {
-    ew.ADD: ((0, 1),),
-    ew.MULTIPLY: ((0,), (1,)),
-    ew.DIVIDE: ((0,),),
-    ew.POSITIVE: ((0,),),
-    ew.ALIAS: ((0,),),
-    ew.BARRIER: ((0,),),
-    ew.STOP_GRADIENT: ((0,),),
-    ew.REAL: ((0,),),
-    ew.IMAG: ((0,),),
-    ew.WHERE: ((1, 2),),
-    ew.ASTYPE: ((0,),),
-    RESHARD: ((0,),),
-}
-# Of integers alone: where two floats cancel, or a rank has nothing, the sum is 0.0, and so it would be with the sign turned.
-_LINEAR_IN_INTEGERS: dict[Op, tuple[tuple[int, ...], ...]] = {ew.SUBTRACT: ((0, 1),), ew.NEGATIVE: ((0,),)}
-
 
 def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
     """The linear sets for these arguments. (A scalar that is added to a pending sum would be added once a rank.)"""
     arrays = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)}
     out = []
     integers = out_avals[0].dtype.kind in "iu"
-    for group in _LINEAR.get(op, _LINEAR_IN_INTEGERS.get(op, ()) if integers else ()):
+    # Of integers alone: where two floats cancel, or a rank has nothing, the sum is 0.0, and so it would be with the sign turned.
+    for group in () if op in (ew.SUBTRACT, ew.NEGATIVE) and not integers else op.linear:
         scalars = [avals[i] for i in group if i not in arrays]
         others = [a for i, a in enumerate(avals) if i not in group]
         if op in (ew.MULTIPLY, ew.DIVIDE) and not integers and not all(map(_scales, others)):
