@@ -71,7 +71,7 @@ class RunCheckpoints:
     def _saved(self, step: int) -> None:
         assert self.checkpoints is not None
         self.saved_at = step
-        self.report.note("running")
+        self.report.note()  # a save may land while the run restarts
         for c in self.callbacks:
             c.on_save(self, self.checkpoints.path(step))
 

@@ -82,13 +82,13 @@ class Reporting:
         saved = "" if self.trainer.checkpoints is None else " and a checkpoint"
         self.display.say(f"{received.name}: the run stops after this step{saved}; once more stops it at once")
 
-    def note(self, state: str, **facts: Any) -> None:
-        """Publish the status of the run."""
+    def note(self, state: str | None = None, **facts: Any) -> None:
+        """Publish the status of the run, in the state that it is in by default."""
         t = self.trainer
         at, mesh = t.progress, t.session.mesh
         last = self.history[-1] if self.history else {}
         self.status.update(
-            state=state,
+            state=state or self.status.facts["state"],
             step=at.step,
             steps=t.total(),
             epoch=at.epoch,

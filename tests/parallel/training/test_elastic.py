@@ -227,6 +227,11 @@ def test_a_restart_waits_for_the_save_in_flight_and_takes_no_newer_checkpoint_of
                 stalled.set()
                 raise mt.errors.CollectiveTimeout("no answer")
 
+        def on_save(self, trainer, path):
+            states.append(trainer.report.status.facts["state"])
+
+    states: list[str] = []
+
     def late(self, *args):
         assert stalled.wait(60)
         time.sleep(0.5)  # of a run that does not wait the mesh is closed by then
@@ -238,6 +243,7 @@ def test_a_restart_waits_for_the_save_in_flight_and_takes_no_newer_checkpoint_of
     options = {"directory": tmp_path, "resume": "never", "save_every": 2, "callbacks": [stall], "elastic": Elastic()}
     result = trainer(mt.Mesh({"data": 2}, client=threads), steps=6, **options).fit()
     assert (result.step, result.restarts, stall.seen) == (6, 1, [(0, 2), (2, 2)])
+    assert states[:2] == ["restarting", "running"]  # on the old mesh, and on the new one
 
 
 def test_the_end_of_the_scheduler_is_said_to_be_that(tmp_path):
