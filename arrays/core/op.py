@@ -76,6 +76,8 @@ class Op:
         Sets of operands in which the op is jointly linear, whatever the others are. (Of floats a rule may know more.)
     zero_preserving
         Whether a sparse operand stays sparse: of zero the op makes zero.
+    wide_sums
+        Whether its derivative is a call of another op that sums short floats in float32, as the matrix units of a GPU do.
     flops
         About how many floating-point operations an element takes.
     cuda
@@ -99,6 +101,7 @@ class Op:
     view: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     zero_preserving: bool = False
+    wide_sums: bool = False
     flops: int = 1
     cuda: Cuda | None = None
     plans: dict[int, Any] = field(

@@ -117,9 +117,11 @@ def _infer_kernel(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 
 _STEPS = {"stride": STEPS, "dilation": STEPS, "groups": POSITIVE}
-CONV = Op("conv", ("x", "w"), _conv, _infer_conv, params=_STEPS)
-CONV_IMAGE = Op("conv_image", ("y", "w"), _conv_image, _infer_image, params={"image": SIZES, **_STEPS})
-CONV_KERNEL = Op("conv_kernel", ("y", "x"), _conv_kernel, _infer_kernel, params={"kernel": SIZES, **_STEPS})
+CONV = Op("conv", ("x", "w"), _conv, _infer_conv, params=_STEPS, wide_sums=True)
+CONV_IMAGE = Op("conv_image", ("y", "w"), _conv_image, _infer_image, params={"image": SIZES, **_STEPS}, wide_sums=True)
+CONV_KERNEL = Op(
+    "conv_kernel", ("y", "x"), _conv_kernel, _infer_kernel, params={"kernel": SIZES, **_STEPS}, wide_sums=True
+)
 
 # ----- functions ------------------------------------------------------------------------------------------------------
 

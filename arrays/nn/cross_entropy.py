@@ -147,6 +147,7 @@ CROSS_ENTROPY = Op(
     overrides={"numpy": first(ops.cross_entropy, _cross_entropy), "cupy": softmaxes.cross_entropy},
     params=_PARAMS,
     flops=12,
+    wide_sums=True,
 )
 CROSS_ENTROPY_BACKWARD = Op(
     "cross_entropy_backward",

@@ -158,6 +158,7 @@ EXPERTS = Op(
     _experts,
     lambda op, args, params: ShapeDtype(args[0].shape, args[0].dtype),
     decompose=_decompose,
+    wide_sums=True,
 )
 EXPERTS_BACKWARD = Op(
     "experts_backward", ("g", *OPERANDS), _experts_backward, _infer_backward, nout=5, decompose=_decompose_backward

@@ -127,6 +127,7 @@ SOFTMAX = Op(
     overrides={"numpy": first(ops.softmax, _softmax), "cupy": softmaxes.softmax},
     params={"axis": AXIS, "masked": FLAG},
     flops=12,
+    wide_sums=True,
 )
 SOFTMAX_BACKWARD = Op(
     "softmax_backward",
@@ -145,6 +146,7 @@ LOG_SOFTMAX = Op(
     decompose=_decompose_log_softmax,
     overrides={"numpy": first(ops.log_softmax, _log_softmax), "cupy": softmaxes.log_softmax},
     params={"axis": AXIS, "masked": FLAG},
+    wide_sums=True,
 )
 LOG_SOFTMAX_BACKWARD = Op(
     "log_softmax_backward",

@@ -86,7 +86,7 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     return xp.matmul(x, y).astype(dtype, copy=False)
 
 
-MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True)
+MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True, wide_sums=True)
 
 
 def matmul(x1: Any, x2: Any, /) -> Array:

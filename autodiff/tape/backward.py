@@ -27,11 +27,8 @@ from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
 from ...arrays.indexing.sparse_cotangent import IndexSum
 from ...arrays.interface.writing import Writing
-from ...arrays.nn import convolution as conv
-from ...arrays.nn import cross_entropy, mixture_of_experts, softmax
-from ...arrays.nn.norms import batch_norm, group_norm, layer_norm
-from ...arrays.ops import matmul
 from ...arrays.ops.elementwise import ALIAS
+from ...arrays.ops.matmul import MATMUL
 from ..rules.registry import same
 from . import anomaly
 from .record import Recorded, Recording
@@ -147,32 +144,13 @@ def _give(
             owned.add(v)
 
 
-_OWN_SUMS = frozenset(
-    {
-        matmul.MATMUL,
-        conv.CONV,
-        conv.CONV_IMAGE,
-        conv.CONV_KERNEL,
-        cross_entropy.CROSS_ENTROPY,
-        mixture_of_experts.EXPERTS,
-        layer_norm.LAYER_NORM,
-        layer_norm.RMS_NORM,
-        group_norm.GROUP_NORM,
-        batch_norm.BATCH_NORM,
-        softmax.SOFTMAX,
-        softmax.LOG_SOFTMAX,
-    }
-)
-"""Ops whose derivative is a call of another op that sums short floats in float32, as the matrix units of a GPU do."""
-
-
 def _sums_itself(r: Recorded, live: Mapping[int, tuple[tuple[int, ...], np.dtype]], g: Any) -> bool:
     # Where broadcasting is still to be undone, as it is beside a vector, the products of a product are summed outside of it. (One
     # matrix beside a stack of them is multiplied with all rows together.)
-    if r.plan.op is matmul.MATMUL:
+    if r.plan.op is MATMUL:
         shapes = [(i, live[r.inputs[i]][0]) for i in r.plan.wanted]
         return all(len(s) == 2 if i else s[:-2] == g.shape[:-2] and len(s) > 1 for i, s in shapes)
-    return r.plan.op in _OWN_SUMS
+    return r.plan.op.wide_sums
 
 
 def widened(values: Sequence[Any]) -> list[Any]:

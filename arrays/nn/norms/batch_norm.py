@@ -181,6 +181,7 @@ BATCH_NORM = Op(
     decompose=_decompose,
     overrides={"cupy": kernels.batch_norm},
     params=_PARAMS,
+    wide_sums=True,
 )
 """The normalised batch, and its mean and biased variance."""
 BATCH_NORM_BACKWARD = Op(

@@ -174,6 +174,7 @@ GROUP_NORM = Op(
     decompose=_decompose,
     overrides={"cupy": kernels.group_norm},
     params=_PARAMS,
+    wide_sums=True,
 )
 GROUP_NORM_BACKWARD = Op(
     "group_norm_backward",

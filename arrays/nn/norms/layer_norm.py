@@ -168,6 +168,7 @@ LAYER_NORM = Op(
     decompose=_decompose_layer_norm,
     overrides={"numpy": first(ops.layer_norm, _layer_norm), "cupy": row_norms.layer_norm},
     params=_PARAMS,
+    wide_sums=True,
 )
 LAYER_NORM_BACKWARD = Op(
     "layer_norm_backward",
@@ -258,6 +259,7 @@ RMS_NORM = Op(
     decompose=_decompose_rms_norm,
     overrides={"numpy": first(ops.rms_norm, _rms_norm), "cupy": row_norms.rms_norm},
     params=_PARAMS,
+    wide_sums=True,
 )
 RMS_NORM_BACKWARD = Op(
     "rms_norm_backward",
