@@ -60,14 +60,14 @@ from .objects import (
     told_by_c,
     variables_of,
 )
-from .places import NUMBERS, Places
+from .places import NUMBERS, CaptureSearch
 from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
 """Bytes of a NumPy array up to which its elements are compared at every call."""
 
 
-class Outside:
+class CachedCaptures:
     """The captures of one function, cached from call to call."""
 
     __slots__ = ("_fn", "_last")
@@ -122,7 +122,7 @@ _MOST_WALKED = 2000
 """The most objects of libraries that are searched; one that holds more is not compared."""
 
 
-class _Walk(Places):
+class _Walk(CaptureSearch):
     """One search for captures. Objects are searched again when new code looks up further names."""
 
     def __init__(self, title: str, behind: bool = False) -> None:

@@ -57,7 +57,7 @@ def _is_in_c(cls: type) -> bool:
     )
 
 
-class Kept:
+class CacheResults:
     """The results in one ``functools.lru_cache``. More may come, but an epoch ends when one is dropped."""
 
     def __init__(self, function: Any) -> None:
@@ -73,14 +73,14 @@ class Kept:
         return self.epoch
 
 
-_KEPT: weakref.WeakKeyDictionary[Any, Kept] = weakref.WeakKeyDictionary()
+_KEPT: weakref.WeakKeyDictionary[Any, CacheResults] = weakref.WeakKeyDictionary()
 
 
-def kept_by(function: Any) -> Kept:
+def kept_by(function: Any) -> CacheResults:
     """The results that this function of ``functools.lru_cache`` keeps."""
     found = _KEPT.get(function)
     if found is None:
-        found = _KEPT[function] = Kept(function)
+        found = _KEPT[function] = CacheResults(function)
     return found
 
 

@@ -103,7 +103,7 @@ class Held(NamedTuple):
     buf: Any
 
 
-class Staged(NamedTuple):
+class StagedCall(NamedTuple):
     """A call on captured arrays: computed during the trace, and an entry where its result is used."""
 
     op: Op
@@ -117,7 +117,7 @@ class Staged(NamedTuple):
 class Result(NamedTuple):
     """The ``k``-th result of a staged call, and its buffer."""
 
-    call: Staged
+    call: StagedCall
     k: int
     buf: Any
 
@@ -228,7 +228,7 @@ class _Trace:
             # The result of stop_gradient has the buffer of its argument, and must not be taken for it.
             self.detached.update((id(o), Held(o, o._buf)) for o in outs)
             return
-        call = Staged(op, sources, params, argument_avals(outs), state.origin, call_site())
+        call = StagedCall(op, sources, params, argument_avals(outs), state.origin, call_site())
         taken = {id(s.buf) for s in sources if type(s) in (Held, Result)}
         for k, o in enumerate(outs):
             if id(o._buf) not in taken:  # an alias is what it is an alias of

@@ -43,7 +43,7 @@ class RankPlan(NamedTuple):
     neutral: bool
 
 
-class Plan(ABC):
+class ReshardPlan(ABC):
     """The pieces that move between the blocks of ``size`` ranks.
 
     ``reduce`` is the operator that joins the ``terms`` contributions to an element, None for a single one. Neutral
@@ -178,7 +178,7 @@ def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
     return out
 
 
-class Reshard(Plan):
+class Reshard(ReshardPlan):
     """From one layout to another; see :func:`plan_reshard`."""
 
     def __init__(
@@ -382,7 +382,7 @@ class Fetch(NamedTuple):
     target: Layout
     boxes: tuple[Box, ...]
 
-    def plan(self, sizes: tuple[int, ...]) -> Plan:
+    def plan(self, sizes: tuple[int, ...]) -> ReshardPlan:
         return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
 
     def text(self, names: Sequence[str], sizes: tuple[int, ...]) -> str:

@@ -23,19 +23,19 @@ from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ADD
 from ...autodiff.captures.tracing import Lifted
 from ...autodiff.tape.backward import same_value
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 from . import rank_ops as ops
 from .rank_tracer import RankTracer
 
 
-class _Current(threading.local):
+class _CurrentTrace(threading.local):
     trace: RankTrace | None = None
 
 
-current = _Current()
+current = _CurrentTrace()
 
 
-class Outside:
+class OuterRecorder:
     """A recorder of the surrounding code. It sees the calls on its own values, but none on tracers of blocks."""
 
     def __init__(self, recorder: Any) -> None:
@@ -68,7 +68,7 @@ class _Notes:
 class RankTrace:
     """A trace of per-rank code."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: MeshProtocol) -> None:
         self.mesh = mesh
         self.builder = ProgramBuilder()
         self.captured: list[Lifted] = []
@@ -132,7 +132,7 @@ class RankTrace:
         source = self.gathered.get(x._buf.var)
         if source is not None and set(source[1]["axes"]) == set(missing):
             p = source[1]
-            return ops.gather(source[0], p["axes"], p["dim"], varying=True)
+            return ops.all_gather(source[0], p["axes"], p["dim"], varying=True)
         return apply(ops.VARY, (x,), {"axes": missing})
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ def tracing(trace: RankTrace) -> Iterator[None]:
     before, origin = state.recorders, state.origin
     current.trace = trace
     state.origin = None  # calls inside name themselves
-    state.recorders = (*(Outside(r) for r in before), _Notes(trace))
+    state.recorders = (*(OuterRecorder(r) for r in before), _Notes(trace))
     try:
         yield
     finally:

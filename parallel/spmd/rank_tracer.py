@@ -11,13 +11,13 @@ from ...arrays.core.errors import TracedValueError
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.captures.tracing import Tracer
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 
 
 class BlockTrace(Protocol):
     """The interface of ops to a trace of per-rank code, implemented by :class:`.rank_trace.RankTrace`."""
 
-    mesh: Mesh
+    mesh: MeshProtocol
 
     def group_size(self, axes: tuple[int, ...]) -> int:
         """Ranks of a group along the axes."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 KINDS = ("fthenb", "1f1b", "interleaved", "zerobubble")
 
 
-class Action(NamedTuple):
+class ScheduleAction(NamedTuple):
     """One action of a rank: ``kind`` is ``"F"``, ``"B"``, ``"I"``, ``"W"`` or ``"R"``."""
 
     kind: str
@@ -43,7 +43,7 @@ class Simulation(NamedTuple):
     """A simulated schedule: the end of each action, the total time, the idle time of the worst rank, and the peak
     number of activations on each rank."""
 
-    ends: Mapping[Action, float]
+    ends: Mapping[ScheduleAction, float]
     time: float
     idle: float
     peak: tuple[int, ...]
@@ -59,7 +59,7 @@ class Schedule:
     kind: str
     stages: int
     micros: int
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[ScheduleAction, ...], ...]
 
     def check(self) -> Schedule:
         """Itself. Raises ``ValueError`` where an action is missing, doubled or in vain, or ranks would wait for each other for
@@ -85,7 +85,7 @@ class Schedule:
         share = self.stages // len(self.rows)
         cost = {"F": forward / share, "I": backward / share, "W": weight / share, "R": 0.0}
         cost["B"] = cost["I"] + cost["W"]
-        ends: dict[Action, float] = {}
+        ends: dict[ScheduleAction, float] = {}
         at, clock, busy = [0] * len(self.rows), [0.0] * len(self.rows), [0.0] * len(self.rows)
         back = "I" if any(a.kind == "I" for row in self.rows for a in row) else "B"
         held, peak = [0] * len(self.rows), [0] * len(self.rows)
@@ -97,14 +97,14 @@ class Schedule:
                     a = row[at[rank]]
                     needs = []
                     if a.kind == "F" and a.stage:
-                        needs = [Action("F", a.stage - 1, a.micro)]
+                        needs = [ScheduleAction("F", a.stage - 1, a.micro)]
                     elif a.kind == back:
-                        needs = [Action("F", a.stage, a.micro)]
-                        needs += [Action(back, a.stage + 1, a.micro)] if a.stage + 1 < self.stages else []
+                        needs = [ScheduleAction("F", a.stage, a.micro)]
+                        needs += [ScheduleAction(back, a.stage + 1, a.micro)] if a.stage + 1 < self.stages else []
                     elif a.kind == "W":
-                        needs = [Action(back, a.stage, a.micro)]
+                        needs = [ScheduleAction(back, a.stage, a.micro)]
                     elif a.kind == "R":
-                        needs = [Action("F", a.stage, a.micro)]
+                        needs = [ScheduleAction("F", a.stage, a.micro)]
                     if any(n not in ends for n in needs):
                         break
                     clock[rank] = max([clock[rank], *(ends[n] for n in needs)]) + cost[a.kind]
@@ -192,7 +192,8 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bo
         rows = [make(s, ranks, micros) for s in range(ranks)]
     if release:
         rows = [
-            [x for a in row for x in ([a, Action("R", a.stage, a.micro)] if a.kind == "F" else [a])] for row in rows
+            [x for a in row for x in ([a, ScheduleAction("R", a.stage, a.micro)] if a.kind == "F" else [a])]
+            for row in rows
         ]
     return Schedule(kind, ranks * chunks, micros, tuple(map(tuple, rows)))
 
@@ -206,40 +207,40 @@ def warm_up(rank: int, ranks: int, micros: int) -> int:
     return min(ranks - rank - 1, micros)
 
 
-def _fthenb(s: int, ranks: int, micros: int) -> list[Action]:
-    return [Action("F", s, i) for i in range(micros)] + [Action("B", s, i) for i in range(micros)]
+def _fthenb(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
+    return [ScheduleAction("F", s, i) for i in range(micros)] + [ScheduleAction("B", s, i) for i in range(micros)]
 
 
-def _one_each(s: int, ranks: int, micros: int) -> list[Action]:
+def _one_each(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
     start = warm_up(s, ranks, micros)
-    row = [Action("F", s, i) for i in range(start)]
+    row = [ScheduleAction("F", s, i) for i in range(start)]
     for i in range(micros - start):
-        row += [Action("F", s, start + i), Action("B", s, i)]
-    return row + [Action("B", s, i) for i in range(micros - start, micros)]
+        row += [ScheduleAction("F", s, start + i), ScheduleAction("B", s, i)]
+    return row + [ScheduleAction("B", s, i) for i in range(micros - start, micros)]
 
 
-def _zerobubble(s: int, ranks: int, micros: int) -> list[Action]:
-    row: list[Action] = []
-    put_off: list[Action] = []
+def _zerobubble(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
+    row: list[ScheduleAction] = []
+    put_off: list[ScheduleAction] = []
     for a in _one_each(s, ranks, micros):
         if a.kind == "F":
             row.append(a)
             continue
-        row.append(Action("I", s, a.micro))
-        put_off.append(Action("W", s, a.micro))
+        row.append(ScheduleAction("I", s, a.micro))
+        put_off.append(ScheduleAction("W", s, a.micro))
         # A rank that starts late has room for as many activations as it started fewer micro-batches.
         if len(put_off) > s or a.micro >= micros - (ranks - s - 1):
             row.append(put_off.pop(0))
     return row + put_off
 
 
-def _interleaved(s: int, ranks: int, micros: int, chunks: int) -> list[Action]:
+def _interleaved(s: int, ranks: int, micros: int, chunks: int) -> list[ScheduleAction]:
     total = micros * chunks
 
-    def nth(k: int, kind: str) -> Action:
+    def nth(k: int, kind: str) -> ScheduleAction:
         chunk = k // ranks % chunks
         chunk = chunk if kind == "F" else chunks - 1 - chunk
-        return Action(kind, chunk * ranks + s, k // (ranks * chunks) * ranks + k % ranks)
+        return ScheduleAction(kind, chunk * ranks + s, k // (ranks * chunks) * ranks + k % ranks)
 
     start = min(total, 2 * (ranks - s - 1) + (chunks - 1) * ranks) if chunks > 1 else warm_up(s, ranks, micros)
     row = [nth(k, "F") for k in range(start)]

@@ -26,7 +26,7 @@ from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
 from ..stores.filesystem import IOV_MAX, Files
 from . import dtypes
-from .chunk_grid import Grid
+from .chunk_grid import ChunkGrid
 from .compression import Compression, Zstd
 
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
@@ -38,7 +38,7 @@ _WORTH = 4 << 20  # bytes of a shard that several threads compress
 
 
 @lru_cache(maxsize=512)
-def _array_template(grid: Grid, dtype: np.dtype, compression: Compression, raw: bool) -> tuple[str, str]:
+def _array_template(grid: ChunkGrid, dtype: np.dtype, compression: Compression, raw: bool) -> tuple[str, str]:
     """The metadata of an array, before and behind the names of its dimensions: those alone differ where a model has many arrays of a shape."""
     said = dtypes.bits(dtype) if raw else dtype
     node = json.loads(_array_node(grid, dtypes.little(said), compression))
@@ -49,7 +49,7 @@ def _array_template(grid: Grid, dtype: np.dtype, compression: Compression, raw: 
     return before, behind
 
 
-def _array_node(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
+def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression) -> str:
     import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
@@ -74,7 +74,9 @@ def _array_node(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
     return held["zarr.json"].to_bytes().decode()
 
 
-def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False) -> bytes:
+def array_metadata(
+    grid: ChunkGrid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False
+) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
 
     ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
@@ -109,12 +111,12 @@ def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] 
     return before + b"{" + held + b"}" + behind
 
 
-def chunk_coords(grid: Grid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def chunk_coords(grid: ChunkGrid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Chunks of a shard that are present, in the order in which they are stored."""
     return itertools.product(*map(range, grid.present(coord)))
 
 
-def shard_index(grid: Grid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
+def shard_index(grid: ChunkGrid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
     """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as stored, or of each."""
     table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     present = grid.present(coord)
@@ -139,7 +141,7 @@ class ShardBytes:
     def __init__(
         self,
         block: np.ndarray,
-        grid: Grid,
+        grid: ChunkGrid,
         coord: tuple[int, ...],
         wrote: Callable[[int], None] | None = None,
         compression: Compression = None,

@@ -34,7 +34,7 @@ from ..stores.generations import once_more
 from ..stores.store import listed_once
 from .match_target import (
     Ignored,
-    Target,
+    LoadTarget,
     check_shardings,
     chosen,
     held,
@@ -98,7 +98,7 @@ def counts(
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
+def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers = {path: room(path, t.source.shape, t.dtype) for path, t in targets.items()}
     jobs = [
         job
@@ -121,7 +121,7 @@ def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
     return array if device is None or str(device) == "cpu" else array.to_device(device)
 
 
-def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:
+def _read_split(targets: Mapping[str, LoadTarget], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:
     """Arrays of one mesh, in one visit to each of its processes."""
     mesh = next(iter(targets.values())).sharding.mesh
     counted = counted or any(casts(t.tensor) for t in targets.values())

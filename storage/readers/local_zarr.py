@@ -34,6 +34,6 @@ def known(key: str, held: Any) -> Any:
     return held
 
 
-class ObjectStore(storage.ObjectStore):
+class LocalZarrStore(storage.ObjectStore):
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
         return known(key, await super().get(key, *args, **kwargs))

@@ -24,7 +24,7 @@ from ..base import names
 from ..base.checksums import crc32c
 from ..base.scratch import room, scratch
 from ..format import dtypes
-from ..format.chunk_grid import Grid, only_shard, place_of, ravel
+from ..format.chunk_grid import ChunkGrid, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
 from ..stores import generations, store
 from ..stores.contract import Reader
@@ -67,7 +67,7 @@ class ChunkedTensor:
     root: str
     name: str
     dtype: np.dtype
-    grid: Grid
+    grid: ChunkGrid
     objects: Mapping[tuple[int, ...], StoredObject]
     verify: bool = True  # compare each chunk with its checksum
     sums: Mapping[tuple[int, ...], np.ndarray] | None = None  # of the chunks of each shard, where shards hold several

@@ -44,10 +44,10 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
         from .zarr_store import PlaceStore
 
         return PlaceStore(root), node
-    from .local_zarr import ObjectStore
+    from .local_zarr import LocalZarrStore
 
     held, prefix = client(root)
-    return ObjectStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
+    return LocalZarrStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
 
 
 def root_key(root: str) -> str:

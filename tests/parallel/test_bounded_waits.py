@@ -351,7 +351,7 @@ def _give(payloads: Any, blocks: Any) -> Any:
 def test_a_mesh_of_a_client_that_is_gone_leaves_nothing(processes, eventually):
     def left(dask_worker: Any) -> int:
         state = worker._STATES[dask_worker.address]
-        return sum(d.client.startswith("Client-") and d.client != mine for d in state.resident.desks.values()) + len(
+        return sum(d.client.startswith("Client-") and d.client != mine for d in state.resident.sessions.values()) + len(
             state.owners
         )
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshtape.parallel.transforms.pipeline_schedules import KINDS, Action, Schedule, schedule, warm_up
+from meshtape.parallel.transforms.pipeline_schedules import KINDS, Schedule, ScheduleAction, schedule, warm_up
 
 
 def words(row) -> str:
@@ -58,7 +58,7 @@ def test_every_schedule_runs_and_holds_no_more_than_it_says(kind, p, m, v):
     ends = made.simulate().ends
     for a, end in ends.items():
         if a.kind in "BI":
-            assert ends[Action("F", a.stage, a.micro)] < end
+            assert ends[ScheduleAction("F", a.stage, a.micro)] < end
 
 
 def test_the_text_shows_every_action_once():

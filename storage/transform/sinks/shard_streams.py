@@ -17,7 +17,7 @@ import numpy as np
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CheckpointError
 from ...format import dtypes
-from ...format.chunk_grid import Grid, windows
+from ...format.chunk_grid import ChunkGrid, windows
 from ...format.chunk_sums import packed
 from ...format.compression import Compression
 from ...format.zarr_format import ShardBytes
@@ -51,7 +51,7 @@ class _Windowed:
 
 
 def shard_of(
-    tensor: Any, grid: Grid, coord: Coord, compression: Compression, limit: int, threads: int = 1
+    tensor: Any, grid: ChunkGrid, coord: Coord, compression: Compression, limit: int, threads: int = 1
 ) -> ShardBytes | CopiedShard:
     """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same, else made anew."""
     stored = whole_of(tensor)
@@ -66,7 +66,7 @@ class ShardWriter:
     """Whole shards of an array. The sums of a shard are the length of its file, its digest, and those of its chunks."""
 
     directory: str
-    grid: Grid
+    grid: ChunkGrid
     dtype: np.dtype
     compression: Compression
     limit: int
