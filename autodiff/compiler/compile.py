@@ -442,6 +442,7 @@ def _recorded(
         try:
             with not_recording(), recording(trace), noting_logs(trace):
                 result = fn(*given.args, **given.kwargs)
+            trace.check_refusals()
         except ValueError as e:
             say_ours(e)
             raise

@@ -59,7 +59,9 @@ class TracedShardMap:
         arguments = [trace.input(b, self._varying(lay)) for b, lay in zip(blocks, in_layouts, strict=True)]
         with tracing(trace):
             outs = []
-            for i, x in enumerate(map(trace.lift, body(trace, arguments))):
+            results = body(trace, arguments)
+            trace.check_refusals()
+            for i, x in enumerate(map(trace.lift, results)):
                 layout = out_layouts(i, x._buf.varying)  # results vary along the axes where they are split or pending
                 outs.append(trace.varied(x, tuple(sorted(self._varying(layout)))))
         self.has_calls = trace.has_calls

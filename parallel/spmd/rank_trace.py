@@ -21,7 +21,7 @@ from ...arrays.core.op import Op, state
 from ...arrays.core.program import Program, ProgramBuilder
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ADD
-from ...autodiff.captures.tracing import Lifted
+from ...autodiff.captures.tracing import Lifted, Refusals
 from ...autodiff.tape.backward import same_value
 from ..sharding.mesh_protocol import MeshProtocol
 from . import rank_ops as ops
@@ -65,7 +65,7 @@ class _Notes:
         self.trace.has_calls = True
 
 
-class RankTrace:
+class RankTrace(Refusals):
     """A trace of per-rank code."""
 
     def __init__(self, mesh: MeshProtocol) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.errors import TracedValueError
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.captures.tracing import Tracer
@@ -50,7 +49,7 @@ class RankTracer(Tracer):
         return self.builder.admit(op, args)  # type: ignore[attr-defined]
 
     def concrete(self) -> np.ndarray:
-        raise TracedValueError(
+        self.builder.refuse(
             f"a value ({self.aval}) was asked for inside mt.shard_map, where arrays only stand for the blocks of ranks: use "
             "mt.where instead of `if`, as all ranks run the same code"
         )

@@ -243,6 +243,7 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
     others = [r for r in state.recorders if not isinstance(r, Tape)]
     with not_recording(*others) if others else contextlib.nullcontext(), recording(trace):
         result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
+    trace.check_refusals()
     outs, result_def = trees.flatten(result)
     outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     for lifted in trace.lifted.values():
