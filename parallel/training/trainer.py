@@ -496,6 +496,7 @@ class Trainer(RunCheckpoints):
                 counts["skipped"] = at.skipped
             self._log({**meter.means(rows), **counts})
         if wrong is not None:
+            self._let_land()  # what is being written counts
             wrong.args = (
                 f"{wrong}; the newest checkpoint is {self.newest() or 'none'}. A smaller learning rate or clip= may help; "
                 "mt.detect_anomaly() finds the op",
