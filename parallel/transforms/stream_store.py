@@ -329,7 +329,12 @@ def _created(place: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype, 
     from ...storage.format import zarr_dtypes  # noqa: F401
 
     return zarr.create_array(
-        place["store"], name=place.get("path"), shape=shape, chunks=tuple(max(n, 1) for n in chunks), dtype=dtype
+        place["store"],
+        name=place.get("path"),
+        shape=shape,
+        chunks=tuple(max(n, 1) for n in chunks),
+        dtype=dtype,
+        config={"write_empty_chunks": True},  # so that one which is not there is lost
     )
 
 

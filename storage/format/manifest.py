@@ -63,7 +63,8 @@ class Manifest:
         """The version of its text."""
         return 2 if self.packs else 1
 
-    def dumps(self) -> bytes:
+    def dumps(self, check: str | None = None) -> bytes:
+        """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
         body = {
             "format": FORMAT,
             "version": self.version,
@@ -78,6 +79,8 @@ class Manifest:
             **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
             "arrays": [a.to_json() for a in self.arrays],
         }
+        if check is not None:
+            _build(body, check)
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         return text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text)
 

@@ -10,7 +10,6 @@ zarr-python would spend three to six times as long on the data itself, so it is 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -24,7 +23,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
-from ..stores.filesystem import IOV_MAX, Files
+from ..stores.filesystem import IOV_MAX
 from . import dtypes
 from .chunk_grid import ChunkGrid
 from .compression import Compression, Zstd
@@ -128,7 +127,7 @@ def shard_index(grid: ChunkGrid, coord: tuple[int, ...], lengths: int | Sequence
 
 
 class ShardBytes:
-    """The bytes of one shard, whose elements are ``block``. When all `pieces` are gone, ``nbytes`` is their length, ``digest`` the
+    """The bytes of one shard, whose elements are ``block``. When all `batches` are gone, ``nbytes`` is their length, ``digest`` the
     crc32c, and ``sums`` the crc32c of each chunk.
 
     The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
@@ -153,7 +152,7 @@ class ShardBytes:
         self.nbytes = self.digest = 0
         self.sums: list[int] = []
 
-    def _batches(self) -> Generator[list[Any]]:
+    def batches(self) -> Generator[list[Any]]:
         """Buffers, a few megabytes at a time; their memory is used again for the next ones.
 
         Chunks that lie in memory as they will lie in the file are given where they are; others are copied.
@@ -222,25 +221,3 @@ class ShardBytes:
                     yield coming.popleft().result()
             while coming:
                 yield coming.popleft().result()
-
-    def pieces(self) -> Iterator[Any]:
-        """The buffers one by one, from the first; each is valid until the next is asked for."""
-        for batch in self._batches():
-            yield from batch
-
-    def write(self, fs: Files, path: str) -> int:
-        """Write them to a new file; returns its descriptor, which is the caller's to sync and close.
-
-        Many files synced together cost far fewer commits of the file system's journal, and only the descriptor that wrote is sure to be
-        told of an error.
-        """
-        fd = fs.create(path)
-        try:
-            total = 0
-            with contextlib.closing(self._batches()) as batches:
-                for batch in batches:
-                    total += fs.write(fd, batch, total)
-        except BaseException:
-            fs.close(fd)
-            raise
-        return fd

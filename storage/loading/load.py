@@ -25,7 +25,7 @@ from ..base.names import leaf_name
 from ..base.scratch import room
 from ..checkpoint.checkpoint import fill, unread
 from ..format.sharding_spec import by_mesh
-from ..readers.reading import run
+from ..readers.reading import Job, run
 from ..readers.tensor import StoredTensor
 from ..rules.casting import CastLoss, Tally, tracked
 from ..rules.lazy_tensors import casts
@@ -100,11 +100,11 @@ def counts(
 
 def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers = {path: room(path, t.source.shape, t.dtype) for path, t in targets.items()}
-    jobs = [
-        job
-        for path, t in targets.items()
-        for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
-    ]
+    jobs: list[Job] = []
+    for path, t in targets.items():
+        tensor = t.tensor
+        some = tensor.jobs(Box.whole(tensor.shape), buffers[path])
+        jobs += tracked(losses, path, some) if casts(tensor) else some
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
     return {path: _as_wanted(path, buffers.pop(path), t.like) for path, t in targets.items()}

@@ -257,10 +257,9 @@ def resharded(targets: Mapping[str, LoadTarget]) -> list[str]:
         tensor = t.source.tensor
         if t.sharding is None:
             continue
-        stored = tensor.whole() if hasattr(tensor, "whole") else tensor
         blocks = (
-            {o.box for o in stored.objects.values()}
-            if isinstance(stored, ChunkedTensor)
+            {o.box for o in tensor.objects.values()}
+            if isinstance(tensor, ChunkedTensor)
             else {Box.whole(t.source.shape)}
         )
         wanted = {t.sharding.box(t.source.shape, rank) for rank in range(t.sharding.mesh.size)}

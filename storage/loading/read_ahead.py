@@ -125,7 +125,6 @@ def _ranges(tensor: Any) -> Iterator[tuple[str, int, int]]:
         for source in tensor.sources():
             yield from _ranges(source)
         return
-    tensor = tensor.whole() if hasattr(tensor, "whole") else tensor
     if isinstance(tensor, PackedBlocks):
         for coord, held in tensor.objects.items():
             yield tensor.path(coord), held.start, held.nbytes

@@ -97,7 +97,7 @@ _known = _Known()
 # ----- the tensor -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class CompressedTensor(ChunkedTensor):
     """An array of a meshtape checkpoint whose chunks are compressed."""
 

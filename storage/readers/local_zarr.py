@@ -35,5 +35,12 @@ def known(key: str, held: Any) -> Any:
 
 
 class LocalZarrStore(storage.ObjectStore):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.absent: set[str] = set()  # keys that were asked for and are not there
+
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        return known(key, await super().get(key, *args, **kwargs))
+        found = known(key, await super().get(key, *args, **kwargs))
+        if found is None:
+            self.absent.add(key)
+        return found

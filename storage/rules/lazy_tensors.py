@@ -71,6 +71,10 @@ class DerivedTensor:
     def readers(self) -> int:
         return max((s.readers for s in self.sources()), default=1)
 
+    @property
+    def absent(self) -> set[str]:
+        return set().union(*(getattr(s, "absent", ()) for s in self.sources()))
+
     def check(self) -> None:
         for s in self.sources():
             if hasattr(s, "check"):
@@ -178,7 +182,7 @@ def whole_of(tensor: Any) -> Any:
     """The tensor without slices that keep all of it, which change only its name."""
     while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
         tensor = tensor.source
-    return tensor.whole() if hasattr(tensor, "whole") else tensor
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ def finish_directory(
         + sum(map(len, documents.values()))
         + _write_metadata(folder, items, head)
     )
-    data = head.dumps()
-    manifest.loads(data, store.join(target, manifest.FILE))  # never commit what could not be read again
+    data = head.dumps(check=store.join(target, manifest.FILE))  # never commit what could not be read again
     folder.put(manifest.FILE, data)
     folder.settle()
     return nbytes + len(data)

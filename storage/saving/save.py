@@ -7,6 +7,8 @@ array was written exactly once, adds the metadata and the manifest, and commits 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import socket
@@ -43,6 +45,7 @@ from .items import Record, SaveItem, Task
 from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
+_BRIEF = 64 << 20  # bytes that are written before other threads want their garbage collected
 
 
 @dataclass(frozen=True)
@@ -411,7 +414,8 @@ class _Save:
         kept = manifest.decode_json(manifest.encode_json(dict(given.get("metadata") or {}), "metadata"))
         self.head = manifest.Manifest([], manifest.encode_tree(structure), None if step is None else int(step), kept)
         self.documents = encode(given.get("documents"))
-        self.head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
+        # Whatever cannot be kept is refused here, before anything is computed or written.
+        json.dumps([self.head.step, kept, [v for _, v in manifest.scalar_leaves(structure)]])
         _settle_first(items)
         limit = packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
@@ -441,6 +445,7 @@ class _Save:
         expected = sum(i.stored_nbytes for i in items)
         slack = 4096 * (2 * len(items) + 2)
         with (
+            no_collections() if expected < _BRIEF else contextlib.nullcontext(),
             activity.under_way(kind, target, expected) as work,
             atomic_directory.room_for(sum(i.least_nbytes for i in items) + slack, target),
             protocol_of(target).replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,

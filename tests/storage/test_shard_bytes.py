@@ -34,7 +34,7 @@ def test_any_number_of_threads_gives_the_same_bytes():
         seen = set()
         for threads in (1, 2, 3, 64):
             shard = ShardBytes(block, grid, (0, 0), compression=Zstd(), threads=threads)
-            data = b"".join(bytes(memoryview(p).cast("B")) for p in shard.pieces())
+            data = b"".join(bytes(memoryview(p).cast("B")) for p in itertools.chain.from_iterable(shard.batches()))
             assert len(data) == shard.nbytes
             seen.add((data, shard.digest))
         assert len(seen) == 1, what
@@ -103,7 +103,7 @@ def test_what_lies_over_the_edge_is_zero(monkeypatch, compression):
     wanted = np.zeros((4, 6), "<i8")
     wanted[:3, :4] = block
     shard = zarr_format.ShardBytes(block, ChunkGrid((3, 4), (4, 6), (2, 3)), (0, 0), compression=compression)
-    *chunks, _ = [bytes(memoryview(p).cast("B")) for p in shard.pieces()]
+    *chunks, _ = [bytes(memoryview(p).cast("B")) for p in itertools.chain.from_iterable(shard.batches())]
     for k, (i, j) in enumerate(itertools.product(range(2), range(2))):
         held = np.frombuffer(chunks[2 * k], np.uint8)
         if compression is not None:

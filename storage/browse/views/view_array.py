@@ -125,7 +125,7 @@ def _values(a: StoredArray, look: SliceView, to: Callable[..., str]) -> tuple[di
     shown = {
         "seen": seen,
         "heat": heat_map(seen, to(v, "values")),
-        "note": f"{cells}, {every}; {human_bytes(seen.nbytes)} read",
+        "note": f"{cells}, {every}; {human_bytes(seen.nbytes)} read{a.filled and f'; {a.filled}'}",
         "arrows": arrows,
         "zooms": [(label, to(other)) for label, other in zooms.items() if other != v],
     }

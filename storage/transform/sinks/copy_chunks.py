@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...readers.reading import opened
 from ...readers.tensor import ChunkedTensor
 from ...stores import store
 from ...stores.contract import Reader
-from ...stores.filesystem import Files, active
+from ...stores.filesystem import active
 
 Coord = tuple[int, ...]
 
@@ -128,7 +128,7 @@ def copy_chunks(
 class CopiedShard:
     """The bytes of one shard, from the chunks of a tensor that `keeps_bytes`: as `ShardBytes`, for targets that are written from their start.
 
-    When all ``pieces`` are gone, ``nbytes`` is their length, ``digest`` the crc32c, and ``sums`` the crc32c of each chunk.
+    When all ``batches`` are gone, ``nbytes`` is their length, ``digest`` the crc32c, and ``sums`` the crc32c of each chunk.
     """
 
     def __init__(self, tensor: ChunkedTensor, grid: ChunkGrid, coord: Coord) -> None:
@@ -136,8 +136,8 @@ class CopiedShard:
         self.nbytes = self.digest = 0
         self.sums: list[int] = []
 
-    def pieces(self) -> Iterator[Any]:
-        """The buffers one by one; each is valid until the next is asked for. Raises what reading the tensor would."""
+    def batches(self) -> Generator[list[Any]]:
+        """The buffers; each is valid until the next is asked for. Raises what reading the tensor would."""
         self.digest, self.sums = 0, []
         grid, tensor = self.grid, self.tensor
         first = [i * k for i, k in zip(self.coord, grid.chunks_in_shard, strict=True)]
@@ -162,22 +162,10 @@ class CopiedShard:
                 for run in _runs(list(group), longest):
                     data, found = self._take(reader, path, source, run[0].at, len(run))
                     lengths += found
-                    yield data
+                    yield [data]
         table = shard_index(grid, self.coord, lengths)
         self.nbytes = sum(lengths) + len(table)
-        yield table
-
-    def write(self, fs: Files, path: str) -> int:
-        """Write them to a new file; returns its descriptor, which is the caller's to sync and close."""
-        fd = fs.create(path)
-        try:
-            total = 0
-            for data in self.pieces():
-                total += fs.write(fd, [data], total)
-        except BaseException:
-            fs.close(fd)
-            raise
-        return fd
+        yield [table]
 
     def _take(self, reader: Reader, path: str, source: Coord, first: int, count: int) -> tuple[np.ndarray, list[int]]:
         """(bytes, length of each) of chunks that follow one another in a file, compared with their checksums."""

@@ -7,6 +7,7 @@ through memory in smaller ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class ShardWriter:
             with contextlib.suppress(FileNotFoundError):
                 fs.unlink(path)
             with contextlib.suppress(FileExistsError):
-                fs.close(shard.write(fs, path))
+                fs.close(fs.write_new(path, shard.batches()))
                 return [shard.nbytes, shard.digest, *shard.sums]
         raise CheckpointError(f"{path} keeps appearing: other processes write it")
 
@@ -115,5 +116,5 @@ class ShardWriter:
 
 def pieces_of(shard: ShardBytes | CopiedShard, stream: Any) -> Iterator[Any]:
     """The bytes of a shard, for a `sinks.Stream`, which is told their length and checksums at the end."""
-    yield from shard.pieces()
+    yield from itertools.chain.from_iterable(shard.batches())
     stream.nbytes, stream.digest = shard.nbytes, [shard.digest, *shard.sums]
