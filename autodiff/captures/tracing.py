@@ -127,6 +127,8 @@ class Refusals:
     hold for good what the function does then, and not what it does with values."""
 
     refusal: TracedValueError | None = None
+    errors: Mapping[str, str]
+    """``np.geterr()`` around the trace."""
 
     def refuse(self, text: str) -> NoReturn:
         """Raise the error, and keep it."""
@@ -140,6 +142,13 @@ class Refusals:
                 "(the function caught this error, and would do at every call of its program what it does then)"
             )
             raise self.refusal
+
+    def refuse_errstate(self, op: Op) -> None:
+        """Raise where ``np.errstate`` asks for errors that it did not ask for around the trace: a run of the program would not see it."""
+        if any(v in ("raise", "call") and v != self.errors[k] for k, v in np.geterr().items()):
+            self.refuse(
+                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put it around the call"
+            )
 
 
 class _Trace(Refusals):
@@ -316,10 +325,7 @@ class _Trace(Refusals):
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
         self.require_open()
-        if any(v in ("raise", "call") and v != self.errors[k] for k, v in np.geterr().items()):
-            self.refuse(
-                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put it around the call"
-            )
+        self.refuse_errstate(op)
         arrays = [a for a in args if isinstance(a, Array)]
         hosts = [a._buf.host for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is not None]
         avals = argument_avals(args)

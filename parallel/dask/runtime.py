@@ -23,7 +23,7 @@ from distributed.protocol import to_serialize
 
 from ...arrays.core.devices import CPU, Device
 from ...arrays.core.devices import device as named
-from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLost, WorkerMismatch
+from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLost
 from ..base import settings
 from ..execution.devices import DeviceChoice, choose, visible
 from ..execution.memory_limits import Value, check_memory
@@ -117,7 +117,7 @@ class DaskRuntime:
             if isinstance(answer, MeshtapeError):
                 raise answer
             if isinstance(answer, BaseException):
-                raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from answer
+                raise ClusterError(f"worker {address} cannot open a mesh: {answer}") from answer
         self._limits = [planes[a][1] for a in self.addresses]
         self.device, self._choice = device, self._choose(device)
         seat = {

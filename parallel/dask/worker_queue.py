@@ -29,6 +29,8 @@ from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps, loads
 
 from ...arrays.core.errors import RankLost
+from ..base import settings
+from .workers import LOOK
 
 T = TypeVar("T")
 PREFIX = "meshtape."
@@ -296,10 +298,16 @@ class ClientSession:
 
     async def _sent(self, ref: Ref) -> Any:
         source = self.resident.worker.rpc(ref.address)
+        call = asyncio.ensure_future(source.meshtape_value(session=ref.session, number=ref.number))
         try:
-            return answered(await source.meshtape_value(session=ref.session, number=ref.number))
+            # The client may reach both workers where they do not reach each other: by Dask's limit that shows after 30 s.
+            while not (await asyncio.wait([call], timeout=LOOK))[0]:
+                await asyncio.wait_for(source.ping(), settings.number("timeout"))
+            return answered(call.result())
         except OSError as e:
-            raise RankLost(f"worker {ref.address} is lost: {e}") from e
+            raise RankLost(f"worker {ref.address} is lost: {str(e) or 'it does not answer'}") from e
+        finally:
+            call.cancel()
 
     def names(self) -> list[str]:
         """Names of the running and the waiting items."""

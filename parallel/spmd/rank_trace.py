@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import MeshError, TracedValueError
@@ -78,6 +80,7 @@ class RankTrace(Refusals):
             int, tuple[Array, ...]
         ] = {}  # all-reduced sums: their contributions, or the sums that were added
         self.has_calls = False
+        self.errors = np.geterr()
         self.open = True
 
     # ----- the grid ---------------------------------------------------------------------------------------------------
@@ -149,6 +152,7 @@ class RankTrace(Refusals):
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[RankTracer, ...]:
         if not self.open:
             raise TracedValueError("an array of mt.shard_map is used after the function returned")
+        self.refuse_errstate(op)
         varying = frozenset[int]().union(*(a._buf.varying for a in args if isinstance(a, Array)))
         if isinstance(op, ops.RankOp) and (op is ops.VARY or op.collective):
             axes = self._real(params["axes"])

@@ -283,8 +283,6 @@ class PipelineRun:
 
     def do(self, action: ScheduleAction) -> None:
         kind, s, i = action
-        if kind == "R":  # inputs are kept until the backward pass, which needs them
-            return
         rank, last = s % self.pipe.ranks, len(self.pipe.parts) - 1
         batch, key = self._given(s, i)
         if kind == "F":

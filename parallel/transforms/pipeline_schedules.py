@@ -2,8 +2,7 @@
 
 A schedule is a matrix of actions, one row a rank: ``F3`` is the forward pass of micro-batch 3, ``B3`` its backward
 pass, ``I3`` and ``W3`` the two halves of that (the cotangent of the input, which the stage before waits for, and those
-of the parameters, for which no stage waits), ``R3`` drops the input of the forward pass of micro-batch 3. With
-``chunks`` a rank has several stages: stage ``c * ranks + rank`` is its ``c``-th.
+of the parameters, for which no stage waits). With ``chunks`` a rank has several stages: stage ``c * ranks + rank`` is its ``c``-th.
 
 ==================  ============================================  ================================  ==========================
 kind                order                                         idle time, in stage times         stages' activations held
@@ -29,7 +28,7 @@ KINDS = ("fthenb", "1f1b", "interleaved", "zerobubble")
 
 
 class ScheduleAction(NamedTuple):
-    """One action of a rank: ``kind`` is ``"F"``, ``"B"``, ``"I"``, ``"W"`` or ``"R"``."""
+    """One action of a rank: ``kind`` is ``"F"``, ``"B"``, ``"I"`` or ``"W"``."""
 
     kind: str
     stage: int
@@ -67,7 +66,7 @@ class Schedule:
         wanted = {("F", i, j) for i in range(self.stages) for j in range(self.micros)}
         halves = any(a.kind == "W" for row in self.rows for a in row)
         wanted |= {(k, i, j) for _, i, j in wanted for k in ("IW" if halves else "B")}
-        done = [tuple(a) for row in self.rows for a in row if a.kind != "R"]
+        done = [tuple(a) for row in self.rows for a in row]
         if len(done) != len(wanted) or set(done) != wanted:
             raise ValueError(f"{self.kind}: actions are missing or doubled")
         for rank, row in enumerate(self.rows):
@@ -83,7 +82,7 @@ class Schedule:
         33.0
         """
         share = self.stages // len(self.rows)
-        cost = {"F": forward / share, "I": backward / share, "W": weight / share, "R": 0.0}
+        cost = {"F": forward / share, "I": backward / share, "W": weight / share}
         cost["B"] = cost["I"] + cost["W"]
         ends: dict[ScheduleAction, float] = {}
         at, clock, busy = [0] * len(self.rows), [0.0] * len(self.rows), [0.0] * len(self.rows)
@@ -103,8 +102,6 @@ class Schedule:
                         needs += [ScheduleAction(back, a.stage + 1, a.micro)] if a.stage + 1 < self.stages else []
                     elif a.kind == "W":
                         needs = [ScheduleAction(back, a.stage, a.micro)]
-                    elif a.kind == "R":
-                        needs = [ScheduleAction("F", a.stage, a.micro)]
                     if any(n not in ends for n in needs):
                         break
                     clock[rank] = max([clock[rank], *(ends[n] for n in needs)]) + cost[a.kind]
@@ -131,7 +128,7 @@ class Schedule:
         ends = self.simulate().ends
         cells: list[dict[int, str]] = [{} for _ in self.rows]
         for a, end in ends.items():
-            steps = {"F": 1, "I": 1, "W": 1, "B": 2, "R": 0}[a.kind]
+            steps = {"F": 1, "I": 1, "W": 1, "B": 2}[a.kind]
             name = str(a) + (chr(ord("a") + a.stage // len(self.rows)) if unit < 1 else "")
             for k in range(steps):
                 cells[a.stage % len(self.rows)][round(end / unit) - steps + k] = name
@@ -145,7 +142,7 @@ class Schedule:
         return self.text()
 
 
-def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bool = False) -> Schedule:
+def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1) -> Schedule:
     """A pipeline schedule.
 
     Parameters
@@ -158,9 +155,6 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bo
         Number of micro-batches.
     chunks
         Stages a rank, for ``"interleaved"``, whose micro-batches come in multiples of the ranks.
-    release
-        With ``"fthenb"``: drop each stage's input after its forward pass (an action ``R``), where the backward pass does not need
-        it or can make it again.
 
     Raises
     ------
@@ -183,18 +177,11 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bo
         raise ValueError(f"chunks are for 'interleaved' schedules, got {chunks} with {kind!r}")
     if kind == "interleaved" and micros % ranks:
         raise ValueError(f"an interleaved schedule takes micro-batches in multiples of its {ranks} ranks, got {micros}")
-    if release and kind != "fthenb":
-        raise ValueError(f"inputs are released in 'fthenb' schedules, not in {kind!r}")
     make = {"fthenb": _fthenb, "1f1b": _one_each, "zerobubble": _zerobubble}.get(kind)
     if make is None:
         rows = [_interleaved(s, ranks, micros, chunks) for s in range(ranks)]
     else:
         rows = [make(s, ranks, micros) for s in range(ranks)]
-    if release:
-        rows = [
-            [x for a in row for x in ([a, ScheduleAction("R", a.stage, a.micro)] if a.kind == "F" else [a])]
-            for row in rows
-        ]
     return Schedule(kind, ranks * chunks, micros, tuple(map(tuple, rows)))
 
 

@@ -356,11 +356,12 @@ def test_a_mesh_of_a_client_that_is_gone_leaves_nothing(processes, eventually):
         )
 
     mine = processes.id
-    other = Client(processes.scheduler.address, set_as_default=False)
-    mesh = mt.Mesh({"a": 2}, client=other)
-    x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
-    assert max(processes.run(left).values())
-    other.close()
-    eventually(lambda: not any(processes.run(left).values()))
-    with pytest.raises(mt.errors.ClusterError, match="the Dask client is closed"):
-        np.asarray(x)
+    for options in ({}, {"loop": processes.loop}):  # an event loop of its own, and one that goes on
+        other = Client(processes.scheduler.address, set_as_default=False, **options)
+        mesh = mt.Mesh({"a": 2}, client=other)
+        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        assert max(processes.run(left).values())
+        other.close()
+        eventually(lambda: not any(processes.run(left).values()))
+        with pytest.raises(mt.errors.ClusterError, match="the Dask client is closed"):
+            np.asarray(x)

@@ -67,10 +67,6 @@ def test_the_text_shows_every_action_once():
     assert schedule("fthenb", 1, 1).text() == "rank 0 | F0 B0 B0 |"
 
 
-def test_inputs_are_released_after_their_forward_pass():
-    assert words(schedule("fthenb", 2, 2, release=True).rows[0]) == "F0 R0 F1 R1 B0 B1"
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "match"),
     [
@@ -79,7 +75,6 @@ def test_inputs_are_released_after_their_forward_pass():
         (("1f1b", 0, 2), {}, "needs ranks"),
         (("1f1b", 2, 2), {"chunks": 2}, "chunks are for"),
         (("interleaved", 2, 3), {"chunks": 2}, "multiples of its 2 ranks"),
-        (("1f1b", 2, 2), {"release": True}, "released in 'fthenb'"),
     ],
 )
 def test_bad_numbers(arguments, options, match):
