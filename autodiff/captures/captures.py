@@ -23,7 +23,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
 from decimal import Decimal, getcontext
 from enum import Enum
@@ -58,6 +58,7 @@ from .objects import (
     is_value,
     kept_by,
     lookup_of,
+    members_of,
     memory_of,
     slot,
     state_of_process,
@@ -71,32 +72,6 @@ LARGEST_COMPARED = 1 << 20
 """Bytes of a NumPy array up to which its elements are compared at every call."""
 
 
-class CachedCaptures:
-    """The captures of one function, cached from call to call."""
-
-    __slots__ = ("_fn", "_last")
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._last: dict[tuple[int, ...], Captures] = {}  # by ids of objects
-
-    def look(self, objects: Sequence[Any] = ()) -> Captures:
-        """The captures of the function, and of these ``objects`` among its arguments, now."""
-        # The captures hold the objects, so that their ids stay their own.
-        place = tuple(map(id, objects)) if objects else ()
-        last = self._last.get(place)
-        if last is not None and last.hold():
-            return last
-        found = captures_of(self._fn, objects)
-        if len(self._last) >= _MOST_KEPT:
-            self._last.clear()
-        self._last[place] = found
-        return found
-
-
-_MOST_KEPT = 64
-
-
 def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
     """The captures of a function, and of these ``objects`` among its arguments, now.
 
@@ -108,7 +83,6 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
     return _Walk(getattr(fn, "__name__", type(fn).__name__)).search(fn, objects)
 
 
-_CODE = FunctionType | staticmethod | classmethod | property
 _VALUES = (int, float, complex, str, bytes)
 _SKIPPED = BuiltinFunctionType | GetSetDescriptorType | np.random.Generator | np.random.RandomState
 # Objects that call others, and the attributes where these are.
@@ -138,7 +112,7 @@ class _Walk(CaptureSearch):
         self.names: set[str] = set()
         self.unsure: set[str] = set()  # those that code may ask for where they are not
         self.anything = False
-        self.members = functools.cache(_members)
+        self.members = functools.cache(members_of)
         self.owners: list[
             tuple[Any, str, set[str]]
         ] = []  # objects, classes and modules, with the names that were looked up
@@ -534,17 +508,3 @@ class _Walk(CaptureSearch):
                     self._library_function(getcontext)
             else:
                 self.visit(value, f"{path}.{name}")
-
-
-def _members(kind: type) -> tuple[list[type], set[str], set[str], set[str]]:
-    """The classes of the user behind a class, the names in them, and of these the plain ones and those that are looked up by no name."""
-    classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
-    special = {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
-    # (Fields are asked of the class: an object may answer for names that it has not.)
-    special.update(getattr(kind, "__dataclass_fields__", ()))
-    members = {n for c in classes for n in vars(c)}
-    return classes, members, {n for n in members if not _is_special(n)}, special
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")

@@ -28,7 +28,8 @@ from ...arrays.core.program import Program, Traced, freeze, last_uses, register_
 from ...arrays.indexing.sparse_cotangent import SparseCotangent, densify
 from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import settled
-from ..captures.captures import CachedCaptures, Captures, captures_of
+from ..captures.cache import CachedCaptures
+from ..captures.captures import Captures, captures_of
 from ..captures.lost_writes import Arguments, noting_logs, refuse_kept, restore
 from ..captures.number_inputs import KINDS, OtherKind, Term, TracedNumber, settle_kept
 from ..captures.retraces import MOST, Retrace, Retraces

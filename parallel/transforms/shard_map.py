@@ -13,7 +13,8 @@ from ...arrays.core.errors import MeshError, ShardingConflict, check_function
 from ...arrays.core.op import Op, recording, state
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
-from ...autodiff.captures.captures import CachedCaptures, captures_of
+from ...autodiff.captures.cache import CachedCaptures
+from ...autodiff.captures.captures import captures_of
 from ...autodiff.captures.lost_writes import noting_logs
 from ...autodiff.captures.static_results import ARRAY, filled, static
 from ...autodiff.compiler.determinism import ImpurityCheck
