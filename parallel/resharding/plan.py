@@ -166,16 +166,18 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
     ]
 
 
-_MOST_PARTS = 64
-"""Pairs of blocks whose intersection a plan caches: many ranks ask for replicas and for whole blocks."""
-
-
 def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
     """The part of a rank's number that its coordinates along some axes make."""
     out = 0
     for stride, n in steps:
         out += rank // stride % n * stride
     return out
+
+
+@functools.lru_cache(maxsize=8)
+def _blocks_of(plan: Reshard) -> dict[tuple[int, bool], Box]:
+    """The blocks of ranks, old (True) and new, while a plan is being made: each meets many others."""
+    return {}
 
 
 class Reshard(ReshardPlan):
@@ -215,7 +217,6 @@ class Reshard(ReshardPlan):
         self._open = tuple(a for a in range(len(sizes)) if a not in fixed)
         # Each class of ranks is a part of their numbers.
         self._free, self._kept, self._carried, self._idle = map(self._steps, (free, kept, carried, idle))
-        self._parts: dict[tuple[Box, Box], tuple[Box, Box] | None] = {}
 
     def _steps(self, axes: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Stride and length of each of these axes."""
@@ -281,15 +282,12 @@ class Reshard(ReshardPlan):
     def piece(self, source: int, rank: int) -> Piece | None:
         if self.neutral(rank):
             return None
-        want, have = self.box(rank), block_box(self._source, self._sizes, self._shape, source)
-        key = have, want
-        if key in self._parts:
-            found = self._parts[key]
-        else:
-            part = have.intersect(want) if want.size and have.size else None
-            found = None if part is None else (part.within(have), part.within(want))
-            if len(self._parts) < _MOST_PARTS:
-                self._parts[key] = found
+        blocks = _blocks_of(self)
+        if (have := blocks.get((source, True))) is None:
+            have = blocks[source, True] = block_box(self._source, self._sizes, self._shape, source)
+        if (want := blocks.get((rank, False))) is None:
+            want = blocks[rank, False] = self.box(rank)
+        found = have.meet(want)
         if found is None:
             return None
         term = 0

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names, strict_json
 from ..base.checksums import crc32c
-from ..base.collector import no_collections
 from ..stores import store
 from . import dtypes
 from .chunk_grid import ChunkGrid

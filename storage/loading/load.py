@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from ...arrays import asarray
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
-from ..base.collector import no_collections
 from ..base.names import leaf_name
 from ..base.scratch import room
 from ..checkpoint.checkpoint import fill, unread

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
@@ -22,7 +23,6 @@ from ...arrays.core.errors import (
     StoreError,
 )
 from ..base import names, strict_json
-from ..base.collector import no_collections
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of

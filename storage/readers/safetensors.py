@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
@@ -37,7 +38,6 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.op import not_recording
 from ..base.checksums import crc32c
-from ..base.collector import no_collections
 from ..base.leaves import taken
 from ..base.scratch import room
 from ..format import dtypes, tensor_sums

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import RuleConflict, RuleMatchError, RuleSyntaxError
-from ..base.collector import no_collections
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format.manifest import Leaf
 from ..readers.tensor import read_box

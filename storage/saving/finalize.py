@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointError
 from ..base.checksums import crc32c
-from ..base.collector import no_collections
 from ..base.threads import SYNCS, in_threads
 from ..format import chunk_sums, manifest
 from ..format.chunk_grid import place_of

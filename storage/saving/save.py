@@ -21,12 +21,12 @@ from typing import Any, BinaryIO, Literal, TypedDict, Unpack
 import numpy as np
 
 from ...arrays import asarray
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import BlockSharding, Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
-from ..base.collector import no_collections
 from ..base.leaves import taken
 from ..commit import contents
 from ..commit.protocol import protocol_of
