@@ -233,9 +233,11 @@ class ZarrTensor(ByLibrary):
 
     def _missed(self, place: Any) -> None:
         """Tell of the chunks that reads of this array have asked for in vain."""
-        asked, start = list(place.store.absent), f"{place.path}/" if place.path else ""
-        place.store.absent.difference_update(asked)
-        form = self._form()
-        missed = sorted(k for k in (key.removeprefix(start) for key in asked) if form.fullmatch(k))
+        start, form = f"{place.path}/" if place.path else "", self._form()
+        mine = {k: k.removeprefix(start) for k in list(place.store.absent) if k.startswith(start)}
+        mine = {k: name for k, name in mine.items() if form.fullmatch(name)}
+        # (Other arrays of the group may be being read by other threads, which tell of theirs.)
+        place.store.absent.difference_update(mine)
+        missed = sorted(mine.values())
         self.absent.update(missed[: _SHOWN - len(self.absent)])
         self._tell(missed[:_SHOWN], len(missed))
