@@ -56,6 +56,12 @@ def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
         return e
 
 
+def step_at(path: str) -> int | None:
+    """The step that the manifest of a complete checkpoint gives; None where there is none."""
+    held = _manifest(path)
+    return of_manifest(path, held).step if isinstance(held, manifest.Manifest) else None
+
+
 def complete(directory: str, warn: bool = False) -> list[Numbered]:
     """The complete checkpoints of a directory, by step. With ``warn``, a warning names each of the others."""
     there = store.at(directory)

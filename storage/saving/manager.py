@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ...arrays.core.errors import CheckpointError, MeshtapeError, NotACheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointExists, MeshtapeError, NotACheckpoint
 from ...arrays.core.formatting import DRAWINGS
 from ..base.page import Page
 from ..checkpoint import branches, numbered
@@ -191,6 +191,10 @@ class CheckpointManager:
             self.wait()
         for place in leftovers.places(self.directory):
             protocol_of(place).recover(place)
+        if overwrite and (other := numbered.step_at(target)) not in (None, step):
+            raise CheckpointExists(
+                f"{target} holds step {other}, by its manifest: rename the folder before step {step} is saved"
+            )
         kept = dict(metadata or {})
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
@@ -254,10 +258,11 @@ class CheckpointManager:
         return branches.current(self.directory, self._complete())
 
     def _of_step(self, step: int) -> Numbered:
+        """The complete checkpoint whose manifest has this step; a folder's name counts where several have it."""
         found = self._complete()
-        for c in found:
-            if c.path == self.path(step):
-                return c
+        own = self.path(step)
+        if of_it := sorted((c for c in found if c.step == step), key=lambda c: c.path != own):
+            return of_it[0]
         there = ", ".join(str(c.step) for c in found) or "none"
         raise NotACheckpoint(f"{self.directory} holds no complete checkpoint of step {step}; its steps are {there}")
 
@@ -385,9 +390,15 @@ class CheckpointManager:
         Where the rotation of another process deletes the latest one during the read, the newer one is loaded.
         """
         if step is not None:
-            tree = load(self.path(step), **load_arguments)
-            with contextlib.suppress(NotACheckpoint):  # rotated away meanwhile
-                self._restored = _whole("a step", step), self._of_step(step).branch
+            target = self.path(step)
+            try:
+                c = self._of_step(step)
+            except NotACheckpoint:
+                if numbered.step_at(target) is not None:  # it is one of another step
+                    raise
+                return load(target, **load_arguments)  # raises what is wrong with it
+            tree = load(c.path, **load_arguments)
+            self._restored = c.step, c.branch
             return tree
         self._branch = self._restored = None  # as it is now: another process may have rolled back
         target = self.latest()

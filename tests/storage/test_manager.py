@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -227,3 +228,23 @@ def test_a_rollback_that_cannot_be_written(tmp_path, code, error, step):
     with using(Failing()), pytest.raises(error, match=r"meshtape-branch\.json"):
         manager.rollback(step)
     assert manager.latest().endswith("20")
+
+
+def test_a_renamed_folder_is_the_step_that_its_manifest_says(tmp_path):
+    m = CheckpointManager(tmp_path, keep=None)
+    for step in (1, 2, 3):
+        m.save(step, {"g": step})
+    one, three = m.path(1), m.path(3)
+    Path(one).rename(tmp_path / "aside")
+    Path(three).rename(one)
+    (tmp_path / "aside").rename(three)
+    assert [m.restore(s)["g"] for s in (1, 2, 3)] == [1, 2, 3]
+    with pytest.raises(errors.CheckpointExists, match="holds step 3"):
+        m.save(1, {"g": 9}, overwrite=True)
+    assert m.rollback(1) == three
+    m.rollback(3)
+    m.delete(1)
+    assert (m.steps(), m.restore()) == ([2, 3], {"g": 3})
+    shutil.copytree(m.path(2), m.path(7))
+    with pytest.raises(errors.NotACheckpoint, match="no complete checkpoint of step 7"):
+        m.restore(7)
