@@ -123,8 +123,13 @@ class _AsIntegers:
         return capsule
 
 
+def resolved(exporter: Any) -> Any:
+    """A tensor of PyTorch with its sign (``z.conj().imag`` holds it as a bit, which DLPack leaves out); anything else as it is."""
+    return exporter.resolve_neg() if getattr(exporter, "is_neg", bool)() else exporter
+
+
 def read(xp: Any, exporter: Any) -> Any:
     """``xp.from_dlpack(exporter)``, also for short floats."""
-    source = _AsIntegers(exporter)
+    source = _AsIntegers(resolved(exporter))
     out = xp.from_dlpack(source)
     return out if source.dtype is None else out.view(source.dtype)

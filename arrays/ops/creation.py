@@ -425,7 +425,8 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
     device
         Where the Array goes; it stays where the data is by default.
     copy
-        As in :func:`asarray`: foreign memory is copied unless ``copy=False``, since its owner may write to it. With
+        As in :func:`asarray`: foreign memory is copied unless ``copy=False``, since its owner may write to it (and where PyTorch holds
+        a sign back, as in ``z.conj().imag``). With
         ``copy=False`` the memory is shared until the Array is written, and the caller promises not to write to ``x``.
 
     Examples

@@ -237,3 +237,18 @@ def test_numpy_is_told_where_a_copy_cannot_be_avoided():
 
 def test_only_arrays_on_a_gpu_speak_the_protocol_of_cuda():
     assert not hasattr(mt.ones(3), "__cuda_array_interface__")
+
+
+def test_a_sign_that_pytorch_holds_back_is_read():
+    """``z.conj().imag`` is a view of the imaginary parts with a bit that says "negative", which its DLPack leaves out."""
+
+    class Negative(Old):
+        def is_neg(self):
+            return True
+
+        def resolve_neg(self):
+            return Old(-self.x)
+
+    for copy in (None, True, False):
+        assert mt.from_dlpack(Negative(np.ones(2)), copy=copy).tolist() == [-1.0, -1.0]
+    assert mt.asarray(Negative(np.ones(2))).tolist() == [-1.0, -1.0]
