@@ -202,6 +202,8 @@ def check_target(root: str, overwrite: bool, tables: frozenset[str]) -> list[str
     store.refuse_writes()
     if not split(root)[1]:
         raise CheckpointError(f"{root} is a whole bucket; name a place in it")
+    if at(split(root)[0]).size(split(root)[1]) is not None:
+        raise CheckpointExists(f"{root} is a file; overwrite=True replaces checkpoint directories alone")
     held = {e.name for e in store.entries()}
     if not overwrite and held & {*_LAST, HF_SINGLE}:
         raise CheckpointExists(f"{root} exists; pass overwrite=True to replace it")

@@ -118,7 +118,11 @@ def _open(given: str, verify: bool) -> Checkpoint:
     root = atomic_directory.resolve(given)
     if stores.is_url(root):
         if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth")):
-            return _open_file(root, verify)
+            try:
+                return _open_file(root, verify)
+            except NotACheckpoint:
+                if manifest.read(root) is None:  # a checkpoint may be called so, too
+                    raise
     elif os.path.isfile(root):
         return _open_file(root, verify)
     elif not os.path.isdir(root):
@@ -160,6 +164,12 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return shards
     if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
+    if (
+        stores.is_url(root)
+        and stores.split(root)[1]
+        and stores.holding(root)[0].size(stores.split(root)[1]) is not None
+    ):
+        return _open_file(root, verify)  # its name has no ending that says so
     raise _refusal(store)
 
 

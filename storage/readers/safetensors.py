@@ -423,6 +423,7 @@ def save_safetensors(
     if isinstance(path, (str, os.PathLike)):
         store, file = stores.holding(where := stores.location(path))
         store.refuse_writes()
+        stores.refuse_folder(where)
         if not overwrite and store.size(file) is not None:
             raise CheckpointExists(f"{where} exists; pass overwrite=True to replace it")
         with atomic_directory.room_for(nbytes, where):

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
-from ...arrays.core.errors import CheckpointError
+from ...arrays.core.errors import CheckpointError, CheckpointExists
 from ..base.locations import READ_ONLY, SCHEMES, URL, is_url, split
 from ..base.locations import join as join
 from . import url_options
@@ -121,6 +121,18 @@ def holding(where: str) -> tuple[Store, str]:
         return _local(where)
     head, name = split(where)
     return at(head), name
+
+
+def refuse_folder(where: str) -> None:
+    """Raise where a file cannot be written to a URL: it is a whole bucket, or the checkpoint (or anything else) below it would hide the file,
+    or be hidden by it."""
+    if not is_url(where):
+        return  # a file system refuses it itself
+    if not split(where)[1]:
+        raise CheckpointError(f"{where} is a whole bucket; name a file in it")
+    store = at(where)
+    if store.lists and next(iter(store.entries()), None) is not None:
+        raise CheckpointExists(f"{where} is a directory; only files are replaced, write to another name")
 
 
 @lru_cache(maxsize=1 << 12)

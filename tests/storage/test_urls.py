@@ -229,7 +229,7 @@ def test_the_hub_gets_its_own_form(url, monkeypatch):
     with pytest.raises(errors.CheckpointError):
         mt.open_checkpoint(url)
     assert seen
-    assert all(path.startswith(url.removeprefix("hf://") + "/") for path in seen)
+    assert all(f"{path}/".startswith(url.removeprefix("hf://") + "/") for path in seen)
 
 
 def test_the_hub_by_its_own_client(tmp_path):
@@ -519,3 +519,22 @@ def test_a_link_out_of_an_array_is_not_followed(tmp_path):
     x = mt.from_zarr(tmp_path / "a", mt.Mesh({"x": 2}), x=mt.Shard(0))
     with pytest.raises(errors.CheckpointError, match="link out of"):
         x.load()
+
+
+def test_a_file_and_a_checkpoint_do_not_share_a_name():
+    """Neither sees the other there, so that one would be lost without a word."""
+    one, two, root = {"w": np.float32([1])}, {"w": np.float32([2])}, f"memory://{uuid.uuid4().hex}"
+    storage.save_safetensors(f"{root}/f.safetensors", one)
+    mt.save(f"{root}/g.safetensors", one)
+    for overwrite in (False, True):
+        with pytest.raises(errors.CheckpointExists, match="is a file"):
+            mt.save(f"{root}/f.safetensors", two, overwrite=overwrite)
+        with pytest.raises(errors.CheckpointExists, match="is a directory"):
+            storage.save_safetensors(f"{root}/g.safetensors", two, overwrite=overwrite)
+        with pytest.raises(errors.CheckpointError, match="whole bucket"):
+            storage.save_safetensors(root, two, overwrite=overwrite)
+    storage.save_safetensors(f"{root}/model", one)  # without an ending
+    for name in ("f.safetensors", "g.safetensors", "model"):
+        assert mt.load(f"{root}/{name}")["w"].tolist() == [1.0]
+    with pytest.raises(errors.NotACheckpoint):
+        mt.load(f"{root}/nothing.safetensors")
