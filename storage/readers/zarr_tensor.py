@@ -76,7 +76,11 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
         raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
     # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
     key = node or root_key(root)
-    return ZarrTensor(root, key, node, shape, dtypes.of_reader(dtype, f"{root}: key {node!r}"), chunk, encoding)
+    of_reader = dtypes.of_reader(dtype, f"{root}: key {node!r}")
+    told = tuple(sorted(n for n in array.attrs if n != GROUP_ATTRIBUTE))
+    if any(n is not None for n in getattr(array.metadata, "dimension_names", None) or ()):
+        told += ("names of dimensions",)
+    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=told)
 
 
 def open_array(root: str, node: str) -> ZarrTensor:
@@ -143,6 +147,7 @@ class ZarrTensor(ByLibrary):
     generation: Generation = NONE
     held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
     absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
+    attributes: tuple[str, ...] = ()  # names of what its writer says of it, which does not travel with its elements
 
     def key(self, coord: tuple[Any, ...]) -> str:
         """The name of the file of a chunk, in the folder of the array."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -143,6 +144,13 @@ class Selection:
         """The metadata for a safetensors header: its texts, without the keys that have a meaning there."""
         said = self.ckpt.metadata
         return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
+
+    def attributes(self) -> list[str]:
+        """A note on the attributes of another writer's Zarr arrays, such as a ``scale_factor``: only elements are written."""
+        told = {n: names for n, a in self.ckpt.arrays.items() if (names := getattr(a.tensor, "attributes", ()))}
+        shown = [f"{n} ({', '.join(names)})" for n, names in itertools.islice(told.items(), 8)]
+        more = f" and those of {len(told) - 8} more arrays" if len(told) > 8 else ""
+        return [f"attributes are not written: those of {', '.join(shown)}{more}"] if told else []
 
     def left_behind(self) -> list[str]:
         """Files and folders beside another writer's model that are not copied."""
@@ -424,7 +432,17 @@ def convert(
     seconds = time.perf_counter() - started
     told = dict(sorted(losses.items()))
     return ConvertReport(
-        target, len(tensors), files, total, nbytes, resumed, skipped, seconds, told, held.notes, held.left_behind()
+        target,
+        len(tensors),
+        files,
+        total,
+        nbytes,
+        resumed,
+        skipped,
+        seconds,
+        told,
+        [*held.notes, *held.attributes()],
+        held.left_behind(),
     )
 
 

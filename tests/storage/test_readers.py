@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from meshtape.storage import load, merge, open_checkpoint, register_zarr_dtypes, save, save_safetensors
+from meshtape.storage import convert, load, merge, open_checkpoint, register_zarr_dtypes, save, save_safetensors
 
 
 @pytest.fixture
@@ -119,3 +119,19 @@ def test_our_reader_reads_what_safetensors_wrote(kit, tmp_path):
     save_file(every, tmp_path / "x.safetensors")
     got = load(tmp_path / "x.safetensors")
     assert all(kit.same(got[k], every[k]) for k in every)
+
+
+def test_attributes_of_others_that_are_not_written_are_named(tmp_path):
+    import zarr
+
+    group = zarr.create_group(tmp_path / "x")
+    t = group.create_array("t", shape=(2, 3), dtype="i2", dimension_names=("y", "x"))
+    t[:] = np.arange(6).reshape(2, 3)
+    t.attrs.update(scale_factor=0.01, units="K")
+    group.create_array("plain", data=np.ones(2))
+    for report in (
+        convert(tmp_path / "x", tmp_path / "z", format="zarr"),
+        merge(tmp_path / "x", tmp_path / "m"),
+    ):
+        assert report.notes == ["attributes are not written: those of t (scale_factor, units, names of dimensions)"]
+    assert convert(tmp_path / "z", tmp_path / "again", format="zarr").notes == []
