@@ -12,6 +12,7 @@ holds it; then an event is noted on the working stream, which the copying stream
 from __future__ import annotations
 
 import ctypes
+import functools
 import queue
 import sys
 import threading
@@ -84,11 +85,12 @@ def _holders_on_cuda(buf: Any) -> int:
 
 
 class _CudaCopier:
-    """Copies items to a CUDA device on a stream of its own. Made by the consumer, :meth:`copy` is called by the thread."""
+    """Copies items to a CUDA device on a stream of its own. There is one for each device and size (:func:`_copier`), as what a consumer
+    still holds at the end of one prefetching must be awaited by the next. :meth:`copy` is called by the threads."""
 
     def __init__(self, where: Device, staging: int) -> None:
-        backend = backend_for(where)
-        self.cupy: Any = backend.xp
+        self.backend: Any = backend_for(where)
+        self.cupy: Any = self.backend.xp
         self.where = where
         cuda = self.cupy.cuda
         with cuda.Device(where.index):
@@ -99,13 +101,13 @@ class _CudaCopier:
             self.free = [cuda.Event(disable_timing=True) for _ in range(2)]
         self.turn = 0
         self.lent = Lent(_holders_on_cuda)
-        self.lock = threading.Lock()
+        self.copying, self.lock = threading.Lock(), threading.Lock()
         self.returned: list[tuple[Any, list[Any]]] = []
 
     def copy(self, item: Any) -> tuple[Any, Any]:
         """The item with its arrays on the device, and the event behind the last copy."""
         cuda = self.cupy.cuda
-        with cuda.Device(self.where.index), self.stream:
+        with self.copying, cuda.Device(self.where.index), self.stream, self.backend.memory():
             self._take_back()
             moved = trees.tree_map(self._leaf, item)
             event = cuda.Event(disable_timing=True)
@@ -125,7 +127,7 @@ class _CudaCopier:
         if not isinstance(x, Array | np.ndarray):
             return x
         buf = x._buf if isinstance(x, Array) else x.astype(as_dtype(x.dtype, "prefetch"), copy=False)
-        host = np.ascontiguousarray(buf)
+        host = np.ascontiguousarray(buf).reshape(buf.shape)  # it makes vectors of numbers
         with self.lock:
             buf = self.lent.hand_out(lambda: self.cupy.empty(host.shape, host.dtype))
         source = host.reshape(-1).view(np.uint8)
@@ -144,15 +146,26 @@ class _CudaCopier:
         item, event = ready
         cuda = self.cupy.cuda
         with cuda.Device(self.where.index):
-            stream = cuda.get_current_stream()
-            stream.wait_event(event)
-            with self.lock:
-                back = self.lent.come_back()
-                if back:
-                    done = cuda.Event(disable_timing=True)
-                    done.record(stream)
-                    self.returned.append((done, back))
+            cuda.get_current_stream().wait_event(event)
+        self._come_back()
         return item
+
+    def _come_back(self) -> None:
+        cuda = self.cupy.cuda
+        with cuda.Device(self.where.index), self.lock:
+            back = self.lent.come_back()
+            if back:
+                done = cuda.Event(disable_timing=True)
+                done.record(cuda.get_current_stream())
+                self.returned.append((done, back))
+
+    def end(self) -> None:
+        """Called by the consumer: what it has dropped so far goes back to the pool, the rest with the next prefetching."""
+        self._come_back()
+        self._take_back()
+
+
+_copier = functools.cache(_CudaCopier)
 
 
 class _HostCopier:
@@ -163,6 +176,9 @@ class _HostCopier:
 
     def hand_over(self, ready: Any) -> Any:
         return ready
+
+    def end(self) -> None:
+        pass
 
 
 class _Elsewhere:
@@ -226,6 +242,7 @@ class Prefetcher(Generic[T]):
         self._finalize()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self._copier.end()
 
     def __enter__(self) -> Prefetcher[T]:
         return self
@@ -317,7 +334,7 @@ def prefetch(
     if staging_bytes < 2:
         raise ArgumentError(f"[prefetch] staging_bytes must be at least 2, got {staging_bytes}")
     where = default_device() if device is None else _device(device)
-    copier = _HostCopier() if where is CPU else _CudaCopier(where, staging_bytes)
+    copier = _HostCopier() if where is CPU else _copier(where, staging_bytes)
     return Prefetcher(items, copier, depth)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,8 @@ from ..core.errors import BackendError, DeviceError, OutOfMemory
 from ..core.formatting import human_bytes
 from ..core.op import Op
 
+_HELD = "are free, CuPy holds"
+
 
 def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
     """The message of an out-of-memory error: CuPy's text, and the sizes of memory and pool.
@@ -29,7 +31,7 @@ def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
     'Out of memory allocating 2,147,483,648 bytes; 256.0 MiB of 8.0 GiB are free, CuPy holds 4.0 GiB, of which 2.0 GiB are in use'
     """
     sizes = [human_bytes(n) for n in (free, total, held, used)]
-    return "{}; {} of {} are free, CuPy holds {}, of which {} are in use".format(error, *sizes)
+    return f"{error}; {sizes[0]} of {sizes[1]} {_HELD} {sizes[2]}, of which {sizes[3]} are in use"
 
 
 class NumPyBackend:
@@ -70,10 +72,16 @@ class CuPyBackend:
 
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
         cp = self.xp
-        where = next((b.device for b in bufs if isinstance(b, cp.ndarray)), None)
-        with where or nullcontext(), self.memory():
+        with self.at(next((b for b in bufs if isinstance(b, cp.ndarray)), None)):
             out = op.bind(cp)(*bufs, **params)
-        return (cp.asarray(out),) if op.nout == 1 else tuple(map(cp.asarray, out))
+            # (Outside of the block it would be copied to the current device.)
+            return (cp.asarray(out),) if op.nout == 1 else tuple(map(cp.asarray, out))
+
+    @contextmanager
+    def at(self, buf: Any) -> Iterator[None]:
+        """A block that computes on the device of a buffer (None: on the current one)."""
+        with nullcontext() if buf is None else buf.device, self.memory():
+            yield
 
     def device_of(self, buf: Any) -> Device:
         return device(f"cuda:{buf.device.id}")
@@ -93,10 +101,12 @@ class CuPyBackend:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Raise CuPy's out-of-memory errors as `OutOfMemory`, with the sizes of the current device."""
+        """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of the current device."""
         try:
             yield
-        except self.xp.cuda.memory.OutOfMemoryError as e:
+        except MemoryError as e:
+            if isinstance(e, OutOfMemory) and _HELD in str(e):
+                raise
             pool = self.xp.get_default_memory_pool()
             free, total = self.xp.cuda.runtime.memGetInfo()
             raise OutOfMemory(memory_text(e, free, total, pool.total_bytes(), pool.used_bytes())) from e
@@ -130,6 +140,11 @@ def backend_for(where: Device) -> NumPyBackend | CuPyBackend:
 def backend_of(buf: Any) -> NumPyBackend | CuPyBackend:
     """The backend that a buffer belongs to (NumPy for None)."""
     return NUMPY if buf is None or isinstance(buf, np.ndarray) else cupy_backend()
+
+
+def on_device_of(buf: Any) -> AbstractContextManager[None]:
+    """A block that computes with a buffer beside any op: on its device, with errors of used-up memory as those of ops."""
+    return nullcontext() if isinstance(buf, np.ndarray | Deferred) else cupy_backend().at(buf)
 
 
 def devices() -> list[Device]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
@@ -190,6 +190,21 @@ def not_recording(*only: Any) -> Iterator[None]:
         state.recorders = before
 
 
+def _beside(args: Sequence[Any], default: Any) -> Any:
+    """The device of the first array among arguments, which may be in lists; None for the CPU."""
+    for a in args:
+        if isinstance(a, list | tuple):
+            found = _beside(a, state)
+            if found is not state:
+                return found
+        elif (buf := getattr(a, "_buf", None)) is not None:
+            if type(buf) is np.ndarray:
+                return None
+            if getattr(a.device, "kind", None) == "cuda":
+                return a.device
+    return default
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -197,7 +212,8 @@ R = TypeVar("R")
 def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a public function written in terms of other ops: its entries carry ``origin=name``.
 
-    The outermost name stays, so that profiles and errors speak the word that the user wrote.
+    The outermost name stays, so that profiles and errors speak the word that the user wrote. Lists, numbers and constants become arrays
+    on the device of the first array among the arguments.
     """
 
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
@@ -205,11 +221,12 @@ def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def inner(*args: P.args, **kwargs: P.kwargs) -> R:
             if state.origin is not None:
                 return fn(*args, **kwargs)
-            state.origin = name
+            before = state.device
+            state.origin, state.device = name, _beside((*args, *kwargs.values()), before)
             try:
                 return fn(*args, **kwargs)
             finally:
-                state.origin = None
+                state.origin, state.device = None, before
 
         return inner
 

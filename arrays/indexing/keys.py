@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends import host_sync
+from ..backends.backend import on_device_of
 from ..core.array import Array
+from ..core.devices import Device, default_device
 from ..core.dispatch import Deferred, wrap
 from ..core.errors import ArgumentError, ArrayIndexError
 from ..core.index_template import Gap, Slot, Span, Template, Truth, is_basic
@@ -30,13 +32,16 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
     the index and the length in the message.
     """
     items: list[Any] = []
+    ours: list[Array] = []  # made here, in host memory, where they are looked at without a wait
     used = 0
     for item in key if isinstance(key, tuple) else (key,):
         if item is None or item is Ellipsis:
             items.append(item)
             continue
         if not isinstance(item, slice) and (not isinstance(item, int | np.integer) or isinstance(item, bool | np.bool)):
-            item = _index_array(item, used)
+            item, given = _index_array(item, used), item
+            if item is not given:
+                ours.append(item)
             used += item.ndim if item.dtype == np.bool_ else 1
         else:
             used += 1
@@ -50,6 +55,7 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
     if not any(item is Ellipsis for item in items):
         items.append(Ellipsis)
 
+    where = x.device if isinstance(x.device, Device) else default_device()
     arrays: list[Any] = []
     unchecked: list[tuple[Any, int, int]] = []
     parsed: list[Any] = []
@@ -72,16 +78,21 @@ def parse(x: Array, key: Any) -> tuple[Template, tuple[Any, ...]]:
             parsed.append(int(item) % n)
             axis += 1
         elif item.dtype == np.bool_ and item.ndim == 0:
-            parsed.append(Truth(bool(item)))
+            host_sync.note("a truth among the indices is read")  # by CuPy, whatever it was made of
+            parsed.append(Truth(bool(item._buf if type(item._buf) is np.ndarray else item)))
         else:
-            masks = item.dtype == np.bool_
+            masks, own = item.dtype == np.bool_, any(item is o for o in ours)
+            if masks and not own:
+                host_sync.note("the true elements of a mask are counted")
             for a in _true_places(item, x, axis) if masks else [item]:
-                if not masks and not isinstance(a._buf, Deferred | np.ndarray) and not host_sync.checks_indices():
+                if own and not masks and a.size:
+                    _check_range(a._buf, axis, x.shape[axis])
+                elif not masks and not isinstance(a._buf, Deferred | np.ndarray) and not host_sync.checks_indices():
                     a = _wrapped(a, axis, x.shape[axis])
                 elif not masks:
                     unchecked.append((a._buf, axis, x.shape[axis]))
                 parsed.append(Slot(len(arrays)))
-                arrays.append(a)
+                arrays.append(asarray(a._buf, device=where, copy=False) if own and where.kind != "cpu" else a)
                 axis += 1
     _check_ranges(unchecked)
     return tuple(p for p in parsed if not isinstance(p, Gap) or _separates(parsed)), tuple(arrays)
@@ -114,7 +125,11 @@ def _index_array(item: Any, axis: int) -> Array:
             "only integers, slices (`:`), ellipsis (`...`), None and integer or boolean arrays are valid indices, "
             f"got {type(item).__name__} {item!r} at axis {axis}"
         )
-    array = item if isinstance(item, Array) else asarray(np.asarray(item, dtype=np.intp if _is_empty(item) else None))
+    array = (
+        item
+        if isinstance(item, Array)
+        else asarray(np.asarray(item, dtype=np.intp if _is_empty(item) else None), device="cpu")
+    )
     if array.dtype != np.bool_:
         if array.dtype.kind not in "iu":
             raise ArrayIndexError(
@@ -137,9 +152,9 @@ def _true_places(mask: Array, x: Array, axis: int) -> list[Array]:
                 f"boolean index did not match indexed array along axis {axis + i}; size of axis is {n} but size "
                 f"of corresponding boolean axis is {m}"
             )
-    host_sync.note("the true elements of a mask are counted")
     buf = mask._buf
-    return [asarray(a, copy=False) for a in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf))]
+    with on_device_of(buf):
+        return [wrap(a) for a in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf))]
 
 
 def _is_empty(item: Any) -> bool:
@@ -163,8 +178,9 @@ def _check_ranges(indices: Sequence[tuple[Any, int, int]]) -> None:
     far = [(buf, axis, n) for buf, axis, n in far if not isinstance(buf, np.ndarray)]
     wrong = None
     for buf, _, n in far:
-        here = ((buf < -n) | (buf >= n)).any()
-        wrong = here if wrong is None else wrong | here
+        with on_device_of(buf):
+            here = ((buf < -n) | (buf >= n)).any()
+            wrong = here if wrong is None else wrong | here
     if wrong is not None and bool(wrong):
         for buf, axis, n in far:
             _check_range(buf, axis, n)
@@ -174,7 +190,8 @@ def _wrapped(index: Array, axis: int, n: int) -> Array:
     """Indices wrapped around, which need no check, as none is outside the array."""
     if n == 0 and index.size:
         raise ArrayIndexError(f"an index is out of bounds for axis {axis} with size 0")
-    return wrap(index._buf.astype(np.int64, copy=False) % max(n, 1))  # a short index may not hold n
+    with on_device_of(index._buf):
+        return wrap(index._buf.astype(np.int64, copy=False) % max(n, 1))  # a short index may not hold n
 
 
 def _check_range(buf: Any, axis: int, n: int) -> None:

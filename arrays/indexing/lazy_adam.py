@@ -36,7 +36,8 @@ def adam_step(
 def _lazy(xp: Any, p: Any, g: Any, m: Any, v: Any, size: Any, eps: Any, *, b1: float, b2: float) -> tuple[Any, ...]:
     moves = g != 0
     news = adam_step(xp, p, g, m, v, size, eps, b1=b1, b2=b2)
-    return tuple(xp.where(moves, new, old) for new, old in zip(news, (p, m, v), strict=True))
+    # NumPy makes float32 of a bfloat16 and one of Python's numbers.
+    return tuple(xp.where(moves, new, old).astype(old.dtype) for new, old in zip(news, (p, m, v), strict=True))
 
 
 def _decompose(p: Any, g: Any, m: Any, v: Any, size: Any, eps: Any, *, b1: float, b2: float) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends import host_sync
 from ..backends.dlpack import export, read_only
 from ..core.array import Array
 from ..core.dispatch import Deferred, refuse_watched
@@ -78,7 +79,9 @@ class Protocols:
         if not isinstance(buf, np.ndarray):
             to_host = dl_device is not None and int(dl_device[0]) == 1  # for which CuPy makes a copy
             shared = not to_host and copy is not True and (marked or copy is False)
-            if not shared and not to_host:
+            if to_host:
+                host_sync.note("a value is read")
+            elif not shared:
                 buf, copy = buf.copy(), None  # CuPy itself refuses to copy on the device
             extra = {} if copy is None else {"copy": copy}
             return export(

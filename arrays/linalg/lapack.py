@@ -155,7 +155,11 @@ def _adjugate(xp: Any, x: Any) -> Any:
     """``det(x) inv(x)``, which exists for singular matrices too: from the products of all other singular values."""
     u, s, vh = _called(xp, "svd", x.astype(wide(x.dtype), copy=False))
     n = x.shape[-1]
-    others = xp.stack([xp.prod(xp.delete(s, i, axis=-1), axis=-1) for i in range(n)], axis=-1) if n else s
+    others = (
+        xp.stack([xp.prod(xp.concatenate([s[..., :i], s[..., i + 1 :]], axis=-1), axis=-1) for i in range(n)], axis=-1)
+        if n
+        else s
+    )
     phase = xp.linalg.det(u) * xp.linalg.det(vh)
     vo = xp.conj(xp.swapaxes(vh, -1, -2)) * others[..., None, :]
     return (phase[..., None, None] * (vo @ xp.conj(xp.swapaxes(u, -1, -2)))).astype(x.dtype, copy=False)

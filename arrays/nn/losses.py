@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..backends import host_sync
+from ..backends.backend import on_device_of
 from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, as_number
 from ..core.dtypes import float64, result_type
@@ -114,15 +116,17 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
     if isinstance(labels._buf, Deferred) or labels.size == 0:
         return
     buf = labels._buf
-    if all_classes(buf, classes):
-        return
-    wrong = (buf < 0) | (buf >= classes)
-    if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):
-        wrong &= buf != ignore_index
-    if wrong.any():
-        raise ArrayIndexError(
-            f"[cross_entropy] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index {ignore_index})"
-        )
+    host_sync.note("labels are checked")
+    with on_device_of(buf):
+        if all_classes(buf, classes):
+            return
+        wrong = (buf < 0) | (buf >= classes)
+        if ignore_index is not None and not (labels.dtype.kind == "u" and ignore_index < 0):
+            wrong &= buf != ignore_index
+        if wrong.any():
+            raise ArrayIndexError(
+                f"[cross_entropy] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index {ignore_index})"
+            )
 
 
 @composite("info_nce")

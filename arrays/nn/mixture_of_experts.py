@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..backends import host_sync
 from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
@@ -42,6 +43,7 @@ class _Share(NamedTuple):
 
 def _shares(xp: Any, x: Any, chosen: Any, weights: Any, numbers: Any, dtype: np.dtype) -> Iterator[_Share]:
     for i in range(len(numbers)):
+        host_sync.note("the rows of an expert are counted")
         sent = chosen == numbers[i]
         rows = xp.nonzero(sent.any(axis=1))[0]
         if rows.size:

@@ -40,6 +40,7 @@ def allclose(a: Any, b: Any, /, rtol: float = 1e-5, atol: float = 1e-8, *, equal
     return bool(all(isclose(a, b, rtol, atol, equal_nan=equal_nan)))
 
 
+@composite("array_equal")
 def array_equal(a: Any, b: Any, /, *, equal_nan: bool = False) -> bool:
     """Whether two arrays have the same shape and elements.
 
@@ -53,6 +54,7 @@ def array_equal(a: Any, b: Any, /, *, equal_nan: bool = False) -> bool:
     return bool(all(logical_or(same, logical_and(a != a, b != b)) if equal_nan else same))
 
 
+@composite("array_equiv")
 def array_equiv(a: Any, b: Any, /) -> bool:
     """Whether two arrays are equal where they are broadcast together.
 

@@ -76,7 +76,7 @@ def polyder(p: Any, /, m: int = 1) -> Array:
     """
     p = _coefficients("polyder", p)
     for _ in range(m):
-        p = p[:-1] * np.arange(p.size - 1, 0, -1)
+        p = p[:-1] * asarray(np.arange(p.size - 1, 0, -1))
     return p
 
 
@@ -89,7 +89,7 @@ def polyint(p: Any, /, m: int = 1, k: float = 0.0) -> Array:
     """
     p = _coefficients("polyint", p)
     for _ in range(m):
-        p = concat([p / np.arange(p.size, 0, -1.0), atleast_1d(k)])
+        p = concat([p / asarray(np.arange(p.size, 0, -1.0)), atleast_1d(k)])
     return p
 
 

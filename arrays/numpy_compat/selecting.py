@@ -63,6 +63,7 @@ def piecewise(
     return out
 
 
+@composite("compress")
 def compress(condition: Any, x: Any, /, axis: int | None = None) -> Array:
     """The elements, rows, … where a vector of booleans is true, along ``axis``; flat without one.
 
@@ -77,6 +78,7 @@ def compress(condition: Any, x: Any, /, axis: int | None = None) -> Array:
     return take(x, nonzero(condition)[0], axis=shape_rules.one_axis("compress", axis, x.ndim))
 
 
+@composite("extract")
 def extract(condition: Any, x: Any, /) -> Array:
     """The elements where a condition of the same size is true, flat.
 

@@ -353,6 +353,7 @@ def _nan_quantiles(rows: Array, levels: Array) -> Array:
     return where(count == 0, np.nan, out)
 
 
+@composite("nanpercentile")
 def nanpercentile(x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear") -> Array:
     """Quantiles of the elements that are not NaN, in percent; see :func:`nanquantile`.
 

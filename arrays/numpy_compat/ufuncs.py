@@ -76,6 +76,7 @@ def fabs(x: Any, /) -> Array:
     return ew.abs(_floating(ordered("fabs", x)))
 
 
+@composite("float_power")
 def float_power(x: Any, y: Any, /) -> Array:
     """A power in at least float64, for all dtypes: negative powers of integers too.
 

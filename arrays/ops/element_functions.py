@@ -23,6 +23,15 @@ def floor_divide(xp: Any, x: Any, y: Any) -> Any:
         return xp.where(far, xp.true_divide(x, y), quotient).astype(quotient.dtype, copy=False)
 
 
+def power_on_cuda(x: Any, y: Any) -> Any:
+    """CuPy has a number for a negative power of an integer, which NumPy refuses."""
+    import cupy
+
+    if type(y) is int and y < 0 and x.dtype.kind in "biu":
+        raise ValueError("Integers to negative integer powers are not allowed.")
+    return cupy.power(x, y)
+
+
 def round_to(xp: Any, x: Any, decimals: Any) -> Any:
     n = int(decimals)
     if x.dtype.kind in "biu":

@@ -15,7 +15,7 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
-from ..core.op import NO_PARAMS, Cuda, Op
+from ..core.op import NO_PARAMS, Cuda, Op, composite
 from ..core.param_kinds import AXIS, DTYPE, VALUE, WHOLE
 from ..core.shape_dtype import ShapeDtype
 from ..native import AVAILABLE, ops
@@ -52,7 +52,14 @@ FMOD, fmod = binary(
 LDEXP, _scaled = binary(
     "ldexp", "``x1 * 2**x2``, rounded once; ``x2`` are integers.", "[1.0, 3.0], 2 -> [ 4., 12.]", fn.ldexp
 )
-POW, pow = binary("pow", "``x1`` to the power ``x2``.", "[2, 3], 2 -> [4, 9]", "power", cuda="pow{f}({0}, {1})")
+POW, pow = binary(
+    "pow",
+    "``x1`` to the power ``x2``.",
+    "[2, 3], 2 -> [4, 9]",
+    "power",
+    overrides={"cupy": fn.power_on_cuda},
+    cuda="pow{f}({0}, {1})",
+)
 NEGATIVE, negative = unary(
     "negative",
     "Minus ``x``.",
@@ -119,6 +126,7 @@ FMIN, fmin = binary(
 )
 
 
+@composite("ldexp")
 def ldexp(x1: Any, x2: Any, /) -> Array:
     # A number is an integer beside bfloat16, too, where others take the dtype of the array.
     return _scaled(x1, as_array(x2) if type(x2) is int and hasattr(x1, "dtype") else x2)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.backend import cupy_backend, on_device_of
 from ..core.array import Array
-from ..core.dispatch import Deferred
+from ..core.dispatch import Deferred, made, wrap
 from ..core.errors import ShapeError
 from .creation import arange, asarray, beside
 from .elementwise import where
@@ -26,6 +27,9 @@ def lower_triangle(like: Array, k: int = 0) -> Array:
     if isinstance(like._buf, Deferred) and like._buf.host is not None and rows * cols > LARGE:
         row = like._buf.host.replicate(arange(rows)[:, None])
         return row >= arange(-k, cols - k)
+    if not isinstance(like._buf, Deferred | np.ndarray):  # made where it is used
+        with on_device_of(like._buf):
+            return made(wrap(cupy_backend().xp.tri(rows, cols, k, dtype=bool)))
     return asarray(np.tri(rows, cols, k, dtype=bool), copy=False, device=beside(like))
 
 

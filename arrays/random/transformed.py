@@ -45,7 +45,8 @@ def _positive(name: str, what: str, value: Any, wide: np.dtype) -> Array:
     found = asarray(value)
     if found.dtype.kind not in "biuf" and found.dtype != recipes.BF16:
         raise DTypeError(f"[{name}] {what} must be real numbers, got {found.dtype.name}")
-    if not isinstance(found._buf, Deferred) and not bool(all(found > 0)):
+    known = value > 0 if type(value) in (int, float) else isinstance(found._buf, Deferred) or bool(all(found > 0))
+    if not known:
         raise ArgumentError(f"[{name}] {what} must be positive")
     return astype(found, wide)
 

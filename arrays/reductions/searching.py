@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..backends import host_sync
+from ..backends.backend import on_device_of
 from ..backends.pieces import large, reduced
 from ..core import shape_rules
 from ..core.array import Array
@@ -167,7 +168,8 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
         raise ShapeError("[nonzero] a 0-d array has no indices")
     host_sync.note("nonzero elements are counted")
     buf = x._buf.concrete() if isinstance(x._buf, Deferred) else x._buf
-    return tuple(wrap(i) for i in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf != 0)))
+    with on_device_of(buf):
+        return tuple(wrap(i) for i in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf != 0)))
 
 
 @composite("count_nonzero")

@@ -12,7 +12,7 @@ from ..core.array import Array
 from ..core.dispatch import Deferred, as_array
 from ..core.errors import ArgumentError, ShapeError
 from ..core.shape_rules import one_axis
-from ..ops.creation import beside, full
+from ..ops.creation import asarray, beside, full
 from ..ops.elementwise import floor, round, where
 from ..ops.manipulation import astype, concat, flip, repeat
 from ..ops.number_ranges import check_numbers
@@ -172,7 +172,7 @@ def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
     edge = x[(*(slice(None),) * axis, slice(0, 1) if first else slice(n - 1, n))]
     edge = astype(edge, np.float64) if whole else edge
     places = np.arange(width, dtype=edge.dtype).reshape([-1 if a == axis else 1 for a in range(x.ndim)])
-    out = as_array(places) * ((edge - end) / max(width, 1)) + end
+    out = asarray(places, device=beside(edge)) * ((edge - end) / max(width, 1)) + end
     out = astype(floor(out) if x.dtype.kind in "iu" else out, x.dtype, copy=False)
     return out if first else flip(out, axis=axis)
 

@@ -45,7 +45,7 @@ def _remainder_y(xp, g, x, y, ans):
 
 defvjp(ew.REMAINDER, x=same, y=_remainder_y)
 defvjp(ew.FMOD, x=same, y=lambda xp, g, x, y, ans: -g * xp.round((x - ans) / y))
-defvjp(ew.HEAVISIDE, x=lambda xp, g: xp.zeros_like(g), y=lambda xp, g, x: xp.where(x == 0, g, 0.0))
+defvjp(ew.HEAVISIDE, x=lambda xp, g: xp.zeros_like(g), y=lambda xp, g, x: xp.where(xp.equal(x, 0), g, 0.0))
 defvjp(ew.LDEXP, x=lambda xp, g, y: call(xp, ew.LDEXP, g, y))
 
 

@@ -12,12 +12,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from ...arrays.backends.backend import backend_of
+from ...arrays.backends.backend import backend_of, on_device_of
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id
 from ...arrays.core.devices import Device
@@ -223,11 +223,17 @@ class Tape(Recording):
 
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
-        cots: dict[int, Any] = {}
         if [s for s in seeds if s is not None]:
             densify(seeds)  # of the targets nobody reads the values
         checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
         bufs = [x._buf for pair in checked for x in pair]
+        with on_device_of(bufs[1]) if bufs else nullcontext():
+            return self._backward(checked, bufs, keep)
+
+    def _backward(
+        self, checked: Sequence[tuple[Array, Array]], bufs: Sequence[Any], keep: Sequence[int]
+    ) -> dict[int, Array]:
+        cots: dict[int, Any] = {}
         before = state.recorders
         others = state.recorders = tuple([r for r in before if r is not self and not is_checker(r)])
         try:

@@ -46,8 +46,8 @@ class Bundle:
         self.slots = slots
 
     def __sizeof__(self) -> int:
-        # Dask's memory accounting and dashboard show this: host memory only.
-        return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values() if is_on_host(b))
+        # Dask's memory accounting and dashboard show this. As Dask does for CuPy's arrays, memory of a device counts too.
+        return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values())
 
     def __reduce__(self) -> Any:
         # Dask puts values aside on disk: blocks of a device go as host memory, and come back to it.

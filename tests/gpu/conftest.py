@@ -1,7 +1,8 @@
 """The GPU suite: every test here needs a CUDA device and CuPy, and is skipped with the reason where there is none.
 
 ``pytest tests/gpu`` runs it with one command and prints a report of the device. What has never run on a GPU so far: all of
-it. The suite was written on machines without one; the logic that it shares with the CPU is tested there.
+it. The suite was written on machines without one; the logic that it shares with the CPU is tested there, and ``contract`` runs it over a
+fake CUDA, by real CuPy, but for values (``docs/development/gpu.md``).
 
 Of the kernels (``arrays/kernels``) that means: every source has been compiled to machine code for compute capabilities 7.5, 8.0,
 9.0 and 10.0, and has been run, with the Python that starts it, under an emulation of CUDA's execution model on a CPU
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     except mt.errors.BackendError as e:
         reason = str(e)
     for item in items:
-        if HERE in item.path.parents:
+        if HERE in item.path.parents and HERE / "contract" not in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -63,7 +63,8 @@ def test_another_stream_may_take_the_items() -> None:
 
 def test_cupy_reads_the_memory_itself_and_sees_no_later_write() -> None:
     x = mt.asarray(np.arange(4.0))
-    for taken in (cp.asarray(x), cp.from_dlpack(x)):
+    for take in (cp.asarray, cp.from_dlpack):
+        taken = take(x)
         assert taken.data.ptr == x._buf.data.ptr
         x[0] = 9.0
         assert taken.get().tolist() == [0, 1, 2, 3]

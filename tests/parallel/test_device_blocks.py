@@ -325,7 +325,7 @@ def test_blocks_that_dask_puts_aside_come_back_to_their_device(gpus):
         memory = memory_of("cuda:1")
         with memory.using():
             bundle = Bundle({0: {3: memory.put(np.arange(4))}})
-        assert bundle.__sizeof__() < 100  # of the host's memory
+        assert bundle.__sizeof__() == 64 + 4 * 8  # what Dask puts aside to have that much less
         again = pickle.loads(pickle.dumps(bundle))
         assert again.slots[0][3].device.id == 1
         np.testing.assert_array_equal(again.slots[0][3].get(), np.arange(4))

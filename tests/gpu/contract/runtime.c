@@ -1,0 +1,160 @@
+/* A CUDA runtime and driver without a device: memory of the host stands for that of the device, kernels do nothing, and every call that a test
+   may count is noted with its stream and its size. A stream knows whether it is captured, and refuses then what CUDA refuses. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint64_t u;
+typedef struct { const char *what; u stream, size; } call;
+enum { DEVICES = 2, KEPT = 1 << 16, INVALID = 1, NO_MEMORY = 2, UNSUPPORTED_IN_CAPTURE = 900 };
+
+call calls[KEPT];
+u called = 0;
+int fill = 0; /* the byte that new memory is full of */
+static __thread int device = 0;
+static u limit = 2ULL << 30;
+
+void note(const char *what, u stream, u size) {
+    u i = __atomic_fetch_add(&called, 1, __ATOMIC_RELAXED) % KEPT;
+    calls[i] = (call){what, stream, size};
+}
+
+/* ----- streams: 0, 1 and 2 are CUDA's own, the others point at what they are ----- */
+typedef struct { int capturing, broken; } stream;
+
+static int captured(u s) { return s > 2 && ((stream *)s)->capturing; }
+static int wait(u s) {
+    if (captured(s)) { ((stream *)s)->broken = 1; return UNSUPPORTED_IN_CAPTURE; }
+    note("wait", s, 0);
+    return 0;
+}
+static int new_stream(u *s) { *s = (u)calloc(1, sizeof(stream)); return 0; }
+
+int fake_cudaStreamCreate(u *s) { return new_stream(s); }
+int fake_cudaStreamCreateWithFlags(u *s) { return new_stream(s); }
+int fake_cudaStreamCreateWithPriority(u *s) { return new_stream(s); }
+int fake_cudaStreamSynchronize(u s) { return wait(s); }
+int fake_cudaStreamWaitEvent(u s, u event) { note("order", s, event); return 0; }
+int fake_cudaStreamGetPriority(u s, int *p) { *p = 0; return 0; }
+int fake_cudaStreamIsCapturing(u s, int *state) { *state = captured(s); return 0; }
+int fake_cudaStreamBeginCapture(u s) {
+    if (captured(s)) return INVALID;
+    *(stream *)s = (stream){1, 0};
+    return 0;
+}
+int fake_cudaStreamEndCapture(u s, u *graph) {
+    int broken = ((stream *)s)->broken;
+    *(stream *)s = (stream){0, 0};
+    *graph = broken ? 0 : 0x4000;
+    return broken ? 901 : 0;
+}
+int fake_cudaGraphInstantiate(u *exec) { *exec = 0x5000; return 0; }
+int fake_cudaGraphLaunch(u exec, u s) { note("graph", s, exec); return 0; }
+int fake_cudaDeviceSynchronize(void) { return wait(0); }
+int fake_cudaEventCreate(u *e) { *e = (u)calloc(1, 8); return 0; }
+int fake_cudaEventCreateWithFlags(u *e) { *e = (u)calloc(1, 8); return 0; }
+int fake_cudaEventRecord(u e, u s) { note("record", s, e); return 0; }
+int fake_cudaEventSynchronize(u e) { note("wait", 0, e); return 0; }
+int fake_cudaEventElapsedTime(float *t) { *t = 1; return 0; }
+
+/* ----- devices ----- */
+int fake_cudaGetDevice(int *d) { *d = device; return 0; }
+int fake_cudaSetDevice(int d) { if (d < 0 || d >= DEVICES) return 101; device = d; return 0; }
+int fake_cudaGetDeviceCount(int *n) { *n = DEVICES; return 0; }
+int fake_cudaDriverGetVersion(int *v) { *v = 13020; return 0; }
+int fake_cudaRuntimeGetVersion(int *v) { *v = 13020; return 0; }
+int fake_cudaDeviceCanAccessPeer(int *yes) { *yes = 1; return 0; }
+int fake_cudaDeviceGetAttribute(int *v, int which) {
+    switch (which) {
+    case 1: *v = 1024; break;     /* threads of a block */
+    case 8: *v = 49152; break;    /* shared memory of a block */
+    case 10: *v = 32; break;      /* threads of a warp */
+    case 16: *v = 132; break;     /* multiprocessors */
+    case 39: *v = 2048; break;    /* threads of a multiprocessor */
+    case 75: *v = 9; break;       /* compute capability, major and minor */
+    case 76: *v = 0; break;
+    case 81: *v = 233472; break;  /* shared memory of a multiprocessor */
+    case 97: *v = 232448; break;  /* shared memory of a block that asks for it */
+    default: *v = 1;
+    }
+    return 0;
+}
+int fake_cudaGetDeviceProperties(char *p, int d) {
+    memset(p, 0, 1008);
+    strcpy(p, "no device");
+    p[256] = d + 1; /* the identity */
+    return 0;
+}
+static const char *text = "an error of the fake runtime";
+const char *fake_cudaGetErrorName(int e) { return e == NO_MEMORY ? "cudaErrorMemoryAllocation" : text; }
+const char *fake_cudaGetErrorString(int e) { return e == NO_MEMORY ? "out of memory" : text; }
+
+/* ----- memory ----- */
+int fake_cudaMalloc(void **p, u n) {
+    *p = 0;
+    char *raw = n > limit ? 0 : calloc(n + 1024, 1), *aligned = (char *)(((u)raw + 1024) & ~511ULL);
+    if (!raw) return NO_MEMORY;
+    ((void **)aligned)[-1] = raw;
+    if (fill) memset(aligned, fill, n);
+    *p = aligned;
+    note("malloc", 0, n);
+    return 0;
+}
+int fake_cudaMallocAsync(void **p, u n, u s) { return fake_cudaMalloc(p, n); }
+int fake_cudaHostAlloc(void **p, u n) { return posix_memalign(p, 512, n ? n : 1) ? NO_MEMORY : 0; }
+int fake_cudaFree(void **p) { if (p) free(p[-1]); return 0; }
+int fake_cudaFreeAsync(void **p) { return fake_cudaFree(p); }
+int fake_cudaFreeHost(void *p) { free(p); return 0; }
+int fake_cudaMemGetInfo(u *free, u *total) { *free = 70ULL << 30; *total = 80ULL << 30; return 0; }
+static const char *kinds[] = {"h2h", "h2d", "d2h", "d2d", "d2d"};
+int fake_cudaMemcpyAsync(void *to, const void *from, u n, int kind, u s) {
+    note(kinds[kind], s, n);
+    memmove(to, from, n);
+    return 0;
+}
+int fake_cudaMemcpy(void *to, const void *from, u n, int kind) {
+    note("wait", 0, 0);
+    return fake_cudaMemcpyAsync(to, from, n, kind, 0);
+}
+int fake_cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, u n, u s) { return fake_cudaMemcpyAsync(to, from, n, 3, s); }
+int fake_cudaMemset(void *p, int v, u n) { memset(p, v, n); return 0; }
+int fake_cudaMemsetAsync(void *p, int v, u n) { memset(p, v, n); return 0; }
+struct attributes { int type, device; void *on_device, *on_host; };
+int fake_cudaPointerGetAttributes(struct attributes *a, void *p) {
+    *a = (struct attributes){2, device, p, 0};
+    return 0;
+}
+
+/* ----- kernels ----- */
+typedef struct { unsigned x, y, z; } dim3;
+int fake_launch(void *kernel, dim3 grid, dim3 block, void **arguments, u shared, u s) { note("launch", s, grid.x * (u)block.x); return 0; }
+int fake_cudaLaunchKernelExC(struct { dim3 grid, block; u shared, s; } *how) { note("launch", how->s, how->grid.x * (u)how->block.x); return 0; }
+int fake_occupancy(int *n) { *n = 8; return 0; }
+int fake_cudaFuncGetAttributes(int *a) {
+    memset(a, 0, 64);
+    a[6] = 1024;        /* threads of a block at most */
+    a[8] = a[9] = 90;   /* what it was compiled for */
+    return 0;
+}
+int fake_nothing(void) { return 0; }
+
+/* ----- driver ----- */
+int cuInit(void) { return 0; }
+int cuDeviceGetCount(int *n) { *n = DEVICES; return 0; }
+int cuDriverGetVersion(int *v) { *v = 13020; return 0; }
+int cuCtxGetCurrent(u *c) { *c = 0x1000; return 0; }
+int cuCtxSetCurrent(u c) { return 0; }
+int cuModuleLoadData(u *m) { *m = 0x2000; return 0; }
+int cuModuleLoad(u *m) { *m = 0x2000; return 0; }
+int cuModuleUnload(u m) { return 0; }
+int cuModuleGetFunction(u *f) { *f = 0x3000; return 0; }
+int cuLaunchKernel(u f, u gx, u gy, u gz, u bx, u by, u bz, u shared, u s) {
+    note("launch", s, (unsigned)gx * (u)(unsigned)bx);
+    return 0;
+}
+int cuFuncGetAttribute(int *v, int which) { *v = which == 0 ? 1024 : 0; return 0; }
+int cuFuncSetAttribute(void) { return 0; }
+int cuGetErrorName(int e, const char **s) { *s = text; return 0; }
+int cuGetErrorString(int e, const char **s) { *s = text; return 0; }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n) { *n = 4; return 0; }
+int cuOccupancyMaxPotentialBlockSize(int *grid, int *block) { *grid = 132; *block = 256; return 0; }

@@ -1,0 +1,601 @@
+"""What the contract runs over the fake CUDA, each sweep in a process of its own: ``python sweeps.py NAME ARGUMENTS``, whose answer is JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import doctest
+import functools
+import importlib
+import importlib.util
+import json
+import pickle
+import pkgutil
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def beside(path: str) -> Any:
+    """A module of the tests, whose folders are not on the path (one is called ``meshtape``)."""
+    file = HERE / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fake_cuda = beside("fake_cuda.py")
+FAKE = fake_cuda.FakeCuda()
+
+import numpy as np  # noqa: E402
+
+import meshtape as mt  # noqa: E402
+from meshtape.arrays.core.dispatch import apply  # noqa: E402
+
+op_samples, every = beside("../../op_samples.py"), beside("../test_every_op.py")
+DTYPES = [*every.FLOATS, *every.OTHERS]
+COSTED = ("float64", "float32")
+COUNTED = ("a truth among the indices", "the true elements of a mask", "nonzero elements")
+"""Waits for a shape, which the fake does not know."""
+
+
+def _said(x: Any) -> str:
+    return f"{type(x).__name__}: {str(x)[:200]}" if isinstance(x, Exception) else "a result"
+
+
+def arrays_of(tree: Any) -> list[mt.Array]:
+    return [o for o in mt.tree.flatten(tree)[0] if isinstance(o, mt.Array)]
+
+
+def outcome(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The arrays that a call gives, or its error."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        try:
+            return arrays_of(call(*args))
+        except Exception as e:
+            return e
+
+
+def placed(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    return tuple(mt.asarray(a, device=device) if isinstance(a, np.ndarray) else a for a in args)
+
+
+class Row:
+    """Of one op: how many calls were compared, where they differ from the CPU's, the most that one cost, and the waits that nobody is told of."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.differences: list[str] = []
+        self.silent: list[str] = []
+        self.by_value = 0  # calls whose shapes depend on values
+        self.cost = dict.fromkeys(("launch", "upload", "wait"), 0)
+
+    def on_gpu(self, call: Callable[..., Any], args: tuple[Any, ...], what: str) -> Any:
+        with FAKE.calls() as made, mt.host_waits() as waits, mt.use_device("cuda:0"):
+            out = outcome(call, args)
+        n = fake_cuda.counts(made)
+        if (
+            n["wait"] and not waits and "complex" not in what
+        ):  # those ops take real numbers, say the functions that call them
+            self.silent.append(what)
+        dtypes = {a.dtype.name for a in args if isinstance(a, mt.Array) and a.dtype.kind not in "iub"}
+        if dtypes <= {*COSTED}:
+            most = {"launch": n["launch"], "upload": n["h2d"], "wait": n["wait"]}
+            self.cost = {k: max(v, most[k]) for k, v in self.cost.items()}
+        return out
+
+    def compare(self, got: Any, want: Any, what: str) -> bool:
+        """Whether both are results, noting where they differ."""
+        if got is None:
+            return False
+        self.calls += 1
+        if isinstance(want, Exception) or isinstance(got, Exception):
+            if isinstance(got, Exception) and not isinstance(want, Exception):
+                self.differences.append(f"({what}): {_said(got)}, on the CPU a result")
+            return False
+        for k, (g, w) in enumerate(zip(got, want, strict=True)):
+            if (str(g.device), g.dtype, g.shape) != ("cuda:0", w.dtype, w.shape):
+                here = f"{g.dtype}{list(g.shape)} on {g.device}"
+                self.differences.append(f"({what}): result {k} is {here}, on the CPU {w.dtype}{list(w.shape)}")
+        return True
+
+
+def described(args: tuple[Any, ...]) -> str:
+    return ", ".join(f"{a.dtype}{list(a.shape)}" if isinstance(a, np.ndarray) else repr(a) for a in args)
+
+
+def ops(_: str = "") -> dict[str, Any]:
+    """Calls of every op in every dtype. Left out are those that no function makes: of dtypes that the CPU gives another result for than the
+    op's own rule says, or none."""
+    out = {}
+    for name in sorted(op_samples.SAMPLES):
+        row, seen, op = Row(), set(), mt.OPS[name]
+        for args, params in op_samples.calls(name):
+            for dtype in [None, *DTYPES]:
+                cast = args if dtype is None else tuple(op_samples.recast(a, dtype) for a in args)
+                key = described(cast) + repr(params)
+                if key in seen:
+                    continue
+                seen.add(key)
+
+                def call(*xs: Any, op: Any = op, params: Any = params) -> Any:
+                    return apply(op, xs, params)
+
+                want = outcome(call, placed(cast, "cpu"))
+                if isinstance(want, Exception):
+                    continue
+                if "Truth(" in key:
+                    row.by_value += 1
+                    continue
+                avals = [
+                    mt.arrays.core.shape_dtype.ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a
+                    for a in cast
+                ]
+                if [w.dtype for w in want] == [a.dtype for a in op.avals(tuple(avals), params)]:
+                    row.compare(row.on_gpu(call, placed(cast, "cuda:0"), described(cast)), want, described(cast))
+        out[name] = vars(row)
+    return out
+
+
+def derivatives(_: str = "") -> dict[str, Any]:
+    """Values and cotangents of every op's samples."""
+    out = {}
+    for name in op_samples.differentiable():
+        row, rng = Row(), op_samples.rng_of(name)
+        for sample in op_samples.slopes(name):
+            hosts = sample.make(rng, exact=False)
+            with op_samples.recording(recorder := op_samples.Calls()):
+                outcome(sample.fn, placed(tuple(hosts), "cpu"))
+            if any("Truth(" in repr(params) for *_, params in recorder.seen):
+                row.by_value += 1
+                continue
+            for dtype in [*every.FLOATS, np.dtype(np.complex64)]:
+                args = tuple(op_samples.recast(a, dtype) for a in hosts)
+                what, pulls = described(args), []
+
+                def forward(*xs: Any, fn: Any = sample.fn, pulls: Any = pulls) -> Any:
+                    values, pull = mt.vjp(lambda *xs: arrays_of(fn(*xs)), *xs)
+                    pulls.append(pull)
+                    return values
+
+                want = outcome(forward, placed(args, "cpu"))
+                got = row.on_gpu(forward, placed(args, "cuda:0"), what)
+                if not row.compare(got, want, what):
+                    continue
+                host, gpu = pulls
+                seeds = [np.ones(w.shape, w.dtype) for w in want]
+                back = outcome(host, (list(placed(tuple(seeds), "cpu")),))
+                given = list(placed(tuple(seeds), "cuda:0"))
+                row.compare(
+                    row.on_gpu(lambda g=given, p=gpu: p(g), (), f"back through {what}"), back, f"back through {what}"
+                )
+        out[name] = vars(row)
+    return out
+
+
+# ----- code that is written for other ends ----------------------------------------------------------------------------
+
+
+class _AnyOutput(doctest.OutputChecker):
+    def check_output(self, want: str, got: str, flags: int) -> bool:
+        return True
+
+
+class _Errors(doctest.DocTestRunner):
+    """Notes the examples that raise what the text does not say."""
+
+    def __init__(self) -> None:
+        super().__init__(checker=_AnyOutput(), verbose=False)
+        self.raised: list[str] = []
+
+    def report_unexpected_exception(self, out: Any, test: Any, example: Any, info: Any) -> None:
+        self.raised.append(f"{test.name}: {example.source.strip()[:90]}: {_said(info[1])}")
+
+
+def doctests(_: str = "") -> dict[str, Any]:
+    """The examples of the arrays' docstrings, on the device. Values are not compared, and some examples need those."""
+    finder, runner = doctest.DocTestFinder(exclude_empty=True), _Errors()
+    package = importlib.import_module("meshtape.arrays")
+    modules = [m.name for m in pkgutil.walk_packages(package.__path__, "meshtape.arrays.") if "._" not in m.name]
+    seen: set[int] = set()
+    for name in modules:
+        module = importlib.import_module(name)
+        for test in finder.find(module, name, extraglobs={"mt": mt}):
+            if test.examples and id(test.docstring) not in seen:
+                seen.add(id(test.docstring))
+                with mt.use_device("cuda:0"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    runner.run(test, out=lambda text: None)
+    return {"examples": runner.tries, "raised": runner.raised}
+
+
+def suite(_: str = "") -> dict[str, Any]:
+    """``tests/gpu`` itself: comparisons of values look at shapes and dtypes alone, and an assertion about values may fail."""
+    import pytest
+
+    def alike(actual: Any, desired: Any, *args: Any, **kwargs: Any) -> None:
+        actual, desired = np.asarray(actual), np.asarray(desired)
+        if actual.shape != desired.shape:
+            raise TypeError(f"shape {actual.shape}, wanted {desired.shape}")
+
+    np.testing.assert_allclose = np.testing.assert_array_equal = alike
+    out: dict[str, Any] = {"run": 0, "values": [], "raised": []}
+
+    class Plugin:
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+            report = yield
+            if call.when == "call":
+                out["run"] += 1
+            if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
+                kind = "values" if call.excinfo.errisinstance((AssertionError, pytest.fail.Exception)) else "raised"
+                out[kind].append(f"{item.name}: {_said(call.excinfo.value)}")
+            return report
+
+    names = ("arrays", "transfers", "programs", "meshes", "kernels")
+    files = [str(HERE.parent / f"test_{n}.py") for n in names]
+    # Workers are processes of their own, without the fake; and three tests need what is not there: memory, other kernels' values.
+    left = "not workers and not two_to_the_31 and not an_int_counts and not pytorch"
+    pytest.main(["-q", "-p", "no:cacheprovider", "-k", left, *files], plugins=[Plugin()])
+    return out
+
+
+# ----- steps ----------------------------------------------------------------------------------------------------------
+
+
+def _decoder(**options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A decoder's step: loss, gradient and AdamW; and its arguments, on the CPU."""
+    de = mt.models.decoder
+    config = de.Config(vocab=32, width=16, layers=2, heads=2, max_length=16, **options)
+    update = mt.optim.adamw(1e-2)
+
+    def step(params: Any, slots: Any, tokens: Any) -> Any:
+        def loss(p: Any) -> Any:
+            total, count = de.loss(p, {"ids": tokens, "labels": tokens}, config)
+            return total / count
+
+        value, grads = mt.value_and_grad(loss)(params)
+        return value, *update.update(params, grads, slots)
+
+    params = de.init(mt.random.key(0), config)
+    return step, (params, update.init(params), mt.asarray(np.arange(24).reshape(2, 12) % 32))
+
+
+def _layers(w: Any, x: Any, t: Any) -> Any:
+    def loss(w: Any) -> Any:
+        h = mt.layer_norm(mt.tanh(x @ w[0] + 1.0), w[0].shape[1])
+        return mt.mean((mt.nn.gelu(h @ w[1]) - t) ** 2)
+
+    value, grads = mt.value_and_grad(loss)(w)
+    return value, [a - 0.1 * g for a, g in zip(w, grads, strict=True)]
+
+
+def _layer_arguments() -> tuple[Any, ...]:
+    ones = [np.ones(s, np.float32) for s in ((16, 32), (32, 8), (64, 16), (64, 8))]
+    w0, w1, x, t = map(mt.asarray, ones)
+    return [w0, w1], x, t
+
+
+def steps(_: str = "") -> dict[str, Any]:
+    """Steps by name: what the second and third of them cost, the streams of their launches, and where shapes differ from the CPU's."""
+    made: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any]]] = {}
+    plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
+    decoder, args = _decoder()
+    made["decoder"], made["decoder, compiled"] = (decoder, args, plain), (decoder, args, compiled)
+    experts, args = _decoder(experts=mt.models.moe.Config(4, 2, capacity_factor=None, aux_weight=0.1))
+    made["experts"] = experts, args, plain
+    layers = _layer_arguments()
+    made["layers"], made["layers, compiled"] = (_layers, layers, plain), (_layers, layers, compiled)
+    made["layers, graphs"] = _layers, layers, graph
+    out = {}
+    for name, (fn, args, prepared) in made.items():
+        want = arrays_of(fn(*args))
+        run, given = prepared(fn), mt.tree_map(lambda a: a.to_device("cuda:0"), args)
+        with mt.use_device("cuda:0"):
+            run(*given)
+            with FAKE.calls() as calls, mt.host_waits() as waits:
+                got = arrays_of(run(*given))
+        counted = fake_cuda.counts(calls)
+        out[name] = {
+            "cost": {"launch": counted["launch"] + counted["graph"], "upload": counted["h2d"], "wait": counted["wait"]},
+            "graphs": counted["graph"],
+            "told": len(waits),
+            "differences": [
+                f"result {k}: {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
+                for k, (g, w) in enumerate(zip(got, want, strict=True))
+                if (str(g.device), g.dtype, g.shape) != ("cuda:0", w.dtype, w.shape)
+            ],
+        }
+    return out
+
+
+# ----- promises, one by one -------------------------------------------------------------------------------------------
+
+
+def text_of(fn: Callable[[], Any]) -> str:
+    """What a call raises."""
+    try:
+        fn()
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return "a result"
+
+
+def names_of(tree: Any) -> list[str]:
+    return [f"{a.dtype.name}{list(a.shape)} on {a.device}" for a in arrays_of(tree)]
+
+
+def waits_of(fn: Callable[[], Any]) -> list[int]:
+    """How often a call waited, and how often it said so."""
+    with FAKE.calls() as made, mt.host_waits() as told:
+        fn()
+    return [fake_cuda.counts(made)["wait"], len(told)]
+
+
+def _of_bfloat16() -> dict[str, Any]:
+    b, c = mt.ones((2, 3, 3), dtype=mt.bfloat16), mt.ones((4, 1, 3, 3), dtype=mt.bfloat16)
+    names = ("gelu", "elu", "selu", "leaky_relu", "silu", "celu", "mish", "softplus", "relu", "softmax")
+    fns = {n: getattr(mt.nn, n) for n in names}
+    fns |= {"where": lambda x: mt.where(x > 0, x, 0.0), "round": mt.round, "round to": lambda x: mt.round(x, 1)}
+    fns |= {"tril": mt.tril, "clip": lambda x: mt.clip(x, 0, 1), "erf": mt.erf, "2**": lambda x: 2.0**x}
+    fns |= {"matmul": lambda x: x @ c, "matmul 2": lambda x: x @ x[0], "solve": lambda x: mt.linalg.solve(x, x)}
+    out = {
+        n: [a.dtype.name for a in arrays_of((f(b), mt.grad(lambda x, f=f: mt.sum(f(x)))(b)))] for n, f in fns.items()
+    }
+    return {n: d for n, d in out.items() if d != ["bfloat16"] * 2}
+
+
+def _of_solvers() -> dict[str, str]:
+    a, b = mt.ones((3, 3)), mt.ones((2, 3, 3))
+    with FAKE.memory_of(1):
+        out = {
+            n: text_of(lambda n=n: getattr(mt.linalg, n)(a)) for n in ("inv", "cholesky", "eigh", "svd", "qr", "eig")
+        }
+        out["solve"] = text_of(lambda: mt.linalg.solve(a, mt.ones((3, 1))))
+        return out | {f"{n} of a stack": text_of(lambda n=n: getattr(mt.linalg, n)(b)) for n in ("inv", "cholesky")}
+
+
+def _of_writes() -> dict[str, str]:
+    index = mt.asarray([0, 1, 1])
+    out = {}
+    for dtype in (mt.int8, mt.uint8, mt.int16, mt.float16, mt.bfloat16, mt.bool, mt.complex64, mt.uint64):
+        x, v = mt.zeros(4, dtype=dtype), mt.ones(3, dtype=dtype)
+        for way in ("max", "min", "add", "multiply", "set"):
+            out[f"{way} {dtype}"] = text_of(lambda x=x, v=v, w=way: getattr(x.at[index], w)(v))
+    return {k: v for k, v in out.items() if v != "a result"}
+
+
+def _of_short_indices() -> list[str]:
+    x = mt.ones((300, 2))
+
+    def read(dtype: Any) -> Any:
+        i = mt.asarray(np.asarray([2, 0]), dtype=dtype)
+        return x[i], x.at[i].set(1.0), mt.grad(lambda a: mt.sum(a[i]))(x)
+
+    with mt.index_checks(False):
+        return [text_of(lambda t=t: read(t)) for t in (mt.uint8, mt.int8, mt.uint16, mt.uint64)]
+
+
+def _of_memory() -> list[str]:
+    def used_up(size: int) -> Any:
+        raise MemoryError("std::bad_alloc: out_of_memory")  # as RMM says it
+
+    x, compiled, cuda = mt.ones(3), mt.compile(lambda a: a * 2.0 + 1.0), FAKE.cupy.cuda
+    mask, wide = x > 0, mt.broadcast_to(x[:1], (2**45,))
+    FAKE.use_pool(True)  # which is what knows
+    out = [text_of(lambda: compiled(wide)), text_of(lambda: wide + 1.0), text_of(lambda: mt.zeros(2**50))]
+    cuda.set_allocator(used_up)
+    try:
+        out += [text_of(lambda: x + 1.0), text_of(lambda: compiled(x)), text_of(lambda: x[mask])]
+        return [*out, text_of(lambda: list(mt.prefetch([np.ones(3)])))]
+    finally:
+        FAKE.use_pool(False)
+
+
+def _of_exchange() -> dict[str, Any]:
+    from meshtape.arrays.backends.dlpack import contents
+
+    x = mt.asarray(np.arange(4.0))
+    again = pickle.loads(pickle.dumps(x))
+    return {
+        "pickled": [str(again.device), again.tolist()],
+        "read-only": contents(x.__dlpack__(max_version=(1, 0))).flags,
+        "shared": FAKE.cupy.from_dlpack(x).data.ptr == x._buf.data.ptr,
+        "to the host": waits_of(lambda: np.from_dlpack(x, device="cpu")),
+    }
+
+
+def _of_prefetch() -> dict[str, Any]:
+    def run() -> list[Any]:
+        return [b for _ in range(3) for b in mt.prefetch([{"x": np.ones(5, np.float32), "i": np.asarray(3)}] * 4)]
+
+    with FAKE.calls() as made:
+        batches = run()
+    copies = {stream for what, stream, _ in made if what == "h2d"}
+    awaited = {size for what, stream, size in made if what == "order" and stream in copies}
+    marks = {size for what, stream, size in made if what == "record" and stream not in copies}
+    with FAKE.calls() as dropped:
+        batches.clear()
+        run()
+    returned = [what for what, stream, _ in dropped if what == "order" and stream in copies]
+    return {
+        "streams": len(copies),
+        "apart": 0 not in copies,
+        "batch": names_of(next(iter(mt.prefetch([{"x": np.ones(5, np.float32), "i": np.asarray(3)}])))),
+        "awaits only marks of the consumer": awaited <= marks,
+        "awaits what was dropped": bool(returned),
+    }
+
+
+def _of_two_devices() -> dict[str, Any]:
+    """The current device is the first, the arrays are on the second; and the CPU is where new arrays go."""
+    x = mt.asarray(np.ones((4, 3), np.float32), device="cuda:1")
+    mask, labels = (x > 0)[:, 0], mt.asarray([0, 1, 2, 0], device="cuda:1")
+    calls: dict[str, Callable[[], Any]] = {
+        "a list": lambda: x[[0, 2]],
+        "an index": lambda: x[labels],
+        "a mask": lambda: x[mask],
+        "unchecked": lambda: x[labels.astype(mt.int8)],
+        "nonzero": lambda: mt.nonzero(x),
+        "labels": lambda: mt.nn.cross_entropy(x, labels),
+        "tril": lambda: mt.tril(x),
+        "cov": lambda: mt.cov(x),
+        "a loss": lambda: mt.nn.mse_loss(x[0], [1.0, 2.0, 3.0]),
+        "select": lambda: mt.select([x < 1, x > 2], [10, 20], default=x),
+        "append": lambda: mt.append(x, 7),
+        "convolve": lambda: mt.convolve(x[0], [1.0, 2.0]),
+        "ldexp": lambda: mt.ldexp(x, 2),
+        "gradient": lambda: mt.grad(lambda a: mt.sum(mt.nn.gelu(a)[[0, 0, 1]]))(x),
+        "compiled": lambda: mt.compile(lambda a: a[[0, 0, 1]] * 2.0 + 1.0)(x),
+        "laplace": lambda: mt.random.laplace(mt.random.key(0).to_device("cuda:1"), (3,)),
+    }
+    with mt.use_device("cpu"):
+        found = {name: outcome(lambda c=call: c(), ()) for name, call in calls.items()}
+    return {
+        n: _said(f) for n, f in found.items() if isinstance(f, Exception) or {str(a.device) for a in f} != {"cuda:1"}
+    }
+
+
+def _of_bundles() -> int:
+    from meshtape.parallel.dask.worker import Bundle
+
+    return sys.getsizeof(Bundle({0: {0: FAKE.cupy.ones(1000)}}))
+
+
+def _of_waits() -> dict[str, list[int]]:
+    x, chosen = mt.ones((4, 3)), mt.asarray([[0], [1], [0], [1]])
+    labels, w = mt.asarray([0, 1, 2, 0]), mt.ones((2, 3, 3))
+    return {
+        "a list": waits_of(lambda: x[[0, 2]]),
+        "a mask of the host": waits_of(lambda: x[np.asarray([True, False, True, True])]),
+        "an index": waits_of(lambda: x[labels]),
+        "labels": waits_of(lambda: mt.nn.cross_entropy(x, labels)),
+        "experts": waits_of(lambda: mt.nn.experts(x, chosen, mt.ones((4, 1)), gate=w, up=w, down=w)),
+        "det": waits_of(lambda: mt.grad(mt.linalg.det)(mt.ones((3, 3)))),
+        "laplace": waits_of(lambda: mt.random.laplace(mt.random.key(0), (3,))),
+        "a truth": waits_of(lambda: x[True]),
+    }
+
+
+def _of_capture() -> dict[str, Any]:
+    """What cannot be captured is refused by CuPy, and stays a call; the capture ends all the same, and streams and pools are the graph's own."""
+    from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, CudaGraphs
+
+    cp, graphs, x = FAKE.cupy, CudaGraphs(0), mt.ones((4, 4))._buf
+
+    def captured(fn: Callable[[], Any]) -> str:
+        with graphs.apart():
+            try:
+                graphs.capture(lambda: [fn()])
+            except CaptureRefused:
+                return "refused"
+        return "captured"
+
+    out = {
+        "a sum of two": captured(lambda: x + x),
+        "a product": captured(lambda: x @ x),
+        "a value": captured(lambda: float(x[0, 0])),
+        "a solution": captured(lambda: cp.linalg.solve(x, x)),
+        "a sum of two, again": captured(lambda: x + x),
+    }
+    with graphs.apart():
+        stream = cp.cuda.get_current_stream()
+        out["its own stream"] = stream is not None and stream.ptr == graphs._stream.ptr != 0
+        held = graphs._pool.used_bytes()
+        kept = cp.empty(1000)
+        out["its own pool"] = graphs._pool.used_bytes() >= held + kept.nbytes
+    return out
+
+
+def promises(_: str = "") -> dict[str, Any]:
+    """The answer to each question of this section."""
+    with mt.use_device("cuda:0"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out: dict[str, Any] = {"redirected": FAKE.redirected}
+        for name, fn in globals().items():
+            if name.startswith("_of_"):
+                out[name.removeprefix("_of_")] = outcome_of(fn)
+        x = mt.ones((3, 3))
+        out["heaviside"] = names_of(mt.grad(lambda a: mt.sum(mt.heaviside(1.5, a)))(x))
+        out["2**x"] = names_of(mt.grad(lambda a: mt.sum(2.0**a))(x))
+        out["solve"] = names_of([mt.linalg.solve(mt.ones((2, 3, 3)), x), mt.linalg.solve(x, mt.ones((2, 3, 1)))])
+        out["power"] = text_of(lambda: mt.asarray([2, 3]) ** -1)
+        out["complex"] = [
+            text_of(lambda f=f: f(x.astype(mt.complex64))) for f in (mt.nn.softmax, lambda z: mt.layer_norm(z, 3))
+        ]
+        return out
+
+
+def outcome_of(fn: Callable[[], Any]) -> Any:
+    try:
+        return fn()
+    except Exception:
+        return traceback.format_exc()[-1500:]
+
+
+# ----- our own kernels ------------------------------------------------------------------------------------------------
+
+
+def kernels(cache: str) -> dict[str, str]:
+    """Values of ops that our kernels alone compute, run by the emulator on CuPy's arrays; where they are not those of the CPU."""
+    emulator, launch = beside("../../arrays/kernels/emulator.py"), mt.arrays.kernels.launch
+
+    class OnCupy(emulator.Emulator):
+        def launch(self, file: Any, kernel: Any, grid: Any, block: Any, arguments: Any, shared: int = 0) -> None:
+            super().launch(file, kernel, grid, block, [self.host(a) for a in arguments], shared)
+
+        def address(self, array: Any) -> int:
+            return array.data.ptr if isinstance(array, FAKE.cupy.ndarray) else super().address(array)
+
+        def host(self, a: Any) -> Any:
+            if not isinstance(a, FAKE.cupy.ndarray):
+                return a
+            raw = (ctypes.c_char * a.nbytes).from_address(a.data.ptr) if a.nbytes else b""
+            assert a.flags.c_contiguous, "an array with gaps was passed to a kernel"
+            return np.frombuffer(raw, np.uint8).view(a.dtype).reshape(a.shape)
+
+    runner = OnCupy(Path(cache))
+    runner.xp = FAKE.cupy
+    rng = np.random.default_rng(0)
+    x, g, w = (rng.standard_normal(s).astype(np.float32) for s in ((6, 40), (6, 40), (40,)))
+    image, c, labels = rng.standard_normal((2, 4, 9)).astype(np.float32), np.ones(4, np.float32), np.arange(6) * 7
+    soft, logs = np.exp(x) / np.exp(x).sum(1, keepdims=True), x - 4
+    rows: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "softmax": ((x,), {"axis": 1, "masked": False}),
+        "log_softmax": ((x,), {"axis": 1, "masked": False}),
+        "softmax_backward": ((g, soft), {"axis": 1}),
+        "log_softmax_backward": ((g, logs), {"axis": 1}),
+        "layer_norm": ((x, w, w), {"naxes": 1, "eps": 1e-5}),
+        "rms_norm": ((x, w), {"naxes": 1, "eps": 1e-5}),
+        "group_norm": ((image, c, c), {"num_groups": 2, "axis": 1, "eps": 1e-5}),
+        "batch_norm_inference": ((image, c, c, c, c), {"axis": 1, "eps": 1e-5}),
+        "cross_entropy": ((x, labels), {"ignore_index": None, "label_smoothing": 0.0}),
+        **{n: op_samples.calls(n)[2] for n in ("random_bits", "random_uniform", "random_bernoulli")},
+    }
+    out = {}
+    with launch.running_on(runner):
+        for name, (args, params) in rows.items():
+            want = apply(mt.OPS[name], placed(args, "cpu"), params)
+            with mt.use_device("cuda:0"):
+                got = outcome(lambda n=name, a=args, p=params: apply(mt.OPS[n], placed(a, "cuda:0"), p), ())
+            near = not isinstance(got, Exception) and np.allclose(got[0].numpy(), want.numpy(), 1e-4, 1e-5)
+            out[name] = (
+                ""
+                if near
+                else _said(got)
+                if isinstance(got, Exception)
+                else f"{got[0].tolist()} for {want.tolist()}"[:600]
+            )
+    return out
+
+
+if __name__ == "__main__":
+    out = sys.stdout
+    sys.stdout = sys.stderr
+    json.dump(globals()[sys.argv[1]](*sys.argv[2:]), out)

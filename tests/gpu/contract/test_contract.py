@@ -1,0 +1,198 @@
+"""What CuPy asks of this package, on machines without a GPU: its own code over a fake CUDA (``fake_cuda.py``), in which kernels do nothing.
+
+So values do not exist, except those of our own kernels, which the emulator runs. Held are: no error that a CPU does not raise, shapes and dtypes
+as on a CPU, how many kernels are launched and how often something is uploaded or awaited (``budget.py``), that ``mt.host_waits`` tells each wait,
+the streams of copies, the device of results, and what cannot be captured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import op_samples
+import pytest
+
+Sweep = Callable[..., Any]
+FAMILIES = {
+    n: getattr(op_samples, n.upper()) for n in ("elements", "structure", "indexing", "wide", "networks", "random")
+}
+
+_spec = importlib.util.spec_from_file_location("contract_budget", Path(__file__).with_name("budget.py"))
+budget = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(budget)
+
+REFUSED = {
+    # Of ops: what a GPU does not compute, in the words of the error, and why that is so.
+    "erf": r"\[erf\] of complex64 is computed on a CPU alone",
+    "gelu": r"\[erf\] of complex64 is computed on a CPU alone",
+    "gelu_backward": r"\[erf\] of complex64 is computed on a CPU alone",
+    "index_max": r"cannot write complex values",  # nor does x.at on a CPU, which checks before it calls the op
+    "index_min": r"cannot write complex values",
+    "round_to": r"is not defined for bfloat16, bfloat16",  # mt.round calls it with float32
+}
+WITH_VALUES = {
+    # Examples of docstrings that go another way where all numbers are zero.
+    "ravel_multi_index": "is outside its length",
+    "unravel_index": "is outside an array",
+    "geometric": "p must be above 0|name 'x' is not defined",
+    "triangular": "must ascend|name 'x' is not defined",
+    "astype": "Unsupported dtype float8",  # which CuPy has not
+}
+
+
+def test_every_runtime_in_cupy_is_redirected(sweep: Sweep) -> None:
+    redirected = sweep("promises")["redirected"]
+    assert set(redirected) == {
+        *("cupy_backends.cuda.api.runtime", "cupy.cuda.thrust", "cupy.cuda.cub", "cupy.random._generator_api")
+    }
+    needed = {"cudaMalloc", "cudaFree", "cudaMemcpyAsync", "cudaLaunchKernel", "cudaStreamSynchronize", "cudaGetDevice"}
+    for name, functions in redirected.items():
+        assert needed <= {f for f, fake in functions.items() if fake}, name
+        assert len(functions) > 400, name
+
+
+@pytest.mark.parametrize("kind", ["ops", "derivatives"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_are_those_of_the_cpu(kind: str, family: str, sweep: Sweep) -> None:
+    found = []
+    rows = {name: row for name, row in sweep(kind).items() if name in FAMILIES[family]}
+    for name, row in rows.items():
+        found += [f"{name}{d}" for d in row["differences"] if not re.search(REFUSED.get(name, "$^"), d)]
+    print(f"{sum(r['calls'] for r in rows.values())} calls of {len(rows)} ops")
+    assert not found, "\n".join([f"{len(found)} differences", *found[:40]])
+
+
+@pytest.mark.parametrize("kind", ["ops", "derivatives"])
+def test_waits_are_told(kind: str, sweep: Sweep) -> None:
+    found = [f"{name}({what})" for name, row in sweep(kind).items() for what in row["silent"]]
+    assert not found, "\n".join(found[:40])
+
+
+@pytest.mark.parametrize("kind", ["ops", "derivatives", "steps"])
+def test_nothing_costs_more_than_its_budget(kind: str, sweep: Sweep) -> None:
+    found = {}
+    for name, row in sweep(kind).items():
+        cost, most = tuple(row["cost"].values()), budget.of(kind, name)
+        if any(c > m for c, m in zip(cost, most, strict=True)):
+            found[name] = f"{cost} launches, uploads and waits, of at most {most}"
+    assert not found
+
+
+def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
+    steps = sweep("steps")
+    assert {name: row["differences"] for name, row in steps.items() if row["differences"]} == {}
+    assert steps["layers, graphs"]["graphs"] == 5  # between the products, which CuPy refuses to capture
+    assert [row["told"] for row in steps.values() if row["cost"]["wait"] == 0] == [0] * 4
+
+
+def test_examples_raise_nothing_else(sweep: Sweep) -> None:
+    answer = sweep("doctests")
+    expected = [f"{name}: .*({said})" for name, said in WITH_VALUES.items()]
+    found = [r for r in answer["raised"] if not any(re.search(e, r) for e in expected)]
+    assert answer["examples"] > 450
+    assert not found, "\n".join(found)
+
+
+def test_the_gpu_suite_runs(sweep: Sweep) -> None:
+    """All of it but for its values: no test ends in another way than by an assertion."""
+    answer = sweep("suite")
+    shapes_of_masks = ("test_ops_agree_with_the_cpu[<lambda>15]", "test_masks")  # known by value
+    found = [r for r in answer["raised"] if not r.startswith((*shapes_of_masks, "test_memory_that_is_used_up"))]
+    assert answer["run"] > 150
+    assert not found, "\n".join(found)
+    assert len(answer["values"]) < 15, "\n".join(answer["values"])
+
+
+def test_our_kernels_compute_what_the_cpu_does(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    cache = getattr(request.config, "cache", None)
+    found = sweep("kernels", str(tmp_path if cache is None else cache.mkdir("kernels")))
+    assert len(found) == 12
+    assert {name: said for name, said in found.items() if said} == {}
+
+
+# ----- promises, one by one -------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_stays_bfloat16(sweep: Sweep) -> None:
+    assert sweep("promises")["bfloat16"] == {}
+
+
+def test_failures_of_solvers_are_errors(sweep: Sweep) -> None:
+    found = sweep("promises")["solvers"]
+    assert len(found) == 9
+    assert all(said.startswith("LinAlgError: [") for said in found.values()), found
+
+
+def test_short_numbers_are_written_and_index(sweep: Sweep) -> None:
+    assert sweep("promises")["writes"] == {}
+    assert sweep("promises")["short_indices"] == ["a result"] * 4
+
+
+def test_used_up_memory_is_told_with_its_sizes(sweep: Sweep) -> None:
+    found = sweep("promises")["memory"]
+    assert len(found) == 7
+    assert all(re.match(r"OutOfMemory: .* are free, CuPy holds .* are in use", said) for said in found), found
+
+
+def test_exchange_with_other_libraries(sweep: Sweep) -> None:
+    assert sweep("promises")["exchange"] == {
+        "pickled": ["cuda:0", [0.0, 1.0, 2.0, 3.0]],
+        "read-only": 1,
+        "shared": True,
+        "to the host": [1, 1],
+    }
+
+
+def test_prefetching_has_one_stream_and_awaits_what_was_dropped(sweep: Sweep) -> None:
+    assert sweep("promises")["prefetch"] == {
+        "streams": 1,
+        "apart": True,
+        "batch": ["float32[5] on cuda:0", "int64[] on cuda:0"],
+        "awaits only marks of the consumer": True,
+        "awaits what was dropped": True,
+    }
+
+
+def test_results_lie_beside_the_arrays_on_the_second_device(sweep: Sweep) -> None:
+    assert sweep("promises")["two_devices"] == {}
+
+
+def test_dask_sees_the_bytes_on_the_device(sweep: Sweep) -> None:
+    assert sweep("promises")["bundles"] > 8000
+
+
+def test_each_wait_is_told_once(sweep: Sweep) -> None:
+    assert sweep("promises")["waits"] == {
+        "a list": [0, 0],
+        "a mask of the host": [0, 0],
+        "an index": [1, 1],
+        "labels": [2, 1],  # the second where a label is none of the classes
+        "experts": [2, 2],
+        "det": [1, 1],
+        "laplace": [0, 0],
+        "a truth": [1, 1],
+    }
+
+
+def test_what_cannot_be_captured_is_refused(sweep: Sweep) -> None:
+    assert sweep("promises")["capture"] == {
+        "a sum of two": "captured",
+        "a product": "refused",
+        "a value": "refused",
+        "a solution": "refused",
+        "a sum of two, again": "captured",
+        "its own stream": True,
+        "its own pool": True,
+    }
+
+
+def test_calls_that_cupy_takes_in_another_way(sweep: Sweep) -> None:
+    found = sweep("promises")
+    assert found["heaviside"] == found["2**x"] == ["float64[3, 3] on cuda:0"]
+    assert found["solve"] == ["float64[2, 3, 3] on cuda:0", "float64[2, 3, 1] on cuda:0"]
+    assert found["power"].startswith("ArgumentError: [pow] Integers to negative integer powers")
+    assert all(said.startswith("DTypeError: [") for said in found["complex"])
