@@ -17,7 +17,7 @@ import numpy as np
 from ..core.devices import CPU, Device, device
 from ..core.dispatch import Deferred, register_backends
 from ..core.dtypes import FIRST_USER_DTYPE
-from ..core.errors import BackendError, DeviceError, OutOfMemory
+from ..core.errors import BackendError, DeviceError, DTypeError, OutOfMemory
 from ..core.formatting import human_bytes
 from ..core.op import Op
 
@@ -101,9 +101,16 @@ class CuPyBackend:
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of the current device."""
+        """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of the current device,
+        and those of dtypes that CuPy lacks as `DTypeError`."""
         try:
             yield
+        except ValueError as e:
+            if str(e).startswith("Unsupported dtype"):
+                raise DTypeError(
+                    f"{str(e)[18:]} lives on a CPU alone, as CuPy lacks it: cast the array first"
+                ) from None
+            raise
         except MemoryError as e:
             if isinstance(e, OutOfMemory) and _HELD in str(e):
                 raise

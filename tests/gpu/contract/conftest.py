@@ -40,15 +40,16 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     answers: dict[str, Any] = {}
 
     def run(name: str, argument: str = "") -> Any:
-        if name not in answers:
+        key = f"{name} {argument}"
+        if key not in answers:
             command = [sys.executable, str(HERE / "sweeps.py"), name, argument]
             env = {**os.environ, fake_cuda.BUILD: str(folder), "CUPY_CACHE_DIR": str(folder / "cupy")}
             done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
-            answers[name] = (
+            answers[key] = (
                 json.loads(done.stdout) if done.returncode == 0 else f"rc {done.returncode}: {done.stderr[-3000:]}"
             )
-        if isinstance(answers[name], str):
-            pytest.fail(f"the sweep {name} did not end: {answers[name]}")
-        return answers[name]
+        if isinstance(answers[key], str):
+            pytest.fail(f"the sweep {name} did not end: {answers[key]}")
+        return answers[key]
 
     return run

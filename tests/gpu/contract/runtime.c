@@ -83,6 +83,11 @@ int fake_cudaGetDeviceProperties(char *p, int d) {
     memset(p, 0, 1008);
     strcpy(p, "no device");
     p[256] = d + 1; /* the identity */
+    *(u *)(p + 288) = 80ULL << 30;
+    *(u *)(p + 296) = 49152;                       /* shared memory of a block */
+    *(int *)(p + 308) = 32;                        /* threads of a warp */
+    *(int *)(p + 320) = 1024;                      /* threads of a block */
+    *(int *)(p + 360) = 9;                         /* compute capability */
     return 0;
 }
 static const char *text = "an error of the fake runtime";

@@ -73,6 +73,7 @@ class Row:
         self.calls = 0
         self.differences: list[str] = []
         self.silent: list[str] = []
+        self.other_rule: list[str] = []  # calls whose results a CPU gives another dtype than the op's rule
         self.by_value = 0  # calls whose shapes depend on values
         self.cost = dict.fromkeys(("launch", "upload", "wait"), 0)
 
@@ -110,9 +111,9 @@ def described(args: tuple[Any, ...]) -> str:
     return ", ".join(f"{a.dtype}{list(a.shape)}" if isinstance(a, np.ndarray) else repr(a) for a in args)
 
 
-def ops(_: str = "") -> dict[str, Any]:
+def ops(sources: str = "") -> dict[str, Any]:
     """Calls of every op in every dtype. Left out are those that no function makes: of dtypes that the CPU gives another result for than the
-    op's own rule says, or none."""
+    op's own rule says, or none. The CUDA sources that CuPy would compile go to a file."""
     out = {}
     for name in sorted(op_samples.SAMPLES):
         row, seen, op = Row(), set(), mt.OPS[name]
@@ -137,9 +138,13 @@ def ops(_: str = "") -> dict[str, Any]:
                     mt.arrays.core.shape_dtype.ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a
                     for a in cast
                 ]
-                if [w.dtype for w in want] == [a.dtype for a in op.avals(tuple(avals), params)]:
-                    row.compare(row.on_gpu(call, placed(cast, "cuda:0"), described(cast)), want, described(cast))
+                if [w.dtype for w in want] != [a.dtype for a in op.avals(tuple(avals), params)]:
+                    row.other_rule.append(described(cast))
+                    continue
+                row.compare(row.on_gpu(call, placed(cast, "cuda:0"), described(cast)), want, described(cast))
         out[name] = vars(row)
+    if sources:
+        Path(sources).write_text(json.dumps(sorted(FAKE.sources)))
     return out
 
 
@@ -518,6 +523,8 @@ def promises(_: str = "") -> dict[str, Any]:
     with mt.use_device("cuda:0"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out: dict[str, Any] = {"redirected": FAKE.redirected}
+        found = FAKE.cupy.cuda.runtime.getDeviceProperties(1)
+        out["properties"] = [found[k] for k in ("totalGlobalMem", "warpSize", "maxThreadsPerBlock", "major")]
         for name, fn in globals().items():
             if name.startswith("_of_"):
                 out[name.removeprefix("_of_")] = outcome_of(fn)
@@ -525,6 +532,10 @@ def promises(_: str = "") -> dict[str, Any]:
         out["heaviside"] = names_of(mt.grad(lambda a: mt.sum(mt.heaviside(1.5, a)))(x))
         out["2**x"] = names_of(mt.grad(lambda a: mt.sum(2.0**a))(x))
         out["solve"] = names_of([mt.linalg.solve(mt.ones((2, 3, 3)), x), mt.linalg.solve(x, mt.ones((2, 3, 1)))])
+        out["float8"] = [
+            text_of(lambda f=f: f(mt.float8_e4m3fn))
+            for f in (x.astype, lambda d: mt.zeros(3, dtype=d), lambda d: mt.asarray([1.0], dtype=d))
+        ]
         out["power"] = text_of(lambda: mt.asarray([2, 3]) ** -1)
         out["complex"] = [
             text_of(lambda f=f: f(x.astype(mt.complex64))) for f in (mt.nn.softmax, lambda z: mt.layer_norm(z, 3))
