@@ -17,8 +17,8 @@ import numpy as np
 
 from ..arrays.core import tree as trees
 from ..arrays.core.array import Array
-from ..arrays.core.dispatch import wrap
-from ..arrays.core.errors import GradientError, TracedValueError, check_function
+from ..arrays.core.dispatch import Deferred, wrap
+from ..arrays.core.errors import GradientError, check_function
 from ..arrays.core.op import not_recording, state
 from ..arrays.ops.creation import asarray, ones_like, zeros, zeros_like
 from ..arrays.ops.elementwise import conj
@@ -102,15 +102,14 @@ def _check_holomorphic(who: str, value: Array, pull: Callable[[Array], Any], pro
         for x, y in zip(plain, turned, strict=True):
             if x.dtype.kind != "c":
                 continue
-            try:
-                a, b = x._concrete() * 1j, y._concrete()
-            except TracedValueError:
+            if isinstance(x._buf, Deferred) and x._buf.traced:
                 if promised:
                     return
                 raise GradientError(
                     f"[{who}] a complex function of complex arguments has a Jacobian only if it is holomorphic, which cannot be "
                     "checked while it is traced: promise it with holomorphic=True"
-                ) from None
+                )
+            a, b = x._concrete() * 1j, y._concrete()
             known = np.isfinite(a) & np.isfinite(b)
             size = np.abs(a[known]).max(initial=0)
             if np.abs(a[known] - b[known]).max(initial=0) > np.sqrt(np.finfo(a.dtype).eps) * size:

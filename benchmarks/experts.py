@@ -26,22 +26,22 @@ def sent_bytes(client: Any, run: Callable[[], Any]) -> int:
 
     def begin() -> None:
         from meshtape.parallel.collectives.pieces import nbytes
-        from meshtape.parallel.transports.group import Group
+        from meshtape.parallel.transports.group import LinkGroup
 
-        exchange = Group.exchange
-        Group.counted = 0
+        exchange = LinkGroup.exchange
+        LinkGroup.counted = 0
 
         def counting(self: Any, step: int, what: str, sends: Any, receives: Any) -> None:
-            Group.counted += sum(nbytes([b if isinstance(b, tuple) else (b,) for b in s]) for s in sends.values())
+            LinkGroup.counted += sum(nbytes([b if isinstance(b, tuple) else (b,) for b in s]) for s in sends.values())
             exchange(self, step, what, sends, receives)
 
-        Group.uncounted, Group.exchange = exchange, counting
+        LinkGroup.uncounted, LinkGroup.exchange = exchange, counting
 
     def end() -> int:
-        from meshtape.parallel.transports.group import Group
+        from meshtape.parallel.transports.group import LinkGroup
 
-        Group.exchange = Group.uncounted
-        return Group.counted
+        LinkGroup.exchange = LinkGroup.uncounted
+        return LinkGroup.counted
 
     client.run(begin)
     try:

@@ -34,14 +34,14 @@ def begin() -> int:
     from meshtape.parallel.transports import group
 
     if not hasattr(group, "COUNTED"):
-        group.COUNTED, true = [], group.Group.exchange
+        group.COUNTED, true = [], group.LinkGroup.exchange
 
         def exchange(self: Any, step: int, what: str, sends: Any, receives: Any) -> None:
             sent = [sum(a.nbytes for b in x for a in (b if isinstance(b, tuple) else (b,))) for x in sends.values()]
             group.COUNTED.append((self.process, len(sent), sum(sent)))
             true(self, step, what, sends, receives)
 
-        group.Group.exchange = exchange
+        group.LinkGroup.exchange = exchange
     group.COUNTED.clear()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtape.parallel.collectives.pieces import Target, chunk_of, chunks
+from meshtape.parallel.collectives.pieces import ArraySink, chunk_of, chunks
 from meshtape.parallel.execution.executor import Prepared
 from meshtape.parallel.forecasting.traffic import CountingTransport
 from meshtape.parallel.partition.rank_program import RankProgram
@@ -49,7 +49,9 @@ class QueueTransport(CountingTransport):
             post.messages[self.rank] += 1
             post.nbytes[self.rank] += sum(a.nbytes for b in letter for a in b)
             post.send(self.rank, peer, letter)
-        missing = {p: [Target(s) if isinstance(s, np.ndarray) else s for s in sinks] for p, sinks in receives.items()}
+        missing = {
+            p: [ArraySink(s) if isinstance(s, np.ndarray) else s for s in sinks] for p, sinks in receives.items()
+        }
         opened: dict[int, deque[Any]] = {}
         while missing or opened:
             moved = False

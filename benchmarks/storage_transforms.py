@@ -77,9 +77,9 @@ def contents(bench: Bench, home: Path, tree: dict[str, np.ndarray], ranks: int =
     chunks = bench.chunks
     from meshtape.arrays.core.blocks import Box
     from meshtape.storage.format import manifest
-    from meshtape.storage.format.chunk_grid import Grid
+    from meshtape.storage.format.chunk_grid import ChunkGrid
 
-    grid = Grid((64 * ranks, 512), (64, 512), (64, 512))
+    grid = ChunkGrid((64 * ranks, 512), (64, 512), (64, 512))
     nbytes = grid.object_nbytes((0, 0), 4)
     rows = [[grid.key(c), [64 * c[0], 0], [64, 512], nbytes, "01234567"] for c in grid.shards()]
     entries = [

@@ -15,12 +15,12 @@ from ..core.dispatch import call_site
 from ..core.program import site_text
 
 
-class _Local(threading.local):
+class _Waits(threading.local):
     noted: tuple[list[str], ...] = ()
     checks: bool = True
 
 
-_local = _Local()
+_local = _Waits()
 
 
 def note(what: str) -> None:

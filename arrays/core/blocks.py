@@ -55,6 +55,20 @@ class Box:
             return None
         return Box(lo, tuple(b - a for a, b in zip(lo, hi, strict=True)))
 
+    def meet(self, other: Box) -> tuple[Box, Box] | None:
+        """The common part as elements of this box, and as elements of the other one; None where it is empty."""
+        mine, its, shape = [], [], []
+        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            lo = a if a > b else b
+            length = min(a + n, b + m) - lo
+            if length <= 0:
+                return None
+            mine.append(lo - a)
+            its.append(lo - b)
+            shape.append(length)
+        common = tuple(shape)
+        return Box(tuple(mine), common), Box(tuple(its), common)
+
     def within(self, outer: Box) -> Box:
         """The same elements, with offsets counted from the start of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)

@@ -352,10 +352,14 @@ def refuse_history(what: str, x: Array, instead: str = "use a function of meshta
     """:func:`refuse_watched`, of traced arrays too."""
     if has_history(x):
         refuse_watched(what, x, f"{instead}, or pass mt.stop_gradient(x) if it is to be a constant")
-        raise TracedValueError(
+        text = (
             f"[{what}] takes values, and this array (shape {tuple(x.shape)}) only stands for one while the function is traced: "
             f"{instead}, or call it outside of the function"
         )
+        for r in state.recorders:
+            if hasattr(r, "refuse"):
+                r.refuse(text)
+        raise TracedValueError(text)
 
 
 def as_number(name: str, what: str, value: Any) -> float:

@@ -16,7 +16,7 @@ from .index_template import Gap, Slot, Span, Truth
 from .shape_dtype import ShapeDtype
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an op: its operands and parameters."""
 
     args: tuple[Any, ...]  # ShapeDtype, or Python scalars
@@ -32,7 +32,7 @@ class Kind:
     """A kind of parameter: its description, and the test whether a value fits it in a call."""
 
     what: str
-    fits: Callable[[Any, Call], bool]
+    fits: Callable[[Any, OpCall], bool]
 
 
 def _whole(value: Any) -> bool:
@@ -48,15 +48,15 @@ def one_of(*names: str) -> Kind:
     return Kind(f"one of {', '.join(map(repr, names))}", lambda v, _: type(v) is str and v in names)
 
 
-def _is_axis(value: Any, call: Call) -> bool:
+def _is_axis(value: Any, call: OpCall) -> bool:
     return _whole(value) and 0 <= value < call.ndim
 
 
-def _is_number(value: Any, _: Call) -> bool:
+def _is_number(value: Any, _: OpCall) -> bool:
     return type(value) in (int, float) or (isinstance(value, np.generic) and value.dtype.kind in "iuf")
 
 
-def _axes(value: Any, call: Call) -> bool:
+def _axes(value: Any, call: OpCall) -> bool:
     return type(value) is tuple and all(_is_axis(a, call) for a in value) and len(set(value)) == len(value)
 
 
@@ -80,7 +80,7 @@ DTYPE = Kind("a dtype", lambda v, _: isinstance(v, np.dtype))
 NOTHING = Kind("null: in a file there is no mesh", lambda v, _: v is None)
 
 
-def _in_block(value: Any, call: Call) -> bool:
+def _in_block(value: Any, call: OpCall) -> bool:
     """Whether a block at this offset lies in the global array; its shape is that of the result, or of the operand."""
     block, whole = call.params.get("shape"), call.params.get("global_shape")
     block = call.args[0].shape if block is None else block
@@ -93,7 +93,7 @@ THRESHOLD = Kind("an integer from 0 to 2**32", lambda v, _: _whole(v) and 0 <= v
 OFFSET = Kind("the place of a block inside global_shape", _in_block)
 
 
-def _is_template(value: Any, call: Call) -> bool:
+def _is_template(value: Any, call: OpCall) -> bool:
     if type(value) is not tuple:
         return False
     shape = call.params.get("shape", call.args[0].shape)

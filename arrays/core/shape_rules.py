@@ -46,7 +46,7 @@ def as_shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     return full
 
 
-class _Probe:
+class _DtypeProbe:
     """Key and arguments of a dtype probe; hashable by meaning, so that ``1`` and ``1.0`` are kept apart."""
 
     __slots__ = ("args", "key", "op", "params")
@@ -59,11 +59,11 @@ class _Probe:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Probe) and self.key == other.key
+        return isinstance(other, _DtypeProbe) and self.key == other.key
 
 
 @functools.lru_cache(maxsize=4096)
-def _probe(p: _Probe) -> np.dtype:
+def _probe(p: _DtypeProbe) -> np.dtype:
     args = [np.ones((1,), a) if isinstance(a, np.dtype) else a for a in p.args]
     with np.errstate(all="ignore"):
         return p.op.numpy(*args, **p.params).dtype
@@ -77,7 +77,7 @@ def result_dtype(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> np
     """
     dtypes = tuple(a.dtype if isinstance(a, ShapeDtype) else a for a in args)
     try:
-        return _probe(_Probe(op, dtypes, params))
+        return _probe(_DtypeProbe(op, dtypes, params))
     except MeshtapeError:
         raise
     except TypeError:
@@ -147,7 +147,7 @@ def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool)
 def reduction(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
     """``params`` has ``axis`` (a tuple of non-negative ints) and ``keepdims``."""
     x = args[0]
-    dtype = _probe(_Probe(op, (x.dtype,), {**params, "axis": (0,), "keepdims": False}))
+    dtype = _probe(_DtypeProbe(op, (x.dtype,), {**params, "axis": (0,), "keepdims": False}))
     return ShapeDtype(reduced_shape(x.shape, params["axis"], params["keepdims"]), dtype)
 
 

@@ -234,7 +234,7 @@ def is_view(buf: Any) -> bool:
     return getattr(buf, "part", False) if isinstance(buf, Deferred) else type(buf.base) is type(buf)
 
 
-class _Probe:
+class _IndexProbe:
     def __setitem__(self, key: Any, value: list[int]) -> None:
         value.append(sys.getrefcount(self))
 
@@ -242,8 +242,8 @@ class _Probe:
 def _count_dropped() -> int:
     """The reference count of an object that only its writing statement holds; 0 where this Python cannot tell."""
     counts: list[int] = []
-    _Probe()[0] = counts
-    held = _Probe()
+    _IndexProbe()[0] = counts
+    held = _IndexProbe()
     held[0] = counts
     return counts[0] if counts[0] < counts[1] else 0
 

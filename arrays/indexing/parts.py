@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.index_template import Template, is_basic, numpy_key
-from .rows import Rows, picked, rows_of
+from .rows import Rows, indexed_axes, rows_of
 from .segment_sum import sum_rows
 
 
-class Read(NamedTuple):
+class IndexedPart(NamedTuple):
     """The values of one read, in the shape of its result, with its key."""
 
     template: Template
@@ -32,16 +32,18 @@ class Read(NamedTuple):
             else:
                 out[key] += self.values
         else:
-            Places(self.rows(out.shape), False).add_to(out, fresh)
+            RowsPart(self.rows(out.shape), False).add_to(out, fresh)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         here = self.values.size * self.values.dtype.itemsize
         return (
-            here if is_basic(self.template) else here + 8 * self.values.size // max(picked(self.template, shape)[1], 1)
+            here
+            if is_basic(self.template)
+            else here + 8 * self.values.size // max(indexed_axes(self.template, shape)[1], 1)
         )
 
 
-class Places(NamedTuple):
+class RowsPart(NamedTuple):
     """Values by place; ``distinct`` says that no place comes twice, and that they ascend."""
 
     found: Rows
@@ -73,7 +75,7 @@ class Places(NamedTuple):
         return self.found.values.size * self.found.values.dtype.itemsize + self.found.ids.nbytes
 
 
-class Grown(Sequence[Any]):
+class AppendView(Sequence[Any]):
     """The first ``n`` elements of an append-only list."""
 
     __slots__ = ("all", "n")
@@ -102,12 +104,12 @@ def sum_places(rows: Rows, shape: tuple[int, ...]) -> Rows:
     return Rows(rows.axes, *sum_rows(rows.ids, rows.values, math.prod(shape[d] for d in rows.axes)))
 
 
-def grouped(parts: Sequence[Read | Places], shape: tuple[int, ...]) -> tuple[list[Read], list[Rows]]:
+def grouped(parts: Sequence[IndexedPart | RowsPart], shape: tuple[int, ...]) -> tuple[list[IndexedPart], list[Rows]]:
     """Reads without index arrays; and the others, those that pick of the same dimensions joined."""
-    plain: list[Read] = []
+    plain: list[IndexedPart] = []
     together: dict[tuple[int, ...], list[Rows]] = {}
     for p in parts:
-        if type(p) is Read and is_basic(p.template):
+        if type(p) is IndexedPart and is_basic(p.template):
             plain.append(p)
         else:
             r = p.rows(shape)
@@ -115,13 +117,13 @@ def grouped(parts: Sequence[Read | Places], shape: tuple[int, ...]) -> tuple[lis
     return plain, [joined(rows) for rows in together.values()]
 
 
-def added(out: np.ndarray, parts: Sequence[Read | Places], *, fresh: bool) -> np.ndarray:
+def added(out: np.ndarray, parts: Sequence[IndexedPart | RowsPart], *, fresh: bool) -> np.ndarray:
     """``out`` with the parts added in place; ``fresh``: it is zero everywhere."""
     if len(parts) == 1:
         parts[0].add_to(out, fresh)
         return out
     plain, together = grouped(parts, out.shape)
-    for p in (*plain, *(Places(rows, False) for rows in together)):
+    for p in (*plain, *(RowsPart(rows, False) for rows in together)):
         p.add_to(out, fresh)
         fresh = False
     return out

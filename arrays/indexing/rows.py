@@ -29,7 +29,7 @@ def _is_whole(p: Span, n: int) -> bool:
     return (p.start, p.stop, p.step) == (None, None, None) or slice(*p).indices(n) == (0, n, 1)
 
 
-def picked(template: Template, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+def indexed_axes(template: Template, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """The dimensions that a key picks from, and the number of elements of a row in the others."""
     axes, width, d = [], 1, 0
     for p in template:
@@ -86,7 +86,7 @@ def rows_of(template: Template, arrays: Sequence[np.ndarray], values: np.ndarray
     order = [i for kind in ("common", "part", "new", "whole") for i, (m, _) in enumerate(made) if m == kind]
     lengths = [len(starts[d]) for d in starts]
     count = math.prod(common) * math.prod(lengths)
-    axes, width = picked(template, shape)
+    axes, width = indexed_axes(template, shape)
     rows = values.transpose(order).reshape(count, width)
 
     ids: Any = np.intp(0)
@@ -110,10 +110,10 @@ def rows_of(template: Template, arrays: Sequence[np.ndarray], values: np.ndarray
         d += 1
     ids = np.broadcast_to(ids, (*common, *lengths)).reshape(count)
     found = Rows(axes, ids, rows)
-    return found if axes else refined(found, (0,), shape)  # everything, once or never: a key of booleans alone
+    return found if axes else expand_axes(found, (0,), shape)  # everything, once or never: a key of booleans alone
 
 
-def refined(part: Rows, axes: tuple[int, ...], shape: tuple[int, ...]) -> Rows:
+def expand_axes(part: Rows, axes: tuple[int, ...], shape: tuple[int, ...]) -> Rows:
     """The same values by places among more dimensions."""
     if part.axes == axes:
         return part
@@ -137,14 +137,14 @@ def refined(part: Rows, axes: tuple[int, ...], shape: tuple[int, ...]) -> Rows:
     return Rows(axes, np.broadcast_to(ids, (k, *(shape[d] for d in more))).reshape(count), values)
 
 
-def through(
+def compose(
     template: Template, arrays: Sequence[np.ndarray], part: Rows, read: tuple[int, ...], shape: tuple[int, ...]
 ) -> Rows:
     """Rows of ``x[key]``, of shape ``read``, as rows of ``x``, of ``shape``; places may repeat."""
     common = _common(template, arrays)
     made, starts = _made(template, len(common), shape)
     axes = tuple(i for i, (kind, _) in enumerate(made) if kind != "whole" or i in part.axes)
-    part = refined(part, axes, read)
+    part = expand_axes(part, axes, read)
     places = dict(zip(axes, np.unravel_index(part.ids, [read[i] for i in axes]), strict=True)) if axes else {}
     at: dict[int, Any] = {}  # where in each dimension of x
     for i, where in places.items():
@@ -166,4 +166,4 @@ def through(
     for d in sorted(at):
         ids = ids * shape[d] + at[d]
     found = Rows(tuple(sorted(at)), ids, part.values)
-    return found if found.axes else refined(found, (0,), shape)
+    return found if found.axes else expand_axes(found, (0,), shape)

@@ -1,7 +1,7 @@
 """Ops on sparse cotangents, which only pay for the places that are not zero.
 
 The dispatcher, and the executors of compiled programs and of ranks, call this module where an operand is an
-:class:`~meshtape.arrays.indexing.sparse_cotangent.IndexSum`. :func:`sparse_values` tells before a program runs which of
+:class:`~meshtape.arrays.indexing.sparse_cotangent.SparseCotangent`. :func:`sparse_values` tells before a program runs which of
 its values may be one.
 """
 
@@ -34,7 +34,7 @@ from ..reductions.reduction_ops import MEAN, SUM
 from . import sparse_cotangent
 from .indexing import SCATTER, register_sparse_scatter
 from .lazy_adam import LAZY_ADAM, lazy_adam_at
-from .sparse_cotangent import IndexSum
+from .sparse_cotangent import SparseCotangent
 
 # Ops of two operands that may keep an operand sparse.
 _PAIRS = frozenset({ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM})
@@ -66,9 +66,9 @@ def sparse_call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Se
     ``free`` says of each operand whether its memory may take a result.
     """
     if op is SCATTER:
-        arrays = [b.concrete() if type(b) is IndexSum else b for b in bufs[1:]]
+        arrays = [b.concrete() if type(b) is SparseCotangent else b for b in bufs[1:]]
         return op.numpy(bufs[0], *arrays, **params)
-    g = next(b for b in bufs if type(b) is IndexSum)
+    g = next(b for b in bufs if type(b) is SparseCotangent)
     if op.zero_preserving:
         return g.map(lambda v: op.numpy(v, **params))
     if op in (SUM, MEAN) and len(params["axis"]) == len(g.shape) and not params["keepdims"]:
@@ -86,8 +86,8 @@ def sparse_call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Se
         return None
     if op not in ADDS or getattr(other, "shape", None) != g.shape or other.dtype != g.dtype:
         return None
-    if type(other) is IndexSum:
-        return x.plus(y if op is ADD else y.map(np.negative))
+    if type(other) is SparseCotangent:
+        return x.add(y if op is ADD else y.map(np.negative))
     if type(other) is not np.ndarray or (op is SUBTRACT and y is not g):
         return None
     if g.parts > 1:
@@ -108,7 +108,7 @@ def _keeps_zero(op: Op, first: bool, number: Any) -> bool:
 
 def call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Sequence[bool] = ()) -> Any:
     """The result of any op on buffers, some of which may be sparse."""
-    if not any(type(b) is IndexSum for b in bufs):
+    if not any(type(b) is SparseCotangent for b in bufs):
         return op.numpy(*bufs, **params)
     found = sparse_call(op, bufs, params, free)
     return op.numpy(*map(dense, bufs), **params) if found is None else found
@@ -116,13 +116,13 @@ def call(op: Op, bufs: Sequence[Any], params: Mapping[str, Any], free: Sequence[
 
 def dense(buf: Any) -> Any:
     """A buffer that is not sparse."""
-    return buf.concrete() if type(buf) is IndexSum else buf
+    return buf.concrete() if type(buf) is SparseCotangent else buf
 
 
 # ----- programs -------------------------------------------------------------------------------------------------------
 
 
-class Call(Protocol):
+class ProgramCall(Protocol):
     """A call of a program."""
 
     @property
@@ -147,7 +147,7 @@ def makes_sparse(inputs: Iterable[ShapeDtype], out: ShapeDtype) -> bool:
 
 
 def sparse_values(
-    calls: Iterable[Call],
+    calls: Iterable[ProgramCall],
     avals: Mapping[int, ShapeDtype],
     sparse: Iterable[int] = (),
     *,

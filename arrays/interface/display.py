@@ -8,17 +8,15 @@ import numpy as np
 
 from ..core.array import Array
 from ..core.dispatch import Deferred
-from ..core.errors import TracedValueError
 from ..core.formatting import human_bytes
 
 
 def array_text(x: Array) -> str:
     """As NumPy prints it; with the dtype unless it is the default integer or boolean, the sharding, and the device if no CPU."""
     buf = x._buf
-    try:
-        text = np.array2string(x._concrete(), separator=", ", prefix="Array(")
-    except TracedValueError:
+    if isinstance(buf, Deferred) and buf.traced:
         return f"Array({buf.aval}, traced)"
+    text = np.array2string(x._concrete(), separator=", ", prefix="Array(")
     if x.size == 0 and x.shape != (0,):
         text = f"[], shape={x.shape}"
     notes = [] if x.dtype.name in ("int64", "bool") else [f"dtype={x.dtype.name}"]
@@ -41,9 +39,6 @@ def array_html(x: Array) -> str:
     picture = draw() if draw is not None else ""
     values = ""
     if not isinstance(x._buf, Deferred):
-        try:
-            with np.printoptions(threshold=20, edgeitems=3):
-                values = f"<pre>{escape(repr(x))}</pre>"
-        except TracedValueError:
-            values = ""
+        with np.printoptions(threshold=20, edgeitems=3):
+            values = f"<pre>{escape(repr(x))}</pre>"
     return f"<div><table style='margin:0'>{table}</table>{picture}{values}</div>"

@@ -37,7 +37,7 @@ def variants() -> Iterator[tuple[str, str]]:
             yield BATCH, named(name, a)
 
 
-class Layout(NamedTuple):
+class ChannelLayout(NamedTuple):
     """An array of images as samples, channels and positions; ``last`` says whether the channels come last."""
 
     samples: int
@@ -59,15 +59,15 @@ class Layout(NamedTuple):
         return vector_length(run, [itemsize], [runner().address(a) for a in arrays])
 
 
-def layout(shape: tuple[int, ...], axis: int) -> Layout:
+def layout(shape: tuple[int, ...], axis: int) -> ChannelLayout:
     """How kernels see images of this shape. With one position a channel both forms are the same, and the last is faster.
 
     >>> layout((2, 3, 4, 5), 1), layout((2, 3), 1).last
-    (Layout(samples=2, channels=3, spatial=20, last=False), True)
+    (ChannelLayout(samples=2, channels=3, spatial=20, last=False), True)
     """
     channels = shape[axis]
     spatial = math.prod(n for i, n in enumerate(shape) if i not in (0, axis))
-    return Layout(shape[0], channels, spatial, axis == len(shape) - 1 or spatial == 1)
+    return ChannelLayout(shape[0], channels, spatial, axis == len(shape) - 1 or spatial == 1)
 
 
 def _as(dtype: np.dtype, *arrays: Any) -> list[Any]:
@@ -77,7 +77,7 @@ def _as(dtype: np.dtype, *arrays: Any) -> list[Any]:
 # ----- group_norm -----------------------------------------------------------------------------------------------------
 
 
-def _group_numbers(x: Any, lay: Layout, num_groups: int, eps: float) -> tuple[Any, ...]:
+def _group_numbers(x: Any, lay: ChannelLayout, num_groups: int, eps: float) -> tuple[Any, ...]:
     return i64(lay.samples), i64(num_groups), i64(lay.channels // num_groups), i64(lay.spatial), np.float64(eps)
 
 
@@ -120,7 +120,7 @@ def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: i
 # ----- batch_norm -----------------------------------------------------------------------------------------------------
 
 
-def _shares(lay: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def _shares(lay: ChannelLayout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Grid and block of the kernels that sum over the batch: as many shares as keep the device busy."""
     busy = 8 * runner().properties().multiprocessors
     if lay.last:
@@ -136,7 +136,7 @@ def _a_channel_each(kernel: str, channels: int, *arguments: Any) -> None:
     runner().launch(BATCH, kernel, grid, block, arguments)
 
 
-def _moments(x: Any, lay: Layout) -> tuple[Any, Any]:
+def _moments(x: Any, lay: ChannelLayout) -> tuple[Any, Any]:
     """Mean and (biased) variance of each channel of a batch that is not empty."""
     r, a = runner(), wide(x.dtype)
     grid, block = _shares(lay)
@@ -148,7 +148,7 @@ def _moments(x: Any, lay: Layout) -> tuple[Any, Any]:
     return mean, var
 
 
-def _linear(x: Any, g: Any, factors: Any, out: Any, lay: Layout) -> None:
+def _linear(x: Any, g: Any, factors: Any, out: Any, lay: ChannelLayout) -> None:
     arrays = [a for a in (x, g, out) if a is not None]
     vector = lay.vector(x.dtype.itemsize, *arrays)
     other = out.dtype if g is None else g.dtype
@@ -158,7 +158,9 @@ def _linear(x: Any, g: Any, factors: Any, out: Any, lay: Layout) -> None:
     runner().launch(BATCH, kernel, (max(blocks, 1), 1, 1), (_THREADS, 1, 1), arguments)
 
 
-def _normalized(x: Any, mean: Any, var: Any, weight: Any, bias: Any, lay: Layout, o: np.dtype, eps: float) -> Any:
+def _normalized(
+    x: Any, mean: Any, var: Any, weight: Any, bias: Any, lay: ChannelLayout, o: np.dtype, eps: float
+) -> Any:
     r, a = runner(), wide(x.dtype)
     factors = r.xp.empty((3, lay.channels), a)
     arrays = _as(a, mean, var, weight, bias)

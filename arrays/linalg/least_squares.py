@@ -15,11 +15,11 @@ from ..core.dispatch import Deferred, as_array, as_number
 from ..core.errors import ArgumentError, LinAlgError, ShapeError
 from ..core.op import composite
 from ..ops.creation import beside, eye
-from ..ops.elementwise import abs, square, where
+from ..ops.elementwise import abs, isnan, logical_and, square, where
 from ..ops.manipulation import permute_dims, reshape
 from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
-from ..reductions.reductions import max, min, sum
+from ..reductions.reductions import any, max, min, sum
 from .decompositions import inv, pinv, slogdet, solve, svdvals
 from .matrix_norms import matrix_norm, vector_norm
 
@@ -120,7 +120,9 @@ def cond(x: Any, /, p: float | str | None = None) -> Array:
         s = svdvals(x)
         above, below = max(s, axis=-1), min(s, axis=-1)
         above, below = (below, above) if p == -2 else (above, below)
-        return where(below == 0, np.inf, above / where(below == 0, 1, below))
+        found = where(below == 0, np.inf, above / where(below == 0, 1, below))
+        # As NumPy has it: NaN is left to matrices that have one, and those with an infinite element are singular.
+        return where(logical_and(isnan(found), ~any(isnan(x), axis=(-2, -1))), np.inf, found)
     singular = slogdet(x).sign == 0
     inverse = inv(where(singular[..., None, None], eye(x.shape[-1], dtype=x.dtype, device=beside(x)), x))
     return where(singular, np.inf, matrix_norm(x, ord=p) * matrix_norm(inverse, ord=p))
@@ -143,7 +145,7 @@ def multi_dot(arrays: Sequence[Any], /) -> Array:
         found[0] = found[0][None, :]
     if column:
         found[-1] = found[-1][:, None]
-    if any(a.ndim != 2 for a in found):
+    if builtins.any(a.ndim != 2 for a in found):
         raise ShapeError(f"[multi_dot] takes matrices, got shapes {[a.shape for a in found]}")
     lengths = [a.shape[0] for a in found] + [found[-1].shape[1]]
     n = len(found)

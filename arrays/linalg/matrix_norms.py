@@ -52,8 +52,12 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
     x = as_array(x)
     if x.dtype.kind in "biu":
         x = astype(x, np.float64)
-    elif x.dtype.itemsize <= 2:
-        low = x.dtype
+    elif (low := x.dtype).itemsize <= 2:
+        if (
+            ord == 2
+            and (found := _plainly(x, shape_rules.normalize_axis("vector_norm", axis, x.ndim), keepdims)) is not None
+        ):
+            return astype(found, low)
         return astype(vector_norm(astype(x, np.float32), axis=axis, keepdims=keepdims, ord=ord), low)
     axes = shape_rules.normalize_axis("vector_norm", axis, x.ndim)
     over = {"axis": axes, "keepdims": keepdims}
@@ -84,18 +88,25 @@ def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims:
     return out if keepdims else squeeze(out, axis=axes)
 
 
-_SAFE = {np.dtype(np.float32).num: (1e-20, 1e38), np.dtype(np.float64).num: (1e-280, 1e308)}
+_SAFE = {np.dtype(np.float32): (1e-20, 1e38), np.dtype(np.float64): (1e-280, 1e308)}
 """Bounds on sums of squares between which no square has overflowed and none that counts has underflowed."""
 
 
 def _plainly(x: Array, axes: tuple[int, ...], keepdims: bool) -> Array | None:
-    """The 2-norm from plain squares: two passes less, and the same bits. None where they may be out of range."""
+    """The 2-norm from plain squares: two passes less, and the same bits. None where they may be out of range.
+
+    That of short floats is float32, without a float32 copy of them all."""
     buf = buffer(x)
-    if buf is None or buf.dtype.num not in _SAFE or not buf.size:
+    wide = np.dtype(np.float32) if x.dtype.itemsize <= 2 else x.dtype
+    if buf is None or wide not in _SAFE or not buf.size:
         return None
-    least, most = _SAFE[buf.dtype.num]
+    least, most = _SAFE[wide]
+
+    def squares(b: Any) -> Any:
+        return np.add.reduce(np.square(b.astype(wide, copy=False)), axis=axes, keepdims=True)
+
     with np.errstate(over="ignore", under="ignore"):
-        total = reduced(lambda b: np.add.reduce(np.square(b), axis=axes, keepdims=True), np.add, axes, keepdims, buf)
+        total = reduced(squares, np.add, axes, keepdims, buf)
     return wrap(np.asarray(np.sqrt(total))) if np.all((total > least) & (total < most)) else None
 
 

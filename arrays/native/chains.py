@@ -38,7 +38,7 @@ def as_operand(value: Any, dtype: np.dtype) -> np.ndarray | None:
     return np.asarray(value, dtype) if type(value) in (int, float) and -(2**53) <= value <= 2**53 else None
 
 
-class Run(NamedTuple):
+class ChainCall(NamedTuple):
     """Entries as one call: ``reads`` are variables or numbers as arrays, ``writes`` the variables that others read."""
 
     entries: tuple[Entry, ...]
@@ -71,7 +71,7 @@ def _is_strict() -> bool:
     return not _STRICT.isdisjoint(np.geterr().values())
 
 
-def run_of(entries: Sequence[Entry], program: Program, read_later: set[int]) -> Run | None:
+def run_of(entries: Sequence[Entry], program: Program, read_later: set[int]) -> ChainCall | None:
     """The entries as a run; None where it would need more room than there is. ``read_later`` are variables that others read."""
     made = {e.outputs[0] for e in entries}
     last = {v: i for i, e in enumerate(entries) for v in e.inputs if isinstance(v, int)}
@@ -106,4 +106,4 @@ def run_of(entries: Sequence[Entry], program: Program, read_later: set[int]) -> 
         steps += [_CODES[e.op], slots[v], at[0], at[-1]]
     if count > MOST_LOCALS:
         return None
-    return Run(tuple(entries), np.asarray(steps, np.int32).tobytes(), tuple(reads.values()), tuple(writes), count)
+    return ChainCall(tuple(entries), np.asarray(steps, np.int32).tobytes(), tuple(reads.values()), tuple(writes), count)

@@ -31,7 +31,7 @@ from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, 
 from ..reductions.reductions import sum as sum_
 
 
-class _Share(NamedTuple):
+class _ExpertShare(NamedTuple):
     """The work of one expert."""
 
     expert: int
@@ -41,7 +41,7 @@ class _Share(NamedTuple):
     weight: Any  # (rows, 1)
 
 
-def _shares(xp: Any, x: Any, chosen: Any, weights: Any, numbers: Any, dtype: np.dtype) -> Iterator[_Share]:
+def _shares(xp: Any, x: Any, chosen: Any, weights: Any, numbers: Any, dtype: np.dtype) -> Iterator[_ExpertShare]:
     for i in range(len(numbers)):
         host_sync.note("the rows of an expert are counted")
         sent = chosen == numbers[i]
@@ -49,7 +49,7 @@ def _shares(xp: Any, x: Any, chosen: Any, weights: Any, numbers: Any, dtype: np.
         if rows.size:
             sent = sent[rows]
             weight = (weights[rows] * sent).sum(axis=1, keepdims=True, dtype=dtype)
-            yield _Share(i, rows, sent, x[rows].astype(dtype, copy=False), weight)
+            yield _ExpertShare(i, rows, sent, x[rows].astype(dtype, copy=False), weight)
 
 
 def _flat(x: Any, last: int) -> Any:

@@ -33,7 +33,7 @@ from ..core.shape_rules import as_shape
 from .elementwise import ALIAS, FULL_LIKE
 from .elementwise import where as select
 from .manipulation import astype, broadcast_to, reshape
-from .nested import holds_history, ramp, repeated, stacked
+from .nested import filled, is_tracked, linspace_from, stacked
 from .number_ranges import check_numbers, plain
 
 
@@ -142,7 +142,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             why = f": {e}"  # not a plain array: it may convert itself
         else:
             return x if wanted is None and device is None else asarray(x, dtype=wanted, device=device)
-    if isinstance(obj, list | tuple) and copy is not False and state.recorders and holds_history(obj):
+    if isinstance(obj, list | tuple) and copy is not False and state.recorders and is_tracked(obj):
         return asarray(stacked(obj), dtype=wanted, device=device)
     # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
     # copy=False is asked of what holds no array.
@@ -183,7 +183,7 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
 
 def elements(name: str, values: Any, dtype: np.dtype) -> Array:
     """``values`` as elements of an array of ``dtype``: arrays are cast, as everywhere; Python numbers must have a place there."""
-    if hasattr(values, "dtype") or holds_history(values):
+    if hasattr(values, "dtype") or is_tracked(values):
         return asarray(values).astype(dtype, copy=False)
     check_numbers(name, values, dtype)
     return asarray(values, dtype)
@@ -233,7 +233,7 @@ def full(
     if has_history(fill_value):
         wanted = fill_value.dtype if dtype is None else as_dtype(dtype, "full")
         check_cast("full", fill_value.dtype, wanted)
-        return asarray(repeated(fill_value, as_shape("full", shape), wanted), device=device)
+        return asarray(filled(fill_value, as_shape("full", shape), wanted), device=device)
     fill_value = number(fill_value)
     wanted = None if dtype is None else as_dtype(dtype, "full")
     if wanted is not None and isinstance(fill_value, int | float | complex):
@@ -329,7 +329,7 @@ def linspace(
     if wanted is None and any(getattr(getattr(v, "dtype", None), "num", 0) >= FIRST_USER_DTYPE for v in (start, stop)):
         wanted = result_type(start, stop)
     if has_history(start) or has_history(stop):
-        return asarray(ramp(start, stop, num, endpoint, wanted), device=device)
+        return asarray(linspace_from(start, stop, num, endpoint, wanted), device=device)
     start, stop = (np.asarray(v) if isinstance(v, Array) else _real(v) for v in (start, stop))
     return _place(np.linspace(start, stop, num, endpoint=endpoint, dtype=wanted), device)
 

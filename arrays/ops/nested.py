@@ -17,10 +17,10 @@ from .elementwise import floor, log10, pow, sign
 from .manipulation import astype, broadcast_to, reshape, stack
 
 
-def holds_history(obj: Any) -> bool:
+def is_tracked(obj: Any) -> bool:
     """:func:`has_history` of anything in nested sequences."""
     if isinstance(obj, list | tuple):
-        return any(map(holds_history, obj))
+        return any(map(is_tracked, obj))
     return has_history(obj)
 
 
@@ -32,7 +32,7 @@ def stacked(obj: Any) -> Array:
     ShapeError
         For sequences of different lengths.
     """
-    if not (isinstance(obj, list | tuple) and holds_history(obj)):
+    if not (isinstance(obj, list | tuple) and is_tracked(obj)):
         return as_array(obj)
     parts = [stacked(o) for o in obj]
     shapes = dict.fromkeys(p.shape for p in parts)
@@ -43,7 +43,7 @@ def stacked(obj: Any) -> Array:
     return stack(parts)
 
 
-def repeated(value: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+def filled(value: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     """An array of ``shape`` filled with ``value``, whose history it has."""
     try:
         return broadcast_to(astype(value, dtype, copy=False), shape)
@@ -51,7 +51,7 @@ def repeated(value: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         raise ShapeError(f"[full] a value of shape {value.shape} does not fill an array of shape {shape}") from None
 
 
-def ramp(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None) -> Array:
+def linspace_from(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None) -> Array:
     """:func:`numpy.linspace` by calls that tapes record, in the order in which NumPy computes: the numbers are the same."""
     # Python numbers stay such, which widen nothing. NumPy takes other libraries' short floats to float64.
     given = [v.dtype if isinstance(v, Array) else v for v in (start, stop)]
@@ -74,7 +74,7 @@ def geometric_ramp(start: Any, stop: Any, num: int, endpoint: bool) -> Array:
     """:func:`numpy.geomspace` by calls that tapes record."""
     first, last = as_array(start) * 1.0, as_array(stop) * 1.0
     side = sign(first)
-    out = pow(10.0, ramp(log10(first / side), log10(last / side), num, endpoint, None)) * side
+    out = pow(10.0, linspace_from(log10(first / side), log10(last / side), num, endpoint, None)) * side
     if num > 0:
         out = out.at[0].set(first)
     return out.at[-1].set(last) if endpoint and num > 1 else out

@@ -1,6 +1,6 @@
 """Transforms of random words to numbers: one a distribution, cached by dtype and parameters.
 
-Each recipe is a function of whole groups of words; see ``_philox.Recipe``. They work in place: their words are theirs.
+Each recipe is a function of whole groups of words; see ``_philox.BitTransform``. They work in place: their words are theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .philox import Recipe
+from .philox import BitTransform
 
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -36,12 +36,14 @@ def fraction(xp: Any, w: Any) -> Any:
 
 
 @functools.cache
-def bits(dtype: np.dtype) -> Recipe:
-    return Recipe(1, 2, halves, ("Bits", ())) if dtype == U32 else Recipe(1, 1, lambda xp, w: w, ("Bits", ()))
+def bits(dtype: np.dtype) -> BitTransform:
+    return (
+        BitTransform(1, 2, halves, ("Bits", ())) if dtype == U32 else BitTransform(1, 1, lambda xp, w: w, ("Bits", ()))
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def uniform(dtype: np.dtype, low: float, high: float) -> Recipe:
+def uniform(dtype: np.dtype, low: float, high: float) -> BitTransform:
     digits = FLOATS[dtype]
     # Scaling rounds, and may round up to the excluded end.
     below = None if (low, high) == (0.0, 1.0) else largest_below(high, dtype)
@@ -58,14 +60,14 @@ def uniform(dtype: np.dtype, low: float, high: float) -> Recipe:
     numbers |= {"width": high - low, "low": low, "below": 1.0 if below is None else float(below)}
     kernel = ("Uniform", tuple(numbers.items()))
     if dtype == F64:
-        return Recipe(1, 1, lambda xp, w: scaled(xp, fraction(xp, w)), kernel)
+        return BitTransform(1, 1, lambda xp, w: scaled(xp, fraction(xp, w)), kernel)
 
     def short(xp: Any, w: Any) -> Any:
         h = halves(xp, w)
         h >>= np.uint32(32 - digits)
         return scaled(xp, h.astype(np.float32) * np.float32(2.0**-digits))
 
-    return Recipe(1, 2, short, kernel)
+    return BitTransform(1, 2, short, kernel)
 
 
 def largest_below(high: float, dtype: np.dtype) -> Any:
@@ -75,7 +77,7 @@ def largest_below(high: float, dtype: np.dtype) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def normal(dtype: np.dtype, mean: float, std: float) -> Recipe:
+def normal(dtype: np.dtype, mean: float, std: float) -> BitTransform:
     """Box and Muller (1958): two uniforms give two independent normals."""
     wide: Any = np.float64 if dtype == F64 else np.float32
 
@@ -106,7 +108,7 @@ def normal(dtype: np.dtype, mean: float, std: float) -> Recipe:
         radius2 *= np.float32(-2.0)
         return polar(xp, radius2, h[:, 1].astype(np.float32) * np.float32(math.tau * 2.0**-32))
 
-    return Recipe(2, 2, double) if dtype == F64 else Recipe(1, 2, single)
+    return BitTransform(2, 2, double) if dtype == F64 else BitTransform(1, 2, single)
 
 
 def ndtr(x: float) -> float:
@@ -115,7 +117,7 @@ def ndtr(x: float) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def truncated(dtype: np.dtype, lower: float, upper: float, mean: float, std: float) -> Recipe:
+def truncated(dtype: np.dtype, lower: float, upper: float, mean: float, std: float) -> BitTransform:
     """Inverse distribution function, in float64, on the side of the bell where it is exact."""
     flip = lower > 0
     a, b = (-upper, -lower) if flip else (lower, upper)
@@ -131,7 +133,7 @@ def truncated(dtype: np.dtype, lower: float, upper: float, mean: float, std: flo
         z = xp.clip(ndtri(u), a, b)
         return ((-z if flip else z) * std + mean).astype(dtype, copy=False)
 
-    return Recipe(1, 1, transform)
+    return BitTransform(1, 1, transform)
 
 
 def survival(xp: Any, w: Any, dtype: np.dtype) -> Any:
@@ -146,26 +148,26 @@ def survival(xp: Any, w: Any, dtype: np.dtype) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def exponential(dtype: np.dtype, scale: float) -> Recipe:
+def exponential(dtype: np.dtype, scale: float) -> BitTransform:
     def transform(xp: Any, w: Any) -> Any:
         out = xp.log(survival(xp, w, dtype))
         out *= out.dtype.type(-scale)
         return out.astype(dtype, copy=False)
 
-    return Recipe(1, 1 if dtype == F64 else 2, transform)
+    return BitTransform(1, 1 if dtype == F64 else 2, transform)
 
 
 @functools.cache
-def gumbel(dtype: np.dtype) -> Recipe:
+def gumbel(dtype: np.dtype) -> BitTransform:
     def transform(xp: Any, w: Any) -> Any:
         # -log(1 - u) keeps every digit of a small u, and small ones make the large results, which decide a maximum.
         return (-xp.log(-xp.log1p(-survival(xp, w, dtype)))).astype(dtype, copy=False)
 
-    return Recipe(1, 1 if dtype == F64 else 2, transform)
+    return BitTransform(1, 1 if dtype == F64 else 2, transform)
 
 
 @functools.lru_cache(maxsize=256)
-def integers(dtype: np.dtype, low: int, span: int) -> Recipe:
+def integers(dtype: np.dtype, low: int, span: int) -> BitTransform:
     """``low + (word * span) >> 64``: each value has probability within 2**-64 of ``1 / span``."""
     start = np.uint64(low % 2**64)
     s0, s1 = np.uint64(span & 0xFFFFFFFF), np.uint64(span >> 32 & 0xFFFFFFFF)
@@ -182,13 +184,13 @@ def integers(dtype: np.dtype, low: int, span: int) -> Recipe:
                 w = mid >> c32
         return (w + start).astype(dtype, copy=False)
 
-    return Recipe(1, 1, transform)
+    return BitTransform(1, 1, transform)
 
 
 @functools.lru_cache(maxsize=256)
-def bernoulli(threshold: int) -> Recipe:
+def bernoulli(threshold: int) -> BitTransform:
     def transform(xp: Any, w: Any) -> Any:
         h = halves(xp, w)
         return xp.zeros(h.shape, bool) if threshold == 0 else h <= np.uint32(threshold - 1)
 
-    return Recipe(1, 2, transform, ("Bernoulli", (("width", float(threshold)),)))
+    return BitTransform(1, 2, transform, ("Bernoulli", (("width", float(threshold)),)))

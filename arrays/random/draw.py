@@ -19,7 +19,7 @@ from ..core.shape_dtype import ShapeDtype
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from . import bit_transforms as recipes
-from .philox import Recipe, draw
+from .philox import BitTransform, draw
 
 if TYPE_CHECKING:
     from ..core.array import Array
@@ -113,7 +113,13 @@ BY_PLACE: set[Op] = set()
 
 
 def op_of(
-    name: str, recipe: Callable[..., Recipe], *, takes_dtype: bool = True, stream: int = 0, flops: int = 1, **own: Kind
+    name: str,
+    recipe: Callable[..., BitTransform],
+    *,
+    takes_dtype: bool = True,
+    stream: int = 0,
+    flops: int = 1,
+    **own: Kind,
 ) -> Op:
     """An op whose elements are made each on its own; ``recipe`` takes the dtype and the op's own parameters, of these kinds.
 
@@ -157,7 +163,7 @@ class Request(NamedTuple):
     own: Mapping[str, Any]
 
 
-def distribution(recipe: Callable[..., Recipe], **facts: Any) -> Callable[[Callable[..., Request]], Any]:
+def distribution(recipe: Callable[..., BitTransform], **facts: Any) -> Callable[[Callable[..., Request]], Any]:
     """Decorator that turns a checking function, which returns a :class:`Request`, into one that draws with a key.
 
     The op is the attribute ``op`` of the function; ``facts`` are those of :func:`op_of`.

@@ -2,7 +2,7 @@
 
 A draw is a function of a key and of the place of an element in the *global* array, and of nothing else. The words of a key are
 numbered 0, 1, 2, …: word ``n`` is lane ``n % 4`` of the cipher applied to the counter ``(n // 4, 0, 0, stream)``. A
-:class:`Recipe` turns each aligned group of ``words`` words into a group of ``elements`` elements, so that element ``i`` of the
+:class:`BitTransform` turns each aligned group of ``words`` words into a group of ``elements`` elements, so that element ``i`` of the
 C-ordered global array needs the words of group ``i // elements`` alone. :func:`draw` makes any rectangular block by that rule;
 whoever holds another block, on whatever backend, makes the very numbers that the whole array has there.
 
@@ -42,7 +42,7 @@ _LONG_RUN = 128
 _COVER = 8
 
 
-class Recipe(NamedTuple):
+class BitTransform(NamedTuple):
     """How words become elements.
 
     ``transform(xp, w)`` is given a fresh, contiguous uint64 array of shape ``(n, words)``, which it may overwrite, and returns
@@ -135,7 +135,7 @@ def words_of_groups(xp: Any, key: Any, groups: Any, size: int, stream: int = 0) 
 # ----- blocks ---------------------------------------------------------------------------------------------------------
 
 
-def _fill_run(xp: Any, key: Any, recipe: Recipe, start: int, out: Any, stream: int) -> None:
+def _fill_run(xp: Any, key: Any, recipe: BitTransform, start: int, out: Any, stream: int) -> None:
     """Elements ``start … start + len(out) - 1`` into ``out`` (flat)."""
     if recipe.kernel is not None and xp.__name__ == "cupy":
         kind, numbers = recipe.kernel
@@ -154,7 +154,7 @@ def _fill_run(xp: Any, key: Any, recipe: Recipe, start: int, out: Any, stream: i
         group += n
 
 
-def _scattered(xp: Any, key: Any, recipe: Recipe, places: Any, stream: int) -> Any:
+def _scattered(xp: Any, key: Any, recipe: BitTransform, places: Any, stream: int) -> Any:
     """The elements at arbitrary ``places`` (flat, int64)."""
     e = recipe.elements
     values = recipe.transform(xp, words_of_groups(xp, key, places // e, recipe.words, stream))
@@ -166,7 +166,7 @@ def _scattered(xp: Any, key: Any, recipe: Recipe, places: Any, stream: int) -> A
 def draw(
     xp: Any,
     key: Any,
-    recipe: Recipe,
+    recipe: BitTransform,
     dtype: np.dtype,
     shape: tuple[int, ...],
     offset: tuple[int, ...],

@@ -98,8 +98,8 @@ def _recipe(formula: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[Step, ..
     if not isinstance(formula, str):
         raise TypeError
     inputs, output, order = _plan(formula, shapes)
-    made = _Steps(len(shapes))
-    parts = [made.simplified(_Part(i, labels, s)) for i, (labels, s) in enumerate(zip(inputs, shapes, strict=True))]
+    made = _EinsumPlan(len(shapes))
+    parts = [made.simplified(_Operand(i, labels, s)) for i, (labels, s) in enumerate(zip(inputs, shapes, strict=True))]
     for chosen in order:
         left, *rest = (parts[i] for i in chosen)
         parts = [p for i, p in enumerate(parts) if i not in chosen]
@@ -110,7 +110,7 @@ def _recipe(formula: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[Step, ..
     return tuple(made.steps)
 
 
-class _Part(NamedTuple):
+class _Operand(NamedTuple):
     """A value on the way: its place, and the label and the length of each dimension."""
 
     place: int
@@ -118,7 +118,7 @@ class _Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Steps:
+class _EinsumPlan:
     """The plan of an einsum, step by step."""
 
     def __init__(self, operands: int) -> None:
@@ -130,12 +130,12 @@ class _Steps:
         self._count += 1
         return self._count - 1
 
-    def handed_on(self, x: _Part) -> None:
+    def handed_on(self, x: _Operand) -> None:
         """The result is the value of the last step."""
         if x.place != self._count - 1 or not self.steps:
             self._add(_same, (x.place,))
 
-    def simplified(self, x: _Part) -> _Part:
+    def simplified(self, x: _Operand) -> _Operand:
         """Without dimensions that broadcast, and with the diagonals of repeated letters taken."""
         place, labels, shape = x
         ones = tuple(i for i, c in enumerate(labels) if not c)
@@ -151,28 +151,28 @@ class _Steps:
                 kept = [j for j in range(len(labels)) if j not in (first, second)]
                 shape = (shape[first], *(shape[j] for j in kept))
                 labels = (c, *(labels[j] for j in kept))
-        return _Part(place, labels, shape)
+        return _Operand(place, labels, shape)
 
-    def summed(self, x: _Part, needed: set[str]) -> _Part:
+    def summed(self, x: _Operand, needed: set[str]) -> _Operand:
         """The operand summed over letters that are not needed."""
         gone = tuple(i for i, c in enumerate(x.labels) if c not in needed)
         if not gone:
             return x
         kept = [i for i in range(len(x.labels)) if i not in gone]
         place = self._add(_sum, (x.place,), gone)
-        return _Part(place, tuple(x.labels[i] for i in kept), tuple(x.shape[i] for i in kept))
+        return _Operand(place, tuple(x.labels[i] for i in kept), tuple(x.shape[i] for i in kept))
 
-    def arranged(self, x: _Part, wanted: Sequence[str]) -> _Part:
+    def arranged(self, x: _Operand, wanted: Sequence[str]) -> _Operand:
         """With its dimensions in this order."""
         if x.labels == tuple(wanted):
             return x
         axes = tuple(x.labels.index(c) for c in wanted)
-        return _Part(self._add(permute_dims, (x.place,), axes), tuple(wanted), tuple(x.shape[i] for i in axes))
+        return _Operand(self._add(permute_dims, (x.place,), axes), tuple(wanted), tuple(x.shape[i] for i in axes))
 
     def shaped(self, place: int, now: Sequence[int], then: Sequence[int]) -> int:
         return place if tuple(now) == tuple(then) else self._add(reshape, (place,), tuple(then))
 
-    def product(self, x: _Part, y: _Part, needed: set[str]) -> _Part:
+    def product(self, x: _Operand, y: _Operand, needed: set[str]) -> _Operand:
         """The product of both, summed over the letters that are not ``needed``."""
         x, y = self.summed(x, needed | set(y.labels)), self.summed(y, needed | set(x.labels))
         a, b = x.labels, y.labels
@@ -190,13 +190,13 @@ class _Steps:
             x, y = self.arranged(x, (*batch, *rows)), self.arranged(y, (*batch, *cols))
             left = self.shaped(x.place, x.shape, (*x.shape, *[1] * len(cols)))
             right = self.shaped(y.place, y.shape, (*lengths(batch), *[1] * len(rows), *lengths(cols)))
-            return _Part(self._add(multiply, (left, right)), labels, shape)
+            return _Operand(self._add(multiply, (left, right)), labels, shape)
         n, k, m = (math.prod(lengths(g)) for g in (rows, summed, cols))
         x, y = self.arranged(x, (*batch, *rows, *summed)), self.arranged(y, (*batch, *summed, *cols))
         left = self.shaped(x.place, x.shape, (*lengths(batch), n, k))
         right = self.shaped(y.place, y.shape, (*lengths(batch), k, m))
         place = self._add(matmul, (left, right))
-        return _Part(self.shaped(place, (*lengths(batch), n, m), shape), labels, shape)
+        return _Operand(self.shaped(place, (*lengths(batch), n, m), shape), labels, shape)
 
 
 def _same(x: Array) -> Array:

@@ -64,14 +64,14 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     return x[along_axis("take_along_axis", x.shape, indices, axis)]
 
 
-class _Named:
+class _FunctionName:
     """The name of a function for the message of a failed broadcast."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-_TAKE: Any = _Named("take_along_axis")
+_TAKE: Any = _FunctionName("take_along_axis")
 
 
 def along_axis(name: str, shape: tuple[int, ...], indices: Any, axis: int) -> tuple[Array, ...]:

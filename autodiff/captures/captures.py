@@ -11,18 +11,21 @@ checking the places takes a fraction of the time of a new search.
 from __future__ import annotations
 
 import abc
+import builtins
 import collections
 import functools
 import gc
 import io
+import logging
 import operator
 import queue
 import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextvars import ContextVar
+from decimal import Decimal, getcontext
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -32,6 +35,7 @@ from types import (
     MappingProxyType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any
@@ -54,43 +58,18 @@ from .objects import (
     is_value,
     kept_by,
     lookup_of,
+    members_of,
     memory_of,
     slot,
     state_of_process,
     told_by_c,
     variables_of,
 )
-from .places import NUMBERS, Places
+from .places import NUMBERS, CaptureSearch
 from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
 """Bytes of a NumPy array up to which its elements are compared at every call."""
-
-
-class Outside:
-    """The captures of one function, cached from call to call."""
-
-    __slots__ = ("_fn", "_last")
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._last: dict[tuple[int, ...], Captures] = {}  # by ids of objects
-
-    def look(self, objects: Sequence[Any] = ()) -> Captures:
-        """The captures of the function, and of these ``objects`` among its arguments, now."""
-        # The captures hold the objects, so that their ids stay their own.
-        place = tuple(map(id, objects)) if objects else ()
-        last = self._last.get(place)
-        if last is not None and last.hold():
-            return last
-        found = captures_of(self._fn, objects)
-        if len(self._last) >= _MOST_KEPT:
-            self._last.clear()
-        self._last[place] = found
-        return found
-
-
-_MOST_KEPT = 64
 
 
 def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
@@ -104,9 +83,8 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
     return _Walk(getattr(fn, "__name__", type(fn).__name__)).search(fn, objects)
 
 
-_CODE = FunctionType | staticmethod | classmethod | property
 _VALUES = (int, float, complex, str, bytes)
-_SKIPPED = BuiltinFunctionType | GetSetDescriptorType | threading.Thread | np.random.Generator | np.random.RandomState
+_SKIPPED = BuiltinFunctionType | GetSetDescriptorType | np.random.Generator | np.random.RandomState
 # Objects that call others, and the attributes where these are.
 _PARTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (MethodType, ("__func__", "__self__")),
@@ -122,7 +100,7 @@ _MOST_WALKED = 2000
 """The most objects of libraries that are searched; one that holds more is not compared."""
 
 
-class _Walk(Places):
+class _Walk(CaptureSearch):
     """One search for captures. Objects are searched again when new code looks up further names."""
 
     def __init__(self, title: str, behind: bool = False) -> None:
@@ -134,7 +112,7 @@ class _Walk(Places):
         self.names: set[str] = set()
         self.unsure: set[str] = set()  # those that code may ask for where they are not
         self.anything = False
-        self.members = functools.cache(_members)
+        self.members = functools.cache(members_of)
         self.owners: list[
             tuple[Any, str, set[str]]
         ] = []  # objects, classes and modules, with the names that were looked up
@@ -191,6 +169,9 @@ class _Walk(Places):
         # An object with an equality of its own is compared by its readable values, any other by identity.
         structural = kind.__eq__ is not object.__eq__ and not isinstance(value, Array | np.ndarray | type)
         self.key.append(kind if structural else id(value))
+        if isinstance(value, BuiltinFunctionType | MethodWrapperType):  # whose equality is that of no value to be read
+            loose = isinstance(value.__self__, ModuleType | type | None)  # others are made anew at each look-up
+            self.key.append(id(value) if loose else value.__name__)
         if isinstance(value, _VALUES):  # of a class of the user's
             self.key.append(next(base.__repr__(value) for base in _VALUES if isinstance(value, base)))
         if id(value) in self.seen:
@@ -198,6 +179,8 @@ class _Walk(Places):
             return
         self.seen[id(value)] = len(self.seen)
         self.held.append(value)
+        if value is Decimal or kind is Decimal:
+            self._library_function(getcontext)  # which the arithmetic reads
         if kind is Array:
             self._array(value, path)
         elif isinstance(value, np.ndarray):
@@ -219,7 +202,9 @@ class _Walk(Places):
                 self.found.chance.append(global_generator(value))
         elif type(value).__name__ in _IN_C and not is_library(value.__module__ or "builtins"):
             self._unseen()  # compiled code of the user's
-        elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | type | None):
+        elif isinstance(value, BuiltinMethodType | MethodWrapperType) and not isinstance(
+            value.__self__, ModuleType | type | None
+        ):
             self.visit(value.__self__, path)  # such as the `get` of a dict
         elif isinstance(value, type):
             self.owners.append((value, path, set()))
@@ -245,12 +230,16 @@ class _Walk(Places):
             self.visit(getattr(value, "__wrapped__", None), path)
         elif isinstance(value, BuiltinFunctionType):
             self._library_function(value)
+        elif isinstance(value, threading.Thread):  # of which names alone are read: it holds whatever it runs
+            self.owners.append((value, path, set()))
         elif not isinstance(value, _SKIPPED):
             self._object(value, path)
 
     def _library_function(self, fn: Any) -> None:
         """A function of a library: its identity, and the state of the process that it tells."""
         self.found.named.add(fn.__name__)
+        if fn is threading.current_thread:
+            self._value(fn, "the thread")
         if (look := state_of_process(fn)) is not None:
             self._state(look)
 
@@ -332,12 +321,25 @@ class _Walk(Places):
         self.names_super |= "super" in names.variables
         for name in names.variables:
             self._item(module, name, name)
+            if name not in module:
+                self._builtin(name)
         if names.any_variable:
             self._data(module, fn.__module__)
         for name in names.modules:
             for m in (name, *(f"{name}.{n}" for n in names.attributes)):
                 if m in sys.modules or m is name:
                     self._item(sys.modules, m, m)
+
+    def _builtin(self, name: str) -> None:
+        variables = vars(builtins)
+        value = variables.get(name, ABSENT)
+        if (
+            getattr(value, "__module__", None) == "builtins"
+        ):  # Python's own, as long as nobody puts another in its place
+            self.found.items.append((variables.get, name, value))
+            self.key.append(id(value))
+        else:
+            self._item(variables, name, name)
 
     def _data(self, variables: Mapping[str, Any], path: str) -> None:
         """Of the variables of a module those that are no code."""
@@ -452,6 +454,8 @@ class _Walk(Places):
                 ]
         for name in sorted(present):
             self._attribute(x, name, f"{path}.{name}", variables, classes)
+        if isinstance(x, logging.Logger) and names & {"isEnabledFor", "getEffectiveLevel"}:
+            self._state(lambda: (x.getEffectiveLevel(), x.manager.disable, x.disabled))
         told = told_by_c(type(x))
         for name in sorted(names & told.keys()):
             look = functools.partial(slot, told[name], x)
@@ -486,6 +490,8 @@ class _Walk(Places):
             value = variables.get(name, ABSENT)
             if value is ABSENT and not library and f"?{name}" in self.names:
                 self.found.items.append((variables.get, name, value))
+            if value is ABSENT and not library and "__getattr__" in variables:
+                self._item(variables, "__getattr__", path)  # PEP 562
             if value is ABSENT or value is sys.modules:
                 continue
             if library and isinstance(value, ModuleType):
@@ -498,19 +504,7 @@ class _Walk(Places):
                 self.key.append(id(value))
                 if isinstance(value, FunctionType | BuiltinFunctionType) and not x.__name__.startswith("meshtape"):
                     self._library_function(value)
+                elif value is Decimal:
+                    self._library_function(getcontext)
             else:
                 self.visit(value, f"{path}.{name}")
-
-
-def _members(kind: type) -> tuple[list[type], set[str], set[str], set[str]]:
-    """The classes of the user behind a class, the names in them, and of these the plain ones and those that are looked up by no name."""
-    classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
-    special = {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
-    # (Fields are asked of the class: an object may answer for names that it has not.)
-    special.update(getattr(kind, "__dataclass_fields__", ()))
-    members = {n for c in classes for n in vars(c)}
-    return classes, members, {n for n in members if not _is_special(n)}, special
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")

@@ -12,7 +12,7 @@ from .guards import ABSENT, Captures
 NUMBERS = frozenset({bool, int, float, complex, str})
 
 
-class Places:
+class CaptureSearch:
     """The captures found so far, and the queue of values to visit."""
 
     def __init__(self, title: str) -> None:

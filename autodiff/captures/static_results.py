@@ -17,7 +17,7 @@ ARRAY: Any = type("_ArrayPlace", (), {"__repr__": lambda self: "an array"})()
 """Stands where an array was."""
 
 
-class _Made(NamedTuple):
+class _MadeResult(NamedTuple):
     """A result that the function made, and that each caller may write to."""
 
     value: Any
@@ -39,7 +39,7 @@ def static(who: str, out: Any, around: Iterable[Any] = ()) -> Any:
             f"{who} makes and returns a {type(out).__name__}, of which a program cannot give each caller one of his own "
             f"({type(e).__name__}: {e}): return arrays and plain values, and make the object outside"
         ) from e
-    return out if made is out else _Made(made, outside)
+    return out if made is out else _MadeResult(made, outside)
 
 
 def refuse_traced(who: str, out: Any) -> None:
@@ -55,6 +55,6 @@ def filled(statics: Sequence[Any], arrays: Iterable[Array]) -> list[Any]:
     """All leaves of a result, with these arrays in their places."""
     outs = iter(arrays)
     return [
-        next(outs) if s is ARRAY else copy.deepcopy(s.value, dict(s.outside)) if type(s) is _Made else s
+        next(outs) if s is ARRAY else copy.deepcopy(s.value, dict(s.outside)) if type(s) is _MadeResult else s
         for s in statics
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -46,11 +46,11 @@ class Tracer(Deferred):
         self.builder.require_open()
         who = _asker()
         if who is not None:
-            raise TracedValueError(
+            self.builder.refuse(
                 f"[{who}] the result depends on the values of a {self.aval} for its shape or for Python numbers, and inside "
                 "mt.compile arrays only stand for values: call it outside, or use a function whose shape is known (mt.where)"
             )
-        raise TracedValueError(
+        self.builder.refuse(
             f"a value ({self.aval}) was asked for inside mt.compile, where arrays only stand for values: "
             "use mt.where instead of `if`, keep printing and float(...) outside, pass the number as a Python scalar, or collect elements "
             "with mt.stack instead of writing them to a NumPy array"
@@ -103,7 +103,7 @@ class Held(NamedTuple):
     buf: Any
 
 
-class Staged(NamedTuple):
+class StagedCall(NamedTuple):
     """A call on captured arrays: computed during the trace, and an entry where its result is used."""
 
     op: Op
@@ -117,12 +117,41 @@ class Staged(NamedTuple):
 class Result(NamedTuple):
     """The ``k``-th result of a staged call, and its buffer."""
 
-    call: Staged
+    call: StagedCall
     k: int
     buf: Any
 
 
-class _Trace:
+class Refusals:
+    """The errors of values that a trace does not have. They end the trace also where the function catches them: its program would
+    hold for good what the function does then, and not what it does with values."""
+
+    refusal: TracedValueError | None = None
+    errors: Mapping[str, str]
+    """``np.geterr()`` around the trace."""
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise the error, and keep it."""
+        self.refusal = TracedValueError(text)
+        raise self.refusal
+
+    def check_refusals(self) -> None:
+        """Raise the error that the function caught."""
+        if self.refusal is not None:
+            self.refusal.add_note(
+                "(the function caught this error, and would do at every call of its program what it does then)"
+            )
+            raise self.refusal
+
+    def refuse_errstate(self, op: Op) -> None:
+        """Raise where ``np.errstate`` asks for errors that it did not ask for around the trace: a run of the program would not see it."""
+        if any(v in ("raise", "call") and v != self.errors[k] for k, v in np.geterr().items()):
+            self.refuse(
+                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put it around the call"
+            )
+
+
+class _Trace(Refusals):
     """The program that a traced function writes.
 
     It also records calls without a traced array. Those on arrays from ``outside`` (closure, module) become entries
@@ -228,7 +257,7 @@ class _Trace:
             # The result of stop_gradient has the buffer of its argument, and must not be taken for it.
             self.detached.update((id(o), Held(o, o._buf)) for o in outs)
             return
-        call = Staged(op, sources, params, argument_avals(outs), state.origin, call_site())
+        call = StagedCall(op, sources, params, argument_avals(outs), state.origin, call_site())
         taken = {id(s.buf) for s in sources if type(s) in (Held, Result)}
         for k, o in enumerate(outs):
             if id(o._buf) not in taken:  # an alias is what it is an alias of
@@ -296,10 +325,7 @@ class _Trace:
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:
         self.require_open()
-        if any(v in ("raise", "call") and v != self.errors[k] for k, v in np.geterr().items()):
-            raise TracedValueError(
-                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put it around the call"
-            )
+        self.refuse_errstate(op)
         arrays = [a for a in args if isinstance(a, Array)]
         hosts = [a._buf.host for a in arrays if isinstance(a._buf, Deferred) and a._buf.host is not None]
         avals = argument_avals(args)

@@ -25,10 +25,11 @@ from ...arrays.core.dispatch import Deferred, apply, wrap
 from ...arrays.core.errors import TracedValueError, check_function
 from ...arrays.core.op import not_recording, recording, state
 from ...arrays.core.program import Program, Traced, freeze, last_uses, register_tracer, simplify
-from ...arrays.indexing.sparse_cotangent import IndexSum, densify
+from ...arrays.indexing.sparse_cotangent import SparseCotangent, densify
 from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import settled
-from ..captures.captures import Captures, Outside, captures_of
+from ..captures.cache import CachedCaptures
+from ..captures.captures import Captures, captures_of
 from ..captures.lost_writes import Arguments, noting_logs, refuse_kept, restore
 from ..captures.number_inputs import KINDS, OtherKind, Term, TracedNumber, settle_kept
 from ..captures.retraces import MOST, Retrace, Retraces
@@ -40,7 +41,7 @@ from ..tape.custom_vjp import custom_vjp
 from ..tape.function_wrapper import Wrapper
 from ..transforms import vjp
 from .cuda_graphs import graphed
-from .determinism import Chance, refuse_other, refuse_strangers
+from .determinism import ImpurityCheck, refuse_other, refuse_strangers
 from .donation import donated_leaves, given_up, positions
 from .executable import Executable, local_executable
 from .signature import as_inputs, is_traced, leaf_keys, read_too
@@ -56,7 +57,7 @@ class Compiled(Wrapper):
         if cache_size < 1:
             raise ValueError(f"[compile] cache_size must be at least 1, got {cache_size}")
         self._fn = fn
-        self._outside = Outside(fn)
+        self._outside = CachedCaptures(fn)
         self._donate = tuple(donate)
         self._cache: OrderedDict[Any, _Ready] = OrderedDict()  # the last used at the end
         self._pinned: dict[
@@ -399,7 +400,7 @@ def outline(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Outline:
     """
     leaves, treedef = trees.flatten((args, kwargs))
     arrays = as_inputs(leaves)[0]
-    reads = Outside(fn).look(read_too(arrays, treedef))
+    reads = CachedCaptures(fn).look(read_too(arrays, treedef))
     trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, frozenset(), frozenset())
     found = simplify(trace.builder.build([v for pair in trace.gradients for v in pair])).outputs
     return Outline(program, trees.unflatten(out_def, outs), tuple(zip(found[::2], found[1::2], strict=True)))
@@ -442,6 +443,7 @@ def _recorded(
         try:
             with not_recording(), recording(trace), noting_logs(trace):
                 result = fn(*given.args, **given.kwargs)
+            trace.check_refusals()
         except ValueError as e:
             say_ours(e)
             raise
@@ -472,7 +474,7 @@ def _trace(
     donated: frozenset[int] = frozenset(),
     numbers: frozenset[int] = frozenset(),
 ) -> _Ready:
-    chance = Chance(reads, arrays)
+    chance = ImpurityCheck(reads, arrays)
     trace, program, outs, out_def = _recorded(fn, reads, arrays, treedef, numbers, donated)
     title = getattr(fn, "__name__", "the function")
 
@@ -483,11 +485,11 @@ def _trace(
 
     trace.changed = reads.changed_since(now) or trace.logged
     # A program that is not kept repeats nothing, and what was written is not to be written twice.
-    if trace.changed is None and (chance.doubtful() or trace.strangers):
+    if trace.changed is None and (chance.suspect() or trace.strangers):
         drawn = chance.drawn()
         # With what the function keeps since.
         again, second, _, _ = _recorded(fn, now(), arrays, treedef, numbers, donated)
-        if chance.doubtful():
+        if chance.suspect():
             refuse_other(title, program, second)
         refuse_strangers(title, trace.strangers, again.strangers)
         trace.changed = drawn.rewind()
@@ -508,6 +510,6 @@ def _trace(
         return _Ready(program, run, out_def, statics, trace, given, title)
     device = inputs[0].device if inputs else None
     xp = backend_for(device).xp if device is not None else backend_of(None).xp
-    thin = [v for v, a in zip(program.inputs, inputs, strict=False) if type(a._buf) is IndexSum]
+    thin = [v for v, a in zip(program.inputs, inputs, strict=False) if type(a._buf) is SparseCotangent]
     run = local_executable(program, xp, sparse=thin, donated=[program.inputs[k] for k in given])
     return _Ready(program, run, out_def, statics, trace, given, title)

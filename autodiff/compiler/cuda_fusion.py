@@ -17,7 +17,7 @@ import numpy as np
 from ...arrays.core.program import Entry, Program
 from ...arrays.kernels import launch
 from . import cuda_codegen
-from .fusion import Failed, Group, Joins, fuse
+from .fusion import Failed, FusedRun, Joins, fuse
 
 THREADS = 256
 LANES = 4
@@ -53,14 +53,14 @@ def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def chains(
     program: Program, joins: Joins = cuda_codegen.expressible, shape_of: Callable[[int], Any] | None = None
-) -> list[Entry | Group]:
+) -> list[Entry | FusedRun]:
     """The entries in order, with runs of two or more that one kernel can compute made into groups."""
     return [p for part in fuse(program, joins, shape_of) for p in _narrow(part)]
 
 
-def _narrow(part: Entry | Group) -> list[Entry | Group]:
+def _narrow(part: Entry | FusedRun) -> list[Entry | FusedRun]:
     """The part, or its halves where its kernel would take more parameters than CUDA allows."""
-    if not isinstance(part, Group):
+    if not isinstance(part, FusedRun):
         return [part]
     ndim = len(part.shape)
     if 8 * (ndim + len(part.outputs) + (1 + ndim) * len(part.inputs)) <= PARAMETER_BYTES:
@@ -68,16 +68,16 @@ def _narrow(part: Entry | Group) -> list[Entry | Group]:
     if len(part.entries) == 1:
         return list(part.entries)
     middle = len(part.entries) // 2
-    out: list[Entry | Group] = []
+    out: list[Entry | FusedRun] = []
     for entries, rest in ((part.entries[:middle], part.entries[middle:]), (part.entries[middle:], ())):
         made = {e.outputs[0] for e in entries}
         inputs = dict.fromkeys(v for e in entries for v in e.inputs if isinstance(v, int) and v not in made)
         read = set(part.outputs).union(v for e in rest for v in e.inputs if isinstance(v, int))
-        out += _narrow(Group(entries, tuple(inputs), tuple(sorted(made & read)), part.shape))
+        out += _narrow(FusedRun(entries, tuple(inputs), tuple(sorted(made & read)), part.shape))
     return out
 
 
-def source(group: Group, program: Program, layouts: Sequence[str]) -> str:
+def source(group: FusedRun, program: Program, layouts: Sequence[str]) -> str:
     """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads vectors."""
     types = [launch.NAMES[program.avals[v].dtype] for v in group.inputs]
     held = [cuda_codegen.register_type(program.avals[v].dtype) for v in group.inputs]
@@ -166,7 +166,7 @@ def source(group: Group, program: Program, layouts: Sequence[str]) -> str:
     )
 
 
-def executable(group: Group, program: Program) -> Callable[..., list[Any]]:
+def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     """The group as a function of its input buffers that returns its output buffers, made by one kernel.
 
     ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.compiler.fusion.executable`.

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 from ...arrays.core.errors import DeviceError
 from ...arrays.core.program import Const, Entry, Program
 from . import cuda_fusion
-from .fusion import Group
+from .fusion import FusedRun
 
-Part = Entry | Group
+Part = Entry | FusedRun
 Values = dict[int, Any]
 
 
@@ -96,7 +96,7 @@ class CudaGraphs:
             self._ended.record(stream)
 
 
-class _Step(NamedTuple):
+class _GraphStep(NamedTuple):
     """A step of a run: replay a graph, or make one call and put its results where later graphs read them."""
 
     replay: Callable[[], None] | None
@@ -119,7 +119,7 @@ class GraphedProgram:
     ) -> None:
         self._program, self._parts, self._graphs = program, list(parts), graphs
         self._calls = {id(p): bind(p) for p in parts}
-        self._steps: list[_Step] | None = None
+        self._steps: list[_GraphStep] | None = None
         self._inputs: list[Any] = []
         self._known: Values = {}  # values in memory that stays: constants, inputs, results of graphs
         self._lock = threading.Lock()
@@ -160,7 +160,7 @@ class GraphedProgram:
         known.update(zip(self._program.inputs, self._inputs, strict=True))
         with self._graphs.apart():
             captured = self._which_can_be_captured(known)
-            steps: list[_Step] = []
+            steps: list[_GraphStep] = []
             values = dict(known)
             i = 0
             while i < len(self._parts):
@@ -170,7 +170,7 @@ class GraphedProgram:
                 if n > i:
                     replay, results = self._stretch(self._parts[i:n], self._parts[n:], values)
                     known.update(results)
-                    steps.append(_Step(replay, None, ()))
+                    steps.append(_GraphStep(replay, None, ()))
                     replay()  # what follows, now and at each run, reads true values
                     values.update(results)
                     i = n
@@ -181,7 +181,7 @@ class GraphedProgram:
                     # A graph reads what a call made at one address, whatever address the call got this time.
                     fixed = tuple((v, xp.array(values[v])) for v in part.outputs if v in later)
                     values.update(fixed)
-                    steps.append(_Step(None, part, fixed))
+                    steps.append(_GraphStep(None, part, fixed))
                     i += 1
         self._known, self._steps = known, steps
 
@@ -229,7 +229,7 @@ def graphed(program: Program, device: Any) -> GraphedProgram:
     xp = graphs.xp
 
     def bind(part: Part) -> Callable[..., list[Any]]:
-        if isinstance(part, Group):
+        if isinstance(part, FusedRun):
             return cuda_fusion.executable(part, program)
         fn, params, single = part.op.bind(xp), dict(part.params), part.op.nout == 1
         if single:

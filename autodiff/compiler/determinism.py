@@ -48,7 +48,7 @@ SOURCES = frozenset(
 """Names of functions that give another value at each call without a state that shows it."""
 
 
-class Chance:
+class ImpurityCheck:
     """The random generators that a function may draw from, with their states before the trace."""
 
     def __init__(self, reads: Captures, arguments: Iterable[Any] = ()) -> None:
@@ -65,7 +65,7 @@ class Chance:
         self._generators = [*generators, *self._reached]
         self._before = [_state(g) for g in self._generators]
 
-    def doubtful(self) -> bool:
+    def suspect(self) -> bool:
         """Whether a generator has moved since (perhaps in another thread), or the function names a source of chance."""
         return self._named or [_state(g) for g in self._generators] != self._before
 

@@ -25,17 +25,17 @@ from ...arrays.core.program import Entry, Program
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
-from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.native.chains import as_operand
 from ...arrays.ops.matmul import MATMUL
 from . import cuda_fusion, fusion
-from .fusion import Group, chains, is_large, takers
+from .fusion import FusedRun, chains, is_large, takers
 
 # Below this, taking new memory costs less than saying where the result goes.
 SMALLEST_REUSED = 1 << 16
 
 
-class _Step(NamedTuple):
+class _ExecutableStep(NamedTuple):
     fn: Callable[..., Any]  # with the params
     args: Callable[[list[Any]], tuple[Any, ...]]  # from the slots
     outputs: tuple[int, ...]  # slots
@@ -69,7 +69,7 @@ def local_executable(
     def joins(e: Entry, program: Program) -> bool:
         return is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
 
-    parts: list[Entry | Group] = (
+    parts: list[Entry | FusedRun] = (
         cuda_fusion.chains(program) if on_cuda else chains(program, joins) if xp is np else list(program.entries)
     )
     slots: dict[Any, int] = {}
@@ -101,7 +101,7 @@ def local_executable(
             for v in part.inputs
         ]
         outputs = tuple(map(slot, part.outputs))
-        if isinstance(part, Group):
+        if isinstance(part, FusedRun):
             fn, single, into = fused(part, program), False, None
             if xp is np:
                 places_taken = _taken_by_chain(part, program, owned, free)
@@ -128,7 +128,7 @@ def local_executable(
                 elif xp is np and single and part.op.takes_out and not part.params and part.outputs[0] not in thin:
                     fn = _pooled(fn, *program.avals[part.outputs[0]])
         steps.append(
-            _Step(
+            _ExecutableStep(
                 fn,
                 _getter(places),
                 outputs,
@@ -139,7 +139,7 @@ def local_executable(
         )
     inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]
     known = np.ndarray if xp is np else None
-    as_buffer = xp.asarray if not thin else lambda x: x if type(x) is IndexSum else np.asarray(x)
+    as_buffer = xp.asarray if not thin else lambda x: x if type(x) is SparseCotangent else np.asarray(x)
 
     def run(buffers: Sequence[Any]) -> list[Any]:
         env = initial.copy()
@@ -168,8 +168,8 @@ def local_executable(
     return Executable(run, frozenset(i for i, v in enumerate(program.inputs) if v in taken))
 
 
-def _name(part: Entry | Group) -> str:
-    return "+".join(e.op.name for e in part.entries) if isinstance(part, Group) else part.op.name
+def _name(part: Entry | FusedRun) -> str:
+    return "+".join(e.op.name for e in part.entries) if isinstance(part, FusedRun) else part.op.name
 
 
 def _pooled(fn: Callable[..., Any], shape: tuple[int, ...], dtype: np.dtype) -> Callable[..., Any]:
@@ -233,21 +233,21 @@ def _operand(value: Any, part: Entry, program: Program, xp: Any) -> Any:
     return value
 
 
-def _writes(part: Entry | Group) -> bool:
+def _writes(part: Entry | FusedRun) -> bool:
     """Whether the part is one call of a NumPy ufunc: its result is new memory, and it can be told to use other memory."""
     return isinstance(part, Entry) and isinstance(part.op.numpy, np.ufunc)
 
 
-def _owned(parts: Sequence[Entry | Group], donated: Sequence[int]) -> frozenset[int]:
+def _owned(parts: Sequence[Entry | FusedRun], donated: Sequence[int]) -> frozenset[int]:
     """Variables with memory that only the program sees: new or donated, and read by no call that returns views."""
     made = {v for p in parts if _copies(p) for v in p.outputs}
     seen = {v for p in parts if not _copies(p) for v in p.inputs if isinstance(v, int)}
     return frozenset(made.union(donated) - seen)
 
 
-def _copies(part: Entry | Group) -> bool:
+def _copies(part: Entry | FusedRun) -> bool:
     """Whether the results are new memory, no view of an operand."""
-    if _writes(part) or isinstance(part, Group):
+    if _writes(part) or isinstance(part, FusedRun):
         return True
     return part.op in (MATMUL, LAZY_ADAM, INDEX_SET, LAST_WRITES) or (
         part.op is GETITEM and not is_basic(part.params["template"])
@@ -255,7 +255,7 @@ def _copies(part: Entry | Group) -> bool:
 
 
 def _taken_by_chain(
-    group: Group, program: Program, owned: frozenset[int], free: Sequence[int]
+    group: FusedRun, program: Program, owned: frozenset[int], free: Sequence[int]
 ) -> tuple[int | None, ...]:
     """For each output of a chain the place of an input whose memory it may take, or None."""
     out: list[int | None] = []

@@ -22,7 +22,7 @@ from ...arrays.backends.memory_pool import fresh
 from ...arrays.backends.threads import SMALLEST_SHARED, share
 from ...arrays.core.program import Entry, Program
 from ...arrays.core.shape_rules import elementwise
-from ...arrays.native.chains import Run, run_of, takes
+from ...arrays.native.chains import ChainCall, run_of, takes
 from ...arrays.ops.elementwise import ASTYPE
 
 # A block of float64 scratch is 128 KiB: the handful that a chain keeps alive fit into a second-level cache.
@@ -32,7 +32,7 @@ SMALLEST = 65_536
 SMALLEST_RUN = 16_384
 
 
-class Group(NamedTuple):
+class FusedRun(NamedTuple):
     """A run of elementwise entries of one shape. ``inputs`` come from outside, ``outputs`` are used outside."""
 
     entries: tuple[Entry, ...]
@@ -67,7 +67,7 @@ Joins = Callable[[Entry, Program], bool]
 
 def fuse(
     program: Program, joins: Joins = is_large, shape_of: Callable[[int], Any] | None = None
-) -> list[Entry | Group]:
+) -> list[Entry | FusedRun]:
     """The entries in order, with runs of two or more of one shape for which ``joins`` holds made into groups.
 
     ``shape_of`` gives a key of each variable's shape where avals are not enough: equal blocks on one rank may differ on
@@ -75,7 +75,7 @@ def fuse(
     """
     avals = program.avals
     shape_of = shape_of or (lambda v: avals[v].shape)
-    out: list[Entry | Group] = []
+    out: list[Entry | FusedRun] = []
     run: list[Entry] = []
     entries = late(program, joins, shape_of)
     last_read = {v: i for i, e in enumerate(entries) for v in e.inputs if isinstance(v, int)}
@@ -98,13 +98,13 @@ def fuse(
     return out
 
 
-def _group(run: Sequence[Entry], read_later: set[int], program: Program) -> Group:
+def _group(run: Sequence[Entry], read_later: set[int], program: Program) -> FusedRun:
     made = {e.outputs[0] for e in run}
     inputs = dict.fromkeys(v for e in run for v in e.inputs if isinstance(v, int) and v not in made)
-    return Group(tuple(run), tuple(inputs), tuple(sorted(made & read_later)), program.avals[run[0].outputs[0]].shape)
+    return FusedRun(tuple(run), tuple(inputs), tuple(sorted(made & read_later)), program.avals[run[0].outputs[0]].shape)
 
 
-def streams(group: Group, program: Program) -> list[Entry | Group]:
+def streams(group: FusedRun, program: Program) -> list[Entry | FusedRun]:
     """The group in parts that share no array of its shape, as the leaves of a tree that an optimizer goes over.
 
     One after the other they need fewer blocks in the cache than all at once.
@@ -131,13 +131,13 @@ def streams(group: Group, program: Program) -> list[Entry | Group]:
 
 def chains(
     program: Program, joins: Joins = is_large, shape_of: Callable[[int], Any] | None = None
-) -> list[Entry | Group]:
+) -> list[Entry | FusedRun]:
     """The entries in order, with the groups that are computed block by block."""
     parts = fuse(program, joins, shape_of)
-    return [p for part in parts for p in (streams(part, program) if isinstance(part, Group) else [part])]
+    return [p for part in parts for p in (streams(part, program) if isinstance(part, FusedRun) else [part])]
 
 
-def takers(group: Group) -> tuple[tuple[int, ...], ...]:
+def takers(group: FusedRun) -> tuple[tuple[int, ...], ...]:
     """For each output the inputs, by place, whose memory it may take: nothing reads these after it is written."""
     last = {v: i for i, e in enumerate(group.entries) for v in e.inputs if isinstance(v, int)}
     made = {e.outputs[0]: i for i, e in enumerate(group.entries)}
@@ -181,7 +181,7 @@ def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list
     return out
 
 
-class _Step(NamedTuple):
+class _FusionStep(NamedTuple):
     fn: Callable[..., Any]
     writes: bool  # whether `fn` takes out=
     args: tuple[tuple[int, Any], ...]  # (slot, None) or (-1, scalar)
@@ -198,7 +198,7 @@ class _Step(NamedTuple):
 
 
 class _RunStep(NamedTuple):
-    run: Run
+    run: ChainCall
     args: tuple[tuple[int, Any], ...]  # (slot, None) or (-1, array)
     targets: tuple[int, ...]
 
@@ -210,7 +210,7 @@ class _RunStep(NamedTuple):
         self.run([env[k] if k >= 0 else c for k, c in self.args], [env[k] for k in self.targets])
 
 
-def _take(step: _Step | _RunStep, env: list[Any], failed: Failed | None) -> None:
+def _take(step: _FusionStep | _RunStep, env: list[Any], failed: Failed | None) -> None:
     try:
         step(env)
     except Exception as e:
@@ -219,9 +219,9 @@ def _take(step: _Step | _RunStep, env: list[Any], failed: Failed | None) -> None
         raise failed(e, step.entries) from e
 
 
-def _pieces(group: Group, program: Program) -> list[Entry | Run]:
+def _pieces(group: FusedRun, program: Program) -> list[Entry | ChainCall]:
     """The entries in order, with those that the kernels in C take made into runs."""
-    out: list[Entry | Run] = []
+    out: list[Entry | ChainCall] = []
     last_read = {v: i for i, e in enumerate(group.entries) for v in e.inputs if isinstance(v, int)}
 
     def close(start: int, stop: int) -> None:
@@ -258,7 +258,7 @@ def _in_rows(a: np.ndarray) -> bool:
     return a.ndim == 0 or a.shape[-1] == 1 or a.strides[-1] == a.itemsize
 
 
-def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]]:
+def executable(group: FusedRun, program: Program) -> Callable[..., list[np.ndarray]]:
     """The group as a function of its input buffers (NumPy's) that returns its output buffers.
 
     ``into`` may give memory for them: contiguous arrays of the right shape and dtype, or None for new ones; that of an
@@ -267,12 +267,12 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
     # Slots: inputs first, then outputs, then scratch that is reused as soon as a value has been read for the last time.
     slot_of = {v: i for i, v in enumerate((*group.inputs, *group.outputs))}
     pieces = _pieces(group, program)
-    reads = [[v for v in (p.reads if isinstance(p, Run) else p.inputs) if isinstance(v, int)] for p in pieces]
+    reads = [[v for v in (p.reads if isinstance(p, ChainCall) else p.inputs) if isinstance(v, int)] for p in pieces]
     last_read = {v: i for i, read in enumerate(reads) for v in read}
     first_scratch = len(slot_of)
     scratch: list[np.dtype] = []
     free: list[int] = []
-    steps: list[_Step | _RunStep] = []
+    steps: list[_FusionStep | _RunStep] = []
 
     def target(v: int) -> int:
         if v not in slot_of:
@@ -287,13 +287,13 @@ def executable(group: Group, program: Program) -> Callable[..., list[np.ndarray]
         return slot_of[v]
 
     for i, p in enumerate(pieces):
-        if isinstance(p, Run):
+        if isinstance(p, ChainCall):
             args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a) for a in p.reads)
             steps.append(_RunStep(p, args, tuple(map(target, p.writes))))
         else:
             fn = p.op.numpy
             args = tuple((slot_of[a], None) if isinstance(a, int) else (-1, a.value) for a in p.inputs)
-            steps.append(_Step(fn, isinstance(fn, np.ufunc), args, dict(p.params), target(p.outputs[0]), (p,)))
+            steps.append(_FusionStep(fn, isinstance(fn, np.ufunc), args, dict(p.params), target(p.outputs[0]), (p,)))
         # Released after this piece's own targets are chosen: no ufunc writes where it still reads other elements from.
         free.extend(slot_of[a] for a in dict.fromkeys(reads[i]) if last_read[a] == i and slot_of[a] >= first_scratch)
     n_inputs, n_outputs = len(group.inputs), len(group.outputs)

@@ -10,7 +10,7 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.program import freeze
 from ...arrays.core.tree import TreeDef
-from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray
 from ..captures.objects import ANSWERS, is_plain
@@ -51,7 +51,7 @@ def leaf_key(x: Any) -> Any:
     if type(x) is Array and (type(x._buf) is np.ndarray or type(settled(x)) is np.ndarray):
         return (x._buf.shape, x._buf.dtype)
     if issubclass(type(x), Array):  # and no question to the object itself, whose code may raise
-        return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is IndexSum)
+        return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is SparseCotangent)
     try:
         key = freeze(x)
         hash(key if type(x) is slice else x)  # slices have a hash since Python 3.12

@@ -42,7 +42,7 @@ class Need(NamedTuple):
     where: Any  # position of the operand, or name of the parameter
 
 
-class Rule(NamedTuple):
+class VJPRule(NamedTuple):
     """VJP functions of an op: one for each operand, or one for all."""
 
     each: Mapping[int, Callable[..., Any]]
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     analytic: bool = False
 
 
-RULES: dict[Op, Rule] = {}
+RULES: dict[Op, VJPRule] = {}
 
 
 def _needs(op: Op, fn: Callable[..., Any]) -> tuple[Need, ...]:
@@ -87,7 +87,7 @@ def defanalytic(op: Op, **by_operand: Callable[..., Any]) -> None:
     _add(op, _rule_of(op, by_operand)._replace(analytic=True))
 
 
-def _rule_of(op: Op, by_operand: Mapping[str, Callable[..., Any]]) -> Rule:
+def _rule_of(op: Op, by_operand: Mapping[str, Callable[..., Any]]) -> VJPRule:
     each, needs = {}, {}
     for name, fn in by_operand.items():
         position = op.operands.index(name)
@@ -96,7 +96,7 @@ def _rule_of(op: Op, by_operand: Mapping[str, Callable[..., Any]]) -> Rule:
             fn.__name__ = f"vjp_{op.name}_{name}"
             fn.__code__ = fn.__code__.replace(co_name=fn.__name__)
         each[position], needs[position] = fn, _needs(op, fn)
-    return Rule(each, None, needs)
+    return VJPRule(each, None, needs)
 
 
 def defvjp_all(op: Op, fn: Callable[..., Sequence[Any]]) -> None:
@@ -104,10 +104,10 @@ def defvjp_all(op: Op, fn: Callable[..., Sequence[Any]]) -> None:
 
     For an op with several results ``g`` is the tuple of their cotangents.
     """
-    _add(op, Rule({}, fn, {-1: _needs(op, fn)}))
+    _add(op, VJPRule({}, fn, {-1: _needs(op, fn)}))
 
 
-def _add(op: Op, rule: Rule) -> None:
+def _add(op: Op, rule: VJPRule) -> None:
     if op in RULES or op.nondifferentiable:
         raise ValueError(f"{op.name} has a rule already, or is declared nondifferentiable")
     RULES[op] = rule

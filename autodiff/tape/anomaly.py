@@ -15,7 +15,7 @@ from ...arrays.core.dispatch import Deferred, call_site
 from ...arrays.core.errors import AnomalyError, TracedValueError
 from ...arrays.core.op import Op, not_recording, recording, state
 from ...arrays.core.program import site_text
-from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from .record import Recorded
 
 
@@ -91,7 +91,7 @@ def _values(x: Any) -> Any:
     if isinstance(x, bool | int | float | complex):
         return np.asarray(x)
     buf = x._buf if isinstance(x, Array) else x
-    if type(buf) is IndexSum:
+    if type(buf) is SparseCotangent:
         return buf.summed().values
     if not isinstance(buf, Deferred):
         return buf

@@ -25,7 +25,7 @@ from ...arrays.core.op import state
 from ...arrays.core.program import site_text
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
-from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.interface.writing import Writing
 from ...arrays.ops.elementwise import ALIAS
 from ...arrays.ops.matmul import MATMUL
@@ -89,7 +89,7 @@ def walk(
                 continue
             if owned:
                 owned.discard(v)
-            if not plan.takes_sparse and type(g) is IndexSum:
+            if not plan.takes_sparse and type(g) is SparseCotangent:
                 g = g.concrete()
             for i, rule, find in plan.pulls:
                 gx = g if rule is same else rule(xp, g, *find(kept))
@@ -129,14 +129,14 @@ def _give(
     before = cots.get(v)
     if before is None:
         cots[v] = g
-    elif v in owned and type(g) is not IndexSum:
+    elif v in owned and type(g) is not SparseCotangent:
         before += g
-    elif type(before) is IndexSum:
-        total = cots[v] = before.plus(g)
-        if type(total) is not IndexSum:
+    elif type(before) is SparseCotangent:
+        total = cots[v] = before.add(g)
+        if type(total) is not SparseCotangent:
             owned.add(v)
-    elif type(g) is IndexSum:
-        cots[v] = g.add_to(before) if v in owned else g.plus(before)
+    elif type(g) is SparseCotangent:
+        cots[v] = g.add_to(before) if v in owned else g.add(before)
         owned.add(v)
     else:
         total = cots[v] = before + g
@@ -168,7 +168,7 @@ def _wide(x: Any) -> Any:
 
 def cast(x: Any, dtype: np.dtype) -> Any:
     """A cotangent of another dtype, sparse as it was."""
-    return x.map(lambda values: values.astype(dtype)) if type(x) is IndexSum else x.astype(dtype)
+    return x.map(lambda values: values.astype(dtype)) if type(x) is SparseCotangent else x.astype(dtype)
 
 
 def _found(
@@ -198,7 +198,7 @@ def _found(
         wide = False
     # A user's function may be shown sparse cotangents.
     if not own and plan.op is not GETITEM and (wrapped or anomaly.mode.on or not plan.takes_sparse):
-        gs = [g.concrete() if type(g) is IndexSum else g for g in gs]
+        gs = [g.concrete() if type(g) is SparseCotangent else g for g in gs]
     g = gs[0]
     if not plan.single:
         avals = r.out_avals or ()
@@ -346,7 +346,7 @@ def fit(xp: Any, g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
 
     Rules leave both to this one place. The cotangent of a real value is real.
     """
-    if type(g) is IndexSum:
+    if type(g) is SparseCotangent:
         if g.shape == shape and (dtype.kind == "c" or g.dtype.kind != "c"):
             return g if g.dtype == dtype else cast(g, dtype)
         g = g.concrete()

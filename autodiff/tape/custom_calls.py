@@ -30,13 +30,13 @@ from .record import Recorded
 from .vjp_plan import VJPPlan
 
 
-class Call(Protocol):
+class DifferentiableCall(Protocol):
     """The interface of such a call. A call may have ``expand`` in place of ``pull`` (see ``checkpoint``)."""
 
     name: str
     nondifferentiable: str | None
 
-    def again(self, arrays: Sequence[Array]) -> list[Array]:
+    def replay(self, arrays: Sequence[Array]) -> list[Array]:
         """The call repeated on other arrays, seen by the recorders of this thread; results in the same order."""
 
     def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
@@ -48,7 +48,7 @@ class CallPlan(VJPPlan):
 
     __slots__ = ("avals",)
 
-    def __init__(self, op: Call, wanted: tuple[int, ...], avals: Sequence[ShapeDtype]) -> None:
+    def __init__(self, op: DifferentiableCall, wanted: tuple[int, ...], avals: Sequence[ShapeDtype]) -> None:
         self.op, self.wanted = op, wanted
         self.avals = avals  # of the watched operands
         self.pulls = self.together = None
@@ -78,7 +78,7 @@ def note_call_made(outs: Sequence[Array], own: bool = True) -> None:
 
 
 def record_on(
-    call: Call, args: Sequence[Array], outs: Sequence[Array], saved: Sequence[Any], tapes: Sequence[Any]
+    call: DifferentiableCall, args: Sequence[Array], outs: Sequence[Array], saved: Sequence[Any], tapes: Sequence[Any]
 ) -> None:
     site = call_site()
     note_call_made(outs, hasattr(call, "pull"))
@@ -124,7 +124,7 @@ class Around:
 # ----- checkpoint -----------------------------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+class CheckpointCall(NamedTuple):
     """One call inside a checkpoint: an op on values known by name, or a call of its own."""
 
     op: Any
@@ -141,7 +141,7 @@ class Region(Around):
     def __init__(self, tapes: Sequence[Any], arrays: Sequence[Array]) -> None:
         super().__init__(arrays)
         self.tapes = tuple(tapes)
-        self.steps: list[Step] = []
+        self.steps: list[CheckpointCall] = []
         self.sources: dict[int, Array] = {}  # what the calls read that none of them made
         self.made: set[int] = set()
         self.live: set[int] = set()
@@ -172,11 +172,11 @@ class Region(Around):
         if live and not op.nondifferentiable:
             self.live.update(outputs)
             self._alive += map(weakref.ref, outs)
-        self.steps.append(Step(op, inputs, outputs, params, state.origin, call_site()))
+        self.steps.append(CheckpointCall(op, inputs, outputs, params, state.origin, call_site()))
 
     def record_call(
         self,
-        call: Call,
+        call: DifferentiableCall,
         args: Sequence[Array],
         outs: Sequence[Array],
         saved: Sequence[Any],
@@ -199,7 +199,7 @@ class _Recomputed:
     name = "checkpoint"
     nondifferentiable = None
 
-    def __init__(self, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[int]) -> None:
+    def __init__(self, steps: Sequence[CheckpointCall], inputs: Sequence[int], outputs: Sequence[int]) -> None:
         self.steps, self.inputs, self.outputs = steps, inputs, outputs
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
@@ -214,12 +214,12 @@ class _Recomputed:
                     out = apply(s.op, args, s.params)
                     env.update(zip(s.outputs, out if s.op.nout > 1 else (out,), strict=True))
                 else:
-                    env.update(zip(s.outputs, s.op.again(args), strict=True))
+                    env.update(zip(s.outputs, s.op.replay(args), strict=True))
         finally:
             state.origin, state.site = origin, site
         return [env[v] for v in self.outputs]
 
-    def again(self, arrays: Sequence[Array]) -> list[Array]:
+    def replay(self, arrays: Sequence[Array]) -> list[Array]:
         tapes = recording_tapes()
         with without_tapes():
             outs = self.run(arrays)
@@ -295,7 +295,7 @@ class _Hooked:
     def __init__(self, fn: Callable[[Array], Any]) -> None:
         self.fn = fn
 
-    def again(self, arrays: Sequence[Array]) -> list[Array]:
+    def replay(self, arrays: Sequence[Array]) -> list[Array]:
         return [gradient_hook(arrays[0], self.fn)]
 
     def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:

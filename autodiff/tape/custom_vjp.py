@@ -90,7 +90,7 @@ class _Custom:
         self.statics: list[Any] = []  # what stands among the results beside arrays
         self.residuals: tuple[trees.TreeDef, list[Any]] | None = None
 
-    def again(self, arrays: Sequence[Array]) -> list[Array]:
+    def replay(self, arrays: Sequence[Array]) -> list[Array]:
         given = iter(arrays)
         args = trees.unflatten(self.args_def, [next(given) if x is _ARRAY else x for x in self.leaves])
         return [x for x in trees.flatten(self.owner(*args, **self.kwargs))[0] if isinstance(x, Array)]
@@ -114,7 +114,7 @@ class _Left:
     def __init__(self, name: str, arrays: Sequence[Array]) -> None:
         self.name, self.arrays = name, arrays
 
-    def again(self, arrays: Sequence[Array]) -> list[Array]:
+    def replay(self, arrays: Sequence[Array]) -> list[Array]:
         outs = [named(x._buf, next_id()) for x in self.arrays]
         record_on(self, arrays, outs, [], recording_tapes())
         return outs

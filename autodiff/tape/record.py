@@ -107,12 +107,12 @@ class Recording:
                 names.append(name)
             else:
                 names.append(a if type(a) is float else _const((a,)))
-        if mask == 1 << len(args):
-            return
         try:
             plan = op.plans[mask]
         except KeyError:
             plan = plan_for(op, mask)
+        if plan is None:
+            return
         if plan.single:
             out = outs[0]
             name = out._id
@@ -126,7 +126,7 @@ class Recording:
                 self.follow(name, buf)
                 if dtype.kind == "c":
                     plan = plan.of_complex
-            kept = plan.pick((*bufs, buf) if plan.keeps_result else bufs)
+            kept = plan.pick((*bufs, buf) if plan.keeps_result else bufs) if plan.saves else ()
             outputs, out_avals = (name,), None
         else:
             outputs, out_avals = tuple(map(new_id, outs)), argument_avals(outs)

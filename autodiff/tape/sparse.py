@@ -17,7 +17,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import refuse_history, wrap
 from ...arrays.core.errors import ShapeError
 from ...arrays.indexing.rows import Rows
-from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.ops.creation import asarray
 
 
@@ -60,7 +60,7 @@ class SparseGradient:
         values = np.asarray(self.values).reshape(len(ids), -1) if len(ids) else np.zeros((0, 1), self.dtype)
         if not len(ids):
             return wrap(np.zeros(self.shape, self.dtype))
-        return wrap(IndexSum.of_rows(Rows(self.axes, ids, values), self.shape).settled())
+        return wrap(SparseCotangent.of_rows(Rows(self.axes, ids, values), self.shape).compact())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -122,7 +122,7 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
     shape = tuple(g.shape)
     if not shape:
         raise ShapeError("[sparse_gradient] a 0-d array has no places")
-    if type(g._buf) is not IndexSum:
+    if type(g._buf) is not SparseCotangent:
         host = g._concrete()
         ids = np.flatnonzero((host != 0).reshape(len(host), math.prod(shape[1:])).any(axis=1))
         return SparseGradient((0,), (wrap(ids),), wrap(host[ids]), shape)

@@ -26,7 +26,7 @@ from ...arrays.core.dtypes import float32
 from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import NO_PARAMS, not_recording, state
 from ...arrays.core.program import Entry, Site
-from ...arrays.indexing.sparse_cotangent import IndexSum, densify
+from ...arrays.indexing.sparse_cotangent import SparseCotangent, densify
 from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import WATCHERS, settled
 from ...arrays.ops.creation import asarray, ones, zeros_like
@@ -237,7 +237,9 @@ class Tape(Recording):
         before = state.recorders
         others = state.recorders = tuple([r for r in before if r is not self and not is_checker(r)])
         try:
-            wrapped = bool(others) or bool([b for b in bufs if isinstance(b, Deferred) and type(b) is not IndexSum])
+            wrapped = bool(others) or bool(
+                [b for b in bufs if isinstance(b, Deferred) and type(b) is not SparseCotangent]
+            )
             if wrapped:
                 import meshtape.arrays as xp
             else:
@@ -262,8 +264,8 @@ class Tape(Recording):
                 continue
             if v in self.short:
                 g = cast(g, self.short[v])
-            if type(g) is IndexSum:
-                g = g.settled()
+            if type(g) is SparseCotangent:
+                g = g.compact()
             elif xp is np and type(g) is not np.ndarray:
                 g = np.asarray(g)
             # One Array may be the cotangent of several values; what is given is its owner's, to write to.

@@ -131,9 +131,11 @@ def _conjugated(find: Callable[[tuple[Any, ...]], Sequence[Any]]) -> Callable[[t
     return lambda kept: [v.conjugate() if getattr(v, "dtype", complex128).kind == "c" else v for v in find(kept)]
 
 
-def plan_for(op: Op, mask: int) -> VJPPlan:
-    """The plan of a call. The first bit of ``mask`` is set, and of those after it each whose operand is watched."""
+def plan_for(op: Op, mask: int) -> VJPPlan | None:
+    """The plan of a call, or None where no operand is watched. The first bit of ``mask`` is set, and of those after it each whose
+    operand is watched."""
     if mask not in op.plans:
         count = mask.bit_length() - 1
-        op.plans[mask] = VJPPlan(op, tuple(i for i in range(count) if mask >> (count - 1 - i) & 1), count)
+        wanted = tuple(i for i in range(count) if mask >> (count - 1 - i) & 1)
+        op.plans[mask] = VJPPlan(op, wanted, count) if wanted else None
     return op.plans[mask]

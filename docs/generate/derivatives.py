@@ -21,7 +21,7 @@ import meshtape as mt  # noqa: E402
 import meshtape.parallel  # noqa: E402  it adds its ops to the table
 from meshtape.arrays import OPS  # noqa: E402
 from meshtape.arrays.core.op import Op, recording  # noqa: E402
-from meshtape.autodiff.rules import RULES, Rule  # noqa: E402
+from meshtape.autodiff.rules import RULES, VJPRule  # noqa: E402
 
 HEAD = """\
 # Derivatives of the ops
@@ -43,13 +43,13 @@ or sharded it is the result of `scatter`, which is dense.
 """
 
 
-def _operands(op: Op, rule: Rule | None) -> str:
+def _operands(op: Op, rule: VJPRule | None) -> str:
     if rule is None or rule.together is not None:
         return ", ".join(o.lstrip("*") for o in op.operands)
     return ", ".join(op.operands[i].lstrip("*") for i in sorted(rule.each))
 
 
-def _keeps(op: Op, rule: Rule | None) -> str:
+def _keeps(op: Op, rule: VJPRule | None) -> str:
     if rule is None:
         return ", ".join(o.lstrip("*") for o in op.operands)
     needs = {n for found in rule.needs.values() for n in found}

@@ -158,7 +158,7 @@ def run(
     sys.exit(code)
 
 
-class Terminated(KeyboardInterrupt):
+class CommandTerminated(KeyboardInterrupt):
     """SIGTERM came where no training was there to take it."""
 
 
@@ -170,7 +170,7 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise CommandTerminated
 
     before = signal.signal(signal.SIGTERM, end)
     try:
@@ -181,7 +181,7 @@ def _sigterm_like_ctrl_c() -> Iterator[None]:
 
 def _interrupted(error: KeyboardInterrupt, summary: dict[str, Any]) -> int:
     """The exit code of a job that a signal ended at once: it came outside of training, or for the second time."""
-    came = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    came = signal.SIGTERM if isinstance(error, CommandTerminated) else signal.SIGINT
     text = f"{came.name} ended the job at once, without a checkpoint of its last step"
     summary["error"] = f"{type(error).__name__}: {text}"
     click.echo(f"Error: {text}", err=True)

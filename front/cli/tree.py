@@ -12,10 +12,10 @@ _DEEPEST = 150  # levels; below, what is left of a name is one
 
 
 @dataclass
-class _Node:
+class _TreeRow:
     """A folder, or an array where ``array`` is set."""
 
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[str, _TreeRow] = field(default_factory=dict)
     array: Any = None
     count: int = 0
     nbytes: int = 0
@@ -26,9 +26,9 @@ class _Node:
         return own, tuple((name, child.shape()) for name, child in self.children.items())
 
 
-def build(ckpt: Any) -> _Node:
+def build(ckpt: Any) -> _TreeRow:
     """The nodes of a checkpoint. Names of flat formats are parted at their dots."""
-    root = _Node()
+    root = _TreeRow()
     for array in ckpt.values():
         parts = [p for key in array.path for p in str(key).split(".")] or [array.name]
         if len(parts) > _DEEPEST:
@@ -37,14 +37,14 @@ def build(ckpt: Any) -> _Node:
         for part in parts:
             node.count += 1
             node.nbytes += array.nbytes
-            node = node.children.setdefault(part, _Node())
+            node = node.children.setdefault(part, _TreeRow())
         node.array, node.count, node.nbytes = array, node.count + 1, node.nbytes + array.nbytes
     return root
 
 
-def _runs(node: _Node) -> list[tuple[str, _Node, int]]:
+def _runs(node: _TreeRow) -> list[tuple[str, _TreeRow, int]]:
     """(text, first of them, how many) of the children, numbered neighbours that are alike together."""
-    out: list[tuple[str, _Node, int]] = []
+    out: list[tuple[str, _TreeRow, int]] = []
     first = last = 0
     shape: Any = None
     for name, child in node.children.items():
@@ -65,7 +65,7 @@ def as_text(ckpt: Any, depth: int | None = None) -> list[str]:
     step = "" if ckpt.step is None else f", step {ckpt.step}"
     lines = [f"{ckpt.path} ({ckpt.kind}{step}): {count(len(ckpt), 'array')}, {human_bytes(ckpt.nbytes)}"]
 
-    def walk(node: _Node, indent: str, level: int) -> None:
+    def walk(node: _TreeRow, indent: str, level: int) -> None:
         if depth is not None and level > depth:
             return
         rows = _runs(node)
@@ -89,7 +89,7 @@ def as_text(ckpt: Any, depth: int | None = None) -> list[str]:
 def as_data(ckpt: Any) -> dict[str, Any]:
     """Plain data."""
 
-    def of(node: _Node) -> dict[str, Any]:
+    def of(node: _TreeRow) -> dict[str, Any]:
         out: dict[str, Any] = {"arrays": node.count, "nbytes": node.nbytes}
         if node.array is not None:
             a = node.array

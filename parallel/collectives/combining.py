@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.device_memory import BlockMemory
-from .pieces import Fold, Target
-from .reduction_tree import Node, Span, levels
+from .pieces import ArraySink, Fold
+from .reduction_tree import TreeNode, TreeSpan, levels
 
 Messages = dict[int, list[Any]]
 Run = tuple[int, int]
@@ -35,7 +35,7 @@ Run = tuple[int, int]
 class Merge(NamedTuple):
     """A node's value from those of its children: parts of ``left`` and ``right`` that are here, or come from another process."""
 
-    node: Node
+    node: TreeNode
     runs: tuple[Run, ...]
     left_from: int | None
     right_from: int | None
@@ -44,18 +44,18 @@ class Merge(NamedTuple):
 class Level(NamedTuple):
     """The sends and merges of one round. ``sends``: (process, node, parts of its value)."""
 
-    sends: tuple[tuple[int, Span, tuple[Run, ...]], ...]
+    sends: tuple[tuple[int, TreeSpan, tuple[Run, ...]], ...]
     merges: tuple[Merge, ...]
 
 
-class Share(NamedTuple):
+class ReductionShare(NamedTuple):
     """The part of one process in a reduction over vectors of ``size`` elements. ``holds`` has its ranges of each node's
     value. ``back`` says whether all processes get the whole result."""
 
     size: int
     count: int
     levels: tuple[Level, ...]
-    holds: Mapping[Span, tuple[Run, ...]]
+    holds: Mapping[TreeSpan, tuple[Run, ...]]
     back: bool
 
 
@@ -68,15 +68,15 @@ class Tree:
     def __init__(self, at: Sequence[int], owners: Sequence[int] | None) -> None:
         self._at, self._owners = tuple(at), owners
         self._parent = {c: n for level in levels(len(at), range(len(at))) for n in level for c in (n.left, n.right)}
-        self._members: dict[Span, dict[int, int]] = {}
-        self._served: dict[Span, dict[int, list[int]]] = {}
-        self._parts: dict[tuple[Span, int], list[int]] = {}
-        self._server: dict[Span, dict[int, int]] = {}
+        self._members: dict[TreeSpan, dict[int, int]] = {}
+        self._served: dict[TreeSpan, dict[int, list[int]]] = {}
+        self._parts: dict[tuple[TreeSpan, int], list[int]] = {}
+        self._server: dict[TreeSpan, dict[int, int]] = {}
         self._owned: dict[int, list[int]] = {}
         for i, owner in enumerate(owners or ()):
             self._owned.setdefault(owner, []).append(i)
 
-    def members(self, span: Span) -> dict[int, int]:
+    def members(self, span: TreeSpan) -> dict[int, int]:
         """The processes below a node, with their places."""
         found = self._members.get(span)
         if found is None:
@@ -84,7 +84,7 @@ class Tree:
             found = self._members[span] = {p: i for i, p in enumerate(order)}
         return found
 
-    def served(self, child: Span) -> dict[int, list[int]]:
+    def served(self, child: TreeSpan) -> dict[int, list[int]]:
         """For each process below a child: the processes below its sibling alone that get the child's value from it."""
         found = self._served.get(child)
         if found is None:
@@ -95,7 +95,7 @@ class Tree:
                 found.setdefault(inside[i * len(inside) // len(others)], []).append(q)
         return found
 
-    def server(self, child: Span, process: int) -> int | None:
+    def server(self, child: TreeSpan, process: int) -> int | None:
         """The process that sends ``process`` the value of a child; None where ``process`` is below that child."""
         if process in self.members(child):
             return None
@@ -103,7 +103,7 @@ class Tree:
             self._server[child] = {q: p for p, others in self.served(child).items() for q in others}
         return self._server[child][process]
 
-    def parts(self, span: Span, process: int) -> list[int]:
+    def parts(self, span: TreeSpan, process: int) -> list[int]:
         """Numbers of the parts of a node's value that a process keeps: its own, and those of processes it serves."""
         found = self._parts.get((span, process))
         if found is None:
@@ -116,10 +116,10 @@ class Tree:
             self._parts[span, process] = found
         return found
 
-    def share(self, process: int, bounds: Sequence[int], back: bool) -> Share:
+    def share(self, process: int, bounds: Sequence[int], back: bool) -> ReductionShare:
         """The part of one process; a part of the vector is from one of ``bounds`` to the next."""
 
-        def runs(span: Span, q: int) -> tuple[Run, ...]:
+        def runs(span: TreeSpan, q: int) -> tuple[Run, ...]:
             if self._owners is None:
                 return ((bounds[0], bounds[-1]),)
             out: list[Run] = []
@@ -131,7 +131,7 @@ class Tree:
             return tuple(out)
 
         mine = [t for t, p in enumerate(self._at) if p == process]
-        holds = {Span(t, t + 1): ((bounds[0], bounds[-1]),) for t in mine}
+        holds = {TreeSpan(t, t + 1): ((bounds[0], bounds[-1]),) for t in mine}
         found = []
         for level in levels(len(self._at), mine):
             sends, merges = [], []
@@ -143,7 +143,7 @@ class Tree:
                         served = self.served(child).get(process, ())
                         sends += [(q, child, runs(node.whole, q)) for q in served]
             found.append(Level(tuple(sends), tuple(merges)))
-        return Share(bounds[-1], len(self._at), tuple(found), holds, back)
+        return ReductionShare(bounds[-1], len(self._at), tuple(found), holds, back)
 
 
 @functools.lru_cache(maxsize=16)
@@ -158,7 +158,7 @@ def segments(at: tuple[int, ...], size: int) -> tuple[list[int], tuple[int, ...]
     For a power of two of processes, the parts of a value that a process keeps are contiguous.
     """
     processes = tuple(dict.fromkeys(at))
-    order = tree_of(at, processes).parts(Span(0, 1), at[0])
+    order = tree_of(at, processes).parts(TreeSpan(0, 1), at[0])
     step = -(-size // (len(processes) * 64)) * 64
     return [min(i * step, size) for i in range(len(processes) + 1)], tuple(processes[i] for i in order)
 
@@ -167,11 +167,17 @@ class Combining:
     """A reduction in progress on one process, from its contributions as vectors; ``rounds`` yields messages."""
 
     def __init__(
-        self, share: Share, terms: Mapping[int, Any], reducer: Any, wide: bool, dtype: np.dtype, memory: BlockMemory
+        self,
+        share: ReductionShare,
+        terms: Mapping[int, Any],
+        reducer: Any,
+        wide: bool,
+        dtype: np.dtype,
+        memory: BlockMemory,
     ) -> None:
         self._share, self._reducer, self._memory = share, reducer, memory
         self._dtype, self._inner = dtype, np.dtype(np.float32) if wide else dtype
-        self._values = {Span(t, t + 1): x.astype(self._inner, copy=False) for t, x in terms.items()}
+        self._values = {TreeSpan(t, t + 1): x.astype(self._inner, copy=False) for t, x in terms.items()}
         self.result: Any = None
         """This process's parts of the root, joined to one vector."""
 
@@ -199,12 +205,12 @@ class Combining:
             for m in level.merges:
                 for child in (m.node.left, m.node.right):
                     values.pop(child, None)
-        root = Span(0, share.count)
+        root = TreeSpan(0, share.count)
         self.result = values.pop(root).astype(self._dtype, copy=False)
         if share.back:
             yield from self._back(root)
 
-    def _taken(self, span: Span, runs: Sequence[Run]) -> Any:
+    def _taken(self, span: TreeSpan, runs: Sequence[Run]) -> Any:
         """Parts of a value as one vector: a view where they lie together in it."""
         parts, at = [], 0
         held = iter(self._share.holds[span])
@@ -218,7 +224,7 @@ class Combining:
             return parts[0]
         return self._memory.xp.concatenate(parts) if parts else self._values[span][:0]
 
-    def _back(self, root: Span) -> Iterator[tuple[Messages, Messages]]:
+    def _back(self, root: TreeSpan) -> Iterator[tuple[Messages, Messages]]:
         out, at = self._memory.empty((self._share.size,), self._dtype), 0
         for a, b in self._share.holds[root]:
             out[a:b] = self.result[at : at + b - a]
@@ -232,5 +238,5 @@ class Combining:
                     if q is not None:
                         sends.setdefault(q, []).extend((out[a:b],) for a, b in m.runs)
             for q, _, runs in level.sends:
-                receives.setdefault(q, []).extend(Target(out[a:b]) for a, b in runs)
+                receives.setdefault(q, []).extend(ArraySink(out[a:b]) for a, b in runs)
             yield {q: x for q, x in sends.items() if x}, {q: x for q, x in receives.items() if x}

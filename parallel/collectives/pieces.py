@@ -4,7 +4,7 @@ A message is a list of *batches*, each a tuple of arrays of one shape. Both side
 :data:`QUANTUM` bytes, boxes of the array in C order, from its shape alone: a sender may pack from a strided view and a receiver
 unpack into another. Chunks that fit a processor's cache also keep copying fast.
 
-A *sink* takes the chunks of one batch: :class:`Target` copies them into an array, :class:`Fold` joins contributions.
+A *sink* takes the chunks of one batch: :class:`ArraySink` copies them into an array, :class:`Fold` joins contributions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def nbytes(batches: Sequence[Batch]) -> int:
     return sum(a.nbytes for b in batches for a in b)
 
 
-class Sink(Protocol):
+class BatchSink(Protocol):
     """The receiver of a batch. The transport goes through chunks in order, and in each through the arrays."""
 
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Sink(Protocol):
         The chunk's memory is the transport's again when the call returns True."""
 
 
-class Target:
+class ArraySink:
     """A sink that copies a batch of one array into ``array``, which may be strided."""
 
     def __init__(self, array: np.ndarray) -> None:
@@ -186,7 +186,7 @@ class FoldSink:
         return self.fold.accept(k, self._positions[j], chunk)
 
 
-class Steps:
+class ChunkOrder:
     """The chunks of a message in the order in which they travel: one by one, over batches, chunks and arrays of a batch."""
 
     def __init__(self, items: Sequence[Any], shapes: Sequence[tuple[tuple[int, ...], int, int]]) -> None:
@@ -220,21 +220,21 @@ class Steps:
                 self._skip()
 
 
-_NOTHING = Steps((), ())
+_NOTHING = ChunkOrder((), ())
 
 
-def outgoing(batches: Sequence[Batch]) -> Steps:
+def outgoing(batches: Sequence[Batch]) -> ChunkOrder:
     """The chunks to send."""
     if not batches:
         return _NOTHING
-    return Steps(batches, [(b[0].shape, b[0].itemsize, len(b)) if b else ((0,), 1, 0) for b in batches])
+    return ChunkOrder(batches, [(b[0].shape, b[0].itemsize, len(b)) if b else ((0,), 1, 0) for b in batches])
 
 
-def incoming(sinks: Sequence[Sink]) -> Steps:
+def incoming(sinks: Sequence[BatchSink]) -> ChunkOrder:
     """The chunks to receive."""
     if not sinks:
         return _NOTHING
-    return Steps(sinks, [(s.shape, s.dtype.itemsize, s.width) for s in sinks])
+    return ChunkOrder(sinks, [(s.shape, s.dtype.itemsize, s.width) for s in sinks])
 
 
 def chunk_of(batch: Batch, k: int, j: int) -> np.ndarray:
@@ -243,6 +243,6 @@ def chunk_of(batch: Batch, k: int, j: int) -> np.ndarray:
     return a[chunks(a.shape, a.itemsize)[k]]
 
 
-def expected(sinks: Sequence[Sink]) -> int:
+def expected(sinks: Sequence[BatchSink]) -> int:
     """Bytes that the sinks will take."""
     return sum(math.prod(s.shape) * s.dtype.itemsize * s.width for s in sinks)

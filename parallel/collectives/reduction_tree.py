@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
-class Span(NamedTuple):
+class TreeSpan(NamedTuple):
     """A node of the tree: the contributions from ``start`` up to ``stop``."""
 
     start: int
@@ -54,15 +54,15 @@ def joined(terms: Sequence[Any], reducer: Callable[[Any, Any], Any]) -> Any:
     return out
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """An inner node and its two children."""
 
-    whole: Span
-    left: Span
-    right: Span
+    whole: TreeSpan
+    left: TreeSpan
+    right: TreeSpan
 
 
-def levels(n: int, terms: Sequence[int]) -> list[list[Node]]:
+def levels(n: int, terms: Sequence[int]) -> list[list[TreeNode]]:
     """The inner nodes above some of ``n`` contributions, level by level from below, each level in order.
 
     >>> [[tuple(node.whole) for node in level] for level in levels(5, [4])]
@@ -86,8 +86,8 @@ def levels(n: int, terms: Sequence[int]) -> list[list[Node]]:
     return found
 
 
-def _node(start: int, middle: int, stop: int) -> Node:
-    return Node(Span(start, stop), Span(start, middle), Span(middle, stop))
+def _node(start: int, middle: int, stop: int) -> TreeNode:
+    return TreeNode(TreeSpan(start, stop), TreeSpan(start, middle), TreeSpan(middle, stop))
 
 
 def _power(n: int) -> int:

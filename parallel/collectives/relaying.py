@@ -17,7 +17,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ..base.device_memory import BlockMemory
 from .costs import depth
-from .pieces import Target
+from .pieces import ArraySink
 
 Slices = tuple[slice, ...]
 
@@ -36,7 +36,7 @@ class Delivery(NamedTuple):
     slices: Slices
 
 
-class Round(NamedTuple):
+class RelayRound(NamedTuple):
     """One message sent and one received; none where there are no parcels."""
 
     to: int
@@ -48,7 +48,7 @@ class Round(NamedTuple):
 class Route(NamedTuple):
     """The rounds of one process, and where in its blocks the parcels for it go."""
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[RelayRound, ...]
     deliveries: Mapping[Parcel, tuple[Delivery, ...]]
 
 
@@ -77,7 +77,7 @@ def route(
     rounds = []
     for k in range(depth(n)):
         to, source = (here + (1 << k)) % n, (here - (1 << k)) % n
-        rounds.append(Round(processes[to], carried(to, k), processes[source], carried(here, k)))
+        rounds.append(RelayRound(processes[to], carried(to, k), processes[source], carried(here, k)))
     return Route(tuple(rounds), deliveries)
 
 
@@ -99,7 +99,7 @@ class Relaying:
         """Messages by process, to be exchanged before the next ones are asked for."""
         for r in self._route.rounds:
             sends = {r.to: [(self._parcel(p),) for p in r.sent]} if r.sent else {}
-            receives = {r.source: [Target(self._room(p)) for p in r.got]} if r.got else {}
+            receives = {r.source: [ArraySink(self._room(p)) for p in r.got]} if r.got else {}
             yield sends, receives
         for p, places in self._route.deliveries.items():
             for d in places[1:]:

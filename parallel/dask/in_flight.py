@@ -26,7 +26,7 @@ IN_FLIGHT = 4
 """Runs that are submitted before the first of them is waited for."""
 
 
-class Slots:
+class DroppedSlots:
     """The slots of a gang whose arrays were dropped by the client."""
 
     def __init__(self, number: int, streams: Sequence[WorkerStream]) -> None:
@@ -73,7 +73,7 @@ class Gang:
     def __init__(self, what: str, futures: Sequence[WorkerFuture], on_end: Callable[[], None] | None = None) -> None:
         self.what, self.futures = what, list(futures)
         self.number = self.futures[0].number
-        self.slots = Slots(self.number, [f.stream for f in self.futures])
+        self.slots = DroppedSlots(self.number, [f.stream for f in self.futures])
         self._on_end, self._open = on_end, len(self.futures)
         self._lock = threading.Lock()
         if on_end is not None:
@@ -103,7 +103,7 @@ class Gang:
         return any(f.failed for f in self.futures)
 
 
-class Flight:
+class RunQueue:
     """The runs of one mesh that were submitted and not yet waited for."""
 
     def __init__(
@@ -124,15 +124,15 @@ class Flight:
     def check(self) -> None:
         """Raise the error of an earlier run, if any."""
         while self.gangs and (self.gangs[0].done or self.gangs[0].failed):
-            self.settle(self.gangs[0])
+            self.wait(self.gangs[0])
 
-    def land(self) -> None:
+    def drain(self) -> None:
         """Wait for all gangs, and ignore their errors."""
         while self.gangs:
             with contextlib.suppress(MeshtapeError):
-                self.settle(self.gangs[0])
+                self.wait(self.gangs[0])
 
-    def settle(self, this: Gang) -> None:
+    def wait(self, this: Gang) -> None:
         """Wait until a gang has ended; raise its error, the cause before its consequences."""
         failed_at: float | None = None
         grace = settings.number("timeouts.abort")
@@ -209,7 +209,7 @@ class Flight:
 
     def gather(self, this: Gang) -> list[Any]:
         """The results of a gang, brought here."""
-        self.settle(this)
+        self.wait(this)
         try:
             return self._streams.results(this.futures)
         except RankLost as e:

@@ -23,15 +23,15 @@ from distributed.protocol import to_serialize
 
 from ...arrays.core.devices import CPU, Device
 from ...arrays.core.devices import device as named
-from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLost, WorkerMismatch
+from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLost
 from ..base import settings
-from ..execution.devices import Choice, choose, visible
-from ..execution.memory_limits import Value, check_room
+from ..execution.devices import DeviceChoice, choose, visible
+from ..execution.memory_limits import Value, check_memory
 from ..execution.runtime import HostValue, Turns, called
 from ..partition.overlap import Buckets
 from ..partition.rank_program import RankProgram
 from . import worker as mesh_worker
-from .in_flight import IN_FLIGHT, Flight, Gang
+from .in_flight import IN_FLIGHT, Gang, RunQueue
 from .lease import lease_of
 from .progress import last_word
 from .set_up import set_up
@@ -94,7 +94,7 @@ class DaskRuntime:
             self._forget()
             raise
         self._lease = lease_of(client)
-        self._flight = Flight(client, self._streams, self.mesh_id, self.addresses, self._lease, self._ranks)
+        self._queue = RunQueue(client, self._streams, self.mesh_id, self.addresses, self._lease, self._ranks)
         self._dead_programs: list[str] = []
         self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
         self._closed = False
@@ -117,7 +117,7 @@ class DaskRuntime:
             if isinstance(answer, MeshtapeError):
                 raise answer
             if isinstance(answer, BaseException):
-                raise WorkerMismatch(f"worker {address} cannot open a mesh: {answer}") from answer
+                raise ClusterError(f"worker {address} cannot open a mesh: {answer}") from answer
         self._limits = [planes[a][1] for a in self.addresses]
         self.device, self._choice = device, self._choose(device)
         seat = {
@@ -147,10 +147,10 @@ class DaskRuntime:
     def placed(self) -> str | None:
         return self._choice.text
 
-    def _choose(self, device: str | Device | None) -> Choice:
+    def _choose(self, device: str | Device | None) -> DeviceChoice:
         """The device of each worker."""
         if device is not None and named(device) == CPU:
-            return Choice(("cpu",) * len(self.addresses))
+            return DeviceChoice(("cpu",) * len(self.addresses))
         found = ask(self.client, visible, workers=self.addresses)
         if errors := [g for g in found.values() if isinstance(g, BaseException)]:
             raise errors[0]
@@ -171,7 +171,7 @@ class DaskRuntime:
     def kept(self, fn: Callable[..., Any], name: str, args: Mapping[int, Sequence[Any]]) -> Gang:
         """The same for a function that returns a bundle of new blocks on each process; waits for them."""
         this = Gang(name, list(self.submit(fn, name, args).values()))
-        self._flight.settle(this)
+        self._queue.wait(this)
         return this
 
     def hosted(self, process: int) -> list[int]:
@@ -212,7 +212,7 @@ class DaskRuntime:
 
         self.client.sync(put_all)
         this = Gang("distribute", futures)
-        self._flight.settle(this)
+        self._queue.wait(this)
         return this
 
     def _block(self, h: HostValue, rank: int) -> np.ndarray:
@@ -220,13 +220,13 @@ class DaskRuntime:
 
     # ----- Runtime ----------------------------------------------------------------------------------------------------
 
-    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+    def check_memory(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
         if set(self._choice.devices) == {"cpu"}:
-            check_room(what, values, sizes, self.homes, self._limits, self._ranks)
+            check_memory(what, values, sizes, self.homes, self._limits, self._ranks)
 
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[[Sequence[Any], Turns | None], list[Any]]:
         for vs in ((*program.inputs, *program.constants), program.outputs):
-            self.check_room(program.name, [(program.avals[v], program.layouts[v]) for v in set(vs)], program.sizes)
+            self.check_memory(program.name, [(program.avals[v], program.layouts[v]) for v in set(vs)], program.sizes)
         ident = f"{self.mesh_id.hex()}/{program.name}-{uuid.uuid4().hex[:12]}"
         first = packed((program, tuple(names), Buckets.configured()))
         sent = False
@@ -234,22 +234,22 @@ class DaskRuntime:
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
             nonlocal sent
             self._check_open()
-            self._flight.check()
+            self._queue.check()
             resolved = self._resolve(handles)
             shipped = {i: h for i, h in enumerate(resolved) if isinstance(h, HostValue)}
             loop = self._loop(turns, len(shipped))
-            self._lease.enter(self.addresses, self._flight.check)
+            self._lease.enter(self.addresses, self._queue.check)
             try:
                 this = self._submit_run(program, ident, None if sent else first, resolved, shipped, loop)
             except BaseException:
                 self._lease.leave()
                 raise
-            self._flight.gangs.append(this)
+            self._queue.gangs.append(this)
             if not sent:
-                self._flight.settle(this)  # an error keeps the program from being taken for sent
+                self._queue.wait(this)  # an error keeps the program from being taken for sent
                 sent = True
-            elif len(self._flight.gangs) > IN_FLIGHT:
-                self._flight.settle(self._flight.gangs[0])
+            elif len(self._queue.gangs) > IN_FLIGHT:
+                self._queue.wait(self._queue.gangs[0])
             outs = [RemoteBlocks(this, i) for i in range(len(program.outputs))]
             for k, i in enumerate(shipped):
                 self._shipped[shipped[i]] = RemoteBlocks(this, len(program.outputs) + k)
@@ -273,7 +273,7 @@ class DaskRuntime:
         message = {
             "op": "run",
             "mesh": self.mesh_id,
-            "epoch": self._flight.epoch,
+            "epoch": self._queue.epoch,
             "timeout": settings.number("timeouts.collective"),
             "silence": settings.number("timeouts.silence"),
             "program_id": ident,
@@ -314,7 +314,7 @@ class DaskRuntime:
 
     def wait(self, handle: Any) -> None:
         if not isinstance(handle, HostValue):
-            self._flight.settle(handle.gang)
+            self._queue.wait(handle.gang)
 
     def fetch(self, handle: Any, ranks: Sequence[int]) -> dict[int, np.ndarray]:
         if isinstance(handle, HostValue):
@@ -336,7 +336,7 @@ class DaskRuntime:
 
         found = self.client.sync(all_of_them)
         if errors := [e for e in found if isinstance(e, BaseException)]:
-            self._flight.settle(this)  # which knows the cause
+            self._queue.wait(this)  # which knows the cause
             raise errors[0]
         return {r: b for blocks in found for r, b in blocks.items()}
 
@@ -348,14 +348,14 @@ class DaskRuntime:
             mine = {r: payloads[r] for r in payloads if self.homes[r] == p}
             args[p] = [fn, mine, *self.reads(resolved, p, list(mine))]
         name = called(fn)
-        return self._flight.gather(Gang(name, list(self.submit(mesh_worker.call_on_blocks, name, args).values())))
+        return self._queue.gather(Gang(name, list(self.submit(mesh_worker.call_on_blocks, name, args).values())))
 
     def reads(self, handles: Sequence[Any], process: int, ranks: Sequence[int]) -> list[Any]:
         """For a function that a process is to call: the slots of arrays, as :func:`.worker.blocks_of` takes them, and the futures of
         the bundles. Waits until these are there."""
         gangs = list({h.gang.number: h.gang for h in handles if not isinstance(h, HostValue)}.values())
         for g in gangs:
-            self._flight.settle(g)
+            self._queue.wait(g)
         slots = [
             (-1, {r: self._block(h, r) for r in ranks}) if isinstance(h, HostValue) else (gangs.index(h.gang), h.slot)
             for h in handles
@@ -370,12 +370,12 @@ class DaskRuntime:
 
     def abandon(self) -> None:
         if not self._closed:
-            self._flight.abandon()
+            self._queue.abandon()
 
     def close(self) -> None:
         if self._closed:
             return
-        self._flight.land()  # runs in flight still need the program
+        self._queue.drain()  # runs in flight still need the program
         self._closed = True
         if self.client.status == "running":
             last_word(self.client)

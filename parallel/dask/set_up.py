@@ -26,7 +26,7 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
     WorkerMismatch
         Where the scheduler or a worker cannot import meshtape, or a worker has another version of it or of NumPy.
     ClusterError
-        Where a worker or the scheduler cannot be reached.
+        Where a worker or the scheduler cannot be reached, or the scheduler refuses plugins.
     """
 
     async def register() -> None:
@@ -43,11 +43,13 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
         raise ClusterError(
             f"the scheduler at {client.scheduler.address} does not answer: {str(e) or 'it stands still'}"
         ) from e
-    except Exception as e:
+    except ImportError as e:
         raise WorkerMismatch(
             f"the scheduler at {client.scheduler.address} cannot import meshtape: install meshtape "
             f"{importlib.metadata.version('meshtape')} in its environment, restart it ({type(e).__name__}: {e})"
         ) from e
+    except Exception as e:
+        raise ClusterError(f"the scheduler at {client.scheduler.address} takes no plugin of meshtape: {e}") from e
     _check_versions(client, addresses)
     for address, problem in ask(client, begin, workers=addresses).items():
         if isinstance(problem, BaseException):

@@ -234,7 +234,6 @@ class WorkerStream:
         """The result of a call. Raises :class:`RankLost` where the worker or its connection is lost meanwhile."""
         task = asyncio.ensure_future(call)
         self.waiting += 1
-        self.streams.watch()
         try:
             await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -291,6 +290,8 @@ class WorkerStreams:
                 stream = WorkerStream(self, address)
                 await stream.open()
                 self._streams[address] = stream
+                if self._watch is None or self._watch.done():
+                    self._watch = asyncio.ensure_future(self._look())
 
         async def all_of_them() -> None:
             found = await asyncio.gather(*map(one, addresses), return_exceptions=True)
@@ -363,7 +364,6 @@ class WorkerStreams:
                 s.wake()
                 if s.lost is not None:
                     s.give_up()
-            self.watch()
 
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is the client
             self._loop.call_soon_threadsafe(go)
@@ -384,50 +384,60 @@ class WorkerStreams:
 
     # ----- are they alive -------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Watch the workers that have pending requests."""
-        if self._watch is None or self._watch.done():
-            self._watch = asyncio.ensure_future(self._look())
-
     async def _look(self) -> None:
+        """Watch the workers until the client is closed or its event loop ends, and end the sessions with it."""
         asking: asyncio.Task[Any] | None = None
-        while True:
-            alive = [s for s in self._streams.values() if s.lost is None]
-            fetching = [(f, n.stream) for s in alive for f in s.pending.values() for n in f._needs]
-            for future, source in fetching:
-                if source.lost is not None:
-                    self._give_up(future, source)
-            sources = {source for _, source in fetching}
-            busy = [s for s in alive if s.pending or s.waiting or s in sources]
-            if not busy:
-                return
-            # A future that follows a task of Dask's waits for the scheduler, too.
-            followed = [f for s in busy for f in s.pending.values() if f.task is not None]
-            if asking is not None and asking.done():
-                for future in followed if asking.exception() is not None else ():
-                    future.finish("failed", asking.exception())
-                asking = None
-            client = self._client()
-            if followed and asking is None and client is not None and client.status == "running":
-                asking = asyncio.ensure_future(scheduler_answer(client, "identity", n_workers=0))
-            timeout = settings.number("timeout")
-            tick = max(0.05, min(2.0, timeout / 8))
-            for s in busy:
-                s.heard = False
-                s.send({"op": "ping"})
-                s.wake()
-            await asyncio.sleep(tick)
-            # Ticks are counted, not the time: if this process itself was stopped, workers are not to blame.
-            for s in busy:
-                s.silent = 0.0 if s.heard else s.silent + tick
-                if s.silent >= timeout:
-                    s.lose(f"it has not answered for {timeout:.0f} s: it is stopped, swapped out or cut off")
-                of_dask = [f for f in s.pending.values() if f.task is not None]
-                s.paused_for = s.paused_for + tick if s.paused and of_dask else 0.0
-                if s.heard and s.paused_for >= timeout:
-                    s.paused_for = 0.0
-                    for future in of_dask:
-                        future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
+        try:
+            while self._open():
+                busy, asking = self._ask(asking)
+                tick = max(0.05, min(2.0, settings.number("timeout") / 8))
+                await asyncio.sleep(tick)
+                # Ticks are counted, not the time: if this process itself was stopped, workers are not to blame.
+                for s in busy:
+                    self._judge(s, tick)
+        finally:
+            for s in self._streams.values():
+                s.lose("its client is closed")
+
+    def _open(self) -> bool:
+        client = self._client()
+        return client is not None and client.status != "closed"
+
+    def _ask(self, asking: asyncio.Task[Any] | None) -> tuple[list[WorkerStream], asyncio.Task[Any] | None]:
+        """Ping the workers that something waits for, and ask the scheduler where something waits for it: these workers, and the question."""
+        alive = [s for s in self._streams.values() if s.lost is None]
+        fetching = [(f, n.stream) for s in alive for f in s.pending.values() for n in f._needs]
+        for future, source in fetching:
+            if source.lost is not None:
+                self._give_up(future, source)
+        sources = {source for _, source in fetching}
+        busy = [s for s in alive if s.pending or s.waiting or s in sources]
+        # A future that follows a task of Dask's waits for the scheduler, too.
+        followed = [f for s in busy for f in s.pending.values() if f.task is not None]
+        if asking is not None and asking.done():
+            for future in followed if asking.exception() is not None else ():
+                future.finish("failed", asking.exception())
+            asking = None
+        client = self._client()
+        if followed and asking is None and client is not None and client.status == "running":
+            asking = asyncio.ensure_future(scheduler_answer(client, "identity", n_workers=0))
+        for s in busy:
+            s.heard = False
+            s.send({"op": "ping"})
+            s.wake()
+        return busy, asking
+
+    def _judge(self, s: WorkerStream, tick: float) -> None:
+        timeout = settings.number("timeout")
+        s.silent = 0.0 if s.heard else s.silent + tick
+        if s.silent >= timeout:
+            s.lose(f"it has not answered for {timeout:.0f} s: it is stopped, swapped out or cut off")
+        of_dask = [f for f in s.pending.values() if f.task is not None]
+        s.paused_for = s.paused_for + tick if s.paused and of_dask else 0.0
+        if s.heard and s.paused_for >= timeout:
+            s.paused_for = 0.0
+            for future in of_dask:
+                future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
 
     def _give_up(self, future: WorkerFuture, source: WorkerStream) -> None:
         """End an item that waits for the value of a lost worker, on its own worker too, where it keeps others waiting."""

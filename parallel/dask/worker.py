@@ -24,11 +24,11 @@ from ...arrays.core.errors import ClusterError, RankLost
 from ...storage.base import activity
 from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from ..execution.executor import Prepared
-from ..transports.group import Group, Transport
+from ..transports.group import LinkGroup, Transport
 from ..transports.nccl import NcclGroup
 from ..transports.rendezvous import Address, DataPlane, interface_of
 from ..transports.staged import Staged
-from .worker_queue import Desk, Item, Ref, Resident, failure_message, unpacked
+from .worker_queue import ClientSession, Ref, Resident, WorkItem, failure_message, unpacked
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
@@ -71,12 +71,12 @@ class WorkerState:
 
     resident: Resident
     plane: DataPlane | None = None
-    seats: dict[bytes, Seat] = field(default_factory=dict)
+    seats: dict[bytes, ProcessContext] = field(default_factory=dict)
     owners: dict[bytes, str] = field(default_factory=dict)  # the client of each mesh
     programs: dict[str, Prepared] = field(default_factory=dict)
     device_groups: dict[tuple[bytes, int], Transport] = field(default_factory=dict)
 
-    def device_group(self, seat: Seat, epoch: int, host: Group, timeout: float) -> Transport:
+    def device_group(self, seat: ProcessContext, epoch: int, host: LinkGroup, timeout: float) -> Transport:
         """The transport of device blocks between the processes of a mesh, made once for each of its epochs."""
         key = (seat.mesh, epoch)
         found = self.device_groups.get(key)
@@ -99,7 +99,7 @@ class WorkerState:
     def forget(self, mesh: bytes) -> None:
         """Forget a mesh, its connections and programs."""
         if self.plane is not None:
-            self.plane.dismiss(mesh)
+            self.plane.unregister_mesh(mesh)
         self.drop_device_groups(mesh)
         self.seats.pop(mesh, None)
         self.owners.pop(mesh, None)
@@ -141,7 +141,7 @@ class MeshtapeWorker(WorkerPlugin):
         # The scheduler calls these when a worker or a client of a mesh is gone.
         async def meshtape_left(mesh: bytes, worker_left: str) -> None:
             if state.plane is not None:
-                state.plane.left(mesh, worker_left)
+                state.plane.on_peer_lost(mesh, worker_left)
 
         async def meshtape_forget(mesh: bytes) -> None:
             state.forget(mesh)
@@ -210,12 +210,12 @@ def open_plane(
         if transport != "comms":
             state.plane.listen(interface_of(dask_worker.address))
     state.owners[mesh] = client
-    state.plane.admit(mesh, secret)
+    state.plane.register_mesh(mesh, secret)
     return (dask_worker.address if transport == "comms" else state.plane.address), limit or None
 
 
 @dataclass(frozen=True)
-class Seat:
+class ProcessContext:
     """A process's place in a mesh, sent to it once when the mesh is opened."""
 
     mesh: bytes
@@ -269,7 +269,7 @@ def names_of(homes: Sequence[int], addresses: Sequence[str]) -> dict[int, str]:
     }
 
 
-def desk_here(address: str, session: str) -> tuple[Desk, Callable[[Coroutine[Any, Any, Any]], Any]]:
+def desk_here(address: str, session: str) -> tuple[ClientSession, Callable[[Coroutine[Any, Any, Any]], Any]]:
     """Called in a task of Dask's: a client's desk on this worker, and a function that waits for a coroutine on the
     worker's event loop. Raises :class:`RankLost` on any other worker than the one at ``address``."""
     worker = get_worker()
@@ -283,7 +283,7 @@ def desk_here(address: str, session: str) -> tuple[Desk, Callable[[Coroutine[Any
     return state.resident.of(session), finish
 
 
-def seat_here(mesh: bytes) -> Seat:
+def seat_here(mesh: bytes) -> ProcessContext:
     """Called in a task of Dask's: the place of this worker in a mesh."""
     seat = _STATES[get_worker().address].seats.get(mesh)
     if seat is None:
@@ -294,7 +294,7 @@ def seat_here(mesh: bytes) -> Seat:
 # ----- commands of a stream -------------------------------------------------------------------------------------------
 
 
-def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
+def _command(state: WorkerState, desk: ClientSession, message: dict[str, Any]) -> None:
     """Carry out a client's message, or queue it."""
     op = message["op"]
     if op == "run":
@@ -303,7 +303,7 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
         needs = [Ref(*r) for r in message["needs"]]
         stop = threading.Event() if message["stoppable"] else None
         work = functools.partial(_call, state, message, stop)
-        desk.add(Item(message["n"], message["name"], work, needs, stop=stop))
+        desk.add(WorkItem(message["n"], message["name"], work, needs, stop=stop))
     elif op == "drop":
         desk.then(lambda: desk.drop(message["numbers"]))
     elif op == "drop_slots":
@@ -313,7 +313,7 @@ def _command(state: WorkerState, desk: Desk, message: dict[str, Any]) -> None:
     elif op == "close":
         desk.then(lambda: state.forget(message["mesh"]))
     elif op == "seat":
-        seat = Seat(**message["seat"])
+        seat = ProcessContext(**message["seat"])
         state.seats[seat.mesh] = seat
     elif op == "stop":  # end the waits for a failed process
         if state.plane is not None:
@@ -335,7 +335,7 @@ def _call(state: WorkerState, message: Mapping[str, Any], stop: threading.Event 
     return fn(seat, *(next(given) if isinstance(a, Ref) else a for a in args), **options)
 
 
-def _drop_slots(desk: Desk, number: int, slots: Sequence[int]) -> None:
+def _drop_slots(desk: ClientSession, number: int, slots: Sequence[int]) -> None:
     if (key := desk.kept.get(number)) is None:
         return
     bundle = desk.resident.value(key)
@@ -344,7 +344,7 @@ def _drop_slots(desk: Desk, number: int, slots: Sequence[int]) -> None:
     desk.resident.store(key, bundle)  # its size has changed
 
 
-def _run_item(state: WorkerState, desk: Desk, m: dict[str, Any]) -> Item:
+def _run_item(state: WorkerState, desk: ClientSession, m: dict[str, Any]) -> WorkItem:
     each = m["loop"][2] if m["loop"] is not None else ()
     numbers = dict.fromkeys(n for ranges in (m["sources"], each) for n, _, _ in ranges if n >= 0)
     here = desk.resident.worker.address, desk.session
@@ -357,7 +357,7 @@ def _run_item(state: WorkerState, desk: Desk, m: dict[str, Any]) -> Item:
             desk.resident.worker.log_event(TOPIC, event)
             raise
 
-    return Item(m["n"], m["name"], work, [Ref(n, *here) for n in numbers], (m["mesh"], m["epoch"]))
+    return WorkItem(m["n"], m["name"], work, [Ref(n, *here) for n in numbers], (m["mesh"], m["epoch"]))
 
 
 def ranges_of(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -466,7 +466,11 @@ def blocks_of(slots: Sequence[tuple[int, Any]], bundles: Sequence[Bundle]) -> li
 
 
 def call_on_blocks(
-    seat: Seat, fn: Callable[..., Any], payloads: Mapping[int, Any], slots: Sequence[tuple[int, int]], *bundles: Bundle
+    seat: ProcessContext,
+    fn: Callable[..., Any],
+    payloads: Mapping[int, Any],
+    slots: Sequence[tuple[int, int]],
+    *bundles: Bundle,
 ) -> Any:
     """``BlockHost.run_on_blocks``, for one process. ``slots`` and ``bundles`` are those of :func:`blocks_of`."""
     inputs = blocks_of(slots, bundles)
@@ -474,14 +478,14 @@ def call_on_blocks(
         return fn(dict(payloads), {r: [on_host(b[r]) for b in inputs] for r in payloads})
 
 
-def create_blocks(seat: Seat, fn: Callable[..., Any], payloads: Mapping[int, Any]) -> Bundle:
+def create_blocks(seat: ProcessContext, fn: Callable[..., Any], payloads: Mapping[int, Any]) -> Bundle:
     """``BlockHost.create``, for one process."""
     made = fn(dict(payloads))
     count = len(next(iter(made.values()))) if made else 0
     return kept(seat, {i: {r: blocks[i] for r, blocks in made.items()} for i in range(count)})
 
 
-def kept(seat: Seat, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
+def kept(seat: ProcessContext, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
     """Host blocks as a bundle, in the memory that the ranks compute in."""
     memory = seat.memory
     with memory.using():

@@ -29,6 +29,8 @@ from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps, loads
 
 from ...arrays.core.errors import RankLost
+from ..base import settings
+from .workers import LOOK
 
 T = TypeVar("T")
 PREFIX = "meshtape."
@@ -119,7 +121,7 @@ class Outbox:
 
 
 @dataclass(slots=True)
-class Item:
+class WorkItem:
     """A piece of work. ``work`` is called with the values of the items ``needs``. If it fails, items of the same
     ``epoch`` of a mesh do not begin."""
 
@@ -142,7 +144,7 @@ class Count:
 
 
 @dataclass
-class Desk:
+class ClientSession:
     """The items of one client on this worker, and their values. A client that reconnects gets a new session, without
     the values of an earlier one. Used on the worker's event loop."""
 
@@ -150,7 +152,7 @@ class Desk:
     client: str
     session: str
     comm: Any
-    queue: deque[Item | Callable[[], None]] = field(default_factory=deque)
+    queue: deque[WorkItem | Callable[[], None]] = field(default_factory=deque)
     ended: dict[int, asyncio.Event] = field(default_factory=dict)
     kept: dict[int, str] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
@@ -159,7 +161,7 @@ class Desk:
     open: bool = True
 
     def __post_init__(self) -> None:
-        self._now: Item | None = None
+        self._now: WorkItem | None = None
         self._fetch: asyncio.Future[list[Any]] | None = None
         self._come, self._answers = asyncio.Event(), Outbox()
         self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._answer())]
@@ -173,7 +175,7 @@ class Desk:
 
     # ----- incoming items ---------------------------------------------------------------------------------------------
 
-    def add(self, item: Item) -> None:
+    def add(self, item: WorkItem) -> None:
         """Queue an item behind the earlier ones."""
         self.latest = max(self.latest, item.number)
         self.ended.setdefault(item.number, asyncio.Event())
@@ -181,14 +183,14 @@ class Desk:
         if self.resident.fences.get(self.client, (0, False))[1]:
             self.cut_off()
 
-    def then(self, what: Item | Callable[[], None]) -> None:
+    def then(self, what: WorkItem | Callable[[], None]) -> None:
         """The same for a short action without an answer."""
         self.queue.append(what)
         self._come.set()
 
     def cut_off(self) -> None:
         """Do not begin items that need the lease, and stop those that can be stopped."""
-        items = [i for i in (self._now, *self.queue) if isinstance(i, Item)]
+        items = [i for i in (self._now, *self.queue) if isinstance(i, WorkItem)]
         self.cancel([i.number for i in items if i.epoch is not None or i.stop is not None], STOOD_STILL)
 
     def cancel(self, numbers: Iterable[int], why: str = "it was given up") -> None:
@@ -199,7 +201,7 @@ class Desk:
                 self._now.stop.set()
             if self._fetch is not None:
                 self._fetch.cancel()
-        for item in [i for i in self.queue if isinstance(i, Item) and i.number in given_up]:
+        for item in [i for i in self.queue if isinstance(i, WorkItem) and i.number in given_up]:
             self.queue.remove(item)
             self._failed(item.number, RankLost(why))
 
@@ -249,7 +251,7 @@ class Desk:
                 self._come.clear()
                 await self._come.wait()
             what = self.queue.popleft()
-            if not isinstance(what, Item):
+            if not isinstance(what, WorkItem):
                 what()
                 continue
             begun = time.perf_counter()
@@ -296,14 +298,20 @@ class Desk:
 
     async def _sent(self, ref: Ref) -> Any:
         source = self.resident.worker.rpc(ref.address)
+        call = asyncio.ensure_future(source.meshtape_value(session=ref.session, number=ref.number))
         try:
-            return answered(await source.meshtape_value(session=ref.session, number=ref.number))
+            # The client may reach both workers where they do not reach each other: by Dask's limit that shows after 30 s.
+            while not (await asyncio.wait([call], timeout=LOOK))[0]:
+                await asyncio.wait_for(source.ping(), settings.number("timeout"))
+            return answered(call.result())
         except OSError as e:
-            raise RankLost(f"worker {ref.address} is lost: {e}") from e
+            raise RankLost(f"worker {ref.address} is lost: {str(e) or 'it does not answer'}") from e
+        finally:
+            call.cancel()
 
     def names(self) -> list[str]:
         """Names of the running and the waiting items."""
-        waiting = [i.name for i in self.queue if isinstance(i, Item)]
+        waiting = [i.name for i in self.queue if isinstance(i, WorkItem)]
         return [self._now.name, *waiting] if self._now is not None else waiting
 
     # ----- saying -----------------------------------------------------------------------------------------------------
@@ -345,10 +353,10 @@ class Resident:
     client whose stream has ended."""
 
     def __init__(
-        self, worker: Worker, commands: Callable[[Desk, dict[str, Any]], None], left: Callable[[str], None]
+        self, worker: Worker, commands: Callable[[ClientSession, dict[str, Any]], None], left: Callable[[str], None]
     ) -> None:
         self.worker, self._commands, self._left = worker, commands, left
-        self.desks: dict[str, Desk] = {}
+        self.sessions: dict[str, ClientSession] = {}
         self.counts: OrderedDict[str, Count] = OrderedDict()
         self.fences: dict[str, tuple[int, bool]] = {}
         self._aside: dict[str, Any] = {}
@@ -357,7 +365,7 @@ class Resident:
 
     def close(self) -> None:
         """End all streams, as the worker closes."""
-        for desk in list(self.desks.values()):
+        for desk in list(self.sessions.values()):
             desk.end()
             desk.comm.abort()
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -387,10 +395,10 @@ class Resident:
 
     async def stream(self, comm: Any, client: str, session: str) -> Any:
         """A client's stream, until it ends."""
-        for old in [d for d in self.desks.values() if d.client == client]:
+        for old in [d for d in self.sessions.values() if d.client == client]:
             self._end(old)
             old.comm.abort()
-        desk = self.desks[session] = Desk(self, client, session, comm)
+        desk = self.sessions[session] = ClientSession(self, client, session, comm)
         try:
             await comm.write({"status": "OK"})
             while True:
@@ -403,8 +411,8 @@ class Resident:
             comm.abort()
         return Status.dont_reply
 
-    def _end(self, desk: Desk) -> None:
-        if self.desks.pop(desk.session, None) is not None:
+    def _end(self, desk: ClientSession) -> None:
+        if self.sessions.pop(desk.session, None) is not None:
             desk.end()
             self._left(desk.client)
 
@@ -425,19 +433,19 @@ class Resident:
 
     async def busy_for(self, client: str) -> list[str]:
         """Names of a client's unfinished items."""
-        return [n for desk in self.desks.values() if desk.client == client for n in desk.names()]
+        return [n for desk in self.sessions.values() if desk.client == client for n in desk.names()]
 
     async def fence(self, client: str, number: int, closed: bool) -> None:
         """Close or reopen a client's queue, as the scheduler takes or returns its lease. ``number`` orders messages."""
         if number > self.fences.get(client, (0, False))[0]:
             self.fences[client] = number, closed
-            for desk in self.desks.values():
+            for desk in self.sessions.values():
                 if closed and desk.client == client:
                     desk.cut_off()
 
-    def of(self, session: str) -> Desk:
+    def of(self, session: str) -> ClientSession:
         """The desk of a session. Raises :class:`RankLost` where there is no such session."""
-        desk = self.desks.get(session)
+        desk = self.sessions.get(session)
         if desk is None:
             raise RankLost(f"worker {self.worker.address} knows no session {session}: it was started anew, or cut off")
         return desk
@@ -457,8 +465,8 @@ class Resident:
 
     def report(self) -> dict[str, Any]:
         """Running, waiting and ended items, and the bytes of kept values, as plain data."""
-        names = [n for desk in self.desks.values() for n in desk.names()]
-        keys = [k for desk in self.desks.values() for k in desk.kept.values()]
+        names = [n for desk in self.sessions.values() for n in desk.names()]
+        keys = [k for desk in self.sessions.values() for k in desk.kept.values()]
         return {
             "running": names[:1],
             "waiting": names[1:_NAMES],

@@ -30,7 +30,7 @@ class Gpus(NamedTuple):
     without_nccl: str = ""
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     """The chosen devices by process, and whether GPUs use NCCL. ``why`` gives the reason against NCCL or GPUs."""
 
     devices: tuple[str, ...]
@@ -97,7 +97,9 @@ def local_device(wanted: str | Device | None) -> str:
     return str(chosen)
 
 
-def choose(wanted: str | Device | None, found: Mapping[str, Gpus], *, plain: bool = True, ports: bool = True) -> Choice:
+def choose(
+    wanted: str | Device | None, found: Mapping[str, Gpus], *, plain: bool = True, ports: bool = True
+) -> DeviceChoice:
     """The device of each process, from what each sees (``found``, in the order of processes).
 
     ``"cuda"`` is a GPU for each, shared where there are too few; ``"cuda:N"`` the N-th that each sees; None GPUs where each process has
@@ -116,12 +118,12 @@ def choose(wanted: str | Device | None, found: Mapping[str, Gpus], *, plain: boo
     cpu = ("cpu",) * len(found)
     text = None if wanted is None else str(wanted)
     if text not in (None, "cuda") and device(text).kind == "cpu":
-        return Choice(cpu)
+        return DeviceChoice(cpu)
     if wanted is None:
         have = [a for a, g in found.items() if g.ids]
         if len(have) < len(found):
             lacking = next(a for a, g in found.items() if not g.ids)
-            return Choice(cpu, why=f"worker {lacking} has no GPU ({found[lacking].missing})" if have else "")
+            return DeviceChoice(cpu, why=f"worker {lacking} has no GPU ({found[lacking].missing})" if have else "")
     for address, g in found.items():
         index = 0 if text in (None, "cuda") else device(text).index
         if not g.ids:
@@ -137,9 +139,9 @@ def choose(wanted: str | Device | None, found: Mapping[str, Gpus], *, plain: boo
     shared = max(taken.values()) > 1
     few = f"{len(found)} workers share {len(taken)} GPU{'s' if len(taken) > 1 else ''}"
     if wanted is None and shared:
-        return Choice(cpu, why=f"{few}; device='cuda' lets them")
+        return DeviceChoice(cpu, why=f"{few}; device='cuda' lets them")
     why = few if shared else _without_nccl(found, plain, ports)
-    return Choice(tuple(places), len(found) > 1 and not why, why)
+    return DeviceChoice(tuple(places), len(found) > 1 and not why, why)
 
 
 def _without_nccl(found: Mapping[str, Gpus], plain: bool, ports: bool) -> str:

@@ -24,14 +24,14 @@ from ...arrays.core.errors import MeshtapeError, RankLost
 from ...arrays.core.op import Op
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import SCATTER
-from ...arrays.indexing.sparse_cotangent import IndexSum
+from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ..base.device_memory import HOST, BlockMemory
 from ..partition.overlap import Buckets, Start, Wait, schedule
-from ..partition.rank_program import Local, Move, Moves, RankProgram
+from ..partition.rank_program import LocalCall, Move, Moves, RankProgram
 from ..resharding.collective_plans import Collective, in_halves, plan_collective
-from ..resharding.execution import MOST_ROUNDS, Running, carry_out
-from ..resharding.expert_all_to_all import Ragged, RaggedRunning, RaggedShare
-from ..resharding.plan import Plan, plan_reshard
+from ..resharding.execution import MOST_ROUNDS, ReshardExecution, carry_out
+from ..resharding.expert_all_to_all import AllToAllV, AllToAllVShare, RaggedRunning
+from ..resharding.plan import ReshardPlan, plan_reshard
 from ..resharding.schedule import MoveRounds, plan_rounds
 from ..sharding.factors import RankView
 from ..sharding.placement import Layout, block_box, identity_of
@@ -43,11 +43,11 @@ Env = dict[int, dict[int, np.ndarray]]
 """Blocks by rank and variable."""
 
 
-class Way(NamedTuple):
+class MoveRoute(NamedTuple):
     """A move, or one of several successive moves in its place. Source blocks are reshaped to ``given``, and new blocks
     to ``made``, where the plan has other shapes."""
 
-    plan: Plan
+    plan: ReshardPlan
     given: tuple[int, ...] | None = None
     made: tuple[int, ...] | None = None
 
@@ -55,21 +55,21 @@ class Way(NamedTuple):
 class PreparedMove(NamedTuple):
     source: int
     target: int
-    way: Way
-    rounds: MoveRounds | RaggedShare
+    way: MoveRoute
+    rounds: MoveRounds | AllToAllVShare
     neutral: object
     table: int | None
 
-    def running(self, env: Env, memory: BlockMemory) -> Running | RaggedRunning:
+    def running(self, env: Env, memory: BlockMemory) -> ReshardExecution | RaggedRunning:
         """The move, ready to be carried out on these blocks."""
         blocks = {r: sparse_ops.dense(values[self.source]) for r, values in env.items() if self.source in values}
         if self.way.given is not None:
             blocks = {r: b.reshape(self.way.given) for r, b in blocks.items()}
-        if isinstance(self.rounds, RaggedShare):
+        if isinstance(self.rounds, AllToAllVShare):
             return self.rounds.running(blocks, {r: env[r][self.table] for r in blocks}, memory)  # type: ignore[index]
-        return Running(self.rounds, blocks, self.neutral, memory)
+        return ReshardExecution(self.rounds, blocks, self.neutral, memory)
 
-    def results(self, running: Running | RaggedRunning) -> dict[int, np.ndarray]:
+    def results(self, running: ReshardExecution | RaggedRunning) -> dict[int, np.ndarray]:
         """The new blocks of a move that was carried out."""
         found = running.results()
         return found if self.way.made is None else {r: b.reshape(self.way.made) for r, b in found.items()}
@@ -159,7 +159,7 @@ class Prepared:
 
     # ----- preparing --------------------------------------------------------------------------------------------------
 
-    def _prepare_local(self, s: Local, frees: Sequence[int]) -> PreparedLocal:
+    def _prepare_local(self, s: LocalCall, frees: Sequence[int]) -> PreparedLocal:
         p = self.program
         params: dict[int, Any] = {}
         fills: dict[int, Any] = {}
@@ -205,11 +205,11 @@ class Prepared:
         with self.memory.using():
             return self.memory.put(value)
 
-    def _ways(self, m: Move) -> tuple[Way, ...]:
+    def _ways(self, m: Move) -> tuple[MoveRoute, ...]:
         """The ways of a move: one, or two in succession where this process hosts all ranks and that takes fewer copies.
         In an all-to-all or a reduce-scatter all blocks are then joined to one array, which is cut."""
         p = self.program
-        way = Way(p.plan(m))
+        way = MoveRoute(p.plan(m))
         if not self._all_here:
             return (way,)
         if (c := m.collective) is not None:
@@ -219,7 +219,7 @@ class Prepared:
             first, second = (plan_collective(len(self.homes), half) for half in halves)
             (given,), (made,) = halves[0].shapes, c.results
             other = halves[1].results != c.results
-            return Way(first, given if other else None), Way(second, None, made if other else None)
+            return MoveRoute(first, given if other else None), MoveRoute(second, None, made if other else None)
         plan, now, then = way.plan, p.layouts[m.source], p.layouts[m.target]
         blocks = math.prod(p.sizes[a] for _, axes in then.shards for a in axes)
         sources = plan.terms * math.prod(p.sizes[a] for _, axes in now.shards for a in axes)
@@ -227,15 +227,19 @@ class Prepared:
             return (way,)
         middle = Layout((), tuple(x for x in then.partials if x in now.partials))
         shape = p.avals[m.source].shape
-        return Way(plan_reshard(shape, p.sizes, now, middle)), Way(plan_reshard(shape, p.sizes, middle, then))
+        return MoveRoute(plan_reshard(shape, p.sizes, now, middle)), MoveRoute(
+            plan_reshard(shape, p.sizes, middle, then)
+        )
 
-    def _prepare_moves(self, number: int, moves: Iterable[Move], ways: Sequence[tuple[int, int, Way]]) -> PreparedMoves:
+    def _prepare_moves(
+        self, number: int, moves: Iterable[Move], ways: Sequence[tuple[int, int, MoveRoute]]
+    ) -> PreparedMoves:
         p = self.program
         process = self.homes[self.hosted[0]]
         out, texts = [], []
         for m, (source, target, way) in zip(moves, ways, strict=True):
             texts.append(f"{p.move_text(m, self.names)} of {m.origin or 'a result'}")
-            if isinstance(m.collective, Ragged):
+            if isinstance(m.collective, AllToAllV):
                 out.append(PreparedMove(source, target, way, m.collective.share(self.homes, process), None, m.table))
                 continue
             aval = p.avals[m.source]
@@ -341,7 +345,7 @@ class Prepared:
             except Exception as e:
                 raise self._failure(rank, e, s.origin, s.site) from e
             if len(outputs) == 1:
-                values[outputs[0]] = out if s.keeps and type(out) is IndexSum else put(out)
+                values[outputs[0]] = out if s.keeps and type(out) is SparseCotangent else put(out)
             else:
                 values.update(zip(outputs, map(put, out), strict=True))
 
@@ -443,5 +447,5 @@ def _between(m: Move) -> int:
 
 def thin_values(program: RankProgram) -> frozenset[int]:
     """Variables of which a rank may hold a sparse cotangent."""
-    calls = (s for s in program.steps if isinstance(s, Local))
+    calls = (s for s in program.steps if isinstance(s, LocalCall))
     return sparse_ops.sparse_values(calls, program.avals, made_by=(SCATTER, SCATTER_PART))

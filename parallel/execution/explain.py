@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...arrays.core.program import Entry
 from ..partition.overlap import Start, Wait, schedule
-from ..partition.rank_program import Local, Move, Moves, RankProgram
+from ..partition.rank_program import LocalCall, Move, Moves, RankProgram
 from ..resharding.expert_all_to_all import RaggedPlan
 from ..resharding.schedule import described
 from ..sharding.placement import dims_text
@@ -28,7 +28,7 @@ def program_text(program: RankProgram, names: Sequence[str], cuda: bool = False)
         mark = " a rank" if v in program.inner else ""
         return f"{aval.dtype.name}[{dims}]" + (f"{{{partial}}}" if partial else "") + mark
 
-    def called(s: Local, mark: str) -> str:
+    def called(s: LocalCall, mark: str) -> str:
         entry = Entry(s.op, s.inputs, s.outputs, s.params)
         note = f"  # {s.origin}" if s.origin and s.origin != s.op.name else ""
         return f"{mark} {entry}  : {', '.join(map(typed, s.outputs))}{note}"

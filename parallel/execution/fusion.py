@@ -14,10 +14,10 @@ from ...arrays.backends.memory_pool import room
 from ...arrays.core.program import Entry, Program
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.compiler import cuda_codegen, cuda_fusion
-from ...autodiff.compiler.fusion import Group, chains, executable, is_large, takers
+from ...autodiff.compiler.fusion import FusedRun, chains, executable, is_large, takers
 from ..base.device_memory import BlockMemory
 from ..partition.overlap import dropped, variables
-from ..partition.rank_program import Local, RankProgram
+from ..partition.rank_program import LocalCall, RankProgram
 from ..sharding.placement import block_box
 
 Doing = tuple[Any, tuple[int, ...]]
@@ -27,15 +27,15 @@ Doing = tuple[Any, tuple[int, ...]]
 class Chain(NamedTuple):
     """Calls that are computed together, in one pass over the blocks; ``group`` has them as entries."""
 
-    group: Group
-    calls: tuple[Local, ...]
+    group: FusedRun
+    calls: tuple[LocalCall, ...]
 
 
 def fused(
     program: RankProgram, doings: Sequence[Doing], *, cuda: bool = False, apart: Collection[int] = frozenset()
 ) -> list[Doing]:
     """The steps in order, with runs of elementwise calls fused into chains. No chain has a variable of ``apart``."""
-    calls = {s.outputs[0]: s for s, _ in doings if isinstance(s, Local) and _may_join(s, program, apart)}
+    calls = {s.outputs[0]: s for s, _ in doings if isinstance(s, LocalCall) and _may_join(s, program, apart)}
     if len(calls) < 2:
         return list(doings)
     joins, grouped = (cuda_codegen.expressible, cuda_fusion.chains) if cuda else (is_large, chains)
@@ -45,7 +45,7 @@ def fused(
         reads, makes = variables(s)
         entries.append(Entry(getattr(s, "op", None), reads, makes, getattr(s, "params", {})))  # type: ignore[arg-type]
         rest[id(entries[at])] = s
-    blocks = Program((), tuple(entries), program.outputs, Blocks(program, 0))
+    blocks = Program((), tuple(entries), program.outputs, BlockAvals(program, 0))
 
     def fits(e: Entry, blocks: Program) -> bool:
         return bool(e.outputs) and e.outputs[0] in calls and joins(e, blocks)
@@ -54,15 +54,16 @@ def fused(
         return program.avals[v].shape, program.layouts[v].shards
 
     parts = grouped(blocks, fits, split)
-    if not any(isinstance(p, Group) for p in parts):
+    if not any(isinstance(p, FusedRun) for p in parts):
         return list(doings)
     done = [
-        Chain(p, tuple(calls[e.outputs[0]] for e in p.entries)) if isinstance(p, Group) else rest[id(p)] for p in parts
+        Chain(p, tuple(calls[e.outputs[0]] for e in p.entries)) if isinstance(p, FusedRun) else rest[id(p)]
+        for p in parts
     ]
     return list(zip(done, dropped([(p.inputs, p.outputs) for p in parts], program.outputs), strict=True))
 
 
-def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
+def _may_join(s: LocalCall, program: RankProgram, apart: Collection[int]) -> bool:
     """Whether a call may join a chain, as it is the same on all ranks. (A pending maximum fills in empty blocks.)"""
     if s.by_rank is not None or s.rule.localize is not None or len(s.outputs) != 1:
         return False
@@ -71,7 +72,7 @@ def _may_join(s: Local, program: RankProgram, apart: Collection[int]) -> bool:
     return not any(v in apart for v in (*s.inputs, *s.outputs) if isinstance(v, int))
 
 
-class Blocks(Mapping[int, ShapeDtype]):
+class BlockAvals(Mapping[int, ShapeDtype]):
     """Shape and dtype of the blocks that a rank has, by variable."""
 
     def __init__(self, program: RankProgram, rank: int) -> None:
@@ -113,7 +114,7 @@ class PreparedChain:
         made: dict[Any, Any] = {}
         self._by_rank = {}
         for r in ranks:
-            blocks = Blocks(program, r)
+            blocks = BlockAvals(program, r)
             shapes = tuple(blocks[v].shape for v in examples)
             if shapes not in made:
                 own = group._replace(shape=blocks[group.entries[0].outputs[0]].shape)

@@ -13,7 +13,7 @@ from ..sharding.placement import Layout, block_box
 Value = tuple[ShapeDtype, Layout]
 
 
-def check_room(
+def check_memory(
     what: str,
     values: Iterable[Value],
     sizes: tuple[int, ...],
@@ -31,8 +31,8 @@ def check_room(
 
     >>> import numpy as np
     >>> rows = (ShapeDtype((8,), np.dtype("f8")), Layout(((0, (0,)),)))
-    >>> check_room("step", [rows], (4,), (0, 0, 1, 1), [32, 32], {0: "ranks 0-1", 1: "ranks 2-3"})
-    >>> check_room("step", [rows, rows], (4,), (0, 0, 1, 1), [None, 32], {0: "ranks 0-1", 1: "ranks 2-3"})
+    >>> check_memory("step", [rows], (4,), (0, 0, 1, 1), [32, 32], {0: "ranks 0-1", 1: "ranks 2-3"})
+    >>> check_memory("step", [rows, rows], (4,), (0, 0, 1, 1), [None, 32], {0: "ranks 0-1", 1: "ranks 2-3"})
     Traceback (most recent call last):
     meshtape.arrays.core.errors.OutOfMemory: [step] ranks 2-3 would hold 64 B of blocks at once, and may use 32 B: take more workers, \
 split what is replicated, give workers a larger memory_limit, or work block by block with mt.stream

@@ -80,7 +80,7 @@ class Runtime(Protocol):
     def placed(self) -> str | None:
         """In words, the device of blocks and the transport between devices; None where blocks are in host memory."""
 
-    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+    def check_memory(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
         """Raise :class:`OutOfMemory` where the blocks of these arrays together exceed the memory limit of a process."""
 
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
@@ -128,7 +128,7 @@ class LocalRuntime:
     def placed(self) -> str | None:
         return None if self.memory is HOST else self.memory.name
 
-    def check_room(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
+    def check_memory(self, what: str, values: Sequence[Value], sizes: tuple[int, ...]) -> None:
         """Nothing: this process has no known limit."""
 
     def _blocks(self, handle: Any) -> Mapping[int, np.ndarray]:

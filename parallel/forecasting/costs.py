@@ -8,24 +8,24 @@ from typing import Any
 
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.shape_dtype import ShapeDtype
-from ..partition.rank_program import Local
+from ..partition.rank_program import LocalCall
 
 
-def is_view(s: Local, in_order: bool) -> bool:
+def is_view(s: LocalCall, in_order: bool) -> bool:
     """Whether a call's result is memory of its first operand; ``in_order``: whether that lies in the order of its elements."""
     if s.op.name == "getitem":
         return is_basic(s.params["template"])
     return s.op.view == "always" and (in_order or s.op.name != "reshape")
 
 
-def held(s: Local, out: ShapeDtype) -> int:
+def held(s: LocalCall, out: ShapeDtype) -> int:
     """Bytes of a result: those of its elements, but for places along a dimension, which are repeated along all others."""
     if s.op.name == "positions":
         return out.dtype.itemsize * out.shape[s.params["axis"]]
     return out.nbytes
 
 
-def reorders(s: Local, out: ShapeDtype) -> bool:
+def reorders(s: LocalCall, out: ShapeDtype) -> bool:
     """Whether a view lies in another order than that of its elements."""
     if s.op.name == "permute_dims":
         long = [a for a in s.params["axes"] if a < len(out.shape)]
@@ -34,7 +34,7 @@ def reorders(s: Local, out: ShapeDtype) -> bool:
     return s.op.name in ("broadcast_to", "flip", "getitem", "real", "imag")
 
 
-def flops(s: Local, avals: Mapping[int, ShapeDtype]) -> float:
+def flops(s: LocalCall, avals: Mapping[int, ShapeDtype]) -> float:
     """Floating-point operations of a call on blocks: exact for products, about right for all else, which memory bounds."""
     operands = [avals[v] for v in s.inputs if isinstance(v, int)]
     out = sum(math.prod(avals[v].shape) for v in s.outputs)

@@ -12,20 +12,20 @@ import numpy as np
 
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..execution.executor import thin_values
-from ..execution.fusion import Blocks, Chain, fused
+from ..execution.fusion import BlockAvals, Chain, fused
 from ..partition.overlap import Buckets, Start, Wait, schedule
-from ..partition.rank_program import Local, Move, Moves, RankProgram
+from ..partition.rank_program import LocalCall, Move, Moves, RankProgram
 from .costs import flops, is_view, reorders, touched
 from .costs import held as held_bytes
 from .figures import DeviceFigures, LinkFigures
 from .specs import DATA, GRADIENTS
-from .traffic import Exchange, Traffic
+from .traffic import Traffic, TrafficRound
 
 ACTIVATIONS, COLLECTIVES = "activations", "collective buffers"
 
 
 @dataclass
-class Link:
+class LinkTraffic:
     """The traffic over the links of one kind, in messages and bytes."""
 
     messages: int = 0
@@ -46,8 +46,8 @@ class RankForecast:
     """The call at the peak."""
     start: int = 0
     """Bytes of the arguments, which stay until the end."""
-    within: Link = field(default_factory=Link)
-    across: Link = field(default_factory=Link)
+    within: LinkTraffic = field(default_factory=LinkTraffic)
+    across: LinkTraffic = field(default_factory=LinkTraffic)
     collectives: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Rounds and bytes sent, by collective."""
     seconds: float = 0.0
@@ -77,14 +77,14 @@ class Order:
         for s, _ in self.steps:
             if isinstance(s, Chain):
                 self.makers.update((v, c.origin or c.op.name) for c in s.calls for v in c.outputs)
-            elif isinstance(s, Local):
+            elif isinstance(s, LocalCall):
                 self.makers.update(dict.fromkeys(s.outputs, s.origin or s.op.name))
             else:
                 self.makers.update(dict.fromkeys(m.target for m in s.moves))
         self.kinds = _spread(program, kinds)
 
 
-class _Memory:
+class _VirtualMemory:
     """The memory of one rank: its variables, and the allocation that each lies in."""
 
     def __init__(self, held: dict[int, tuple[int, int]]) -> None:
@@ -159,7 +159,7 @@ class Replay:
 
     def _totals(self, held: dict[int, tuple[int, int]]) -> Iterable[int]:
         """Bytes in use at the start and in each step. ``held`` has the variable and bytes of each allocation."""
-        p, memory = self.program, _Memory(held)
+        p, memory = self.program, _VirtualMemory(held)
         for v in (*p.inputs, *p.constants):
             memory.make(v, self.avals[v].nbytes)
             memory.kept.add(v)
@@ -168,7 +168,7 @@ class Replay:
             dying = {v for v in frees if memory.is_sole(v)}
             if isinstance(s, Chain):
                 self._make(memory, s.group.outputs, dying)
-            elif isinstance(s, Local):
+            elif isinstance(s, LocalCall):
                 first = s.inputs[0] if s.inputs and isinstance(s.inputs[0], int) else None
                 if s.by_rank is not None and self.rank not in s.by_rank:
                     pass
@@ -189,7 +189,7 @@ class Replay:
             for v in frees:
                 memory.free(v)
 
-    def _make(self, memory: _Memory, outputs: Sequence[int], dying: set[int]) -> None:
+    def _make(self, memory: _VirtualMemory, outputs: Sequence[int], dying: set[int]) -> None:
         """Give results new memory, or that of an operand that nothing reads again."""
         for v in outputs:
             alike = (d for d in sorted(dying) if memory.in_order[d] and self.avals[d] == self.avals[v])
@@ -200,7 +200,7 @@ class Replay:
             else:
                 memory.take(v, match)
 
-    def _same_block(self, m: Move, memory: _Memory) -> bool:
+    def _same_block(self, m: Move, memory: _VirtualMemory) -> bool:
         """Whether a move hands on the source block itself."""
         p = self.program
         if m.collective is not None or m.source not in memory.home or self.avals[m.source] != self.avals[m.target]:
@@ -211,7 +211,7 @@ class Replay:
         """A step in words."""
         if isinstance(s, Chain):
             return ", ".join(dict.fromkeys(c.origin or c.op.name for c in s.calls))
-        return (s.origin or s.op.name) if isinstance(s, Local) else self._moved(s.moves)
+        return (s.origin or s.op.name) if isinstance(s, LocalCall) else self._moved(s.moves)
 
     def _moved(self, moves: Sequence[Move]) -> str:
         return ", ".join(dict.fromkeys(self.program.move_text(m, self.order.names) for m in moves))
@@ -223,8 +223,8 @@ class Replay:
         now = line = 0.0
         ends: dict[int, float] = {}
         for s, _ in self.order.steps:
-            if isinstance(s, Local | Chain):
-                if isinstance(s, Local) and s.by_rank is not None and self.rank not in s.by_rank:
+            if isinstance(s, LocalCall | Chain):
+                if isinstance(s, LocalCall) and s.by_rank is not None and self.rank not in s.by_rank:
                     continue
                 spent, done = self._call(s, device)
                 now, into.compute, into.flops = now + spent, into.compute + spent, into.flops + done
@@ -240,7 +240,7 @@ class Replay:
                 now = line = max(now, line if self.order.overlaps else now) + spent
         into.seconds = max(now, *ends.values()) if ends else now
 
-    def _call(self, s: Local | Chain, device: DeviceFigures) -> tuple[float, float]:
+    def _call(self, s: LocalCall | Chain, device: DeviceFigures) -> tuple[float, float]:
         if isinstance(s, Chain):
             done = sum(flops(c, self.avals) for c in s.calls)
             nbytes = touched(s.group.inputs, s.group.outputs, self.avals)
@@ -270,7 +270,7 @@ class Replay:
         return spent
 
 
-class _Avals(Blocks):
+class _Avals(BlockAvals):
     """Shape and dtype of a rank's blocks; those of per-rank code are their own."""
 
     def __getitem__(self, v: int) -> ShapeDtype:
@@ -308,4 +308,4 @@ def forecast_rank(replay: Replay, device: DeviceFigures, links: LinkFigures) -> 
     return out
 
 
-__all__ = ["ACTIVATIONS", "COLLECTIVES", "DATA", "GRADIENTS", "Exchange", "RankForecast", "Replay", "forecast_rank"]
+__all__ = ["ACTIVATIONS", "COLLECTIVES", "DATA", "GRADIENTS", "TrafficRound", "RankForecast", "Replay", "forecast_rank"]

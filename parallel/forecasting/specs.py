@@ -51,7 +51,7 @@ class Spec(NamedTuple):
     __is_tree__ = False
 
 
-class Step(NamedTuple):
+class StepSpec(NamedTuple):
     """A step as a rank program, and the kinds of its variables."""
 
     program: RankProgram
@@ -94,7 +94,7 @@ def abstract(fn: Callable[..., Any], *args: Any) -> Any:
 
 def planned(
     step: Callable[..., Any], args: tuple[Any, ...], mesh_shape: Mapping[str, int] | None, place: Place | None
-) -> tuple[Step, Mesh]:
+) -> tuple[StepSpec, Mesh]:
     """The rank program of a step on a virtual mesh of this shape, and the mesh."""
     shardings = [s for _, x in _leaves(args) if (s := getattr(x, "sharding", None)) is not None]
     theirs = shardings[0].mesh if shardings else None
@@ -120,7 +120,7 @@ def planned(
     state = tuple(program.avals[v] for v in held)
     by_rank = {renames.get(v, v): kind for v, kind in kinds.items()}
     by_rank.update({v: kinds[w] for v, w in zip(rank_program.outputs, program.outputs, strict=True) if w in kinds})
-    return Step(rank_program, program, by_rank, state, uneven), mesh
+    return StepSpec(rank_program, program, by_rank, state, uneven), mesh
 
 
 def _is_spec(x: Any) -> bool:

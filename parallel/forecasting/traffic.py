@@ -18,12 +18,12 @@ from ..collectives.pieces import expected
 from ..execution.executor import Prepared
 from ..partition.overlap import Buckets, dropped, variables
 from ..partition.rank_program import Move, Moves, RankProgram
-from ..resharding.expert_all_to_all import Ragged
+from ..resharding.expert_all_to_all import AllToAllV
 from ..sharding.placement import block_box
 from ..transports.group import Receives, Sends
 
 
-class Exchange(NamedTuple):
+class TrafficRound(NamedTuple):
     """One round: bytes sent to and received from each other rank, in one message each."""
 
     sent: Counter[int]
@@ -36,7 +36,7 @@ class CountingTransport:
     eager = True
 
     def __init__(self) -> None:
-        self.exchanges: dict[int, Exchange] = {}
+        self.exchanges: dict[int, TrafficRound] = {}
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
         """Count one round."""
@@ -48,7 +48,7 @@ class CountingTransport:
             p: sum(s.nbytes if isinstance(s, np.ndarray) else expected([s]) for s in sinks)
             for p, sinks in receives.items()
         }
-        self.exchanges[step] = Exchange(Counter(sent), Counter(come))
+        self.exchanges[step] = TrafficRound(Counter(sent), Counter(come))
 
     def begin(self, run: int, timeout: float) -> None:
         """Nothing waits."""
@@ -91,10 +91,10 @@ class Traffic:
     def __init__(self, program: RankProgram, rank: int, names: Sequence[str], ranks: int) -> None:
         self._program, self._rank, self._names = program, rank, names
         self._homes = tuple(range(ranks))
-        self._known: dict[Any, Mapping[int, Exchange]] = {}
-        self._merged: dict[Any, tuple[Exchange, ...]] = {}
+        self._known: dict[Any, Mapping[int, TrafficRound]] = {}
+        self._merged: dict[Any, tuple[TrafficRound, ...]] = {}
 
-    def of(self, moves: Sequence[Move]) -> tuple[Exchange, ...]:
+    def of(self, moves: Sequence[Move]) -> tuple[TrafficRound, ...]:
         """The rounds of moves that travel together, with one message for each peer in a round."""
         p = self._program
         counts: Counter[Any] = Counter()
@@ -106,19 +106,19 @@ class Traffic:
         together = frozenset(counts.items())
         found = self._merged.get(together)
         if found is None:
-            rounds: dict[int, Exchange] = {}
+            rounds: dict[int, TrafficRound] = {}
             for key, n in counts.items():
                 for step, e in self._known[key].items():
-                    whole = rounds.setdefault(step, Exchange(Counter(), Counter()))
+                    whole = rounds.setdefault(step, TrafficRound(Counter(), Counter()))
                     for into, part in zip(whole, e, strict=True):
                         for peer, nbytes in part.items():
                             into[peer] += n * nbytes
             found = self._merged[together] = tuple(rounds[step] for step in sorted(rounds))
         return found
 
-    def _alone(self, m: Move) -> Mapping[int, Exchange]:
+    def _alone(self, m: Move) -> Mapping[int, TrafficRound]:
         """The rounds of one move, by number."""
-        if isinstance(m.collective, Ragged):
+        if isinstance(m.collective, AllToAllV):
             return {0: self._likely(m, m.collective)}
         p = self._program
         steps = (Moves((m,)),)
@@ -135,14 +135,14 @@ class Traffic:
         shape = aval.shape if v in p.inner else block_box(p.layouts[v], p.sizes, aval.shape, self._rank).shape
         return HOLLOW.empty(shape, aval.dtype)
 
-    def _likely(self, m: Move, what: Ragged) -> Exchange:
+    def _likely(self, m: Move, what: AllToAllV) -> TrafficRound:
         """Rows that are sent where run-time numbers say: as if all were chosen as often."""
         p = self._program
         group = next(g for g in what.groups if self._rank in g)
         row = p.avals[m.source].nbytes // max(p.avals[m.source].shape[0], 1)
         each = what.likely * row // max(sum(len(g) * (len(g) - 1) for g in what.groups), 1)
         peers = Counter(dict.fromkeys((r for r in group if r != self._rank), each))
-        return Exchange(peers, peers)
+        return TrafficRound(peers, peers)
 
 
 HOLLOW = _Hollow()

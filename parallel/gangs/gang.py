@@ -46,7 +46,7 @@ from ..base.device_memory import on_host
 from ..dask.lease import lease_of
 from ..dask.set_up import set_up
 from ..dask.streams import WorkerFuture, WorkerStreams
-from ..dask.worker import Seat, blocks_of
+from ..dask.worker import ProcessContext, blocks_of
 from ..dask.worker_queue import STOOD_STILL, read_error
 from ..dask.workers import check_client, check_known, check_running, known_workers, workers_with
 from ..transports.rendezvous import interface_of
@@ -74,7 +74,7 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-class _Ended(NamedTuple):
+class _RankEnd(NamedTuple):
     """The end of a rank: its pickled answer (:func:`.rank_process.main`) or None, its exit status and its output."""
 
     answer: bytes | None
@@ -235,7 +235,7 @@ class GangRun:
     ) -> None:
         self.client, self.name, self.ranks = client, name, len(homes)
         self._streams, self._addresses, self._homes = streams, addresses, homes
-        self._ended: dict[int, _Ended] = {}
+        self._ended: dict[int, _RankEnd] = {}
         self._error: BaseException | None = None
         self._cancelled, self._over = threading.Event(), threading.Event()
         self._futures: dict[str, WorkerFuture] = {}
@@ -396,7 +396,7 @@ _STOPPED = -1000
 """Status of a rank that was ended because of another."""
 
 
-def _free_port(_: Seat | None, address: str) -> tuple[str, int]:
+def _free_port(_: ProcessContext | None, address: str) -> tuple[str, int]:
     host = interface_of(address)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
         s.bind((host, 0))
@@ -404,14 +404,14 @@ def _free_port(_: Seat | None, address: str) -> tuple[str, int]:
 
 
 def _run_ranks(
-    _: Seat | None,
+    _: ProcessContext | None,
     given: bytes,
     ranks: Sequence[tuple[int, int]],
     world: Mapping[str, str],
     slots: Sequence[tuple[int, Any]],
     *bundles: Any,
     stop: threading.Event,
-) -> dict[int, _Ended]:
+) -> dict[int, _RankEnd]:
     """Start the ranks of a worker, given as (rank, local rank), and wait for them. If one fails, end the others."""
     children: dict[int, subprocess.Popen[bytes]] = {}
     stopped: set[int] = set()
@@ -481,7 +481,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
         c.wait()
 
 
-def _ending(folder: Path, child: subprocess.Popen[bytes], stopped: bool) -> _Ended:
+def _ending(folder: Path, child: subprocess.Popen[bytes], stopped: bool) -> _RankEnd:
     if child.stdin is not None:
         child.stdin.close()
     answer = folder / "answer"
@@ -489,4 +489,4 @@ def _ending(folder: Path, child: subprocess.Popen[bytes], stopped: bool) -> _End
         log.seek(max(0, (folder / "log").stat().st_size - _LOG))
         text = log.read().decode(errors="replace")
     status = _STOPPED if stopped else child.returncode
-    return _Ended(answer.read_bytes() if answer.exists() and not stopped else None, status, text)
+    return _RankEnd(answer.read_bytes() if answer.exists() and not stopped else None, status, text)

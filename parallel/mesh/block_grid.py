@@ -26,7 +26,7 @@ class Slab(NamedTuple):
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
 
 
-class Grid(NamedTuple):
+class BlockGrid(NamedTuple):
     """All blocks of an array, the ranks without elements, and notes."""
 
     slabs: tuple[Slab, ...]
@@ -34,7 +34,7 @@ class Grid(NamedTuple):
     notes: tuple[str, ...]
 
 
-def grid_of(shape: tuple[int, ...], sharding: Sharding) -> Grid:
+def grid_of(shape: tuple[int, ...], sharding: Sharding) -> BlockGrid:
     """The blocks of an array of ``shape``.
 
     >>> import meshtape as mt
@@ -58,7 +58,7 @@ def grid_of(shape: tuple[int, ...], sharding: Sharding) -> Grid:
         if isinstance(p, Partial) and mesh.sizes[mesh.axis(name)] > 1:
             notes.append(f"along {name} each rank of a block holds a part of a pending {p.op}")
     if not math.prod(shape):
-        return Grid((), tuple(idle), ("no elements", *notes))
+        return BlockGrid((), tuple(idle), ("no elements", *notes))
     slabs: dict[tuple[Span, ...], dict[tuple[Span, Span], list[int]]] = {}
     for box, ranks in holders.items():
         if box.size:
@@ -72,7 +72,7 @@ def grid_of(shape: tuple[int, ...], sharding: Sharding) -> Grid:
         place = "" if len(slabs) == 1 else f"[{', '.join(f'{a}:{b}' for a, b in lead)}, …]"
         table = tuple(tuple(tuple(cells[r, c]) for c in columns) for r in rows)
         out.append(Slab(place, tuple(rows), tuple(columns), table))
-    return Grid(tuple(out), tuple(idle), tuple(notes))
+    return BlockGrid(tuple(out), tuple(idle), tuple(notes))
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -21,15 +21,15 @@ from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import MeshError
 from ..base.device_memory import on_host
 from ..execution.runtime import HostValue, LocalRuntime
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 from ..sharding.placement import Layout
-from .mesh_transfer import Blocks
+from .mesh_transfer import ShardedLike
 
 if TYPE_CHECKING:
     import dask.array as da
 
 
-def to_dask(buf: Blocks) -> da.Array:
+def to_dask(buf: ShardedLike) -> da.Array:
     """The blocks of a split array as a ``dask.array``: one chunk a block, on the worker that has it."""
     import dask.array as da
 
@@ -63,7 +63,7 @@ def _chunks(shape: tuple[int, ...], layout: Layout, sizes: Sequence[int]) -> tup
     return tuple(out)
 
 
-def _place(rank: int, layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _place(rank: int, layout: Layout, mesh: MeshProtocol, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Position of a rank's block in the grid of chunks."""
     coords = mesh.coordinates(rank)
     out = []
@@ -75,7 +75,7 @@ def _place(rank: int, layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tup
     return tuple(out)
 
 
-def _future(buf: Blocks, rank: int) -> Any:
+def _future(buf: ShardedLike, rank: int) -> Any:
     runtime: Any = buf.mesh.runtime
     handle = buf.handle
     here = handle.gang.futures[runtime.homes[rank]].ref
@@ -102,7 +102,7 @@ def exported(block: Any) -> Any:
 # ----- the collection protocol ------------------------------------------------------------------------------------------
 
 
-def as_collection(buf: Blocks) -> da.Array:
+def as_collection(buf: ShardedLike) -> da.Array:
     """The Dask array behind a split array, the same one each time it is asked for."""
     if buf.collection is None:
         if (buf.handle is None or buf.layout.partials) and _on_the_clients_loop(buf.mesh):
@@ -114,7 +114,7 @@ def as_collection(buf: Blocks) -> da.Array:
     return buf.collection
 
 
-def _on_the_clients_loop(mesh: Mesh) -> bool:
+def _on_the_clients_loop(mesh: MeshProtocol) -> bool:
     client = getattr(mesh.runtime, "client", None)
     try:
         return client is not None and asyncio.get_running_loop() is client.loop.asyncio_loop
@@ -122,10 +122,10 @@ def _on_the_clients_loop(mesh: Mesh) -> bool:
         return False
 
 
-def persisted(buf: Blocks) -> tuple[Any, tuple[Any, ...]]:
+def persisted(buf: ShardedLike) -> tuple[Any, tuple[Any, ...]]:
     """The hook that Dask calls after it has persisted an array. Its blocks are on the workers already."""
     return _the_same, (buf,)
 
 
-def _the_same(graph: Any, buf: Blocks, *, rename: Any = None) -> Array:
+def _the_same(graph: Any, buf: ShardedLike, *, rename: Any = None) -> Array:
     return wrap(buf)

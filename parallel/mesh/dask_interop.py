@@ -104,7 +104,7 @@ def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> 
         made.append(mine_there)
     this = Gang(FROM_DASK, made)
     try:
-        runtime._flight.settle(this)
+        runtime._queue.wait(this)
     except BaseException:
         with contextlib.suppress(Exception):  # the scheduler is gone, and its tasks with it
             client.cancel([f.task for f in made])  # a paused worker would do them later, for nobody

@@ -324,7 +324,7 @@ class Mesh:
         if set(payloads) != set(range(self.size)):
             raise MeshError(f"create needs a payload for each of the {self.size} ranks, got {sorted(payloads)}")
         arrays = [(ShapeDtype(tuple(shape), np.dtype(dtype)), sharding.layout) for shape, dtype, sharding in specs]
-        self.runtime.check_room(called(fn), arrays, self.sizes)
+        self.runtime.check_memory(called(fn), arrays, self.sizes)
         handles = self.runtime.create(fn, payloads, len(specs))
         return [sharded_array(self, lay, a, handle) for (a, lay), handle in zip(arrays, handles, strict=True)]
 

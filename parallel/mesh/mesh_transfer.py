@@ -22,29 +22,29 @@ from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..execution.runtime import HostValue, LocalRuntime
 from ..resharding.plan import overlaps
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 from ..sharding.ops import RankOp
 from ..sharding.placement import Layout, Sharding, block_box, strides_of
 
 
-class Blocks(Protocol):
+class ShardedLike(Protocol):
     """The buffer of an array on a mesh: :class:`.sharded_array.ShardedBuffer`."""
 
-    mesh: Mesh
+    mesh: MeshProtocol
     layout: Layout
     shape: tuple[int, ...]
     dtype: np.dtype
     handle: Any
     collection: Any
 
-    def computed(self) -> Blocks:
+    def computed(self) -> ShardedLike:
         """Itself, with a handle."""
 
     def concrete(self) -> np.ndarray:
         """The whole array in this process."""
 
 
-class Part(NamedTuple):
+class TransferPart(NamedTuple):
     """Part ``source`` of the block of rank ``rank`` becomes part ``target`` of the new block (boxes within the blocks)."""
 
     rank: int
@@ -63,7 +63,7 @@ def plan_transfer(
     *,
     at: Sequence[int] | None = None,
     new_shape: tuple[int, ...] | None = None,
-) -> tuple[tuple[Part, ...], ...]:
+) -> tuple[tuple[TransferPart, ...], ...]:
     """For each rank of the new mesh, the parts of its block. The old array begins at the offset ``at`` in the new one, of
     ``new_shape``; what lies outside of it is not moved.
 
@@ -91,7 +91,7 @@ def plan_transfer(
             # Replicas take turns: no rank gives everything.
             rank = near.get((home, o.rank), o.rank + copies[t % len(copies)])
             to = Box(tuple(map(operator.add, o.target.offset, want.within(block).offset)), o.target.shape)
-            parts.append(Part(rank, o.source, to))
+            parts.append(TransferPart(rank, o.source, to))
         out.append(tuple(parts))
     return tuple(out)
 
@@ -116,12 +116,12 @@ def moved_to_mesh(x: Any, target: Sharding) -> Any:
     return apply(TRANSFER, (x,), {"source": x.sharding, "target": target})
 
 
-def transferred(buf: Blocks, target: Sharding) -> Any:
+def transferred(buf: ShardedLike, target: Sharding) -> Any:
     """The handle of the blocks of ``buf`` as blocks of another mesh."""
     return assembled([(buf, (0,) * len(buf.shape))], buf.shape, target)
 
 
-def assembled(sources: Sequence[tuple[Blocks, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
+def assembled(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
     """The handle of an array of this shape in a sharding, put together from arrays on other meshes, each of which begins at an
     offset in it. An offset below zero leaves out the beginning of an array."""
     found = []
@@ -163,7 +163,7 @@ def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, 
 # ----- between workers --------------------------------------------------------------------------------------------------
 
 
-def _over_dask(sources: Sequence[tuple[Blocks, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
+def _over_dask(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
     from ..dask.runtime import DaskRuntime, RemoteBlocks
     from ..dask.worker import call_on_blocks
 
@@ -197,7 +197,7 @@ def _over_dask(sources: Sequence[tuple[Blocks, Sequence[int]]], shape: tuple[int
         old._check_open()
         new._check_open()
         source = buf.handle
-        old._flight.settle(source.gang)
+        old._queue.wait(source.gang)
         for (p, q), wanted in cuts.items():
             given = [cut_parts, wanted, [(0, source.slot)], source.gang.futures[p]]
             futures.setdefault(q, []).append(old.submit(call_on_blocks, "cut", {p: given})[p])

@@ -96,7 +96,7 @@ def _host(address: str) -> str:
 
 
 @dataclass
-class _Leaf:
+class _ReplicaArray:
     """An array of a replica."""
 
     aval: ShapeDtype
@@ -138,7 +138,7 @@ class Replica:
         self._streams: Any = None
         self._client = arrays[far[0]].sharding.mesh.runtime.client if far else None  # type: ignore[union-attr]
         self._leaves = [
-            _Leaf(ShapeDtype(x.shape, x.dtype), None if i in far else _here(x)) for i, x in enumerate(arrays)
+            _ReplicaArray(ShapeDtype(x.shape, x.dtype), None if i in far else _here(x)) for i, x in enumerate(arrays)
         ]
         self.tree = trees.unflatten(treedef, self._leaves)
         self._treedef = treedef
@@ -360,7 +360,7 @@ def _wanted(
 # ----- on the workers -----------------------------------------------------------------------------------------------------
 
 
-class Kept:
+class ReplicaBlocks:
     """Blocks that a worker keeps."""
 
     def __init__(self, blocks: dict[Key, np.ndarray]) -> None:
@@ -375,12 +375,12 @@ class Kept:
         return f"<Kept: {len(self.blocks)} block(s), {self.__sizeof__()} bytes>"
 
 
-def cut(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], *bundles: Any) -> Kept:
+def cut(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], *bundles: Any) -> ReplicaBlocks:
     """Run on a worker that has blocks: those that another worker is to keep."""
-    return Kept({key: bundles[i].slots[slot][rank] for key, rank, (i, slot) in wanted})
+    return ReplicaBlocks({key: bundles[i].slots[slot][rank] for key, rank, (i, slot) in wanted})
 
 
-def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int, *values: Any) -> Kept:
+def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int, *values: Any) -> ReplicaBlocks:
     """Run on a worker that keeps blocks: its own, and those that were sent to it."""
     kept = cut(_, wanted, *values[:count])
     for part in values[count:]:
@@ -389,7 +389,7 @@ def hold(_: Any, wanted: Sequence[tuple[Key, int, tuple[int, int]]], count: int,
     return kept
 
 
-def changed(_: Any, keys: Sequence[Key], kept: Kept) -> list[Key]:
+def changed(_: Any, keys: Sequence[Key], kept: ReplicaBlocks) -> list[Key]:
     """The kept blocks of a worker whose bytes have changed."""
     return [key for key in keys if _sum(kept.blocks[key]) != kept.sums[key]]
 
@@ -398,7 +398,7 @@ def _sum(block: Any) -> int:
     return crc32c(np.ascontiguousarray(on_host(block)).reshape(-1).view(np.uint8))
 
 
-def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: Kept) -> dict[Any, np.ndarray]:
+def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: ReplicaBlocks) -> dict[Any, np.ndarray]:
     """The parts of kept blocks that one worker needs."""
     return {n: np.asarray(kept.blocks[key][box.slices], order="C") for n, key, box in wanted}
 

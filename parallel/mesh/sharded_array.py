@@ -26,7 +26,7 @@ from ...arrays.indexing.indexing import GETITEM, SCATTER
 from ...arrays.ops.manipulation import BROADCAST_TO
 from ..execution.runtime import HostValue
 from ..partition.partition import partition
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 from ..sharding.placement import REPLICATED, Layout, Sharding
 from ..sharding.propagate import Hints, propagate
 from ..sharding.splat import repeated_element
@@ -62,7 +62,7 @@ class ShardedBuffer(Deferred):
     priority = 1
 
     def __init__(
-        self, mesh: Mesh, layout: Layout, aval: ShapeDtype, *, handle: Any = None, var: int | None = None
+        self, mesh: MeshProtocol, layout: Layout, aval: ShapeDtype, *, handle: Any = None, var: int | None = None
     ) -> None:
         self.mesh, self.layout, self.handle, self.var = mesh, layout, handle, var
         self.shape, self.dtype = aval
@@ -74,11 +74,11 @@ class ShardedBuffer(Deferred):
         return Sharding.of(self.mesh, self.layout)
 
     @property
-    def device(self) -> Mesh:
+    def device(self) -> MeshProtocol:
         return self.mesh
 
     @property
-    def host(self) -> Mesh:
+    def host(self) -> MeshProtocol:
         return self.mesh
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
@@ -137,7 +137,7 @@ class ShardedBuffer(Deferred):
 class Pending:
     """The recorded calls of a mesh that have not yet run."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: MeshProtocol) -> None:
         self.mesh = mesh
         self._lock = threading.RLock()
         self._programs: dict[Any, Any] = {}
@@ -285,23 +285,23 @@ class Pending:
             self._lost(wanted, MeshError("this mesh was closed"))
 
 
-def two_meshes(op: str, a: Mesh, b: Mesh) -> MeshError:
+def two_meshes(op: str, a: MeshProtocol, b: MeshProtocol) -> MeshError:
     """The error of a call on arrays of two meshes."""
     return MeshError(
         f"[{op}] arrays of two meshes in one op: {a} and {b}{_alike(a, b)}; move one first, with mt.reshard(x, y.sharding)"
     )
 
 
-def another_mesh(what: str, theirs: Mesh, ours: Mesh) -> MeshError:
+def another_mesh(what: str, theirs: MeshProtocol, ours: MeshProtocol) -> MeshError:
     """The error of a value that is on a mesh where it cannot be used."""
     return MeshError(f"{what} is on another mesh: {theirs}, not {ours}{_alike(theirs, ours)}")
 
 
-def _alike(a: Mesh, b: Mesh) -> str:
+def _alike(a: MeshProtocol, b: MeshProtocol) -> str:
     return " (another object, though it looks alike: make one mesh and use it for all)" if repr(a) == repr(b) else ""
 
 
-def sharded_array(mesh: Mesh, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:
+def sharded_array(mesh: MeshProtocol, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:
     """An Array around blocks."""
     return wrap(ShardedBuffer(mesh, layout, aval, handle=handle))
 
@@ -314,7 +314,7 @@ def handles_of(buffers: Sequence[ShardedBuffer]) -> list[Any]:
 # ----- elements, one after the other ------------------------------------------------------------------------------------
 
 
-def elements(x: Array, mesh: Mesh) -> Iterator[Array]:
+def elements(x: Array, mesh: MeshProtocol) -> Iterator[Array]:
     """``x[0]``, ``x[1]``, … of an array on a mesh: recorded calls under a trace, else fetched in windows if small."""
     count, nbytes = x.shape[0], x.nbytes // max(1, x.shape[0])
     if count <= FEW_ELEMENTS or nbytes > LARGEST_FETCHED or state.recorders:
@@ -322,7 +322,7 @@ def elements(x: Array, mesh: Mesh) -> Iterator[Array]:
     return _fetched(x, mesh, max(1, FETCH_WINDOW // max(1, nbytes)))
 
 
-def _fetched(x: Array, mesh: Mesh, window: int) -> Iterator[Array]:
+def _fetched(x: Array, mesh: MeshProtocol, window: int) -> Iterator[Array]:
     layout = x[0]._buf.layout.reduced()  # recorded, and never computed, as it is dropped
     aval = ShapeDtype(x.shape[1:], x.dtype)
     here, start, values = None, 0, np.empty(0)

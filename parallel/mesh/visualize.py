@@ -9,9 +9,9 @@ from typing import Any
 
 from ...arrays.core.array import Array
 from ...arrays.core.formatting import DRAWINGS
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 from ..sharding.placement import Sharding, make_layout
-from .block_grid import Grid, Slab, Span, colour_of, grid_of, ranks_text
+from .block_grid import BlockGrid, Slab, Span, colour_of, grid_of, ranks_text
 
 MOST_ROWS, MOST_SLABS, MOST_CELLS = 16, 6, 64
 """Rows of a table of text, tables, and rows and columns of a picture that are drawn; of more the first ones and the last one."""
@@ -93,7 +93,7 @@ def visualize(x: Array, *, width: int = 100) -> Drawing:
 # ----- text -----------------------------------------------------------------------------------------------------------
 
 
-def _drawn(grid: Grid, width: int) -> Iterator[list[_Piece]]:
+def _drawn(grid: BlockGrid, width: int) -> Iterator[list[_Piece]]:
     shown = _ends(len(grid.slabs), MOST_SLABS)
     for k in shown:
         if k is None:
@@ -196,7 +196,7 @@ def sharding_html(sharding: Sharding) -> str:
 DRAWINGS["sharding"] = sharding_html
 
 
-def mesh_html(mesh: Mesh) -> str:
+def mesh_html(mesh: MeshProtocol) -> str:
     """The ranks of a mesh as a table: the last axis runs along its columns, those before it along its rows."""
     if not mesh.sizes:
         return blocks_html((), Sharding(mesh), caption=f"{mesh}: 1 rank")

@@ -24,10 +24,10 @@ from ..resharding.plan import Fetch
 from ..sharding.factors import FactorRule, RankView
 from ..sharding.placement import REPLICATED, Layout, Replicate, block_box, make_layout
 from ..sharding.propagate import Hints
-from .rank_program import Local, Move, Moves, Step
+from .rank_program import LocalCall, Move, Moves, Step
 
 
-class Writer:
+class RankProgramBuilder:
     """State of one pass of the partitioner."""
 
     def __init__(self, program: Program, layouts: Mapping[int, Layout], sizes: tuple[int, ...]) -> None:
@@ -39,12 +39,12 @@ class Writer:
         self.due_targets: set[int] = set()
         self.moved: dict[tuple[int, Layout], int] = {}
         self.seen: dict[Any, tuple[int, ...]] = {}
-        self.made: dict[int, Local] = {}  # results any block of which a rank can make by itself
+        self.made: dict[int, LocalCall] = {}  # results any block of which a rank can make by itself
         self.next_var = max(program.avals, default=-1) + 1
         self.inners: set[int] = set()
         self.hints = Hints()
         self.rounded: dict[int, np.dtype] = {}
-        self.roundings: list[Local] = []  # of the results of due moves
+        self.roundings: list[LocalCall] = []  # of the results of due moves
 
     def new(self, aval: ShapeDtype, layout: Layout) -> int:
         v = self.next_var
@@ -121,7 +121,7 @@ class Writer:
                 self.due_targets.add(found)
         return found
 
-    def _made_as(self, made: Local, var: int, layout: Layout, origin: str | None, why: str | None) -> int:
+    def _made_as(self, made: LocalCall, var: int, layout: Layout, origin: str | None, why: str | None) -> int:
         """A result that any rank can make any block of, made in the blocks of ``layout``; operands are cut as it is split."""
         split = {x.factor: axes for d, axes in layout.shards if (x := made.rule.results[0][d]) is not None}
         inputs = []
@@ -135,7 +135,7 @@ class Writer:
         self.steps.append(made._replace(inputs=tuple(inputs), outputs=(found,)))
         return found
 
-    def part_of(self, made: Local, var: int, layout: Layout) -> int | None:
+    def part_of(self, made: LocalCall, var: int, layout: Layout) -> int | None:
         """A result that was made replicated made again in the parts that ``layout`` wants, where the op can; pending sums stay."""
         rule, now = made.rule, self.layouts[var]
         assert rule.part is not None
@@ -179,7 +179,7 @@ class Writer:
     ) -> None:
         """A call of per-rank code, on blocks as they are."""
         self.use(inputs)
-        self.steps.append(Local(op, inputs, outputs, params, AS_IT_IS, origin, site, by_rank))
+        self.steps.append(LocalCall(op, inputs, outputs, params, AS_IT_IS, origin, site, by_rank))
 
     def collective(self, source: int, target: int, origin: str | None, what: Collective) -> None:
         """A collective of per-rank code; it is carried out with others, when its result is needed."""
@@ -224,7 +224,7 @@ class Writer:
             self.flush()
 
 
-def _made_view(w: Writer, made: Local, rank: int) -> tuple[Box | None, ...]:
+def _made_view(w: RankProgramBuilder, made: LocalCall, rank: int) -> tuple[Box | None, ...]:
     """The blocks of a call's operands on one rank."""
     return tuple(
         block_box(w.layouts[v], w.sizes, w.avals[v].shape, rank) if isinstance(v, int) else None for v in made.inputs
@@ -235,8 +235,8 @@ AS_IT_IS = FactorRule((), (), ())
 _FLOAT32 = np.dtype(np.float32)
 
 
-def _cast(var: int, target: int, dtype: np.dtype) -> Local:
-    return Local(ASTYPE, (var,), (target,), {"dtype": dtype}, AS_IT_IS, "astype", "")
+def _cast(var: int, target: int, dtype: np.dtype) -> LocalCall:
+    return LocalCall(ASTYPE, (var,), (target,), {"dtype": dtype}, AS_IT_IS, "astype", "")
 
 
 def _between(now: Layout, then: Layout) -> Layout | None:

@@ -15,11 +15,11 @@ from ..resharding import expert_all_to_all as d
 from ..resharding.collective_plans import Collective, groups_of
 from ..sharding.placement import REPLICATED, Layout, block_box
 from ..sharding.propagate import Placed, reason
-from .builder import Writer
+from .builder import RankProgramBuilder
 from .rank_program import Move, Moves
 
 
-def place_dispatch(w: Writer, e: Entry, placed: Placed) -> None:
+def place_dispatch(w: RankProgramBuilder, e: Entry, placed: Placed) -> None:
     """A call of which ``placed.exchanged`` splits rows and experts alike."""
     rule = placed.rule
     exchange = rule.exchange
@@ -30,13 +30,13 @@ def place_dispatch(w: Writer, e: Entry, placed: Placed) -> None:
         assert layout is not None
         why = reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes)
         inputs.append(w.moved_to(v, layout, e.origin, why))
-    steps = _Steps(w, e.origin or e.op.name, "" if e.site is None else site_text(e.site))
+    steps = _StepWriter(w, e.origin or e.op.name, "" if e.site is None else site_text(e.site))
     chosen = inputs[exchange.chosen]
     bounds = _bounds(w, placed, inputs)
     groups = groups_of(w.sizes, placed.exchanged)
     held = _held(w, placed.operands[exchange.chosen], chosen)
     amounts = _amounts(groups, bounds, held, w.avals[chosen].shape[-1])
-    forth = d.Ragged(placed.exchanged, groups, False, *amounts)
+    forth = d.AllToAllV(placed.exchanged, groups, False, *amounts)
 
     # So many rows at most are in the blocks whose length is found at run time.
     most = max(sum(held[r] for r in g) for g in groups)
@@ -77,7 +77,7 @@ def place_dispatch(w: Writer, e: Entry, placed: Placed) -> None:
         steps.call(d.UNPACK, (found, order, counts, chosen), (v,), {})
 
 
-def _bounds(w: Writer, placed: Placed, inputs: Sequence[int]) -> list[tuple[int, int]]:
+def _bounds(w: RankProgramBuilder, placed: Placed, inputs: Sequence[int]) -> list[tuple[int, int]]:
     """The experts of each rank: the first of them, and the first that is not."""
     assert placed.rule.exchange is not None
     expert = placed.rule.exchange.expert
@@ -92,7 +92,7 @@ def _bounds(w: Writer, placed: Placed, inputs: Sequence[int]) -> list[tuple[int,
     return [(b.offset[dim], b.offset[dim] + b.shape[dim]) for b in boxes]
 
 
-def _held(w: Writer, layout: Layout | None, chosen: int) -> list[int]:
+def _held(w: RankProgramBuilder, layout: Layout | None, chosen: int) -> list[int]:
     """Rows that each rank has."""
     assert layout is not None
     shape = w.avals[chosen].shape
@@ -115,10 +115,10 @@ def _amounts(
     return round(likely), most
 
 
-class _Steps:
+class _StepWriter:
     """Writes steps, equal ones only once: the backward pass reuses the rows that the forward pass sent."""
 
-    def __init__(self, w: Writer, origin: str, site: str) -> None:
+    def __init__(self, w: RankProgramBuilder, origin: str, site: str) -> None:
         self.w, self.origin, self.site = w, origin, site
 
     def call(
@@ -155,7 +155,7 @@ class _Steps:
             self.w.collective(counts, found[0], f"{self.origin}: how many rows go where", what)
         return found[0]
 
-    def exchanged(self, rows: Sequence[int], table: int, what: d.Ragged) -> list[int]:
+    def exchanged(self, rows: Sequence[int], table: int, what: d.AllToAllV) -> list[int]:
         """Rows on the ranks that they are sent to; all in one round."""
         moves = []
         for v in rows:

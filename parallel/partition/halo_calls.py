@@ -10,11 +10,11 @@ from ...arrays.core.program import Const, Entry, site_text
 from ..sharding.factors import Dim, FactorRule, RankView
 from ..sharding.placement import REPLICATED, Layout, block_box
 from ..sharding.propagate import Placed, reason
-from .builder import AS_IT_IS, Writer
-from .rank_program import Local
+from .builder import AS_IT_IS, RankProgramBuilder
+from .rank_program import LocalCall
 
 
-def place_part(w: Writer, e: Entry, placed: Placed) -> None:
+def partition_halo_call(w: RankProgramBuilder, e: Entry, placed: Placed) -> None:
     """Write a call whose ranks need halos of operands, or look up in their part of a table."""
     rule, ranks = placed.rule, range(math.prod(w.sizes))
     assert rule.part is not None
@@ -53,7 +53,7 @@ def place_part(w: Writer, e: Entry, placed: Placed) -> None:
     w.layouts.update(zip(e.outputs, placed.results, strict=True))
     site = "" if e.site is None else site_text(e.site)
     origin = e.origin or e.op.name
-    w.steps.append(Local(rule.part.op, tuple(inputs), e.outputs, dict(e.params), AS_IT_IS, origin, site, by_rank))
+    w.steps.append(LocalCall(rule.part.op, tuple(inputs), e.outputs, dict(e.params), AS_IT_IS, origin, site, by_rank))
 
 
 def _seen(

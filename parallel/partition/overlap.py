@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..base import settings
-from .rank_program import Local, Move, Moves, RankProgram, Step
+from .rank_program import LocalCall, Move, Moves, RankProgram, Step
 
 
 class Start(NamedTuple):
@@ -32,7 +32,7 @@ class Wait(NamedTuple):
     moves: tuple[Move, ...]
 
 
-class Action(NamedTuple):
+class StepAndDrops(NamedTuple):
     """A step, and the variables that may be dropped after it."""
 
     what: Step | Start | Wait
@@ -53,11 +53,11 @@ class Buckets(NamedTuple):
         return cls(settings.number("bucket"), settings.number("overlap"))
 
 
-def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Action]:
+def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[StepAndDrops]:
     """The steps of a program with its large rounds started early; ``buckets`` defaults to the configuration."""
     bucket, least = buckets or Buckets.configured()
     if not least:
-        return [Action(s, f) for s, f in zip(program.steps, program.frees, strict=True)]
+        return [StepAndDrops(s, f) for s, f in zip(program.steps, program.frees, strict=True)]
     hoisted, made = _hoisted(program)
     begin: dict[int, list[Step | Start]] = {}  # after a step: calls that were brought forward, then rounds that start
     for i, k in hoisted.items():
@@ -66,7 +66,7 @@ def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Actio
     waits: dict[int, list[Wait]] = {}
     tickets = 0
     for r in _rounds(program, made, bucket):
-        between = any(isinstance(program.steps[k], Local) and k not in hoisted for k in range(r.ready + 1, r.due))
+        between = any(isinstance(program.steps[k], LocalCall) and k not in hoisted for k in range(r.ready + 1, r.due))
         if between and r.size >= least:
             begin.setdefault(r.ready, []).append(Start(tickets, tuple(r.moves)))
             waits.setdefault(r.due, []).append(Wait(tickets, tuple(r.moves)))
@@ -82,12 +82,12 @@ def schedule(program: RankProgram, buckets: Buckets | None = None) -> list[Actio
         elif i not in hoisted:
             order.append(s)
         order += begin.get(i, ())
-    return [Action(x, f) for x, f in zip(order, dropped(map(variables, order), program.outputs), strict=True)]
+    return [StepAndDrops(x, f) for x, f in zip(order, dropped(map(variables, order), program.outputs), strict=True)]
 
 
 def variables(s: Step | Start | Wait) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """The variables that a step reads and makes. The blocks that a round reads must last until its end."""
-    if isinstance(s, Local):
+    if isinstance(s, LocalCall):
         return s.inputs, s.outputs
     return tuple(v for m in s.moves for v in m.reads), () if isinstance(s, Start) else tuple(m.target for m in s.moves)
 
@@ -112,7 +112,7 @@ def _hoisted(program: RankProgram) -> tuple[dict[int, int], dict[int, int]]:
     made: dict[int, int] = {}
     calls: dict[int, int] = {}  # variables that are made from one other, and where
     for i, s in enumerate(program.steps):
-        if isinstance(s, Local):
+        if isinstance(s, LocalCall):
             if len(s.outputs) == 1 and len({v for v in s.inputs if isinstance(v, int)}) == 1:
                 calls[s.outputs[0]] = i
             for v in made.keys() & set(s.outputs):
@@ -143,7 +143,7 @@ _OPEN = 32
 
 
 @dataclass
-class _Round:
+class _MoveRound:
     """Moves that travel together. All sources are ready after the step ``ready``; the step ``due`` needs a result."""
 
     moves: list[Move]
@@ -152,7 +152,7 @@ class _Round:
     size: int
 
 
-def _rounds(program: RankProgram, made: Mapping[int, int], limit: float) -> list[_Round]:
+def _rounds(program: RankProgram, made: Mapping[int, int], limit: float) -> list[_MoveRound]:
     """All moves of a program, in the order in which they become ready, in buckets of about ``limit`` bytes."""
     coming = [
         (max(made.get(v, -1) for v in m.reads), i, m)
@@ -160,7 +160,7 @@ def _rounds(program: RankProgram, made: Mapping[int, int], limit: float) -> list
         if isinstance(s, Moves)
         for m in s.moves
     ]
-    out: list[_Round] = []
+    out: list[_MoveRound] = []
     for ready, due, m in sorted(coming, key=lambda x: x[:2]):
         size = _bytes(program, m)
         for r in reversed(out[-_OPEN:]):
@@ -169,11 +169,11 @@ def _rounds(program: RankProgram, made: Mapping[int, int], limit: float) -> list
                 r.ready, r.due, r.size = max(r.ready, ready), min(r.due, due), r.size + size
                 break
         else:
-            out.append(_Round([m], ready, due, size))
+            out.append(_MoveRound([m], ready, due, size))
     return sorted(out, key=lambda r: (r.ready, r.due))
 
 
-def _fit(r: _Round, ready: int, due: int, m: Move, size: int) -> bool:
+def _fit(r: _MoveRound, ready: int, due: int, m: Move, size: int) -> bool:
     """Whether a move that is due in another step may join this round. Only moves that are due at about the same time
     do: urgent ones, like activations, must not wait for others, like gradients. Collectives of the user's code stay
     where they are."""

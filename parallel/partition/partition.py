@@ -27,12 +27,12 @@ from ..sharding.ops import RESHARD
 from ..sharding.placement import REPLICATED, Layout
 from ..sharding.propagate import Placed, propagate, reason
 from ..spmd.per_rank_op import ShardMapOp
-from .builder import Writer
+from .builder import RankProgramBuilder
 from .expert_dispatch import place_dispatch
-from .halo_calls import place_part
+from .halo_calls import partition_halo_call
 from .overlap import dropped, variables
 from .rank_lowering import lower
-from .rank_program import Local, RankProgram, Step
+from .rank_program import LocalCall, RankProgram, Step
 
 
 def partition(
@@ -50,7 +50,9 @@ def partition(
     Outputs get the layouts of ``wanted``, where it is given; else, with ``settle``, none is left with a pending reduction.
     ``renames`` is filled with the variables of the program that have another number in the rank program.
     """
-    w = Writer(program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes)
+    w = RankProgramBuilder(
+        program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes
+    )
     reduce_early, readers = _reduced_anyway(program), _readers(program)
     if wanted is not None:
         reduce_early.update(v for v, lay in zip(program.outputs, wanted, strict=True) if not lay.partials)
@@ -151,7 +153,7 @@ def _reduced_for(var: int, program: Program, readers: Mapping[int, Sequence[Entr
     return "as results are whole"
 
 
-def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
+def _place_entry(w: RankProgramBuilder, e: Entry, renamed: dict[int, int]) -> None:
     if e.op is RESHARD:
         target = e.params["layout"]
         renamed[e.outputs[0]] = w.moved_to(e.inputs[0], target, e.origin, "as reshard asks")
@@ -183,7 +185,9 @@ def _place_entry(w: Writer, e: Entry, renamed: dict[int, int]) -> None:
         _place_wide(w, e, placed, avals, renamed)
 
 
-def _place_wide(w: Writer, e: Entry, placed: Placed, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
+def _place_wide(
+    w: RankProgramBuilder, e: Entry, placed: Placed, avals: tuple[Any, ...], renamed: dict[int, int]
+) -> None:
     """A call with a pending sum of short floats: it computes in float32, and rounds results that are not pending."""
     inputs = tuple(
         w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
@@ -210,10 +214,10 @@ def _place_wide(w: Writer, e: Entry, placed: Placed, avals: tuple[Any, ...], ren
             w.cast(o, dtype, v)
 
 
-def _place(w: Writer, e: Entry, placed: Placed, renamed: dict[int, int]) -> None:
+def _place(w: RankProgramBuilder, e: Entry, placed: Placed, renamed: dict[int, int]) -> None:
     """The steps of a call whose layouts were chosen."""
     if placed.rule.part is not None and not placed.split.isdisjoint(placed.rule.part.factors):
-        place_part(w, e, placed)
+        partition_halo_call(w, e, placed)
         return
     if placed.exchanged:
         place_dispatch(w, e, placed)
@@ -235,13 +239,13 @@ def _place(w: Writer, e: Entry, placed: Placed, renamed: dict[int, int]) -> None
     w.use(inputs)
     w.layouts.update(zip(e.outputs, placed.results, strict=True))
     site = "" if e.site is None else site_text(e.site)
-    step = Local(e.op, inputs, e.outputs, dict(e.params), placed.rule, e.origin, site)
+    step = LocalCall(e.op, inputs, e.outputs, dict(e.params), placed.rule, e.origin, site)
     w.steps.append(step)
     if placed.rule.made or (placed.rule.part is not None and placed.rule.part.makes):
         w.made[e.outputs[0]] = step
 
 
-def _inline(w: Writer, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
+def _inline(w: RankProgramBuilder, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
     """The entries of an op's decomposition, in place of the op: its sharded inner dimensions become collectives of sums."""
     program = decomposition(e.op, avals, e.params, e.origin or e.op.name)
     names: dict[int, int] = dict(zip(program.inputs, [v for v in e.inputs if isinstance(v, int)], strict=True))

@@ -8,12 +8,12 @@ from typing import Any
 from ...arrays.core.program import Entry, freeze, site_text
 from ..resharding.collective_plans import Collective, groups_of
 from ..spmd import rank_ops as ops
-from ..spmd.per_rank_op import RankCode
+from ..spmd.per_rank_op import TracedShardMap
 
 
 def lower(w: Any, e: Entry, inputs: Sequence[int]) -> list[int]:
     """Write the insides of a call into the rank program of ``w`` (the partitioner's writer); variables of the results."""
-    code: RankCode = e.params["code"]
+    code: TracedShardMap = e.params["code"]
     p, sizes = code.program, code.mesh.sizes
     env = {v: inputs[i] for v, i in zip(p.inputs, code.operands, strict=True)}
     for x in p.entries:

@@ -12,13 +12,13 @@ from ...arrays.core.op import Op
 from ...arrays.core.program import Const
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..resharding.collective_plans import Collective, plan_collective
-from ..resharding.expert_all_to_all import Ragged
-from ..resharding.plan import Fetch, Plan, plan_reshard, reshard_text
+from ..resharding.expert_all_to_all import AllToAllV
+from ..resharding.plan import Fetch, ReshardPlan, plan_reshard, reshard_text
 from ..sharding.factors import FactorRule, RankView
 from ..sharding.placement import Layout, block_box
 
 
-class Local(NamedTuple):
+class LocalCall(NamedTuple):
     """An op on the blocks of one rank. Variables are those of the rank program.
 
     Where ``by_rank`` is given, only the ranks it names run the call, each with parameters of its own.
@@ -40,11 +40,11 @@ class Move(NamedTuple):
     source: int
     target: int
     origin: str | None
-    collective: Collective | Fetch | Ragged | None = None
+    collective: Collective | Fetch | AllToAllV | None = None
     why: str | None = None
     """The reason for the move, in words."""
     table: int | None = None
-    """The variable with the row counts of a :class:`Ragged` move."""
+    """The variable with the row counts of a :class:`AllToAllV` move."""
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Moves(NamedTuple):
     moves: tuple[Move, ...]
 
 
-Step = Local | Moves
+Step = LocalCall | Moves
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class RankProgram:
     inner: frozenset[int] = frozenset()
     """Variables of per-rank code: their avals are those of one rank's block."""
 
-    def plan(self, m: Move) -> Plan:
+    def plan(self, m: Move) -> ReshardPlan:
         """The plan of a move."""
         if isinstance(m.collective, Fetch):
             return m.collective.plan(self.sizes)
-        if isinstance(m.collective, Ragged):
+        if isinstance(m.collective, AllToAllV):
             return m.collective.plan(math.prod(self.avals[m.source].shape[1:]))
         if m.collective is not None:
             return plan_collective(math.prod(self.sizes), m.collective)
@@ -98,7 +98,7 @@ class RankProgram:
             return m.collective.text(names)
         return reshard_text(self.layouts[m.source], self.layouts[m.target], names)
 
-    def view(self, step: Local, rank: int) -> RankView:
+    def view(self, step: LocalCall, rank: int) -> RankView:
         """The blocks of a call's operands and results on one rank."""
 
         def box(v: int) -> Box:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...arrays.core.errors import ShardingConflict
 from .partition import with_frees
-from .rank_program import Local, Move, Moves, RankProgram, Step
+from .rank_program import LocalCall, Move, Moves, RankProgram, Step
 
 
 class Pass(NamedTuple):
@@ -37,7 +37,9 @@ def passes_of(p: RankProgram, names: Sequence[str]) -> list[Pass]:
     while cuts := _first_cuts(p, steps, names):
         out.append(Pass(_trimmed(p, inputs, steps, [m.source for m in cuts]), tuple(m.target for m in cuts)))
         inputs = (*inputs, *(m.target for m in cuts))
-        steps = tuple(s if isinstance(s, Local) else Moves(tuple(m for m in s.moves if m not in cuts)) for s in steps)
+        steps = tuple(
+            s if isinstance(s, LocalCall) else Moves(tuple(m for m in s.moves if m not in cuts)) for s in steps
+        )
     return [*out, Pass(_trimmed(p, inputs, steps, p.outputs), None)]
 
 
@@ -46,7 +48,7 @@ def _trimmed(p: RankProgram, inputs: Sequence[int], steps: Sequence[Step], outpu
     found = with_frees(replace(p, inputs=(), constants=(), steps=tuple(steps), outputs=tuple(outputs)))
     used = set(outputs)
     for s in found.steps:
-        used.update(v for v in s.inputs if isinstance(v, int)) if isinstance(s, Local) else used.update(
+        used.update(v for v in s.inputs if isinstance(v, int)) if isinstance(s, LocalCall) else used.update(
             m.source for m in s.moves
         )
     kept = tuple(v for v in inputs if v in used)
@@ -63,7 +65,7 @@ def _first_cuts(p: RankProgram, steps: Sequence[Step], names: Sequence[str]) -> 
     late: set[int] = set()
     cuts = []
     for s in steps:
-        if isinstance(s, Local):
+        if isinstance(s, LocalCall):
             if not late.isdisjoint(v for v in s.inputs if isinstance(v, int)):
                 late.update(s.outputs)
             continue

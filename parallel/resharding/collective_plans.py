@@ -1,7 +1,7 @@
 """Plans of per-rank collectives: the target of each piece of each rank's block.
 
 A :class:`Collective` is a small value in a rank program; each process makes the plan when it prepares the program. The
-plans are those of a reshard (:class:`~meshtape.parallel.resharding.plan.Plan`), so that one executor carries out both.
+plans are those of a reshard (:class:`~meshtape.parallel.resharding.plan.ReshardPlan`), so that one executor carries out both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.core.blocks import Box
-from .plan import Piece, Plan
+from .plan import Piece, ReshardPlan
 
 Shape = tuple[int, ...]
 
@@ -33,7 +33,7 @@ class Collective(NamedTuple):
     ``all_gather``      ``dim``
     ``reduce_scatter``  ``dim``, ``lengths`` (of each rank's part)
     ``slice``           ``dim``, ``lengths``
-    ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (:class:`~.split_sizes.PartSizes`)
+    ``all_to_all``      ``split_dim``, ``concat_dim``, ``sizes`` (:class:`~.split_sizes.SplitSizes`)
     ``permute``         ``pairs`` (from, to); ranks without a source get zeros
     ``broadcast``       ``source``
     ==================  ===============================================================================
@@ -66,7 +66,7 @@ def groups_of(sizes: tuple[int, ...], axes: tuple[int, ...]) -> tuple[tuple[int,
     return tuple(tuple(row) for row in table.tolist())
 
 
-class CollectivePlan(Plan):
+class CollectivePlan(ReshardPlan):
     """A :class:`Collective` on a mesh of ``size`` ranks. Ranks outside its groups have no part in it."""
 
     def __init__(self, size: int, c: Collective) -> None:

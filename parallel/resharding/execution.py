@@ -10,10 +10,10 @@ import numpy as np
 
 from ..base.device_memory import HOST, BlockMemory
 from ..collectives.combining import Combining, Messages
-from ..collectives.pieces import Fold, Sink, Target
+from ..collectives.pieces import ArraySink, BatchSink, Fold
 from ..collectives.relaying import Relaying
 from ..sharding.placement import REDUCERS
-from .schedule import Combined, Joining, MoveRounds, Source
+from .schedule import BlockSource, Combined, Joining, MoveRounds
 
 Blocks = Mapping[int, np.ndarray]
 MOST_ROUNDS = 64
@@ -41,13 +41,13 @@ def together(going: Sequence[Iterator[tuple[Messages, Messages]]]) -> Iterator[t
         yield out
 
 
-def _view(blocks: Blocks, source: Source, span: slice | None, xp: Any) -> np.ndarray:
+def _view(blocks: Blocks, source: BlockSource, span: slice | None, xp: Any) -> np.ndarray:
     block = blocks[source.rank]
     part = block[source.slices] if source.slices else block
     return part if span is None else xp.ascontiguousarray(part).reshape(-1)[span]
 
 
-class Running:
+class ReshardExecution:
     """A reshard in progress: :meth:`rounds` yields the messages by round, then :meth:`results` has the new blocks."""
 
     def __init__(self, rounds: MoveRounds, blocks: Blocks, neutral: object, memory: BlockMemory = HOST) -> None:
@@ -128,11 +128,11 @@ class Running:
             if here[0] is not None:
                 self._memory.copy(out, here[0])
             else:
-                receives.setdefault(j.homes[0], []).append(Target(out))
+                receives.setdefault(j.homes[0], []).append(ArraySink(out))
             return
         assert r.reduce is not None
         fold = Fold(out, here, REDUCERS[r.reduce], r.wide)
-        sink: Sink
+        sink: BatchSink
         for h, positions in remote.items():
             sink = fold.sink(positions)
             receives.setdefault(h, []).append(sink)
@@ -147,7 +147,7 @@ class Running:
                 if g.own.stop > g.own.start:
                     sends.setdefault(p, []).append((flat[g.own],))
                 if span.stop > span.start:
-                    receives.setdefault(p, []).append(Target(flat[span]))
+                    receives.setdefault(p, []).append(ArraySink(flat[span]))
         return sends, receives
 
     def results(self) -> dict[int, np.ndarray]:

@@ -29,9 +29,9 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ..base.device_memory import BlockMemory, on_host
-from ..collectives.pieces import Target
+from ..collectives.pieces import ArraySink
 from ..sharding.ops import RankOp
-from .plan import Piece, Plan
+from .plan import Piece, ReshardPlan
 
 # ----- local ops before and after the exchange ------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ UNPACK = RankOp("unpack", ("found", "order", "counts", "like"), _unpack, _no_sha
 # ----- the exchange ---------------------------------------------------------------------------------------------------
 
 
-class Ragged(NamedTuple):
+class AllToAllV(NamedTuple):
     """A move of rows between the ranks of each group. Row ``i`` of a table has the counts that place ``i`` sends.
 
     ``back`` returns the rows. ``likely`` and ``most`` count rows that cross between ranks: if all experts are chosen
@@ -95,20 +95,20 @@ class Ragged(NamedTuple):
         """The expected volume, for rows of ``row`` elements."""
         return RaggedPlan(self, row)
 
-    def share(self, homes: Sequence[int], process: int) -> RaggedShare:
+    def share(self, homes: Sequence[int], process: int) -> AllToAllVShare:
         """The part of one process; ``homes`` gives the process of every rank."""
         place = {r: (g, i) for g in self.groups for i, r in enumerate(g)}
         sends = tuple((r, d) for r in sorted(place) if homes[r] == process for d in place[r][0])
         receives = tuple((s, r) for s in sorted(place) for r in place[s][0] if homes[r] == process)
-        return RaggedShare(self.back, place, tuple(homes), process, sends, receives)
+        return AllToAllVShare(self.back, place, tuple(homes), process, sends, receives)
 
 
-class RaggedPlan(Plan):
-    """The expected volume of a :class:`Ragged` move. It has no pieces, as these are found at run time."""
+class RaggedPlan(ReshardPlan):
+    """The expected volume of a :class:`AllToAllV` move. It has no pieces, as these are found at run time."""
 
     reduce, terms, fill = None, 1, "sum"
 
-    def __init__(self, what: Ragged, row: int) -> None:
+    def __init__(self, what: AllToAllV, row: int) -> None:
         self.size = sum(map(len, what.groups))
         self.elements_moved, self.most = what.likely * row, what.most * row  # type: ignore[misc]
 
@@ -135,7 +135,7 @@ class RaggedPlan(Plan):
         return (rank,)
 
 
-class RaggedShare(NamedTuple):
+class AllToAllVShare(NamedTuple):
     """The part of one process. ``sends`` and ``receives`` are pairs of ranks (from, to), in the order of their messages."""
 
     back: bool
@@ -155,10 +155,10 @@ class RaggedShare(NamedTuple):
 
 
 class RaggedRunning:
-    """A ragged move being carried out, like :class:`~.execution.Running`; it has one round."""
+    """A ragged move being carried out, like :class:`~.execution.ReshardExecution`; it has one round."""
 
     def __init__(
-        self, share: RaggedShare, blocks: Mapping[int, Any], tables: Mapping[int, np.ndarray], memory: BlockMemory
+        self, share: AllToAllVShare, blocks: Mapping[int, Any], tables: Mapping[int, np.ndarray], memory: BlockMemory
     ) -> None:
         self._share, self._blocks, self._memory = share, blocks, memory
         self._tables = {r: t.T if share.back else t for r, t in tables.items()}
@@ -193,7 +193,7 @@ class RaggedRunning:
                 sends.setdefault(s.homes[pair[1]], []).append((out[pair],))
         for pair in s.receives:
             if s.homes[pair[0]] != s.process and len(into[pair]):
-                receives.setdefault(s.homes[pair[0]], []).append(Target(into[pair]))
+                receives.setdefault(s.homes[pair[0]], []).append(ArraySink(into[pair]))
         yield sends, receives
 
     def results(self) -> dict[int, Any]:

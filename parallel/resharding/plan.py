@@ -43,7 +43,7 @@ class RankPlan(NamedTuple):
     neutral: bool
 
 
-class Plan(ABC):
+class ReshardPlan(ABC):
     """The pieces that move between the blocks of ``size`` ranks.
 
     ``reduce`` is the operator that joins the ``terms`` contributions to an element, None for a single one. Neutral
@@ -166,10 +166,6 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
     ]
 
 
-_MOST_PARTS = 64
-"""Pairs of blocks whose intersection a plan caches: many ranks ask for replicas and for whole blocks."""
-
-
 def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
     """The part of a rank's number that its coordinates along some axes make."""
     out = 0
@@ -178,7 +174,13 @@ def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
     return out
 
 
-class Reshard(Plan):
+@functools.lru_cache(maxsize=8)
+def _blocks_of(plan: Reshard) -> dict[tuple[int, bool], Box]:
+    """The blocks of ranks, old (True) and new, while a plan is being made: each meets many others."""
+    return {}
+
+
+class Reshard(ReshardPlan):
     """From one layout to another; see :func:`plan_reshard`."""
 
     def __init__(
@@ -215,7 +217,6 @@ class Reshard(Plan):
         self._open = tuple(a for a in range(len(sizes)) if a not in fixed)
         # Each class of ranks is a part of their numbers.
         self._free, self._kept, self._carried, self._idle = map(self._steps, (free, kept, carried, idle))
-        self._parts: dict[tuple[Box, Box], tuple[Box, Box] | None] = {}
 
     def _steps(self, axes: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Stride and length of each of these axes."""
@@ -281,15 +282,12 @@ class Reshard(Plan):
     def piece(self, source: int, rank: int) -> Piece | None:
         if self.neutral(rank):
             return None
-        want, have = self.box(rank), block_box(self._source, self._sizes, self._shape, source)
-        key = have, want
-        if key in self._parts:
-            found = self._parts[key]
-        else:
-            part = have.intersect(want) if want.size and have.size else None
-            found = None if part is None else (part.within(have), part.within(want))
-            if len(self._parts) < _MOST_PARTS:
-                self._parts[key] = found
+        blocks = _blocks_of(self)
+        if (have := blocks.get((source, True))) is None:
+            have = blocks[source, True] = block_box(self._source, self._sizes, self._shape, source)
+        if (want := blocks.get((rank, False))) is None:
+            want = blocks[rank, False] = self.box(rank)
+        found = have.meet(want)
         if found is None:
             return None
         term = 0
@@ -382,7 +380,7 @@ class Fetch(NamedTuple):
     target: Layout
     boxes: tuple[Box, ...]
 
-    def plan(self, sizes: tuple[int, ...]) -> Plan:
+    def plan(self, sizes: tuple[int, ...]) -> ReshardPlan:
         return plan_reshard(self.shape, sizes, self.source, self.target, self.boxes)
 
     def text(self, names: Sequence[str], sizes: tuple[int, ...]) -> str:

@@ -33,35 +33,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import Box
-from ..collectives.combining import Share, Tree, segments, tree_of
+from ..collectives.combining import ReductionShare, Tree, segments, tree_of
 from ..collectives.costs import COSTS, Costs, depth
 from ..collectives.relaying import Delivery, Parcel, Route, route
-from .plan import Piece, Plan
+from .plan import Piece, ReshardPlan
 
 
-class Source(NamedTuple):
+class BlockSource(NamedTuple):
     """A part of a rank's block."""
 
     rank: int
     slices: tuple[slice, ...]
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """A part of a new block, and the contributions it is joined from, in order."""
 
     slices: tuple[slice, ...]
     shape: tuple[int, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[BlockSource, ...]
 
 
-class Block(NamedTuple):
+class NewBlock(NamedTuple):
     """A new block, for the ranks of one process that need it. ``neutral``: filled with the identity of a pending reduction."""
 
     process: int
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
     neutral: bool
 
 
@@ -69,7 +70,7 @@ class Outgoing(NamedTuple):
     """The message to one process for one part: sources in this process's blocks, or a ``span`` of their elements."""
 
     process: int
-    sources: tuple[Source, ...]
+    sources: tuple[BlockSource, ...]
     span: slice | None
 
 
@@ -77,7 +78,7 @@ class Joining(NamedTuple):
     """The join of a part of one of this process's blocks. ``homes`` gives the process of each source."""
 
     block: int
-    part: Part
+    part: BlockPart
     span: slice | None
     homes: tuple[int, ...]
 
@@ -94,15 +95,15 @@ class Combined(NamedTuple):
     """A reduction along the tree. ``terms`` has the sources of each contribution of this process, which form one
     vector; ``blocks`` the new blocks of this process, with their slices of its result."""
 
-    share: Share
-    terms: tuple[tuple[int, tuple[Source, ...]], ...]
+    share: ReductionShare
+    terms: tuple[tuple[int, tuple[BlockSource, ...]], ...]
     blocks: tuple[tuple[int, slice], ...]
 
 
 class MoveRounds(NamedTuple):
     """The part of one process in a reshard."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[NewBlock, ...]
     sends: tuple[Outgoing, ...]
     joins: tuple[Joining, ...]
     gathers: tuple[Gathering, ...]
@@ -120,18 +121,18 @@ class MoveRounds(NamedTuple):
         )
 
 
-def _parts(pieces: Sequence[Piece]) -> tuple[Part, ...]:
-    by_target: dict[Box, list[Source]] = {}
+def _parts(pieces: Sequence[Piece]) -> tuple[BlockPart, ...]:
+    by_target: dict[Box, list[BlockSource]] = {}
     for p in pieces:  # in the order of terms
-        by_target.setdefault(p.target, []).append(Source(p.rank, p.source.slices))
-    return tuple(Part(box.slices, box.shape, tuple(s)) for box, s in by_target.items())
+        by_target.setdefault(p.target, []).append(BlockSource(p.rank, p.source.slices))
+    return tuple(BlockPart(box.slices, box.shape, tuple(s)) for box, s in by_target.items())
 
 
 class _Process:
     """The ranks of one process: by new block (``makes``), by lane (``lanes``), and one for each held block
     (``has``)."""
 
-    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+    def __init__(self, plan: ReshardPlan, ranks: Sequence[int]) -> None:
         self.ranks = ranks
         self.has: dict[Any, int] = {}
         self.makes: dict[Any, list[int]] = {}
@@ -153,7 +154,7 @@ def _hosted(homes: tuple[int, ...]) -> dict[int, list[int]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _concerned(plan: Plan, homes: tuple[int, ...], process: int) -> tuple[int, ...]:
+def _concerned(plan: ReshardPlan, homes: tuple[int, ...], process: int) -> tuple[int, ...]:
     """A process, its partners, and their partners, by their first ranks; a process alone where nothing moves."""
     # All processes concerned must choose alike, so partners of partners count, too.
     ranks, looked_at, found, left = _hosted(homes), set[int](), {process}, [process]
@@ -169,26 +170,33 @@ def _concerned(plan: Plan, homes: tuple[int, ...], process: int) -> tuple[int, .
 
 
 @functools.lru_cache(maxsize=8)
-def _processes(plan: Plan, homes: tuple[int, ...], concerned: tuple[int, ...]) -> dict[int, _Process]:
+def _processes(plan: ReshardPlan, homes: tuple[int, ...], concerned: tuple[int, ...]) -> dict[int, _Process]:
     """The processes concerned, which is one cached table for all of them."""
     return {h: _Process(plan, _hosted(homes)[h]) for h in concerned}
 
 
 def plan_rounds(
-    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int = 1
+    plan: ReshardPlan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int = 1
 ) -> MoveRounds:
     """The part of ``process`` in a reshard; ``homes`` has the process of every rank, ``hosts`` counts machines."""
-    return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
+    with no_collections():  # more than half of the time for a thousand ranks
+        return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
 
 
 @functools.lru_cache(maxsize=512)
 def _plan_rounds(
-    plan: Plan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int, costs: Costs
+    plan: ReshardPlan,
+    homes: tuple[int, ...],
+    process: int,
+    dtype: np.dtype,
+    low_precision: bool,
+    hosts: int,
+    costs: Costs,
 ) -> MoveRounds:
     concerned = _concerned(plan, homes, process)
     processes = _processes(plan, homes, concerned)
     me = processes[process]
-    blocks: list[Block] = []
+    blocks: list[NewBlock] = []
     joins: list[Joining] = []
     gathers: list[tuple[int, Gathering]] = []
     deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
@@ -197,11 +205,11 @@ def _plan_rounds(
     for ranks in me.makes.values():
         first = ranks[0]
         if shared.tree(first) is not None:
-            blocks.append(Block(process, tuple(ranks), plan.box(first).shape, (), False))
+            blocks.append(NewBlock(process, tuple(ranks), plan.box(first).shape, (), False))
             continue
         # A block of this process stands in for its replicas elsewhere.
         pieces = [p._replace(rank=me.has.get(plan.holds(p.rank), p.rank)) for p in plan.pieces(first)]
-        block = Block(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
+        block = NewBlock(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
         spans = shared.spans(first)
         if relayed:
             for p in pieces:
@@ -228,7 +236,7 @@ def _plan_rounds(
     return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, combined, found, plan.reduce, wide, dtype)
 
 
-def described(plan: Plan, dtype: np.dtype) -> str:
+def described(plan: ReshardPlan, dtype: np.dtype) -> str:
     """The algorithm and its expected time, if each rank is a process on one host; empty for direct moves."""
     homes = tuple(range(plan.size))
     if plan.size <= 2 or plan.elements_moved == 0:
@@ -247,7 +255,7 @@ def described(plan: Plan, dtype: np.dtype) -> str:
 
 
 def _given(
-    plan: Plan, processes: Mapping[int, _Process], process: int, q: int, shared: _Shared | None = None
+    plan: ReshardPlan, processes: Mapping[int, _Process], process: int, q: int, shared: _Shared | None = None
 ) -> Iterator[tuple[int, list[list[Piece]]]]:
     """The pieces that ``process`` sends to ``q``, part by part, for each new block of ``q``, named by a rank. Blocks
     that are reduced along the tree are left out."""
@@ -261,13 +269,14 @@ def _given(
             for s in mine.get(plan.lane(first), ())
             if plan.holds(s) not in other.has and (p := plan.piece(s, first)) is not None
         ]
-        parts: dict[Box, list[Piece]] = {}
-        for p in sorted(found, key=lambda p: (p.target.offset, p.term)):
-            parts.setdefault(p.target, []).append(p)
-        yield first, list(parts.values())
+        if len(found) > 1:
+            found.sort(key=lambda p: (p.target.offset, p.term))
+            yield first, [list(same) for _, same in itertools.groupby(found, key=lambda p: p.target)]
+        else:
+            yield first, [found] if found else []
 
 
-def _sends(plan: Plan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
+def _sends(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
     """The messages to other processes, in the order in which these join them: block by block, part by part."""
     for q in processes:
         if q == process:
@@ -275,10 +284,10 @@ def _sends(plan: Plan, processes: Mapping[int, _Process], process: int, shared: 
         for first, parts in _given(plan, processes, process, q, shared):
             spans = shared.spans(first) if parts else None
             for pieces in parts:
-                yield Outgoing(q, tuple(Source(p.rank, p.source.slices) for p in pieces), spans and spans[q])
+                yield Outgoing(q, tuple(BlockSource(p.rank, p.source.slices) for p in pieces), spans and spans[q])
 
 
-def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int) -> list[Parcel]:
+def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, q: int) -> list[Parcel]:
     """The parcels of one process for another, in a move without reduction."""
     given = _given(plan, processes, process, q)
     return [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
@@ -286,7 +295,7 @@ def _parcels(plan: Plan, processes: Mapping[int, _Process], process: int, q: int
 
 @functools.lru_cache(maxsize=512)
 def _relayed(
-    plan: Plan, homes: tuple[int, ...], concerned: tuple[int, ...], itemsize: int, hosts: int, costs: Costs
+    plan: ReshardPlan, homes: tuple[int, ...], concerned: tuple[int, ...], itemsize: int, hosts: int, costs: Costs
 ) -> float | None:
     """Expected seconds of the relayed algorithm, if it is the fastest; estimated from the first process and a
     source."""
@@ -314,7 +323,7 @@ def _relayed(
 
 @functools.lru_cache(maxsize=8)
 def _shared(
-    plan: Plan,
+    plan: ReshardPlan,
     homes: tuple[int, ...],
     concerned: tuple[int, ...],
     dtype: np.dtype,
@@ -335,7 +344,7 @@ class _Shared:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReshardPlan,
         processes: Mapping[int, _Process],
         homes: tuple[int, ...],
         dtype: np.dtype,
@@ -347,7 +356,7 @@ class _Shared:
         self._members: dict[Any, list[tuple[int, int]]] = {}  # (process, rank), in the order of processes
         self._groups: dict[Any, list[tuple[int, int]]] = {}
         self._spans: dict[Any, dict[int, slice] | None] = {}
-        self._trees: dict[Any, _Group | None] = {}
+        self._trees: dict[Any, _TreeReduction | None] = {}
         self.chosen: dict[Any, tuple[str, float]] = {}
         """The algorithm and its seconds, by group."""
         if len(processes) > 1:
@@ -401,7 +410,7 @@ class _Shared:
         here = [q for q, _ in members if holds in self._processes[q].has]
         return here == [self._homes[piece.rank]] and len({plan.lane(r) for _, r in members}) == 1
 
-    def tree(self, rank: int) -> _Group | None:
+    def tree(self, rank: int) -> _TreeReduction | None:
         """The reduction of a rank's group along the tree; None if it uses another algorithm."""
         if self._plan.reduce is None or len(self._groups) == 0 or self._plan.terms < 2:
             return None
@@ -410,7 +419,7 @@ class _Shared:
             self._trees[group] = self._grown(self._groups[group])
         return self._trees[group]
 
-    def _grown(self, entries: Sequence[tuple[int, int]]) -> _Group | None:
+    def _grown(self, entries: Sequence[tuple[int, int]]) -> _TreeReduction | None:
         plan, homes = self._plan, self._homes
         members = dict.fromkeys(q for q, _ in entries)
         n, first = len(members), entries[0][1]
@@ -450,9 +459,9 @@ class _Shared:
         else:
             bounds, owners = [0, sizes[0]], None
         sources = tuple(p.rank for p in pieces)
-        return _Group(tree_of(at, owners), sources, ranks, tuple(bounds), one and best == "halving", one)
+        return _TreeReduction(tree_of(at, owners), sources, ranks, tuple(bounds), one and best == "halving", one)
 
-    def combined(self, process: int, blocks: Sequence[Block]) -> Iterator[Combined]:
+    def combined(self, process: int, blocks: Sequence[NewBlock]) -> Iterator[Combined]:
         """The parts of one process in reductions along the tree."""
         plan = self._plan
         found: dict[Any, list[int]] = {}
@@ -465,7 +474,7 @@ class _Shared:
             for t, s in enumerate(g.sources):
                 if self._homes[s] == process:
                     pieces = [p for r in g.items if (p := plan.piece(s, r)) is not None]
-                    terms.append((t, tuple(Source(s, p.source.slices) for p in pieces)))
+                    terms.append((t, tuple(BlockSource(s, p.source.slices) for p in pieces)))
             share = g.tree.share(process, g.bounds, g.back)
             mine, at = [], 0
             for i in indices:
@@ -476,7 +485,7 @@ class _Shared:
             yield Combined(share, tuple(terms), tuple(mine))
 
 
-class _Group(NamedTuple):
+class _TreeReduction(NamedTuple):
     """A reduction along the tree: contributions of the ranks ``sources``, and in ``items`` one rank for each different
     new block (``whole``: all processes need the same one)."""
 

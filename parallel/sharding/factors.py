@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ...arrays.core.blocks import Box
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
-from .halos import Window
+from .halos import Halo
 
 
 class Dim(NamedTuple):
@@ -41,7 +41,7 @@ class Dim(NamedTuple):
 
     factor: int
     inner: int = 1
-    window: Window | None = None
+    window: Halo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class PartCall(NamedTuple):
     """Factors of results that no operand has: a part of a result that is replicated there can be made, not cut out."""
 
 
-class Exchange(NamedTuple):
+class ExpertExchange(NamedTuple):
     """Factors that one mesh axis may split together: any of ``rows``, and ``expert``, of which each row needs a few.
     Operand ``chosen`` says which, by the ``numbers`` of another. Ranks send the rows to each other at run time
     (:mod:`meshtape.parallel.resharding.expert_all_to_all`)."""
@@ -100,7 +100,7 @@ class FactorRule:
     """Whether the op reads only shapes of operands, which may then stay pending."""
     choice: str = ""
     """Why dimensions are kept whole for speed, although the op could split them."""
-    exchange: Exchange | None = None
+    exchange: ExpertExchange | None = None
 
 
 Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
@@ -145,7 +145,7 @@ class Letters:
         part: PartCall | None = None,
         valueless: bool = False,
         choice: str = "",
-        exchange: Exchange | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> FactorRule:
         return FactorRule(
             tuple(self.factors),

@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Window(NamedTuple):
+class Halo(NamedTuple):
     """The elements ``[start, start + length)`` of an operand that the elements ``[o, o + k)`` of a result need.
 
     ==============  ===============================  ======================================================
     kind            numbers                          of
     ==============  ===============================  ======================================================
     ``slice``       first, step                      ``x[first::step]``
-    ``unslice``     first, step, m                   the ``m`` values written to ``x[first::step]``
+    ``slice_grad``     first, step, m                   the ``m`` values written to ``x[first::step]``
     ``join``        offset, n                        an operand of a concatenation
     ``conv``        stride, reach                    an image under a kernel that reaches over ``reach`` places
-    ``unconv``      stride, reach, places            the ``places`` of the result, from the image
+    ``conv_transpose``      stride, reach, places            the ``places`` of the result, from the image
     ==============  ===============================  ======================================================
     """
 
@@ -42,7 +42,7 @@ class Window(NamedTuple):
         if self.kind == "conv":
             stride, reach = self.numbers
             return o * stride, (k - 1) * stride + reach
-        if self.kind == "unconv":
+        if self.kind == "conv_transpose":
             stride, reach, m = self.numbers
             lo, hi = -((reach - 1 - o) // stride), (o + k - 1) // stride
         else:

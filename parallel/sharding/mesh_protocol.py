@@ -1,4 +1,4 @@
-"""The mesh protocol: the interface of :class:`meshtape.parallel.mesh.mesh.Mesh` for packages below it."""
+"""The mesh protocol: the interface of :class:`meshtape.parallel.mesh.mesh.MeshProtocol` for packages below it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.op import Op
 
 
-class Mesh(Protocol):
+class MeshProtocol(Protocol):
     """A grid of ranks with named axes, with the methods that its arrays need."""
 
     names: tuple[str, ...]

@@ -21,7 +21,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import MeshError, ShardingConflict
 from ...arrays.core.formatting import DRAWINGS
-from .mesh_protocol import Mesh
+from .mesh_protocol import MeshProtocol
 
 REDUCE_OPS = ("sum", "prod", "max", "min", "any", "all")
 
@@ -200,7 +200,7 @@ class Sharding:
 
     __slots__ = ("layout", "mesh")
 
-    def __init__(self, mesh: Mesh, /, **placements: Placement) -> None:
+    def __init__(self, mesh: MeshProtocol, /, **placements: Placement) -> None:
         if not hasattr(mesh, "axis"):
             raise MeshError(f"a sharding is made of a Mesh and placements, got {mesh!r}")
         shards: dict[int, list[int]] = {}
@@ -219,7 +219,7 @@ class Sharding:
         self.layout = make_layout(shards, partials)
 
     @classmethod
-    def of(cls, mesh: Mesh, layout: Layout) -> Sharding:
+    def of(cls, mesh: MeshProtocol, layout: Layout) -> Sharding:
         """A sharding from a layout in canonical form."""
         s = cls.__new__(cls)
         s.mesh, s.layout = mesh, layout

@@ -39,7 +39,7 @@ class Placed(NamedTuple):
     ``operands`` are the layouts that the operands must have (None for scalars), ``results`` those of the results.
     ``lost`` is the number of bytes that operands split along a ``whole`` factor must move: a reason to decompose the
     op. ``split`` are the split factors, ``exchanged`` the mesh axes between whose ranks rows are sent
-    (:class:`~.factors.Exchange`).
+    (:class:`~.factors.ExpertExchange`).
     """
 
     operands: tuple[Layout | None, ...]

@@ -21,7 +21,7 @@ from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing import indexing as ix
 from ...arrays.indexing import keys
 from .factors import RankView
-from .halos import Window
+from .halos import Halo
 from .ops import RankOp
 from .placement import identity_of
 
@@ -182,7 +182,7 @@ def _within(
     for p in template:
         if isinstance(p, keys.Span) and (offset[d], shape[d]) != (0, whole[d]):
             taken = p.places(whole[d])
-            lo, count = Window("unslice", (taken.start, taken.step, len(taken))).region(offset[d], shape[d])
+            lo, count = Halo("slice_grad", (taken.start, taken.step, len(taken))).region(offset[d], shape[d])
             start = taken.start + lo * taken.step - offset[d]
             stop = start + count * taken.step
             p = keys.Span(start, stop if stop >= 0 else None, taken.step) if count else keys.Span(0, 0, None)

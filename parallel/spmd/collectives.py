@@ -16,7 +16,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import AxisError, DTypeError, MeshError, ShapeError
 from ...arrays.ops.creation import asarray
-from ..resharding.split_sizes import PartSizes
+from ..resharding.split_sizes import SplitSizes
 from ..sharding.placement import REDUCE_OPS
 from . import rank_ops as ops
 from .rank_trace import RankTrace, current
@@ -150,8 +150,8 @@ def all_reduce(x: Any, axis: Axis, *, op: str = "sum") -> Any:
             raise DTypeError(f"[all_reduce] op {op!r} does not reduce {x.dtype.name}: booleans take 'any' and 'all'")
         _refuse_reduced("all_reduce", trace, axes, x)
         if op == "mean":
-            return _mean(x, trace.group_size(axes), lambda x: ops.sum_over(x, axes))
-        return ops.sum_over(x, axes, op)
+            return _mean(x, trace.group_size(axes), lambda x: ops.all_reduce(x, axes))
+        return ops.all_reduce(x, axes, op)
 
     return _each("all_reduce", x, axis, one)
 
@@ -169,7 +169,7 @@ def all_gather(x: Any, axis: Axis, *, dim: int = 0) -> Any:
     """
 
     def one(trace: RankTrace, axes: tuple[int, ...], x: Array) -> Array:
-        return ops.gather(x, axes, _dim("all_gather", dim, x))
+        return ops.all_gather(x, axes, _dim("all_gather", dim, x))
 
     return _each("all_gather", x, axis, one)
 
@@ -204,10 +204,10 @@ def reduce_scatter(x: Any, axis: Axis, *, dim: int = 0, op: str = "sum", sizes: 
         _equal_parts("reduce_scatter", x.shape[at], n, sizes)
         _refuse_reduced("reduce_scatter", trace, axes, x)
         if op == "mean":
-            return _mean(x, n, lambda x: ops.scatter_sum(x, axes, at))
+            return _mean(x, n, lambda x: ops.reduce_scatter(x, axes, at))
         if op == "sum":
-            return ops.scatter_sum(x, axes, at)
-        return ops.own_part(all_reduce(x, axis, op=op), axes, at)
+            return ops.reduce_scatter(x, axes, at)
+        return ops.slice_local(all_reduce(x, axis, op=op), axes, at)
 
     return _each("reduce_scatter", x, axis, one)
 
@@ -249,11 +249,11 @@ def all_to_all(
         length = x.shape[at]
         if split_sizes is None:
             _equal_parts("all_to_all", length, n, None)
-            sizes = PartSizes.alike((length // n,) * n, n)
+            sizes = SplitSizes.alike((length // n,) * n, n)
         elif all(isinstance(s, Sequence) for s in split_sizes):
-            sizes = PartSizes.matrix([tuple(map(operator.index, row)) for row in split_sizes])
+            sizes = SplitSizes.matrix([tuple(map(operator.index, row)) for row in split_sizes])
         else:
-            sizes = PartSizes.alike(tuple(map(operator.index, split_sizes)), n)
+            sizes = SplitSizes.alike(tuple(map(operator.index, split_sizes)), n)
         if len(sizes.of) != n or any(len(row) != n or min(row, default=0) < 0 for row in sizes.rows):
             raise ShapeError(f"[all_to_all] split_sizes are {n} lengths, or {n} rows of them, got {split_sizes}")
         for me in range(n):
@@ -266,7 +266,7 @@ def all_to_all(
                     f"[all_to_all] rank {me} of {axis!r} would get parts {list(sizes.column(me))}, and other ranks more or less: "
                     "blocks of one shape are needed on all ranks"
                 )
-        return ops.exchange(x, axes, at, to, sizes)
+        return ops.all_to_all(x, axes, at, to, sizes)
 
     return _each("all_to_all", x, axis, one)
 
@@ -312,7 +312,7 @@ def broadcast(tree: Any, axis: Axis, *, source: int = 0) -> Any:
     n = trace.group_size(axes)
     if not 0 <= operator.index(source) < n:
         raise MeshError(f"[broadcast] source {source} is none of the {n} ranks of {axis!r}")
-    return trees.tree_map(lambda x: ops.from_one(trace.lift(x), axes, source) if isinstance(x, Array) else x, tree)
+    return trees.tree_map(lambda x: ops.broadcast(trace.lift(x), axes, source) if isinstance(x, Array) else x, tree)
 
 
 __all__ = [

@@ -25,7 +25,7 @@ from ...arrays.ops.elementwise import where
 from ...autodiff.captures.tracing import Lifted
 from ...autodiff.rules import defvjp_all
 from ...autodiff.tape.tape import Tape, is_differentiable
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 from ..sharding.placement import REPLICATED, Layout, block_box, make_layout
 from . import rank_ops as ops
 from .rank_trace import RankTrace, tracing
@@ -33,7 +33,7 @@ from .rank_trace import RankTrace, tracing
 Body = Callable[[RankTrace, Sequence[Array]], Sequence[Array]]
 
 
-class RankCode:
+class TracedShardMap:
     """Traced per-rank code.
 
     ``operands`` says which operands of the call the inputs of its ``program`` are. The operands are the arguments,
@@ -43,7 +43,7 @@ class RankCode:
     def __init__(
         self,
         name: str,
-        mesh: Mesh,
+        mesh: MeshProtocol,
         in_avals: Sequence[ShapeDtype],
         in_layouts: Sequence[Layout],
         out_layouts: Callable[[int, frozenset[int]], Layout],
@@ -59,7 +59,9 @@ class RankCode:
         arguments = [trace.input(b, self._varying(lay)) for b, lay in zip(blocks, in_layouts, strict=True)]
         with tracing(trace):
             outs = []
-            for i, x in enumerate(map(trace.lift, body(trace, arguments))):
+            results = body(trace, arguments)
+            trace.check_refusals()
+            for i, x in enumerate(map(trace.lift, results)):
                 layout = out_layouts(i, x._buf.varying)  # results vary along the axes where they are split or pending
                 outs.append(trace.varied(x, tuple(sorted(self._varying(layout)))))
         self.has_calls = trace.has_calls
@@ -78,7 +80,7 @@ class RankCode:
             self._whole(x, lay, what(i)) for i, (x, lay) in enumerate(zip(outs, self.out_layouts, strict=True))
         )
         self.program = simplify(trace.build(outs))
-        self._backward: dict[Any, RankCode] = {}
+        self._backward: dict[Any, TracedShardMap] = {}
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -174,7 +176,7 @@ class RankCode:
             out[i] = g
         return out
 
-    def _derivative(self, smooth_in: tuple[int, ...], smooth_out: tuple[int, ...]) -> RankCode:
+    def _derivative(self, smooth_in: tuple[int, ...], smooth_out: tuple[int, ...]) -> TracedShardMap:
         count = len(self.in_avals)
         in_avals = [*self.in_avals, *(self.out_avals[i] for i in smooth_out)]
         in_layouts = [*self.in_layouts, *(self.out_layouts[i].reduced() for i in smooth_out)]
@@ -187,7 +189,7 @@ class RankCode:
         def body(trace: RankTrace, arguments: Sequence[Array]) -> Sequence[Array]:
             return self._pull_back(trace, arguments[:count], arguments[count:], smooth_in, smooth_out)
 
-        return RankCode(
+        return TracedShardMap(
             f"{self.name} vjp",
             self.mesh,
             in_avals,
@@ -250,8 +252,8 @@ class RankCode:
                 args = [env[v] if isinstance(v, int) else v.value for v in e.inputs]
                 if e.op is ops.AXIS_INDEX:
                     env[e.outputs[0]] = trace.index(e.params["axes"])
-                elif e.op in ops.AGAIN:
-                    env[e.outputs[0]] = ops.AGAIN[e.op](trace.lift(args[0]), e.params)
+                elif e.op in ops.REPLAY:
+                    env[e.outputs[0]] = ops.REPLAY[e.op](trace.lift(args[0]), e.params)
                 else:
                     out = apply(e.op, tuple(args), e.params)
                     env.update(zip(e.outputs, out if e.op.nout > 1 else (out,), strict=True))
@@ -283,7 +285,7 @@ def shard_map_op(nout: int) -> ShardMapOp:
     """The op of calls with ``nout`` results."""
     op = ShardMapOp(nout)
 
-    def pull(xp: Any, g: Any, xs: Sequence[Any], code: RankCode) -> Sequence[Any]:
+    def pull(xp: Any, g: Any, xs: Sequence[Any], code: TracedShardMap) -> Sequence[Any]:
         return code.backward(list(xs), list(g) if nout > 1 else [g])
 
     defvjp_all(op, pull)

@@ -37,7 +37,7 @@ from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.rules import defvjp
 from ..resharding.collective_plans import Shape
-from ..resharding.split_sizes import PartSizes
+from ..resharding.split_sizes import SplitSizes
 from ..sharding.ops import RankOp
 from .rank_tracer import BlockTrace, RankTracer
 
@@ -89,27 +89,27 @@ def _varied(x: Array, axes: tuple[int, ...]) -> Array:
     return trace_of(x).varied(x, axes)
 
 
-def sum_over(x: Array, axes: tuple[int, ...], op: str = "sum") -> Array:
+def all_reduce(x: Array, axes: tuple[int, ...], op: str = "sum") -> Array:
     """V → I."""
     if op == "sum":
         return apply(ALL_REDUCE, (_varied(x, axes),), {"axes": axes, "shape": x.shape})
     return apply(ALL_REDUCE_BY, (_varied(x, axes),), {"axes": axes, "shape": x.shape, "op": op})
 
 
-def gather(x: Array, axes: tuple[int, ...], dim: int, *, varying: bool = False) -> Array:
+def all_gather(x: Array, axes: tuple[int, ...], dim: int, *, varying: bool = False) -> Array:
     """V → I, or V → V where ``varying``."""
     shape = _with_length(x.shape, dim, x.shape[dim] * trace_of(x).group_size(axes))
     op = ALL_GATHER_VARYING if varying else ALL_GATHER
     return apply(op, (_varied(x, axes),), {"axes": axes, "shape": shape, "dim": dim})
 
 
-def scatter_sum(x: Array, axes: tuple[int, ...], dim: int) -> Array:
+def reduce_scatter(x: Array, axes: tuple[int, ...], dim: int) -> Array:
     """V → V: the sum, of which each rank keeps an equal part."""
     params = _parts(x, axes, dim)
     return apply(REDUCE_SCATTER, (_varied(x, axes),), {**params, "op": "sum"})
 
 
-def own_part(x: Array, axes: tuple[int, ...], dim: int) -> Array:
+def slice_local(x: Array, axes: tuple[int, ...], dim: int) -> Array:
     """I → V: each rank's equal part of the common value."""
     return apply(SLICE, (x,), _parts(x, axes, dim))
 
@@ -120,7 +120,7 @@ def _parts(x: Array, axes: tuple[int, ...], dim: int) -> dict[str, Any]:
     return {"axes": axes, "shape": _with_length(x.shape, dim, length), "dim": dim, "lengths": (length,) * n}
 
 
-def exchange(x: Array, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: PartSizes) -> Array:
+def all_to_all(x: Array, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: SplitSizes) -> Array:
     """V → V: ranks send each other ``sizes`` of their ``split_dim``, and join what they get along ``concat_dim``."""
     if split_dim == concat_dim:
         shape = x.shape
@@ -137,22 +137,22 @@ def send(x: Array, axes: tuple[int, ...], pairs: tuple[tuple[int, int], ...]) ->
     return apply(PERMUTE, (_varied(x, axes),), {"axes": axes, "shape": x.shape, "pairs": pairs})
 
 
-def from_one(x: Array, axes: tuple[int, ...], source: int) -> Array:
+def broadcast(x: Array, axes: tuple[int, ...], source: int) -> Array:
     """V → I: the value of one rank."""
     return apply(BROADCAST, (_varied(x, axes),), {"axes": axes, "shape": x.shape, "source": source})
 
 
-AGAIN: dict[Op, Callable[[Array, Mapping[str, Any]], Array]] = {
+REPLAY: dict[Op, Callable[[Array, Mapping[str, Any]], Array]] = {
     VARY: lambda x, p: trace_of(x).varied(x, p["axes"]),
-    ALL_REDUCE: lambda x, p: sum_over(x, p["axes"]),
-    ALL_REDUCE_BY: lambda x, p: sum_over(x, p["axes"], p["op"]),
-    ALL_GATHER: lambda x, p: gather(x, p["axes"], p["dim"]),
-    ALL_GATHER_VARYING: lambda x, p: gather(x, p["axes"], p["dim"], varying=True),
-    REDUCE_SCATTER: lambda x, p: scatter_sum(x, p["axes"], p["dim"]),
-    SLICE: lambda x, p: own_part(x, p["axes"], p["dim"]),
-    ALL_TO_ALL: lambda x, p: exchange(x, p["axes"], p["split_dim"], p["concat_dim"], p["sizes"]),
+    ALL_REDUCE: lambda x, p: all_reduce(x, p["axes"]),
+    ALL_REDUCE_BY: lambda x, p: all_reduce(x, p["axes"], p["op"]),
+    ALL_GATHER: lambda x, p: all_gather(x, p["axes"], p["dim"]),
+    ALL_GATHER_VARYING: lambda x, p: all_gather(x, p["axes"], p["dim"], varying=True),
+    REDUCE_SCATTER: lambda x, p: reduce_scatter(x, p["axes"], p["dim"]),
+    SLICE: lambda x, p: slice_local(x, p["axes"], p["dim"]),
+    ALL_TO_ALL: lambda x, p: all_to_all(x, p["axes"], p["split_dim"], p["concat_dim"], p["sizes"]),
     PERMUTE: lambda x, p: send(x, p["axes"], p["pairs"]),
-    BROADCAST: lambda x, p: from_one(x, p["axes"], p["source"]),
+    BROADCAST: lambda x, p: broadcast(x, p["axes"], p["source"]),
 }
 """The function that replays each op on another value."""
 
@@ -167,7 +167,7 @@ def _with_length(shape: Shape, dim: int, n: int) -> Shape:
 def _settled(g: Array, axes: tuple[int, ...]) -> Array:
     """The cotangent of a value that is the same on all ranks: the sum where ranks have their own."""
     open_axes = tuple(a for a in axes if a in trace_of(g).axes_of_variation(g)) if in_trace(g) else ()
-    return sum_over(g, open_axes) if open_axes else g
+    return all_reduce(g, open_axes) if open_axes else g
 
 
 def in_trace(x: Any) -> bool:
@@ -184,12 +184,12 @@ def _all_reduce_by(xp: Any, g: Any, x: Any, ans: Any, axes: tuple[int, ...], op:
     if op == "prod":
         # The product of the others: all values, with 1 in place of the own one.
         size = trace_of(x).group_size(axes)
-        all_of_them = gather(x[None], axes, 0)
+        all_of_them = all_gather(x[None], axes, 0)
         mine = xp.arange(size) == trace_of(x).index(axes)
         mine = xp.reshape(mine, (size,) + (1,) * x.ndim)
         return g * xp.prod(xp.where(mine, 1, all_of_them), axis=0)
     hit = xp.astype(x == ans, x.dtype)  # ties share, however many ranks hold them
-    return g * hit / sum_over(hit, axes)
+    return g * hit / all_reduce(hit, axes)
 
 
 def _broadcast(xp: Any, g: Any, axes: tuple[int, ...], source: int) -> Any:
@@ -197,27 +197,27 @@ def _broadcast(xp: Any, g: Any, axes: tuple[int, ...], source: int) -> Any:
     return xp.where(trace_of(g).index(axes) == source, g, 0.0)
 
 
-defvjp(VARY, x=lambda xp, g, axes: sum_over(g, axes))
+defvjp(VARY, x=lambda xp, g, axes: all_reduce(g, axes))
 defvjp(ALL_REDUCE, x=lambda xp, g, axes: _settled(g, axes))
 defvjp(ALL_REDUCE_BY, x=_all_reduce_by)
 
 
 def _all_gather(xp: Any, g: Any, axes: tuple[int, ...], dim: int) -> Any:
     varies = any(a in trace_of(g).axes_of_variation(g) for a in axes)
-    return scatter_sum(g, axes, dim) if varies else own_part(g, axes, dim)
+    return reduce_scatter(g, axes, dim) if varies else slice_local(g, axes, dim)
 
 
-def _all_to_all(xp: Any, g: Any, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: PartSizes) -> Any:
+def _all_to_all(xp: Any, g: Any, axes: tuple[int, ...], split_dim: int, concat_dim: int, sizes: SplitSizes) -> Any:
     if split_dim == concat_dim:
-        return exchange(g, axes, split_dim, split_dim, sizes.transposed())
+        return all_to_all(g, axes, split_dim, split_dim, sizes.transposed())
     n = len(sizes.of)
-    return exchange(g, axes, concat_dim, split_dim, PartSizes.alike((g.shape[concat_dim] // n,) * n, n))
+    return all_to_all(g, axes, concat_dim, split_dim, SplitSizes.alike((g.shape[concat_dim] // n,) * n, n))
 
 
 defvjp(ALL_GATHER, x=_all_gather)
-defvjp(ALL_GATHER_VARYING, x=lambda xp, g, axes, dim: scatter_sum(g, axes, dim))
-defvjp(REDUCE_SCATTER, x=lambda xp, g, axes, dim: gather(g, axes, dim, varying=True))
-defvjp(SLICE, x=lambda xp, g, axes, dim: gather(g, axes, dim))
+defvjp(ALL_GATHER_VARYING, x=lambda xp, g, axes, dim: reduce_scatter(g, axes, dim))
+defvjp(REDUCE_SCATTER, x=lambda xp, g, axes, dim: all_gather(g, axes, dim, varying=True))
+defvjp(SLICE, x=lambda xp, g, axes, dim: all_gather(g, axes, dim))
 defvjp(ALL_TO_ALL, x=_all_to_all)
 defvjp(PERMUTE, x=lambda xp, g, axes, pairs: send(g, axes, tuple((d, s) for s, d in pairs)))
 defvjp(BROADCAST, x=_broadcast)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import MeshError, TracedValueError
@@ -21,21 +23,21 @@ from ...arrays.core.op import Op, state
 from ...arrays.core.program import Program, ProgramBuilder
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ADD
-from ...autodiff.captures.tracing import Lifted
+from ...autodiff.captures.tracing import Lifted, Refusals
 from ...autodiff.tape.backward import same_value
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 from . import rank_ops as ops
 from .rank_tracer import RankTracer
 
 
-class _Current(threading.local):
+class _CurrentTrace(threading.local):
     trace: RankTrace | None = None
 
 
-current = _Current()
+current = _CurrentTrace()
 
 
-class Outside:
+class OuterRecorder:
     """A recorder of the surrounding code. It sees the calls on its own values, but none on tracers of blocks."""
 
     def __init__(self, recorder: Any) -> None:
@@ -65,10 +67,10 @@ class _Notes:
         self.trace.has_calls = True
 
 
-class RankTrace:
+class RankTrace(Refusals):
     """A trace of per-rank code."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: MeshProtocol) -> None:
         self.mesh = mesh
         self.builder = ProgramBuilder()
         self.captured: list[Lifted] = []
@@ -78,6 +80,7 @@ class RankTrace:
             int, tuple[Array, ...]
         ] = {}  # all-reduced sums: their contributions, or the sums that were added
         self.has_calls = False
+        self.errors = np.geterr()
         self.open = True
 
     # ----- the grid ---------------------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class RankTrace:
         source = self.gathered.get(x._buf.var)
         if source is not None and set(source[1]["axes"]) == set(missing):
             p = source[1]
-            return ops.gather(source[0], p["axes"], p["dim"], varying=True)
+            return ops.all_gather(source[0], p["axes"], p["dim"], varying=True)
         return apply(ops.VARY, (x,), {"axes": missing})
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -149,6 +152,7 @@ class RankTrace:
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[RankTracer, ...]:
         if not self.open:
             raise TracedValueError("an array of mt.shard_map is used after the function returned")
+        self.refuse_errstate(op)
         varying = frozenset[int]().union(*(a._buf.varying for a in args if isinstance(a, Array)))
         if isinstance(op, ops.RankOp) and (op is ops.VARY or op.collective):
             axes = self._real(params["axes"])
@@ -190,7 +194,7 @@ def tracing(trace: RankTrace) -> Iterator[None]:
     before, origin = state.recorders, state.origin
     current.trace = trace
     state.origin = None  # calls inside name themselves
-    state.recorders = (*(Outside(r) for r in before), _Notes(trace))
+    state.recorders = (*(OuterRecorder(r) for r in before), _Notes(trace))
     try:
         yield
     finally:

@@ -7,17 +7,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.errors import TracedValueError
 from ...arrays.core.op import Op
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.captures.tracing import Tracer
-from ..sharding.mesh_protocol import Mesh
+from ..sharding.mesh_protocol import MeshProtocol
 
 
 class BlockTrace(Protocol):
     """The interface of ops to a trace of per-rank code, implemented by :class:`.rank_trace.RankTrace`."""
 
-    mesh: Mesh
+    mesh: MeshProtocol
 
     def group_size(self, axes: tuple[int, ...]) -> int:
         """Ranks of a group along the axes."""
@@ -50,7 +49,7 @@ class RankTracer(Tracer):
         return self.builder.admit(op, args)  # type: ignore[attr-defined]
 
     def concrete(self) -> np.ndarray:
-        raise TracedValueError(
+        self.builder.refuse(
             f"a value ({self.aval}) was asked for inside mt.shard_map, where arrays only stand for the blocks of ranks: use "
             "mt.where instead of `if`, as all ranks run the same code"
         )

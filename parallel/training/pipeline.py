@@ -26,7 +26,7 @@ from ..mesh.api import distribute, reshard
 from ..mesh.mesh import Mesh
 from ..models.plans import Plan, of_any_model
 from ..sharding.placement import Sharding
-from ..transforms.pipeline_schedules import Action, Schedule, schedule
+from ..transforms.pipeline_schedules import Schedule, ScheduleAction, schedule
 from .data.loader import fitted
 from .step import merged, refuse_constant, weighted
 
@@ -152,8 +152,8 @@ class Pipeline:
             return schedule(self.kind, self.ranks, micros, chunks=self.chunks)
         stages = [range(r, len(self.parts), self.ranks) for r in range(self.ranks)]
         rows = (
-            [Action("F", s, i) for s in mine for i in range(micros)]
-            + [Action("B", s, i) for s in reversed(mine) for i in range(micros)]
+            [ScheduleAction("F", s, i) for s in mine for i in range(micros)]
+            + [ScheduleAction("B", s, i) for s in reversed(mine) for i in range(micros)]
             for mine in stages
         )
         return Schedule("fthenb", len(self.parts), micros, tuple(map(tuple, rows)))
@@ -191,7 +191,7 @@ class Pipeline:
         -----
         ``peak`` then has the largest number of stage inputs that each rank held.
         """
-        run = Run(self, params, micro, keys, frozen, scale)
+        run = PipelineRun(self, params, micro, keys, frozen, scale)
         run.all(self.schedule(len(micro)))
         self.peak = tuple(run.peak)
         return run.sums, self._tie(run.grads)
@@ -235,7 +235,7 @@ class Pipeline:
         return init, step
 
 
-class Run:
+class PipelineRun:
     """One pass of the micro-batches through the stages."""
 
     def __init__(
@@ -281,10 +281,8 @@ class Run:
         for action in sorted(ends := plan.simulate().ends, key=lambda a: (ends[a], a.stage)):
             self.do(action)
 
-    def do(self, action: Action) -> None:
+    def do(self, action: ScheduleAction) -> None:
         kind, s, i = action
-        if kind == "R":  # inputs are kept until the backward pass, which needs them
-            return
         rank, last = s % self.pipe.ranks, len(self.pipe.parts) - 1
         batch, key = self._given(s, i)
         if kind == "F":

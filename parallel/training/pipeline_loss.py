@@ -26,7 +26,7 @@ from ..mesh.mesh_transfer import assembled
 from ..mesh.sharded_array import sharded_array
 from ..sharding.placement import Placement, Shard, Sharding
 from ..transforms.pipeline_schedules import Schedule, schedule
-from .pipeline import Pipeline, Run, Stage
+from .pipeline import Pipeline, PipelineRun, Stage
 
 
 def pipeline(
@@ -140,7 +140,7 @@ def pipeline(
         params, shared, x, y = trees.tree_map(stop_gradient, args)
         held = placed(params, shared)
         given = cut(x, pipe.parts[0])
-        one = Run(pipe, held, cut(y, pipe.parts[last]), None, None, None, given)
+        one = PipelineRun(pipe, held, cut(y, pipe.parts[last]), None, None, None, given)
         one.seen = (last,)
         one.all(plan)
         pipe.peak = tuple(one.peak)

@@ -25,7 +25,7 @@ from .data.loader import Batch, Loader
 from .data.sampler import Sampler
 from .data.sources import Source
 from .nonfinite import are_finite
-from .step import Recipe
+from .step import TrainingConfig
 
 
 class Session:
@@ -33,7 +33,7 @@ class Session:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: TrainingConfig,
         mesh: Mesh | None,
         source: Source,
         sampler: Sampler,

@@ -32,7 +32,7 @@ from .data.sampler import Sampler
 from .data.sources import Source
 from .pipeline import Pipeline, Stage
 from .session import Session, check_meshes
-from .step import Recipe, sample_keys
+from .step import TrainingConfig, sample_keys
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,12 @@ class Pipelining:
 
 
 def session_of(
-    recipe: Recipe, pipelining: Pipelining | None, mesh: Mesh | None, source: Source, sampler: Sampler, **sizes: Any
+    recipe: TrainingConfig,
+    pipelining: Pipelining | None,
+    mesh: Mesh | None,
+    source: Source,
+    sampler: Sampler,
+    **sizes: Any,
 ) -> Session:
     """A session on this mesh: with stages where plan and mesh have them."""
     if mesh is None or "pp" not in recipe.plan.parts or AXES["pp"] not in mesh.names:
@@ -69,7 +74,7 @@ def session_of(
 class StagedSession(Session):
     """A session of a pipeline."""
 
-    def __init__(self, recipe: Recipe, mesh: Mesh, *args: Any, pipelining: Pipelining, **sizes: Any) -> None:
+    def __init__(self, recipe: TrainingConfig, mesh: Mesh, *args: Any, pipelining: Pipelining, **sizes: Any) -> None:
         axis = AXES["pp"]
         self.pipelining, self.ranks = pipelining, mesh.describe()[axis]
         self.count = self.ranks * pipelining.chunks
@@ -184,9 +189,9 @@ class StagedSession(Session):
 
     def _resting(self, tree: Any) -> Any:
         self._learn(tree["params"])
-        places = trees.map_with_path(lambda path, x: _Leaf(path, x), tree)
+        places = trees.map_with_path(lambda path, x: _PathLeaf(path, x), tree)
 
-        def on(part: int, leaf: _Leaf | None) -> Any:
+        def on(part: int, leaf: _PathLeaf | None) -> Any:
             return None if leaf is None else self.recipe.sharding(leaf.path, leaf.x, self.parts[part])
 
         return self._walk([places], lambda k, row: on(self.owner[k], row[0]), lambda row: on(0, row[0]))
@@ -269,7 +274,7 @@ class StagedSession(Session):
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class _PathLeaf:
     """A leaf with its path, as a leaf itself."""
 
     path: trees.Path

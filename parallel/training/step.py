@@ -50,7 +50,7 @@ divided by the weight too."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingConfig:
     """The configuration of a step, which is the same for all steps: options of ``mt.Trainer`` under their names."""
 
     loss: Loss

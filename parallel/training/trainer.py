@@ -36,7 +36,7 @@ from .recovery import Recovery
 from .run_checkpoints import RunCheckpoints
 from .session import Session
 from .stages import Pipelining, session_of
-from .step import Loss, Recipe
+from .step import Loss, TrainingConfig
 
 
 class Trainer(RunCheckpoints):
@@ -195,7 +195,9 @@ class Trainer(RunCheckpoints):
         if job is not None and resume == "auto":
             resume = job.resume
         plan = of_any_model(plan)
-        self.recipe = Recipe(loss, optimizer, plan, Precision.of(precision), zero, clip, ema, trainable, on_nonfinite)
+        self.recipe = TrainingConfig(
+            loss, optimizer, plan, Precision.of(precision), zero, clip, ema, trainable, on_nonfinite
+        )
         self.pipelining = None if stages is None else Pipelining(stages, schedule, chunks)
         self.mesh = mesh
         self.source = as_source(data)
@@ -494,6 +496,7 @@ class Trainer(RunCheckpoints):
                 counts["skipped"] = at.skipped
             self._log({**meter.means(rows), **counts})
         if wrong is not None:
+            self._let_land()  # what is being written counts
             wrong.args = (
                 f"{wrong}; the newest checkpoint is {self.newest() or 'none'}. A smaller learning rate or clip= may help; "
                 "mt.detect_anomaly() finds the op",

@@ -2,8 +2,7 @@
 
 A schedule is a matrix of actions, one row a rank: ``F3`` is the forward pass of micro-batch 3, ``B3`` its backward
 pass, ``I3`` and ``W3`` the two halves of that (the cotangent of the input, which the stage before waits for, and those
-of the parameters, for which no stage waits), ``R3`` drops the input of the forward pass of micro-batch 3. With
-``chunks`` a rank has several stages: stage ``c * ranks + rank`` is its ``c``-th.
+of the parameters, for which no stage waits). With ``chunks`` a rank has several stages: stage ``c * ranks + rank`` is its ``c``-th.
 
 ==================  ============================================  ================================  ==========================
 kind                order                                         idle time, in stage times         stages' activations held
@@ -28,8 +27,8 @@ from typing import NamedTuple
 KINDS = ("fthenb", "1f1b", "interleaved", "zerobubble")
 
 
-class Action(NamedTuple):
-    """One action of a rank: ``kind`` is ``"F"``, ``"B"``, ``"I"``, ``"W"`` or ``"R"``."""
+class ScheduleAction(NamedTuple):
+    """One action of a rank: ``kind`` is ``"F"``, ``"B"``, ``"I"`` or ``"W"``."""
 
     kind: str
     stage: int
@@ -43,7 +42,7 @@ class Simulation(NamedTuple):
     """A simulated schedule: the end of each action, the total time, the idle time of the worst rank, and the peak
     number of activations on each rank."""
 
-    ends: Mapping[Action, float]
+    ends: Mapping[ScheduleAction, float]
     time: float
     idle: float
     peak: tuple[int, ...]
@@ -59,7 +58,7 @@ class Schedule:
     kind: str
     stages: int
     micros: int
-    rows: tuple[tuple[Action, ...], ...]
+    rows: tuple[tuple[ScheduleAction, ...], ...]
 
     def check(self) -> Schedule:
         """Itself. Raises ``ValueError`` where an action is missing, doubled or in vain, or ranks would wait for each other for
@@ -67,7 +66,7 @@ class Schedule:
         wanted = {("F", i, j) for i in range(self.stages) for j in range(self.micros)}
         halves = any(a.kind == "W" for row in self.rows for a in row)
         wanted |= {(k, i, j) for _, i, j in wanted for k in ("IW" if halves else "B")}
-        done = [tuple(a) for row in self.rows for a in row if a.kind != "R"]
+        done = [tuple(a) for row in self.rows for a in row]
         if len(done) != len(wanted) or set(done) != wanted:
             raise ValueError(f"{self.kind}: actions are missing or doubled")
         for rank, row in enumerate(self.rows):
@@ -83,9 +82,9 @@ class Schedule:
         33.0
         """
         share = self.stages // len(self.rows)
-        cost = {"F": forward / share, "I": backward / share, "W": weight / share, "R": 0.0}
+        cost = {"F": forward / share, "I": backward / share, "W": weight / share}
         cost["B"] = cost["I"] + cost["W"]
-        ends: dict[Action, float] = {}
+        ends: dict[ScheduleAction, float] = {}
         at, clock, busy = [0] * len(self.rows), [0.0] * len(self.rows), [0.0] * len(self.rows)
         back = "I" if any(a.kind == "I" for row in self.rows for a in row) else "B"
         held, peak = [0] * len(self.rows), [0] * len(self.rows)
@@ -97,14 +96,12 @@ class Schedule:
                     a = row[at[rank]]
                     needs = []
                     if a.kind == "F" and a.stage:
-                        needs = [Action("F", a.stage - 1, a.micro)]
+                        needs = [ScheduleAction("F", a.stage - 1, a.micro)]
                     elif a.kind == back:
-                        needs = [Action("F", a.stage, a.micro)]
-                        needs += [Action(back, a.stage + 1, a.micro)] if a.stage + 1 < self.stages else []
+                        needs = [ScheduleAction("F", a.stage, a.micro)]
+                        needs += [ScheduleAction(back, a.stage + 1, a.micro)] if a.stage + 1 < self.stages else []
                     elif a.kind == "W":
-                        needs = [Action(back, a.stage, a.micro)]
-                    elif a.kind == "R":
-                        needs = [Action("F", a.stage, a.micro)]
+                        needs = [ScheduleAction(back, a.stage, a.micro)]
                     if any(n not in ends for n in needs):
                         break
                     clock[rank] = max([clock[rank], *(ends[n] for n in needs)]) + cost[a.kind]
@@ -131,7 +128,7 @@ class Schedule:
         ends = self.simulate().ends
         cells: list[dict[int, str]] = [{} for _ in self.rows]
         for a, end in ends.items():
-            steps = {"F": 1, "I": 1, "W": 1, "B": 2, "R": 0}[a.kind]
+            steps = {"F": 1, "I": 1, "W": 1, "B": 2}[a.kind]
             name = str(a) + (chr(ord("a") + a.stage // len(self.rows)) if unit < 1 else "")
             for k in range(steps):
                 cells[a.stage % len(self.rows)][round(end / unit) - steps + k] = name
@@ -145,7 +142,7 @@ class Schedule:
         return self.text()
 
 
-def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bool = False) -> Schedule:
+def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1) -> Schedule:
     """A pipeline schedule.
 
     Parameters
@@ -158,9 +155,6 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bo
         Number of micro-batches.
     chunks
         Stages a rank, for ``"interleaved"``, whose micro-batches come in multiples of the ranks.
-    release
-        With ``"fthenb"``: drop each stage's input after its forward pass (an action ``R``), where the backward pass does not need
-        it or can make it again.
 
     Raises
     ------
@@ -183,17 +177,11 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1, release: bo
         raise ValueError(f"chunks are for 'interleaved' schedules, got {chunks} with {kind!r}")
     if kind == "interleaved" and micros % ranks:
         raise ValueError(f"an interleaved schedule takes micro-batches in multiples of its {ranks} ranks, got {micros}")
-    if release and kind != "fthenb":
-        raise ValueError(f"inputs are released in 'fthenb' schedules, not in {kind!r}")
     make = {"fthenb": _fthenb, "1f1b": _one_each, "zerobubble": _zerobubble}.get(kind)
     if make is None:
         rows = [_interleaved(s, ranks, micros, chunks) for s in range(ranks)]
     else:
         rows = [make(s, ranks, micros) for s in range(ranks)]
-    if release:
-        rows = [
-            [x for a in row for x in ([a, Action("R", a.stage, a.micro)] if a.kind == "F" else [a])] for row in rows
-        ]
     return Schedule(kind, ranks * chunks, micros, tuple(map(tuple, rows)))
 
 
@@ -206,40 +194,40 @@ def warm_up(rank: int, ranks: int, micros: int) -> int:
     return min(ranks - rank - 1, micros)
 
 
-def _fthenb(s: int, ranks: int, micros: int) -> list[Action]:
-    return [Action("F", s, i) for i in range(micros)] + [Action("B", s, i) for i in range(micros)]
+def _fthenb(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
+    return [ScheduleAction("F", s, i) for i in range(micros)] + [ScheduleAction("B", s, i) for i in range(micros)]
 
 
-def _one_each(s: int, ranks: int, micros: int) -> list[Action]:
+def _one_each(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
     start = warm_up(s, ranks, micros)
-    row = [Action("F", s, i) for i in range(start)]
+    row = [ScheduleAction("F", s, i) for i in range(start)]
     for i in range(micros - start):
-        row += [Action("F", s, start + i), Action("B", s, i)]
-    return row + [Action("B", s, i) for i in range(micros - start, micros)]
+        row += [ScheduleAction("F", s, start + i), ScheduleAction("B", s, i)]
+    return row + [ScheduleAction("B", s, i) for i in range(micros - start, micros)]
 
 
-def _zerobubble(s: int, ranks: int, micros: int) -> list[Action]:
-    row: list[Action] = []
-    put_off: list[Action] = []
+def _zerobubble(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
+    row: list[ScheduleAction] = []
+    put_off: list[ScheduleAction] = []
     for a in _one_each(s, ranks, micros):
         if a.kind == "F":
             row.append(a)
             continue
-        row.append(Action("I", s, a.micro))
-        put_off.append(Action("W", s, a.micro))
+        row.append(ScheduleAction("I", s, a.micro))
+        put_off.append(ScheduleAction("W", s, a.micro))
         # A rank that starts late has room for as many activations as it started fewer micro-batches.
         if len(put_off) > s or a.micro >= micros - (ranks - s - 1):
             row.append(put_off.pop(0))
     return row + put_off
 
 
-def _interleaved(s: int, ranks: int, micros: int, chunks: int) -> list[Action]:
+def _interleaved(s: int, ranks: int, micros: int, chunks: int) -> list[ScheduleAction]:
     total = micros * chunks
 
-    def nth(k: int, kind: str) -> Action:
+    def nth(k: int, kind: str) -> ScheduleAction:
         chunk = k // ranks % chunks
         chunk = chunk if kind == "F" else chunks - 1 - chunk
-        return Action(kind, chunk * ranks + s, k // (ranks * chunks) * ranks + k % ranks)
+        return ScheduleAction(kind, chunk * ranks + s, k // (ranks * chunks) * ranks + k % ranks)
 
     start = min(total, 2 * (ranks - s - 1) + (chunks - 1) * ranks) if chunks > 1 else warm_up(s, ranks, micros)
     row = [nth(k, "F") for k in range(start)]

@@ -13,20 +13,21 @@ from ...arrays.core.errors import MeshError, ShardingConflict, check_function
 from ...arrays.core.op import Op, recording, state
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
-from ...autodiff.captures.captures import Outside, captures_of
+from ...autodiff.captures.cache import CachedCaptures
+from ...autodiff.captures.captures import captures_of
 from ...autodiff.captures.lost_writes import noting_logs
 from ...autodiff.captures.static_results import ARRAY, filled, static
-from ...autodiff.compiler.determinism import Chance
+from ...autodiff.compiler.determinism import ImpurityCheck
 from ...autodiff.compiler.signature import as_array, leaf_key, read_too
 from ...autodiff.tape.function_wrapper import Wrapper
 from ..mesh.mesh import Mesh
 from ..sharding.placement import Partial, Placement, Replicate, Shard, Sharding
-from ..spmd.per_rank_op import RankCode
+from ..spmd.per_rank_op import TracedShardMap
 from ..spmd.rank_trace import RankTrace
 from ..spmd.rank_tracer import RankTracer
 
 
-class _Derived:
+class _DerivedNotes:
     """Notices results that are computed, while the code is traced, from arrays around it: they are right for this call alone."""
 
     def __init__(self, known: Sequence[Array]) -> None:
@@ -52,8 +53,8 @@ class ShardMapped(Wrapper):
             raise MeshError(f"[shard_map] the second argument is a Mesh, got {type(mesh).__name__}")
         self._fn, self.mesh = fn, mesh
         self._in, self._out = in_placements, out_placements
-        self._cache: dict[Any, tuple[RankCode, trees.TreeDef, list[Any]]] = {}
-        self._outside = Outside(self._fn)
+        self._cache: dict[Any, tuple[TracedShardMap, trees.TreeDef, list[Any]]] = {}
+        self._outside = CachedCaptures(self._fn)
         self._unsettled = 0  # traces in succession that are not to be used again
         functools.update_wrapper(self, fn, updated=())
 
@@ -76,7 +77,7 @@ class ShardMapped(Wrapper):
         key = (treedef, keys, reads.key, state.device)
         found = self._cache.get(key)
         if found is None:
-            chance = Chance(reads, leaves)
+            chance = ImpurityCheck(reads, leaves)
             *found, keep = self._traced(args, kwargs, leaves, treedef, [x for x, _ in reads.arrays], reads.around)  # type: ignore[assignment]
             changed = reads.changed_since(lambda: captures_of(self._fn, read_too(leaves, treedef)))
             if changed is None and chance.draws():
@@ -135,9 +136,9 @@ class ShardMapped(Wrapper):
             result[:] = out_def, [ARRAY if isinstance(x, Array) else x for x in outs], layouts
             return lifted
 
-        derived = _Derived(known)
+        derived = _DerivedNotes(known)
         with recording(derived), noting_logs(derived):
-            code = RankCode(
+            code = TracedShardMap(
                 name,
                 self.mesh,
                 in_avals,

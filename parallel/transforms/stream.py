@@ -37,22 +37,22 @@ from ..base.device_memory import current_memory, on_host
 from ..execution.executor import Prepared
 from ..mesh.mesh import Mesh
 from ..partition.partition import partition
-from ..partition.rank_program import Local, RankProgram
+from ..partition.rank_program import LocalCall, RankProgram
 from ..partition.streaming_passes import Pass, passes_of
 from ..sharding.placement import REDUCERS, REPLICATED, Layout, Sharding, block_box, make_layout
-from .stream_store import Parts, Stored, Target, committed, open_array, refuse_existing, scratch_room
+from .stream_store import PendingStored, Stored, StoreTarget, committed, open_array, refuse_existing, scratch_room
 
 MOST_PARTS = 1 << 16
 _NO_DERIVATIVE = "streams have no derivative; take that of a function of arrays in memory"
 
 
-class _Job(NamedTuple):
+class _StreamJob(NamedTuple):
     """The job of a rank: the program, its virtual ranks, sources of inputs, targets of outputs, and names of axes."""
 
     program: RankProgram
     virtual: tuple[int, ...]
     inputs: tuple[Any, ...]  # path of a store, contributions in one, or the value itself
-    outputs: tuple[Target | Parts | None, ...]
+    outputs: tuple[StoreTarget | PendingStored | None, ...]
     names: tuple[str, ...]
 
 
@@ -134,7 +134,7 @@ def stream(
     pending = [w and bool(layout.partials) for w, (_, layout) in zip(written, shapes, strict=True)]
     with contextlib.ExitStack() as stack:
         room = stack.enter_context(scratch_room(scratch, paths, mesh, any(by_store) or any(pending)))
-        targets: list[Target | None] = []
+        targets: list[StoreTarget | None] = []
         for path, w, (aval, layout) in zip(paths, written, shapes, strict=True):
             chunks = block_box(layout, last.sizes, aval.shape, 0).shape if w else aval.shape
             targets.append(None if path is None else stack.enter_context(committed(path, aval, chunks)))
@@ -160,7 +160,7 @@ def _run_passes(
     program: Program,
     mesh: Mesh,
     parts: int,
-    results: Sequence[Target | None],
+    results: Sequence[StoreTarget | None],
     room: str | None,
 ) -> list[Any]:
     """All passes over the blocks: the results of the last, None for those that were written."""
@@ -178,14 +178,14 @@ def _run_passes(
             elif targets is None and not layout.partials:
                 outputs.append(results[i])
             else:
-                outputs.append(Parts.create(f"{room}/{len(sources)}-{i}", p, v))
+                outputs.append(PendingStored.create(f"{room}/{len(sources)}-{i}", p, v))
         values = _run_pass(p, mesh, parts, sources, outputs)
         found = [x if o is None else o for x, o in zip(values, outputs, strict=True)]
         if targets is not None:
             sources.update(zip(targets, found, strict=True))
             continue
         for i, (v, o) in enumerate(zip(p.outputs, outputs, strict=True)):
-            if isinstance(o, Parts):  # contributions are joined when they are read again
+            if isinstance(o, PendingStored):  # contributions are joined when they are read again
                 layouts = {v: p.layouts[v].reduced()}
                 join = RankProgram(
                     p.sizes, (v,), (), (v,), {v: program.avals[program.outputs[i]]}, layouts, name="stream"
@@ -195,13 +195,18 @@ def _run_passes(
 
 
 def _run_pass(
-    p: RankProgram, mesh: Mesh, parts: int, sources: Mapping[int, Any], outputs: Sequence[Target | Parts | None]
+    p: RankProgram,
+    mesh: Mesh,
+    parts: int,
+    sources: Mapping[int, Any],
+    outputs: Sequence[StoreTarget | PendingStored | None],
 ) -> list[np.ndarray | None]:
     """One pass over the blocks: its outputs, joined; None for those that go to ``outputs``."""
     inputs = tuple(sources[v] for v in p.inputs)
     names = (*mesh.names, "block")
     payloads = {
-        r: _Job(p, tuple(range(r * parts, (r + 1) * parts)), inputs, tuple(outputs), names) for r in _needed(p, mesh)
+        r: _StreamJob(p, tuple(range(r * parts, (r + 1) * parts)), inputs, tuple(outputs), names)
+        for r in _needed(p, mesh)
     }
     found: dict[int, list[Any]] = {}
     for part in mesh.run_on_blocks(_run_blocks, [], payloads):
@@ -238,6 +243,7 @@ def _traced(fn: Callable[..., Any], leaves: Sequence[Any], treedef: trees.TreeDe
     others = [r for r in state.recorders if not isinstance(r, Tape)]
     with not_recording(*others) if others else contextlib.nullcontext(), recording(trace):
         result = fn(*trees.unflatten(treedef, list(map(stand_in, leaves))))
+    trace.check_refusals()
     outs, result_def = trees.flatten(result)
     outputs = [trace._var(o) for o in outs if isinstance(o, Array)]
     for lifted in trace.lifted.values():
@@ -304,7 +310,7 @@ def _peak(p: RankProgram) -> int:
     alive = set(p.inputs) | set(p.constants)
     most = sum(map(size, alive))
     for s, frees in zip(p.steps, p.frees, strict=True):
-        alive |= set(s.outputs if isinstance(s, Local) else [m.target for m in s.moves])
+        alive |= set(s.outputs if isinstance(s, LocalCall) else [m.target for m in s.moves])
         most = max(most, sum(map(size, alive)))
         alive -= set(frees)
     return most
@@ -351,18 +357,20 @@ def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh,
 # ----- on the workers -----------------------------------------------------------------------------------------------------
 
 
-def _run_blocks(payloads: Mapping[int, _Job], blocks: Any) -> dict[int, list[Any]]:
+def _run_blocks(payloads: Mapping[int, _StreamJob], blocks: Any) -> dict[int, list[Any]]:
     """Run the virtual ranks of one process's ranks one after the other, and join pending reductions."""
     return {r: _run_rank(job) for r, job in payloads.items()}
 
 
-def _run_rank(job: _Job) -> list[Any]:
+def _run_rank(job: _StreamJob) -> list[Any]:
     p, memory = job.program, current_memory()
     sources = [
-        open_array(x.path) if isinstance(x, Parts) else open_array(x) if isinstance(x, str) else x for x in job.inputs
+        open_array(x.path) if isinstance(x, PendingStored) else open_array(x) if isinstance(x, str) else x
+        for x in job.inputs
     ]
     targets = [
-        open_array(o.path, "r+") if isinstance(o, Parts) else None if o is None else o.open() for o in job.outputs
+        open_array(o.path, "r+") if isinstance(o, PendingStored) else None if o is None else o.open()
+        for o in job.outputs
     ]
     homes = tuple(range(math.prod(p.sizes)))
     last = len(p.sizes) - 1
@@ -371,18 +379,18 @@ def _run_rank(job: _Job) -> list[Any]:
         inputs = []
         for v, x, how in zip((*p.inputs, *p.constants), sources, job.inputs, strict=True):
             box = block_box(p.layouts[v], p.sizes, p.avals[v].shape, virtual)
-            found = how.read(x, box, p.avals[v].dtype) if isinstance(how, Parts) else np.asarray(x[box.slices])
+            found = how.read(x, box, p.avals[v].dtype) if isinstance(how, PendingStored) else np.asarray(x[box.slices])
             inputs.append({virtual: memory.put(found)})
         prepared = Prepared(p, (virtual,), homes, job.names, memory)
         for i, (v, found) in enumerate(zip(p.outputs, prepared.run(inputs), strict=True)):
             layout, block = p.layouts[v], on_host(found[virtual])
             out = job.outputs[i]
-            if isinstance(out, Target):
+            if isinstance(out, StoreTarget):
                 out.check()
             if out is not None:
                 box = block_box(layout, p.sizes, p.avals[v].shape, virtual)
                 with writing(out.path):
-                    if block.size and isinstance(out, Parts):
+                    if block.size and isinstance(out, PendingStored):
                         out.write(targets[i], box, np.unravel_index(virtual, p.sizes), block)
                     elif block.size:
                         targets[i][box.slices] = block

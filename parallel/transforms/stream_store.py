@@ -136,7 +136,7 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
 
 
 @dataclass(frozen=True)
-class Target:
+class StoreTarget:
     """A Zarr array that ranks fill, one chunk a block, so that no two ranks write to one chunk. It has no metadata, and
     so is no array, before :func:`committed` ends."""
 
@@ -163,13 +163,15 @@ class Target:
 
 
 @contextmanager
-def committed(path: str, aval: ShapeDtype, chunks: Sequence[int]) -> Iterator[Target]:
+def committed(path: str, aval: ShapeDtype, chunks: Sequence[int]) -> Iterator[StoreTarget]:
     """An atomic new array at ``path``: after an error in the context there is nothing, and a killed process leaves no
     array. A directory is filled under a temporary name (:mod:`~meshtape.storage.commit.directory_commit`); in an object
     store the metadata comes last."""
     where = stores.location(path)
     with _directory(where) as folder:
-        target = Target(path, aval.shape, np.dtype(aval.dtype), tuple(chunks), where if folder is None else folder.root)
+        target = StoreTarget(
+            path, aval.shape, np.dtype(aval.dtype), tuple(chunks), where if folder is None else folder.root
+        )
         yield target
         new_array(target.place, target.shape, target.dtype, target.chunks)
         if folder is not None:
@@ -199,7 +201,7 @@ def _directory(where: str) -> Iterator[atomic_directory.Folder | None]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PendingStored:
     """A value in a store, split over blocks, with all contributions of its pending ``axes``: these are the first
     dimensions of the stored array. ``op`` joins the contributions."""
 
@@ -208,7 +210,7 @@ class Parts:
     op: str | None
 
     @classmethod
-    def create(cls, path: str, p: RankProgram, v: int) -> Parts:
+    def create(cls, path: str, p: RankProgram, v: int) -> PendingStored:
         """Create the array for an output of a program."""
         layout, aval = p.layouts[v], p.avals[v]
         parts = cls(path, tuple(a for a, _ in layout.partials), next((op for _, op in layout.partials), None))
@@ -327,7 +329,12 @@ def _created(place: Mapping[str, Any], shape: tuple[int, ...], dtype: np.dtype, 
     from ...storage.format import zarr_dtypes  # noqa: F401
 
     return zarr.create_array(
-        place["store"], name=place.get("path"), shape=shape, chunks=tuple(max(n, 1) for n in chunks), dtype=dtype
+        place["store"],
+        name=place.get("path"),
+        shape=shape,
+        chunks=tuple(max(n, 1) for n in chunks),
+        dtype=dtype,
+        config={"write_empty_chunks": True},  # so that one which is not there is lost
     )
 
 

@@ -18,7 +18,7 @@ _MAGIC = b"MTX2"
 SIZE = _HEAD.size
 
 
-class Place(NamedTuple):
+class FramePosition(NamedTuple):
     """The position of a process: the number of the run, the turn of a loop within it, the step of the program."""
 
     run: int
@@ -35,13 +35,13 @@ class Head(NamedTuple):
     kind: bytes
     epoch: int
     group: bytes
-    place: Place
+    place: FramePosition
     process: int
     length: int
     what: str
 
 
-def pack(kind: bytes, epoch: int, group: bytes, place: Place, process: int, length: int, what: str) -> bytes:
+def pack(kind: bytes, epoch: int, group: bytes, place: FramePosition, process: int, length: int, what: str) -> bytes:
     """The bytes of a head. ``what`` is cut to 64 bytes."""
     label = what.encode()[:64]
     return _HEAD.pack(_MAGIC, kind, epoch, group, *place, process, length, label)
@@ -53,4 +53,4 @@ def unpack(raw: bytes | bytearray | memoryview) -> Head | None:
     if magic != _MAGIC or kind not in (DATA, ABORT) or (kind == ABORT and length > TEXT_LIMIT):
         return None
     what = label.rstrip(b"\0").decode(errors="replace")
-    return Head(kind, epoch, group, Place(run, turn, step), process, length, what)
+    return Head(kind, epoch, group, FramePosition(run, turn, step), process, length, what)

@@ -1,4 +1,4 @@
-"""Transports between the processes of a mesh: the :class:`Transport` protocol, and :class:`Group` over links.
+"""Transports between the processes of a mesh: the :class:`Transport` protocol, and :class:`LinkGroup` over links.
 
 The one primitive is an *exchange*: send batches to some processes, and fill sinks with the batches of others. All
 collectives are made of it. Sends and receives of one exchange overlap, by polling descriptors; no thread is started.
@@ -15,18 +15,18 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from ...arrays.core.errors import CollectiveMismatch, CollectiveTimeout, RankLost
-from ..collectives.pieces import Batch, Sink, Target, expected, nbytes
+from ..collectives.pieces import ArraySink, Batch, BatchSink, expected, nbytes
 from . import frames
-from .frames import Place
+from .frames import FramePosition
 from .links import Link
-from .spin_poller import Waiter
+from .spin_poller import SpinPoller
 from .streams import say_abort
 
 SMALL = 32 << 10
 """Messages up to this many bytes travel with their head."""
 
 Sends: TypeAlias = Mapping[int, Sequence["Batch | np.ndarray"]]
-Receives: TypeAlias = Mapping[int, Sequence["Sink | np.ndarray"]]
+Receives: TypeAlias = Mapping[int, Sequence["BatchSink | np.ndarray"]]
 
 
 class Transport(Protocol):
@@ -63,7 +63,7 @@ class Transport(Protocol):
         """Free connections and memory."""
 
 
-class Group:
+class LinkGroup:
     """A :class:`Transport` with one :class:`Link` to each other process that it exchanges with.
 
     ``mesh`` and ``epoch`` identify the mesh and its epoch, ``ranks`` names each process in errors. ``connect`` makes
@@ -86,16 +86,16 @@ class Group:
         self.mesh, self.epoch, self.process, self._ranks = mesh, epoch, process, ranks
         self.links: dict[int, Link] = {}
         self._by_fd: dict[int, Link] = {}
-        self._waiter = Waiter()
+        self._waiter = SpinPoller()
         self.eager = True
         # Bytes that another thread of this process moves come sooner if this one does not hold the interpreter.
         self._apart = True
-        self._place, self._timeout = Place(0, 0, 0), 60.0
+        self._place, self._timeout = FramePosition(0, 0, 0), 60.0
         self._what, self._expect = "", dict[int, int]()
         self._ready: list[Link] = []
 
     def begin(self, run: int, timeout: float) -> None:
-        self._place, self._timeout = Place(run, 0, 0), timeout
+        self._place, self._timeout = FramePosition(run, 0, 0), timeout
 
     def turn(self, number: int) -> None:
         self._place = self._place._replace(turn=number)
@@ -140,7 +140,7 @@ class Group:
     # ----- the exchange -----------------------------------------------------------------------------------------------
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
-        self._place = place = Place(self._place.run, self._place.turn, step)
+        self._place = place = FramePosition(self._place.run, self._place.turn, step)
         self._what = what
         if not (self.links.keys() >= sends.keys() and self.links.keys() >= receives.keys()):
             self.connect({**sends, **receives})
@@ -161,7 +161,7 @@ class Group:
             sinks, small, due = None, None, b""
             if p in receives:
                 receiving[p] = link
-                sinks = [Target(s) if isinstance(s, np.ndarray) else s for s in receives[p]]
+                sinks = [ArraySink(s) if isinstance(s, np.ndarray) else s for s in receives[p]]
                 self._expect[p] = size = expected(sinks)
                 small = size if size <= SMALL else None
                 due = frames.pack(frames.DATA, self.epoch, self.mesh, place, p, size, what)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..collectives.pieces import QUANTUM, Batch, Sink, bytes_of, chunk_of, chunks, incoming, outgoing
+from ..collectives.pieces import QUANTUM, Batch, BatchSink, bytes_of, chunk_of, chunks, incoming, outgoing
 from . import frames
-from .streams import Stream
+from .streams import PeerStream
 
 Check = Callable[["Link", frames.Head | None], None]
 """Checks a received head; raises for an unexpected one."""
@@ -26,7 +26,7 @@ class Small:
 
     __slots__ = ("_i", "_j", "_offset", "_sinks", "got", "raw")
 
-    def __init__(self, sinks: Sequence[Sink], size: int) -> None:
+    def __init__(self, sinks: Sequence[BatchSink], size: int) -> None:
         self.raw = memoryview(bytearray(frames.SIZE + size))
         self.got = 0
         self._sinks, self._offset, self._i, self._j = sinks, frames.SIZE, 0, 0
@@ -55,7 +55,7 @@ class Link(ABC):
         """Whether bytes move without the help of another thread of this process."""
         return self.stream.apart
 
-    def __init__(self, peer: int, stream: Stream) -> None:
+    def __init__(self, peer: int, stream: PeerStream) -> None:
         self.peer, self.stream = peer, stream
         stream.trust()
         self.stalled = False
@@ -73,7 +73,7 @@ class Link(ABC):
         self,
         head: bytes | None,
         batches: Sequence[Batch],
-        sinks: Sequence[Sink] | None,
+        sinks: Sequence[BatchSink] | None,
         small: int | None,
         expected: bytes = b"",
     ) -> None:
@@ -127,7 +127,7 @@ class Link(ABC):
 class StreamLink(Link):
     """A link that sends everything through the stream, and receives it right into the sinks' memory."""
 
-    def __init__(self, peer: int, stream: Stream) -> None:
+    def __init__(self, peer: int, stream: PeerStream) -> None:
         super().__init__(peer, stream)
         self._into: memoryview | None = None
         self._got = 0
@@ -206,13 +206,13 @@ class StreamLink(Link):
         rest = self.stream.read(length - len(here), 1.0) if len(here) < length else b""
         return (here + rest).decode(errors="replace")
 
-    def _room(self, sink: Sink, k: int) -> np.ndarray:
+    def _room(self, sink: BatchSink, k: int) -> np.ndarray:
         if self._scratch is None:
             self._scratch = np.empty(QUANTUM, np.uint8)
         return shaped(self._scratch, sink, k)
 
 
-def send(stream: Stream, views: deque[memoryview]) -> None:
+def send(stream: PeerStream, views: deque[memoryview]) -> None:
     """Send some of these bytes, and remove them. Raises ``BlockingIOError`` if nothing can be sent."""
     n = stream.send(views if len(views) == 1 else list(views))
     while n:
@@ -223,7 +223,7 @@ def send(stream: Stream, views: deque[memoryview]) -> None:
             n = 0
 
 
-def shaped(memory: np.ndarray, sink: Sink, k: int) -> np.ndarray:
+def shaped(memory: np.ndarray, sink: BatchSink, k: int) -> np.ndarray:
     """The first bytes of ``memory`` in the shape of a sink's ``k``-th chunk."""
     index = chunks(sink.shape, sink.dtype.itemsize)[k]
     shape = sink.shape

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ..base.settings import number
-from ..collectives.pieces import QUANTUM, Sink
+from ..collectives.pieces import QUANTUM, BatchSink
 from .links import shaped
 
 ROOT = Path("/dev/shm")
@@ -92,7 +92,7 @@ class SharedSlots:
 
     by_reference = False
 
-    def __init__(self, segment: Segment, direction: int) -> None:
+    def __init__(self, segment: SharedSegment, direction: int) -> None:
         self._segment = segment
         memory = np.frombuffer(segment.map, np.uint8)
         self.count = len(memory) // (2 * QUANTUM)
@@ -103,7 +103,7 @@ class SharedSlots:
         memory = self._slots[slot][: chunk.nbytes]
         np.copyto(memory.view(chunk.dtype).reshape(chunk.shape), chunk)
 
-    def view(self, slot: int, sink: Sink, k: int) -> np.ndarray:
+    def view(self, slot: int, sink: BatchSink, k: int) -> np.ndarray:
         return shaped(self._slots[slot], sink, k)
 
     def taken(self, slot: int) -> None:
@@ -114,7 +114,7 @@ class SharedSlots:
         self._segment.close()
 
 
-class Segment:
+class SharedSegment:
     """A piece of shared memory, slots in both directions: made by one process under a name of its own, opened by one other."""
 
     def __init__(self, fd: int, name: str, size: int, taken: int = 0) -> None:
@@ -125,7 +125,7 @@ class Segment:
             os.close(fd)
 
     @classmethod
-    def create(cls) -> Segment:
+    def create(cls) -> SharedSegment:
         """A new one. Raises ``OSError`` where there is no room: all of it is there from the start, as a later lack would end
         the process with a signal."""
         _sweep()
@@ -147,7 +147,7 @@ class Segment:
             raise
 
     @classmethod
-    def open(cls, name: str) -> Segment:
+    def open(cls, name: str) -> SharedSegment:
         """One that another process made. Raises ``OSError``."""
         if not name.startswith(_PREFIX) or "/" in name:
             raise OSError(f"{name!r} is no segment's name")
@@ -193,7 +193,7 @@ class LocalSlots:
     def put(self, slot: int, chunk: np.ndarray) -> None:
         self._slots[slot] = chunk
 
-    def view(self, slot: int, sink: Sink, k: int) -> np.ndarray:
+    def view(self, slot: int, sink: BatchSink, k: int) -> np.ndarray:
         chunk = self._slots[slot]
         assert chunk is not None
         return chunk

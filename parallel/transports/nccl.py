@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import BackendError, CollectiveTimeout, RankLost
-from ..collectives.pieces import Sink, Target, chunks
-from .group import Group, Receives, Sends
+from ..collectives.pieces import ArraySink, BatchSink, chunks
+from .group import LinkGroup, Receives, Sends
 
 
 def nccl() -> Any:
@@ -44,7 +44,7 @@ class NcclGroup:
 
     def __init__(
         self,
-        host: Group,
+        host: LinkGroup,
         process: int,
         count: int,
         timeout: float = 60.0,
@@ -98,13 +98,13 @@ class NcclGroup:
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
         batches = {p: [b if isinstance(b, tuple) else (b,) for b in found] for p, found in sends.items()}
-        sinks: dict[int, list[Sink]] = {
-            p: [s if hasattr(s, "accept") else Target(s) for s in found]  # type: ignore[arg-type]
+        sinks: dict[int, list[BatchSink]] = {
+            p: [s if hasattr(s, "accept") else ArraySink(s) for s in found]  # type: ignore[arg-type]
             for p, found in receives.items()
         }
         self._agree(step, what, batches, sinks)
         self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
-        came: list[tuple[Sink, list[Any]]] = []
+        came: list[tuple[BatchSink, list[Any]]] = []
         calls: list[tuple[Callable[..., None], Any, int]] = []  # with arrays that live until all is sent
         with self._stream:
             # Allocations, which can fail, come before the group, which would stay open.
@@ -124,7 +124,7 @@ class NcclGroup:
         self._wait(what)
         self._hand_out(came)
 
-    def _agree(self, step: int, what: str, batches: Mapping[int, Any], sinks: Mapping[int, list[Sink]]) -> None:
+    def _agree(self, step: int, what: str, batches: Mapping[int, Any], sinks: Mapping[int, list[BatchSink]]) -> None:
         """Check that all processes of the exchange are there, at the same step and with the same sizes."""
         mine = {p: [np.array([a.nbytes for b in found for a in b], np.int64)] for p, found in batches.items()}
         want = {p: np.array([_size(s) for s in found for _ in range(s.width)], np.int64) for p, found in sinks.items()}
@@ -149,7 +149,7 @@ class NcclGroup:
             time.sleep(1e-4)
 
     @staticmethod
-    def _hand_out(came: list[tuple[Sink, list[Any]]]) -> None:
+    def _hand_out(came: list[tuple[BatchSink, list[Any]]]) -> None:
         """Give the chunks to their sinks; contributions wait for their turn."""
         todo: list[Callable[[], bool]] = [
             (lambda s=sink, k=k, j=j, c=a[index]: s.accept(k, j, c))  # type: ignore[misc]
@@ -182,7 +182,7 @@ class NcclGroup:
         self._host.close()
 
 
-def _size(sink: Sink) -> int:
+def _size(sink: BatchSink) -> int:
     n = sink.dtype.itemsize
     for k in sink.shape:
         n *= k

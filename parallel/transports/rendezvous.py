@@ -25,12 +25,12 @@ from typing import Any
 
 from ...arrays.core.errors import ClusterError, CollectiveTimeout, RankLost
 from . import comms, listener, memory
-from .group import Group
+from .group import LinkGroup
 from .links import Link, StreamLink
 from .listener import Gate, Listener
 from .shared_memory_link import SlotLink
-from .streams import SocketStream, Stream, TlsStream
-from .unix_socket import Door, enter
+from .streams import PeerStream, SocketStream, TlsStream
+from .unix_socket import UnixListener, enter
 
 Address = tuple[str, int] | str
 """Address of a process's data plane: host and port, or the Dask address of its worker if no port is opened."""
@@ -47,7 +47,7 @@ _DIALS = 16
 """Connections that a process makes at a time."""
 
 
-class _Refused(ConnectionError):
+class _PeerRefused(ConnectionError):
     """The other side is none that this one talks to."""
 
 
@@ -68,7 +68,7 @@ class DataPlane:
         self._tls, self._worker = tls, worker
         self._secrets: dict[bytes, bytes] = {}
         self._arrived: dict[tuple[bytes, int, int], Link] = {}
-        self._groups: dict[tuple[bytes, int], Group] = {}
+        self._groups: dict[tuple[bytes, int], LinkGroup] = {}
         self._stopped: set[tuple[bytes, int]] = set()
         self._left: dict[bytes, str] = {}  # meshes that a worker left, and which
         self._changed = threading.Condition()
@@ -77,7 +77,7 @@ class DataPlane:
         self._listener: Listener | None = None
         self.address: Address = worker.address if worker is not None else ""
         if worker is not None:
-            comms.serve(worker, self._gate, self.greet)
+            comms.serve(worker, self._gate, self.accept)
         if host is not None:
             self.listen(host)
 
@@ -87,7 +87,7 @@ class DataPlane:
             self._listener = Listener(host, self._gate, self._wrapped, self._receive)
             self.address = self._listener.address
 
-    def admit(self, mesh: bytes, secret: bytes) -> None:
+    def register_mesh(self, mesh: bytes, secret: bytes) -> None:
         """Admit processes of this mesh, which know its secret."""
         self._secrets[mesh] = secret
 
@@ -100,7 +100,7 @@ class DataPlane:
                 group.shutdown()
             self._changed.notify_all()
 
-    def left(self, mesh: bytes, worker: str) -> None:
+    def on_peer_lost(self, mesh: bytes, worker: str) -> None:
         """End all groups of a mesh, as one of its workers left the cluster. Called by any thread."""
         with self._changed:
             if mesh not in self._secrets:
@@ -119,7 +119,7 @@ class DataPlane:
         """Whether an epoch of a mesh was stopped, or a worker left the mesh."""
         return (mesh, epoch) in self._stopped or mesh in self._left or mesh not in self._secrets
 
-    def dismiss(self, mesh: bytes) -> None:
+    def unregister_mesh(self, mesh: bytes) -> None:
         """Forget a mesh and close its connections."""
         self._secrets.pop(mesh, None)
         with self._changed:
@@ -138,7 +138,7 @@ class DataPlane:
         if self._listener is not None:
             self._listener.close()
         for mesh in list(self._secrets):
-            self.dismiss(mesh)
+            self.unregister_mesh(mesh)
         if self._listener is not None:
             self._listener.join(5)
 
@@ -152,13 +152,13 @@ class DataPlane:
     def _receive(self, sock: socket.socket, proved: Callable[[], None]) -> None:
         try:
             secure = isinstance(sock, ssl.SSLSocket)
-            stream: Stream = TlsStream(sock, listener.GREETING) if secure else SocketStream(sock)  # type: ignore[arg-type]
+            stream: PeerStream = TlsStream(sock, listener.GREETING) if secure else SocketStream(sock)  # type: ignore[arg-type]
         except (OSError, ValueError):  # ValueError: it was closed meanwhile
             sock.close()
             return
-        self.greet(stream, proved)
+        self.accept(stream, proved)
 
-    def greet(self, stream: Stream, proved: Callable[[], None]) -> None:
+    def accept(self, stream: PeerStream, proved: Callable[[], None]) -> None:
         """The accepting side of the handshake, in bounded time. Unauthenticated connections get no answer."""
         deadline = time.monotonic() + listener.GREETING
 
@@ -198,7 +198,7 @@ class DataPlane:
         for pause in _PAUSES:
             try:
                 return self._connect_once(mesh, epoch, process, peer, address, share, timeout)
-            except (_Refused, ConnectionRefusedError):
+            except (_PeerRefused, ConnectionRefusedError):
                 raise
             except ConnectionError:
                 # A crowded listener may have closed it, to let others in.
@@ -210,7 +210,7 @@ class DataPlane:
     ) -> Link:
         secret = self._secrets.get(mesh)
         if secret is None:
-            raise _Refused("the mesh was closed")
+            raise _PeerRefused("the mesh was closed")
         stream = self._dial(address, timeout)
         try:
             nonce = stream.read(32, timeout)
@@ -219,13 +219,13 @@ class DataPlane:
             theirs = hello[32:64]
             stream.write(hello + _proof(secret, b"connect", nonce, hello), timeout)
             if not hmac.compare_digest(stream.read(32, timeout), _proof(secret, b"accept", theirs, hello)):
-                raise _Refused("it does not know the mesh's secret")
+                raise _PeerRefused("it does not know the mesh's secret")
             return _take(stream, peer, timeout)
         except BaseException:
             stream.close()
             raise
 
-    def _dial(self, address: Address, timeout: float) -> Stream:
+    def _dial(self, address: Address, timeout: float) -> PeerStream:
         if isinstance(address, str):
             return comms.connect(self._worker, address, timeout)
         sock = socket.create_connection(address, timeout=timeout)
@@ -247,7 +247,7 @@ class DataPlane:
         ranks: Mapping[int, str],
         timeout: float,
         share: bool = True,
-    ) -> Group:
+    ) -> LinkGroup:
         """This process's place in a mesh, without connections: each is made when it is first used.
 
         ``peers`` gives every process's address, ``ranks`` its name in messages. Each pair has one connection: the process
@@ -259,7 +259,7 @@ class DataPlane:
             return found
         if mesh not in self._secrets:
             raise RankLost(f"{ranks.get(process, 'this process')} forgot the mesh: it was closed")
-        group = Group(
+        group = LinkGroup(
             mesh,
             epoch,
             process,
@@ -281,7 +281,7 @@ class DataPlane:
 
     def _links(
         self,
-        group: Group,
+        group: LinkGroup,
         wanted: Sequence[int],
         peers: Mapping[int, Address],
         ranks: Mapping[int, str],
@@ -335,7 +335,7 @@ class DataPlane:
         """The number of the run and the purpose of the last exchange by mesh (hexadecimal). Called by any thread."""
         return {mesh.hex(): group.last for (mesh, _), group in list(self._groups.items())}
 
-    def current(self, mesh: bytes, epoch: int) -> Group | None:
+    def current(self, mesh: bytes, epoch: int) -> LinkGroup | None:
         """The connections of this epoch, where they are made."""
         return self._groups.get((mesh, epoch))
 
@@ -353,7 +353,7 @@ class DataPlane:
             stream.close()
         return True
 
-    def _wait_for(self, group: Group, p: int, ranks: Mapping[int, str], deadline: float, timeout: float) -> Link:
+    def _wait_for(self, group: LinkGroup, p: int, ranks: Mapping[int, str], deadline: float, timeout: float) -> Link:
         mesh, epoch = group.mesh, group.epoch
         while True:
             with self._changed:
@@ -379,7 +379,7 @@ class DataPlane:
             group.close()
 
 
-def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: bool) -> Link:
+def _offer(stream: PeerStream, peer: int, host: bytes, process_id: bytes, share: bool) -> Link:
     """Offer a faster link than the stream, if there is one; the connecting side accepts or declines."""
     wait = listener.GREETING
     if share and process_id == memory.process_id():
@@ -391,7 +391,7 @@ def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: boo
     elif share and host == memory.host_id():
         segment = None
         with contextlib.suppress(OSError):
-            segment = memory.Segment.create()
+            segment = memory.SharedSegment.create()
         if segment is not None:
             return _share(stream, peer, segment)
         stream.write(_OFFER.pack(_PLAIN, b""), wait)
@@ -402,14 +402,14 @@ def _offer(stream: Stream, peer: int, host: bytes, process_id: bytes, share: boo
     return StreamLink(peer, stream)
 
 
-def _share(stream: Stream, peer: int, segment: memory.Segment) -> Link:
+def _share(stream: PeerStream, peer: int, segment: memory.SharedSegment) -> Link:
     """Offer a segment and, where the stream is TCP in the clear, a door to a connection that costs less."""
     wait = listener.GREETING
     door, taken = None, b""
     try:
         if type(stream) is SocketStream:
             with contextlib.suppress(OSError):
-                door = Door(segment.name)
+                door = UnixListener(segment.name)
         stream.write(_OFFER.pack(_SHARED, segment.name.encode()), wait)
         taken = stream.read(1, wait)
         if taken == _ENTERED and door is not None:
@@ -433,7 +433,7 @@ def _share(stream: Stream, peer: int, segment: memory.Segment) -> Link:
     return StreamLink(peer, stream)
 
 
-def _take(stream: Stream, peer: int, timeout: float) -> Link:
+def _take(stream: PeerStream, peer: int, timeout: float) -> Link:
     """The connecting side of :func:`_offer`."""
     kind, raw = _OFFER.unpack(stream.read(_OFFER.size, timeout))
     name = raw.rstrip(b"\0").decode("ascii", errors="replace")
@@ -444,7 +444,7 @@ def _take(stream: Stream, peer: int, timeout: float) -> Link:
             return SlotLink(peer, stream, slots[1], slots[0])
     elif kind == _SHARED:
         try:
-            segment = memory.Segment.open(name)
+            segment = memory.SharedSegment.open(name)
         except OSError:
             stream.write(b"-", timeout)
         else:

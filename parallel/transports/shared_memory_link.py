@@ -12,13 +12,13 @@ from typing import Protocol
 
 import numpy as np
 
-from ..collectives.pieces import Sink, chunk_of
+from ..collectives.pieces import BatchSink, chunk_of
 from . import frames
 from .links import Check, Link, Small, send
-from .streams import Stream
+from .streams import PeerStream
 
 
-class Slots(Protocol):
+class LinkSlots(Protocol):
     """``count`` slots of memory for chunks, which one process writes and another reads."""
 
     count: int
@@ -27,7 +27,7 @@ class Slots(Protocol):
 
     def put(self, slot: int, chunk: np.ndarray) -> None: ...
 
-    def view(self, slot: int, sink: Sink, k: int) -> np.ndarray:
+    def view(self, slot: int, sink: BatchSink, k: int) -> np.ndarray:
         """The chunk in a slot, in the shape of the ``k``-th chunk of the sink."""
 
     def taken(self, slot: int) -> None:
@@ -45,7 +45,7 @@ _READ = 1 << 17
 class SlotLink(Link):
     """See the module. ``outbox`` has the slots that this process writes, ``inbox`` those of the other."""
 
-    def __init__(self, peer: int, stream: Stream, outbox: Slots, inbox: Slots) -> None:
+    def __init__(self, peer: int, stream: PeerStream, outbox: LinkSlots, inbox: LinkSlots) -> None:
         super().__init__(peer, stream)
         self.outbox, self.inbox = outbox, inbox
         self._free = outbox.count

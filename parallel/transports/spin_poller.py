@@ -27,7 +27,7 @@ this process that has the interpreter meanwhile, like Dask's, makes it some tent
 _FEWEST, _MOST = 8, 32
 
 
-class Waiter:
+class SpinPoller:
     """Waits until one of several descriptors is ready."""
 
     def __init__(self) -> None:

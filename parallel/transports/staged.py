@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..base.device_memory import BlockMemory, on_host
-from ..collectives.pieces import Sink, Target
+from ..collectives.pieces import ArraySink, BatchSink
 from .group import Receives, Sends, Transport
 
 
@@ -38,7 +38,7 @@ class Staged:
             what,
             {p: [tuple(map(staged, b if isinstance(b, tuple) else (b,))) for b in found] for p, found in sends.items()},
             {
-                p: [_Landing(s if hasattr(s, "accept") else Target(s), self._memory) for s in found]
+                p: [_Landing(s if hasattr(s, "accept") else ArraySink(s), self._memory) for s in found]
                 for p, found in receives.items()
             },
         )
@@ -56,7 +56,7 @@ class Staged:
 class _Landing:
     """A sink whose chunks are put on the device before the sink of the device takes them."""
 
-    def __init__(self, sink: Sink, memory: BlockMemory) -> None:
+    def __init__(self, sink: BatchSink, memory: BlockMemory) -> None:
         self._sink, self._memory = sink, memory
         self.shape, self.dtype, self.width = sink.shape, sink.dtype, sink.width
         self._waiting: tuple[tuple[int, int], Any] | None = None  # a chunk whose turn has not come is not copied again

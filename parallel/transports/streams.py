@@ -1,7 +1,7 @@
 """Byte streams between two processes: plain sockets, and sockets under TLS.
 
 A stream in use never blocks: if nothing can be sent or received it raises ``BlockingIOError``, and
-:meth:`Stream.events` gives the events to poll its descriptor for. The handshake comes before, with a limit on its time.
+:meth:`PeerStream.events` gives the events to poll its descriptor for. The handshake comes before, with a limit on its time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SOCKET_BUFFER = 4 << 20
 _IOV = 64  # buffers that one system call takes
 
 
-class Stream(Protocol):
+class PeerStream(Protocol):
     """A connection to one process."""
 
     apart: bool
@@ -166,7 +166,7 @@ class TlsStream(SocketStream):
             socket.socket.shutdown(self._secure, socket.SHUT_RDWR)
 
 
-def say_abort(stream: Stream, head: bytes, reason: str) -> None:
+def say_abort(stream: PeerStream, head: bytes, reason: str) -> None:
     """Send the reason why this process stops, if the other still listens."""
     with contextlib.suppress(OSError):
         stream.write(head + reason.encode()[: frames.TEXT_LIMIT], 1.0)

@@ -15,7 +15,7 @@ from .memory import ROOT
 _SUFFIX = ".door"
 
 
-class Door:
+class UnixListener:
     """Made by the process that also made the segment; the other one calls :func:`enter`."""
 
     def __init__(self, segment: str) -> None:

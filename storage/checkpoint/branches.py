@@ -24,7 +24,7 @@ KEY = "meshtape.branch"  # in the metadata of a checkpoint
 _NAME = re.compile(r"[0-9]{8}(-[0-9a-f]{8})?")
 
 
-class Step(Protocol):
+class BranchStep(Protocol):
     """A checkpoint, as far as branches are concerned."""
 
     @property
@@ -33,7 +33,7 @@ class Step(Protocol):
     def branch(self) -> Branch: ...
 
 
-S = TypeVar("S", bound=Step)
+S = TypeVar("S", bound=BranchStep)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -93,7 +93,7 @@ def of_plain(said: Any) -> Branch:
     return Branch(name, forks) if named else Branch()
 
 
-def current(directory: str, steps: Iterable[Step]) -> Branch:
+def current(directory: str, steps: Iterable[BranchStep]) -> Branch:
     """The branch that was begun last."""
     found = [Branch(), *(s.branch for s in steps)]
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):

@@ -59,6 +59,12 @@ class StoredArray:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def filled(self) -> str:
+        """A note where reads have met chunks of another writer's Zarr array that are not there; else empty."""
+        absent = sorted(getattr(self.tensor, "absent", ()))
+        return f"chunks that are not there are shown as the fill value: {', '.join(absent)}" if absent else ""
+
     def check(self) -> None:
         """Check the list of this array's files, and that they exist, before anything is read."""
         check = getattr(self.tensor, "check", None)

@@ -49,7 +49,7 @@ def is_of_a_writer(name: str) -> bool:
 
 
 @dataclass
-class Listing:
+class ListedFiles:
     """The files that the tables of contents of a place list."""
 
     tables: set[str]
@@ -79,13 +79,13 @@ class Listing:
         return rest == GROUP or rest in rows
 
 
-def listing(root: str, held: Iterable[str]) -> Listing:
-    """The `Listing` of a place, of which ``held`` are the files.
+def listing(root: str, held: Iterable[str]) -> ListedFiles:
+    """The `ListedFiles` of a place, of which ``held`` are the files.
 
     Where a table is damaged, the forms of names decide, so that its files can still be replaced.
     """
     tables = (CHECKPOINTS | PROGRAMS) & set(held)
-    out = Listing(set(tables), set(tables))
+    out = ListedFiles(set(tables), set(tables))
     try:
         if manifest.FILE in tables and (found := manifest.read(root)) is not None:
             out.arrays = {a.directory: a.raw_objects for a in found.arrays if a.packs is None}
@@ -118,7 +118,7 @@ def _walk(root: str) -> list[str]:
     return sorted(found)
 
 
-def look(root: str, held: Iterable[str] | None = None) -> tuple[Listing, list[str], list[str]]:
+def look(root: str, held: Iterable[str] | None = None) -> tuple[ListedFiles, list[str], list[str]]:
     """(listing, strangers, unlisted documents)."""
     every = set(_walk(root) if held is None else held)
     found = listing(root, every)

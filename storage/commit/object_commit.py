@@ -42,7 +42,7 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE
 from ..format.zarr_format import GROUP_ATTRIBUTE, group_metadata
 from ..stores import owners
 from ..stores.atomic_directory import Folder
-from ..stores.contract import Entry, Store
+from ..stores.contract import Store, StoredObjectInfo
 from ..stores.owners import host
 from ..stores.store import at
 from . import contents
@@ -59,7 +59,9 @@ def _claim_text(replaces: Iterable[str]) -> bytes:
     return json.dumps(said).encode()
 
 
-def why_gone(store: Store, claim: Entry, entries: Iterable[Entry], silence: float | None = None) -> str | None:
+def why_gone(
+    store: Store, claim: StoredObjectInfo, entries: Iterable[StoredObjectInfo], silence: float | None = None
+) -> str | None:
     """The reason why the owner of a claim counts as dead; None where it may live."""
     if f"{store.root}/{claim.name}" in _mine:
         return None
@@ -110,7 +112,7 @@ def _stale(store: Store, held: set[str]) -> set[str]:
     return out
 
 
-def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[Entry], str | None]]:
+def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[StoredObjectInfo], str | None]]:
     """By claim, or mark of a deletion: its owner's objects, and why the owner counts as dead (None: it may live)."""
     if not any(name == TRASH or name.startswith(CLAIM) for name in store.files()):
         return {}  # as nearly always: without a look into the folders
@@ -120,7 +122,7 @@ def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[
     named = contents.listing(store.root, held - stale)
     known = bool(named.tables)
     beaten = known and all(mark_of(n) for n in named.tops - {_GROUP, *named.tables})
-    out: dict[str, tuple[list[Entry], str | None]] = {}
+    out: dict[str, tuple[list[StoredObjectInfo], str | None]] = {}
     for claim in (e for e in entries if e.name == TRASH or e.name.startswith(CLAIM)):
         deletion = claim.name == TRASH
         # Beside a table of contents a deletion had not begun, so it does not happen.
@@ -269,7 +271,7 @@ class ObjectFolder(Folder):
             raise
         return True
 
-    def _see(self, entries: Iterable[Entry]) -> None:
+    def _see(self, entries: Iterable[StoredObjectInfo]) -> None:
         """Remember the present table of contents, so that only that one is replaced, and its listing."""
         entries = list(entries)
         held = {e.name for e in entries}

@@ -28,13 +28,23 @@ from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of
 from ..stores import store
 from ..stores.contract import Reader
-from .dcp import Chunk, DcpTensor, Place, archive_of, check_strides, damage, described, described_tensor, entry_start
-from .torch_pickle import Made, Named
+from .dcp import (
+    ChunkLocation,
+    DcpChunk,
+    DcpTensor,
+    archive_of,
+    check_strides,
+    damage,
+    described,
+    described_tensor,
+    entry_start,
+)
+from .torch_pickle import PickledName, PickledObject
 
 SINGLE = "arr_0"  # the name that NumPy gives an array without one
 _MAX_PICKLE = 64 << 20
 _MAX_NPY_HEADER = 64 << 10
-_NOWHERE = Place(0, 0, (), (0, 0), 0)
+_NOWHERE = ChunkLocation(0, 0, (), (0, 0), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +52,9 @@ class PlacedTensor(DcpTensor):
     """A tensor with a known place in its file."""
 
     how: ClassVar[str] = "one run of bytes in a file of NumPy's or PyTorch's"
-    held: Place = _NOWHERE
+    held: ChunkLocation = _NOWHERE
 
-    def place(self, chunk: Chunk) -> Place:
+    def place(self, chunk: DcpChunk) -> ChunkLocation:
         return self.held
 
 
@@ -133,8 +143,8 @@ def open_npy(path: str) -> Checkpoint:
     nbytes = math.prod(shape) * dtype.itemsize
     if at + nbytes != size:
         raise CorruptCheckpoint(f"{path} has {size} bytes, its array needs {at + nbytes}")
-    place = Place(at, size, _strides(shape, fortran), (at, nbytes), 0)
-    chunk = Chunk(Box.whole(shape), file, 0, size)
+    place = ChunkLocation(at, size, _strides(shape, fortran), (at, nbytes), 0)
+    chunk = DcpChunk(Box.whole(shape), file, 0, size)
     tensor = PlacedTensor(root, SINGLE, shape, dtype, (chunk,), False, held=place)
     return flat(path, "NumPy", {SINGLE: tensor})
 
@@ -142,7 +152,7 @@ def open_npy(path: str) -> Checkpoint:
 def open_archive(path: str, verify: bool) -> Checkpoint:
     """A zip archive of NumPy's or PyTorch's."""
     root, file, size = _parted(path)
-    whole = Chunk(Box((), ()), file, 0, size)
+    whole = DcpChunk(Box((), ()), file, 0, size)
     with opened(path, "the arrays") as reader, damage(path), archive_of(reader, whole) as archive:
         inside = archive.namelist()
         if any(n == "data.pkl" or n.endswith("/data.pkl") for n in inside):
@@ -167,10 +177,10 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             nbytes = math.prod(shape) * dtype.itemsize
             if prefix + nbytes != info.file_size:
                 raise CorruptCheckpoint(f"{where}: {info.file_size} bytes, its array needs {prefix + nbytes}")
-            chunk, strides = Chunk(Box.whole(shape), file, 0, size), _strides(shape, fortran)
+            chunk, strides = DcpChunk(Box.whole(shape), file, 0, size), _strides(shape, fortran)
             held = (root, name, shape, dtype, (chunk,), verify)
             if info.compress_type != zipfile.ZIP_STORED:
-                place = Place(prefix, size, strides, (0, 0), 0)
+                place = ChunkLocation(prefix, size, strides, (0, 0), 0)
                 tensors[name] = DeflatedTensor(*held[:-1], True, held=place, entry=info.filename)
                 continue
             start = entry_start(reader, info, 0, where)
@@ -178,19 +188,19 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
                 raise CorruptCheckpoint(f"{where}: elements beyond the file")
             head = bytearray(prefix)
             reader.readv([head], start)
-            place = Place(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
+            place = ChunkLocation(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
             tensors[name] = PlacedTensor(*held, held=place)
     return flat(path, "NumPy", tensors, skipped=skipped)
 
 
 def _open_torch(
-    path: str, whole: Chunk, root: str, reader: Reader, archive: zipfile.ZipFile, verify: bool
+    path: str, whole: DcpChunk, root: str, reader: Reader, archive: zipfile.ZipFile, verify: bool
 ) -> Checkpoint:
     top, folder = described(path, archive, whole.nbytes, _MAX_PICKLE, lenient=True)
     arrays: dict[str, StoredArray] = {}
     skipped: dict[str, str] = {}
 
-    def tensor(made: Made, keys: tuple[str | int, ...]) -> Leaf:
+    def tensor(made: PickledObject, keys: tuple[str | int, ...]) -> Leaf:
         name = names.leaf_name(keys)
         where = f"{path}, key {name!r}"
         entry, first, shape, strides, dtype, turns = described_tensor(made, where)
@@ -202,8 +212,8 @@ def _open_torch(
         if start + info.file_size > whole.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond the file")
         at = start + first * dtype.itemsize
-        place = Place(at, whole.nbytes, strides, (start, info.file_size), info.CRC, turns=turns)
-        chunk = Chunk(Box.whole(shape), whole.file, 0, whole.nbytes)
+        place = ChunkLocation(at, whole.nbytes, strides, (start, info.file_size), info.CRC, turns=turns)
+        chunk = DcpChunk(Box.whole(shape), whole.file, 0, whole.nbytes)
         held = PlacedTensor(root, name, shape, dtype, (chunk,), verify, held=place)
         arrays[name] = StoredArray(keys, held)
         return Leaf(len(arrays) - 1)
@@ -213,14 +223,14 @@ def _open_torch(
         if len(keys) > 100:
             raise CorruptCheckpoint(f"{path}: nested deeper than 100 levels")
         node = _unwrapped(node)
-        if isinstance(node, Made) and node.name.startswith("torch._utils._rebuild_tensor_v"):
+        if isinstance(node, PickledObject) and node.name.startswith("torch._utils._rebuild_tensor_v"):
             return tensor(node, keys or ("tensor",))
         if isinstance(node, dict):
             held = ((k, part(v, (*keys, k), isinstance(k, (str, int)))) for k, v in node.items())
             return {k: v for k, v in held if v is not None or node[k] is None}
         if isinstance(node, (list, tuple)):
             return type(node)(part(v, (*keys, i)) for i, v in enumerate(node))
-        if isinstance(node, (Made, Named)):
+        if isinstance(node, (PickledObject, PickledName)):
             raise CheckpointDTypeError(
                 f"the file makes it by {node.name[:100]!r}, which is refused: nothing of a file is run"
             )
@@ -254,11 +264,11 @@ def _open_torch(
 
 def _unwrapped(node: Any) -> Any:
     """The tensor of a parameter, a buffer, or of a class of its own."""
-    while isinstance(node, Made):
+    while isinstance(node, PickledObject):
         if node.name in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
             node = node.args[0]
-        elif node.name == "torch._tensor._rebuild_from_type_v2" and isinstance(node.args[0], Named):
-            node = Made(node.args[0].name, node.args[2])
+        elif node.name == "torch._tensor._rebuild_from_type_v2" and isinstance(node.args[0], PickledName):
+            node = PickledObject(node.args[0].name, node.args[2])
         else:
             break
     return node

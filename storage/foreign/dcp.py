@@ -36,7 +36,7 @@ from ..readers.tensor import bytes_of, read_into, rows_of
 from ..stores import store
 from ..stores.contract import Reader
 from ..stores.generations import NONE, Generation
-from .torch_pickle import Made, Named, Persistent, read_values
+from .torch_pickle import Persistent, PickledName, PickledObject, read_values
 
 FILE = ".metadata"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -55,7 +55,7 @@ _STORAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class DcpChunk:
     """A part of a tensor, and the archive in which its elements lie."""
 
     box: Box
@@ -73,7 +73,7 @@ class DcpTensor:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[DcpChunk, ...]
     summed: bool = True  # whether the archives' CRC32 are compared
     generation: Generation = NONE
 
@@ -101,7 +101,7 @@ class DcpTensor:
         if lost:
             raise IncompleteCheckpoint(f"{self.root}: files of key {self.name!r} are missing: {', '.join(lost[:8])}")
 
-    def _meeting(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+    def _meeting(self, box: Box) -> Iterator[tuple[DcpChunk, Box]]:
         for c in self.chunks:
             common = box.intersect(c.box)
             if common is not None and common.size:
@@ -114,7 +114,7 @@ class DcpTensor:
         for c, common in self._meeting(box):
             yield lambda c=c, common=common: self._read(c, common, out[(*common.within(box).slices, ...)])
 
-    def _read(self, chunk: Chunk, common: Box, out: np.ndarray) -> int:
+    def _read(self, chunk: DcpChunk, common: Box, out: np.ndarray) -> int:
         place = self.place(chunk)
         start, file_nbytes, strides = place.start, place.file_nbytes, place.strides
         path = names.inside(self.root, chunk.file, self.root)
@@ -141,12 +141,12 @@ class DcpTensor:
         place.turn(out)
         return total
 
-    def place(self, chunk: Chunk) -> Place:
+    def place(self, chunk: DcpChunk) -> ChunkLocation:
         path = names.inside(self.root, chunk.file, self.root)
         with self.generation.guarded():
             return _place(self.root, chunk, self.name, self.dtype, self.generation.tags.get(path))
 
-    def _damaged(self, path: str, chunk: Chunk) -> CorruptCheckpoint:
+    def _damaged(self, path: str, chunk: DcpChunk) -> CorruptCheckpoint:
         return CorruptCheckpoint(
             f"{path}: the part of key {self.name!r} at {chunk.box.offset} does not fit its CRC32; restore the file or another checkpoint"
         )
@@ -171,7 +171,7 @@ class DcpTensor:
         return total
 
 
-class _Slice(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, reader: Reader, start: int, nbytes: int) -> None:
@@ -224,9 +224,9 @@ def described(
     return read_values(text, where, lenient), folder
 
 
-def archive_of(reader: Reader, chunk: Chunk) -> zipfile.ZipFile:
+def archive_of(reader: Reader, chunk: DcpChunk) -> zipfile.ZipFile:
     """The archive in a part of a file. zipfile does not count its entries: one of a wrong length would swallow those behind it."""
-    archive = zipfile.ZipFile(io.BufferedReader(_Slice(reader, chunk.offset, chunk.nbytes), 64 << 10))
+    archive = zipfile.ZipFile(io.BufferedReader(_FileSlice(reader, chunk.offset, chunk.nbytes), 64 << 10))
     end = bytearray(_END.size)
     reader.readv([end], chunk.offset + chunk.nbytes - _END.size - len(archive.comment))
     mark, count = _END.unpack(end)
@@ -260,7 +260,7 @@ def damage(where: str) -> Iterator[None]:
         raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
 
 
-class Place(NamedTuple):
+class ChunkLocation(NamedTuple):
     """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it.
 
     ``seed`` is the CRC32 of what its entry holds before that. PyTorch stores the conjugate, or the negative, of ``turns``.
@@ -293,12 +293,12 @@ class Described(NamedTuple):
 
 def described_tensor(made: Any, where: str) -> Described:
     """The arguments of the function that PyTorch makes a tensor by, checked."""
-    place = _REBUILDS.get(made.name) if isinstance(made, Made) else None
+    place = _REBUILDS.get(made.name) if isinstance(made, PickledObject) else None
     if place is None or not isinstance(made.args[0], Persistent):
         raise CorruptCheckpoint(f"{where}: not a tensor")
     storage, first, shape, strides = made.args[:4]
     kind = made.args[6] if made.name.endswith("_v3") else storage.id[1]
-    if not isinstance(kind, Named) or len(shape) != len(strides):
+    if not isinstance(kind, PickledName) or len(shape) != len(strides):
         raise CorruptCheckpoint(f"{where}: not a tensor")
     dtype = dtypes.by_name(_STORAGES.get(kind.name, kind.name.removeprefix("torch.")))
     turns = (made.args[place] if len(made.args) > place else None) or {}
@@ -339,7 +339,7 @@ def entry_start(reader: Reader, info: zipfile.ZipInfo, base: int, where: str) ->
 
 
 @lru_cache(maxsize=4096)
-def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None) -> Place:
+def _place(root: str, chunk: DcpChunk, name: str, dtype: np.dtype, tag: str | None) -> ChunkLocation:
     path = names.inside(root, chunk.file, root)
     where = f"{path}, key {name!r}"
     with opened(path, f"a part of {name!r}") as reader, damage(where):
@@ -360,7 +360,7 @@ def _place(root: str, chunk: Chunk, name: str, dtype: np.dtype, tag: str | None)
         start = chunk.offset + entry_start(reader, info, chunk.offset, where)
         if start + info.file_size > chunk.offset + chunk.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond their archive")
-    return Place(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)
+    return ChunkLocation(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -369,10 +369,10 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any], verify: bool) -> DcpTensor:
+def _tensor(root: str, name: str, entry: PickledObject, storage: dict[Any, Any], verify: bool) -> DcpTensor:
     properties = entry.field("properties")
-    kind = properties.field("dtype", 0) if isinstance(properties, Made) else None
-    if kind is None or not isinstance(kind, Named):
+    kind = properties.field("dtype", 0) if isinstance(properties, PickledObject) else None
+    if kind is None or not isinstance(kind, PickledName):
         raise ValueError(f"{name!r} has no dtype")
     dtype = dtypes.by_name(kind.name.removeprefix("torch."))
     shape = _sizes(entry.field("size"))
@@ -384,13 +384,13 @@ def _tensor(root: str, name: str, entry: Made, storage: dict[Any, Any], verify: 
         info = storage.get((name, box.offset))
         if info is None:
             raise ValueError(f"{name!r}: no file for the chunk at {box.offset}")
-        chunks.append(Chunk(box, *_stored(root, info)))
+        chunks.append(DcpChunk(box, *_stored(root, info)))
     if not tiled(shape, [c.box for c in chunks]):
         raise ValueError(f"{name!r}: its chunks do not cover it once")
     return DcpTensor(root, name, shape, dtype, tuple(chunks), verify)
 
 
-def _stored(root: str, info: Made) -> tuple[str, int, int]:
+def _stored(root: str, info: PickledObject) -> tuple[str, int, int]:
     file, offset, nbytes = (info.field(k) for k in ("relative_path", "offset", "length"))
     names.inside(root, file, f"{root}/{FILE}")
     if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
@@ -400,11 +400,11 @@ def _stored(root: str, info: Made) -> tuple[str, int, int]:
     return file, offset, nbytes
 
 
-def _value(root: str, name: str, info: Made) -> Any:
+def _value(root: str, name: str, info: PickledObject) -> Any:
     """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it is damaged."""
     file, offset, nbytes = _stored(root, info)
     where = f"{root}/{file}, key {name!r}"
-    chunk = Chunk(Box((), ()), file, offset, nbytes)
+    chunk = DcpChunk(Box((), ()), file, offset, nbytes)
     with (
         opened(names.inside(root, file, root), f"the value {name!r}") as reader,
         damage(where),

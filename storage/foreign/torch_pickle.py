@@ -2,7 +2,7 @@
 
 ``torch.save`` and ``torch.distributed.checkpoint`` describe tensors in pickles. Loading a pickle calls whatever it names. This module never
 does: it walks the operations with the standard library's parser (``pickletools``), which executes nothing, builds plain values, and puts
-an inert `Made` in the place of every object. A name that is not in ``KNOWN`` is refused, so that a hostile file ends in an error; where the
+an inert `PickledObject` in the place of every object. A name that is not in ``KNOWN`` is refused, so that a hostile file ends in an error; where the
 file holds many values (``lenient``), it is the name of an inert object like the others, which whoever asks for that value refuses.
 """
 
@@ -34,14 +34,14 @@ _MAX_DEPTH = 500
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Named:
+class PickledName:
     """A class or function that the file names."""
 
     name: str
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class PickledObject:
     """An object that the file asks for: its name and arguments, never the object itself."""
 
     name: str
@@ -73,14 +73,14 @@ _WITH_ARGUMENT = (
 _ARGUMENT = frozenset(_WITH_ARGUMENT.split())
 
 
-def _named(name: str, lenient: bool) -> Named:
+def _named(name: str, lenient: bool) -> PickledName:
     if name not in KNOWN and not lenient:
         raise ValueError(f"it names {name[:100]!r}, which is no part of a checkpoint; refused")
-    return Named(name)
+    return PickledName(name)
 
 
 def _called(fn: Any, args: Any) -> Any:
-    if not isinstance(fn, Named) or not isinstance(args, tuple):
+    if not isinstance(fn, PickledName) or not isinstance(args, tuple):
         raise TypeError("it calls something that is not a name")
     if fn.name == "collections.OrderedDict":
         return {_key(k): value for k, value in args[0]} if args else {}
@@ -88,13 +88,13 @@ def _called(fn: Any, args: Any) -> Any:
         return {}
     if fn.name == "torch.Size":
         return tuple(args[0])
-    return Made(fn.name, args)
+    return PickledObject(fn.name, args)
 
 
 def _built(target: Any, state: Any) -> None:
     if isinstance(target, dict):  # attributes of an OrderedDict, such as a module's version numbers
         return
-    if not isinstance(target, Made):
+    if not isinstance(target, PickledObject):
         raise TypeError("it sets the state of something that is not an object")
     if isinstance(state, tuple) and len(state) == 2 and all(x is None or isinstance(x, dict) for x in state):
         state = {**(state[0] or {}), **(state[1] or {})}  # of __dict__ and of __slots__
@@ -144,11 +144,13 @@ def _run(data: bytes, lenient: bool) -> Any:
             stack[-n:] = [tuple(stack[-n:])]
         elif name in ("APPEND", "APPENDS"):
             items = marked() if name == "APPENDS" else [stack.pop()]
-            if not isinstance(stack[-1], Made):  # a class of its own: an object like others, whatever lies in it
+            if not isinstance(
+                stack[-1], PickledObject
+            ):  # a class of its own: an object like others, whatever lies in it
                 stack[-1].extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = marked() if name == "SETITEMS" else [stack.pop() for _ in range(2)][::-1]
-            if not isinstance(stack[-1], Made):
+            if not isinstance(stack[-1], PickledObject):
                 stack[-1].update(pairs(items))
         elif lenient and name in ("EMPTY_SET", "ADDITEMS", "FROZENSET", "NEWOBJ_EX"):
             if name in ("ADDITEMS", "FROZENSET"):
@@ -156,7 +158,7 @@ def _run(data: bytes, lenient: bool) -> Any:
             if name == "NEWOBJ_EX":
                 stack[-3:] = [_called(stack[-3], stack[-2])]
             elif name != "ADDITEMS":
-                stack.append(Made("builtins.set", ()))
+                stack.append(PickledObject("builtins.set", ()))
         elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
@@ -189,8 +191,8 @@ def _key(key: Any) -> Any:
     A file could choose tuples in tuples, or large integers, whose hashes take for ever. They get a place of their own.
     """
     if (isinstance(key, tuple) and any(isinstance(k, tuple) for k in key)) or (isinstance(key, int) and key >> 63):
-        return Made(type(key).__name__, (key,))
-    if isinstance(key, (str, int, float, bool, bytes, tuple, Made, Named)) or key is None:
+        return PickledObject(type(key).__name__, (key,))
+    if isinstance(key, (str, int, float, bool, bytes, tuple, PickledObject, PickledName)) or key is None:
         return key
     raise ValueError(f"a {type(key).__name__} is the key of a dict")
 
@@ -209,7 +211,7 @@ def _check_walk(value: Any, most: int, lenient: bool) -> None:
                 below += node.values()
             elif isinstance(node, (list, tuple)):
                 below += node
-            elif isinstance(node, Made):  # nobody looks into the state of an object that is only named
+            elif isinstance(node, PickledObject):  # nobody looks into the state of an object that is only named
                 below += (node.args, None if lenient else node.state)
             elif isinstance(node, Persistent):
                 below.append(node.id)

@@ -24,10 +24,10 @@ COLUMN_PARTS = 8
 MAX_SHARDS = 1 << 16
 
 
-class Grid(NamedTuple):  # which hashes and compares without a call of Python's
+class ChunkGrid(NamedTuple):  # which hashes and compares without a call of Python's
     """Shape of an array, of its shards, and of the chunks in a shard (which divides the shard).
 
-    >>> g = Grid((5, 4), (3, 4), (1, 4))
+    >>> g = ChunkGrid((5, 4), (3, 4), (1, 4))
     >>> [g.shard_box(c).shape for c in g.shards()]
     [(3, 4), (2, 4)]
     """
@@ -84,7 +84,7 @@ class ShardPlace(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def place_of(grid: Grid, coord: tuple[int, ...], itemsize: int) -> ShardPlace:
+def place_of(grid: ChunkGrid, coord: tuple[int, ...], itemsize: int) -> ShardPlace:
     """The place of a shard, kept, as most arrays of a large checkpoint are alike; ``KeyError`` where the grid has no such shard."""
     counts = grid.counts
     if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
@@ -94,7 +94,7 @@ def place_of(grid: Grid, coord: tuple[int, ...], itemsize: int) -> ShardPlace:
 
 
 @lru_cache(maxsize=1 << 14)
-def only_shard(grid: Grid) -> tuple[int, ...] | None:
+def only_shard(grid: ChunkGrid) -> tuple[int, ...] | None:
     """The coordinate of the one shard of an array that has just one; most have."""
     return (0,) * len(grid.shape) if all(n == 1 for n in grid.counts) else None
 
@@ -150,12 +150,12 @@ def _choose_chunk(extent: tuple[int, ...], free: tuple[bool, ...], itemsize: int
 
 
 @lru_cache(maxsize=1024)
-def whole_grid(shape: tuple[int, ...], itemsize: int) -> Grid:
+def whole_grid(shape: tuple[int, ...], itemsize: int) -> ChunkGrid:
     """The grid of `choose_grid` for an unsplit array, cached, as most arrays of a large checkpoint are alike."""
     return choose_grid(shape, itemsize, [Box.whole(shape)])
 
 
-def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Grid:
+def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> ChunkGrid:
     """The grid in which each of ``boxes`` (the distinct blocks of an array) is a whole number of shards.
 
     Blocks that follow the ceil rule become one shard each. Blocks cut otherwise become several: the shard's length is
@@ -163,7 +163,7 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
     shards: files for one mesh and for another then hold the same chunks, which a reshard copies as they are.
 
     >>> choose_grid((6, 4), 8, [Box((0, 0), (3, 4)), Box((3, 0), (3, 4))])
-    Grid(shape=(6, 4), shard=(3, 4), chunk=(3, 4))
+    ChunkGrid(shape=(6, 4), shard=(3, 4), chunk=(3, 4))
     """
     extent, free = [], []
     for axis, n in enumerate(shape):
@@ -176,7 +176,7 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
         chunk = _choose_chunk(tuple(extent), tuple(free), itemsize)
     # Along a dimension that is not split, the shard is rounded up to whole chunks.
     shard = tuple(-(-e // c) * c for e, c in zip(extent, chunk, strict=True))
-    grid = Grid(tuple(shape), shard, chunk)
+    grid = ChunkGrid(tuple(shape), shard, chunk)
     if math.prod(grid.counts) > max(MAX_SHARDS, 4 * len(boxes)):
         raise CheckpointError(
             f"blocks of an array of shape {shape} start at places without a common step, which would need "

@@ -18,7 +18,7 @@ import numpy as np
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base.checksums import crc32c
 from ..stores import store
-from .chunk_grid import Grid
+from .chunk_grid import ChunkGrid
 
 FILE = "meshtape.sums"
 _MANY = 1 << 20
@@ -32,15 +32,15 @@ def packed(sums: Sequence[int]) -> bytes:
     return np.asarray(sums, "<u4").tobytes()
 
 
-def has_section(grid: Grid) -> bool:
+def has_section(grid: ChunkGrid) -> bool:
     """Whether the table has checksums of an array's chunks; the checksum of a lone chunk is in the row of its shard."""
     return math.prod(grid.chunks_in_shard) > 1
 
 
-def _starts(grid: Grid) -> np.ndarray:
+def _starts(grid: ChunkGrid) -> np.ndarray:
     """Where the checksums of each shard begin in the section of an array, and where the last ones end.
 
-    >>> _starts(Grid((5, 4), (4, 4), (1, 2))).tolist()
+    >>> _starts(ChunkGrid((5, 4), (4, 4), (1, 2))).tolist()
     [0, 8, 10]
     """
     held = np.ones(1, np.int64)
@@ -54,7 +54,7 @@ def _starts(grid: Grid) -> np.ndarray:
 class StoredSums(Mapping[Coord, np.ndarray]):
     """The checksums of the chunks of each shard of an array, read from the table when the first is asked for."""
 
-    def __init__(self, root: str, file: str, section: Section, grid: Grid, name: str) -> None:
+    def __init__(self, root: str, file: str, section: Section, grid: ChunkGrid, name: str) -> None:
         self._root, self._file, self._section, self._grid, self._name = root, file, section, grid, name
 
     @cached_property

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
-from .chunk_grid import Grid, place_of
+from .chunk_grid import ChunkGrid, place_of
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _LEVELS = range(1, 23)
@@ -145,7 +145,7 @@ def compression_of(tensor: object) -> Compression:
 # ----- lengths of files -----------------------------------------------------------------------------------------------
 
 
-def most_nbytes(grid: Grid, coord: Sequence[int], itemsize: int, compression: Compression) -> int:
+def most_nbytes(grid: ChunkGrid, coord: Sequence[int], itemsize: int, compression: Compression) -> int:
     """The length of the stored file of a shard; with compression, the most that it can be."""
     nbytes = place_of(grid, tuple(coord), itemsize).nbytes
     if compression is None:
@@ -154,7 +154,7 @@ def most_nbytes(grid: Grid, coord: Sequence[int], itemsize: int, compression: Co
     return nbytes + math.prod(grid.present(coord)) * (compression.most(chunk) - chunk)
 
 
-def fits(nbytes: int, grid: Grid, coord: Sequence[int], itemsize: int, compression: Compression) -> bool:
+def fits(nbytes: int, grid: ChunkGrid, coord: Sequence[int], itemsize: int, compression: Compression) -> bool:
     """Whether the file of a shard can have this length."""
     if compression is None:
         return nbytes == place_of(grid, tuple(coord), itemsize).nbytes

@@ -23,7 +23,7 @@ from ...arrays.core.errors import CheckpointDTypeError
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StoredDType:
     """One element type. ``dtype`` is None where NumPy cannot hold it as it is stored; ``name`` is ours and Zarr's."""
 
     safetensors: str | None
@@ -43,13 +43,13 @@ def little(dtype: np.dtype) -> np.dtype:
     return np.dtype(dtype.type) if sys.byteorder == "little" else dtype.newbyteorder("<")
 
 
-def _row(safetensors: str | None, bits: int, scalar: type | None = None) -> Row:
+def _row(safetensors: str | None, bits: int, scalar: type | None = None) -> StoredDType:
     dtype = None if scalar is None else little(np.dtype(scalar))
-    return Row(safetensors, bits, None if dtype is None else dtype.name, dtype)
+    return StoredDType(safetensors, bits, None if dtype is None else dtype.name, dtype)
 
 
 # Rank in this table = alignment rank in a safetensors file (low to high). Complex128 exists in Zarr alone.
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[StoredDType, ...] = (
     _row("BOOL", 8, np.bool_),
     _row("F4", 4),
     _row("F6_E2M3", 6),
@@ -80,9 +80,9 @@ PACKED: dict[str, np.dtype] = {  # as NumPy holds them unpacked, a byte each
     "F6_E2M3": np.dtype(ml_dtypes.float6_e2m3fn),
     "F6_E3M2": np.dtype(ml_dtypes.float6_e3m2fn),
 }
-SAFETENSORS: dict[str, Row] = {row.safetensors: row for row in ROWS if row.safetensors}
+SAFETENSORS: dict[str, StoredDType] = {row.safetensors: row for row in ROWS if row.safetensors}
 SAFETENSORS_RANK: dict[str, int] = {name: rank for rank, name in enumerate(SAFETENSORS)}
-_BY_NAME: dict[str, Row] = {row.name: row for row in ROWS if row.name}
+_BY_NAME: dict[str, StoredDType] = {row.name: row for row in ROWS if row.name}
 
 # Dtypes of a saved checkpoint: those that readers of Zarr know, plus these three, which meshtape registers with it.
 EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -130,7 +130,7 @@ def short_name(dtype: np.dtype) -> str:
 
 
 @lru_cache(maxsize=256)
-def _row_of(dtype: Any) -> Row | None:
+def _row_of(dtype: Any) -> StoredDType | None:
     return _BY_NAME.get(name_of(dtype))
 
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names, strict_json
 from ..base.checksums import crc32c
-from ..base.collector import no_collections
 from ..stores import store
 from . import dtypes
-from .chunk_grid import Grid
+from .chunk_grid import ChunkGrid
 from .chunk_sums import Section, has_section
 from .compression import of_plain
 from .migrations import Step, upgraded
@@ -63,7 +63,8 @@ class Manifest:
         """The version of its text."""
         return 2 if self.packs else 1
 
-    def dumps(self) -> bytes:
+    def dumps(self, check: str | None = None) -> bytes:
+        """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
         body = {
             "format": FORMAT,
             "version": self.version,
@@ -78,6 +79,8 @@ class Manifest:
             **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
             "arrays": [a.to_json() for a in self.arrays],
         }
+        if check is not None:
+            _build(body, check)
         text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
         return text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text)
 
@@ -222,7 +225,7 @@ def _crc(text: Any) -> int:
     return int(text, 16)
 
 
-def _section(x: Any, grid: Grid) -> Section | None:
+def _section(x: Any, grid: ChunkGrid) -> Section | None:
     if x is None:
         return None
     first, crc = x
@@ -231,9 +234,9 @@ def _section(x: Any, grid: Grid) -> Section | None:
     return first, _crc(crc)
 
 
-def _form(e: Any) -> tuple[Grid, np.dtype, int]:
+def _form(e: Any) -> tuple[ChunkGrid, np.dtype, int]:
     """The checked grid and dtype of an entry, and how many shards it has."""
-    grid = Grid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
+    grid = ChunkGrid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
     if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
@@ -245,7 +248,12 @@ def _form(e: Any) -> tuple[Grid, np.dtype, int]:
 
 
 def _array(
-    e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[bytes, tuple[Grid, np.dtype, int]]
+    e: Any,
+    number: int,
+    source: str,
+    n_meshes: int,
+    packs: list[Pack],
+    forms: dict[bytes, tuple[ChunkGrid, np.dtype, int]],
 ) -> ArrayEntry:
     """An entry; ``forms`` keeps those that were checked, as most arrays of a large checkpoint are alike."""
     try:
@@ -351,7 +359,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     packs = [pack_of(row, source) for row in top.get("packs", [])]
     if len({p.file for p in packs}) != len(packs):
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
-    forms: dict[bytes, tuple[Grid, np.dtype, int]] = {}
+    forms: dict[bytes, tuple[ChunkGrid, np.dtype, int]] = {}
     entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
     names.check_distinct(e.path for e in entries)
     directories = [e.directory for e in entries if e.packs is None]

@@ -1,6 +1,6 @@
 """Shardings as plain data: a mesh is its axes, a sharding says which dimension each axis splits. No ranks needed.
 
->>> Layout.of({"data": 2, "model": 4}, {"model": 1}, (6, 10), "w").describe()
+>>> AxisLayout.of({"data": 2, "model": 4}, {"model": 1}, (6, 10), "w").describe()
 ['Replicate()', 'Shard(1)']
 """
 
@@ -38,14 +38,16 @@ def by_mesh(held: Iterable[T]) -> list[tuple[Any, list[T]]]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """Axes of a mesh, in order, and for each the dimension that it splits or None."""
 
     axes: tuple[tuple[str, int], ...]
     dims: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, mesh: Mapping[str, int], placements: Mapping[str, Any], shape: tuple[int, ...], name: str) -> Layout:
+    def of(
+        cls, mesh: Mapping[str, int], placements: Mapping[str, Any], shape: tuple[int, ...], name: str
+    ) -> AxisLayout:
         """Checked: ``placements`` maps an axis to a dimension, ``"Shard(1)"``, ``"Replicate()"`` or None."""
         for axis in placements:
             if axis not in mesh:
@@ -105,7 +107,7 @@ class Layout:
 Chooser = Callable[[tuple[str | int, ...], tuple[int, ...], np.dtype], Any]
 
 
-class Choice:
+class ShardingChoice:
     """The sharding of each array, from the arguments of `reshard`; collects the meshes that occur."""
 
     def __init__(self, mesh: Mapping[str, int] | None, shardings: Mapping[str, Any] | Chooser | None) -> None:
@@ -135,7 +137,7 @@ class Choice:
         if placements is None:
             return None, whole, None
         if isinstance(placements, Mapping):
-            layout = Layout.of(self.axes, placements, shape, name)
+            layout = AxisLayout.of(self.axes, placements, shape, name)
             return layout, layout.boxes(shape), self._mesh(self.axes)
         if not isinstance(placements, BlockSharding):
             raise CheckpointError(f"{name}: {placements!r} is not a sharding; say which axis splits which dimension")

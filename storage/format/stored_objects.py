@@ -14,7 +14,7 @@ from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names
 from . import dtypes
-from .chunk_grid import Grid, ShardPlace, place_of
+from .chunk_grid import ChunkGrid, ShardPlace, place_of
 from .chunk_sums import Section
 from .compression import Compression, fits
 
@@ -138,7 +138,7 @@ class ArrayEntry:
 
     path: Path
     directory: str
-    grid: Grid
+    grid: ChunkGrid
     dtype: np.dtype
     mesh: int | None = None
     sharding: list[str] | None = None

@@ -10,7 +10,6 @@ zarr-python would spend three to six times as long on the data itself, so it is 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -24,9 +23,9 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
-from ..stores.filesystem import IOV_MAX, Files
+from ..stores.filesystem import IOV_MAX
 from . import dtypes
-from .chunk_grid import Grid
+from .chunk_grid import ChunkGrid
 from .compression import Compression, Zstd
 
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
@@ -38,7 +37,7 @@ _WORTH = 4 << 20  # bytes of a shard that several threads compress
 
 
 @lru_cache(maxsize=512)
-def _array_template(grid: Grid, dtype: np.dtype, compression: Compression, raw: bool) -> tuple[str, str]:
+def _array_template(grid: ChunkGrid, dtype: np.dtype, compression: Compression, raw: bool) -> tuple[str, str]:
     """The metadata of an array, before and behind the names of its dimensions: those alone differ where a model has many arrays of a shape."""
     said = dtypes.bits(dtype) if raw else dtype
     node = json.loads(_array_node(grid, dtypes.little(said), compression))
@@ -49,7 +48,7 @@ def _array_template(grid: Grid, dtype: np.dtype, compression: Compression, raw: 
     return before, behind
 
 
-def _array_node(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
+def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression) -> str:
     import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
@@ -74,7 +73,9 @@ def _array_node(grid: Grid, dtype: np.dtype, compression: Compression) -> str:
     return held["zarr.json"].to_bytes().decode()
 
 
-def array_metadata(grid: Grid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False) -> bytes:
+def array_metadata(
+    grid: ChunkGrid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False
+) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
 
     ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
@@ -109,12 +110,12 @@ def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] 
     return before + b"{" + held + b"}" + behind
 
 
-def chunk_coords(grid: Grid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def chunk_coords(grid: ChunkGrid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Chunks of a shard that are present, in the order in which they are stored."""
     return itertools.product(*map(range, grid.present(coord)))
 
 
-def shard_index(grid: Grid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
+def shard_index(grid: ChunkGrid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
     """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as stored, or of each."""
     table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     present = grid.present(coord)
@@ -126,7 +127,7 @@ def shard_index(grid: Grid, coord: tuple[int, ...], lengths: int | Sequence[int]
 
 
 class ShardBytes:
-    """The bytes of one shard, whose elements are ``block``. When all `pieces` are gone, ``nbytes`` is their length, ``digest`` the
+    """The bytes of one shard, whose elements are ``block``. When all `batches` are gone, ``nbytes`` is their length, ``digest`` the
     crc32c, and ``sums`` the crc32c of each chunk.
 
     The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
@@ -139,7 +140,7 @@ class ShardBytes:
     def __init__(
         self,
         block: np.ndarray,
-        grid: Grid,
+        grid: ChunkGrid,
         coord: tuple[int, ...],
         wrote: Callable[[int], None] | None = None,
         compression: Compression = None,
@@ -151,7 +152,7 @@ class ShardBytes:
         self.nbytes = self.digest = 0
         self.sums: list[int] = []
 
-    def _batches(self) -> Generator[list[Any]]:
+    def batches(self) -> Generator[list[Any]]:
         """Buffers, a few megabytes at a time; their memory is used again for the next ones.
 
         Chunks that lie in memory as they will lie in the file are given where they are; others are copied.
@@ -220,25 +221,3 @@ class ShardBytes:
                     yield coming.popleft().result()
             while coming:
                 yield coming.popleft().result()
-
-    def pieces(self) -> Iterator[Any]:
-        """The buffers one by one, from the first; each is valid until the next is asked for."""
-        for batch in self._batches():
-            yield from batch
-
-    def write(self, fs: Files, path: str) -> int:
-        """Write them to a new file; returns its descriptor, which is the caller's to sync and close.
-
-        Many files synced together cost far fewer commits of the file system's journal, and only the descriptor that wrote is sure to be
-        told of an error.
-        """
-        fd = fs.create(path)
-        try:
-            total = 0
-            with contextlib.closing(self._batches()) as batches:
-                for batch in batches:
-                    total += fs.write(fd, batch, total)
-        except BaseException:
-            fs.close(fd)
-            raise
-        return fd

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from ...arrays import asarray
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
-from ..base.collector import no_collections
 from ..base.names import leaf_name
 from ..base.scratch import room
 from ..checkpoint.checkpoint import fill, unread
 from ..format.sharding_spec import by_mesh
-from ..readers.reading import run
+from ..readers.reading import Job, run
 from ..readers.tensor import StoredTensor
 from ..rules.casting import CastLoss, Tally, tracked
 from ..rules.lazy_tensors import casts
@@ -34,7 +34,7 @@ from ..stores.generations import once_more
 from ..stores.store import listed_once
 from .match_target import (
     Ignored,
-    Target,
+    LoadTarget,
     check_shardings,
     chosen,
     held,
@@ -98,13 +98,13 @@ def counts(
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-def _read_local(targets: Mapping[str, Target], report: LoadReport, losses: Tally) -> dict[str, Any]:
+def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers = {path: room(path, t.source.shape, t.dtype) for path, t in targets.items()}
-    jobs = [
-        job
-        for path, t in targets.items()
-        for job in tracked(losses, path, t.tensor.jobs(Box.whole(t.source.shape), buffers[path]))
-    ]
+    jobs: list[Job] = []
+    for path, t in targets.items():
+        tensor = t.tensor
+        some = tensor.jobs(Box.whole(tensor.shape), buffers[path])
+        jobs += tracked(losses, path, some) if casts(tensor) else some
     report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
     report.bytes_needed += sum(t.source.nbytes for t in targets.values())
     return {path: _as_wanted(path, buffers.pop(path), t.like) for path, t in targets.items()}
@@ -121,7 +121,7 @@ def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
     return array if device is None or str(device) == "cpu" else array.to_device(device)
 
 
-def _read_split(targets: Mapping[str, Target], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:
+def _read_split(targets: Mapping[str, LoadTarget], report: LoadReport, counted: bool, losses: Tally) -> dict[str, Any]:
     """Arrays of one mesh, in one visit to each of its processes."""
     mesh = next(iter(targets.values())).sharding.mesh
     counted = counted or any(casts(t.tensor) for t in targets.values())

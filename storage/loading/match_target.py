@@ -22,7 +22,7 @@ from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
 from ..readers.tensor import ChunkedTensor
-from ..rules.lazy_tensors import Converted, Joined, Memory
+from ..rules.lazy_tensors import Converted, InMemoryTensor, Joined
 from .report import LoadReport, listed
 
 Chooser = Callable[[Path, tuple[int, ...], np.dtype], BlockSharding | None]
@@ -31,7 +31,7 @@ _SHOWN = 12
 
 
 @dataclass
-class Target:
+class LoadTarget:
     """One array to load: its source, its dtype, its sharding and its counterpart in ``like``."""
 
     source: StoredArray
@@ -149,7 +149,7 @@ def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
     stored = source.tensor
     if new.dtype != stored.dtype:
         stored = Converted(stored.name, stored, new.dtype)
-    return StoredArray(source.path, Joined.of(source.name, [stored, Memory(source.name, new)], 0))
+    return StoredArray(source.path, Joined.of(source.name, [stored, InMemoryTensor(source.name, new)], 0))
 
 
 def match_like(
@@ -160,7 +160,7 @@ def match_like(
     strict: bool,
     ignored: Ignored,
     report: LoadReport,
-) -> dict[str, Target]:
+) -> dict[str, LoadTarget]:
     """Targets for the arrays of ``like``, after every check; one error lists all mismatches.
 
     Without ``strict`` only the report lists them, and an array that does not fit has no target.
@@ -194,7 +194,7 @@ def match_like(
                 report.grown[name] = (
                     f"{name}: {source.shape[0]} rows were stored, the other {leaf.shape[0] - source.shape[0]} are those of like"
                 )
-                targets[name] = Target(grown, dtype, None, leaf)
+                targets[name] = LoadTarget(grown, dtype, None, leaf)
                 continue
             also = "" if dtype == source.dtype or cast else f"; stored dtype {source.dtype}, wanted {dtype}"
             report.mismatched[name] = f"{name}: stored shape {source.shape}, wanted {tuple(leaf.shape)}{also}{rule}"
@@ -203,7 +203,7 @@ def match_like(
             report.mismatched[name] = f"{name}: stored dtype {source.dtype}, wanted {dtype}"
         else:
             report.loaded.append(name)
-            targets[name] = Target(source, dtype, getattr(leaf, "sharding", None), leaf)
+            targets[name] = LoadTarget(source, dtype, getattr(leaf, "sharding", None), leaf)
     if report.fits or not strict:
         return targets
     keys = bool(kinds or report.missing or report.unexpected)
@@ -226,10 +226,10 @@ def match_like(
 
 def chosen(
     ckpt: Checkpoint, shardings: Any, picked: set[Path] | None, strict: bool, ignored: Ignored, report: LoadReport
-) -> dict[str, Target]:
+) -> dict[str, LoadTarget]:
     """Targets for all arrays, with shardings from a function, a tree, or none."""
     arrays, scalars = held(ckpt, picked)
-    targets = {name: Target(a, a.dtype) for name, a in arrays.items()}
+    targets = {name: LoadTarget(a, a.dtype) for name, a in arrays.items()}
     report.loaded = [*arrays, *scalars]
     if shardings is None:
         return targets
@@ -250,17 +250,16 @@ def chosen(
     return targets
 
 
-def resharded(targets: Mapping[str, Target]) -> list[str]:
+def resharded(targets: Mapping[str, LoadTarget]) -> list[str]:
     """Names of the arrays for which some rank needs a block that is not stored as one."""
     out = []
     for name, t in targets.items():
         tensor = t.source.tensor
         if t.sharding is None:
             continue
-        stored = tensor.whole() if hasattr(tensor, "whole") else tensor
         blocks = (
-            {o.box for o in stored.objects.values()}
-            if isinstance(stored, ChunkedTensor)
+            {o.box for o in tensor.objects.values()}
+            if isinstance(tensor, ChunkedTensor)
             else {Box.whole(t.source.shape)}
         )
         wanted = {t.sharding.box(t.source.shape, rank) for rank in range(t.sharding.mesh.size)}
@@ -269,7 +268,7 @@ def resharded(targets: Mapping[str, Target]) -> list[str]:
     return out
 
 
-def check_shardings(targets: Mapping[str, Target]) -> None:
+def check_shardings(targets: Mapping[str, LoadTarget]) -> None:
     for name, t in targets.items():
         if t.sharding is None:
             continue

@@ -12,9 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 
-import numpy as np
-
-from ...arrays.core.blocks import Box
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
@@ -24,8 +22,7 @@ from ...arrays.core.errors import (
     NotACheckpoint,
     StoreError,
 )
-from ..base import names
-from ..base.collector import no_collections
+from ..base import names, strict_json
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
@@ -38,9 +35,8 @@ from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
-from ..readers.reading import Job
 from ..readers.tensor import ChunkedTensor, StoredTensor
-from ..readers.zarr_tensor import of_array, root_key, zarr_place
+from ..readers.zarr_tensor import of_array, open_array, refused, root_key, zarr_place
 from ..stores import atomic_directory, generations
 from ..stores import store as stores
 from ..stores.contract import Store, recording
@@ -167,6 +163,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
     raise _refusal(store)
 
 
+def _shards(store: Store) -> list[str]:
+    return [n for n in store.files() if n.endswith(".safetensors")]
+
+
 def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
     names.inside(root, file, root)
     ckpt = _open_file(stores.join(root, file), verify)
@@ -206,7 +206,7 @@ def _refusal(store: Store) -> CheckpointError:
             f"{root} has arrays but no {manifest.FILE}: its save did not finish. Load another checkpoint"
         )
     held = store.files()
-    shards = [n for n in held if n.endswith(".safetensors")]
+    shards = _shards(store)
     if shards:
         return IncompleteCheckpoint(
             f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore it, or open one file: "
@@ -232,7 +232,7 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        arrays[e.name] = StoredArray(e.path, _LazyObjects(root, e, m.sums, verify), text, mesh, placements)
+        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements)
     return Checkpoint(
         root,
         "meshtape",
@@ -246,53 +246,15 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
     )
 
 
-class _LazyObjects:
-    """A `ChunkedTensor` that checks its list of objects only when it is read."""
-
-    def __init__(self, root: str, entry: manifest.ArrayEntry, table: str | None, verify: bool) -> None:
-        self._root, self._entry, self._table, self._verify = root, entry, table, verify
-        self.name, self.shape, self.dtype, self.chunk = entry.name, entry.shape, entry.dtype, entry.grid.chunk
-        self.compression = entry.compression
-        self.generation = generations.NONE
-        self._made: ChunkedTensor | None = None
-
-    @property
-    def readers(self) -> int:
-        return stores.at(self._root).readers
-
-    def bound(self, generation: Generation) -> _LazyObjects:
-        self.generation = generation
-        self._made = None
-        return self
-
-    def whole(self) -> ChunkedTensor:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-    def _make(self) -> ChunkedTensor:
-        e = self._entry
-        sums = None if e.sums is None else StoredSums(self._root, self._table or "", e.sums, e.grid, e.name)
-        if e.packs is not None:
-            return PackedBlocks(self._root, e.name, e.dtype, e.grid, e.objects, self._verify, None, self.generation)
-        held = (self._root, e.name, e.dtype, e.grid, e.objects, self._verify, sums, self.generation)
-        return ChunkedTensor(*held) if e.compression is None else CompressedTensor(*held, e.compression)
-
-    def check(self) -> None:
-        self.whole().check()
-
-    def only(self, box: Box) -> ChunkedTensor:
-        return self.whole().only(box)
-
-    def planned(self, box: Box) -> int:
-        return self.whole().planned(box)
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.whole().jobs(box, out)
-
-    @property
-    def how(self) -> str:
-        return self.whole().how
+def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) -> ChunkedTensor:
+    """The array of an entry, whose list of objects is checked only when it is read."""
+    held = (root, e.name, e.dtype, e.grid, e.objects, verify)
+    if e.packs is not None:
+        return PackedBlocks(*held)
+    sums = None if e.sums is None else StoredSums(root, table or "", e.sums, e.grid, e.name)
+    if e.compression is not None:
+        return CompressedTensor(*held, sums, compression=e.compression)
+    return ChunkedTensor(*held, sums)
 
 
 # ----- others' --------------------------------------------------------------------------------------------------------
@@ -351,7 +313,12 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
                 stacklevel=6,
             )
         return _open_single(root, HF_SINGLE, verify)
-    lost = [f for f in files if stores.at(root).size(f) is None]
+    store = stores.at(root)
+    if not files and ((metadata.get("total_size") or 0) != 0 or (store.lists and _shards(store))):
+        raise IncompleteCheckpoint(
+            f"{root}: {index} lists no tensor, though there are some: {_shards(store)[:8] or metadata}; restore the index, or open one file"
+        )
+    lost = [f for f in files if store.size(f) is None]
     if lost:
         keys = [k for k, f in weight_map.items() if f in lost]
         raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
@@ -374,6 +341,19 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     return ckpt
 
 
+def _is_array(metadata: bytes) -> bool:
+    said = strict_json.loads(metadata)
+    return isinstance(said, dict) and said.get("node_type") == "array"
+
+
+def _nodes(store: Store) -> Iterator[str]:
+    """The arrays below a Zarr group, by the files that are there."""
+    for entry in store.entries(""):
+        folder, _, file = entry.name.rpartition("/")
+        if file == ".zarray" or (file == "zarr.json" and _is_array(store.get(entry.name))):
+            yield folder
+
+
 def _open_zarr(root: str) -> Checkpoint:
     import zarr
 
@@ -381,12 +361,18 @@ def _open_zarr(root: str) -> Checkpoint:
 
     register()
     # zarr raises nearly anything where metadata is not what it expects, from any of these steps.
+    store, place = zarr_place(root)
     try:
-        store, place = zarr_place(root)
-        node = zarr.open(store, path=place, mode="r") if place else zarr.open(store, mode="r")
+        try:
+            node = zarr.open(store, path=place, mode="r") if place else zarr.open(store, mode="r")
+        except Exception as e:
+            # One array that zarr does not know is enough, where the group's metadata has those of all.
+            if not isinstance(refused(str(e)), CheckpointDTypeError):
+                raise
+            node = zarr.open_group(store, path=place, mode="r", use_consolidated=False)
         attributes = dict(node.attrs)
     except Exception as e:
-        raise CorruptCheckpoint(f"{root}: zarr cannot open it: {e}") from e
+        raise refused(f"{root}: zarr cannot open it: {e}") from e
     if GROUP_ATTRIBUTE in attributes:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
@@ -395,11 +381,16 @@ def _open_zarr(root: str) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     skipped: dict[str, str] = {}
     try:
-        found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
+        try:
+            found = {"": node} if isinstance(node, zarr.Array) else dict(node.members(max_depth=None))
+        except Exception as e:
+            if not isinstance(refused(str(e)), CheckpointDTypeError) or not stores.at(root).lists:
+                raise
+            found = dict.fromkeys(_nodes(stores.at(root)))  # one at a time
         for name, a in sorted(found.items()):
-            if isinstance(a, zarr.Array):
+            if not isinstance(a, zarr.Group):
                 try:
-                    tensors[name or root_key(root)] = of_array(root, name, a)
+                    tensors[name or root_key(root)] = open_array(root, name) if a is None else of_array(root, name, a)
                 except CheckpointDTypeError as e:
                     skipped[name or root_key(root)] = str(e)
         # Tags of the metadata files that zarr itself has read; in an object store only the root's: each is a request.
@@ -412,5 +403,7 @@ def _open_zarr(root: str) -> Checkpoint:
                 f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it written there by "
                 "zarr.consolidate_metadata, or open one array of it"
             ) from None
+        if isinstance(e, CorruptCheckpoint):
+            raise
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     return flat(root, "Zarr", tensors, attributes, skipped)

@@ -17,12 +17,12 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import RawTensor
-from ..rules.lazy_tensors import Derived
+from ..rules.lazy_tensors import DerivedTensor
 from ..stores import store as stores
 from ..stores.contract import Reader
 
 
-class _Segment:
+class _AheadSegment:
     __slots__ = ("data", "fetched", "file_nbytes", "left", "lock", "start", "stop", "tag")
 
     def __init__(self, start: int, stop: int) -> None:
@@ -41,8 +41,8 @@ class ReadAhead:
 
     def __init__(self, limit: int = 0) -> None:
         self._limit, self._used = limit, 0
-        self._segments: dict[str, tuple[list[int], list[_Segment]]] = {}
-        self._held: dict[_Segment, None] = {}  # the one that was used last comes last
+        self._segments: dict[str, tuple[list[int], list[_AheadSegment]]] = {}
+        self._held: dict[_AheadSegment, None] = {}  # the one that was used last comes last
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
@@ -58,10 +58,10 @@ class ReadAhead:
         for where, wanted in ranges.items():
             store = stores.holding(where)[0]
             longest = min(store.job, self._limit // (2 * len(ranges)))  # arrays that are split lie in all files
-            made: list[_Segment] = []
+            made: list[_AheadSegment] = []
             for start, stop in sorted(wanted):
                 if not made or start > made[-1].stop + store.gap or stop - made[-1].start > longest:
-                    made.append(_Segment(start, stop))
+                    made.append(_AheadSegment(start, stop))
                 made[-1].stop = max(made[-1].stop, stop)
                 made[-1].left += stop - start
             self._segments[where] = [s.start for s in made], made
@@ -73,14 +73,14 @@ class ReadAhead:
 
     def reader(self, where: str, reader: Reader) -> Reader:
         """A reader of an object that serves ranges from its segments where it can."""
-        return _Reader(self, where, reader) if where in self._segments else reader
+        return _AheadReader(self, where, reader) if where in self._segments else reader
 
-    def segment(self, where: str, start: int, stop: int) -> _Segment | None:
+    def segment(self, where: str, start: int, stop: int) -> _AheadSegment | None:
         starts, made = self._segments[where]
         at = bisect_right(starts, start) - 1
         return made[at] if at >= 0 and stop <= made[at].stop else None
 
-    def bytes_of(self, segment: _Segment, reader: Reader) -> bytearray | None:
+    def bytes_of(self, segment: _AheadSegment, reader: Reader) -> bytearray | None:
         """The bytes of a segment, fetched at the first call; None where they were dropped."""
         with segment.lock:
             if not segment.fetched:
@@ -95,7 +95,7 @@ class ReadAhead:
                         self._drop(next(iter(self._held)))
             return segment.data
 
-    def used(self, segment: _Segment, nbytes: int) -> None:
+    def used(self, segment: _AheadSegment, nbytes: int) -> None:
         """Count the bytes read of a segment, and drop it when all were read."""
         with self._lock:
             segment.left -= nbytes
@@ -105,7 +105,7 @@ class ReadAhead:
                 if segment.left <= 0:
                     self._drop(segment)
 
-    def _drop(self, segment: _Segment) -> None:
+    def _drop(self, segment: _AheadSegment) -> None:
         del self._held[segment]
         self._used -= len(segment.data or b"")
         segment.data = None
@@ -121,11 +121,10 @@ def reading_ahead(ckpt: Checkpoint, limit: int) -> ReadAhead:
 
 def _ranges(tensor: Any) -> Iterator[tuple[str, int, int]]:
     """(file, first byte, bytes) of the stored parts of a tensor that are ranges of files."""
-    if isinstance(tensor, Derived):
+    if isinstance(tensor, DerivedTensor):
         for source in tensor.sources():
             yield from _ranges(source)
         return
-    tensor = tensor.whole() if hasattr(tensor, "whole") else tensor
     if isinstance(tensor, PackedBlocks):
         for coord, held in tensor.objects.items():
             yield tensor.path(coord), held.start, held.nbytes
@@ -133,12 +132,12 @@ def _ranges(tensor: Any) -> Iterator[tuple[str, int, int]]:
         yield tensor.path, tensor.start, tensor.stored_nbytes
 
 
-class _Reader:
+class _AheadReader:
     __slots__ = ("_ahead", "_inner", "_last", "_where")
 
     def __init__(self, ahead: ReadAhead, where: str, inner: Reader) -> None:
         self._ahead, self._where, self._inner = ahead, where, inner
-        self._last: _Segment | None = None  # whose answer told length and tag
+        self._last: _AheadSegment | None = None  # whose answer told length and tag
 
     @property
     def nbytes(self) -> int:

@@ -332,7 +332,7 @@ class LoadedProgram:
                 )
             if hasattr(r, "note_call"):
                 r.note_call((), True)
-        self._check_room(env)
+        self._check_memory(env)
         outer, n = state.origin, 0
         try:
             for n, (e, free) in enumerate(zip(self.program.entries, self._free, strict=True)):  # noqa: B007
@@ -352,7 +352,7 @@ class LoadedProgram:
             state.origin = outer
         return _build(self._result, env)
 
-    def _check_room(self, env: Mapping[int, Array]) -> None:
+    def _check_memory(self, env: Mapping[int, Array]) -> None:
         # On a device or a mesh the memory is another, and while a function is traced nobody knows whose it will be.
         if self._most <= _LITTLE or not all(isinstance(x._buf, np.ndarray) for x in env.values()):
             return

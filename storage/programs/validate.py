@@ -15,7 +15,7 @@ import numpy as np
 from ...arrays.core.errors import ProgramError
 from ...arrays.core.index_template import result_shape
 from ...arrays.core.op import Op
-from ...arrays.core.param_kinds import Call
+from ...arrays.core.param_kinds import OpCall
 from ...arrays.core.program import Entry
 from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.random.draw import check_key
@@ -23,18 +23,18 @@ from ...arrays.random.draw import check_key
 # ----- operands that must go together, where the rule for the result does not look at them -------------------------------------
 
 
-def _scattered(op: Op, call: Call) -> bool:
+def _scattered(op: Op, call: OpCall) -> bool:
     g, *arrays = call.args
     return bool(g.shape == result_shape(call.params["template"], call.params["shape"], [a.shape for a in arrays]))
 
 
-def _trailing(op: Op, call: Call) -> bool:
+def _trailing(op: Op, call: OpCall) -> bool:
     x, n = call.args[op.operands.index("x")], call.params["naxes"]
     own = {"weight": x.shape[len(x.shape) - n :], "bias": x.shape[len(x.shape) - n :]}
     return n <= call.ndim and _shapes(op, call, own, x.shape)
 
 
-def _channels(op: Op, call: Call) -> bool:
+def _channels(op: Op, call: OpCall) -> bool:
     x = call.args[op.operands.index("x")]
     axis, groups = call.params["axis"], call.params.get("num_groups", 1)
     if axis >= len(x.shape) or x.shape[axis] % groups:
@@ -43,11 +43,11 @@ def _channels(op: Op, call: Call) -> bool:
     return _shapes(op, call, dict.fromkeys(("weight", "bias", "mean", "var", "g_mean", "g_var"), size), x.shape)
 
 
-def _shapes(op: Op, call: Call, own: Mapping[str, tuple[int, ...]], others: tuple[int, ...]) -> bool:
+def _shapes(op: Op, call: OpCall, own: Mapping[str, tuple[int, ...]], others: tuple[int, ...]) -> bool:
     return all(a.shape == own.get(name, others) for name, a in zip(op.operands, call.args, strict=True))
 
 
-def _convolved(op: Op, call: Call) -> bool:
+def _convolved(op: Op, call: OpCall) -> bool:
     """Whether the two operands, among image, kernel and result of a convolution, fit the shape of the third."""
     a, b = call.args
     stride, dilation, groups = (call.params[k] for k in ("stride", "dilation", "groups"))
@@ -67,7 +67,7 @@ def _convolved(op: Op, call: Call) -> bool:
     )
 
 
-def _experts(op: Op, call: Call) -> bool:
+def _experts(op: Op, call: OpCall) -> bool:
     x, chosen, weights, gate, up, down, numbers = call.args[-7:]
     e, width, hidden = gate.shape
     return (
@@ -82,12 +82,12 @@ def _experts(op: Op, call: Call) -> bool:
     )
 
 
-def _like_labels(op: Op, call: Call) -> bool:
+def _like_labels(op: Op, call: OpCall) -> bool:
     g, logits, labels = call.args
     return bool(g.shape == labels.shape == logits.shape[:-1])
 
 
-def _dropped(op: Op, call: Call) -> bool:
+def _dropped(op: Op, call: OpCall) -> bool:
     x, *others, key = call.args
     check_key(op.name, key)
     if len(key.shape) == 3 and key.shape[0] != call.params["global_shape"][0]:
@@ -95,18 +95,18 @@ def _dropped(op: Op, call: Call) -> bool:
     return all(y.shape == x.shape for y in others)
 
 
-def _chosen(op: Op, call: Call) -> bool:
+def _chosen(op: Op, call: OpCall) -> bool:
     _, p = call.args
     drawn = call.params["global_shape"]
     return len(p.shape) == 1 and p.shape[0] > 0 and (call.params["replace"] or math.prod(drawn) <= p.shape[0])
 
 
-def _filled(op: Op, call: Call) -> bool:
+def _filled(op: Op, call: OpCall) -> bool:
     np.full((), call.params["value"], call.params["dtype"])
     return True
 
 
-AGREEMENTS: dict[str, Callable[[Op, Call], bool]] = {
+AGREEMENTS: dict[str, Callable[[Op, OpCall], bool]] = {
     "scatter": _scattered,
     **dict.fromkeys(("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"), _trailing),
     **dict.fromkeys(
@@ -129,7 +129,7 @@ def check_call(e: Entry, avals: Mapping[int, ShapeDtype], where: str) -> None:
     ProgramError
         The call is invalid; says ``where`` it is and its fault.
     """
-    call = Call(tuple(avals[v] if isinstance(v, int) else v.value for v in e.inputs), e.params)
+    call = OpCall(tuple(avals[v] if isinstance(v, int) else v.value for v in e.inputs), e.params)
     _check_operands(e, call, where)
     kinds = e.op.params
     if kinds.keys() != e.params.keys():
@@ -152,7 +152,7 @@ def check_call(e: Entry, avals: Mapping[int, ShapeDtype], where: str) -> None:
         raise ProgramError(f"{where} gives {gives}, and the program says {', '.join(map(str, said))}")
 
 
-def _check_operands(e: Entry, call: Call, where: str) -> None:
+def _check_operands(e: Entry, call: OpCall, where: str) -> None:
     named = e.op.operands
     several = bool(named) and named[-1].startswith("*")
     least = len(named) - several

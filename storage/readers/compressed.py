@@ -18,7 +18,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
-from ..format.chunk_grid import Grid, ravel
+from ..format.chunk_grid import ChunkGrid, ravel
 from ..format.compression import Zstd
 from ..format.stored_objects import StoredObject
 from ..format.zarr_format import shard_index
@@ -38,12 +38,12 @@ _DENSEST = 15  # no frame holds more than 2**15 times its own length: a block of
 # ----- indexes --------------------------------------------------------------------------------------------------------
 
 
-def index_nbytes(grid: Grid) -> int:
+def index_nbytes(grid: ChunkGrid) -> int:
     """Length of the index of a shard, its checksum included."""
     return math.prod(grid.chunks_in_shard) * 16 + 4
 
 
-def starts_of(index: np.ndarray, grid: Grid, coord: Coord, nbytes: int, itemsize: int) -> np.ndarray:
+def starts_of(index: np.ndarray, grid: ChunkGrid, coord: Coord, nbytes: int, itemsize: int) -> np.ndarray:
     """Where the stored chunks of a shard begin, and where the last one ends, by the bytes of its index; ``nbytes`` is the length of the file.
 
     ``ValueError`` where the checksum does not fit, or an entry is not what the writer writes.
@@ -97,7 +97,7 @@ _known = _Known()
 # ----- the tensor -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class CompressedTensor(ChunkedTensor):
     """An array of a meshtape checkpoint whose chunks are compressed."""
 
@@ -208,7 +208,7 @@ class CompressedTensor(ChunkedTensor):
 
 
 def frames_in(
-    reader: Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int, batch: int, compressed: bool = True
+    reader: Reader, grid: ChunkGrid, coord: Coord, nbytes: int, itemsize: int, batch: int, compressed: bool = True
 ) -> Iterator[tuple[int, np.ndarray]]:
     """(number, stored bytes with their checksum) of every chunk of a shard file, in order; each is valid until the next batch.
 
@@ -237,7 +237,9 @@ def frames_in(
         raise ValueError("its index is damaged; the values are whole")
 
 
-def digest(reader: Reader, grid: Grid, coord: Coord, nbytes: int, itemsize: int) -> tuple[int, list[int], list[int]]:
+def digest(
+    reader: Reader, grid: ChunkGrid, coord: Coord, nbytes: int, itemsize: int
+) -> tuple[int, list[int], list[int]]:
     """(crc32c of all frames one after the other, numbers of the chunks that do not fit their checksum, crc32c of each) of a shard file.
 
     ``ValueError`` as `frames_in`.

@@ -34,6 +34,13 @@ def known(key: str, held: Any) -> Any:
     return held
 
 
-class ObjectStore(storage.ObjectStore):
+class LocalZarrStore(storage.ObjectStore):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.absent: set[str] = set()  # keys that were asked for and are not there
+
     async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        return known(key, await super().get(key, *args, **kwargs))
+        found = known(key, await super().get(key, *args, **kwargs))
+        if found is None:
+            self.absent.add(key)
+        return found

@@ -27,7 +27,7 @@ def _path(root: str, file: str) -> str:
     return store.join(root, file)  # a name that was looked at when the checkpoint was opened
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PackedBlocks(ChunkedTensor):
     """An array whose blocks lie in packs. A block is read whole, with its neighbours in one request, and compared with the checksum of its place."""
 
@@ -48,13 +48,17 @@ class PackedBlocks(ChunkedTensor):
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         for coord in self._shards(box):
             held = self.objects[coord]
-            part = held.box if box == held.box else box.intersect(held.box)
-            if part is None:
-                continue
-            place, take = out if part == box else view(out, part.within(box)), None
-            if not (part == held.box and place.flags.c_contiguous):
-                take = partial(self._take, held, place, part.within(held.box))
-            value, to = held.crc32c if self.verify else None, bytes_of(place) if take is None else None
+            value, take, place = held.crc32c if self.verify else None, None, out
+            if box.offset != held.box.offset or box.shape != held.box.shape:
+                part = box.intersect(held.box)
+                if part is None:
+                    continue
+                place = view(out, part.within(box))
+                if part != held.box or not place.flags.c_contiguous:
+                    take = partial(self._take, held, place, part.within(held.box))
+            elif not out.flags.c_contiguous:
+                take = partial(self._take, held, out, held.box.within(held.box))
+            to = bytes_of(place) if take is None else None
             yield RangeJob(self, coord, _path(self.root, held.file), held.start, held.nbytes, value, to, take)
 
     def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:

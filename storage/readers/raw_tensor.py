@@ -25,7 +25,7 @@ from .tensor import bytes_of, rows_of, view
 _SHORT = 4 << 10  # bytes of a row that is sooner copied to its place than read there
 
 
-class _Rows(NamedTuple):
+class _EqualRows(NamedTuple):
     """A part of a box, as rows that lie at equal distances in the file."""
 
     part: Box
@@ -109,7 +109,7 @@ class RawTensor:
             return stride * item <= store.near
         return (stride - length) * item <= store.gap or stride * item <= store.row
 
-    def _reads(self, box: Box) -> Iterator[_Rows]:
+    def _reads(self, box: Box) -> Iterator[_EqualRows]:
         """The box in pieces that one thread reads at a time."""
         if box.size == 0:
             return
@@ -134,7 +134,7 @@ class RawTensor:
         for start in itertools.product(*ranges):
             n = min(count, box.stop[axis] - start[axis]) if stride else 1
             shape = tuple(m if i > axis or not stride else n if i == axis else 1 for i, m in enumerate(box.shape))
-            yield _Rows(Box(start, shape), axis, n, stride, length, dense)
+            yield _EqualRows(Box(start, shape), axis, n, stride, length, dense)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         whole = self.strides is None and out.nbytes > 0 and box.shape == self.shape and out.flags.c_contiguous
@@ -148,7 +148,7 @@ class RawTensor:
             else:
                 yield lambda: self._copied(out)
             return
-        pending: list[_Rows] = []
+        pending: list[_EqualRows] = []
         size, limit = 0, stores.holding(self.path)[0].job
         for rows in self._reads(box):
             part, nbytes = rows.part, rows.span * self.dtype.itemsize
@@ -224,7 +224,7 @@ class RawTensor:
                 raise self.damaged()
         return nbytes
 
-    def _read(self, box: Box, out: np.ndarray, group: list[_Rows]) -> int:
+    def _read(self, box: Box, out: np.ndarray, group: list[_EqualRows]) -> int:
         item, steps, batch = self.dtype.itemsize, self._steps(), stores.holding(self.path)[0].batch
         total = 0
         with opened(self.path, f"key {self.name!r}", self.generation) as reader:

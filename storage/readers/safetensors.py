@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
@@ -37,7 +38,6 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.op import not_recording
 from ..base.checksums import crc32c
-from ..base.collector import no_collections
 from ..base.leaves import taken
 from ..base.scratch import room
 from ..format import dtypes, tensor_sums
@@ -95,7 +95,7 @@ class Header:
 # ----- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Refused(ValueError):
+class _InvalidHeader(ValueError):
     """Why a header is not valid; becomes `CorruptCheckpoint` once the file's name is known."""
 
 
@@ -104,12 +104,12 @@ def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(items):
         seen: set[str] = set()
         twice = next(k for k, _ in items if k in seen or seen.add(k))
-        raise _Refused(f"name {twice!r} occurs twice (InvalidHeaderDeserialization)")
+        raise _InvalidHeader(f"name {twice!r} occurs twice (InvalidHeaderDeserialization)")
     return out
 
 
 def _constant(text: str) -> None:
-    raise _Refused(f"{text} is not JSON (InvalidHeaderDeserialization)")
+    raise _InvalidHeader(f"{text} is not JSON (InvalidHeaderDeserialization)")
 
 
 def _integer(text: str) -> int | float:
@@ -121,7 +121,7 @@ def _check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Refused(f"{what} holds half of a surrogate pair (InvalidHeaderDeserialization)") from None
+        raise _InvalidHeader(f"{what} holds half of a surrogate pair (InvalidHeaderDeserialization)") from None
 
 
 def _check_depth(value: Any) -> None:
@@ -129,7 +129,7 @@ def _check_depth(value: Any) -> None:
     while level:
         depth += 1
         if depth > _MAX_DEPTH:
-            raise _Refused(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)")
+            raise _InvalidHeader(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)")
         inner: list[Any] = []
         for v in level:
             if isinstance(v, dict):
@@ -150,19 +150,19 @@ def _is_usize(x: Any) -> bool:
 def _entry(name: str, e: Any) -> TensorInfo:
     bad = "(InvalidHeaderDeserialization)"
     if not isinstance(e, dict):
-        raise _Refused(f"tensor {name!r} is not described by an object {bad}")
+        raise _InvalidHeader(f"tensor {name!r} is not described by an object {bad}")
     if not e.keys() >= _ENTRY:
-        raise _Refused(f"tensor {name!r} lacks {', '.join(sorted(_ENTRY - e.keys()))} {bad}")
+        raise _InvalidHeader(f"tensor {name!r} lacks {', '.join(sorted(_ENTRY - e.keys()))} {bad}")
     for key in e.keys() - _ENTRY if len(e) > 3 else ():
         _check_text(key, "a key")
         _check_depth(e[key])
     dtype, shape, offsets = e["dtype"], e["shape"], e["data_offsets"]
     if not isinstance(dtype, str) or dtype not in dtypes.SAFETENSORS:
-        raise _Refused(f"tensor {name!r} has unknown dtype {dtype!r} {bad}")
+        raise _InvalidHeader(f"tensor {name!r} has unknown dtype {dtype!r} {bad}")
     if not isinstance(shape, list) or not all(map(_is_usize, shape)):
-        raise _Refused(f"tensor {name!r} has shape {str(shape)[:80]}, not a list of sizes {bad}")
+        raise _InvalidHeader(f"tensor {name!r} has shape {str(shape)[:80]}, not a list of sizes {bad}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_usize, offsets)):
-        raise _Refused(f"tensor {name!r} has data_offsets {str(offsets)[:80]}, not two sizes {bad}")
+        raise _InvalidHeader(f"tensor {name!r} has data_offsets {str(offsets)[:80]}, not two sizes {bad}")
     return TensorInfo(dtype, tuple(shape), offsets[0], offsets[1])
 
 
@@ -171,7 +171,7 @@ def _check_tiling(tensors: list[tuple[str, TensorInfo]]) -> int:
     position = 0
     for name, t in tensors:
         if t.begin != position or t.end < t.begin:
-            raise _Refused(
+            raise _InvalidHeader(
                 f"tensor {name!r} lies at [{t.begin}, {t.end}], expected it to start at {position} (InvalidOffset)"
             )
         position = t.end
@@ -179,17 +179,17 @@ def _check_tiling(tensors: list[tuple[str, TensorInfo]]) -> int:
         for n in (*t.shape, dtypes.SAFETENSORS[t.dtype].bits):
             bits *= n
             if bits >= _USIZE:
-                raise _Refused(f"tensor {name!r} of shape {t.shape} has too many elements (ValidationOverflow)")
+                raise _InvalidHeader(f"tensor {name!r} of shape {t.shape} has too many elements (ValidationOverflow)")
         if bits % 8:
-            raise _Refused(f"tensor {name!r}: {t.dtype} of shape {t.shape} ends inside a byte (MisalignedSlice)")
+            raise _InvalidHeader(f"tensor {name!r}: {t.dtype} of shape {t.shape} ends inside a byte (MisalignedSlice)")
         if bits // 8 != t.nbytes:
-            raise _Refused(
+            raise _InvalidHeader(
                 f"tensor {name!r}: {t.dtype} of shape {t.shape} needs {bits // 8} bytes, its place has {t.nbytes} "
                 "(TensorInvalidInfo)"
             )
         # The reference leaves these to its users; NumPy cannot make such an array.
         if len(t.shape) > 64 or any(n >= 1 << 63 for n in t.shape):
-            raise _Refused(f"tensor {name!r} has shape {str(t.shape)[:80]}, which NumPy cannot hold")
+            raise _InvalidHeader(f"tensor {name!r} has shape {str(t.shape)[:80]}, which NumPy cannot hold")
     return position
 
 
@@ -197,7 +197,7 @@ def _check_count(raw: bytes) -> None:
     """Refuse a header with millions of texts that describe no tensors, before they are made: each takes ten times its length."""
     tensors = min(raw.count(b'"data_offsets"'), len(raw) // _LEAST_ENTRY)
     if (raw.count(b'"') - raw.count(b'\\"')) // 2 > 8 * tensors + 2 * MAX_METADATA:
-        raise _Refused(f"more than {MAX_METADATA} entries of metadata")
+        raise _InvalidHeader(f"more than {MAX_METADATA} entries of metadata")
 
 
 def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
@@ -205,23 +205,23 @@ def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
     try:
         text = raw.decode()
     except UnicodeDecodeError as e:
-        raise _Refused(f"not UTF-8: {e} (InvalidHeader)") from None
+        raise _InvalidHeader(f"not UTF-8: {e} (InvalidHeader)") from None
     try:
         # Our own function for integers is called only where one may be of those that it tells apart.
         integer = _integer if _ODD_NUMBER.search(raw) else None
         top = json.loads(text, object_pairs_hook=_pairs, parse_constant=_constant, parse_int=integer)
     except RecursionError:
-        raise _Refused(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)") from None
-    except _Refused:
+        raise _InvalidHeader(f"nested deeper than {_MAX_DEPTH} levels (InvalidHeaderDeserialization)") from None
+    except _InvalidHeader:
         raise
     except ValueError as e:
-        raise _Refused(f"not JSON: {e} (InvalidHeaderDeserialization)") from None
+        raise _InvalidHeader(f"not JSON: {e} (InvalidHeaderDeserialization)") from None
     if not isinstance(top, dict):
-        raise _Refused("not a JSON object (InvalidHeaderDeserialization)")
+        raise _InvalidHeader("not a JSON object (InvalidHeaderDeserialization)")
     metadata = top.pop("__metadata__", None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _Refused("__metadata__ is not a map of texts (InvalidHeaderDeserialization)")
+        raise _InvalidHeader("__metadata__ is not a map of texts (InvalidHeaderDeserialization)")
     for key, value in metadata.items():
         _check_text(key, "__metadata__")
         _check_text(value, "__metadata__")
@@ -243,7 +243,9 @@ def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors", *,
         with no_collections():
             tensors, metadata, end = _parse(prefix[8 : 8 + n])
         if 8 + n + end != file_nbytes:
-            raise _Refused(f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)")
+            raise _InvalidHeader(
+                f"tensors end at byte {8 + n + end}, the file has {file_nbytes} (MetadataIncompleteBuffer)"
+            )
         head = prefix[: 8 + n]
         if not verify:
             metadata.pop(tensor_sums.KEY, None)
@@ -257,12 +259,12 @@ def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors", *,
 
 def _header_nbytes(prefix: bytes, file_nbytes: int) -> int:
     if len(prefix) < 8:
-        raise _Refused(f"{len(prefix)} bytes are too few for a safetensors file (HeaderTooSmall)")
+        raise _InvalidHeader(f"{len(prefix)} bytes are too few for a safetensors file (HeaderTooSmall)")
     (n,) = struct.unpack("<Q", prefix[:8])
     if n > MAX_HEADER:
-        raise _Refused(f"the header claims {n} bytes, at most {MAX_HEADER} are allowed (HeaderTooLarge)")
+        raise _InvalidHeader(f"the header claims {n} bytes, at most {MAX_HEADER} are allowed (HeaderTooLarge)")
     if 8 + n > file_nbytes:
-        raise _Refused(f"the header claims {n} bytes, the file has {file_nbytes} (InvalidHeaderLength)")
+        raise _InvalidHeader(f"the header claims {n} bytes, the file has {file_nbytes} (InvalidHeaderLength)")
     return n
 
 
@@ -285,7 +287,7 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
             size = reader.nbytes
             try:
                 n = _header_nbytes(prefix, size)
-            except _Refused as e:
+            except _InvalidHeader as e:
                 raise CorruptCheckpoint(f"{where}: {e}") from None
             rest = bytearray(max(0, 8 + n - len(prefix)))
             return parse_header(prefix + bytes(rest[: reader.readv([rest], len(prefix))]), size, where, verify=verify)

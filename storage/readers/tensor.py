@@ -19,18 +19,20 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
-from ...arrays.native.copies import is_large, stream
+from ...arrays.native.copies import stream
 from ..base import names
 from ..base.checksums import crc32c
 from ..base.scratch import room, scratch
 from ..format import dtypes
-from ..format.chunk_grid import Grid, only_shard, place_of, ravel
+from ..format.chunk_grid import ChunkGrid, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
 from ..stores import generations, store
 from ..stores.contract import Reader
 from ..stores.filesystem import IOV_MAX
 from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened, run
+
+_PAST_CACHES = 1 << 20  # bytes of a result
 
 
 def view(a: np.ndarray, box: Box) -> np.ndarray:
@@ -56,7 +58,9 @@ def bytes_of(a: np.ndarray) -> np.ndarray:
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True, eq=False
+)  # not frozen: there may be a hundred thousand, and that takes three times as long to make
 class ChunkedTensor:
     """An array of a meshtape checkpoint. Offsets follow from the grid; the shard index is not needed.
 
@@ -67,7 +71,7 @@ class ChunkedTensor:
     root: str
     name: str
     dtype: np.dtype
-    grid: Grid
+    grid: ChunkGrid
     objects: Mapping[tuple[int, ...], StoredObject]
     verify: bool = True  # compare each chunk with its checksum
     sums: Mapping[tuple[int, ...], np.ndarray] | None = None  # of the chunks of each shard, where shards hold several
@@ -80,6 +84,10 @@ class ChunkedTensor:
     @property
     def readers(self) -> int:
         return store.at(self.root).readers
+
+    def bound(self, generation: Generation) -> ChunkedTensor:
+        self.generation = generation
+        return self
 
     @property
     def directory(self) -> str:
@@ -201,7 +209,7 @@ class ChunkedTensor:
         if reader.nbytes != wanted:
             raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")
 
-    def cut(self, path: str) -> CorruptCheckpoint:
+    def _cut(self, path: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
 
     def index_of(self, number: int, coord: tuple[int, ...]) -> tuple[int, ...]:
@@ -235,8 +243,8 @@ class ChunkedTensor:
         # a processor's cache when their checksum is taken.
         slots = max(1, min(store.at(self.root).batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
         sums = np.empty((slots, 1), "<u4")
-        # Copies to a large array bypass the caches. Extension dtypes have no buffers, so their bits are copied.
-        copy = stream if is_large(target) else np.copyto
+        # Copies bypass the caches where those hold the chunk that comes. Extension dtypes have no buffers, so their bits are copied.
+        copy = stream if target.nbytes >= _PAST_CACHES else np.copyto
         dtype = dtypes.bits(self.dtype)
         target = target.view(dtype)
         staging = None

@@ -22,6 +22,7 @@ class PlaceStore(Store):
     def __init__(self, root: str) -> None:
         super().__init__(read_only=True)
         self._root = root
+        self.absent: set[str] = set()  # keys that were asked for and are not there
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PlaceStore) and other._root == self._root
@@ -38,7 +39,10 @@ class PlaceStore(Store):
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
         data = await asyncio.to_thread(self._read, key, byte_range)
-        return None if data is None else known(key, prototype.buffer.from_bytes(data))
+        if data is None:
+            self.absent.add(key)
+            return None
+        return known(key, prototype.buffer.from_bytes(data))
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         store = stores.at(self._root)

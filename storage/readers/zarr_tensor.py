@@ -31,6 +31,8 @@ from ..stores.generations import NONE, Generation
 from ..stores.object_store import client
 from .reading import Job
 
+_SHOWN = 8  # chunks that a message names
+
 
 def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, str]:
     """(a store for zarr, the path in it) of a node of a hierarchy."""
@@ -44,10 +46,10 @@ def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, 
         from .zarr_store import PlaceStore
 
         return PlaceStore(root), node
-    from .local_zarr import ObjectStore
+    from .local_zarr import LocalZarrStore
 
     held, prefix = client(root)
-    return ObjectStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
+    return LocalZarrStore(held, read_only=not write), "/".join(p for p in (prefix, node) if p)
 
 
 def root_key(root: str) -> str:
@@ -94,8 +96,13 @@ def open_array(root: str, node: str) -> ZarrTensor:
     except (StoreError, CheckpointDTypeError):
         raise
     except Exception as e:
-        kind = CheckpointDTypeError if "No Zarr data type" in str(e) else CorruptCheckpoint
-        raise kind(f"{root}: zarr cannot open key {node!r}: {e}") from e
+        raise refused(f"{root}: zarr cannot open key {node!r}: {e}") from e
+
+
+def refused(text: str) -> CheckpointError:
+    """The error for what zarr has said: of a dtype or codec that it does not know, or of damage."""
+    unknown = any(said in text for said in ("No Zarr data type", "Unknown codec", "codec not available"))
+    return CheckpointDTypeError(text) if unknown else CorruptCheckpoint(text)
 
 
 class ByLibrary:
@@ -120,7 +127,7 @@ class ByLibrary:
 class ZarrTensor(ByLibrary):
     """An array of a Zarr hierarchy by another writer. The reported bytes are the box's size; zarr may read more.
 
-    ``missing`` is how `check` treats absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
+    ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
     ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look alike.
     """
 
@@ -135,6 +142,7 @@ class ZarrTensor(ByLibrary):
     missing: str = "warn"
     generation: Generation = NONE
     held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
+    absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
 
     def key(self, coord: tuple[Any, ...]) -> str:
         """The name of the file of a chunk, in the folder of the array."""
@@ -142,7 +150,11 @@ class ZarrTensor(ByLibrary):
         parts = [str(i) for i in coord]
         return separator.join(["c", *parts] if kind == "default" else parts or ["0"])
 
-    def lost(self, limit: int = 8) -> tuple[list[str], int]:
+    def _form(self) -> re.Pattern[str]:
+        """The keys of chunks."""
+        return re.compile(re.escape(self.key(("#",) * len(self.shape))).replace("\\#", r"(0|[1-9][0-9]*)"))
+
+    def lost(self, limit: int = _SHOWN) -> tuple[list[str], int]:
         """(names of the first chunks that are not there, the number of all)."""
         store = stores.at(self.root)
         if math.prod(self.shape) == 0 or not store.lists:
@@ -150,8 +162,7 @@ class ZarrTensor(ByLibrary):
         start = f"{self.node}/" if self.node else ""
         held = {e.name.removeprefix(start) for e in store.entries(self.node)}
         counts = [-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)]
-        form = re.compile(re.escape(self.key(("#",) * len(counts))).replace("\\#", r"(0|[1-9][0-9]*)"))
-        found = [m.groups() for m in map(form.fullmatch, held) if m is not None]
+        found = [m.groups() for m in map(self._form().fullmatch, held) if m is not None]
         count = math.prod(counts) - sum(all(int(i) < n for i, n in zip(at, counts, strict=True)) for at in found)
         if count <= 0:
             return [], 0
@@ -165,10 +176,14 @@ class ZarrTensor(ByLibrary):
             raise CheckpointError(
                 f"{self.root}: key {self.name!r} of shape {self.shape} is larger than any memory; read slices of it"
             )
-        if self.missing == "fill":
-            return
-        first, count = self.lost()
-        if count:
+        if self.missing != "fill":
+            self._tell(*self.lost())
+            if self.missing == "warn" and stores.at(self.root).lists:  # of all that is not there, at once
+                object.__setattr__(self, "missing", "fill")
+
+    def _tell(self, first: list[str], count: int) -> None:
+        """Raise `IncompleteCheckpoint`, or warn, where chunks are not there."""
+        if count and self.missing != "fill":
             what, are = ("chunk", "is") if count == 1 else ("chunks", "are")
             text = (
                 f"{self.root}: {count} {what} of key {self.name!r} {are} not there ({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
@@ -176,7 +191,7 @@ class ZarrTensor(ByLibrary):
             )
             if self.missing == "error":
                 raise IncompleteCheckpoint(f'{text}; missing="fill" takes them for that')
-            warnings.warn(text, stacklevel=5)
+            warnings.warn(text, stacklevel=6)
 
     @property
     def readers(self) -> int:
@@ -201,7 +216,8 @@ class ZarrTensor(ByLibrary):
 
     def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
         try:
-            found = (self._opened() if self.held is None else self.held)[index]
+            array = self._opened() if self.held is None else self.held
+            found = array[index]
             out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
         except StoreError:  # nothing is wrong with the file
             raise
@@ -212,4 +228,16 @@ class ZarrTensor(ByLibrary):
             self.generation.check()
             raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
         self.generation.check()
+        self._missed(array.store_path)
         return out.nbytes
+
+    def _missed(self, place: Any) -> None:
+        """Tell of the chunks that reads of this array have asked for in vain."""
+        start, form = f"{place.path}/" if place.path else "", self._form()
+        mine = {k: k.removeprefix(start) for k in list(place.store.absent) if k.startswith(start)}
+        mine = {k: name for k, name in mine.items() if form.fullmatch(name)}
+        # (Other arrays of the group may be being read by other threads, which tell of theirs.)
+        place.store.absent.difference_update(mine)
+        missed = sorted(mine.values())
+        self.absent.update(missed[: _SHOWN - len(self.absent)])
+        self._tell(missed[:_SHOWN], len(missed))

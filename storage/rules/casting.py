@@ -275,12 +275,12 @@ def _told(losses: Mapping[Any, CastLoss]) -> str:
     return "\n".join(lines)
 
 
-class _Current(threading.local):
+class _CurrentReport(threading.local):
     tally: Tally | None = None
     name: Any = None
 
 
-_current = _Current()
+_current = _CurrentReport()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from ...arrays.core.blocks import Box
 from ..readers.reading import Job
 from ..readers.tensor import read_into
 from .casting import cast
-from .lazy_tensors import Derived, of_source
+from .lazy_tensors import DerivedTensor, of_source
 
 
 def is_quantized(dtype: np.dtype) -> bool:
@@ -28,7 +28,7 @@ def is_quantized(dtype: np.dtype) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked(Derived):
+class Unpacked(DerivedTensor):
     """Signed ``bits``-bit numbers, several packed in each int32 of ``source`` along ``axis``.
 
     The first is in the lowest bits; each is stored plus half its range."""
@@ -68,7 +68,9 @@ class Unpacked(Derived):
 
 def dequantizes(tensor: Any) -> bool:
     """Whether a tensor holds the numbers that quantised weights stand for."""
-    return isinstance(tensor, Dequantized) or (isinstance(tensor, Derived) and any(map(dequantizes, tensor.sources())))
+    return isinstance(tensor, Dequantized) or (
+        isinstance(tensor, DerivedTensor) and any(map(dequantizes, tensor.sources()))
+    )
 
 
 def not_followed(key: str, names: Container[str]) -> str | None:
@@ -86,7 +88,7 @@ def not_followed(key: str, names: Container[str]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantized(Derived):
+class Dequantized(DerivedTensor):
     """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks that a box meets."""
 
     name: str

@@ -20,13 +20,13 @@ from ...arrays.core.errors import CheckpointError
 from ..readers.reading import Job
 from ..readers.tensor import read_into
 from .casting import cast
-from .lazy_tensors import Derived, of_source
+from .lazy_tensors import DerivedTensor, of_source
 
 _TILE = 1 << 19  # elements of whole rows
 
 
 @dataclass(frozen=True, slots=True)
-class Grown(Derived):
+class GrownRows(DerivedTensor):
     """``count`` rows beyond the end of ``source`` along ``axis``. Reads all rows of the columns that it is asked for."""
 
     name: str

@@ -39,7 +39,7 @@ def of_source(name: str) -> Any:
     return property(lambda self: getattr(self.source, name))
 
 
-class Derived:
+class DerivedTensor:
     """Base of the tensors derived from others. ``check`` checks the sources.
 
     One with a single ``source`` says by ``needs`` which box of it makes a box.
@@ -71,6 +71,10 @@ class Derived:
     def readers(self) -> int:
         return max((s.readers for s in self.sources()), default=1)
 
+    @property
+    def absent(self) -> set[str]:
+        return set().union(*(getattr(s, "absent", ()) for s in self.sources()))
+
     def check(self) -> None:
         for s in self.sources():
             if hasattr(s, "check"):
@@ -87,7 +91,7 @@ class Recipes:
         found = self._known.get(id(tensor))
         if found is None:
             told = [type(tensor).__name__, tensor.name]
-            if isinstance(tensor, Derived):
+            if isinstance(tensor, DerivedTensor):
                 told += [str(getattr(tensor, f.name)) for f in fields(tensor) if f.name not in _SOURCES]
                 told += [self.of(s) for s in tensor.sources()]
             found = self._known[id(tensor)] = hashlib.sha256("\0".join(told).encode("utf-8", "replace")).hexdigest()
@@ -95,7 +99,7 @@ class Recipes:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class InMemoryTensor:
     """An array in memory, with the interface of a stored tensor."""
 
     name: str
@@ -107,7 +111,7 @@ class Memory:
     dtype = property(lambda self: self.array.dtype)
     chunk = property(lambda self: rows_of(self.array.shape))
 
-    def only(self, box: Box) -> Memory:
+    def only(self, box: Box) -> InMemoryTensor:
         return self
 
     def planned(self, box: Box) -> int:
@@ -122,7 +126,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled(Derived):
+class Filled(DerivedTensor):
     """A tensor of one repeated value."""
 
     name: str
@@ -151,7 +155,7 @@ class Filled(Derived):
 
 
 @dataclass(frozen=True, slots=True)
-class Sliced(Derived):
+class Sliced(DerivedTensor):
     """The part of a tensor that starts at ``start``."""
 
     name: str
@@ -171,18 +175,18 @@ class Sliced(Derived):
 
 def casts(tensor: Any) -> bool:
     """Whether reading a tensor may lose values (see ``casting``)."""
-    return isinstance(tensor, Derived) and (tensor.casts or any(map(casts, tensor.sources())))
+    return isinstance(tensor, DerivedTensor) and (tensor.casts or any(map(casts, tensor.sources())))
 
 
 def whole_of(tensor: Any) -> Any:
     """The tensor without slices that keep all of it, which change only its name."""
     while isinstance(tensor, Sliced) and not any(tensor.start) and tensor.shape == tensor.source.shape:
         tensor = tensor.source
-    return tensor.whole() if hasattr(tensor, "whole") else tensor
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Joined(Derived):
+class Joined(DerivedTensor):
     """Tensors one after the other along an axis. A part that is not needed any more (see ``only``) is None."""
 
     name: str
@@ -235,7 +239,7 @@ class Joined(Derived):
 
 
 @dataclass(frozen=True, slots=True)
-class Permuted(Derived):
+class Permuted(DerivedTensor):
     """Dimensions in another order: dimension i of the result is dimension ``axes[i]`` of the source."""
 
     name: str
@@ -258,7 +262,7 @@ class Permuted(Derived):
 
 
 @dataclass(frozen=True, slots=True)
-class Converted(Derived):
+class Converted(DerivedTensor):
     """Another dtype, by NumPy's rules; lost values are counted (see ``casting``). ``allowed``: losses are accepted."""
 
     name: str
@@ -279,7 +283,7 @@ class Converted(Derived):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed(Derived):
+class Agreed(DerivedTensor):
     """A tensor that several sources must hold alike, such as the step count of parameters that a rule joins."""
 
     name: str
@@ -369,7 +373,7 @@ def rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reshaped(Derived):
+class Reshaped(DerivedTensor):
     """The same elements in row-major order under another shape."""
 
     name: str

@@ -163,7 +163,7 @@ def _by_values(
 # ----- application ----------------------------------------------------------------------------------------------------
 
 
-class Program:
+class BoundRules:
     """Rules bound to the keys of one checkpoint."""
 
     def __init__(

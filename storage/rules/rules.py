@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import RuleConflict, RuleMatchError, RuleSyntaxError
-from ..base.collector import no_collections
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format.manifest import Leaf
 from ..readers.tensor import read_box
 from . import text
-from .lazy_tensors import Filled, Memory
-from .match import Program
+from .lazy_tensors import Filled, InMemoryTensor
+from .match import BoundRules
 from .match import Rule as Rule
 
 
@@ -106,7 +106,7 @@ class Rules:
         """
         scalars = ckpt.leaves
         try:
-            program = Program(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
+            program = BoundRules(self.rules, self.follow, {n: a.tensor for n, a in ckpt.arrays.items()}, scalars)
             outputs = program.outputs()
         except RuleMatchError:
             ckpt.refuse_skipped(n for n in ckpt.skipped if any(r.reads(n) for r in self.rules))
@@ -138,8 +138,8 @@ class Rules:
         >>> Rules("a -> b, cast(int8, allow_overflow=true)").on_arrays({"a": np.asarray([1.0, 300.0])})
         {'b': array([ 1, 44], dtype=int8)}
         """
-        held = {n: Memory(n, np.asarray(a)) for n, a in arrays.items()}
-        return {n: read_box(t)[0] for n, t in Program(self.rules, self.follow, held, {}).outputs().items()}
+        held = {n: InMemoryTensor(n, np.asarray(a)) for n, a in arrays.items()}
+        return {n: read_box(t)[0] for n, t in BoundRules(self.rules, self.follow, held, {}).outputs().items()}
 
     def inverse(self, source: Mapping[str, Any]) -> Rules:
         """Rules from the result of these on ``source`` (a checkpoint, or anything with shapes and dtypes) back to it.
@@ -158,6 +158,6 @@ class Rules:
         c -> a, b, permute(), split(sizes=[4, 2])
         """
         held = {n: Filled(n, tuple(a.shape), np.dtype(a.dtype)) for n, a in source.items()}
-        program = Program(self.rules, self.follow, held, {})
+        program = BoundRules(self.rules, self.follow, held, {})
         program.outputs()
         return Rules(program.inverted())

@@ -12,7 +12,7 @@ from ...arrays.core.errors import CheckpointDTypeError, CheckpointShapeError, Ru
 from ..format import dtypes
 from .casting import Tally, cast, exact, is_float, tallied
 from .dequantized import Dequantized, Unpacked, is_quantized
-from .growing import Grown
+from .growing import GrownRows
 from .lazy_tensors import Converted, Filled, Joined, Reshaped, Sliced
 from .step import NotInvertible, Step, axis_of, expect, the_one
 from .steps import Slice
@@ -111,7 +111,7 @@ class Pad(Step):
                 f"{t.name!r} is {t.dtype} of shape {t.shape}: fill={self.fill} needs rows of a floating dtype; pad it with value="
             )
         else:
-            new = Grown(t.name, t, k, rest[k], self.fill == "noise", self.seed)
+            new = GrownRows(t.name, t, k, rest[k], self.fill == "noise", self.seed)
         return Joined.of(t.name, [t, new], k)
 
     def inverse(self, before: list[Any]) -> Step:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointError
 from ..base.checksums import crc32c
-from ..base.collector import no_collections
 from ..base.threads import SYNCS, in_threads
 from ..format import chunk_sums, manifest
 from ..format.chunk_grid import place_of
@@ -15,7 +15,7 @@ from ..format.compression import fits
 from ..format.documents import marked
 from ..format.zarr_format import array_metadata, group_metadata
 from ..stores import atomic_directory, store
-from .items import Item, Record
+from .items import Record, SaveItem
 
 
 @no_collections()
@@ -23,7 +23,7 @@ def finish_directory(
     folder: atomic_directory.Folder,
     target: str,
     head: manifest.Manifest,
-    items: list[Item],
+    items: list[SaveItem],
     records: Sequence[Record],
     documents: Mapping[str, bytes],
 ) -> int:
@@ -43,15 +43,14 @@ def finish_directory(
         + sum(map(len, documents.values()))
         + _write_metadata(folder, items, head)
     )
-    data = head.dumps()
-    manifest.loads(data, store.join(target, manifest.FILE))  # never commit what could not be read again
+    data = head.dumps(check=store.join(target, manifest.FILE))  # never commit what could not be read again
     folder.put(manifest.FILE, data)
     folder.settle()
     return nbytes + len(data)
 
 
 def _entries(
-    items: list[Item], records: Sequence[Record], packs: list[manifest.Pack]
+    items: list[SaveItem], records: Sequence[Record], packs: list[manifest.Pack]
 ) -> tuple[list[manifest.ArrayEntry], bytes]:
     """Manifest rows and the table of checksums, after the check that every shard was written once, at its full length."""
     written: dict[str, Record] = {}
@@ -103,7 +102,7 @@ def _entries(
     return entries, bytes(table)
 
 
-def _write_metadata(folder: atomic_directory.Folder, items: list[Item], head: manifest.Manifest) -> int:
+def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
     held = [i for i in items if not i.packed]
     texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw) for i in held}

@@ -11,13 +11,13 @@ import numpy as np
 from ...arrays.core.blocks import BlockSharding, Box
 from ...arrays.core.tree import Path
 from ..base import names
-from ..format.chunk_grid import Grid
+from ..format.chunk_grid import ChunkGrid
 from ..format.compression import Compression, most_nbytes
 from ..format.stored_objects import Pack
 
 
 @dataclass
-class Item:
+class SaveItem:
     """One array of the tree on its way to disk."""
 
     path: Path
@@ -25,7 +25,7 @@ class Item:
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: BlockSharding | None
-    grid: Grid
+    grid: ChunkGrid
     directory: str = ""
     mesh: int | None = None
     compression: Compression = None
@@ -62,7 +62,7 @@ class Task:
 
     array: int
     part: Box
-    grid: Grid
+    grid: ChunkGrid
     coord: tuple[int, ...]
     file: str
     compression: Compression = None

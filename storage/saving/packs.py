@@ -19,11 +19,11 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ..base.checksums import crc32c
 from ..format import dtypes, tensor_sums
-from ..format.chunk_grid import Grid, only_shard, place_of
+from ..format.chunk_grid import ChunkGrid, only_shard, place_of
 from ..format.stored_objects import Pack
 from ..readers.safetensors import DCP_INFO, TensorInfo, build_header, joined, pieces_of, sum_of
 from ..stores import store
-from .items import Item, Record, Task
+from .items import Record, SaveItem, Task
 
 THRESHOLD = 1 << 20  # bytes of a block that are packed by default
 LIMIT = 64 << 20  # bytes of blocks after which a rank begins another pack
@@ -48,7 +48,7 @@ def threshold(pack: bool | int | None, target: str) -> int:
     return pack
 
 
-def choose(item: Item, boxes: Callable[[], Sequence[Box]], limit: int) -> None:
+def choose(item: SaveItem, boxes: Callable[[], Sequence[Box]], limit: int) -> None:
     """Mark an array as packed where its blocks are small enough, each is one shard, and safetensors has its dtype.
 
     One without an element has no bytes to share a file; others' readers find it as Zarr's.
@@ -62,7 +62,7 @@ def choose(item: Item, boxes: Callable[[], Sequence[Box]], limit: int) -> None:
         name.encode()
     except (CheckpointDTypeError, UnicodeEncodeError):
         return
-    grid = item.grid if item.grid.shard == item.grid.chunk == shard else Grid(item.shape, shard, shard)
+    grid = item.grid if item.grid.shard == item.grid.chunk == shard else ChunkGrid(item.shape, shard, shard)
     if name == "__metadata__":
         return
     alone = item.sharding is None and only_shard(grid) is not None

@@ -7,6 +7,8 @@ array was written exactly once, adds the metadata and the manifest, and commits 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import socket
@@ -19,17 +21,17 @@ from typing import Any, BinaryIO, Literal, TypedDict, Unpack
 import numpy as np
 
 from ...arrays import asarray
+from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import BlockSharding, Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
-from ..base.collector import no_collections
 from ..base.leaves import taken
 from ..commit import contents
 from ..commit.protocol import protocol_of
 from ..format import dtypes, manifest
-from ..format.chunk_grid import Grid, choose_grid, only_shard, place_of, whole_grid
+from ..format.chunk_grid import ChunkGrid, choose_grid, only_shard, place_of, whole_grid
 from ..format.compression import Zstd, chosen
 from ..format.documents import encode
 from ..format.sharding_spec import by_mesh
@@ -39,10 +41,11 @@ from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle, finish_earlier, start
 from .finalize import finish_directory
-from .items import Item, Record, Task
+from .items import Record, SaveItem, Task
 from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
+_BRIEF = 64 << 20  # bytes that are written before other threads want their garbage collected
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ class SaveReport:
 # ----- in the process that saves --------------------------------------------------------------------------------------
 
 
-def _classify(tree: Any) -> tuple[Any, list[Item]]:
+def _classify(tree: Any) -> tuple[Any, list[SaveItem]]:
     """The tree with `manifest.Leaf` in place of its arrays and dicts in place of its classes, and the arrays."""
-    items: list[Item] = []
+    items: list[SaveItem] = []
 
     def walk(node: Any, path: Path) -> Any:
         if len(path) > manifest.MAX_DEPTH:
@@ -82,7 +85,7 @@ def _classify(tree: Any) -> tuple[Any, list[Item]]:
     return walk(tree, ()), items
 
 
-def _item(leaf: Any, path: Path) -> Item:
+def _item(leaf: Any, path: Path) -> SaveItem:
     where = f"key {names.leaf_name(path)!r}"
     leaf = taken(leaf, where)
     if isinstance(leaf, np.generic):
@@ -97,7 +100,7 @@ def _item(leaf: Any, path: Path) -> Item:
     dtype = dtypes.check_storable(leaf.dtype, where)
     whole = sharding is None
     grid = whole_grid(shape, dtype.itemsize) if whole else choose_grid(shape, dtype.itemsize, _boxes(sharding, shape))
-    return Item(path, leaf, shape, dtype, sharding, grid)
+    return SaveItem(path, leaf, shape, dtype, sharding, grid)
 
 
 def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
@@ -137,7 +140,7 @@ def assign(
     return out
 
 
-def _tasks(number: int, item: Item, block: Box) -> list[Task]:
+def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
     """The shards that make up one block."""
     name = item.name if item.packed else None
     if (alone := only_shard(item.grid)) is not None:
@@ -145,7 +148,7 @@ def _tasks(number: int, item: Item, block: Box) -> list[Task]:
         return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name)]
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
-    sub = Grid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
+    sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
     out = []
     for k in sub.shards():
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
@@ -155,10 +158,10 @@ def _tasks(number: int, item: Item, block: Box) -> list[Task]:
     return out
 
 
-def _write_local(items: list[Item], root: str, suffix: str) -> list[Record]:
+def _write_local(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
     """Arrays of this process: host and small arrays together, then the others of a device one by one."""
 
-    def write(group: list[Item]) -> list[Record]:
+    def write(group: list[SaveItem]) -> list[Record]:
         tasks = [
             t for i, item in enumerate(group) if math.prod(item.shape) for t in _tasks(i, item, Box.whole(item.shape))
         ]
@@ -166,7 +169,7 @@ def _write_local(items: list[Item], root: str, suffix: str) -> list[Record]:
         tasks = packs.dealt(tasks, [i.dtype.itemsize for i in group], "local", suffix)
         return write_blocks({0: (root, tasks)}, {0: arrays})
 
-    def here(item: Item) -> bool:
+    def here(item: SaveItem) -> bool:
         return str(getattr(item.array, "device", "cpu")) == "cpu"
 
     records = write([i for i in items if i.packed or here(i)])
@@ -176,7 +179,7 @@ def _write_local(items: list[Item], root: str, suffix: str) -> list[Record]:
     return records
 
 
-def _write_split(items: list[Item], root: str, suffix: str) -> list[Record]:
+def _write_split(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
     """All arrays of one mesh, in one visit to each process."""
     mesh = items[0].sharding.mesh
     arrays = mesh.settle([item.array for item in items])
@@ -198,7 +201,7 @@ def _write_split(items: list[Item], root: str, suffix: str) -> list[Record]:
     return [r for found in mesh.run_on_blocks(write_blocks, arrays, payloads) for r in found]
 
 
-def _by_mesh(items: list[Item]) -> list[tuple[Any, list[Item]]]:
+def _by_mesh(items: list[SaveItem]) -> list[tuple[Any, list[SaveItem]]]:
     groups = by_mesh(items)
     for at, (_, group) in enumerate(groups):
         for item in group:
@@ -206,7 +209,7 @@ def _by_mesh(items: list[Item]) -> list[tuple[Any, list[Item]]]:
     return groups
 
 
-def _settle_first(items: list[Item]) -> None:
+def _settle_first(items: list[SaveItem]) -> None:
     """Reduce arrays with partial placements, and take the grid from the resulting sharding."""
     for item in items:
         if item.sharding is not None and item.sharding.partial:
@@ -411,7 +414,8 @@ class _Save:
         kept = manifest.decode_json(manifest.encode_json(dict(given.get("metadata") or {}), "metadata"))
         self.head = manifest.Manifest([], manifest.encode_tree(structure), None if step is None else int(step), kept)
         self.documents = encode(given.get("documents"))
-        self.head.dumps()  # whatever cannot be kept is refused here, before anything is computed or written
+        # Whatever cannot be kept is refused here, before anything is computed or written.
+        json.dumps([self.head.step, kept, [v for _, v in manifest.scalar_leaves(structure)]])
         _settle_first(items)
         limit = packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
@@ -441,6 +445,7 @@ class _Save:
         expected = sum(i.stored_nbytes for i in items)
         slack = 4096 * (2 * len(items) + 2)
         with (
+            no_collections() if expected < _BRIEF else contextlib.nullcontext(),
             activity.under_way(kind, target, expected) as work,
             atomic_directory.room_for(sum(i.least_nbytes for i in items) + slack, target),
             protocol_of(target).replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -38,21 +40,12 @@ def write_blocks(
     opened: set[int] = set()
     helpers = compressors(len(jobs), writers())
 
-    def write(job: _Job) -> tuple[list[Record], int]:
-        root, (task, *_), (part, *_) = job
-        path = os.path.join(root, task.pack or task.file)
-        if task.pack:
-            found, body = laid_out(*job[1:])
-            fd, total = fs.create(path), 0
-            opened.add(fd)
-            for piece in body():
-                total += fs.write(fd, [piece], total)
-                activity.wrote(root, len(piece))
-            return found, fd
-        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
-        fd = shard.write(fs, path)
+    def write(job: _Job) -> tuple[Callable[[], list[Record]], int]:
+        root, (task, *_), _ = job
+        batches, found = _file(job, helpers)
+        fd = fs.write_new(os.path.join(root, task.pack or task.file), batches())
         opened.add(fd)
-        return [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))], fd
+        return found, fd
 
     def sync(fd: int) -> None:
         fs.fsync(fd)
@@ -65,7 +58,7 @@ def write_blocks(
             for first in range(0, len(jobs), _OPEN):
                 written = in_threads(write, jobs[first : first + _OPEN])
                 in_threads(sync, [fd for _, fd in written], SYNCS)
-                records += [r for found, _ in written for r in found]
+                records += [r for found, _ in written for r in found()]
     finally:
         for fd in opened:
             fs.close(fd)
@@ -85,21 +78,33 @@ def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> lis
     return list(out.values())
 
 
+def _file(job: _Job, helpers: int) -> tuple[Callable[[], Generator[list[Any]]], Callable[[], list[Record]]]:
+    """(source of the buffers of a file, its records when all of them are gone)."""
+    root, (task, *_), (part, *_) = job
+    wrote = partial(activity.wrote, root)
+    if not task.pack:
+        shard = ShardBytes(part, task.grid, task.coord, wrote, task.compression, helpers)
+        return shard.batches, lambda: [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))]
+    records, body = laid_out(*job[1:])
+
+    def batches() -> Generator[list[Any]]:
+        for piece in body():
+            yield [piece]
+            wrote(len(piece))
+
+    return batches, lambda: records
+
+
 def _put_blocks(
     payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
 ) -> list[Record]:
     """`write_blocks` for object stores: a shard is one upload."""
 
     def put(job: _Job) -> list[Record]:
-        root, (task, *_), (part, *_) = job
-        if task.pack:
-            found, body = laid_out(*job[1:])
-            store.at(root).put(task.pack, body)
-            activity.wrote(root, sum(r.nbytes for r in found))
-            return found
-        shard = ShardBytes(part, task.grid, task.coord, partial(activity.wrote, root), task.compression, helpers)
-        store.at(root).put(task.file, shard.pieces)
-        return [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))]
+        root, (task, *_), _ = job
+        batches, found = _file(job, helpers)
+        store.at(root).put(task.pack or task.file, lambda: itertools.chain.from_iterable(batches()))
+        return found()
 
     jobs = [
         job

@@ -191,11 +191,11 @@ def room_for(nbytes: int, target: str) -> Iterator[None]:
     with writing(target, f"{nbytes} bytes"):
         if not is_url(target):
             make_parents(target)
-            check_room(nbytes, target)
+            check_space(nbytes, target)
         yield
 
 
-def check_room(nbytes: int, target: str) -> None:
+def check_space(nbytes: int, target: str) -> None:
     """Raise `StorageFull` where ``nbytes`` do not fit beside a local target."""
     parent = os.path.dirname(os.path.abspath(target))
     free = active().free_bytes(parent)

@@ -23,7 +23,7 @@ LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a mil
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredObjectInfo:
     """An object: its name below the store's root, its length, its last write (in seconds), and its version tag."""
 
     name: str
@@ -82,7 +82,7 @@ class Store(ABC):
         """Remove objects."""
 
     @abstractmethod
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
         """All objects below the folder ``under``, sorted by name."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from ...arrays.core.errors import MeshtapeError, StoreError
 from ..base.locations import join
 from . import url_options
-from .contract import Entry, Pieces, Reader, Store, recorded
+from .contract import Pieces, Reader, Store, StoredObjectInfo, recorded
 from .object_store import plain_text, repeated
 
 T = TypeVar("T")
@@ -171,8 +171,8 @@ class FsspecStore(Store):
     def delete(self, names: Sequence[str]) -> None:
         self.refuse_writes()
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
-        def once() -> list[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
+        def once() -> list[StoredObjectInfo]:
             held, base = filesystem(self.root)
             held.invalidate_cache()
             try:
@@ -180,7 +180,7 @@ class FsspecStore(Store):
             except FileNotFoundError:
                 return []
             return [
-                Entry(path[len(base) :].lstrip("/"), int(info["size"]), _modified(info), _tag(info))
+                StoredObjectInfo(path[len(base) :].lstrip("/"), int(info["size"]), _modified(info), _tag(info))
                 for path, info in found.items()
                 if path.rstrip("/") != base and info["type"] == "file"
             ]

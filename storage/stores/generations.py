@@ -49,7 +49,7 @@ def refuse(where: str, then: str, now: str | None) -> None:
         )
 
 
-class Ahead(Protocol):
+class FetchedBytes(Protocol):
     """Bytes that were fetched before they are read (see ``read_ahead``)."""
 
     def reader(self, where: str, reader: Reader) -> Reader:
@@ -61,7 +61,7 @@ class Generation:
     """The files by which a checkpoint was opened, with the tag of each then."""
 
     tags: Mapping[str, str] = field(default_factory=dict)
-    ahead: Ahead | None = field(default=None, compare=False, kw_only=True)  # that those share who read it
+    ahead: FetchedBytes | None = field(default=None, compare=False, kw_only=True)  # that those share who read it
 
     def check(self) -> None:
         """Raise `CheckpointReplaced` where one of the files is another by now."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointExists, CorruptCheckpoint
 from .atomic_directory import make_parents, temporary
-from .contract import Entry, Pieces, Reader, Store, failed, is_recording, recorded
+from .contract import Pieces, Reader, Store, StoredObjectInfo, failed, is_recording, recorded
 from .filesystem import active, preadv
 
 
@@ -129,7 +129,7 @@ class LocalStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 active().unlink(self._path(name))
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
         found = []
         for folder, _, files in os.walk(self._path(under) if under else self.root):
             for file in files:
@@ -137,7 +137,7 @@ class LocalStore(Store):
                 with contextlib.suppress(FileNotFoundError):
                     s = os.stat(path)
                     name = posixpath.join(*os.path.relpath(path, self.root).split(os.sep))
-                    found.append(Entry(name, s.st_size, s.st_mtime, _tag_of(s)))
+                    found.append(StoredObjectInfo(name, s.st_size, s.st_mtime, _tag_of(s)))
         return iter(sorted(found, key=lambda e: e.name))
 
     def folders(self) -> list[str]:

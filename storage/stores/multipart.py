@@ -14,7 +14,7 @@ PART = 8 << 20  # bytes of one part
 UPLOADS = 4  # parts of one object on their way
 
 
-class _Ended:
+class _UploadEnd:
     """The last item in the queue of an upload: its end, or an error of the source of its pieces."""
 
     def __init__(self, error: BaseException | None = None) -> None:
@@ -37,7 +37,7 @@ def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], att
     total = 0
 
     def taken() -> Iterator[bytes]:
-        while not isinstance(item := waiting.get(), _Ended):
+        while not isinstance(item := waiting.get(), _UploadEnd):
             yield item
         if item.error is not None:
             raise item.error  # the client then gives the parts up
@@ -65,9 +65,9 @@ def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], att
                 if not give(data):
                     break
         except BaseException as e:
-            give(_Ended(e))
+            give(_UploadEnd(e))
             wait([upload])
             raise
-        give(_Ended())
+        give(_UploadEnd())
         upload.result()
     return total

@@ -28,7 +28,7 @@ from ...arrays.core.errors import MeshtapeError, StoreError
 from ..base.checksums import crc32c
 from ..base.locations import READ_ONLY, join
 from . import multipart, url_options
-from .contract import Entry, Pieces, Reader, Store, recorded
+from .contract import Pieces, Reader, Store, StoredObjectInfo, recorded
 
 T = TypeVar("T")
 
@@ -369,7 +369,7 @@ class ObjectStore(Store):
     def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
         return self._put(name, pieces, "create" if new else "overwrite")
 
-    def version(self, entry: Entry) -> dict[str, str]:
+    def version(self, entry: StoredObjectInfo) -> dict[str, str]:
         """The version of the present object, for `replace`."""
         if not self.root.startswith("gs:"):
             return {"e_tag": entry.tag}
@@ -461,7 +461,7 @@ class ObjectStore(Store):
 
         repeated(once, self.root)
 
-    def entries(self, under: str = "") -> Iterator[Entry]:
+    def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
         held, prefix, where = self._at(under)
         strip = len(self._at("")[1]) + 1 if self._at("")[1] else 0
 
@@ -470,7 +470,7 @@ class ObjectStore(Store):
 
         self._refuse_lists()
         found = [
-            Entry(m["path"][strip:], m["size"], m["last_modified"].timestamp(), str(m["e_tag"]))
+            StoredObjectInfo(m["path"][strip:], m["size"], m["last_modified"].timestamp(), str(m["e_tag"]))
             for m in repeated(once, where)
         ]
         return iter(sorted(found, key=lambda e: e.name))

@@ -20,7 +20,7 @@ from ..format.chunk_grid import choose_grid
 from ..format.compression import Compression, Zstd, chosen
 from ..format.documents import Documents, with_dtype, without_quantization
 from ..format.manifest import Leaf, scalar_leaves
-from ..format.sharding_spec import Choice, Chooser
+from ..format.sharding_spec import Chooser, ShardingChoice
 from ..format.zarr_format import is_raw
 from ..loading.match_target import prune, select, unread_of
 from ..loading.open import open_checkpoint
@@ -32,11 +32,11 @@ from ..rules.dequantized import dequantizes, is_quantized
 from ..rules.lazy_tensors import Converted
 from ..rules.rules import Rules
 from ..saving import packs
-from ..saving.items import Item
+from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
 from ..stores.generations import Listed
 from .plan import Progress
-from .sinks.sink import Sink
+from .sinks.sink import TransferSink
 from .sinks.sink_safetensors import HuggingFaceSink
 from .sinks.sink_zarr import ZarrSink
 from .transfer import MEMORY_LIMIT, THREADS, transfer
@@ -249,16 +249,18 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
 
 
 def zarr_sink(
-    held: Selection, choice: Choice, compression: Compression = None, pack: int = 0, raw: bool = False
+    held: Selection, choice: ShardingChoice, compression: Compression = None, pack: int = 0, raw: bool = False
 ) -> ZarrSink:
-    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `Item`."""
+    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
     items = []
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
         shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
         grid = choose_grid(shape, dtype.itemsize, boxes)
-        items.append(Item(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression, raw=raw))
+        items.append(
+            SaveItem(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression, raw=raw)
+        )
         packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
@@ -376,7 +378,7 @@ def convert(
     if missing not in ("error", "fill"):
         raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
     held = Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit)
-    sink: Sink
+    sink: TransferSink
     if format == "safetensors":
         if mesh is not None or shardings is not None:
             raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
@@ -393,7 +395,9 @@ def convert(
         if max_shard_bytes is not None:
             raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
         stored = held.compression if compression == KEEP else chosen(compression)
-        sink = zarr_sink(held, Choice(mesh, shardings), stored, packs.threshold(pack, target), is_raw(dtype_fallback))
+        sink = zarr_sink(
+            held, ShardingChoice(mesh, shardings), stored, packs.threshold(pack, target), is_raw(dtype_fallback)
+        )
     else:
         raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
     if held.ckpt.path == target:

@@ -17,7 +17,7 @@ from ..base.names import leaf_name
 from ..format import dtypes
 from ..format.chunk_grid import choose_grid
 from ..format.compression import Zstd, chosen, most_nbytes
-from ..format.sharding_spec import Choice, Chooser, Layout
+from ..format.sharding_spec import AxisLayout, Chooser, ShardingChoice
 from ..loading.open import open_checkpoint
 from ..readers import safetensors
 from .convert import split_files
@@ -143,7 +143,7 @@ def estimate(
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise CheckpointError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     codec = chosen(compression)
-    choice = Choice(mesh, shardings)
+    choice = ShardingChoice(mesh, shardings)
     axes = tuple(choice.axes.items())
     if shard_optimizer_over is not None and shard_optimizer_over not in choice.axes:
         raise CheckpointError(f"shard_optimizer_over: the mesh {choice.axes} has no axis {shard_optimizer_over!r}")
@@ -158,11 +158,11 @@ def estimate(
     sums = np.zeros((size, 4), np.int64)
     for name, (shape, kind) in held.items():
         sharding, boxes, _ = choice.of(name, tuple(name.split(".")), shape, kind)
-        if sharding is not None and not isinstance(sharding, Layout):
+        if sharding is not None and not isinstance(sharding, AxisLayout):
             raise CheckpointError(f"{name}: estimate takes shardings as plain data, not {sharding!r}")
         grid = choose_grid(shape, kind.itemsize, boxes)
         zarr += sum(most_nbytes(grid, c, kind.itemsize, codec if shape else None) for c in grid.shards())
-        layout = sharding if sharding is not None else Layout(axes, (None,) * len(axes))
+        layout = sharding if sharding is not None else AxisLayout(axes, (None,) * len(axes))
         counts = layout.block_sizes(shape)
         sums[:, 0] += counts * kind.itemsize
         if optimizer is None or kind.name not in (*dtypes.FLOATS, "complex64", "complex128"):

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..rules.lazy_tensors import Recipes
 from ..stores.generations import Generation
-from .sinks.sink import Sink
+from .sinks.sink import TransferSink
 
 Progress = Callable[[int, int], None]
 
 
 def fingerprint(
-    source: Generation, tensors: Sequence[Any], sink: Sink, windows: int, memory_limit: int, threads: int
+    source: Generation, tensors: Sequence[Any], sink: TransferSink, windows: int, memory_limit: int, threads: int
 ) -> str:
     """A digest that is equal for two runs that write the same windows of the same bytes."""
     made = Recipes()

@@ -29,10 +29,10 @@ from ..stores import atomic_directory, store
 from ..stores.filesystem import active, try_lock
 from ..stores.generations import Generation
 from .plan import Progress, fingerprint
-from .sinks.sink import Sink, Unit, Writer, put
+from .sinks.sink import TransferSink, Unit, WindowWriter, put
 from .upload import upload
-from .verify_writes import Step, Steps
-from .workers import Executor, Spread
+from .verify_writes import WindowStep, WindowSteps
+from .workers import Executor, Workers
 
 MEMORY_LIMIT = 256 << 20
 THREADS = 2
@@ -90,7 +90,7 @@ def _empty(part: str) -> None:
             fs.remove_tree(os.path.join(part, entry))
 
 
-def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
+def _whole(writer: WindowWriter, root: str, box: Box, sums: list[int]) -> bool:
     """Whether a window reads back as it was written."""
     try:
         return writer.check(root, box, sums)
@@ -101,7 +101,7 @@ def _whole(writer: Writer, root: str, box: Box, sums: list[int]) -> bool:
 def transfer(
     source: Generation,
     tensors: Sequence[Any],
-    sink: Sink,
+    sink: TransferSink,
     target: str,
     *,
     memory_limit: int,
@@ -128,19 +128,19 @@ def transfer(
             sink,
             target,
             memory_limit=memory_limit,
-            spread=Spread(threads, executor),
+            spread=Workers(threads, executor),
             overwrite=overwrite,
             tables=tables,
             progress=progress,
             allow_overflow=allow_overflow,
         )
-    spread = Spread(threads, executor)
+    spread = Workers(threads, executor)
     atomic_directory.make_parents(target)
     atomic_directory.recover(os.path.dirname(target))
     directory_commit.check_target(target, overwrite, tables)
     part = f"{target}.part"
     if not os.path.isdir(part):
-        atomic_directory.check_room(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
+        atomic_directory.check_space(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
     # A thread holds a window, the reader's staging memory and the writer's.
     limit = max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT))
     units = sink.units(tensors, limit)
@@ -193,13 +193,13 @@ def transfer(
 
                 checked = set(kept)  # read back above
                 if executor is None:
-                    steps = Steps(writers, tensors, part, kept)
+                    steps = WindowSteps(writers, tensors, part, kept)
                     results = spread.over(steps, steps.order(units), lambda step: (step,))
                 else:
                     # Other processes know nothing of each other's windows.
                     results = spread.over(
                         put,
-                        [Step(u) for u in units if u not in kept],
+                        [WindowStep(u) for u in units if u not in kept],
                         lambda step: (
                             writers[step.unit.array],
                             part,

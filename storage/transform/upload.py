@@ -24,8 +24,8 @@ from ..stores import store as stores
 from ..stores.contract import Store
 from ..stores.generations import Generation
 from .plan import Progress, fingerprint
-from .sinks.sink import Sink, Stream
-from .workers import Spread
+from .sinks.sink import TransferSink, UploadStream
+from .workers import Workers
 
 _BATCH = 8 << 20
 
@@ -45,7 +45,7 @@ def _sum(root: str, name: str, nbytes: int) -> int | None:
     return None
 
 
-def _send(stream: Stream, root: str, allow_overflow: bool) -> tuple[list[Any], Tally]:
+def _send(stream: UploadStream, root: str, allow_overflow: bool) -> tuple[list[Any], Tally]:
     """Upload one file and read it back; returns its crc32c, its stream's digest and its length; and what casts lost.
 
     `Lossy` is raised at the end of the file, before it counts as uploaded.
@@ -105,11 +105,11 @@ class _Journal:
 def upload(
     source: Generation,
     tensors: Sequence[Any],
-    sink: Sink,
+    sink: TransferSink,
     target: str,
     *,
     memory_limit: int,
-    spread: Spread,
+    spread: Workers,
     overwrite: bool,
     tables: frozenset[str],
     progress: Progress | None,

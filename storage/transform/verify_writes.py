@@ -10,23 +10,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .sinks.sink import Unit, Writer, put
+from .sinks.sink import Unit, WindowWriter, put
 
 
-class Step(NamedTuple):
+class WindowStep(NamedTuple):
     """A window to write, or to read back."""
 
     unit: Unit
     back: bool = False
 
 
-class Steps:
+class WindowSteps:
     """The steps for all windows except those in ``kept``, which an earlier run wrote and this one verified.
 
     An array is read back after the next one was written, so that the threads do not wait for its last windows.
     """
 
-    def __init__(self, writers: Sequence[Writer], tensors: Sequence[Any], root: str, kept: Mapping[Unit, Any]) -> None:
+    def __init__(
+        self, writers: Sequence[WindowWriter], tensors: Sequence[Any], root: str, kept: Mapping[Unit, Any]
+    ) -> None:
         self._writers, self._tensors, self._root = writers, tensors, root
         self._kept = set(kept)
         self._sums: dict[Unit, list[int]] = {}
@@ -34,7 +36,7 @@ class Steps:
         self._changed = threading.Condition()
         self._failed = False
 
-    def order(self, units: Sequence[Unit]) -> list[Step]:
+    def order(self, units: Sequence[Unit]) -> list[WindowStep]:
         """All steps, in the order in which threads are to take them."""
         arrays: dict[int, list[Unit]] = {}
         for u in units:
@@ -44,14 +46,14 @@ class Steps:
         return list(self._order(list(arrays.values())))
 
     @staticmethod
-    def _order(arrays: list[list[Unit]]) -> Iterator[Step]:
+    def _order(arrays: list[list[Unit]]) -> Iterator[WindowStep]:
         for i in range(len(arrays) + 1):
             if i < len(arrays):
-                yield from map(Step, arrays[i])
+                yield from map(WindowStep, arrays[i])
             if i:
-                yield from (Step(u, True) for u in arrays[i - 1])
+                yield from (WindowStep(u, True) for u in arrays[i - 1])
 
-    def __call__(self, step: Step) -> Any:
+    def __call__(self, step: WindowStep) -> Any:
         """Carry a step out: the checksums and losses of a window that was written, or whether it reads back as it was."""
         unit = step.unit
         writer = self._writers[unit.array]

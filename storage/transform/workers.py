@@ -21,7 +21,7 @@ class Executor(Protocol):
         """Call ``fn(*args)`` somewhere; returns a future."""
 
 
-class Spread:
+class Workers:
     """Parallel calls of a function on many items: in ``threads`` here, or by ``executor`` with as many calls in flight.
 
     Results come in the order in which calls end. After an error no call begins, and it is raised when all have ended.

@@ -88,6 +88,9 @@ def test_conditions_beside_singular_ones(p):
     x = np.stack([np.array([[2.0, 1.0], [0.0, 1.0]]), np.zeros((2, 2)), np.eye(2)])
     for got in everywhere(lambda x: mt.linalg.cond(x, p), x):
         np.testing.assert_allclose(got, np.linalg.cond(x, p))
+    with np.errstate(all="ignore"):
+        for bad in (np.diag([np.inf, 1.0]), np.diag([np.inf, 0.0])):
+            np.testing.assert_array_equal(np.asarray(mt.linalg.cond(mt.asarray(bad), p)), np.linalg.cond(bad, p))
 
 
 # ----- rounding -------------------------------------------------------------------------------------------------------

@@ -148,7 +148,11 @@ def test_a_context_that_would_end_with_the_trace_is_refused(context):
         with context():
             return mt.log(x)
 
-    with pytest.raises(mt.errors.TracedValueError, match="put it around the call"):
-        mt.compile(inside)(mt.ones(2))
+    for traced in (
+        mt.compile(inside),
+        mt.shard_map(inside, mt.Mesh({"a": 2}), ({"a": mt.Shard(0)},), {"a": mt.Shard(0)}),
+    ):
+        with pytest.raises(mt.errors.TracedValueError, match="put it around the call"):
+            traced(mt.ones(2))
     with context(), pytest.raises(FloatingPointError):
         mt.compile(mt.log)(mt.zeros(2))

@@ -977,12 +977,12 @@ def test_programs_and_their_derivatives():
     ],
 )
 def test_an_array_from_nowhere_is_refused(value, use):
-    owner = threading.Thread()
-    owner.value = value
+    var, context = contextvars.ContextVar("value"), contextvars.copy_context()
+    context.run(var.set, value)
     with pytest.raises(
         mt.errors.TracedValueError, match=r"reads an array of .*\[3\], at .*test_captures.*pass it as an arg"
     ):
-        mt.compile(lambda x: use(x, owner.value))(X)
+        mt.compile(lambda x: use(x, context[var]))(X)
 
 
 def test_what_is_made_inside_is_no_stranger(capsys):

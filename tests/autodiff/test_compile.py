@@ -445,6 +445,30 @@ def test_values_are_refused(fn):
     assert state.recorders == ()
 
 
+def caught(read):
+    def f(x):
+        try:
+            scale = read(x)
+        except (TypeError, ValueError):
+            scale = 1.0
+        return x / scale
+
+    return f
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: float(mt.max(x)), lambda x: np.asarray(x).max(), lambda x: 2.0 if x[0] > 0 else 1.0]
+)
+def test_a_value_that_is_asked_for_and_done_without_is_refused(read):
+    x, mesh = arr(1, 4), mt.Mesh({"a": 2})
+    with pytest.raises(TracedValueError, match=r"mt\.compile|traced"):
+        mt.compile(caught(read))(x)
+    sharded = mt.shard_map(caught(read), mesh, in_placements={"a": mt.Shard(0)}, out_placements={"a": mt.Shard(0)})
+    with pytest.raises(TracedValueError, match=r"mt\.shard_map"):
+        sharded(x)
+    assert "traced" in repr(mt.compile(lambda x: [repr(x), x][0])(x))
+
+
 def test_the_message_says_what_to_do():
     with pytest.raises(TracedValueError, match=r"a value \(bool\[\]\) was asked for inside mt.compile.*mt.where"):
         mt.compile(lambda x: x if x > 0 else -x)(mt.asarray(1.0))

@@ -14,7 +14,7 @@ import pytest
 import meshtape as mt
 from meshtape.arrays.core.program import Program
 from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, GraphedProgram, graphed
-from meshtape.autodiff.compiler.fusion import Group, executable, fuse
+from meshtape.autodiff.compiler.fusion import FusedRun, executable, fuse
 
 RNG = np.random.default_rng(3)
 
@@ -64,13 +64,13 @@ class HostGraphs:
 
 def made(program: Program, graphs: HostGraphs) -> GraphedProgram:
     def bind(part: Any) -> Callable[..., list[Any]]:
-        name = "" if isinstance(part, Group) else part.op.name
-        fn = executable(part, program) if isinstance(part, Group) else part.op.numpy
+        name = "" if isinstance(part, FusedRun) else part.op.name
+        fn = executable(part, program) if isinstance(part, FusedRun) else part.op.numpy
 
         def call(*arguments: Any) -> list[Any]:
             if graphs.capturing and name in graphs.refused:
                 raise NotImplementedError(f"{name} cannot be captured")
-            if isinstance(part, Group):
+            if isinstance(part, FusedRun):
                 return fn(*arguments)
             out = fn(*arguments, **part.params)
             return [np.asarray(out)] if part.op.nout == 1 else [np.asarray(o) for o in out]

@@ -260,6 +260,9 @@ def test_the_second_derivatives_of_a_power(way: Callable[..., Any]) -> None:
     with quiet():
         for order in (1, 2):
             assert derivative(way(lambda x: x ** mt.zeros(5)), order)(at).tolist() == [0.0] * 5
+    with np.errstate(all="raise"):  # nothing is divided by a base of 0 whose exponent is not
+        found = mt.grad(lambda x: mt.sum(way(lambda x: x ** mt.asarray([3.0, 2.0]))(x)))(mt.asarray([0.0, 1.0]))
+    assert found.tolist() == [0.0, 2.0]
 
 
 def test_a_tie_of_logaddexp_on_a_mesh() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.arrays.backends import threads as shared
 from meshtape.autodiff.compiler import fusion
-from meshtape.autodiff.compiler.fusion import Group, executable, fuse
+from meshtape.autodiff.compiler.fusion import FusedRun, executable, fuse
 
 UNARY = (
     mt.exp,
@@ -93,7 +93,7 @@ def test_scratch_of_a_value_that_a_call_reads_twice_is_given_to_one_other() -> N
 def test_a_chain_becomes_one_group_and_nothing_else_does() -> None:
     program = mt.compile(lambda x, w: mt.sum(mt.tanh(x * 2.0 + 1.0) @ w)).program(mt.ones((6, 4)), mt.ones((4, 2)))
     parts = fuse(program)
-    assert [type(p).__name__ for p in parts] == ["Group", "Entry", "Entry"]
+    assert [type(p).__name__ for p in parts] == ["FusedRun", "Entry", "Entry"]
     assert len(parts[0].entries) == 3
     assert len(parts[0].outputs) == 1, "intermediate values are never written in full"
 
@@ -110,7 +110,7 @@ def test_what_is_scaled_early_is_scaled_in_the_run_that_reads_it() -> None:
     ps, gs = [mt.ones(8 + i) * i for i in range(3)], [mt.ones(8 + i) * (i + 2.0) for i in range(3)]
     compiled = mt.compile(step)
     parts = fuse(compiled.program(ps, gs, mt.asarray(4.0)))
-    assert [(type(p).__name__, len(p.entries), len(p.outputs)) for p in parts] == [("Group", 5, 1)] * 3
+    assert [(type(p).__name__, len(p.entries), len(p.outputs)) for p in parts] == [("FusedRun", 5, 1)] * 3
     for found, wanted in zip(compiled(ps, gs, mt.asarray(4.0)), step(ps, gs, mt.asarray(4.0)), strict=True):
         np.testing.assert_array_equal(found.numpy(), wanted.numpy())
 
@@ -123,13 +123,13 @@ def test_an_entry_does_not_wait_where_its_operands_take_more_memory() -> None:
         return (w @ w) * total
 
     parts = fuse(mt.compile(fn).program(*[mt.ones((8, 8))] * 3))
-    assert [len(p.entries) if isinstance(p, Group) else p.op.name for p in parts] == [3, "matmul", "multiply"]
+    assert [len(p.entries) if isinstance(p, FusedRun) else p.op.name for p in parts] == [3, "matmul", "multiply"]
 
 
 def test_small_arrays_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusion, "SMALLEST", 100)
     program = mt.compile(lambda x: x * 2.0 + 1.0).program(mt.ones(99))
-    assert not any(isinstance(p, Group) for p in fuse(program))
+    assert not any(isinstance(p, FusedRun) for p in fuse(program))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

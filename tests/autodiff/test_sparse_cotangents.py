@@ -13,8 +13,8 @@ import meshtape as mt
 from meshtape.arrays.core.shape_dtype import ShapeDtype
 from meshtape.arrays.indexing import keys as index_keys
 from meshtape.arrays.indexing import sparse_cotangent
-from meshtape.arrays.indexing.rows import refined
-from meshtape.arrays.indexing.sparse_cotangent import SMALLEST, IndexSum
+from meshtape.arrays.indexing.rows import expand_axes
+from meshtape.arrays.indexing.sparse_cotangent import SMALLEST, SparseCotangent
 from meshtape.autodiff.rules.structure import _read
 
 SHAPE = (40, 30, 20)
@@ -132,7 +132,7 @@ def test_reads_of_every_kind(name: str, dtype: Any) -> None:
     g = mt.grad(lambda x: mt.real(x[key] * mt.asarray(w.conj())).sum())(mt.asarray(x))
     expected = np.zeros(SHAPE, dtype)
     np.add.at(expected, key, w)
-    assert type(g._buf) is IndexSum
+    assert type(g._buf) is SparseCotangent
     s = mt.sparse_gradient(g)
     assert (s.axes, s.dtype, g.dtype) == (axes, dtype, dtype)
     check_form(g, expected)
@@ -194,13 +194,13 @@ def test_rounding_to_the_dtype_of_a_table_comes_after_the_sum() -> None:
     key = mt.asarray([1] * 300 + [0])
     for dtype in (mt.float16, mt.bfloat16):
         g = mt.grad(lambda t: (t[key] * 0.125).astype(mt.float32).sum())(mt.zeros((8192, 4), dtype=dtype))
-        assert (type(g._buf), g.dtype) == (IndexSum, dtype)
+        assert (type(g._buf), g.dtype) == (SparseCotangent, dtype)
         # Three hundred times 1/8 is lost in bfloat16 unless it is summed in float32.
         assert float(g[1, 0].astype(mt.float32)) == float(mt.asarray(37.5).astype(dtype).astype(mt.float32))
     # A table in float32 that is read in bfloat16 (mixed precision) keeps a sparse gradient, in float32.
     table = mt.zeros((8192, 4), dtype=mt.float32)
     g = mt.grad(lambda t: t.astype(mt.bfloat16)[key].astype(mt.float32).sum())(table)
-    assert (type(g._buf), g.dtype) == (IndexSum, mt.float32)
+    assert (type(g._buf), g.dtype) == (SparseCotangent, mt.float32)
     assert g[1].tolist() == [300.0] * 4
 
 
@@ -221,7 +221,7 @@ def test_linear_ops_before_a_read_keep_its_cotangent_sparse() -> None:
         (lambda t: mt.gradient_hook(t, five_times), 5.0),
     ):
         g = mt.grad(lambda t, before=before: before(t)[ids].sum())(table)
-        assert type(g._buf) is IndexSum
+        assert type(g._buf) is SparseCotangent
         assert (g[3].tolist(), g[5].tolist(), float(g.sum())) == ([2 * slope] * 4, [slope] * 4, 12 * slope)
     # Everything else gets a dense one, and so do operands of another shape.
     for before in (mt.tanh, lambda t: t * mt.asarray([1.0, 2.0, 3.0, 4.0]), lambda t: t * t, mt.exp):
@@ -250,7 +250,7 @@ def test_rows_beside_a_cotangent_whose_columns_come_first_in_memory(order):
     np.testing.assert_allclose(np.asarray(mt.grad(loss)(table)), expected)
     # And in what optimizers do: a parameter of that layout, and a gradient in rows.
     g = mt.grad(lambda t: t[ids].sum())(table)
-    assert type(g._buf) is IndexSum
+    assert type(g._buf) is SparseCotangent
     p = mt.asarray(np.asfortranarray(np.ones((600, 40))))
     updated = np.asarray(p - g * 0.5)
     assert updated[3].tolist() == [0] * 40
@@ -266,12 +266,12 @@ def _one_read(key: Any, g: np.ndarray) -> Any:
 def test_what_is_read_in_parts_is_collected_until_dense_takes_less():
     g = np.ones(SHAPE[1:])
     total = _one_read(0, g)
-    assert type(total) is IndexSum
+    assert type(total) is SparseCotangent
     for n in range(1, 39):
-        total = total.plus(_one_read(n, g))
-        assert type(total) is IndexSum
+        total = total.add(_one_read(n, g))
+        assert type(total) is SparseCotangent
         assert (total.held, total.parts) == ((n + 1) * g.nbytes, n + 1)
-    total = total.plus(_one_read(-1, g))
+    total = total.add(_one_read(-1, g))
     assert type(total) is np.ndarray
     assert (total == 1.0).all()
 
@@ -280,17 +280,17 @@ def test_reads_by_one_index_are_one_part():
     g = np.ones(SHAPE[1:])
     total = _one_read(3, g)
     for _ in range(99):
-        total = total.plus(_one_read(3, g))
-    assert (type(total), total.parts, total.held) == (IndexSum, 1, g.nbytes)
+        total = total.add(_one_read(3, g))
+    assert (type(total), total.parts, total.held) == (SparseCotangent, 1, g.nbytes)
     assert total.concrete()[3].tolist() == np.full(SHAPE[1:], 100.0).tolist()
     assert total.concrete().sum() == 100 * g.size
-    assert _one_read(3, g).plus(_one_read(4, g)).parts == 2
+    assert _one_read(3, g).add(_one_read(4, g)).parts == 2
 
 
 def test_a_sum_is_not_changed_by_what_grows_from_it():
     first, g = _one_read(1, np.ones(SHAPE[1:])), np.ones(SHAPE[1:])
-    a = first.plus(_one_read(2, g))
-    b, c = a.plus(_one_read(3, g)), a.plus(_one_read(4, 2 * g))
+    a = first.add(_one_read(2, g))
+    b, c = a.add(_one_read(3, g)), a.add(_one_read(4, 2 * g))
     for s, places in ((first, {1: 1}), (a, {1: 1, 2: 1}), (b, {1: 1, 2: 1, 3: 1}), (c, {1: 1, 2: 1, 4: 2})):
         dense = s.concrete()
         assert {int(i): float(dense[i, 0, 0]) for i in np.flatnonzero(dense[:, 0, 0])} == places
@@ -300,14 +300,14 @@ def test_a_sum_is_not_changed_by_what_grows_from_it():
 def test_places_among_more_dimensions_are_the_same_places():
     template, arrays = index_keys.parse(mt.zeros(SHAPE), (slice(None), [4, 2, 4]))
     values = np.random.default_rng(0).standard_normal((40, 3, 20))
-    part = IndexSum.read(template, [a._buf for a in arrays], values, SHAPE)
+    part = SparseCotangent.read(template, [a._buf for a in arrays], values, SHAPE)
     expected = np.zeros(SHAPE)
     np.add.at(expected, (slice(None), [4, 2, 4]), values)
     for axes in ((1,), (0, 1), (1, 2), (0, 1, 2)):
-        rows = refined(part.summed(), axes, SHAPE)
+        rows = expand_axes(part.summed(), axes, SHAPE)
         order = np.argsort(rows.ids)
         rows = rows._replace(ids=rows.ids[order], values=rows.values[order])
-        np.testing.assert_allclose(IndexSum.of_rows(rows, SHAPE).concrete(), expected)
+        np.testing.assert_allclose(SparseCotangent.of_rows(rows, SHAPE).concrete(), expected)
 
 
 def test_a_loop_over_elements_takes_memory_for_one_dense_cotangent(peak_of):
@@ -384,7 +384,7 @@ def test_hooks_derivatives_of_ones_own_and_anomalies_see_it():
         tape.hook(t, lambda g: seen.append(g))
         y = t[ids].sum()
     g = tape.gradient(y, t)
-    assert type(seen[0]._buf) is IndexSum
+    assert type(seen[0]._buf) is SparseCotangent
     assert g.tolist() == seen[0].tolist()
 
     @mt.custom_vjp
@@ -403,7 +403,7 @@ def test_hooks_derivatives_of_ones_own_and_anomalies_see_it():
 def test_a_seed_and_a_target_may_be_sparse_themselves():
     t, ids = mt.asarray(np.random.default_rng(0).standard_normal((9000, 2))), mt.asarray([1, 4])
     g = mt.grad(lambda t: t[ids].sum())(t)
-    assert type(g._buf) is IndexSum
+    assert type(g._buf) is SparseCotangent
     _, pull = mt.vjp(lambda t: t * t, t)
     np.testing.assert_array_equal(np.asarray(pull(g)[0]), 2 * np.asarray(t) * np.asarray(g))
     again = mt.grad(lambda t: t[ids].sum())(t)
@@ -442,12 +442,12 @@ def test_higher_orders_compiled_checkpoints_and_meshes():
 def test_small_arrays_and_reads_of_much_are_dense():
     ids = mt.asarray([1])
     assert type(mt.grad(lambda t: t[ids].sum())(mt.zeros((SMALLEST // 4 - 1, 4)))._buf) is np.ndarray
-    assert type(mt.grad(lambda t: t[ids].sum())(mt.zeros((SMALLEST // 4, 4)))._buf) is IndexSum
+    assert type(mt.grad(lambda t: t[ids].sum())(mt.zeros((SMALLEST // 4, 4)))._buf) is SparseCotangent
     half = mt.zeros((SMALLEST // 4, 4))
     assert type(mt.grad(lambda t: t[1:].sum())(half)._buf) is np.ndarray
-    assert type(mt.grad(lambda t: t[: SMALLEST // 8].sum())(half)._buf) is IndexSum
+    assert type(mt.grad(lambda t: t[: SMALLEST // 8].sum())(half)._buf) is SparseCotangent
     # Many reads of few places are few places.
     often = mt.asarray(np.arange(3 * SMALLEST) % 5)
     g = mt.grad(lambda t: t[often].sum())(half)
-    assert type(g._buf) is IndexSum
+    assert type(g._buf) is SparseCotangent
     assert mt.sparse_gradient(g).values.shape == (5, 4)

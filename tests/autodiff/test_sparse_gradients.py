@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.indexing.sparse_cotangent import IndexSum
+from meshtape.arrays.indexing.sparse_cotangent import SparseCotangent
 
 RNG = np.random.default_rng(0)
 SHAPE = (6000, 3)
@@ -22,7 +22,7 @@ def table(*shape: int, dtype: Any = np.float64) -> mt.Array:
 
 
 def is_sparse(g: Any) -> bool:
-    return type(g._buf) is IndexSum
+    return type(g._buf) is SparseCotangent
 
 
 READS = {
@@ -111,7 +111,7 @@ def test_a_sum_of_everything_reads_what_is_kept_alone(
     g, dense = sparse_and_dense()
     expected = np.asarray(total(dense))
     with monkeypatch.context() as m:
-        m.setattr(IndexSum, "concrete", lambda self: pytest.fail("made dense"))
+        m.setattr(SparseCotangent, "concrete", lambda self: pytest.fail("made dense"))
         got = total(g)
     np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-12)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshtape as mt
 from meshtape.arrays.indexing import sparse_cotangent
-from meshtape.arrays.indexing.sparse_cotangent import IndexSum
+from meshtape.arrays.indexing.sparse_cotangent import SparseCotangent
 
 I = np.asarray
 SHAPE = (12, 10, 8)
@@ -75,7 +75,7 @@ def test_rows_of_rows_of_a_large_table_take_memory_of_these_rows(peak_of: Any) -
     a, b, c = mt.asarray(np.arange(0, 100_000, 2)), mt.asarray(np.arange(25_000)), mt.asarray([4, 5, 4])
     slope = mt.grad(lambda t: t[a][b][c].sum())
     g = slope(table)
-    assert type(g._buf) is IndexSum
+    assert type(g._buf) is SparseCotangent
     read = 8 * 32 * (50_000 + 25_000)
     assert peak_of(lambda: slope(table)) < read + 4_000_000
     ids, rows = mt.gradient_rows(g)
@@ -164,13 +164,13 @@ def test_a_compiled_step_on_a_large_table_takes_memory_of_the_rows_it_read(name:
 def test_gradients_leave_and_enter_compiled_functions_as_they_are() -> None:
     t, ids = mt.asarray(np.random.default_rng(0).standard_normal((6000, 3))), mt.asarray([1, 4, 1])
     g = mt.compile(mt.grad(lambda t: (t[ids] ** 2).sum()))(t)
-    assert type(g._buf) is IndexSum
+    assert type(g._buf) is SparseCotangent
     half = mt.compile(lambda g: (g * 0.5, g.sum(), g[1]))
     for x in (g, mt.asarray(np.array(g)), g):
         scaled, total, row = half(x)
         np.testing.assert_array_equal(np.asarray(scaled), 0.5 * np.asarray(g))
         np.testing.assert_allclose((float(total), row.tolist()[0]), (float(np.asarray(g).sum()), np.asarray(g)[1, 0]))
-    assert type(half(mt.compile(mt.grad(lambda t: (t[ids] ** 2).sum()))(t))[0]._buf) is IndexSum
+    assert type(half(mt.compile(mt.grad(lambda t: (t[ids] ** 2).sum()))(t))[0]._buf) is SparseCotangent
     assert half.signatures == 2  # a sparse argument and a dense one
     for r in (mt.grad(lambda g: half(g)[0].sum()), mt.compile(mt.grad(lambda g: half(g)[0].sum()))):
         np.testing.assert_array_equal(np.asarray(r(mt.grad(lambda t: (t[ids] ** 2).sum())(t))), np.full((6000, 3), 0.5))
@@ -214,6 +214,6 @@ def test_a_product_with_a_vector_on_a_large_table_makes_no_dense_gradient(peak_o
     v = mt.ones((100_000, 32))
     loss = lambda t: mt.exp(t[ids]).sum()  # noqa: E731
     h = mt.hvp(loss, table, v)
-    assert type(h._buf) is IndexSum
+    assert type(h._buf) is SparseCotangent
     assert peak_of(lambda: mt.hvp(loss, table, v)) < 5_000_000
     assert (h[3].tolist(), h[5].tolist()) == ([2.0] * 32, [1.0] * 32)

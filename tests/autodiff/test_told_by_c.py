@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import builtins
 import collections
 import decimal
 import enum
 import functools
 import gc
 import inspect
+import logging
+import operator
 import os
 import queue
 import random
@@ -156,6 +159,27 @@ STATES = {
     "os.environ": (lambda x: x + len(os.environ.get("MESHTAPE_T1", "")), lambda: os.environ.update(MESHTAPE_T1="abc")),
     "os.getenv": (lambda x: x + len(os.getenv("MESHTAPE_T2", "")), lambda: os.environ.update(MESHTAPE_T2="abc")),
     "the working directory": (lambda x: x + len(os.getcwd()), lambda: os.chdir("/")),  # noqa: PTH109
+    "a function in C": (lambda x: x * CHOSEN[0](1.0, 2.0), lambda: CHOSEN.__setitem__(0, min)),
+    "a function in C, of traced values": (
+        lambda x: functools.reduce(COMBINED.by, [x, x, x]),
+        lambda: setattr(COMBINED, "by", operator.add),
+    ),
+    "a method of a number": (lambda x: x * ADDED[0](3), lambda: ADDED.__setitem__(0, (2).__mul__)),
+    "a module that makes its attributes": (lambda x: x * MAKING.anything, lambda: MADE.__setitem__(0, 5.0)),
+    "a name of the builtins": (
+        lambda x: x * MESHTAPE_BUILTIN,  # noqa: F821
+        lambda: setattr(builtins, "MESHTAPE_BUILTIN", 4.0),
+    ),
+    "an attribute of a thread": (lambda x: x * THREAD.k, lambda: setattr(THREAD, "k", 4.0)),
+    "an attribute of this thread": (
+        lambda x: x * threading.current_thread().meshtape_k,
+        lambda: setattr(threading.current_thread(), "meshtape_k", 4.0),
+    ),
+    "the level of a logger": (lambda x: x + LOGGER.isEnabledFor(10), lambda: LOGGER.parent.setLevel(5)),
+    "decimal arithmetic": (
+        lambda x: x * float(decimal.Decimal(2).sqrt()),
+        lambda: decimal.getcontext().__setattr__("prec", 5),
+    ),
     "decimal context": (lambda x: x + decimal.getcontext().prec, lambda: decimal.getcontext().__setattr__("prec", 5)),
     "np.geterr": (lambda x: x + len(np.geterr()["over"]), lambda: np.seterr(over="raise")),
     "np.get_printoptions": (lambda x: x + np.get_printoptions()["precision"], lambda: np.set_printoptions(precision=3)),
@@ -181,6 +205,15 @@ def process():
     np.set_printoptions(**options)
     decimal.getcontext().prec = precision
     gc.enable()
+
+
+CHOSEN, ADDED, COMBINED = [max], [(2).__add__], types.SimpleNamespace(by=operator.mul)
+MAKING, MADE = types.ModuleType("making"), [1.0]
+MAKING.__getattr__ = lambda name: MADE[0]
+builtins.MESHTAPE_BUILTIN = 1.0
+THREAD = threading.Thread()
+THREAD.k = threading.current_thread().meshtape_k = 1.0
+LOGGER = logging.getLogger("meshtape_test.child")
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -27,7 +27,7 @@ def planes() -> Iterator[list[DataPlane]]:
     """The data planes of three processes of one mesh, in this process."""
     made = [DataPlane("127.0.0.1") for _ in range(3)]
     for p in made:
-        p.admit(MESH, SECRET)
+        p.register_mesh(MESH, SECRET)
     yield made
     for p in made:
         p.close()

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshtape.arrays.core.dtypes import is_low_precision
-from meshtape.parallel.collectives.pieces import Target, chunk_of, chunks
-from meshtape.parallel.resharding.execution import Running
-from meshtape.parallel.resharding.plan import Plan
+from meshtape.parallel.collectives.pieces import ArraySink, chunk_of, chunks
+from meshtape.parallel.resharding.execution import ReshardExecution
+from meshtape.parallel.resharding.plan import ReshardPlan
 from meshtape.parallel.resharding.schedule import plan_rounds
 from meshtape.parallel.sharding.placement import identity_of
 
@@ -27,13 +27,13 @@ class Traffic(NamedTuple):
 
 def deliver(batches: Sequence[Any], sinks: Sequence[Any]) -> None:
     """One message into its sinks, chunk by chunk, as a transport hands it over; memory is not the receiver's afterwards."""
-    sinks = [Target(s) if isinstance(s, np.ndarray) else s for s in sinks]
+    sinks = [ArraySink(s) if isinstance(s, np.ndarray) else s for s in sinks]
     assert len(batches) == len(sinks)
     for batch, sink in zip(batches, sinks, strict=True):
         assert [(a.shape, a.dtype) for a in batch] == [(sink.shape, sink.dtype)] * sink.width
 
 
-def carried(running: Mapping[int, Running], seed: int = 0) -> tuple[dict[int, np.ndarray], Traffic]:
+def carried(running: Mapping[int, ReshardExecution], seed: int = 0) -> tuple[dict[int, np.ndarray], Traffic]:
     """The new blocks of all ranks, and what was sent. Messages of one round come in an order drawn by ``seed``."""
     rng = random.Random(seed)
     going = {p: r.rounds() for p, r in running.items()}
@@ -57,7 +57,7 @@ def carried(running: Mapping[int, Running], seed: int = 0) -> tuple[dict[int, np
                 deliver(batches, found[q][1][p])
                 sent[p] += 1
                 nbytes[p] += sum(a.nbytes for b in batches for a in b)
-                sinks = [Target(s) if isinstance(s, np.ndarray) else s for s in found[q][1][p]]
+                sinks = [ArraySink(s) if isinstance(s, np.ndarray) else s for s in found[q][1][p]]
                 wires[p, q] = [
                     (sink, k, j, chunk_of(batch, k, j).copy())
                     for batch, sink in zip(batches, sinks, strict=True)
@@ -89,7 +89,7 @@ def carried(running: Mapping[int, Running], seed: int = 0) -> tuple[dict[int, np
 
 
 def simulate(
-    plan: Plan, homes: Sequence[int], blocks: Mapping[int, np.ndarray], *, hosts: int = 1, seed: int = 0
+    plan: ReshardPlan, homes: Sequence[int], blocks: Mapping[int, np.ndarray], *, hosts: int = 1, seed: int = 0
 ) -> tuple[dict[int, np.ndarray], Traffic]:
     """A reshard between processes, each with the blocks of its ranks."""
     dtype = next(iter(blocks.values())).dtype
@@ -98,5 +98,5 @@ def simulate(
         found = plan_rounds(plan, tuple(homes), p, dtype, is_low_precision(dtype), hosts)
         mine = {r: blocks[r] for r, h in enumerate(homes) if h == p}
         neutral = identity_of(plan.fill, dtype) if any(b.neutral for b in found.blocks) else None
-        running[p] = Running(found, mine, neutral)
+        running[p] = ReshardExecution(found, mine, neutral)
     return carried(running, seed)

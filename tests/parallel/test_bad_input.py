@@ -15,7 +15,7 @@ from distributed import Client, LocalCluster
 import meshtape as mt
 from meshtape import errors
 from meshtape.arrays.core.shape_dtype import ShapeDtype
-from meshtape.parallel.execution.memory_limits import check_room
+from meshtape.parallel.execution.memory_limits import check_memory
 from meshtape.parallel.mesh.mesh import MOST_RANKS
 from meshtape.parallel.sharding.placement import Layout
 
@@ -209,7 +209,7 @@ def test_what_is_certain_to_be_held_is_counted_and_nothing_else():
     homes, names = (0, 0, 1, 1), {0: "ranks 0-1", 1: "ranks 2-3"}
 
     def check(layout: Layout, limits: list[int | None], length: int = 5) -> None:
-        check_room("f", [(ShapeDtype((length,), f8), layout)], (4,), homes, limits, names)
+        check_memory("f", [(ShapeDtype((length,), f8), layout)], (4,), homes, limits, names)
 
     check(rows, [32, 8])  # blocks of 2, 2, 1 and 0
     with pytest.raises(

@@ -351,16 +351,17 @@ def _give(payloads: Any, blocks: Any) -> Any:
 def test_a_mesh_of_a_client_that_is_gone_leaves_nothing(processes, eventually):
     def left(dask_worker: Any) -> int:
         state = worker._STATES[dask_worker.address]
-        return sum(d.client.startswith("Client-") and d.client != mine for d in state.resident.desks.values()) + len(
+        return sum(d.client.startswith("Client-") and d.client != mine for d in state.resident.sessions.values()) + len(
             state.owners
         )
 
     mine = processes.id
-    other = Client(processes.scheduler.address, set_as_default=False)
-    mesh = mt.Mesh({"a": 2}, client=other)
-    x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
-    assert max(processes.run(left).values())
-    other.close()
-    eventually(lambda: not any(processes.run(left).values()))
-    with pytest.raises(mt.errors.ClusterError, match="the Dask client is closed"):
-        np.asarray(x)
+    for options in ({}, {"loop": processes.loop}):  # an event loop of its own, and one that goes on
+        other = Client(processes.scheduler.address, set_as_default=False, **options)
+        mesh = mt.Mesh({"a": 2}, client=other)
+        x = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        assert max(processes.run(left).values())
+        other.close()
+        eventually(lambda: not any(processes.run(left).values()))
+        with pytest.raises(mt.errors.ClusterError, match="the Dask client is closed"):
+            np.asarray(x)

@@ -19,8 +19,8 @@ def kept(client: Client) -> int:
     """Values that a worker keeps for its clients, at most."""
 
     def count(dask_worker: Any) -> int:  # travels by value: workers cannot import this file
-        desks = mesh_worker._STATES[dask_worker.address].resident.desks.values()
-        return sum(len(d.kept) + len(d.failures) for d in desks)
+        sessions = mesh_worker._STATES[dask_worker.address].resident.sessions.values()
+        return sum(len(d.kept) + len(d.failures) for d in sessions)
 
     return max(client.run(count).values())
 

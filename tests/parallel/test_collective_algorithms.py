@@ -13,8 +13,8 @@ import pytest
 from meshtape.parallel.collectives.costs import COSTS, Ways, depth
 from meshtape.parallel.resharding import schedule
 from meshtape.parallel.resharding.collective_plans import Collective, CollectivePlan
-from meshtape.parallel.resharding.plan import Plan, plan_reshard
-from meshtape.parallel.resharding.split_sizes import PartSizes
+from meshtape.parallel.resharding.plan import ReshardPlan, plan_reshard
+from meshtape.parallel.resharding.split_sizes import SplitSizes
 from meshtape.parallel.sharding.placement import REDUCERS, Layout, block_box, make_layout
 
 from .simulated import Traffic, simulate
@@ -50,7 +50,7 @@ def values(n: int, shape: tuple[int, ...], dtype: Any = "f4") -> dict[int, np.nd
     return {r: (rng.normal(size=shape) * 4.0 ** rng.integers(-3, 3, shape)).astype(dtype) for r in range(n)}
 
 
-def collective(kind: str, n: int, shapes: Any, results: Any, **params: Any) -> Plan:
+def collective(kind: str, n: int, shapes: Any, results: Any, **params: Any) -> ReshardPlan:
     shapes, results = (tuple(x) if isinstance(x, list) else (x,) for x in (shapes, results))
     return CollectivePlan(n, Collective(kind, (0,), (tuple(range(n)),), shapes, results, tuple(params.items())))
 
@@ -68,59 +68,59 @@ def cut(n: int, length: int) -> tuple[int, ...]:
 # ----- one case for each collective: a plan, what ranks hold, what they get ------------------------------------------------------
 
 
-def all_reduce(n: int, length: int = 5) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def all_reduce(n: int, length: int = 5) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     x = values(n, (length, 3))
     whole = in_order(list(x.values()), np.add)
     return collective("all_reduce", n, (length, 3), (length, 3), op="sum"), x, dict.fromkeys(x, whole)
 
 
-def reduce_scatter(n: int, length: int = 37) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def reduce_scatter(n: int, length: int = 37) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     x, lengths = values(n, (2, length)), cut(n, length)
     parts = np.split(in_order(list(x.values()), np.add), np.cumsum(lengths)[:-1], axis=1)
     plan = collective("reduce_scatter", n, (2, length), [p.shape for p in parts], op="sum", dim=1, lengths=lengths)
     return plan, x, dict(enumerate(parts))
 
 
-def all_gather(n: int, length: int = 37) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def all_gather(n: int, length: int = 37) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     whole, lengths = values(1, (2, length))[0], cut(n, length)
     x = dict(enumerate(np.split(whole, np.cumsum(lengths)[:-1], axis=1)))
     return collective("all_gather", n, [b.shape for b in x.values()], (2, length), dim=1), x, dict.fromkeys(x, whole)
 
 
-def broadcast(n: int, length: int = 5) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def broadcast(n: int, length: int = 5) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     x = values(n, (length,))
     return collective("broadcast", n, (length,), (length,), source=n // 2), x, dict.fromkeys(x, x[n // 2])
 
 
-def exchanged(n: int, matrix: np.ndarray) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def exchanged(n: int, matrix: np.ndarray) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     x = {r: np.random.default_rng(r).normal(size=(int(matrix[r].sum()), 2)) for r in range(n)}
     parts = [np.split(x[r], np.cumsum(matrix[r])[:-1]) for r in range(n)]
     want = {r: np.concatenate([parts[q][r] for q in range(n)]) for r in range(n)}
-    sizes = PartSizes.matrix([tuple(map(int, row)) for row in matrix])
+    sizes = SplitSizes.matrix([tuple(map(int, row)) for row in matrix])
     shapes, results = [b.shape for b in x.values()], [b.shape for b in want.values()]
     return collective("all_to_all", n, shapes, results, split_dim=0, concat_dim=0, sizes=sizes), x, want
 
 
-def all_to_all(n: int, length: int = 2) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def all_to_all(n: int, length: int = 2) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     matrix = np.random.default_rng(n).integers(1, 2 * length, (n, n))
     matrix[n // 3] = 0  # nothing from one
     return exchanged(n, matrix)
 
 
-def gather(n: int, length: int = 2) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def gather(n: int, length: int = 2) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     """To one: an all-to-all where nobody else gets anything."""
     matrix = np.zeros((n, n), int)
     matrix[:, n // 2] = length
     return exchanged(n, matrix)
 
 
-def scatter(n: int, length: int = 2) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def scatter(n: int, length: int = 2) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     matrix = np.zeros((n, n), int)
     matrix[n // 2] = length
     return exchanged(n, matrix)
 
 
-def permute(n: int, length: int = 5) -> tuple[Plan, dict[int, np.ndarray], dict[int, np.ndarray]]:
+def permute(n: int, length: int = 5) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
     x = values(n, (length,))
     pairs = tuple((i, (i + 3) % n) for i in range(n))
     return collective("permute", n, (length,), (length,), pairs=pairs), x, {d: x[s] for s, d in pairs}
@@ -151,7 +151,7 @@ def test_few_bytes_take_a_number_of_messages_that_grows_with_the_digits(case, n)
     assert traffic.rounds <= depth(n)
 
 
-def planned(plan: Plan, n: int, process: int) -> int:
+def planned(plan: ReshardPlan, n: int, process: int) -> int:
     """Messages that a process sends."""
     found = schedule.plan_rounds(plan, tuple(range(n)), process, np.dtype("f4"), False)
     relayed = sum(bool(r.sent) for r in found.relayed.rounds) if found.relayed else 0

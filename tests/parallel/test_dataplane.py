@@ -14,7 +14,7 @@ import pytest
 
 from meshtape.errors import ClusterError, CollectiveMismatch, CollectiveTimeout, RankLost
 from meshtape.parallel.transports import frames, listener, rendezvous
-from meshtape.parallel.transports.group import Group
+from meshtape.parallel.transports.group import LinkGroup
 from meshtape.parallel.transports.rendezvous import DataPlane, interface_of
 
 from .conftest import MESH, SECRET
@@ -43,21 +43,21 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
     return out
 
 
-def joined(plane: DataPlane, epoch: int, me: int, peers: Any, timeout: float) -> Group:
+def joined(plane: DataPlane, epoch: int, me: int, peers: Any, timeout: float) -> LinkGroup:
     """The place of a process, with all its connections."""
     group = plane.group(MESH, epoch, me, peers, RANKS, timeout)
     group.connect(peers)
     return group
 
 
-def connected(planes: Sequence[DataPlane], count: int = 2, epoch: int = 0, timeout: float = 60.0) -> list[Group]:
-    def join(me: int) -> Group:
+def connected(planes: Sequence[DataPlane], count: int = 2, epoch: int = 0, timeout: float = 60.0) -> list[LinkGroup]:
+    def join(me: int) -> LinkGroup:
         peers = {p: planes[p].address for p in range(count) if p != me}
         return joined(planes[me], epoch, me, peers, timeout)
 
     groups = together(*[lambda me=me: join(me) for me in range(count)])
     for g in groups:
-        assert isinstance(g, Group), g
+        assert isinstance(g, LinkGroup), g
         g.begin(1, timeout)
     return groups
 
@@ -95,7 +95,7 @@ def test_a_process_that_is_not_there_is_named(planes):
 def test_a_wait_is_ended_from_outside(planes):
     """The client tells workers that one of them failed: those that wait for it do so no longer."""
 
-    def join() -> Group:
+    def join() -> LinkGroup:
         return joined(planes[0], 0, 0, {1: planes[1].address}, 200.0)
 
     threading.Timer(0.1, planes[0].stop, (MESH, 0)).start()
@@ -110,7 +110,7 @@ def test_a_wait_is_ended_from_outside(planes):
 
 def test_a_dismissed_mesh_is_forgotten(planes):
     one, _ = connected(planes)
-    planes[0].dismiss(MESH)
+    planes[0].unregister_mesh(MESH)
     assert one.links == {}
     with pytest.raises(RankLost, match="rank 0 forgot the mesh: it was closed"):
         joined(planes[0], 1, 0, {1: planes[1].address}, 1.0)
@@ -213,18 +213,18 @@ def test_what_is_no_message_is_refused(planes):
 @pytest.mark.parametrize(("mesh", "process"), [(b"z" * 16, 0), (MESH, 2)])
 def test_a_message_of_another_mesh_or_process_is_refused(planes, mesh, process):
     one, two = connected(planes)
-    head = frames.pack(frames.DATA, 0, mesh, frames.Place(1, 0, 0), process, 8, "sum")
+    head = frames.pack(frames.DATA, 0, mesh, frames.FramePosition(1, 0, 0), process, 8, "sum")
     one.links[1].stream.write(head + bytes(8), 1.0)
     with pytest.raises(CollectiveMismatch, match="rank 0 sent what is no message of this mesh"):
         two.exchange(0, "sum", {}, {0: [np.zeros(1)]})
 
 
 def test_a_worker_that_left_ends_every_wait(planes):
-    threading.Timer(0.1, planes[0].left, (MESH, "tcp://1.2.3.4:5")).start()
+    threading.Timer(0.1, planes[0].on_peer_lost, (MESH, "tcp://1.2.3.4:5")).start()
     with pytest.raises(RankLost, match="rank 1 left before it joined the mesh"):
         joined(planes[0], 0, 0, {1: planes[1].address}, 200.0)
     assert planes[0].missing(MESH) == "tcp://1.2.3.4:5"
-    planes[0].dismiss(MESH)
+    planes[0].unregister_mesh(MESH)
     assert planes[0].missing(MESH) is None
 
 

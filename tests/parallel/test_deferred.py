@@ -11,7 +11,7 @@ import pytest
 import meshtape as mt
 from meshtape.arrays import OPS
 from meshtape.parallel.mesh import sharded_array
-from meshtape.parallel.partition.rank_program import Local
+from meshtape.parallel.partition.rank_program import LocalCall
 
 
 class Runs:
@@ -27,7 +27,7 @@ class Runs:
             run = load(program, names)
 
             def call(handles: Any) -> Any:
-                self.programs.append([s.op.name for s in program.steps if isinstance(s, Local)])
+                self.programs.append([s.op.name for s in program.steps if isinstance(s, LocalCall)])
                 return run(handles)
 
             return call

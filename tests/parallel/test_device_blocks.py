@@ -15,7 +15,7 @@ from meshtape import errors
 from meshtape.arrays.backends.backend import cupy_backend
 from meshtape.parallel.base.device_memory import memory_of
 from meshtape.parallel.dask.worker import _STATES, Bundle
-from meshtape.parallel.execution.devices import Choice, Gpus, choose, visible
+from meshtape.parallel.execution.devices import DeviceChoice, Gpus, choose, visible
 
 # ----- which device ------------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def test_each_process_gets_a_device_and_says_why(case):
 
 def test_nccl_is_left_where_it_would_break_a_promise():
     found = {"w0": TWO, "w1": TWO}
-    assert choose("cuda", found, plain=False) == Choice(
+    assert choose("cuda", found, plain=False) == DeviceChoice(
         ("cuda:0", "cuda:1"), False, "the cluster uses TLS, and NCCL does not encrypt"
     )
     assert "opens ports of its own" in choose("cuda", found, ports=False).why

@@ -11,7 +11,7 @@ from distributed import Client
 
 import meshtape as mt
 from meshtape.parallel.base.device_memory import HOST
-from meshtape.parallel.resharding.expert_all_to_all import Ragged
+from meshtape.parallel.resharding.expert_all_to_all import AllToAllV
 
 rng = np.random.default_rng(0)
 ROWS = {"expert": mt.Shard(0)}
@@ -20,10 +20,10 @@ ROWS = {"expert": mt.Shard(0)}
 def test_rows_go_where_the_table_says_and_come_back():
     """The asymmetric case: three ranks send [1,2,0], [0,1,3] and [2,0,0] rows; a row is (rank, number)."""
     table = np.array([[1, 2, 0], [0, 1, 3], [2, 0, 0]])
-    forth = Ragged((0,), ((0, 1, 2),), False, 0, 0)
+    forth = AllToAllV((0,), ((0, 1, 2),), False, 0, 0)
     sent = {r: np.array([(r, i) for i in range(n)]).reshape(n, 2) for r, n in enumerate(table.sum(1))}
 
-    def move(what: Ragged, blocks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+    def move(what: AllToAllV, blocks: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         running = what.share((0, 0, 0), 0).running(blocks, dict.fromkeys(range(3), table), HOST)
         assert list(running.rounds()) == [({}, {})]  # all is here
         return running.results()
@@ -42,7 +42,7 @@ def test_rows_go_where_the_table_says_and_come_back():
 def test_processes_name_each_other_just_for_parts_that_are_not_empty():
     """Both sides of a message know its length, and that there is one, from the table."""
     table = np.array([[1, 0, 2], [0, 0, 0], [3, 0, 1]])
-    what, homes = Ragged((0,), ((0, 1, 2),), False, 0, 0), (0, 1, 2)
+    what, homes = AllToAllV((0,), ((0, 1, 2),), False, 0, 0), (0, 1, 2)
     seen = {}
     for process in homes:
         blocks = {process: np.zeros((int(table[process].sum()), 2))}

@@ -16,7 +16,7 @@ import pytest
 
 from meshtape.errors import CollectiveTimeout, RankLost
 from meshtape.parallel.transports import listener, rendezvous
-from meshtape.parallel.transports.group import Group
+from meshtape.parallel.transports.group import LinkGroup
 from meshtape.parallel.transports.streams import SocketStream
 
 from .conftest import MESH
@@ -25,7 +25,7 @@ from .test_dataplane import RANKS, closed, connected, greeting, read, stranger, 
 pytestmark = pytest.mark.timeout(300)
 
 
-def talks(one: Group, two: Group) -> None:
+def talks(one: LinkGroup, two: LinkGroup) -> None:
     x = np.zeros(3)
     ends = together(lambda: one.exchange(0, "x", {1: [np.ones(3)]}, {}), lambda: two.exchange(0, "x", {}, {0: [x]}))
     assert ends == [None, None]
@@ -223,7 +223,7 @@ def test_connections_are_made_when_they_are_used(planes):
 
 
 def test_a_connection_that_is_closed_to_make_room_is_tried_again(planes, monkeypatch):
-    greet, refused = planes[0].greet, []
+    greet, refused = planes[0].accept, []
 
     def crowded(stream: Any, proved: Any) -> None:
         if len(refused) < 2:
@@ -232,7 +232,7 @@ def test_a_connection_that_is_closed_to_make_room_is_tried_again(planes, monkeyp
         else:
             greet(stream, proved)
 
-    monkeypatch.setattr(planes[0], "greet", crowded)
+    monkeypatch.setattr(planes[0], "accept", crowded)
     talks(*connected(planes))
     assert len(refused) == 2
 
@@ -251,6 +251,6 @@ def test_a_process_that_stands_still_is_not_waited_for_until_the_end(planes, mon
 
 def test_a_mesh_that_is_closed_is_not_connected_to_again(planes):
     group = planes[0].group(MESH, 0, 0, {1: planes[1].address}, RANKS, 60.0)
-    planes[0].dismiss(MESH)
+    planes[0].unregister_mesh(MESH)
     with pytest.raises(RankLost, match="rank 1 left before it joined the mesh"):
         group.connect([1])

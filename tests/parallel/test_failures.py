@@ -24,6 +24,7 @@ from meshtape.arrays import OPS
 from meshtape.parallel.dask import worker as mesh_worker
 from meshtape.parallel.dask.cluster import connect, local_cluster
 from meshtape.parallel.dask.workers import known_workers
+from meshtape.parallel.transports import rendezvous
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -344,7 +345,7 @@ def test_a_port_that_listens_and_says_nothing():
             pass
 
 
-def test_clusters_that_cannot_take_a_mesh(processes):
+def test_clusters_that_cannot_take_a_mesh(processes, monkeypatch):
     with pytest.raises(mt.errors.ClusterError, match=r"does not know worker\(s\) tcp://127.0.0.1:1; it has tcp://"):
         mt.Mesh({"a": 2}, client=processes, workers=["tcp://127.0.0.1:1"])
     with (
@@ -358,6 +359,22 @@ def test_clusters_that_cannot_take_a_mesh(processes):
             mt.Mesh({"a": 2}, client=client)
     with pytest.raises(mt.errors.ClusterError, match="a cluster needs at least one worker, got 0"), local_cluster(0):
         pass
+    threads: dict[str, Any] = {"n_workers": 1, "processes": False, "dashboard_address": None}
+    refusing = {"blocked_handlers": ["register_scheduler_plugin"]}
+    with LocalCluster(**threads, scheduler_kwargs=refusing) as c, Client(c, set_as_default=False) as client:
+        for make in (lambda: mt.Mesh({"a": 2}, client=client), lambda: mt.gang(client, int)):
+            with pytest.raises(
+                mt.errors.ClusterError, match="takes no plugin of meshtape: The 'register_scheduler_plugin'"
+            ):
+                make()
+    with LocalCluster(**threads) as c, Client(c, set_as_default=False) as client:
+        with monkeypatch.context() as m:
+            m.setattr(rendezvous, "Listener", lambda *_: Path("/no port").stat())
+            with pytest.raises(mt.errors.ClusterError, match=r"worker inproc://\S+ cannot open a mesh: \[Errno 2\]"):
+                mt.Mesh({"a": 5}, client=client)
+        with mt.Mesh({"a": 5}, client=client):  # more ranks than workers share them
+            (state,) = (mesh_worker._STATES[a] for a in known_workers(client))
+            assert len(state.owners) == 1
 
 
 def test_an_asynchronous_client():
@@ -402,7 +419,7 @@ def test_nothing_is_left_behind(processes, eventually):
         return {
             "programs": len(state.programs),
             "secrets": len(state.plane._secrets),
-            "values": sum(len(d.kept) + len(d.ended) for d in state.resident.desks.values()),
+            "values": sum(len(d.kept) + len(d.ended) for d in state.resident.sessions.values()),
             "Dask's": sum(str(k).startswith("meshtape.") for k in dask_worker.data),
             "connections": sum(isinstance(o, Link) for o in objects),
             "sockets": sum(isinstance(o, SocketStream) and o.fileno() >= 0 for o in objects),

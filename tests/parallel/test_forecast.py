@@ -21,10 +21,10 @@ import meshtape as mt
 from meshtape.arrays.backends.memory_pool import POOL
 from meshtape.arrays.core.dispatch import wrap
 from meshtape.errors import DeviceError, DTypeError, MeshError, ShardingConflict, TracedValueError
-from meshtape.parallel.collectives.pieces import Target
+from meshtape.parallel.collectives.pieces import ArraySink
 from meshtape.parallel.execution.executor import Prepared
-from meshtape.parallel.forecasting.replay import Link
-from meshtape.parallel.forecasting.specs import Spec, Step, planned
+from meshtape.parallel.forecasting.replay import LinkTraffic
+from meshtape.parallel.forecasting.specs import Spec, StepSpec, planned
 from meshtape.parallel.forecasting.traffic import CountingTransport
 from meshtape.parallel.resharding import schedule as rounds
 from meshtape.parallel.resharding.plan import Reshard, plan_reshard
@@ -60,7 +60,7 @@ def blocks_of(mesh: mt.Mesh, args: Any) -> list[dict[int, np.ndarray]]:
     return out
 
 
-def constants_of(made: Step) -> list[mt.Array]:
+def constants_of(made: StepSpec) -> list[mt.Array]:
     return [wrap(c) for c in made.whole.constants.values()]
 
 
@@ -146,7 +146,7 @@ def check(simulated: ModuleType, step: Any, args: tuple[Any, ...], mesh: mt.Mesh
     for r in range(mesh.size):
         link = found.rank(r).within
         assert (link.messages, link.sent) == (post.messages[r], post.nbytes[r])
-        assert found.rank(r).across == Link()
+        assert found.rank(r).across == LinkTraffic()
 
 
 def test_messages_on_workers_are_those_of_the_forecast(processes: Client):
@@ -155,19 +155,19 @@ def test_messages_on_workers_are_those_of_the_forecast(processes: Client):
     def install() -> None:
         from meshtape.parallel.transports import group
 
-        group.COUNTED, true = [], group.Group.exchange
+        group.COUNTED, true = [], group.LinkGroup.exchange
 
         def exchange(self: Any, step: int, what: str, sends: Any, receives: Any) -> None:
             sent = [sum(a.nbytes for b in x for a in (b if isinstance(b, tuple) else (b,))) for x in sends.values()]
             group.COUNTED.append((self.process, len(sent), sum(sent)))
             true(self, step, what, sends, receives)
 
-        group.Group.exchange, group.TRUE = exchange, true
+        group.LinkGroup.exchange, group.TRUE = exchange, true
 
     def taken() -> list[Any]:
         from meshtape.parallel.transports import group
 
-        group.Group.exchange = group.TRUE
+        group.LinkGroup.exchange = group.TRUE
         return group.COUNTED
 
     def step(w: Any, x: Any) -> Any:
@@ -198,7 +198,7 @@ class Deaf(CountingTransport):
     def exchange(self, step: int, what: str, sends: Any, receives: Any) -> None:
         for sinks in receives.values():
             for s in sinks:
-                if isinstance(s, np.ndarray | Target):
+                if isinstance(s, np.ndarray | ArraySink):
                     getattr(s, "array", s)[...] = 0
 
 

@@ -14,7 +14,7 @@ from meshtape.arrays.core.blocks import ceil_blocks
 from meshtape.parallel.execution import executor
 from meshtape.parallel.execution.executor import Prepared
 from meshtape.parallel.resharding import collective_plans, schedule
-from meshtape.parallel.resharding.split_sizes import PartSizes
+from meshtape.parallel.resharding.split_sizes import SplitSizes
 
 ROWS, COLS = {"a": mt.Shard(0)}, {"a": mt.Shard(1)}
 
@@ -101,10 +101,10 @@ def test_blocks_that_are_joined_and_cut_have_the_bits_of_those_made_piece_by_pie
 @pytest.mark.parametrize("lengths", [(3, 3, 3), (5, 5, 4), (0, 2, 0), (1,)])
 def test_sizes_are_those_of_the_matrix_that_is_written_out(lengths):
     n = len(lengths)
-    sizes = PartSizes.matrix([tuple(k for _, k in ceil_blocks(m, n)) for m in lengths])
+    sizes = SplitSizes.matrix([tuple(k for _, k in ceil_blocks(m, n)) for m in lengths])
     matrix = np.array([sizes.row(i) for i in range(n)])
     np.testing.assert_array_equal(matrix.sum(1), lengths)
     assert [list(sizes.column(j)) for j in range(n)] == matrix.T.tolist()
-    assert sizes.transposed() == PartSizes.matrix([tuple(r) for r in matrix.T.tolist()])
+    assert sizes.transposed() == SplitSizes.matrix([tuple(r) for r in matrix.T.tolist()])
     assert sizes.transposed().transposed() == sizes
-    assert PartSizes.matrix([tuple(r) for r in matrix.tolist()]) == sizes
+    assert SplitSizes.matrix([tuple(r) for r in matrix.tolist()]) == sizes

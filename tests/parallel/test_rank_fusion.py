@@ -19,7 +19,7 @@ from meshtape.autodiff.compiler import fusion
 from meshtape.parallel.execution import executor
 from meshtape.parallel.execution.explain import program_text
 from meshtape.parallel.execution.fusion import Chain, PreparedChain, fused
-from meshtape.parallel.partition.rank_program import Local, Moves, RankProgram
+from meshtape.parallel.partition.rank_program import LocalCall, Moves, RankProgram
 
 RNG = np.random.default_rng(3)
 
@@ -102,7 +102,7 @@ def test_a_chain_is_one_step_and_its_values_are_never_whole() -> None:
     assert [c.op.name for c in chain.calls] == ["multiply", "add", "tanh", "subtract"]
     assert len(chain.group.outputs) == 1
     assert set(frees) == set(program.inputs)
-    assert [type(s) for s, _ in rest] == [Local, Moves]
+    assert [type(s) for s, _ in rest] == [LocalCall, Moves]
     text = program_text(program, ("data",))
     assert [line[0] for line in text.splitlines()[1:]] == ["╭", "│", "│", "╰", " ", " ", " "]
 

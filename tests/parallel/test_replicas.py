@@ -113,10 +113,10 @@ def test_with_one_worker_the_copy_is_in_this_process():
 def test_a_bit_that_flips_in_a_copy_is_never_used(processes):
     def flip(dask_worker):
         """Of each block that is kept, one bit."""
-        from meshtape.parallel.mesh.replicas import Kept
+        from meshtape.parallel.mesh.replicas import ReplicaBlocks
 
         changed = 0
-        for value in [v for v in dask_worker.data.values() if isinstance(v, Kept)]:
+        for value in [v for v in dask_worker.data.values() if isinstance(v, ReplicaBlocks)]:
             for key, block in value.blocks.items():
                 value.blocks[key] = other = block.copy()
                 other.reshape(-1).view("u1")[-1] ^= 4

@@ -28,7 +28,7 @@ from meshtape.parallel.execution.explain import program_text
 from meshtape.parallel.partition.builder import AS_IT_IS
 from meshtape.parallel.partition.overlap import Buckets, Start, Wait, schedule, variables
 from meshtape.parallel.partition.partition import with_frees
-from meshtape.parallel.partition.rank_program import Local, Move, Moves, RankProgram
+from meshtape.parallel.partition.rank_program import LocalCall, Move, Moves, RankProgram
 from meshtape.parallel.resharding import schedule as rounds
 from meshtape.parallel.resharding.plan import Reshard
 from meshtape.parallel.sharding.placement import Layout, block_box, make_layout
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(300)
 def planes() -> Iterator[list[DataPlane]]:
     made = [DataPlane("127.0.0.1") for _ in range(4)]
     for p in made:
-        p.admit(MESH, SECRET)
+        p.register_mesh(MESH, SECRET)
     yield made
     for p in made:
         p.close()
@@ -331,7 +331,7 @@ def test_what_an_optimizer_asks_for_one_by_one_travels_together():
 def test_what_is_needed_at_once_waits_for_nothing_that_has_time():
     """A long gradient that is needed at the end, and the sum of an activation that the next call reads."""
     aval, pending = ShapeDtype((1 << 18,), np.dtype("f4")), make_layout({}, {0: "sum"})
-    calls = [Local(mt.OPS["negative"], (v,), (v + 1,), {}, AS_IT_IS, None, "") for v in range(8)]
+    calls = [LocalCall(mt.OPS["negative"], (v,), (v + 1,), {}, AS_IT_IS, None, "") for v in range(8)]
     # %1 is a gradient: whole as %20, which the last call reads. %4 is an activation: whole as %21, which the next call reads.
     steps = (
         *calls[:4],
@@ -339,7 +339,7 @@ def test_what_is_needed_at_once_waits_for_nothing_that_has_time():
         calls[4]._replace(inputs=(21,)),
         *calls[5:],
         Moves((Move(1, 20, None),)),
-        Local(mt.OPS["negative"], (20,), (22,), {}, AS_IT_IS, None, ""),
+        LocalCall(mt.OPS["negative"], (20,), (22,), {}, AS_IT_IS, None, ""),
     )
     layouts = {v: pending if v in (1, 4) else Layout() for v in range(30)}
     program = with_frees(RankProgram((2,), (0,), steps, (8, 22), dict.fromkeys(range(30), aval), layouts))

@@ -78,7 +78,7 @@ def test_one_of_two_writers_fails(mortal: Client, tmp_path: Path, end: str, how:
 def test_a_writer_dies_when_its_part_is_done_and_its_answer_is_not_yet_here(
     mortal: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshtape.parallel.dask.in_flight import Flight
+    from meshtape.parallel.dask.in_flight import RunQueue
 
     mortal.wait_for_workers(2, timeout=200)
     with mt.Mesh({"a": 2}, client=mortal) as mesh:
@@ -86,15 +86,15 @@ def test_a_writer_dies_when_its_part_is_done_and_its_answer_is_not_yet_here(
         save(tmp_path / "c", {"x": x}, step=1)
         victim = sorted(known_workers(mortal))[-1]
         pid = mortal.run(os.getpid, workers=[victim])[victim]
-        settle = Flight.settle
+        settle = RunQueue.wait
 
-        def dies(self: Flight, this: Any) -> None:
+        def dies(self: RunQueue, this: Any) -> None:
             settle(self, this)
             if this.what == "save":
-                monkeypatch.setattr(Flight, "settle", settle)
+                monkeypatch.setattr(RunQueue, "wait", settle)
                 os.kill(pid, signal.SIGKILL)
 
-        monkeypatch.setattr(Flight, "settle", dies)
+        monkeypatch.setattr(RunQueue, "wait", dies)
         with pytest.raises((mt.errors.RankLost, mt.errors.ClusterError)):
             save(tmp_path / "c", {"x": x}, step=2, overwrite=True)
         assert open_checkpoint(tmp_path / "c").step == 1

@@ -18,7 +18,7 @@ from meshtape.parallel.transports import memory, rendezvous
 from meshtape.parallel.transports.links import StreamLink
 from meshtape.parallel.transports.rendezvous import DataPlane
 from meshtape.parallel.transports.shared_memory_link import SlotLink
-from meshtape.parallel.transports.unix_socket import Door, enter
+from meshtape.parallel.transports.unix_socket import UnixListener, enter
 
 from .test_transports import MESH, RANKS, Contract, opened, segments, together
 
@@ -75,11 +75,13 @@ class TestSharedMemory(Contract):
         self.connected(planes)
         assert memory.BUDGET.used == used + 2 * memory.SLOTS * QUANTUM
         for p in planes:
-            p.dismiss(MESH)
+            p.unregister_mesh(MESH)
         assert memory.BUDGET.used == used
 
     def test_where_the_other_cannot_open_it_the_socket_serves(self, planes, monkeypatch):
-        monkeypatch.setattr(memory.Segment, "open", classmethod(lambda cls, name: (_ for _ in ()).throw(OSError("no"))))
+        monkeypatch.setattr(
+            memory.SharedSegment, "open", classmethod(lambda cls, name: (_ for _ in ()).throw(OSError("no")))
+        )
         monkeypatch.setattr(type(self), "link", StreamLink)
         self.connected(planes)
         assert segments() == []
@@ -102,7 +104,7 @@ class TestSharedMemory(Contract):
         assert x.all()
 
     def test_only_its_user_can_open_a_door(self):
-        door = Door(f"meshtape-{os.getpid()}-test")
+        door = UnixListener(f"meshtape-{os.getpid()}-test")
         path = memory.ROOT / f"meshtape-{os.getpid()}-test.door"
         try:
             assert path.stat().st_mode & 0o777 == 0o600
@@ -132,13 +134,13 @@ class TestSharedMemory(Contract):
         os.waitpid(pid, 0)
         stale = memory.ROOT / f"meshtape-{pid}-0123"
         stale.write_bytes(b"")
-        memory.Segment.create().unlink()
+        memory.SharedSegment.create().unlink()
         assert not stale.exists()
 
     @pytest.mark.parametrize("name", ["../etc/passwd", "other", "meshtape-1/../x"])
     def test_only_our_names_are_opened(self, name):
         with pytest.raises(OSError, match="no segment's name"):
-            memory.Segment.open(name)
+            memory.SharedSegment.open(name)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 16, 64, 500, 5000])

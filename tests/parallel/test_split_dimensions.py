@@ -11,7 +11,7 @@ import pytest
 import meshtape as mt
 from meshtape import errors
 from meshtape.parallel.execution.explain import program_text
-from meshtape.parallel.sharding.halos import Window
+from meshtape.parallel.sharding.halos import Halo
 
 
 def program(fn: Callable[..., Any], *args: mt.Array) -> Any:
@@ -240,12 +240,12 @@ def test_windows_are_what_elements_need(first, step):
     m = len(places)
     for o in range(m + 1):
         for k in range(m - o + 1):
-            start, length = Window("slice", (first, step)).region(o, k)
+            start, length = Halo("slice", (first, step)).region(o, k)
             assert set(range(start, start + length)) >= set(places[o : o + k])
             assert length <= max(places[o : o + k], default=-1) - min(places[o : o + k], default=0) + 1
     for o in range(n + 1):
         for k in range(n - o + 1):
-            start, length = Window("unslice", (first, step, m)).region(o, k)
+            start, length = Halo("slice_grad", (first, step, m)).region(o, k)
             assert (
                 list(range(start, start + length)) == [t for t, p in enumerate(places) if o <= p < o + k] or not length
             )
@@ -257,11 +257,11 @@ def test_windows_of_convolutions(stride, reach):
     places = 6
     for o in range(places):
         for k in range(1, places - o + 1):
-            start, length = Window("conv", (stride, reach)).region(o, k)
+            start, length = Halo("conv", (stride, reach)).region(o, k)
             assert (start, start + length) == (o * stride, (o + k - 1) * stride + reach)
     n = (places - 1) * stride + reach + 1
     for o in range(n):
         for k in range(1, n - o + 1):
-            start, length = Window("unconv", (stride, reach, places)).region(o, k)
+            start, length = Halo("conv_transpose", (stride, reach, places)).region(o, k)
             seen = [t for t in range(places) if t * stride < o + k and t * stride + reach > o]
             assert list(range(start, start + length)) == seen

@@ -192,10 +192,10 @@ def test_a_client_that_is_killed_while_workers_write(processes, source, tmp_path
 
 
 def test_an_object_store_has_no_metadata_before_the_end(source, monkeypatch, tmp_path):
-    from meshtape.storage.readers.local_zarr import ObjectStore
+    from meshtape.storage.readers.local_zarr import LocalZarrStore
 
     out = f"memory://{tmp_path.name}/out"
-    true, keys = ObjectStore.set, []
+    true, keys = LocalZarrStore.set, []
 
     async def fails(self: Any, key: str, value: Any, **options: Any) -> None:
         keys.append(key)
@@ -203,7 +203,7 @@ def test_an_object_store_has_no_metadata_before_the_end(source, monkeypatch, tmp
             raise ConnectionError("the store went away")
         await true(self, key, value, **options)
 
-    monkeypatch.setattr(ObjectStore, "set", fails)
+    monkeypatch.setattr(LocalZarrStore, "set", fails)
     mesh = mt.Mesh({"a": 2})
     x = mt.from_zarr(source, mesh, a=mt.Shard(0))
     with pytest.raises((errors.StoreError, ConnectionError)):

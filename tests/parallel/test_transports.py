@@ -21,7 +21,7 @@ from meshtape.parallel.collectives import pieces, reduction_tree
 from meshtape.parallel.collectives.pieces import QUANTUM, Fold, chunks
 from meshtape.parallel.transports import frames, memory
 from meshtape.parallel.transports.comms import CommStream
-from meshtape.parallel.transports.group import SMALL, Group
+from meshtape.parallel.transports.group import SMALL, LinkGroup
 from meshtape.parallel.transports.links import Link, StreamLink
 from meshtape.parallel.transports.rendezvous import DataPlane
 from meshtape.parallel.transports.shared_memory_link import SlotLink
@@ -65,8 +65,8 @@ class Contract:
 
     def connected(
         self, planes: Sequence[DataPlane], count: int = 2, epoch: int = 0, timeout: float = 200.0
-    ) -> list[Group]:
-        def join(me: int) -> Group:
+    ) -> list[LinkGroup]:
+        def join(me: int) -> LinkGroup:
             peers = {p: planes[p].address for p in range(count) if p != me}
             group = planes[me].group(MESH, epoch, me, peers, RANKS, timeout, self.share)
             group.connect(peers)
@@ -74,13 +74,13 @@ class Contract:
 
         groups = together(*[lambda me=me: join(me) for me in range(count)])
         for g in groups:
-            assert isinstance(g, Group), g
+            assert isinstance(g, LinkGroup), g
             assert {type(x) for x in g.links.values()} <= {self.link}
             g.begin(1, timeout)
         return groups
 
     @pytest.fixture
-    def pair(self, planes: list[DataPlane]) -> list[Group]:
+    def pair(self, planes: list[DataPlane]) -> list[LinkGroup]:
         return self.connected(planes)
 
     # ----- messages ---------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Contract:
         ids=["another step", "another size"],
     )
     def test_processes_that_are_elsewhere_in_the_program_both_say_so(self, pair, mine, theirs):
-        def call(g: Group, peer: int, where: tuple[int, str, int]) -> Callable[[], None]:
+        def call(g: LinkGroup, peer: int, where: tuple[int, str, int]) -> Callable[[], None]:
             step, what, n = where
             return lambda: g.exchange(step, what, {peer: [np.zeros(n)]}, {peer: [np.zeros(n)]})
 
@@ -215,7 +215,7 @@ class Contract:
         """The two would travel in different ways."""
         big, small = np.zeros(QUANTUM), np.zeros(3)
 
-        def stops(g: Group, send: dict[int, Any], receive: dict[int, Any]) -> None:
+        def stops(g: LinkGroup, send: dict[int, Any], receive: dict[int, Any]) -> None:
             try:
                 g.exchange(0, "x", send, receive)
             except CollectiveMismatch as e:
@@ -300,21 +300,21 @@ class Contract:
 
             monkeypatch.setattr(kind, "__init__", init)
 
-        for kind in (SocketStream, CommStream, memory.Segment):
+        for kind in (SocketStream, CommStream, memory.SharedSegment):
             remembered(kind)
         for epoch in range(3):
             self.connected(planes, 3, epoch=epoch)
             assert segments() == []  # without a name from the start: it goes with the last process
         assert len(made) >= 3 * 6  # three pairs, and both ends of each are here
         for p in planes:
-            p.dismiss(MESH)
-        eventually(lambda: all(x.map.closed if isinstance(x, memory.Segment) else x.fileno() == -1 for x in made))
+            p.unregister_mesh(MESH)
+        eventually(lambda: all(x.map.closed if isinstance(x, memory.SharedSegment) else x.fileno() == -1 for x in made))
         assert memory._offered == {}
 
 
 def opened(*planes: DataPlane) -> Iterator[list[DataPlane]]:
     for p in planes:
-        p.admit(MESH, SECRET)
+        p.register_mesh(MESH, SECRET)
     yield list(planes)
     for p in planes:
         p.close()
@@ -359,7 +359,7 @@ class TestTls(Contract):
 
     def test_who_has_no_certificate_is_not_let_in(self, planes):
         plain = DataPlane("127.0.0.1")
-        plain.admit(MESH, SECRET)
+        plain.register_mesh(MESH, SECRET)
         with pytest.raises(CollectiveTimeout, match="no answer from rank 0"):
             plain.group(MESH, 0, 1, {0: planes[0].address}, RANKS, 1.0).connect([0])
         plain.close()
@@ -418,7 +418,7 @@ def test_chunks_cover_an_array_once_in_order(shape, itemsize):
 
 
 def test_heads_that_are_none_of_ours_are_not_read():
-    place = frames.Place(3, 1, 2)
+    place = frames.FramePosition(3, 1, 2)
 
     def head(kind: bytes, length: int) -> bytes:
         return frames.pack(kind, 7, MESH, place, 1, length, "sum")

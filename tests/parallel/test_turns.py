@@ -114,8 +114,8 @@ def _names_source() -> Callable[..., list[str]]:
     def names(client: str, dask_worker: Any) -> list[str]:
         from meshtape.parallel.dask import worker
 
-        desks = worker._STATES[dask_worker.address].resident.desks.values()
-        return [n for d in desks if d.client == client for n in d.names()]
+        sessions = worker._STATES[dask_worker.address].resident.sessions.values()
+        return [n for d in sessions if d.client == client for n in d.names()]
 
     return names
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshtape.parallel.transports import spin_poller
-from meshtape.parallel.transports.spin_poller import Waiter
+from meshtape.parallel.transports.spin_poller import SpinPoller
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,7 +31,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.mark.parametrize("eager", [True, False])
 def test_what_is_ready_is_found_at_once_and_what_is_not_watched_is_not(ends, eager):
     a, b = ends
-    waiter = Waiter()
+    waiter = SpinPoller()
     waiter.watch({a.fileno(): select.POLLIN, b.fileno(): select.POLLIN})
     b.send(b"x")
     assert waiter.wait(60, eager) == [a.fileno()]
@@ -47,7 +47,7 @@ def test_what_is_ready_is_found_at_once_and_what_is_not_watched_is_not(ends, eag
 @pytest.mark.parametrize("after", [0.0, 0.05])
 def test_what_comes_later_is_found(ends, eager, after):
     a, b = ends
-    waiter = Waiter()
+    waiter = SpinPoller()
     waiter.watch({a.fileno(): select.POLLIN})
     sender = threading.Timer(after, b.send, (b"x",))
     sender.start()
@@ -56,7 +56,7 @@ def test_what_comes_later_is_found(ends, eager, after):
 
 
 def test_a_wait_that_stays_empty_takes_its_time(ends):
-    waiter = Waiter()
+    waiter = SpinPoller()
     waiter.watch({ends[0].fileno(): select.POLLIN})
     for eager in (True, False, True):
         start = time.monotonic()
@@ -84,7 +84,7 @@ class Clock:
         self.now = until
         return []
 
-    def wait(self, waiter: Waiter, seconds: float, comes_after: float = float("inf")) -> tuple[list[int], int]:
+    def wait(self, waiter: SpinPoller, seconds: float, comes_after: float = float("inf")) -> tuple[list[int], int]:
         """What a wait finds, and how often it offered its core."""
         self.offered, self.comes = 0, self.now + comes_after
         return waiter.wait(seconds, True), self.offered
@@ -96,8 +96,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def waiter(clock: Clock) -> Waiter:
-    made = Waiter()
+def waiter(clock: Clock) -> SpinPoller:
+    made = SpinPoller()
     made._poll = SimpleNamespace(poll=clock.poll)
     return made
 
@@ -142,7 +142,7 @@ def test_other_threads_run_while_one_waits_awake(ends, monkeypatch):
     monkeypatch.setattr(spin_poller, "LONGEST", 30.0)
     monkeypatch.setattr(spin_poller, "CROWDED", 30.0)
     a, b = ends
-    waiter = Waiter()
+    waiter = SpinPoller()
     waiter.watch({a.fileno(): select.POLLIN})
     beats = 0
     waits = threading.Event()

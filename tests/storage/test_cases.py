@@ -72,7 +72,7 @@ def test_ten_elements_over_four_ranks_and_three(kit, tmp_path):
     four, three = kit.Sharding(kit.Host({"x": 4}), (0,)), kit.Sharding(kit.Host({"x": 3}), (0,))
     m = np.arange(10.0, dtype="f4")
     save(tmp_path / "c", {"m": kit.split(m, four), "beta": np.float32(0.9), "norm": np.ones(3, "f4")})
-    assert [o.box.shape for o in open_checkpoint(tmp_path / "c")["m"].tensor.whole().objects.values()] == [
+    assert [o.box.shape for o in open_checkpoint(tmp_path / "c")["m"].tensor.objects.values()] == [
         (3,),
         (3,),
         (3,),

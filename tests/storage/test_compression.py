@@ -106,7 +106,7 @@ def test_slices_are_those_of_numpy(data, tmp_path_factory):
     )
     stored = open_checkpoint(home / "c")["a"]
     assert np.array_equal(stored[index], a[index])
-    assert stored.tensor.whole().planned(mt.arrays.core.blocks.Box.whole(shape)) <= sum(
+    assert stored.tensor.planned(mt.arrays.core.blocks.Box.whole(shape)) <= sum(
         p.stat().st_size for p in (home / "c" / "a").glob("c*")
     )
 
@@ -473,7 +473,7 @@ def test_pages_and_commands_show_it(tree, tmp_path):
     assert "zstd:5 to " in stored(held["zeros"]).how
     chunks = chunk_map(held["zeros"], 0, 1, (0, 0)).chunks
     where = tmp_path / "b" / "zeros" / "c.0.0"
-    whole = held["zeros"].tensor.whole()
+    whole = held["zeros"].tensor
     assert sum(c.nbytes for c in chunks) == where.stat().st_size - compressed.index_nbytes(whole.grid)
     assert "by zstd:5" in chunks[0].note
     assert {c.state for c in chunk_map(held["zeros"], 0, 1, (0, 0), check=True).chunks} == {"sound"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshtape import errors
 from meshtape.storage import load, open_checkpoint, reshard, save, verify
 from meshtape.storage.format import chunk_grid as grid
-from meshtape.storage.format.chunk_grid import Grid
+from meshtape.storage.format.chunk_grid import ChunkGrid
 from meshtape.storage.transform.sinks import copy_chunks, sink_zarr
 from meshtape.storage.transform.sinks.copy_chunks import moves
 
@@ -106,7 +106,7 @@ def test_moves_name_each_chunk_once_at_its_places(data):
     ndim = data.draw(st.integers(1, 3))
     chunk = tuple(data.draw(st.integers(1, 3)) for _ in range(ndim))
     shape = tuple(data.draw(st.integers(1, 9)) for _ in range(ndim))
-    of = lambda: Grid(shape, tuple(c * data.draw(st.integers(1, 4)) for c in chunk), chunk)  # noqa: E731
+    of = lambda: ChunkGrid(shape, tuple(c * data.draw(st.integers(1, 4)) for c in chunk), chunk)  # noqa: E731
     source, target = of(), of()
     every = list(itertools.product(*(range(-(-n // c)) for n, c in zip(shape, chunk, strict=True))))
     found = moves(source, target, every)

@@ -1,6 +1,7 @@
 """Damage and loss in what others wrote: PyTorch's CRC32 are compared, lost chunks of Zarr are no zeros, and no chunk unpacks to more than its metadata says."""
 
 import gzip
+import json
 import shutil
 import tracemalloc
 import warnings
@@ -13,9 +14,12 @@ import zarr
 from numcodecs.zstd import compress
 
 from meshtape import errors
-from meshtape.storage import convert, load, merge, open_checkpoint, reshard, verify
+from meshtape.storage import Rules, convert, diff, load, merge, open_checkpoint, reshard, verify
+from meshtape.storage.browse.model.site import Site
+from meshtape.storage.browse.views import view_array
 from meshtape.storage.foreign.dcp import _place
 from meshtape.storage.foreign.torch_pickle import read_values
+from meshtape.storage.readers.tensor import read_box
 from meshtape.storage.readers.zarr_bounds import _NBYTES
 
 GOLDEN = Path(__file__).parent / "golden" / "torch-2.13-dcp"
@@ -111,9 +115,69 @@ def test_lost_chunks_of_foreign_zarr_are_no_zeros(tmp_path, version, name):
         verify(where)
     with pytest.warns(UserWarning, match=f"1 chunk of key '{name}' is not there"):
         load(where)
+    for read in (
+        lambda a: a[...],
+        lambda a: a[::2] if a.ndim else a[()],
+        lambda a: a[2:4, :1] if a.ndim else a.read(),
+        lambda a: list(a) if a.ndim else a[()],
+        np.asarray,
+    ):
+        with pytest.warns(UserWarning, match=f"1 chunk of key '{name}' is not there"):
+            read(open_checkpoint(where)[name])
+    with pytest.warns(UserWarning, match="1 chunk"):
+        diff(where, where)
+    with pytest.warns(UserWarning, match="1 chunk"):
+        read_box(
+            Rules("w -> v, cast(float64)\ns -> t, cast(float32)").on(open_checkpoint(where))["vt"[name == "s"]].tensor
+        )
+    page = Site([str(where)])
+    with pytest.warns(UserWarning, match="1 chunk"):
+        assert "are not there" in str(view_array.array(page, "0", name, {}, False).body)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_checkpoint(where)["s" if name == "w" else "w"][...]
+        if name == "w":
+            open_checkpoint(where)["w"][:, 2:]
     merge(where, tmp_path / "out", missing="fill")
     got = np.asarray(load(tmp_path / "out")["w"])
     assert (got == 0).sum() == (4 if name == "w" else 0)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("unknown", ["dtype", "codec"])
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_an_array_that_zarr_does_not_know_is_listed_beside_the_others(tmp_path, version, unknown, consolidated):
+    where = group(tmp_path / "z", version)
+    group(where / "sub", version)
+    field = {("dtype", 2): "dtype", ("codec", 2): "compressor", ("dtype", 3): "data_type", ("codec", 3): "codecs"}
+    odd = {
+        "dtype": "float6_e2m3fn",
+        "codec": {"id": "acme"} if version == 2 else [{"name": "acme", "configuration": {}}],
+    }
+    if consolidated:
+        zarr.consolidate_metadata(where)
+    files = [where / "sub/w" / ("zarr.json" if version == 3 else ".zarray")]
+    files += [where / ("zarr.json" if version == 3 else ".zmetadata")] if consolidated else []
+    for file in files:
+        said = json.loads(file.read_text())
+        held = (
+            said
+            if file is files[0]
+            else said["consolidated_metadata"]["metadata"]
+            if version == 3
+            else said["metadata"]
+        )
+        one = held if file is files[0] else held["sub/w" if version == 3 else "sub/w/.zarray"]
+        one[field[unknown, version]] = odd[unknown]
+        file.write_text(json.dumps(said))
+    ckpt = open_checkpoint(where)
+    assert (sorted(ckpt), list(ckpt.skipped)) == (["s", "sub/s", "w"], ["sub/w"])
+    with pytest.raises(errors.CheckpointDTypeError, match=r"acme|float6"):
+        ckpt["sub/w"]
+    assert merge(where, tmp_path / "out").skipped == ["sub/w"]
+    files[0].write_text("{")  # damage is not taken for it
+    with pytest.raises(errors.CorruptCheckpoint):
+        open_checkpoint(where)
 
 
 def test_rules_do_not_hide_lost_chunks(tmp_path):

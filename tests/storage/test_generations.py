@@ -112,6 +112,7 @@ def test_readers_beside_a_writer_see_one_generation(layout, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("layout", ["zarr", "zstd", "packed", "file", "hf"])
 def test_many_readers_beside_a_writer_see_one_generation(layout, tmp_path):
     _, reads, replaced = race(layout, tmp_path, 850)

@@ -8,7 +8,7 @@ from meshtape.arrays.core.blocks import Box
 from meshtape.storage import Rules, convert, load, merge, open_checkpoint, reshard, save
 from meshtape.storage.format import dtypes
 from meshtape.storage.readers.tensor import read_box
-from meshtape.storage.rules.growing import Grown
+from meshtape.storage.rules.growing import GrownRows
 
 
 def embedding(shape=(300, 40), dtype="float32", seed=0):
@@ -80,16 +80,16 @@ def test_windows_workers_and_order_change_nothing(kit, tmp_path, fill, axis):
 
 def test_one_column_or_many_have_the_same_statistics(kit, monkeypatch):
     monkeypatch.setattr("meshtape.storage.rules.growing._TILE", 1 << 12)  # several tiles
-    from meshtape.storage.rules.lazy_tensors import Memory
+    from meshtape.storage.rules.lazy_tensors import InMemoryTensor
 
     e = embedding((20011, 9), "float64")
-    grown = Grown("e", Memory("e", e), 0, 3, False, 0)
+    grown = GrownRows("e", InMemoryTensor("e", e), 0, 3, False, 0)
     whole = read_box(grown)[0]
     assert np.allclose(whole[0], e.mean(0), rtol=1e-12)
     for i in range(9):
         assert kit.same(read_box(grown, Box((1, i), (1, 1)))[0][0], whole[1, i : i + 1])
     # A chunk of a stored array is shorter than a tile, or longer: it does not matter.
-    noise = Grown("e", Memory("e", e), 0, 3, True, 0)
+    noise = GrownRows("e", InMemoryTensor("e", e), 0, 3, True, 0)
     assert kit.same(read_box(noise, Box((2, 3), (1, 2)))[0], read_box(noise)[0][2:, 3:5])
 
 

@@ -6,6 +6,7 @@ Each answer is the right array or an error that names the file; a short or a lon
 import contextlib
 import datetime
 import gzip
+import os
 import re
 import ssl
 import warnings
@@ -210,7 +211,7 @@ def test_a_certificate_that_nobody_vouches_for(odd, tmp_path):
     assert odd.log == []
 
 
-def test_a_zarr_group_that_cannot_be_listed(odd):
+def test_a_zarr_group_that_cannot_be_listed(odd, tmp_path):
     """It is not damaged: what is missing is the list of its arrays."""
     import zarr
 
@@ -220,3 +221,9 @@ def test_a_zarr_group_that_cannot_be_listed(odd):
         mt.load(f"{odd.url}/z")
     zarr.consolidate_metadata(f"{odd.root}/z")
     assert np.asarray(mt.load(f"{odd.url}/z")["x"]).tolist() == list(range(6))
+    os.unlink(f"{odd.root}/z/x/1")  # nor can a chunk be missed before it is read
+    for read in (mt.load, lambda url: mt.open_checkpoint(url)["x"][4:]):
+        with pytest.warns(UserWarning, match="1 chunk of key 'x' is not there"):
+            read(f"{odd.url}/z")
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 chunk of key 'x'"):
+        mt.merge(f"{odd.url}/z", tmp_path / "out")

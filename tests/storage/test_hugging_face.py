@@ -46,6 +46,20 @@ def test_a_shard_of_the_index_is_missing(tmp_path):
     assert load(tmp_path / "model-00001-of-00004.safetensors")["layers.1.w"].tolist() == [1, 1, 1]
 
 
+def test_an_index_that_lists_nothing(tmp_path):
+    """It is an empty model where nothing is there, and has lost its entries beside a shard or a length."""
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata": {"total_size": 0}, "weight_map": {}}')
+    assert load(tmp_path) == {}
+    index.write_text('{"metadata": {"total_size": 4}, "weight_map": {}}')
+    with pytest.raises(errors.IncompleteCheckpoint, match="lists no tensor"):
+        open_checkpoint(tmp_path)
+    index.write_text('{"weight_map": {}}')
+    save_safetensors(tmp_path / "model-00001-of-00002.safetensors", {"a": np.ones(1)})
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"lists no tensor.*00001"):
+        open_checkpoint(tmp_path)
+
+
 def test_keys_that_an_index_does_not_list_are_named(tmp_path):
     index(tmp_path, {"model.safetensors": {"a": np.ones(2), "b": np.ones(3)}})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))

@@ -12,7 +12,7 @@ from meshtape import errors, storage
 from meshtape.storage import load, open_checkpoint, reshard, save, verify
 from meshtape.storage.base.checksums import crc32c
 from meshtape.storage.format import chunk_sums, manifest
-from meshtape.storage.format.chunk_grid import Grid
+from meshtape.storage.format.chunk_grid import ChunkGrid
 
 SHAPE = (48, 4096)  # two shards of float64, each of more than one chunk
 
@@ -189,7 +189,7 @@ def test_hostile_places_in_the_table(tmp_path, sums):
 
 
 def test_a_table_of_absurd_length_takes_no_memory(tmp_path):
-    held = chunk_sums.StoredSums(str(tmp_path), "t", (0, 0), Grid((1 << 40,), (1 << 40,), (1,)), "w")
+    held = chunk_sums.StoredSums(str(tmp_path), "t", (0, 0), ChunkGrid((1 << 40,), (1 << 40,), (1,)), "w")
     (tmp_path / "t").write_bytes(b"\0" * 64)
     with pytest.raises(errors.CorruptCheckpoint, match="do not fit"):
         held.check()

@@ -295,10 +295,10 @@ def test_the_state_of_an_optimizer_follows(kit):
 def test_many_keys():
     held = {f"layers.{i}.e.{x}.w": np.zeros((), "f4") for i in range(20) for x in range(1000)}
     rules = Rules("layers.{i}.e.{x}.w -> blocks.{i}.{x}\nlayers.{i}.f.{x}.w -> f.{i}.{x}, optional()")
-    from meshtape.storage.rules.lazy_tensors import Memory
-    from meshtape.storage.rules.match import Program
+    from meshtape.storage.rules.lazy_tensors import InMemoryTensor
+    from meshtape.storage.rules.match import BoundRules
 
-    out = Program(rules.rules, (), {n: Memory(n, a) for n, a in held.items()}, {}).outputs()
+    out = BoundRules(rules.rules, (), {n: InMemoryTensor(n, a) for n, a in held.items()}, {}).outputs()
     assert len(out) == 20_000
     assert list(out)[1002] == "blocks.1.2"
 
@@ -367,10 +367,12 @@ def test_apply_then_shard_is_shard_aware_apply_and_the_inverse_leads_back(progra
     assert set(back) == set(held)
     assert all(back[n].tobytes() == a.tobytes() for n, a in held.items())
     from meshtape.storage.readers.tensor import read_box
-    from meshtape.storage.rules.lazy_tensors import Memory
-    from meshtape.storage.rules.match import Program
+    from meshtape.storage.rules.lazy_tensors import InMemoryTensor
+    from meshtape.storage.rules.match import BoundRules
 
-    for name, t in Program(rules.rules, (), {n: Memory(n, a) for n, a in held.items()}, {}).outputs().items():
+    for name, t in (
+        BoundRules(rules.rules, (), {n: InMemoryTensor(n, a) for n, a in held.items()}, {}).outputs().items()
+    ):
         for _ in range(6):
             lo = [int(rng.integers(0, n + 1)) for n in t.shape]
             hi = [int(rng.integers(a, n + 1)) for a, n in zip(lo, t.shape, strict=True)]

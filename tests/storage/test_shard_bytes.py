@@ -9,7 +9,7 @@ import pytest
 
 from meshtape.storage import convert, load, save
 from meshtape.storage.format import zarr_format
-from meshtape.storage.format.chunk_grid import Grid
+from meshtape.storage.format.chunk_grid import ChunkGrid
 from meshtape.storage.format.compression import Zstd
 from meshtape.storage.format.zarr_format import ShardBytes
 from meshtape.storage.saving import write_shards
@@ -22,11 +22,11 @@ def _small_shards_too(monkeypatch):
 
 def tables():
     whole = np.random.default_rng(0).integers(0, 9, (12, 10)).astype(np.float32)
-    yield "rows as they lie", whole, Grid((12, 10), (12, 10), (1, 10))
-    yield "columns, cut off at the edge", whole, Grid((12, 10), (15, 12), (5, 3))
-    yield "every other row", whole[::2], Grid((6, 10), (6, 10), (2, 5))
-    yield "big-endian", whole.astype(">f4"), Grid((12, 10), (12, 10), (4, 5))
-    yield "one chunk", whole, Grid((12, 10), (12, 10), (12, 10))
+    yield "rows as they lie", whole, ChunkGrid((12, 10), (12, 10), (1, 10))
+    yield "columns, cut off at the edge", whole, ChunkGrid((12, 10), (15, 12), (5, 3))
+    yield "every other row", whole[::2], ChunkGrid((6, 10), (6, 10), (2, 5))
+    yield "big-endian", whole.astype(">f4"), ChunkGrid((12, 10), (12, 10), (4, 5))
+    yield "one chunk", whole, ChunkGrid((12, 10), (12, 10), (12, 10))
 
 
 def test_any_number_of_threads_gives_the_same_bytes():
@@ -34,7 +34,7 @@ def test_any_number_of_threads_gives_the_same_bytes():
         seen = set()
         for threads in (1, 2, 3, 64):
             shard = ShardBytes(block, grid, (0, 0), compression=Zstd(), threads=threads)
-            data = b"".join(bytes(memoryview(p).cast("B")) for p in shard.pieces())
+            data = b"".join(bytes(memoryview(p).cast("B")) for p in itertools.chain.from_iterable(shard.batches()))
             assert len(data) == shard.nbytes
             seen.add((data, shard.digest))
         assert len(seen) == 1, what
@@ -58,7 +58,7 @@ class Counted:
 
 def chunks(codec, threads):
     block = np.arange(40, dtype=np.uint8).reshape(40, 1)
-    return ShardBytes(block, Grid((40, 1), (40, 1), (1, 1)), (0, 0), threads=threads)._frames(codec)
+    return ShardBytes(block, ChunkGrid((40, 1), (40, 1), (1, 1)), (0, 0), threads=threads)._frames(codec)
 
 
 def test_no_more_chunks_are_on_their_way_than_threads_and_one():
@@ -102,8 +102,8 @@ def test_what_lies_over_the_edge_is_zero(monkeypatch, compression):
     block = np.arange(1, 13, dtype="<i8").reshape(3, 4)
     wanted = np.zeros((4, 6), "<i8")
     wanted[:3, :4] = block
-    shard = zarr_format.ShardBytes(block, Grid((3, 4), (4, 6), (2, 3)), (0, 0), compression=compression)
-    *chunks, _ = [bytes(memoryview(p).cast("B")) for p in shard.pieces()]
+    shard = zarr_format.ShardBytes(block, ChunkGrid((3, 4), (4, 6), (2, 3)), (0, 0), compression=compression)
+    *chunks, _ = [bytes(memoryview(p).cast("B")) for p in itertools.chain.from_iterable(shard.batches())]
     for k, (i, j) in enumerate(itertools.product(range(2), range(2))):
         held = np.frombuffer(chunks[2 * k], np.uint8)
         if compression is not None:

@@ -107,7 +107,7 @@ def test_damage_names_the_array(kept, at_hand, monkeypatch):
     if form == "safetensors":
         path, start = tensor.path, tensor.start
     else:
-        (held,) = tensor.whole().objects.values()
+        (held,) = tensor.objects.values()
         path, start = str(where / held.file), held.start
     with open(path, "r+b") as f:
         f.seek(start)

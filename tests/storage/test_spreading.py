@@ -11,7 +11,7 @@ from distributed import Client, LocalCluster
 from meshtape import errors
 from meshtape.storage import convert, load, merge, reshard, save, verify
 from meshtape.storage.stores.filesystem import Files, using
-from meshtape.storage.transform.workers import Spread
+from meshtape.storage.transform.workers import Workers
 
 LAYOUT = {"mesh": {"m": 3}, "shardings": {"w": {"m": 1}, "*": {}}}
 
@@ -129,7 +129,7 @@ def test_nothing_is_begun_after_an_error(executor):
         return i
 
     with ThreadPoolExecutor(1) as pool:
-        spread = Spread(1, pool) if executor else Spread(2)
+        spread = Workers(1, pool) if executor else Workers(2)
         with pytest.raises(ValueError, match="two"):
             list(spread.over(work, list(range(100)), lambda i: (i,)))
     assert len(begun) < 10
@@ -144,4 +144,4 @@ def test_work_that_is_cancelled_as_the_scheduler_is_gone():
             return done
 
     with pytest.raises(errors.ClusterError, match="the scheduler is gone"):
-        list(Spread(1, Gone()).over(print, [1, 2], lambda i: (i,)))
+        list(Workers(1, Gone()).over(print, [1, 2], lambda i: (i,)))

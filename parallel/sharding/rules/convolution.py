@@ -17,7 +17,7 @@ from ....arrays.core.op import Op
 from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.nn import convolution as c
 from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
-from ..halos import Window
+from ..halos import Halo
 from ..sharded_indexing import part_op
 
 Avals = Sequence[Any]
@@ -60,7 +60,7 @@ def _reaches(kernel: Sequence[int], params: Params) -> list[int]:
 def _halo(places: Sequence[Dim], kernel: Sequence[int], params: Params) -> list[Dim]:
     """The image's dims as the result's places see them."""
     numbers = zip(params["stride"], _reaches(kernel, params), strict=True)
-    return [Dim(p.factor, 1, Window("conv", (s, r))) for p, (s, r) in zip(places, numbers, strict=True)]
+    return [Dim(p.factor, 1, Halo("conv", (s, r))) for p, (s, r) in zip(places, numbers, strict=True)]
 
 
 def _factors(dims: Sequence[Dim]) -> frozenset[int]:
@@ -149,7 +149,7 @@ def _image(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params
     kernel, image = letters.many(w[2:], whole=True), letters.many(x[2:])
     reach = _reaches(w[2:], params)
     places = [
-        Dim(d.factor, 1, Window("unconv", (s, r, n)))
+        Dim(d.factor, 1, Halo("conv_transpose", (s, r, n)))
         for d, s, r, n in zip(image, params["stride"], reach, y[2:], strict=True)
     ]
     part = PartCall(_factors(image) | channels.groups, IMAGE_PART, functools.partial(_image_block, channels))

@@ -12,7 +12,7 @@ from typing import Any
 from ....arrays.core.op import Op
 from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.nn import mixture_of_experts as e
-from ..factors import Dim, Exchange, FactorRule, Letters, rule
+from ..factors import Dim, ExpertExchange, FactorRule, Letters, rule
 
 Avals = Sequence[Any]
 Params = Mapping[str, Any]
@@ -27,10 +27,10 @@ def _operands(letters: Letters, avals: Avals, reduce: str | None) -> list[tuple[
     return [(*rows, width), (*rows, k), (*rows, k), forth, forth, back, (expert,)]
 
 
-def _exchange(operands: Sequence[tuple[Dim, ...]], chosen: int) -> Exchange:
+def _exchange(operands: Sequence[tuple[Dim, ...]], chosen: int) -> ExpertExchange:
     (expert,) = operands[-1]
     rows = frozenset(d.factor for d in operands[0][:-1])
-    return Exchange(rows, expert.factor, chosen, chosen + len(operands) - 2)
+    return ExpertExchange(rows, expert.factor, chosen, chosen + len(operands) - 2)
 
 
 @rule(e.EXPERTS)

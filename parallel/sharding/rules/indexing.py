@@ -20,7 +20,7 @@ from ....arrays.core.shape_dtype import ShapeDtype
 from ....arrays.indexing import indexing as ix
 from ....arrays.indexing import keys
 from ..factors import Dim, Factor, FactorRule, Letters, PartCall, rule
-from ..halos import Window
+from ..halos import Halo
 from ..sharded_indexing import READ_PART, SCATTER_PART, WRITE_PART, local_read, local_scatter, local_write
 
 Avals = Sequence[Any]
@@ -76,8 +76,8 @@ def _dims(
             else:
                 sliced.add(d.factor)
                 window = taken.start, taken.step
-                array.append(Dim(d.factor, 1, Window("slice", window)) if reading else d)
-                out.append(d if reading else Dim(d.factor, 1, Window("unslice", (*window, len(taken)))))
+                array.append(Dim(d.factor, 1, Halo("slice", window)) if reading else d)
+                out.append(d if reading else Dim(d.factor, 1, Halo("slice_grad", (*window, len(taken)))))
             axis += 1
             continue
         if advanced and front is None:

@@ -13,7 +13,7 @@ from ....arrays.nn.norms import batch_norm, group_norm, layer_norm
 from ....arrays.ops import manipulation as m
 from ....arrays.ops import matmul
 from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
-from ..halos import Window
+from ..halos import Halo
 
 Avals = Sequence[Any]
 Params = Mapping[str, Any]
@@ -95,7 +95,7 @@ def _flip(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params)
     shape, axes = avals[0].shape, [d % len(avals[0].shape) for d in params["axis"]]
     out = letters.many(shape)
     dims = [
-        Dim(d.factor, 1, Window("slice", (n - 1, -1))) if i in axes else d
+        Dim(d.factor, 1, Halo("slice", (n - 1, -1))) if i in axes else d
         for i, (d, n) in enumerate(zip(out, shape, strict=True))
     ]
     part = PartCall(frozenset(out[i].factor for i in axes), op, _as_it_is)
@@ -111,7 +111,7 @@ def _concat(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Param
     operands = []
     for a in avals:
         n = a.shape[axis]
-        joined = Dim(out[axis].factor, 1, Window("join", (at, n)))
+        joined = Dim(out[axis].factor, 1, Halo("join", (at, n)))
         operands.append([joined if i == axis else d for i, d in enumerate(out)])
         at += n
     part = PartCall(frozenset({out[axis].factor}), op, _as_it_is)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....arrays.core.errors import BackendError, DataError
-from .parts import Parts
+from .parts import PartedSource
 
 
 def _need_pyarrow(what: str) -> None:
@@ -25,7 +25,7 @@ def _files(paths: Any, *patterns: str) -> list[str]:
     return [str(f) for p in given for f in (sorted(f for q in patterns for f in p.glob(q)) if p.is_dir() else [p])]
 
 
-class ParquetSource(Parts):
+class ParquetSource(PartedSource):
     """Rows of Parquet files (needs pyarrow). Workers read their own rows; a row group is the unit of reading.
 
     Parameters

@@ -235,7 +235,7 @@ class Wanted(NamedTuple):
     """The slices of each array's dimensions after the first, in the order of the blocks."""
 
 
-class _Ahead:
+class _RowsAhead:
     """The read-ahead of this process: the sources of loaders, and rows that are being read ahead."""
 
     def __init__(self) -> None:
@@ -267,7 +267,7 @@ class _Ahead:
         return future.result()
 
 
-_ahead = _Ahead()
+_ahead = _RowsAhead()
 
 
 def read_on_worker(payloads: Mapping[int, Wanted]) -> dict[int, list[np.ndarray]]:

@@ -12,7 +12,7 @@ import numpy as np
 from ....arrays.core import tree as trees
 
 
-class Parts:
+class PartedSource:
     """A source whose samples lie in numbered parts, which ``_load`` reads; ``starts`` are the numbers of their first rows. It keeps
     ``cached`` parts."""
 

@@ -14,7 +14,7 @@ from ....arrays.core.errors import DataError
 from ...dask.workers import while_answering
 from .columnar import ArrowSource, ParquetSource
 from .mapping import MapSource, array_of, is_map_style
-from .parts import Parts
+from .parts import PartedSource
 
 
 @runtime_checkable
@@ -157,7 +157,7 @@ class ZarrSource:
         return out.get("", out)
 
 
-class DaskSource(Parts):
+class DaskSource(PartedSource):
     """Samples in any Dask collection: an array (first dimension), a data frame (columns), a bag or delayed parts of trees.
 
     Parts are computed where the collection's scheduler runs them and held in this process, ``cached`` of them at a time; persist

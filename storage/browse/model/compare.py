@@ -139,4 +139,5 @@ def _change(x: StoredArray, y: StoredArray, tell: Callable[[int], None]) -> Chan
     norm_a, norm_b, distance = (math.sqrt(s) if s >= 0 else math.nan for s in squares.tolist())
     # Where both hold the same NaN nothing has changed, though the norm of the difference is NaN.
     distance = 0.0 if changed == 0 else distance
-    return Change(x.name, shapes, dtypes, (norm_a, norm_b), distance, largest, changed, math.prod(x.shape))
+    size, note = math.prod(x.shape), x.filled or y.filled
+    return Change(x.name, shapes, dtypes, (norm_a, norm_b), distance, largest, changed, size, note=note)

@@ -96,6 +96,8 @@ def scan(ckpt: Checkpoint, health: Health, progress: Callable[[int, int, str], N
         except (CheckpointError, OSError) as e:
             health.add(Finding("unreadable", "bad", name, str(e)))
         else:
+            if array.filled:
+                health.add(Finding("unreadable", "bad", name, array.filled))
             if digest is not None:
                 twin = twins.setdefault((array.shape, array.dtype.name, digest), name)
                 if twin != name:

@@ -23,7 +23,7 @@ SORTS = ("tree", "name", "size", "dtype", "rank")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ArrayRow:
     """One array of a list."""
 
     name: str
@@ -50,12 +50,12 @@ class Row:
 
 
 @dataclass(slots=True)
-class Group:
+class NameGroup:
     """A prefix of names: the arrays right below it and the groups below it, with totals over everything inside."""
 
     path: tuple[str, ...]
-    groups: dict[str, Group] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    groups: dict[str, NameGroup] = field(default_factory=dict)
+    rows: list[ArrayRow] = field(default_factory=list)
     arrays: int = 0
     nbytes: int = 0
 
@@ -63,20 +63,20 @@ class Group:
     def label(self) -> str:
         return self.path[-1] if self.path else ""
 
-    def children(self) -> list[Group | Row]:
+    def children(self) -> list[NameGroup | ArrayRow]:
         """Groups and arrays, in the natural order of their last key."""
-        both: list[Group | Row] = [*self.groups.values(), *self.rows]
+        both: list[NameGroup | ArrayRow] = [*self.groups.values(), *self.rows]
         return sorted(both, key=lambda c: natural(c.path[-1] if c.path else ""))
 
 
-def largest_first(item: Group | Row) -> tuple[int, int, str]:
+def largest_first(item: NameGroup | ArrayRow) -> tuple[int, int, str]:
     """A sorting key: size descending, then the shorter name first, which is faster than `natural`.
 
-    >>> rows = [Row(n, (n,), (2,), "int8", 2, None) for n in ("w10", "w2")]
+    >>> rows = [ArrayRow(n, (n,), (2,), "int8", 2, None) for n in ("w10", "w2")]
     >>> [r.name for r in sorted(rows, key=largest_first)]
     ['w2', 'w10']
     """
-    name = item.name if isinstance(item, Row) else item.label
+    name = item.name if isinstance(item, ArrayRow) else item.label
     return -item.nbytes, len(name), name
 
 
@@ -102,10 +102,10 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Listing:
+class RowPage:
     """One page of the rows that a query selects, and totals over all of them."""
 
-    rows: list[Row]
+    rows: list[ArrayRow]
     found: int
     nbytes: int
     page: int
@@ -128,11 +128,11 @@ class Inventory:
         separator = "/" if ckpt.kind == "Zarr" else "."
         dtypes: dict[Any, str] = {}  # a dtype computes its name anew each time
 
-        def row(name: str, a: StoredArray) -> Row:
+        def row(name: str, a: StoredArray) -> ArrayRow:
             path, shape, dtype = a.path, a.shape, a.dtype
             text = dtypes.get(dtype) or dtypes.setdefault(dtype, dtype.name)
             keys = tuple(map(str, path)) if len(path) != 1 else tuple(str(path[0]).split(separator))
-            return Row(name, keys, shape, text, math.prod(shape) * dtype.itemsize, a.sharding_text)
+            return ArrayRow(name, keys, shape, text, math.prod(shape) * dtype.itemsize, a.sharding_text)
 
         self.rows = [row(name, a) for name, a in ckpt.items()]
         self.nbytes = sum(r.nbytes for r in self.rows)
@@ -149,9 +149,9 @@ class Inventory:
         return dict(sorted(out.items(), key=lambda kv: -kv[1][1]))
 
     @cached_property
-    def tree(self) -> Group:
+    def tree(self) -> NameGroup:
         """The tree of names."""
-        root = Group(())
+        root = NameGroup(())
         for r in self.rows:
             node = root
             node.arrays += 1
@@ -159,14 +159,14 @@ class Inventory:
             for depth, part in enumerate(r.path[:-1]):
                 below = node.groups.get(part)
                 if below is None:
-                    below = node.groups[part] = Group(r.path[: depth + 1])
+                    below = node.groups[part] = NameGroup(r.path[: depth + 1])
                 node = below
                 node.arrays += 1
                 node.nbytes += r.nbytes
             node.rows.append(r)
         return root
 
-    def group(self, keys: Sequence[str]) -> Group:
+    def group(self, keys: Sequence[str]) -> NameGroup:
         """The group below the root that is reached by ``keys`` (as `text.key` writes them)."""
         node = self.tree
         for k in keys:
@@ -183,11 +183,11 @@ class Inventory:
         return self._odd.get(k, k)
 
     @cached_property
-    def _by_name(self) -> builtins.list[Row]:
+    def _by_name(self) -> builtins.list[ArrayRow]:
         """All rows in the natural order of their names, cached: it is the slowest part of a search."""
         return self.ordered(self.rows, "name")
 
-    def list(self, query: Query) -> Listing:
+    def list(self, query: Query) -> RowPage:
         """The page of rows that ``query`` asks for; a page beyond the end is the last one."""
         if query.sort in ("size", "dtype", "rank"):
             found = self.ordered(self.select(query), query.sort, query.descending)
@@ -196,12 +196,12 @@ class Inventory:
             found = found[::-1] if query.descending else found
         pages = max(1, -(-len(found) // PAGE))
         page = max(0, min(query.page, pages - 1))
-        return Listing(found[page * PAGE : (page + 1) * PAGE], len(found), sum(r.nbytes for r in found), page, pages)
+        return RowPage(found[page * PAGE : (page + 1) * PAGE], len(found), sum(r.nbytes for r in found), page, pages)
 
     @staticmethod
-    def ordered(rows: Iterable[Row], sort: str, descending: bool = False) -> builtins.list[Row]:
+    def ordered(rows: Iterable[ArrayRow], sort: str, descending: bool = False) -> builtins.list[ArrayRow]:
         """Rows by one of `SORTS`."""
-        keys: dict[str, Callable[[Row], Any]] = {
+        keys: dict[str, Callable[[ArrayRow], Any]] = {
             "size": lambda r: r.nbytes,
             "dtype": lambda r: (r.dtype, natural(r.name)),
             "rank": lambda r: (len(r.shape), r.shape),
@@ -209,12 +209,12 @@ class Inventory:
         found = sorted(rows, key=keys.get(sort, lambda r: natural(r.name)))
         return found[::-1] if descending else found
 
-    def select(self, query: Query, rows: Iterable[Row] | None = None) -> builtins.list[Row]:
+    def select(self, query: Query, rows: Iterable[ArrayRow] | None = None) -> builtins.list[ArrayRow]:
         """The rows that ``query`` selects, in the order of the checkpoint, or of ``rows``."""
         text = query.words.casefold().strip()
         pattern, words = ("*" in text or "?" in text), text.split()
 
-        def fits(r: Row) -> bool:
+        def fits(r: ArrayRow) -> bool:
             if (query.dtype and r.dtype != query.dtype) or not query.least <= r.nbytes <= (
                 math.inf if query.most is None else query.most
             ):

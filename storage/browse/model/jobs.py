@@ -18,10 +18,10 @@ class Stopped(Exception):
     """Raised inside a job by its own progress call when the user has stopped it."""
 
 
-class Job:
+class BrowseJob:
     """One piece of work. ``work(job)`` is called in a thread; it calls `advance`, and may set ``result`` before it ends."""
 
-    def __init__(self, work: Callable[[Job], Any]) -> None:
+    def __init__(self, work: Callable[[BrowseJob], Any]) -> None:
         self.id = secrets.token_urlsafe(12)
         self.share = 0.0
         self.doing = ""
@@ -73,11 +73,11 @@ class Jobs:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[Any, ...], Job] = {}  # the latest last
+        self._held: dict[tuple[Any, ...], BrowseJob] = {}  # the latest last
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="meshtape-browse-job")
 
-    def start(self, what: tuple[Any, ...], work: Callable[[Job], Any], again: bool = False) -> Job:
+    def start(self, what: tuple[Any, ...], work: Callable[[BrowseJob], Any], again: bool = False) -> BrowseJob:
         """The job for ``what``: the existing one, unless it failed, was stopped, or ``again`` is true."""
         with self._lock:
             job = self._held.get(what)
@@ -86,19 +86,19 @@ class Jobs:
             if sum(j.running for j in self._held.values()) >= _KEPT:
                 raise CheckpointError(f"{_KEPT} scans wait already; stop one, or let them end")
             self._held.pop(what, None)
-            job = self._held[what] = Job(work)
+            job = self._held[what] = BrowseJob(work)
             for old in [k for k, j in self._held.items() if not j.running][: max(0, len(self._held) - _KEPT)]:
                 del self._held[old]
             job.future = self._pool.submit(job.run)
             return job
 
-    def find(self, what: tuple[Any, ...]) -> Job | None:
+    def find(self, what: tuple[Any, ...]) -> BrowseJob | None:
         return self._held.get(what)
 
-    def get(self, job_id: str) -> Job | None:
+    def get(self, job_id: str) -> BrowseJob | None:
         return next((j for j in list(self._held.values()) if j.id == job_id), None)
 
-    def wait(self, job: Job) -> Job:
+    def wait(self, job: BrowseJob) -> BrowseJob:
         """Wait until ``job`` has ended."""
         assert job.future is not None
         job.future.result()

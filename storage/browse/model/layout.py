@@ -17,7 +17,7 @@ from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import StoredArray
 from ...format.compression import compression_of
-from ...format.sharding_spec import Layout
+from ...format.sharding_spec import AxisLayout
 from ...readers.compressed import CompressedTensor
 from ...readers.packed import PackedBlocks
 from ...readers.raw_tensor import RawTensor
@@ -31,20 +31,20 @@ CHECK = 256 << 20  # bytes that a page checks at once
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SavedBlock:
     """A part of an array, and the ranks that held it when it was saved."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
-def blocks(array: StoredArray) -> list[Block] | None:
+def blocks(array: StoredArray) -> list[SavedBlock] | None:
     """The blocks of an array over the mesh that saved it; None for a local array or an unknown sharding."""
     mesh, placements = array.mesh, array.placements
     if not mesh or placements is None or math.prod(mesh.values()) > _MOST_RANKS:
         return None
     try:
-        layout = Layout.of(mesh, dict(zip(mesh, placements, strict=False)), array.shape, array.name)
+        layout = AxisLayout.of(mesh, dict(zip(mesh, placements, strict=False)), array.shape, array.name)
     except CheckpointError:
         return None
     spans = [s.T.tolist() for s in layout.spans(array.shape)]
@@ -52,11 +52,11 @@ def blocks(array: StoredArray) -> list[Block] | None:
     for rank in range(math.prod(mesh.values())):
         here = [span[rank] for span in spans]
         held.setdefault(Box(tuple(o for o, _ in here), tuple(n for _, n in here)), []).append(rank)
-    return [Block(box, tuple(ranks)) for box, ranks in held.items()]
+    return [SavedBlock(box, tuple(ranks)) for box, ranks in held.items()]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class MapChunk:
     """A chunk on the map: its place, its file, its stored bytes, and its state.
 
     ``state`` is ``"recorded"`` (a checksum lies beside it, unread), ``"sound"`` (read now, and the checksum fits), ``"damaged"``,
@@ -77,7 +77,7 @@ class Chunk:
 class ChunkMap:
     """The chunks of a plane of an array, at most `MAP` × `MAP` of them, from chunk ``first`` on."""
 
-    chunks: list[Chunk]
+    chunks: list[MapChunk]
     first: tuple[int, int]
     counts: tuple[int, int]
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class ChunkMap:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StorageSummary:
     """How an array is stored: one sentence, its files, bytes on the disk where they are known."""
 
     how: str
@@ -97,24 +97,24 @@ class Stored:
     place: tuple[str, int, int, int] | None = None  # file, first byte, end, length of the file
 
 
-def stored(array: StoredArray) -> Stored:
+def stored(array: StoredArray) -> StorageSummary:
     """How ``array`` lies in files."""
     tensor = array.tensor
     if isinstance(tensor, RawTensor):
         end = tensor.start + array.nbytes
         place = (os.path.basename(tensor.path), tensor.start, end, tensor.file_nbytes)
-        return Stored(tensor.how, 1, array.nbytes, array.shape, None, place)
+        return StorageSummary(tensor.how, 1, array.nbytes, array.shape, None, place)
     if isinstance(tensor, ZarrTensor):
         n = math.prod(-(-s // c) for s, c in zip(array.shape, tensor.chunk, strict=True)) if array.shape else 1
-        return Stored(tensor.how, n, None, tensor.chunk, None)
+        return StorageSummary(tensor.how, n, None, tensor.chunk, None)
     whole = whole_of(tensor)
     if not isinstance(whole, ChunkedTensor):
-        return Stored(tensor.how, len(getattr(tensor, "files", ())) or 1, None, tensor.chunk, None)
+        return StorageSummary(tensor.how, len(getattr(tensor, "files", ())) or 1, None, tensor.chunk, None)
     grid, how = whole.grid, whole.how
     nbytes = sum(o.nbytes for o in whole.objects.values())
     if (codec := compression_of(whole)) is not None:
         how += f", compressed with {codec} to {nbytes / max(array.nbytes, 1):.0%} of the array's bytes"
-    return Stored(how, len({o.file for o in whole.objects.values()}), nbytes, grid.chunk, grid.shard)
+    return StorageSummary(how, len({o.file for o in whole.objects.values()}), nbytes, grid.chunk, grid.shard)
 
 
 def chunk_map(
@@ -157,7 +157,7 @@ def chunk_map(
                 state = "sound" if state == "recorded" else state
             except (CheckpointError, OSError) as e:
                 state, note = "damaged", str(e)
-        out.append(Chunk(i, j, box, file, nbytes, state, note))
+        out.append(MapChunk(i, j, box, file, nbytes, state, note))
     plane = (counts[rows] if rows is not None else 1, counts[columns] if columns is not None else 1)
     first = (span(rows).start, span(columns).start)
     return ChunkMap(out, first, plane, chunk, math.prod(counts), not isinstance(tensor, ZarrTensor))

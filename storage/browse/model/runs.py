@@ -24,7 +24,7 @@ _MOST = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RunCheckpoint:
     """A checkpoint of a run, or an incomplete one: ``note`` then says why."""
 
     name: str
@@ -45,10 +45,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSteps:
     """Steps in order, remains of interrupted saves, and which step is best."""
 
-    steps: list[Step]
+    steps: list[RunCheckpoint]
     remains: list[str]
     metrics: list[str]
     metric: str = ""
@@ -56,16 +56,16 @@ class Run:
     branch: Branch = field(default_factory=Branch)  # that was begun last
 
     @property
-    def complete(self) -> list[Step]:
+    def complete(self) -> list[RunCheckpoint]:
         return [s for s in self.steps if not s.note]
 
     @property
-    def latest(self) -> Step | None:
+    def latest(self) -> RunCheckpoint | None:
         line = self.branch.line(self.complete) or self.complete
         return line[-1] if line else None
 
     @property
-    def best(self) -> Step | None:
+    def best(self) -> RunCheckpoint | None:
         """The complete step with the best value of ``metric``, the newest of equals; None where no step has it."""
         sign = 1.0 if self.best_is == "lowest" else -1.0
         having = [
@@ -107,7 +107,7 @@ def _folders(directory: str) -> list[str]:
     return store.folders() if store.lists else []
 
 
-def history(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> Run:
+def history(directory: str, metric: str = "", best_is: Literal["lowest", "highest"] = "lowest") -> RunSteps:
     """The run in ``directory``.
 
     >>> import numpy as np, tempfile
@@ -125,10 +125,10 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     metrics = list(dict.fromkeys(name for s in steps for name, _ in s.metrics))
     remains = [e for e in folders if atomic_directory.KINDS.match(e)]
     now = branches.current(directory, [s for s in steps if not s.note])
-    return Run(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is, now)
+    return RunSteps(steps, remains, metrics, metric if metric in metrics else next(iter(metrics), ""), best_is, now)
 
 
-def _step(directory: str, name: str) -> Step:
+def _step(directory: str, name: str) -> RunCheckpoint:
     root = stores.join(directory, name)
     note = f"incomplete: it has no {manifest.FILE}"
     try:
@@ -142,11 +142,11 @@ def _step(directory: str, name: str) -> Step:
         step = None
     except (CheckpointError, OSError) as e:
         step, note = None, str(e)
-    return step or Step(name, int(name.partition("-")[2]), note=note)
+    return step or RunCheckpoint(name, int(name.partition("-")[2]), note=note)
 
 
 @lru_cache(_MOST)
-def _complete(root: str, name: str, saved: float = 0.0, *mark: int) -> Step | None:
+def _complete(root: str, name: str, saved: float = 0.0, *mark: int) -> RunCheckpoint | None:
     """A complete step. Its manifest is read once: it never changes without another inode, time or length."""
     held = manifest.read(root)
     if held is None:
@@ -154,4 +154,4 @@ def _complete(root: str, name: str, saved: float = 0.0, *mark: int) -> Step | No
     said = numbered.of_manifest(stores.join(stores.split(root)[0], name), held)
     metrics = tuple((str(k), float(v)) for k, v in said.metrics.items() if type(v) in (int, float))
     nbytes = sum(a.nbytes for a in held.arrays)
-    return Step(name, said.step, len(held.arrays), nbytes, saved, metrics, branch=said.branch)
+    return RunCheckpoint(name, said.step, len(held.arrays), nbytes, saved, metrics, branch=said.branch)

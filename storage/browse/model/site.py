@@ -30,7 +30,7 @@ _MOST_ENTRIES = 1000
 
 
 @dataclass(frozen=True)
-class Place:
+class SitePlace:
     """A root or something below it. ``at`` is its address, ``path`` where it is."""
 
     at: str
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DirectoryEntry:
     """A name in a directory, and its kind: ``"checkpoint"``, ``"run"`` or ``"directory"``."""
 
     name: str
@@ -51,7 +51,7 @@ class Entry:
 class Opened:
     """An opened checkpoint with its inventory."""
 
-    place: Place
+    place: SitePlace
     ckpt: Checkpoint
     inventory: Inventory
     seconds: float
@@ -76,7 +76,7 @@ class Site:
         for root in roots:
             self.add(root)
 
-    def add(self, root: str | os.PathLike[str]) -> Place:
+    def add(self, root: str | os.PathLike[str]) -> SitePlace:
         """Make a path or URL, and all below it, part of the site; returns its place."""
         where = stores.location(root)
         with self._lock:
@@ -84,14 +84,14 @@ class Site:
                 self.roots.append(where)
             return self._root(self.roots.index(where))
 
-    def _root(self, number: int) -> Place:
+    def _root(self, number: int) -> SitePlace:
         where = self.roots[number]
-        return Place(str(number), where, stores.split(where)[1] or where)
+        return SitePlace(str(number), where, stores.split(where)[1] or where)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[SitePlace]:
         return [self._root(i) for i in range(len(self.roots))]
 
-    def place(self, at: str) -> Place:
+    def place(self, at: str) -> SitePlace:
         """The place of an address; `NotACheckpoint` for one that is not below a root."""
         number, *names = at.split("/")
         strange = NotACheckpoint(f"no such place: {at!r}")
@@ -107,7 +107,7 @@ class Site:
             inside, real = os.path.realpath(root.path), os.path.realpath(path)
             if os.path.commonpath([inside, real]) != inside:
                 raise strange
-        return Place(at, path, names[-1])
+        return SitePlace(at, path, names[-1])
 
     def open(self, at: str) -> Opened:
         """The checkpoint at an address, opened anew when it has changed."""
@@ -127,26 +127,26 @@ class Site:
                 self._open.popitem(last=False)
         return opened
 
-    def check(self, place: Place) -> None:
+    def check(self, place: SitePlace) -> None:
         """Raise the error of opening the place, unless it is a directory or a run."""
         if not stores.is_url(place.path) and os.path.isdir(place.path) and _kind(place.path) != "checkpoint":
             return
         if not is_run(place.path):
             self.open(place.at)
 
-    def kind(self, place: Place) -> str:
+    def kind(self, place: SitePlace) -> str:
         """``"checkpoint"``, ``"run"`` or ``"directory"``."""
         if stores.is_url(place.path):
             return "run" if is_run(place.path) else "checkpoint"
         return _kind(place.path)
 
-    def entries(self, place: Place) -> list[Entry]:
+    def entries(self, place: SitePlace) -> list[DirectoryEntry]:
         """The folders and safetensors files of a directory; hidden names and other files are left out."""
-        out: list[Entry] = []
+        out: list[DirectoryEntry] = []
         if stores.is_url(place.path):
             store = stores.at(place.path)
             found = store.folders()[:_MOST_ENTRIES] if store.lists else []
-            return [Entry(n, "checkpoint", f"{place.at}/{n}") for n in found if not n.startswith(".")]
+            return [DirectoryEntry(n, "checkpoint", f"{place.at}/{n}") for n in found if not n.startswith(".")]
         for name in sorted(os.listdir(place.path))[: 10 * _MOST_ENTRIES]:
             if name.startswith(".") or len(out) >= _MOST_ENTRIES:
                 continue
@@ -158,7 +158,7 @@ class Site:
                 self.place(at)
             except CheckpointError:  # a link that leads out
                 continue
-            out.append(Entry(name, _kind(path), at))
+            out.append(DirectoryEntry(name, _kind(path), at))
         return out
 
     def close(self) -> None:

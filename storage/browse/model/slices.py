@@ -21,7 +21,7 @@ BUDGET = 64 << 20  # bytes that one window may read
 
 
 @dataclass(frozen=True)
-class View:
+class SliceView:
     """Where to look. ``rows`` and ``columns`` are dimensions (rows is None for a vector or a scalar); ``at`` is one index a dimension.
 
     ``at[rows]`` and ``at[columns]`` are where the window starts; ``steps`` are the distances of neighbouring rows and columns.
@@ -40,12 +40,12 @@ class View:
         columns: int | None = None,
         at: tuple[int, ...] = (),
         steps: tuple[int, int] = (0, 0),
-    ) -> View:
+    ) -> SliceView:
         """A valid view: missing values are chosen, others moved inside the array. A step of 0 shows a whole dimension.
 
-        >>> View.of((8, 5, 300))
-        View(rows=1, columns=2, at=(0, 0, 0), steps=(1, 5))
-        >>> View.of((8, 5, 300), at=(99, 0, 280), steps=(1, 1)).at
+        >>> SliceView.of((8, 5, 300))
+        SliceView(rows=1, columns=2, at=(0, 0, 0), steps=(1, 5))
+        >>> SliceView.of((8, 5, 300), at=(99, 0, 280), steps=(1, 1)).at
         (7, 0, 236)
         """
         ndim = len(shape)
@@ -74,27 +74,27 @@ class View:
         return self.rows is not None and self.columns is not None and self.rows > self.columns
 
     @property
-    def turned(self) -> View:
-        return View(self.columns, self.rows, self.at, self.steps[::-1])
+    def turned(self) -> SliceView:
+        return SliceView(self.columns, self.rows, self.at, self.steps[::-1])
 
-    def zoomed(self, shape: tuple[int, ...], factor: float) -> View:
+    def zoomed(self, shape: tuple[int, ...], factor: float) -> SliceView:
         """The view with its steps multiplied, as far as a window can show."""
-        most = View.of(shape, self.rows, self.columns).steps
+        most = SliceView.of(shape, self.rows, self.columns).steps
         steps = tuple(max(1, min(int(s * factor), m)) for s, m in zip(self.steps, most, strict=True))
-        return View.of(shape, self.rows, self.columns, self.at, (steps[0], steps[1]))
+        return SliceView.of(shape, self.rows, self.columns, self.at, (steps[0], steps[1]))
 
-    def moved(self, shape: tuple[int, ...], dimension: int, windows: int) -> View:
+    def moved(self, shape: tuple[int, ...], dimension: int, windows: int) -> SliceView:
         """The view moved by whole windows along its rows' or columns' dimension."""
         at = list(self.at)
         at[dimension] = max(0, at[dimension] + windows * CELLS * self.steps[0 if dimension == self.rows else 1])
-        return View.of(shape, self.rows, self.columns, tuple(at), self.steps)
+        return SliceView.of(shape, self.rows, self.columns, tuple(at), self.steps)
 
 
 @dataclass(frozen=True)
-class Window:
+class SliceValues:
     """The values of a view, row by row, and the cost of reading them."""
 
-    view: View
+    view: SliceView
     values: np.ndarray
     nbytes: int
     shape: tuple[int, ...]
@@ -113,30 +113,30 @@ class Window:
             return (np.abs(self.values) if self.values.dtype.kind == "c" else self.values).astype(np.float64)
 
 
-def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
+def window(array: StoredArray, view: SliceView, budget: int = BUDGET) -> SliceValues:
     """Read a view; its step grows where reading would take more than ``budget`` bytes.
 
     >>> import os, tempfile
     >>> from meshtape.storage import open_checkpoint, save
     >>> where = os.path.join(tempfile.mkdtemp(), "c")
     >>> _ = save(where, {"w": np.arange(24.0).reshape(2, 3, 4)})
-    >>> window(open_checkpoint(where)["w"], View.of((2, 3, 4), rows=0, at=(0, 1, 0))).values
+    >>> window(open_checkpoint(where)["w"], SliceView.of((2, 3, 4), rows=0, at=(0, 1, 0))).values
     array([[ 4.,  5.,  6.,  7.],
            [16., 17., 18., 19.]])
     """
     if 0 in array.shape:
-        return Window(view, np.empty((0, 0), array.dtype), 0, array.shape)
+        return SliceValues(view, np.empty((0, 0), array.dtype), 0, array.shape)
     refuse_giants(array)
     if view.is_turned:
         turned = window(array, view.turned, budget)
-        return Window(turned.view.turned, turned.values.T, turned.nbytes, array.shape)
+        return SliceValues(turned.view.turned, turned.values.T, turned.nbytes, array.shape)
     while True:
         groups = list(_groups(array, view))
         planned = sum(array.tensor.planned(box) for box, _ in groups)
         if planned <= budget or view.rows is None or len(groups) <= 8:
             break
         # Fewer rows: what lies between the columns of one row is read anyway.
-        view = View.of(array.shape, view.rows, view.columns, view.at, (2 * view.steps[0], view.steps[1]))
+        view = SliceView.of(array.shape, view.rows, view.columns, view.at, (2 * view.steps[0], view.steps[1]))
     if planned > 4 * budget:
         raise ArrayIndexError(
             f"{array.name}: this plane takes {planned:,} bytes to read, as its chunks are long in other dimensions; "
@@ -152,17 +152,17 @@ def window(array: StoredArray, view: View, budget: int = BUDGET) -> Window:
             index[view.columns] = slice(None, None, view.steps[1])
         plane = part[tuple(index)]
         parts.append(plane.reshape(1, -1) if view.rows is None else plane)
-    return Window(view, np.concatenate(parts, axis=0), planned, array.shape)
+    return SliceValues(view, np.concatenate(parts, axis=0), planned, array.shape)
 
 
-def cost(array: StoredArray, view: View) -> int:
+def cost(array: StoredArray, view: SliceView) -> int:
     """Bytes that reading a view would take."""
     if 0 in array.shape:
         return 0
     return sum(array.tensor.planned(box) for box, _ in _groups(array, view.turned if view.is_turned else view))
 
 
-def _groups(array: StoredArray, view: View) -> Iterator[tuple[Box, int]]:
+def _groups(array: StoredArray, view: SliceView) -> Iterator[tuple[Box, int]]:
     """(box, distance of wanted rows in it): rows that share a chunk are read together, others alone."""
     offset, shape = list(view.at), [1] * array.ndim
     if view.columns is not None:

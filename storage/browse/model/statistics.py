@@ -48,14 +48,16 @@ class Statistics:
     edges: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     magnitudes: bool = False
+    filled: str = ""  # a note on chunks that are not there
 
     @property
     def how(self) -> str:
         """One sentence on how the numbers came about."""
+        text = f"Sampled: {self.seen:,} of {self.size:,} elements, in pieces spread evenly over the array."
         if self.exact:
             text = f"Exact: all {self.size:,} elements were read."
-            return text if not self.quantile_error else text + " Quantiles to one part in 4,096."
-        return f"Sampled: {self.seen:,} of {self.size:,} elements, in pieces spread evenly over the array."
+            text += " Quantiles to one part in 4,096." if self.quantile_error else ""
+        return f"{text} {self.filled}".rstrip()
 
 
 def statistics(
@@ -123,7 +125,8 @@ def statistics(
         extra["std"] = math.sqrt(moments.m2 / moments.n) if moments.m2 >= 0 else math.nan
     size, kind = math.prod(array.shape), array.dtype.kind
     tally = {k: getattr(moments, k) for k in ("seen", "nan", "infinite", "zeros")}
-    return Statistics(exact=moments.seen == size, size=size, nbytes=done, magnitudes=kind == "c", **tally, **extra)
+    extra |= {"magnitudes": kind == "c", "filled": array.filled}
+    return Statistics(exact=moments.seen == size, size=size, nbytes=done, **tally, **extra)
 
 
 def numbers_of(a: np.ndarray) -> np.ndarray:

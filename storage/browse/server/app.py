@@ -15,7 +15,7 @@ from typing import Any
 
 from ....arrays.core.errors import CheckpointError
 from ...base.page import Page
-from ..model.site import Place, Site
+from ..model.site import Site, SitePlace
 from ..views.frame import href
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -79,7 +79,7 @@ class Server:
         """The address of the start page, with the token where there is one."""
         return self.address()
 
-    def address(self, place: Place | None = None, **parameters: Any) -> str:
+    def address(self, place: SitePlace | None = None, **parameters: Any) -> str:
         """The address of a place of the site, or of the start page."""
         shown = self.host
         if shown in ("0.0.0.0", "::", ""):  # listens everywhere: one name by which others may find it

@@ -258,7 +258,7 @@ def _stop(site: Site, number: str) -> None:
         job.stop()
 
 
-class _View(NamedTuple):
+class _PageSpec(NamedTuple):
     """How a page is made, and the names of its parameters; what its form starts, with which, and the page after that."""
 
     make: Callable[..., Shown] | None
@@ -271,32 +271,34 @@ class _View(NamedTuple):
 
 
 _VIEWS = {
-    "": _View(_home, "json", patience=None),
-    "open": _View(_open, "at metric best", patience=None),
-    "run": _View(_run, "at metric best"),
-    "checkpoint": _View(view_checkpoint.checkpoint, "at query in fragment"),
-    "rows": _View(view_checkpoint.unfolded, "at in", only="fragment"),
-    "map": _View(view_checkpoint.bytes_map, "at in"),
-    "details": _View(view_details.details, "at"),
-    "array": _View(view_array.array, "at name view check"),
-    "values": _View(view_array.values, "at name view", only="json"),
-    "statistics": _View(view_array.distribution, "at name", view_array.start_statistics, "at name", "array at name"),
-    "health": _View(view_scans.health, "at fragment", view_scans.start_health, "at again", "health at"),
-    "compare": _View(
+    "": _PageSpec(_home, "json", patience=None),
+    "open": _PageSpec(_open, "at metric best", patience=None),
+    "run": _PageSpec(_run, "at metric best"),
+    "checkpoint": _PageSpec(view_checkpoint.checkpoint, "at query in fragment"),
+    "rows": _PageSpec(view_checkpoint.unfolded, "at in", only="fragment"),
+    "map": _PageSpec(view_checkpoint.bytes_map, "at in"),
+    "details": _PageSpec(view_details.details, "at"),
+    "array": _PageSpec(view_array.array, "at name view check"),
+    "values": _PageSpec(view_array.values, "at name view", only="json"),
+    "statistics": _PageSpec(
+        view_array.distribution, "at name", view_array.start_statistics, "at name", "array at name"
+    ),
+    "health": _PageSpec(view_scans.health, "at fragment", view_scans.start_health, "at again", "health at"),
+    "compare": _PageSpec(
         view_compare.comparison,
         "a b rules fragment",
         view_compare.start_comparison,
         "a b rules again",
         "compare a b rules",
     ),
-    "stop": _View(None, "", _stop, "job"),
+    "stop": _PageSpec(None, "", _stop, "job"),
 }
 
 
-class _Page(_Handler):
+class _PageHandler(_Handler):
     """A view, and the work that its form starts."""
 
-    def initialize(self, access: Access | Callable[[], Access], view: _View) -> None:
+    def initialize(self, access: Access | Callable[[], Access], view: _PageSpec) -> None:
         super().initialize(access)
         self.view = view
 
@@ -359,7 +361,7 @@ def routes(
     access: Access | Callable[[], Access], prefix: str = "/"
 ) -> list[tuple[str, type[_Handler], dict[str, Any]]]:
     """(pattern, handler, arguments) of every page below ``prefix``. ``access`` may be a function that is called when a page is asked for."""
-    pages = [(prefix + path, _Page, {"access": access, "view": view}) for path, view in _VIEWS.items()]
+    pages = [(prefix + path, _PageHandler, {"access": access, "view": view}) for path, view in _VIEWS.items()]
     return [*pages, (f"{prefix}static/(.*)", _Static, {"access": access})]
 
 

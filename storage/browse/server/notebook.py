@@ -8,10 +8,10 @@ from typing import Any, Literal
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import Checkpoint, StoredArray
 from ..model import layout
-from ..model.inventory import Group, Inventory, Row
+from ..model.inventory import ArrayRow, Inventory, NameGroup
 from ..model.runs import history
-from ..model.site import Opened, Place
-from ..model.slices import View, window
+from ..model.site import Opened, SitePlace
+from ..model.slices import SliceView, window
 from ..model.text import human_bytes
 from ..views import charts
 from ..views.frame import Markup, asset, render
@@ -31,11 +31,11 @@ def _embedded(**parts: Any) -> str:
 def checkpoint_html(ckpt: Checkpoint) -> str:
     """An opened checkpoint: totals, the map of its bytes, and its arrays. Reads nothing more from files."""
     held = Inventory(ckpt)
-    opened = Opened(Place("", ckpt.path, ckpt.path.rstrip("/").rpartition("/")[2] or ckpt.path), ckpt, held, 0.0)
-    rows: list[tuple[int, Group | Row]] = []
+    opened = Opened(SitePlace("", ckpt.path, ckpt.path.rstrip("/").rpartition("/")[2] or ckpt.path), ckpt, held, 0.0)
+    rows: list[tuple[int, NameGroup | ArrayRow]] = []
     left = 0
 
-    def add(group: Group, depth: int) -> None:
+    def add(group: NameGroup, depth: int) -> None:
         nonlocal left
         for c in group.children():
             if len(rows) >= _ROWS:
@@ -44,7 +44,7 @@ def checkpoint_html(ckpt: Checkpoint) -> str:
             rows.append((min(depth, 12), c))
             # A group that does not fit whole is shown folded, unless it is all there is.
             alone = len(group.groups) + len(group.rows) == 1
-            if isinstance(c, Group) and (alone or c.arrays + len(c.groups) <= _ROWS - len(rows)):
+            if isinstance(c, NameGroup) and (alone or c.arrays + len(c.groups) <= _ROWS - len(rows)):
                 add(c, depth + 1)
 
     add(held.tree, 0)
@@ -54,7 +54,7 @@ def checkpoint_html(ckpt: Checkpoint) -> str:
 
 def array_html(a: StoredArray) -> str:
     """An array of a checkpoint: its facts, a window of its values, its blocks. Reads at most a few megabytes."""
-    view = View.of(a.shape)
+    view = SliceView.of(a.shape)
     sections: list[tuple[str, Any, str | None]] = []
     if math.prod(a.shape):
         try:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.core.formatting import ranges
-from ..model.inventory import Group, Row
-from ..model.layout import Block, ChunkMap
+from ..model.inventory import ArrayRow, NameGroup
+from ..model.layout import ChunkMap, SavedBlock
 from ..model.text import count, human_bytes, number, visible
 from .frame import Markup, asset, render
 from .treemap import treemap
@@ -154,7 +154,9 @@ def curve(
     return Chart(width, height, shapes, label, "mt-curve")
 
 
-def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: int = 1132, height: int = 460) -> Chart:
+def bytes_map(
+    group: NameGroup, link: Callable[[NameGroup | ArrayRow], str] | None, width: int = 1132, height: int = 460
+) -> Chart:
     """A treemap of a group by bytes. Every tile links to its array or group."""
     if not group.nbytes:
         return Chart(0, 0, [], "Nothing here has a size.")
@@ -187,7 +189,7 @@ def bytes_map(group: Group, link: Callable[[Group | Row], str] | None, width: in
 
 def block_map(
     shape_: tuple[int, ...],
-    parts: Sequence[Block],
+    parts: Sequence[SavedBlock],
     rows: int | None,
     columns: int | None,
     at: Sequence[int],

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ..model.site import Place, Site
+from ..model.site import Site, SitePlace
 from ..model.text import count, human_bytes, key, number, percent, visible
 
 
@@ -120,7 +120,7 @@ def rest(shown: Shown) -> str:
     return render("rest.html", shown=shown)
 
 
-def crumbs(site: Site, place: Place, *more: tuple[str, str | None]) -> list[tuple[str, str | None]]:
+def crumbs(site: Site, place: SitePlace, *more: tuple[str, str | None]) -> list[tuple[str, str | None]]:
     """Links from the root of a place down to it, then ``more``; the last one is where the reader is."""
     number, *names = place.at.split("/")
     trail: list[tuple[str, str | None]] = [(site.place(number).label, href("open", at=number))]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..model.inventory import Group, Row, largest_first
+from ..model.inventory import ArrayRow, NameGroup, largest_first
 
 MOST = 48  # rectangles of one level: smaller ones are gathered in one
 _HEADER = 18.0
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     """A child of a group. ``item`` is None for the gathered rest; inside an ``outer`` one follow the tiles of its children."""
 
     place: Rectangle
-    item: Group | Row | None
+    item: NameGroup | ArrayRow | None
     count: int
     nbytes: int
     outer: bool = False
@@ -66,19 +66,19 @@ def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
     return out
 
 
-def treemap(group: Group, width: float, height: float, depth: int = 2) -> list[Tile]:
+def treemap(group: NameGroup, width: float, height: float, depth: int = 2) -> list[Tile]:
     """Tiles of a group's children, and after those that have room the tiles of theirs. Empty arrays have no area and no tile."""
     return list(_tiles(group, Rectangle(0, 0, width, height), depth))
 
 
-def _tiles(group: Group, place: Rectangle, depth: int) -> Iterator[Tile]:
+def _tiles(group: NameGroup, place: Rectangle, depth: int) -> Iterator[Tile]:
     children = sorted((c for c in [*group.groups.values(), *group.rows] if c.nbytes), key=largest_first)
     shown, rest = children[:MOST], children[MOST:]
     gathered = sum(c.nbytes for c in rest)
     # The gathered tile comes last, even where it is larger: it is the least interesting.
     places = squarify([*(c.nbytes for c in shown), *([gathered] if rest else [])], place)
     for child, p in zip(shown, places, strict=False):
-        outer = isinstance(child, Group) and depth > 1 and p.width > 56 and p.height > _HEADER + 24
+        outer = isinstance(child, NameGroup) and depth > 1 and p.width > 56 and p.height > _HEADER + 24
         yield Tile(p, child, child.arrays, child.nbytes, outer)
         if outer:
             yield from _tiles(child, Rectangle(p.x + 3, p.y + _HEADER, p.width - 6, p.height - _HEADER - 3), depth - 1)

@@ -15,7 +15,7 @@ from ...checkpoint.checkpoint import StoredArray
 from ...stores import store
 from ..model import layout
 from ..model.site import Opened, Site
-from ..model.slices import View, Window, cost, window
+from ..model.slices import SliceValues, SliceView, cost, window
 from ..model.statistics import LIMIT, Statistics, statistics
 from ..model.text import count, human_bytes, key, number, percent, visible
 from . import charts, png
@@ -51,7 +51,7 @@ def array(site: Site, at: str, name: str, view: dict[str, Any], check: bool = Fa
     place = next((i for i, r in enumerate(rows) if r.name == a.name), 0)
     look = _first_look(opened, a, view)
 
-    def to(v: View, view: str = "array", **more: Any) -> str:
+    def to(v: SliceView, view: str = "array", **more: Any) -> str:
         return href(view, at=at, name=here, **parameters(v), **more)
 
     def beside(k: int) -> str | None:
@@ -78,25 +78,25 @@ def array(site: Site, at: str, name: str, view: dict[str, Any], check: bool = Fa
     return Shown(a.name, body, data, crumbs(site, opened.place, (a.name, None)), up=up)
 
 
-def parameters(v: View) -> dict[str, Any]:
+def parameters(v: SliceView) -> dict[str, Any]:
     """A view as the parameters of an address."""
     index = ",".join(map(str, v.at)) if any(v.at) else None
     return {"rows": v.rows, "columns": v.columns, "index": index, "every": "{},{}".format(*v.steps)}
 
 
-def _first_look(opened: Opened, a: StoredArray, view: dict[str, Any]) -> View:
+def _first_look(opened: Opened, a: StoredArray, view: dict[str, Any]) -> SliceView:
     """The view that was asked for. Where no steps were, all of the array, unless that had to be fetched: then its first corner."""
-    look = View.of(a.shape, **view)
+    look = SliceView.of(a.shape, **view)
     asked = any(view.get("steps") or ())
     if not asked and store.is_url(opened.ckpt.path) and cost(a, look) > _REMOTE_LIMIT:
-        return View.of(a.shape, **{**view, "steps": (1, 1)})
+        return SliceView.of(a.shape, **{**view, "steps": (1, 1)})
     return look
 
 
 # ----- values ---------------------------------------------------------------------------------------------------------
 
 
-def _values(a: StoredArray, look: View, to: Callable[..., str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _values(a: StoredArray, look: SliceView, to: Callable[..., str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The section of values, for the template and as data."""
     if 0 in a.shape:
         return {"seen": None, "unread": ""}, {}
@@ -117,7 +117,7 @@ def _values(a: StoredArray, look: View, to: Callable[..., str]) -> tuple[dict[st
     zooms = {
         "closer": v.zoomed(a.shape, 0.5),
         "wider": v.zoomed(a.shape, 2),
-        "whole": View.of(a.shape, v.rows, v.columns),
+        "whole": SliceView.of(a.shape, v.rows, v.columns),
     }
     steps = list(zip(v.steps, ("row", "column"), strict=True)) if v.rows is not None else [(v.steps[1], "element")]
     every = " and ".join(f"every {_ordinal(k)} {thing}" for k, thing in steps if k > 1) or "every element"
@@ -125,7 +125,7 @@ def _values(a: StoredArray, look: View, to: Callable[..., str]) -> tuple[dict[st
     shown = {
         "seen": seen,
         "heat": heat_map(seen, to(v, "values")),
-        "note": f"{cells}, {every}; {human_bytes(seen.nbytes)} read",
+        "note": f"{cells}, {every}; {human_bytes(seen.nbytes)} read{a.filled and f'; {a.filled}'}",
         "arrows": arrows,
         "zooms": [(label, to(other)) for label, other in zooms.items() if other != v],
     }
@@ -142,7 +142,7 @@ def _ordinal(n: int) -> str:
     return f"{n:,}{ending}"
 
 
-def heat_map(seen: Window, source: str | None = None) -> Markup:
+def heat_map(seen: SliceValues, source: str | None = None) -> Markup:
     """The picture of a window, with its scale. ``source`` is where a script finds the values, for hovering."""
     numbers, limits = seen.numbers, seen.limits
     low, high = limits or (0.0, 0.0)
@@ -170,7 +170,7 @@ def heat_map(seen: Window, source: str | None = None) -> Markup:
 def values(site: Site, at: str, name: str, view: dict[str, Any]) -> Shown:
     """The values of a window as texts, with the indices of its rows and columns."""
     a = find(site.open(at), name)
-    seen = window(a, View.of(a.shape, **view))
+    seen = window(a, SliceView.of(a.shape, **view))
     v = seen.view
     rows, columns = seen.values.shape
 
@@ -254,7 +254,7 @@ def _described(s: Statistics) -> dict[str, Any]:
 # ----- placement and storage ------------------------------------------------------------------------------------------
 
 
-def _placement(a: StoredArray, v: View) -> dict[str, Any]:
+def _placement(a: StoredArray, v: SliceView) -> dict[str, Any]:
     parts = layout.blocks(a)
     if parts is None:
         text = "It was saved from one process, not from a mesh."
@@ -271,7 +271,7 @@ def _placement(a: StoredArray, v: View) -> dict[str, Any]:
     return {"picture": charts.block_map(a.shape, parts, v.rows, v.columns, v.at), "note": note}
 
 
-def _storage(a: StoredArray, v: View, to: Callable[..., str], check: bool) -> dict[str, Any]:
+def _storage(a: StoredArray, v: SliceView, to: Callable[..., str], check: bool) -> dict[str, Any]:
     """The section of storage: facts, the place in a file or a map of chunks with the states of them."""
     try:
         s = layout.stored(a)
@@ -287,7 +287,7 @@ def _storage(a: StoredArray, v: View, to: Callable[..., str], check: bool) -> di
     if s.place is None and m is not None and m.chunks:
 
         def link(offset: tuple[int, ...]) -> str:
-            return to(View.of(a.shape, v.rows, v.columns, offset, v.steps))
+            return to(SliceView.of(a.shape, v.rows, v.columns, offset, v.steps))
 
         bad = [c for c in m.chunks if c.state in ("damaged", "missing", "length")]
         shown["chunks"] = {

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-from ..model.inventory import PAGE, SORTS, Group, Query, Row, largest_first
+from ..model.inventory import PAGE, SORTS, ArrayRow, NameGroup, Query, largest_first
 from ..model.site import Opened, Site
 from ..model.text import FORMATS, count, human_bytes, key, natural, percent
 from . import charts
@@ -125,7 +125,7 @@ def _listing(
 
 
 def _rows(
-    opened: Opened, group: Group, inside: list[str], page: int, depth: int = 0, unfold: bool = True
+    opened: Opened, group: NameGroup, inside: list[str], page: int, depth: int = 0, unfold: bool = True
 ) -> tuple[Markup, int, int]:
     """The rows of a page of a group's children, the page's number, and how many there are."""
     children = group.children()
@@ -133,24 +133,24 @@ def _rows(
     page = max(0, min(page, pages - 1))
     shown = children[page * PAGE : (page + 1) * PAGE]
     # Where there is room, groups stand unfolded: level by level, as long as a whole level fits.
-    room, levels, level = _ROOM - len(shown), 0, [c for c in shown if isinstance(c, Group)]
+    room, levels, level = _ROOM - len(shown), 0, [c for c in shown if isinstance(c, NameGroup)]
     while level and unfold and (more := sum(len(g.groups) + len(g.rows) for g in level)) <= room:
         room, levels = room - more, levels + 1
         level = [below for g in level for below in g.groups.values()]
-    rows: list[tuple[Group | Row, str, list[str], int, bool]] = []
+    rows: list[tuple[NameGroup | ArrayRow, str, list[str], int, bool]] = []
 
-    def add(items: list[Group | Row], where: list[str], depth: int, left: int) -> None:
+    def add(items: list[NameGroup | ArrayRow], where: list[str], depth: int, left: int) -> None:
         for c in items:
             here = [*where, key(c.label)]
             rows.append((c, c.label, here, depth, left > 0))
-            if isinstance(c, Group) and left > 0:
+            if isinstance(c, NameGroup) and left > 0:
                 add(c.children(), here, depth + 1, left - 1)
 
     add(shown, inside, depth, levels)
     return _drawn(opened, rows), page, pages
 
 
-def _drawn(opened: Opened, rows: list[tuple[Group | Row, str, list[str], int, bool]]) -> Markup:
+def _drawn(opened: Opened, rows: list[tuple[NameGroup | ArrayRow, str, list[str], int, bool]]) -> Markup:
     return render("rows.html", at=opened.place.at, total=opened.inventory.nbytes or 1, rows=rows)
 
 
@@ -163,7 +163,7 @@ def unfolded(site: Site, at: str, inside: list[str]) -> Shown:
     return Shown("", rows + render("more.html", more=more, at=at, inside=inside) if pages > 1 else rows)
 
 
-def _trail(view: str, at: str, group: Group, inside: list[str]) -> list[tuple[str, str | None]]:
+def _trail(view: str, at: str, group: NameGroup, inside: list[str]) -> list[tuple[str, str | None]]:
     """Links from the whole checkpoint down to a group."""
     steps: list[tuple[str, str | None]] = [("all", href(view, at=at))]
     for k, name in enumerate(group.path):
@@ -182,8 +182,8 @@ def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:
     opened = site.open(at)
     group = opened.inventory.group(inside)
 
-    def link(item: Group | Row) -> str:
-        if isinstance(item, Row):
+    def link(item: NameGroup | ArrayRow) -> str:
+        if isinstance(item, ArrayRow):
             return href("array", at=at, name=key(item.name))
         return href("map", at=at, in_=[key(p) for p in item.path])
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from ....arrays.core.errors import MeshtapeError
 from ..model.compare import Change, Comparison, compare, names, ruled
-from ..model.jobs import Job
+from ..model.jobs import BrowseJob
 from ..model.site import Site
 from ..model.text import FORMATS, number, percent
 from . import charts
@@ -16,12 +16,12 @@ from .view_checkpoint import head
 _SHOWN = 200
 
 
-def start_comparison(site: Site, a: str, b: str, rules: str, anew: bool) -> Job:
+def start_comparison(site: Site, a: str, b: str, rules: str, anew: bool) -> BrowseJob:
     """Begin to compare two checkpoints; ``rules`` are applied to ``a``."""
     left, right = ruled(site.open(a).ckpt, rules), site.open(b).ckpt
     found = names(left, right)
 
-    def work(job: Job) -> None:
+    def work(job: BrowseJob) -> None:
         job.result = Comparison(found.only_a, found.only_b, [], found.common)
         compare(left, right, job.result, job.advance)
 

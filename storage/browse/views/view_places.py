@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from ..model.inventory import Query
-from ..model.runs import Run, history
+from ..model.runs import RunSteps, history
 from ..model.site import Site
 from ..model.text import number, plain, visible
 from . import charts
@@ -64,7 +64,7 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
     return Shown(place.label, body, data, crumbs(site, place), up=above(at))
 
 
-def metric_curve(r: Run, width: int, hrefs: list[str] | None = None) -> charts.Chart:
+def metric_curve(r: RunSteps, width: int, hrefs: list[str] | None = None) -> charts.Chart:
     """The metric of a run by step, its best value marked."""
     best = r.best
     marks = [(best.step, best.metric(r.metric) or 0.0, f"best: {r.best_is}")] if best else []

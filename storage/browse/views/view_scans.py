@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ..model.health import KINDS, MOST, Health, scan
-from ..model.jobs import Job
+from ..model.jobs import BrowseJob
 from ..model.site import Site
 from .frame import Shown, crumbs, href, render
 from .view_checkpoint import head
@@ -14,11 +14,11 @@ from .view_checkpoint import head
 _SHOWN = 200
 
 
-def start_health(site: Site, at: str, anew: bool) -> Job:
+def start_health(site: Site, at: str, anew: bool) -> BrowseJob:
     """Begin the scan of a checkpoint, unless it runs or is done."""
     opened = site.open(at)
 
-    def work(job: Job) -> None:
+    def work(job: BrowseJob) -> None:
         job.result = Health()
         scan(opened.ckpt, job.result, job.advance)
 
@@ -55,7 +55,7 @@ def health(site: Site, at: str, fragment: bool = False) -> Shown:
     return Shown(title, body, _health_data(job, found), trail, up=href("checkpoint", at=at))
 
 
-def _health_data(job: Job | None, h: Health | None) -> dict[str, Any]:
+def _health_data(job: BrowseJob | None, h: Health | None) -> dict[str, Any]:
     state = {
         "state": job.state if job else "none",
         "share": job.share if job else 0.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ...base.checksums import combine, crc32c
 from ...base.scratch import scratch
-from ...format.chunk_grid import Grid, ravel
+from ...format.chunk_grid import ChunkGrid, ravel
 from ...format.compression import Compression, compression_of
 from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.compressed import CompressedTensor
@@ -26,7 +26,7 @@ from ...readers.reading import opened
 from ...readers.tensor import ChunkedTensor
 from ...stores import store
 from ...stores.contract import Reader
-from ...stores.filesystem import Files, active
+from ...stores.filesystem import active
 
 Coord = tuple[int, ...]
 
@@ -34,7 +34,7 @@ _SOURCES = 16  # files that are open at a time for one target
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ChunkCopy:
     """A chunk: its index in the array, and the shard and the number there, in the target and in the source."""
 
     index: Coord
@@ -44,7 +44,7 @@ class Move:
     at: int
 
 
-def keeps_bytes(tensor: Any, grid: Grid, dtype: np.dtype, compression: Compression = None) -> bool:
+def keeps_bytes(tensor: Any, grid: ChunkGrid, dtype: np.dtype, compression: Compression = None) -> bool:
     """Whether the stored chunks of ``tensor`` are the same bytes in an array of ``grid`` with this compression."""
     return (
         isinstance(tensor, ChunkedTensor)
@@ -57,22 +57,22 @@ def keeps_bytes(tensor: Any, grid: Grid, dtype: np.dtype, compression: Compressi
     )
 
 
-def moves(source: Grid, target: Grid, chunks: Sequence[Coord]) -> list[Move]:
+def moves(source: ChunkGrid, target: ChunkGrid, chunks: Sequence[Coord]) -> list[ChunkCopy]:
     """Where chunks lie, in the order in which files are opened once for all that they share.
 
-    >>> two, four = Grid((1, 4), (1, 2), (1, 1)), Grid((1, 4), (1, 1), (1, 1))
+    >>> two, four = ChunkGrid((1, 4), (1, 2), (1, 1)), ChunkGrid((1, 4), (1, 1), (1, 1))
     >>> [(m.target, m.to, m.source, m.at) for m in moves(four, two, [(0, 2), (0, 3)])]
     [((0, 1), 0, (0, 2), 0), ((0, 1), 1, (0, 3), 0)]
     """
-    at, to = _Places(source), _Places(target)
-    found = [Move(i, *to(i), *at(i)) for i in chunks]
+    at, to = _ChunkPlaces(source), _ChunkPlaces(target)
+    found = [ChunkCopy(i, *to(i), *at(i)) for i in chunks]
     return sorted(found, key=lambda m: (m.target, m.source, m.to))
 
 
-class _Places:
+class _ChunkPlaces:
     """(shard, number in it) of chunks of an array."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: ChunkGrid) -> None:
         self._grid, self._per = grid, grid.chunks_in_shard
         self._present: dict[Coord, tuple[int, ...]] = {}
 
@@ -84,9 +84,9 @@ class _Places:
         return coord, ravel([i % k for i, k in zip(index, self._per, strict=True)], present)
 
 
-def _runs(found: Sequence[Move], longest: int) -> Iterator[list[Move]]:
+def _runs(found: Sequence[ChunkCopy], longest: int) -> Iterator[list[ChunkCopy]]:
     """Chunks that follow one another in both files, at most ``longest`` at a time."""
-    run: list[Move] = []
+    run: list[ChunkCopy] = []
     for m in found:
         if run and (m.to != run[-1].to + 1 or m.at != run[-1].at + 1 or len(run) == longest):
             yield run
@@ -97,7 +97,7 @@ def _runs(found: Sequence[Move], longest: int) -> Iterator[list[Move]]:
 
 
 def copy_chunks(
-    tensor: ChunkedTensor, grid: Grid, chunks: Sequence[Coord], path_of: Callable[[Coord], str]
+    tensor: ChunkedTensor, grid: ChunkGrid, chunks: Sequence[Coord], path_of: Callable[[Coord], str]
 ) -> dict[Coord, int]:
     """Copy chunks of ``tensor`` to the files ``path_of(shard)``, which exist; returns the checksum of each.
 
@@ -128,16 +128,16 @@ def copy_chunks(
 class CopiedShard:
     """The bytes of one shard, from the chunks of a tensor that `keeps_bytes`: as `ShardBytes`, for targets that are written from their start.
 
-    When all ``pieces`` are gone, ``nbytes`` is their length, ``digest`` the crc32c, and ``sums`` the crc32c of each chunk.
+    When all ``batches`` are gone, ``nbytes`` is their length, ``digest`` the crc32c, and ``sums`` the crc32c of each chunk.
     """
 
-    def __init__(self, tensor: ChunkedTensor, grid: Grid, coord: Coord) -> None:
+    def __init__(self, tensor: ChunkedTensor, grid: ChunkGrid, coord: Coord) -> None:
         self.tensor, self.grid, self.coord = tensor, grid, coord
         self.nbytes = self.digest = 0
         self.sums: list[int] = []
 
-    def pieces(self) -> Iterator[Any]:
-        """The buffers one by one; each is valid until the next is asked for. Raises what reading the tensor would."""
+    def batches(self) -> Generator[list[Any]]:
+        """The buffers; each is valid until the next is asked for. Raises what reading the tensor would."""
         self.digest, self.sums = 0, []
         grid, tensor = self.grid, self.tensor
         first = [i * k for i, k in zip(self.coord, grid.chunks_in_shard, strict=True)]
@@ -162,22 +162,10 @@ class CopiedShard:
                 for run in _runs(list(group), longest):
                     data, found = self._take(reader, path, source, run[0].at, len(run))
                     lengths += found
-                    yield data
+                    yield [data]
         table = shard_index(grid, self.coord, lengths)
         self.nbytes = sum(lengths) + len(table)
-        yield table
-
-    def write(self, fs: Files, path: str) -> int:
-        """Write them to a new file; returns its descriptor, which is the caller's to sync and close."""
-        fd = fs.create(path)
-        try:
-            total = 0
-            for data in self.pieces():
-                total += fs.write(fd, [data], total)
-        except BaseException:
-            fs.close(fd)
-            raise
-        return fd
+        yield [table]
 
     def _take(self, reader: Reader, path: str, source: Coord, first: int, count: int) -> tuple[np.ndarray, list[int]]:
         """(bytes, length of each) of chunks that follow one another in a file, compared with their checksums."""

@@ -7,6 +7,7 @@ through memory in smaller ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CheckpointError
 from ...format import dtypes
-from ...format.chunk_grid import Grid, windows
+from ...format.chunk_grid import ChunkGrid, windows
 from ...format.chunk_sums import packed
 from ...format.compression import Compression
 from ...format.zarr_format import ShardBytes
@@ -51,7 +52,7 @@ class _Windowed:
 
 
 def shard_of(
-    tensor: Any, grid: Grid, coord: Coord, compression: Compression, limit: int, threads: int = 1
+    tensor: Any, grid: ChunkGrid, coord: Coord, compression: Compression, limit: int, threads: int = 1
 ) -> ShardBytes | CopiedShard:
     """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same, else made anew."""
     stored = whole_of(tensor)
@@ -66,7 +67,7 @@ class ShardWriter:
     """Whole shards of an array. The sums of a shard are the length of its file, its digest, and those of its chunks."""
 
     directory: str
-    grid: Grid
+    grid: ChunkGrid
     dtype: np.dtype
     compression: Compression
     limit: int
@@ -87,7 +88,7 @@ class ShardWriter:
             with contextlib.suppress(FileNotFoundError):
                 fs.unlink(path)
             with contextlib.suppress(FileExistsError):
-                fs.close(shard.write(fs, path))
+                fs.close(fs.write_new(path, shard.batches()))
                 return [shard.nbytes, shard.digest, *shard.sums]
         raise CheckpointError(f"{path} keeps appearing: other processes write it")
 
@@ -115,5 +116,5 @@ class ShardWriter:
 
 def pieces_of(shard: ShardBytes | CopiedShard, stream: Any) -> Iterator[Any]:
     """The bytes of a shard, for a `sinks.Stream`, which is told their length and checksums at the end."""
-    yield from shard.pieces()
+    yield from itertools.chain.from_iterable(shard.batches())
     stream.nbytes, stream.digest = shard.nbytes, [shard.digest, *shard.sums]

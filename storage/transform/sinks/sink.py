@@ -37,7 +37,7 @@ class Unit:
     box: Box
 
 
-class Writer(Protocol):
+class WindowWriter(Protocol):
     """A writer of the windows of one array, small enough to send to another process."""
 
     def put(self, root: str, box: Box, tensor: Any) -> list[int]:
@@ -48,7 +48,7 @@ class Writer(Protocol):
 
 
 @dataclass
-class Stream:
+class UploadStream:
     """One file of the result from its first byte to its last, for an upload.
 
     ``digest`` is known at its end. ``nbytes`` of a compressed file is an upper bound until then.
@@ -63,7 +63,7 @@ class Stream:
         yield from self.body(self)
 
 
-class Sink(Protocol):
+class TransferSink(Protocol):
     """The target of a transfer."""
 
     nbytes: int  # that all files need at least, roughly
@@ -81,8 +81,8 @@ class Sink(Protocol):
     def create(self, root: str) -> None:
         """Make directories and files below ``root``, leaving those alone that an interrupted run has made."""
 
-    def writer(self, array: int, limit: int) -> Writer:
-        """The `Writer` of one array, which holds about ``limit`` bytes of it in memory."""
+    def writer(self, array: int, limit: int) -> WindowWriter:
+        """The `WindowWriter` of one array, which holds about ``limit`` bytes of it in memory."""
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
         """Complete the files of data and make them durable."""
@@ -90,10 +90,10 @@ class Sink(Protocol):
     def mark(self, suffix: str) -> None:
         """Append a suffix to the names of all arrays or files: an object store keeps those of an older generation."""
 
-    def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[UploadStream]:
         """Every file of data, whole; each holds about ``limit`` bytes of its array at a time."""
 
-    def accept(self, streams: Sequence[Stream]) -> None:
+    def accept(self, streams: Sequence[UploadStream]) -> None:
         """Take the streams that were uploaded for `finish`, in place of `sync`."""
 
     def finish(self, folder: Folder, target: str) -> int:
@@ -113,7 +113,7 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
     return out
 
 
-def put(writer: Writer, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:
+def put(writer: WindowWriter, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:
     """Write one window of a tensor in this process; returns its checksums and the losses of its casts."""
     with tallied(Tally()) as tally:
         sums = writer.put(root, box, tensor)

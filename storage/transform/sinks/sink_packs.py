@@ -15,13 +15,13 @@ from ....arrays.core.blocks import Box
 from ...base.checksums import combine
 from ...base.names import leaf_name
 from ...base.threads import SYNCS, in_threads
-from ...format.chunk_grid import Grid, windows
+from ...format.chunk_grid import ChunkGrid, windows
 from ...format.stored_objects import Pack
 from ...readers.safetensors import TensorInfo
 from ...saving import packs
-from ...saving.items import Item, Record, Task
+from ...saving.items import Record, SaveItem, Task
 from .raw_writer import RawWriter, begin, seal
-from .sink import Stream, Unit, read
+from .sink import Unit, UploadStream, read
 
 Coord = tuple[int, ...]
 
@@ -30,7 +30,7 @@ Coord = tuple[int, ...]
 class BlockWriter:
     """The writer of an array whose blocks lie in packs: ``places`` has the file and first byte of each."""
 
-    grid: Grid
+    grid: ChunkGrid
     itemsize: int
     places: Mapping[Coord, tuple[str, int]]
 
@@ -46,14 +46,14 @@ class BlockWriter:
         return self._of(window).check(root, window, sums)
 
 
-def _coord(grid: Grid, window: Box) -> Coord:
+def _coord(grid: ChunkGrid, window: Box) -> Coord:
     return tuple(o // s for o, s in zip(window.offset, grid.shard, strict=True))
 
 
 class PackFiles:
     """The packs of the packed ones among ``items``, whose blocks the n-th rank of each mesh would write together."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[SaveItem]) -> None:
         self._items = items
         self._suffix = ""
 
@@ -127,8 +127,8 @@ class PackFiles:
 
     # ----- in an object store
 
-    def streams(self, tensors: Sequence[Any]) -> list[Stream]:
-        def pack(stream: Stream, tasks: list[Task]) -> Iterator[Any]:
+    def streams(self, tensors: Sequence[Any]) -> list[UploadStream]:
+        def pack(stream: UploadStream, tasks: list[Task]) -> Iterator[Any]:
             records, body = packs.laid_out(tasks, [read(tensors[t.array], t.part) for t in tasks])
             yield from body()
             p = records[0].pack
@@ -138,11 +138,13 @@ class PackFiles:
 
         sizes = [i.dtype.itemsize for i in self._items]
         return [
-            Stream(file, sum(t.part.size * sizes[t.array] for t in tasks), lambda stream, t=tasks: pack(stream, t))
+            UploadStream(
+                file, sum(t.part.size * sizes[t.array] for t in tasks), lambda stream, t=tasks: pack(stream, t)
+            )
             for file, tasks in self._tasks(packs.HELD).items()
         ]
 
-    def accept(self, streams: Mapping[str, Stream]) -> list[Record]:
+    def accept(self, streams: Mapping[str, UploadStream]) -> list[Record]:
         """The records of the streams that are packs."""
         out = []
         for file, tasks in self._tasks(packs.HELD).items():

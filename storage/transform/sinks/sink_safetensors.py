@@ -25,7 +25,7 @@ from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
-from .sink import Stream, Unit, clear, read, sums
+from .sink import Unit, UploadStream, clear, read, sums
 
 
 class HuggingFaceSink:
@@ -116,10 +116,10 @@ class HuggingFaceSink:
     def mark(self, suffix: str) -> None:
         self.files = [f"{file.removesuffix('.safetensors')}{suffix}.safetensors" for file in self.files]
 
-    def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[UploadStream]:
         self.heads = self._plain
 
-        def body(stream: Stream, number: int) -> Iterator[Any]:
+        def body(stream: UploadStream, number: int) -> Iterator[Any]:
             yield self.heads[number]
             found: list[int] = []
             for name in self.places[number]:
@@ -138,11 +138,11 @@ class HuggingFaceSink:
             stream.digest = tensor_sums.text(found)
 
         return [
-            Stream(file, len(head) + sum(t.nbytes for t in place.values()), lambda stream, n=n: body(stream, n))
+            UploadStream(file, len(head) + sum(t.nbytes for t in place.values()), lambda stream, n=n: body(stream, n))
             for n, (file, head, place) in enumerate(zip(self.files, self.heads, self.places, strict=True))
         ]
 
-    def accept(self, streams: Sequence[Stream]) -> None:
+    def accept(self, streams: Sequence[UploadStream]) -> None:
         self._sums = [tensor_sums.values(s.digest, len(p)) for s, p in zip(streams, self.places, strict=True)]
 
     def finish(self, folder: Folder, target: str) -> int:

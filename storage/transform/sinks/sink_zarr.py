@@ -16,18 +16,18 @@ from ...base.checksums import combine, crc32c
 from ...base.scratch import scratch
 from ...base.threads import SYNCS, compressors, in_threads, writers
 from ...format import chunk_sums, manifest
-from ...format.chunk_grid import Grid, ravel, windows
+from ...format.chunk_grid import ChunkGrid, ravel, windows
 from ...format.chunk_sums import packed
 from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.tensor import consecutive
 from ...rules.lazy_tensors import whole_of
 from ...saving.finalize import finish_directory
-from ...saving.items import Item, Record
+from ...saving.items import Record, SaveItem
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import IOV_MAX, active, preadv
 from .copy_chunks import copy_chunks, keeps_bytes
 from .shard_streams import ShardWriter, pieces_of, shard_of
-from .sink import BATCH, CHECKED, Stream, Unit, clear, cut, read, sums, touch
+from .sink import BATCH, CHECKED, Unit, UploadStream, clear, cut, read, sums, touch
 from .sink_packs import BlockWriter, PackFiles
 
 
@@ -36,7 +36,7 @@ class ZarrWriter:
     """Windows of an array of a checkpoint. Their sums are the crc32c of their chunks, in lexicographic order."""
 
     directory: str
-    grid: Grid
+    grid: ChunkGrid
     dtype: np.dtype
 
     def chunks(self, window: Box) -> list[tuple[tuple[int, ...], tuple[int, ...], Box]]:
@@ -129,7 +129,7 @@ class ZarrWriter:
 class ZarrSink:
     """A checkpoint like those of `save`."""
 
-    def __init__(self, items: list[Item], head: manifest.Manifest, documents: Mapping[str, bytes]) -> None:
+    def __init__(self, items: list[SaveItem], head: manifest.Manifest, documents: Mapping[str, bytes]) -> None:
         self.items, self.head, self.documents = items, head, dict(documents)
         self.nbytes = sum(i.least_nbytes for i in items) + 4096 * (2 * len(items) + 2)
         self._records: list[Record] = []
@@ -224,7 +224,11 @@ class ZarrSink:
         self._records = in_threads(lambda job: job(), jobs, SYNCS) + self._packs.sync(root, blocks)
 
     def _complete(
-        self, root: str, item: Item, coord: tuple[int, ...], held: dict[tuple[tuple[int, ...], tuple[int, ...]], int]
+        self,
+        root: str,
+        item: SaveItem,
+        coord: tuple[int, ...],
+        held: dict[tuple[tuple[int, ...], tuple[int, ...]], int],
     ) -> Record:
         fs, grid = active(), item.grid
         n, digest, total = math.prod(grid.chunk) * item.dtype.itemsize, 0, 0
@@ -247,10 +251,10 @@ class ZarrSink:
         for i in self.items:
             i.directory += suffix
 
-    def streams(self, tensors: Sequence[Any], limit: int) -> list[Stream]:
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[UploadStream]:
         helpers = self._helpers()
         return self._packs.streams(tensors) + [
-            Stream(
+            UploadStream(
                 f"{i.directory}/{i.grid.key(coord)}",
                 i.most(coord),
                 lambda stream, t=t, i=i, coord=coord: pieces_of(
@@ -262,7 +266,7 @@ class ZarrSink:
             for coord in i.grid.shards()
         ]
 
-    def accept(self, streams: Sequence[Stream]) -> None:
+    def accept(self, streams: Sequence[UploadStream]) -> None:
         held = {s.name: s for s in streams}
         self._records = self._packs.accept(held)
         own = {r.pack.file for r in self._records if r.pack is not None}
@@ -274,7 +278,7 @@ class ZarrSink:
         return finish_directory(folder, target, self.head, self.items, self._records, self.documents)
 
 
-def chunks_of(grid: Grid, window: Box) -> list[tuple[int, ...]]:
+def chunks_of(grid: ChunkGrid, window: Box) -> list[tuple[int, ...]]:
     """Indices of the chunks of an array that a window of whole chunks covers, in lexicographic order."""
     spans = zip(window.offset, window.stop, grid.chunk, strict=True)
     return list(itertools.product(*(range(a // c, -(-b // c)) for a, b, c in spans)))

@@ -15,7 +15,7 @@ from meshtape.arrays.core.program import Program
 from meshtape.arrays.kernels import launch
 from meshtape.autodiff.compiler import cuda_codegen, cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
-from meshtape.autodiff.compiler.fusion import Group
+from meshtape.autodiff.compiler.fusion import FusedRun
 
 RNG = np.random.default_rng(5)
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
@@ -23,13 +23,13 @@ INTS = ["int8", "uint16", "int32", "uint64"]
 MORE_INTS = ["uint8", "int16", "uint32", "int64"]
 
 
-def group_of(program: Program) -> Group:
+def group_of(program: Program) -> FusedRun:
     """The whole program as one chain, as the executor would make it."""
     assert all(cuda_codegen.expressible(e, program) for e in program.entries), program
     made = {v for e in program.entries for v in e.outputs}
     inputs = dict.fromkeys(v for e in program.entries for v in e.inputs if isinstance(v, int) and v not in made)
     outputs = tuple(dict.fromkeys(v for v in program.outputs if v in made))
-    return Group(program.entries, tuple(inputs), outputs, program.avals[outputs[0]].shape)
+    return FusedRun(program.entries, tuple(inputs), outputs, program.avals[outputs[0]].shape)
 
 
 def check(fn: Callable[..., Any], hosts: list[np.ndarray], place: Any, *, rtol: float = 0.0) -> None:

@@ -40,9 +40,9 @@ def of_worker(dask_worker: Any) -> dict[str, Any]:
             "seats": len(state.seats),
             "owners": len(state.owners),
             "programs": len(state.programs),
-            "values": sum(len(d.kept) for d in state.resident.desks.values()),
-            "failures": sum(len(d.failures) for d in state.resident.desks.values()),
-            "queued": sum(len(d.names()) for d in state.resident.desks.values()),
+            "values": sum(len(d.kept) for d in state.resident.sessions.values()),
+            "failures": sum(len(d.failures) for d in state.resident.sessions.values()),
+            "queued": sum(len(d.names()) for d in state.resident.sessions.values()),
         }
         if plane is not None:
             found |= {"secrets": len(plane._secrets), "groups": len(plane._groups), "arrived": len(plane._arrived)}

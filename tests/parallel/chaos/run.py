@@ -38,7 +38,7 @@ BRIEF = {
     "meshtape.timeouts.abort": 1.5,
     "meshtape.timeouts.lease": TIMEOUT,
 }
-HUNG = 60.0
+HUNG = 180.0
 """Seconds after which a round counts as one that does not end: several times the sum of the limits above, for a busy machine."""
 ENDED = "right"
 

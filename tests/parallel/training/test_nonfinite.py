@@ -122,6 +122,9 @@ def test_a_step_that_raises_leaves_the_run_before_it(path, every, tmp_path):
     same(t.state, before.state)
     with pytest.raises(NON_FINITE, match="at step 4"):  # it stands there, and tries again
         quietly(t)
+    saves = trainer((13,), directory=tmp_path / "saves", save_every=3, **options)
+    with pytest.raises(NON_FINITE, match=r"the newest checkpoint is /.*step-0*3\."):  # also one that is being written
+        quietly(saves)
 
 
 @pytest.mark.parametrize("path", ["one rank", "micro-batches on ranks", "zero 2", "zero 3", "averaged"])

@@ -9,7 +9,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.parallel.training.precision import Precision
-from meshtape.parallel.training.step import Recipe
+from meshtape.parallel.training.step import TrainingConfig
 
 de = mt.models.decoder
 CONFIG = de.Config(vocab=40, width=32, layers=2, heads=4, kv_heads=2, max_length=16)
@@ -28,7 +28,7 @@ WHOLE = {n: np.concatenate([m[n] for m in MICRO]) for n in MICRO[0]}
 
 def run(axes=None, plan="dp", micro=MICRO, steps=3, lr=1e-2, **options):
     plan = de.plan(plan)
-    recipe = Recipe(
+    recipe = TrainingConfig(
         lambda p, b, key: de.loss(p, b, CONFIG, key=key, plan=plan),
         options.pop("optimizer", None) or mt.optim.adamw(lr),
         plan=plan,
@@ -72,7 +72,7 @@ def test_a_mean_counts_by_its_samples(scale):
     """Also where the loss is scaled, and so differentiated as a mean."""
     x = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
     precision = Precision("float32", scale=scale)
-    recipe = Recipe(lambda p, b, key: mt.mean((b["x"] @ p) ** 2), mt.optim.sgd(0.1), precision=precision)
+    recipe = TrainingConfig(lambda p, b, key: mt.mean((b["x"] @ p) ** 2), mt.optim.sgd(0.1), precision=precision)
 
     def stepped(*parts):
         state = recipe.init(mt.ones(3, dtype=mt.float32), None)
@@ -133,7 +133,7 @@ def test_stage_two_scatters_gradients_where_stage_one_reduces_them_whole():
     texts = {}
     for zero in (1, 2):
         plan, mesh = de.plan("dp"), mt.Mesh({"data": 2})
-        recipe = Recipe(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.adamw(1e-2), plan=plan, zero=zero)
+        recipe = TrainingConfig(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.adamw(1e-2), plan=plan, zero=zero)
         state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
         texts[zero] = mt.explain(recipe.step, state, [mt.distribute(MICRO[0], plan.batch(mesh))], mt.random.key(0))
     assert texts[2].count("reduce_scatter") > 10
@@ -142,7 +142,7 @@ def test_stage_two_scatters_gradients_where_stage_one_reduces_them_whole():
 
 def test_stage_three_gathers_each_parameter_once_and_moves_no_activation():
     plan, mesh = de.plan("dp"), mt.Mesh({"data": 2})
-    recipe = Recipe(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.adamw(1e-2), plan=plan, zero=3)
+    recipe = TrainingConfig(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.adamw(1e-2), plan=plan, zero=3)
     state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
     text = mt.explain(recipe.step, state, [mt.distribute(MICRO[0], plan.batch(mesh))], mt.random.key(0))
     parameters = len(mt.tree.flatten(state["params"])[0])
@@ -155,7 +155,7 @@ def test_stage_three_gathers_each_parameter_once_and_moves_no_activation():
 def test_accumulation_costs_one_reduction_a_parameter():
     """Gradients stay unreduced from micro-batch to micro-batch."""
     plan, mesh = de.plan("dp"), mt.Mesh({"data": 2})
-    recipe = Recipe(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.sgd(1e-2), plan=plan)
+    recipe = TrainingConfig(lambda p, b, key: de.loss(p, b, CONFIG), mt.optim.sgd(1e-2), plan=plan)
     state = recipe.init(de.init(mt.random.key(0), CONFIG), mesh)
     counts = []
     for k in (1, 3):
@@ -223,7 +223,7 @@ def test_frozen_parameters_stay_and_have_no_slots():
 
 
 def test_average_follows_its_recursion():
-    recipe = Recipe(lambda p, b, key: mt.sum(p * b["x"]), mt.optim.sgd(1.0), ema=mt.optim.ema(0.9))
+    recipe = TrainingConfig(lambda p, b, key: mt.sum(p * b["x"]), mt.optim.sgd(1.0), ema=mt.optim.ema(0.9))
     state = recipe.init(mt.asarray([1.0], dtype=mt.float32), None)
     means, params = [], []
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_average_follows_its_recursion():
 
 def test_an_average_of_small_floats_follows_their_masters():
     """A step of 0.001 from 1 is less than bfloat16 can tell; the average keeps it."""
-    recipe = Recipe(lambda p, b, key: mt.sum(p * b["x"]), mt.optim.sgd(1e-3), ema=mt.optim.ema(0.5))
+    recipe = TrainingConfig(lambda p, b, key: mt.sum(p * b["x"]), mt.optim.sgd(1e-3), ema=mt.optim.ema(0.5))
     state = recipe.init(mt.ones(1, dtype=mt.bfloat16), None)
     state, _ = recipe.step(state, [{"x": mt.asarray([-1.0], dtype=mt.float32)}], mt.random.key(0))
     assert (state["params"].dtype.name, float(state["params"][0])) == ("bfloat16", 1.0)
@@ -245,7 +245,7 @@ def test_an_average_of_small_floats_follows_their_masters():
 
 def test_a_step_that_is_left_out_leaves_the_average_too():
     """The loss is finite; its gradients, 64 times 3e4, are not in float16, which a product of matrices gives."""
-    recipe = Recipe(
+    recipe = TrainingConfig(
         lambda p, b, key: mt.mean(b @ p[:, None]), mt.optim.momentum(1e-3), precision=Precision("float16", scale=64.0),
         ema=mt.optim.ema(0.5),
     )  # fmt: skip
@@ -270,7 +270,7 @@ def test_a_batch_that_counts_nothing_changes_nothing_and_gives_no_nan():
 @pytest.mark.parametrize("static", [True, False])
 def test_a_total_without_a_positive_weight_is_no_step(static, weight, precision):
     given = weight if static else mt.asarray(float(weight))
-    recipe = Recipe(
+    recipe = TrainingConfig(
         lambda p, b, key: (mt.sum(p * b), given),
         mt.optim.sgd(0.1),
         precision=Precision.of(precision),
@@ -325,7 +325,7 @@ def test_a_loss_without_derivative_is_refused(kind, trainable):
 @pytest.mark.parametrize("optimizer", ["adam", mt.optim.adam, None, {}])
 def test_an_optimizer_that_is_none_is_refused(optimizer):
     with pytest.raises(mt.errors.TrainingError, match=r"the optimizer must be one of mt\.optim"):
-        Recipe(lambda p, b, key: p.sum(), optimizer)
+        TrainingConfig(lambda p, b, key: p.sum(), optimizer)
 
 
 @pytest.mark.parametrize("value", ["a", 0, -1, 2.5])
@@ -377,7 +377,7 @@ def test_float64_parameters_warn_where_no_precision_was_chosen(precision):
     ],
 )
 def test_a_loss_that_is_none_is_refused(loss, message):
-    recipe = Recipe(loss, mt.optim.sgd(0.1))
+    recipe = TrainingConfig(loss, mt.optim.sgd(0.1))
     with pytest.raises(mt.errors.TrainingError, match=message):
         recipe.step(recipe.init(mt.ones(2), None), [{"x": mt.ones(2)}], mt.random.key(0))
 
@@ -389,7 +389,7 @@ def test_options_that_mean_nothing_are_refused():
         ({"trainable": lambda p: False}, "no parameter"),
     ):
         with pytest.raises(mt.errors.TrainingError, match=message):
-            Recipe(lambda p, b, k: p.sum(), mt.optim.sgd(0.1), **options).init(mt.ones(2), None)
+            TrainingConfig(lambda p, b, k: p.sum(), mt.optim.sgd(0.1), **options).init(mt.ones(2), None)
     with pytest.raises(mt.errors.TrainingError, match="float8"):
         Precision("float8")
     for options in ({"scale": 0.0}, {"scale": float("inf")}, {"growth": 0.5}, {"every": 0}):
@@ -403,7 +403,7 @@ def test_more_tokens_than_float16_counts_do_not_erase_the_gradients_of_float16_p
     def loss(p, batch, key):
         return mt.sum(mt.astype(p["w"], mt.float32) * batch) * 2**17, mt.asarray(np.float32(2**17))
 
-    recipe = Recipe(loss, mt.optim.sgd(1.0))
+    recipe = TrainingConfig(loss, mt.optim.sgd(1.0))
     state = recipe.init({"w": mt.zeros(3, dtype=mt.float16)}, None)
     state, found = recipe.step(state, [mt.asarray(np.float32([0.25, -0.125, 0.0625]))], mt.random.key(0))
     np.testing.assert_array_equal(np.asarray(state["params"]["w"]), np.float16([-0.25, 0.125, -0.0625]))
@@ -413,8 +413,8 @@ def test_more_tokens_than_float16_counts_do_not_erase_the_gradients_of_float16_p
 @pytest.mark.parametrize("loss", [lambda p, b: p.sum(), lambda: 0.0, lambda p, b, key, more: p.sum()])
 def test_a_loss_that_does_not_take_what_it_is_given_is_refused_before_the_run(loss):
     with pytest.raises(mt.errors.TrainingError, match=r"called as loss\(params, batch, key\)"):
-        Recipe(loss, mt.optim.sgd(0.1))
-    Recipe(lambda p, b, key=None, more=1: p.sum(), mt.optim.sgd(0.1))
+        TrainingConfig(loss, mt.optim.sgd(0.1))
+    TrainingConfig(lambda p, b, key=None, more=1: p.sum(), mt.optim.sgd(0.1))
 
 
 @pytest.mark.parametrize("count", [np.arange(2), mt.asarray([1, 2]), mt.asarray([True]), 3], ids=repr)
@@ -424,8 +424,8 @@ def test_integers_among_the_parameters_are_refused_until_they_are_said_not_to_be
     with pytest.raises(
         mt.errors.TrainingError, match=r"norm\.count is .* which has no gradient.*trainable=lambda path"
     ):
-        Recipe(loss, mt.optim.sgd(0.1)).init(params, None)
-    recipe = Recipe(loss, mt.optim.sgd(0.1), trainable=lambda path: path != ("norm", "count"))
+        TrainingConfig(loss, mt.optim.sgd(0.1)).init(params, None)
+    recipe = TrainingConfig(loss, mt.optim.sgd(0.1), trainable=lambda path: path != ("norm", "count"))
     state, _ = recipe.step(recipe.init(params, None), [{"x": mt.ones(2)}], mt.random.key(0))
     assert np.asarray(state["params"]["norm"]["count"]).tolist() == np.asarray(count).tolist()
     assert (np.asarray(state["params"]["w"]) < 1).all()

@@ -19,17 +19,17 @@ from meshtape.storage import open_checkpoint, save
 from meshtape.storage.browse.model.compare import compare, names
 from meshtape.storage.browse.model.health import Health, scan
 from meshtape.storage.browse.model.inventory import PAGE, Inventory, Query
-from meshtape.storage.browse.model.jobs import Job, Jobs, Stopped
+from meshtape.storage.browse.model.jobs import BrowseJob, Jobs, Stopped
 from meshtape.storage.browse.model.layout import blocks, chunk_map, stored
 from meshtape.storage.browse.model.pieces import Pieces
 from meshtape.storage.browse.model.runs import history
-from meshtape.storage.browse.model.slices import CELLS, View, window
+from meshtape.storage.browse.model.slices import CELLS, SliceView, window
 from meshtape.storage.browse.model.statistics import QUANTILES, statistics
 from meshtape.storage.browse.model.text import key, natural
 from meshtape.storage.browse.views import charts, png
 from meshtape.storage.browse.views.treemap import Rectangle, squarify, treemap
 from meshtape.storage.checkpoint.checkpoint import StoredArray, flat
-from meshtape.storage.rules.lazy_tensors import Memory
+from meshtape.storage.rules.lazy_tensors import InMemoryTensor
 
 shapes = st.lists(st.integers(1, 90), min_size=0, max_size=4).filter(lambda s: math.prod(s) <= 20_000).map(tuple)
 
@@ -57,7 +57,7 @@ def test_a_window_is_the_slice_that_numpy_takes(
     dims = st.none() | st.integers(0, len(shape) - 1) if shape else st.none()
     at = tuple(data.draw(st.integers(0, 2 * n)) for n in shape)
     steps = data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
-    view = View.of(shape, data.draw(dims), data.draw(dims), at, steps)
+    view = SliceView.of(shape, data.draw(dims), data.draw(dims), at, steps)
     seen = window(a, view)
     index: list = list(view.at)
     for d, step in zip((view.rows, view.columns), view.steps, strict=True):
@@ -73,8 +73,8 @@ def test_a_window_is_the_slice_that_numpy_takes(
 def test_a_window_reads_little_of_a_large_array(tmp_path: Path) -> None:
     values = np.zeros((4096, 2048), np.float32)
     a = stored_array(tmp_path, values, "safetensors")
-    assert window(a, View.of(a.shape)).nbytes < values.nbytes // 32
-    assert window(a, View.of(a.shape, steps=(1, 1))).nbytes <= CELLS * 2048 * 4
+    assert window(a, SliceView.of(a.shape)).nbytes < values.nbytes // 32
+    assert window(a, SliceView.of(a.shape, steps=(1, 1))).nbytes <= CELLS * 2048 * 4
 
 
 # ----- statistics -----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_statistics_are_numpys(values: list[float], dtype: type) -> None:
             if np.dtype(dtype).kind in "iub"
             else a.astype(dtype)
         )
-    s = statistics(StoredArray(("w",), Memory("w", a)))
+    s = statistics(StoredArray(("w",), InMemoryTensor("w", a)))
     wide = a.astype(np.float64)
     finite = wide[np.isfinite(wide)]
     assert s.exact
@@ -388,7 +388,7 @@ def test_health_goes_on_past_damage(tmp_path: Path) -> None:
 def test_changes_are_numpys(pairs: list[tuple[float, float]]) -> None:
     x, y = (np.array(v) for v in zip(*pairs, strict=True))
     sides = {"w": x, "only": np.ones(1)}, {"w": y.astype(np.float32), "other": np.ones((2, 2))}
-    a, b = (flat("x", "memory", {n: Memory(n, v) for n, v in side.items()}) for side in sides)
+    a, b = (flat("x", "memory", {n: InMemoryTensor(n, v) for n, v in side.items()}) for side in sides)
     found = compare(a, b, names(a, b))
     assert (found.only_a, found.only_b, found.common) == (["only"], ["other"], 1)
     (c,) = found.changes
@@ -447,7 +447,7 @@ def test_a_job_can_be_stopped_and_its_error_is_kept() -> None:
     jobs = Jobs()
     started = threading.Event()
 
-    def forever(job: Job) -> None:
+    def forever(job: BrowseJob) -> None:
         n = 0
         job.result = []
         while True:
@@ -462,7 +462,7 @@ def test_a_job_can_be_stopped_and_its_error_is_kept() -> None:
     assert jobs.wait(job).state == "stopped"
     assert job.result
 
-    def broken(job: Job) -> None:
+    def broken(job: BrowseJob) -> None:
         raise RuntimeError("odd")
 
     bad = jobs.wait(jobs.start(("y",), broken))

@@ -16,7 +16,7 @@ from meshtape.storage import open_checkpoint
 from meshtape.storage.browse.model.compare import compare, names
 from meshtape.storage.browse.model.health import Health, scan
 from meshtape.storage.browse.model.pieces import Pieces
-from meshtape.storage.browse.model.slices import View, window
+from meshtape.storage.browse.model.slices import SliceView, window
 from meshtape.storage.browse.model.statistics import statistics
 
 ROWS, COLUMNS = 512, 1024  # of float32: two pieces of 1 MiB, which share every row
@@ -104,4 +104,4 @@ def test_a_chunk_that_unpacks_to_more_than_a_page_is_worth_is_not_opened(
     with pytest.raises(CheckpointError, match="not read for a page"):
         Pieces.of(held)
     with pytest.raises(CheckpointError, match="not read for a page"):
-        window(held, View.of(held.shape))
+        window(held, SliceView.of(held.shape))

@@ -10,14 +10,14 @@ import pytest
 import meshtape as mt
 from meshtape.errors import CorruptCheckpoint
 from meshtape.storage import open_checkpoint
-from meshtape.storage.browse.model.slices import CELLS, View, window
+from meshtape.storage.browse.model.slices import CELLS, SliceView, window
 
 
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_a_window_that_is_moved_shows_the_next_elements(dimension: int, step: int) -> None:
     shape = (2000, 3000)
-    view = View.of(shape, steps=(step, step))
+    view = SliceView.of(shape, steps=(step, step))
     for times in range(1, 4):
         moved = view.moved(shape, dimension, times)
         assert moved.at[dimension] == times * CELLS * step
@@ -40,7 +40,7 @@ def test_what_is_not_shown_is_not_read(tmp_path: Path) -> None:
         data[8] ^= 1
         file.write_bytes(bytes(data))
     a = open_checkpoint(tmp_path / "c")["w"]
-    view = View.of(w.shape, at=(150, 300), steps=(1, 1))
+    view = SliceView.of(w.shape, at=(150, 300), steps=(1, 1))
     np.testing.assert_array_equal(window(a, view).values, w[150 : 150 + CELLS, 300 : 300 + CELLS])
     with pytest.raises(CorruptCheckpoint):
-        window(a, View.of(w.shape, at=(150, 390), steps=(1, 1)))
+        window(a, SliceView.of(w.shape, at=(150, 390), steps=(1, 1)))
