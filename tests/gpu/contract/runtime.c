@@ -132,8 +132,15 @@ int fake_cudaPointerGetAttributes(struct attributes *a, void *p) {
 
 /* ----- kernels ----- */
 typedef struct { unsigned x, y, z; } dim3;
+typedef struct { dim3 grid, block; u shared, s; } launch;
+static __thread launch pushed; /* what <<<...>>> says, until the function that nvcc makes for the kernel asks for it */
+int fake___cudaPushCallConfiguration(dim3 grid, dim3 block, u shared, u s) { pushed = (launch){grid, block, shared, s}; return 0; }
+int fake___cudaPopCallConfiguration(dim3 *grid, dim3 *block, u *shared, u *s) {
+    *grid = pushed.grid, *block = pushed.block, *shared = pushed.shared, *s = pushed.s;
+    return 0;
+}
 int fake_launch(void *kernel, dim3 grid, dim3 block, void **arguments, u shared, u s) { note("launch", s, grid.x * (u)block.x); return 0; }
-int fake_cudaLaunchKernelExC(struct { dim3 grid, block; u shared, s; } *how) { note("launch", how->s, how->grid.x * (u)how->block.x); return 0; }
+int fake_cudaLaunchKernelExC(launch *how) { note("launch", how->s, how->grid.x * (u)how->block.x); return 0; }
 int fake_occupancy(int *n) { *n = 8; return 0; }
 int fake_cudaFuncGetAttributes(int *a) {
     memset(a, 0, 64);

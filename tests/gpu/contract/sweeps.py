@@ -488,6 +488,19 @@ def _of_waits() -> dict[str, list[int]]:
     }
 
 
+def _of_streams() -> dict[str, Any]:
+    """Of a step, plain and compiled, under a stream that is not the default one: where its launches and copies went."""
+    given = mt.tree_map(lambda a: a.to_device("cuda:0"), _layer_arguments())
+    out = {}
+    for name, fn in (("plain", _layers), ("compiled", mt.compile(_layers))):
+        fn(*given)
+        with FAKE.cupy.cuda.Stream(non_blocking=True) as stream, FAKE.calls() as made:
+            float(fn(*given)[0])
+        used = {s for what, s, _ in made if what in ("launch", "h2d", "d2h", "d2d")}
+        out[name] = [len([1 for what, *_ in made if what == "launch"]) > 20, used == {stream.ptr}]
+    return out
+
+
 def _of_capture() -> dict[str, Any]:
     """What cannot be captured is refused by CuPy, and stays a call; the capture ends all the same, and streams and pools are the graph's own."""
     from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, CudaGraphs

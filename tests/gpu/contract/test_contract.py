@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,17 @@ def test_each_wait_is_told_once(sweep: Sweep) -> None:
         "laplace": [0, 0],
         "a truth": [1, 1],
     }
+
+
+def test_a_step_stays_on_the_stream_of_its_caller(sweep: Sweep) -> None:
+    assert sweep("promises")["streams"] == {"plain": [True, True], "compiled": [True, True]}
+
+
+def test_the_extras_bring_the_libraries() -> None:
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert all("[ctk]" in extras[name][0] for name in ("cuda12", "cuda13"))
 
 
 def test_what_cannot_be_captured_is_refused(sweep: Sweep) -> None:
