@@ -303,3 +303,34 @@ class StorageFull(MeshtapeError, OSError):
 __all__ = [
     name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, BaseException)
 ]
+
+
+_UNNAMED = (ArgumentError, ArrayIndexError)
+"""Those of Python's protocols, as of an array that is asked for its truth, say nothing of the function that asked."""
+
+_OURS = (__name__.partition(".")[0], "numpy", "scipy", "ml_dtypes", "cupy")
+
+FOREIGN_ERRORS = (ValueError, TypeError, ArithmeticError, LookupError, MemoryError)
+"""Among these are all errors that NumPy raises of arguments."""
+
+
+def type_of_ours(error: Exception) -> type[MeshtapeError] | None:
+    """The type of ours for an error; None for one that names its function, or is that of a function that a user passed."""
+    if str(error).startswith("[") or (isinstance(error, MeshtapeError) and type(error) not in _UNNAMED):
+        return None
+    if isinstance(error, FloatingPointError):  # numpy.errstate asked for it
+        return None
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
+            return None
+        step = step.tb_next
+    if isinstance(error, MeshtapeError):
+        return type(error)
+    if isinstance(error, np.linalg.LinAlgError):
+        return LinAlgError
+    if isinstance(error, MemoryError):
+        return OutOfMemory
+    if isinstance(error, IndexError):
+        return ArrayIndexError
+    return NumberRangeError if type(error) is OverflowError else ArgumentError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .index_template import key_text, slots
-from .shape_dtype import ShapeDtype
+from .op import ShapeDtype
 
 if TYPE_CHECKING:
     from types import CodeType

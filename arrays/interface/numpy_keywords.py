@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..core import foreign_errors
 from ..core.dispatch import Symbol
-from ..core.errors import MeshtapeError, NumPyFunctionError
+from ..core.errors import FOREIGN_ERRORS, MeshtapeError, NumPyFunctionError, type_of_ours
 from ..ops import element_rows
 from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_ufunc
 
@@ -35,7 +34,7 @@ def _spelled(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def _spelled_elementwise(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _spelled(name, fn, args, dict(kwargs))
-    except foreign_errors.CAUGHT as e:
+    except FOREIGN_ERRORS as e:
         _refuse(e, name, args, kwargs)
 
 
@@ -44,7 +43,7 @@ element_rows.spelled = _spelled_elementwise
 
 def _refuse(error: Exception, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Raise an error of Python's or NumPy's as one of ours that shows the call; others as they are."""
-    kind = foreign_errors.type_for(error)
+    kind = type_of_ours(error)
     if kind is None:
         raise error
     raise kind(f"[{name}] {error}: {_shown(name, args, kwargs)}") from None
@@ -73,7 +72,7 @@ def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> C
                 ):
                     raise
             return _spelled(name, fn, args, kwargs, theirs)
-        except foreign_errors.CAUGHT as e:
+        except FOREIGN_ERRORS as e:
             _refuse(e, room + name, args, kwargs)
 
     return inner

@@ -17,11 +17,10 @@ from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, composite
-from ..core.param_kinds import POSITIVE, SIZES, STEPS
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
 from ..ops.creation import asarray, beside
 from ..ops.manipulation import reshape, stack
+from ..ops.param_kinds import POSITIVE, SIZES, STEPS
 from ..ops.wide_floats import in_float32
 from ..reductions.reductions import sum
 from ..statistics.padding import pad

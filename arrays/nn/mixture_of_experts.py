@@ -22,8 +22,7 @@ from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError, ShapeError
-from ..core.op import Op, composite
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import sigmoid
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, reshape

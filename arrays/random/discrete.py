@@ -12,10 +12,10 @@ from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
-from ..core.param_kinds import COUNT, THRESHOLD, WHOLE
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from ..ops.manipulation import broadcast_to
+from ..ops.param_kinds import COUNT, THRESHOLD, WHOLE
 from ..reductions.reductions import argmax
 from . import bit_transforms as recipes
 from .continuous import gumbel, uniform

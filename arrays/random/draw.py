@@ -13,11 +13,10 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
-from ..core.op import Op
-from ..core.param_kinds import DRAW, Kind
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
+from ..ops.param_kinds import DRAW, Kind
 from . import bit_transforms as recipes
 from .philox import BitTransform, draw
 

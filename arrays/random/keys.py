@@ -13,11 +13,10 @@ from ..core.array import Array
 from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op
-from ..core.param_kinds import COUNT
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..ops.creation import asarray
 from ..ops.manipulation import permute_dims
+from ..ops.param_kinds import COUNT
 from . import bit_transforms as recipes
 from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of
 from .philox import philox4x64, words

@@ -12,9 +12,9 @@ import numpy as np
 from ..core.array import Array
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
-from ..core.param_kinds import DRAW, FLAG
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
+from ..ops.param_kinds import DRAW, FLAG
 from . import bit_transforms as recipes
 from .discrete import integers
 from .draw import RANDOM_BITS, box_of, drawn, infer

@@ -14,9 +14,9 @@ from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ShapeError
 from ..core.op import Op
-from ..core.param_kinds import AXES, AXIS, COUNT, FLAG
 from ..ops.elementwise import POSITIONS, isnan, where
 from ..ops.manipulation import astype
+from ..ops.param_kinds import AXES, AXIS, COUNT, FLAG
 
 Axis = int | Sequence[int] | None
 

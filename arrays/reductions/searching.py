@@ -12,12 +12,11 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, composite
-from ..core.param_kinds import one_of
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
 from ..kernels import compact
 from ..ops.creation import arange, beside
 from ..ops.manipulation import astype, broadcast_to, reshape
+from ..ops.param_kinds import one_of
 from .reductions import sum
 
 # ----- by position ----------------------------------------------------------------------------------------------------

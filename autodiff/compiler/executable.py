@@ -18,8 +18,8 @@ import numpy as np
 
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.memory_pool import LARGE, POOL
-from ...arrays.core import foreign_errors
 from ...arrays.core.dtypes import float32, float64
+from ...arrays.core.errors import FOREIGN_ERRORS, type_of_ours
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program
 from ...arrays.indexing import sparse_ops
@@ -149,8 +149,8 @@ def local_executable(
             fn, args, outputs, single, free, into = step
             try:
                 out = fn(*args(env)) if into is None else fn(*args(env), out=env[into])
-            except foreign_errors.CAUGHT as e:
-                if (kind := foreign_errors.type_for(e)) is None:
+            except FOREIGN_ERRORS as e:
+                if (kind := type_of_ours(e)) is None:
                     raise
                 raise kind(f"[{_name(parts[steps.index(step)])}] {e} (in a compiled function)") from None
             if single:

@@ -21,9 +21,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, wrap
 from ...arrays.core.dtypes import HALF, float32
 from ...arrays.core.errors import NonDifferentiableError, ShapeError
-from ...arrays.core.op import state
+from ...arrays.core.op import ShapeDtype, state
 from ...arrays.core.program import site_text
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.interface.writing import Writing

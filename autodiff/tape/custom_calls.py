@@ -19,9 +19,8 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import apply, call_site, check_unwritten, wrap
 from ...arrays.core.errors import GradientError, check_function
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, Site
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import BARRIER
 from .backward import TapeMaker, named, same_value

@@ -15,12 +15,11 @@ import numpy as np
 from ...backends.row_blocks import BLOCK
 from ...core.array import Array
 from ...core.dispatch import apply, as_number
-from ...core.op import Op, composite
-from ...core.param_kinds import AXIS, NUMBER
-from ...core.shape_dtype import ShapeDtype
+from ...core.op import Op, ShapeDtype, composite
 from ...kernels import channel_norms as kernels
 from ...ops.elementwise import sqrt, square, stop_gradient
 from ...ops.manipulation import astype, reshape
+from ...ops.param_kinds import AXIS, NUMBER
 from ...reductions.moments import mean
 from ...reductions.reductions import sum
 from .group_norm import image, infer_affine, parameter, spread

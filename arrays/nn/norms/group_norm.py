@@ -16,12 +16,11 @@ from ...backends.row_blocks import row_blocks, row_sums
 from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.errors import ArgumentError, DTypeError, ShapeError
-from ...core.op import Op, composite
-from ...core.param_kinds import AXIS, NUMBER, POSITIVE
-from ...core.shape_dtype import ShapeDtype
+from ...core.op import Op, ShapeDtype, composite
 from ...kernels import channel_norms as kernels
 from ...ops.creation import asarray, beside, full
 from ...ops.manipulation import astype, reshape
+from ...ops.param_kinds import AXIS, NUMBER, POSITIVE
 from ...reductions.moments import mean
 from ...reductions.reductions import sum
 from .layer_norm import _normalized, _statistics, _wide, infer_affine_backward

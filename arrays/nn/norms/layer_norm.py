@@ -18,15 +18,14 @@ from ...backends.row_blocks import wide as _wide
 from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.errors import ArgumentError, DTypeError, ShapeError
-from ...core.op import Op, composite
-from ...core.param_kinds import COUNT, NUMBER
-from ...core.shape_dtype import ShapeDtype
+from ...core.op import Op, ShapeDtype, composite
 from ...kernels import row_norms
 from ...native import ops
 from ...native.calls import first
 from ...ops.creation import asarray, beside, full
 from ...ops.elementwise import sqrt, square
 from ...ops.manipulation import astype
+from ...ops.param_kinds import COUNT, NUMBER
 from ...reductions.moments import mean
 from ...reductions.reductions import sum
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .index_template import Gap, Slot, Span, Truth
-from .shape_dtype import ShapeDtype
+from ..core.index_template import Gap, Slot, Span, Truth
+from ..core.op import ShapeDtype
 
 
 class OpCall(NamedTuple):
