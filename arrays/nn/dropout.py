@@ -7,7 +7,6 @@ every order is right. On a GPU the mask never reaches memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import KERNEL_FLOATS, result_type
 from ..core.errors import ArgumentError, DTypeError
-from ..core.op import Op, ShapeDtype, composite
+from ..core.op import Op, composite
+from ..core.shape_rules import same
 from ..kernels import philox as kernels
 from ..kernels.launch import contiguous, runner
 from ..ops.creation import asarray, wrap_same
@@ -78,16 +78,12 @@ def _on_cuda(x: Any, y: Any, key: Any, rate: float, offset: tuple[int, ...], glo
     return out
 
 
-def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[0].shape, args[0].dtype)
-
-
 # params: rate, and where the block x starts (offset) in the array that the mask belongs to (global_shape).
 DROPOUT = Op(
     "dropout",
     ("x", "key"),
     _dropout,
-    _infer,
+    same,
     overrides={"cupy": lambda x, key, **params: _on_cuda(x, None, key, **params)},
     params={"rate": FRACTION, **BLOCK},
 )
@@ -95,7 +91,7 @@ DROPOUT_ADD = Op(
     "dropout_add",
     ("x", "y", "key"),
     _dropout_add,
-    _infer,
+    same,
     overrides={"cupy": _on_cuda},
     params={"rate": FRACTION, **BLOCK},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from ..reductions.reductions import argmax
 from . import bit_transforms as recipes
 from .continuous import gumbel, uniform
 from .draw import Request, distribution, drawn, floating, number, op_of
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 BERNOULLI = op_of("bernoulli", recipes.bernoulli, takes_dtype=False, threshold=THRESHOLD)
 

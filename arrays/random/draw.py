@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from ..ops.creation import asarray
 from ..ops.param_kinds import DRAW, Kind
 from . import bit_transforms as recipes
 from .philox import BitTransform, draw
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 RANDOM_BITS = "random bits"
 """Why no draw has a derivative."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from . import bit_transforms as recipes
 from .discrete import integers
 from .draw import RANDOM_BITS, box_of, drawn, infer
 from .philox import draw
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _permutation_impl(

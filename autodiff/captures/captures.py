@@ -11,7 +11,6 @@ checking the places takes a fraction of the time of a new search.
 from __future__ import annotations
 
 import abc
-import builtins
 import collections
 import functools
 import gc
@@ -23,7 +22,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from contextvars import ContextVar
 from decimal import Decimal, getcontext
 from enum import Enum
@@ -58,6 +57,7 @@ from .objects import (
     is_value,
     kept_by,
     lookup_of,
+    members_of,
     memory_of,
     slot,
     state_of_process,
@@ -108,7 +108,6 @@ def captures_of(fn: Any, objects: Sequence[Any] = ()) -> Captures:
     return _Walk(getattr(fn, "__name__", type(fn).__name__)).search(fn, objects)
 
 
-_CODE = FunctionType | staticmethod | classmethod | property
 _VALUES = (int, float, complex, str, bytes)
 _SKIPPED = BuiltinFunctionType | GetSetDescriptorType | np.random.Generator | np.random.RandomState
 # Objects that call others, and the attributes where these are.
@@ -138,7 +137,7 @@ class _Walk(CaptureSearch):
         self.names: set[str] = set()
         self.unsure: set[str] = set()  # those that code may ask for where they are not
         self.anything = False
-        self.members = functools.cache(_members)
+        self.members = functools.cache(members_of)
         self.owners: list[
             tuple[Any, str, set[str]]
         ] = []  # objects, classes and modules, with the names that were looked up
@@ -356,23 +355,6 @@ class _Walk(CaptureSearch):
                 if m in sys.modules or m is name:
                     self._item(sys.modules, m, m)
 
-    def _builtin(self, name: str) -> None:
-        variables = vars(builtins)
-        value = variables.get(name, ABSENT)
-        if (
-            getattr(value, "__module__", None) == "builtins"
-        ):  # Python's own, as long as nobody puts another in its place
-            self.found.items.append((variables.get, name, value))
-            self.key.append(id(value))
-        else:
-            self._item(variables, name, name)
-
-    def _data(self, variables: Mapping[str, Any], path: str) -> None:
-        """Of the variables of a module those that are no code."""
-        for name, value in list(variables.items()):
-            if not name.startswith("__") and not isinstance(value, ModuleType | FunctionType | type):
-                self._item(variables, name, f"{path}.{name}")
-
     # ----- containers and objects -------------------------------------------------------------------------------------
 
     def _kept(self, function: Any, path: str) -> None:
@@ -534,17 +516,3 @@ class _Walk(CaptureSearch):
                     self._library_function(getcontext)
             else:
                 self.visit(value, f"{path}.{name}")
-
-
-def _members(kind: type) -> tuple[list[type], set[str], set[str], set[str]]:
-    """The classes of the user behind a class, the names in them, and of these the plain ones and those that are looked up by no name."""
-    classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
-    special = {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
-    # (Fields are asked of the class: an object may answer for names that it has not.)
-    special.update(getattr(kind, "__dataclass_fields__", ()))
-    members = {n for c in classes for n in vars(c)}
-    return classes, members, {n for n in members if not _is_special(n)}, special
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")

@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from types import GetSetDescriptorType, MemberDescriptorType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -208,3 +208,20 @@ def slot(get: Callable[[Any], Any], x: Any) -> Any:
         return get(x)
     except (AttributeError, ValueError):
         return ABSENT
+
+
+_CODE = FunctionType | staticmethod | classmethod | property
+
+
+def members_of(kind: type) -> tuple[list[type], set[str], set[str], set[str]]:
+    """The classes of the user behind a class, the names in them, and of these the plain ones and those that are looked up by no name."""
+    classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
+    special = {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
+    # (Fields are asked of the class: an object may answer for names that it has not.)
+    special.update(getattr(kind, "__dataclass_fields__", ()))
+    members = {n for c in classes for n in vars(c)}
+    return classes, members, {n for n in members if not _is_special(n)}, special
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")

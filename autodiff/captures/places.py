@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 from ...arrays.core.program import freeze
@@ -73,3 +75,20 @@ class CaptureSearch:
     def _value(self, look: Callable[[], Any], path: str) -> None:
         (value,) = self._same_contents(lambda: (look(),))
         self.visit(value, path)
+
+    def _builtin(self, name: str) -> None:
+        variables = vars(builtins)
+        value = variables.get(name, ABSENT)
+        if (
+            getattr(value, "__module__", None) == "builtins"
+        ):  # Python's own, as long as nobody puts another in its place
+            self.found.items.append((variables.get, name, value))
+            self.key.append(id(value))
+        else:
+            self._item(variables, name, name)
+
+    def _data(self, variables: Mapping[str, Any], path: str) -> None:
+        """Of the variables of a module those that are no code."""
+        for name, value in list(variables.items()):
+            if not name.startswith("__") and not isinstance(value, ModuleType | FunctionType | type):
+                self._item(variables, name, f"{path}.{name}")
