@@ -121,4 +121,3 @@ TEMPLATE = Kind("an index into the array, each index array in its place", _is_te
 
 BLOCK = {"offset": OFFSET, "global_shape": SIZES}
 DRAW = {"shape": SIZES, **BLOCK, "dtype": DTYPE}
-_CONV = {"stride": STEPS, "dilation": STEPS, "groups": POSITIVE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,14 +63,7 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     return x[along_axis("take_along_axis", x.shape, indices, axis)]
 
 
-class _FunctionName:
-    """The name of a function for the message of a failed broadcast."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-_TAKE: Any = _FunctionName("take_along_axis")
+_TAKE: Any = SimpleNamespace(name="take_along_axis")  # an op's name, for the message of a failed broadcast
 
 
 def along_axis(name: str, shape: tuple[int, ...], indices: Any, axis: int) -> tuple[Array, ...]:

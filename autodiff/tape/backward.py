@@ -256,7 +256,7 @@ def _expand(
 
     for v, name in zip(r.outputs, outputs, strict=True):
         move(v, name)
-    # What others gave to an operand goes before what the inner calls give: equal to the bit to the plain backward pass.
+    # Cotangents from others go before those of the inner calls, as in the plain backward pass: the sums have the same bits.
     names = [(r.inputs[p], operands[p]._id) for p in r.plan.wanted]
     for v, name in names:
         move(v, name)
