@@ -1,6 +1,8 @@
 """The calls of our functions that Python or NumPy would refuse in words of their own: NumPy's keywords, and senseless arguments.
 
-``mt.sort(x, kind="stable")`` is taken as ``np.sort`` of an Array takes it. A keyword that has no effect here is passed over, and so is one with NumPy's default. Any other that our function lacks is refused by name. An argument that makes no sense is an :class:`ArgumentError` that shows the call.
+``mt.sort(x, kind="stable")`` is taken as ``np.sort`` of an Array takes it. A keyword that has no effect here is passed over, and so is one
+with NumPy's default. Any other that our function lacks is refused by name. An argument that makes no sense is an :class:`ArgumentError` that
+shows the call.
 """
 
 from __future__ import annotations
