@@ -15,6 +15,10 @@ import numpy as np
 class MeshtapeError(Exception):
     """Base of all errors raised on purpose by meshtape."""
 
+    # The message as it is: FileNotFoundError would make its own of an errno, and KeyError shows a repr.
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
 
 # ----- arrays ---------------------------------------------------------------------------------------------------------
 
@@ -220,10 +224,6 @@ class CheckpointError(MeshtapeError, ValueError):
 class NotACheckpoint(CheckpointError, FileNotFoundError):
     """The path holds nothing that meshtape can read as a checkpoint."""
 
-    # FileNotFoundError would format itself from errno; keep the plain message.
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
 
 class IncompleteCheckpoint(CheckpointError):
     """A save did not finish there, or files are missing; names them."""
@@ -240,16 +240,9 @@ class CheckpointReplaced(CheckpointError):
 class CheckpointExists(CheckpointError, FileExistsError):
     """The target exists and ``overwrite=True`` was not given."""
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
 
 class CheckpointKeyError(CheckpointError, KeyError):
     """Keys are missing, unexpected or collide; lists them all."""
-
-    # KeyError shows its argument with repr(); a message of several lines must stay readable.
-    def __str__(self) -> str:
-        return Exception.__str__(self)
 
 
 class CheckpointShapeError(CheckpointError):
@@ -286,18 +279,12 @@ class StoreError(CheckpointError, OSError):
     ``errno`` is the operating system's number, where it gave one.
     """
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.args, {"errno": self.errno}
 
 
 class StorageFull(MeshtapeError, OSError):
     """The target has less free space than the save needs; says how much of each."""
-
-    def __str__(self) -> str:
-        return Exception.__str__(self)
 
 
 __all__ = [

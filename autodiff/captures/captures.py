@@ -47,7 +47,7 @@ from ...arrays.core.program import freeze
 from ...arrays.indexing.sparse_cotangent import densify
 from ..tape.function_wrapper import Wrapper
 from .bytecode import is_library, module_of, names_in
-from .guards import ABSENT, CaptureKey, Captures
+from .guards import ABSENT, NUMBERS, CaptureKey, Captures, CaptureSearch
 from .number_inputs import TracedNumber
 from .objects import (
     global_generator,
@@ -64,7 +64,6 @@ from .objects import (
     told_by_c,
     variables_of,
 )
-from .places import NUMBERS, CaptureSearch
 from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
