@@ -38,9 +38,8 @@ from .core.dtype_objects import (
     uint64,
 )
 from .core.dtypes import can_cast, finfo, iinfo, isdtype, result_type
-from .core.op import OPS, Op
+from .core.op import OPS, Op, ShapeDtype
 from .core.program import Const, Entry, Program
-from .core.shape_dtype import ShapeDtype
 from .core.tree import tree_map
 from .interface import numpy_keywords, numpy_protocol
 from .interface.info import __array_namespace_info__

@@ -23,8 +23,7 @@ from ..arrays.core.op import not_recording, state
 from ..arrays.ops.creation import asarray, ones_like, zeros, zeros_like
 from ..arrays.ops.elementwise import conj
 from ..arrays.ops.manipulation import concat, reshape, stack
-from .tape.gradients import chosen_arguments, refuse_underivable
-from .transforms import argument_positions, vjp
+from .transforms import argument_positions, chosen_arguments, refuse_underivable, vjp
 
 BLOCK_SIZE = 64
 

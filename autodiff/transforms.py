@@ -12,24 +12,135 @@ from typing import Any
 import numpy as np
 
 from ..arrays.core import tree as trees
-from ..arrays.core.array import Array
+from ..arrays.core.array import Array, new_id
+from ..arrays.core.dispatch import apply, number, wrap
 from ..arrays.core.errors import DTypeError, GradientError, check_function
+from ..arrays.core.op import state
+from ..arrays.interface.writing import settled
 from ..arrays.ops.creation import asarray, zeros_like
+from ..arrays.ops.elementwise import ALIAS
 from .tape.backward import same_value
-from .tape.gradients import (
-    chosen_arguments,
-    gradient_or_zeros,
-    loss_and_aux,
-    names_of,
-    own,
-    real,
-    refuse_underivable,
-    value_and_gradients,
-    watched,
-    without_derivatives,
-)
-from .tape.hidden import refuse_hidden
+from .tape.hidden import foreign_text, hides_arrays, is_foreign, refuse_hidden
 from .tape.tape import Tape, is_differentiable, noted
+
+
+def is_integer(x: Any) -> bool:
+    """Whether a leaf is a Python integer. (True and False are flags, as texts are, and no parameters.)"""
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def real(x: Any) -> Any:
+    """An argument for differentiation: a Python integer becomes a float. (One in a tree is no parameter.)"""
+    if type(x) is Array:
+        return x
+    x = number(x)
+    return float(x) if is_integer(x) else x
+
+
+def own(x: Any) -> Any:
+    """A number as an Array of its own: an array passed twice gets two gradients."""
+    if type(x) is Array and not state.recorders:
+        return wrap(settled(x))
+    x = number(x)
+    return apply(ALIAS, (asarray(x),)) if isinstance(x, Array | float | complex | np.ndarray | np.generic) else x
+
+
+def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
+    """Watch the arrays among the leaves, and keep their values before the function can write to them."""
+    sources = list(leaves)
+    for i, x in enumerate(leaves):
+        if isinstance(x, Array):
+            tape.follow(new_id(x), x._buf)
+            sources[i] = same_value(x)
+    return sources
+
+
+def without_derivatives(x: Any) -> bool:
+    """Whether a leaf has no derivatives: integers, booleans, another library's array, an object that hides arrays."""
+    if isinstance(x, Array | np.ndarray | np.generic):
+        return not is_differentiable(x.dtype)
+    return is_integer(x) or is_foreign(type(x)) or hides_arrays(x)
+
+
+def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int], integers: bool = True) -> None:
+    """Raise where one of these arguments has a leaf without derivatives: a gradient of None is easily overlooked."""
+    for i in positions:
+        for path, x in trees.flatten_with_path(args[i]):
+            if without_derivatives(x if path else real(x)):
+                leaf = f", leaf {trees.path_name(path)}," if path else ""
+                if is_foreign(type(x)):
+                    raise GradientError(f"[{who}] argument {i}{leaf} {foreign_text(x)}")
+                known = isinstance(x, Array | np.ndarray | np.generic)
+                if not known and not is_integer(x):
+                    raise GradientError(
+                        f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get no gradient. Make it a "
+                        f"dataclass, dict, list or tuple, call mt.tree.register({type(x).__name__}, flatten, unflatten), or pass it as an "
+                        "argument that argnums= leaves out or through the closure of the function"
+                    )
+                if integers:
+                    how = ".astype(float)" if known else "float(...)"
+                    raise DTypeError(
+                        f"[{who}] argument {i}{leaf} is {x.dtype.name if known else type(x).__name__}, which has no derivatives: make it "
+                        f"floating with {how}, or pass it as an argument that argnums= leaves out, or through the closure of the function"
+                    )
+
+
+def loss_and_aux(who: str, out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise GradientError(f"[{who}] with has_aux the function must return (value, aux), got {type(out).__name__}")
+    return out
+
+
+def gradients_of(tape: Tape, targets: Sequence[Any], seeds: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """The gradients by the sources that :func:`watched` gave: zeros where nothing leads there, None for what has none."""
+    found = tape.backward(targets, seeds, [x._id for x in sources if isinstance(x, Array)])
+    grads = []
+    for x in sources:
+        g = found.get(x._id) if isinstance(x, Array) else None
+        if g is None and isinstance(x, Array) and is_differentiable(x.dtype):
+            g = zeros_like(x)
+        grads.append(g)
+    return noted(sources, grads)
+
+
+def chosen_arguments(who: str, positions: Sequence[int], count: int) -> list[int]:
+    """The positions counted from 0, of ``count`` arguments."""
+    chosen = [i if i >= 0 else i + count for i in positions]
+    if chosen and not 0 <= min(chosen) <= max(chosen) < count:
+        wanted = positions[0] if len(positions) == 1 else tuple(positions)
+        raise GradientError(f"[{who}] argnums {wanted} for {count} positional argument(s)")
+    return chosen
+
+
+def value_and_gradients(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], chosen: Sequence[int], has_aux: bool
+) -> tuple[Any, list[Any]]:
+    """The result of ``fn``, and the gradient of its loss with respect to each of the ``chosen`` arguments."""
+    full = list(args)
+    leaves: list[Any] = []
+    places: dict[int, tuple[trees.TreeDef, int, int]] = {}
+    for i in chosen:
+        if i not in places:
+            given, treedef = trees.flatten(real(args[i]))
+            mine = list(map(own, given))
+            if any(map(without_derivatives, mine)):
+                refuse_underivable("grad", args, [i])
+            full[i] = trees.unflatten(treedef, mine)
+            places[i] = treedef, len(leaves), len(leaves) + len(mine)
+            leaves += mine
+    tape = Tape()
+    with tape:
+        sources = watched(tape, leaves)
+        out = fn(*full, **kwargs)
+    loss = loss_and_aux("grad", out)[0] if has_aux else out
+    if not isinstance(loss, Array):
+        raise GradientError(f"[grad] the function must return an Array, got {type(loss).__name__}")
+    grads = gradients_of(tape, [loss], [None], sources)
+    parts = []
+    for i in chosen:
+        treedef, start, stop = places[i]
+        parts.append(trees.unflatten(treedef, grads[start:stop]))
+    return out, parts
 
 
 def _arrays(tree: Any) -> list[Array]:
@@ -88,8 +199,8 @@ def _vjp(who: str, fn: Callable[..., Any], primals: Sequence[Any], has_aux: bool
             for o, s in zip(outputs, seeds, strict=True)
             if isinstance(o, Array) and s is not None and is_differentiable(o.dtype)
         ]
-        found = tape.backward([o for o, _ in pairs], [s for _, s in pairs], names_of(sources))
-        return trees.unflatten(in_def, noted(sources, [gradient_or_zeros(x, found) for x in sources]))
+        grads = gradients_of(tape, [o for o, _ in pairs], [s for _, s in pairs], sources)
+        return trees.unflatten(in_def, grads)
 
     return (out, pull, aux) if has_aux else (out, pull)
 
@@ -233,8 +344,7 @@ def hvp(fn: Callable[..., Any], x: Any, v: Any) -> Any:
         sources = watched(tape, leaves)
         slopes = trees.flatten(grad(fn)(trees.unflatten(x_def, leaves)), is_leaf=_is_none)[0]
     pairs = [(g, _tangent(g, t)) for g, t in zip(slopes, vs, strict=True) if g is not None]
-    found = tape.backward([g for g, _ in pairs], [t for _, t in pairs], names_of(sources))
-    return trees.unflatten(x_def, [gradient_or_zeros(s, found) for s in sources])
+    return trees.unflatten(x_def, gradients_of(tape, [g for g, _ in pairs], [t for _, t in pairs], sources))
 
 
 def _shape(x: Any) -> tuple[int, ...]:

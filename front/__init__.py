@@ -15,28 +15,8 @@ from . import interrupts as _interrupts  # isort: skip
 from .arrays import *  # noqa: F403
 from .arrays import __all__ as _arrays_all
 from .arrays import __array_api_version__, __array_namespace_info__
-from .autodiff import (
-    SparseGradient,
-    Tape,
-    check_grads,
-    checkpoint,
-    compile,
-    custom_vjp,
-    detect_anomaly,
-    grad,
-    gradient_hook,
-    gradient_rows,
-    hessian,
-    hvp,
-    jacobian,
-    jacobian_blocks,
-    jvp,
-    no_grad,
-    sparse_gradient,
-    value_and_grad,
-    vjp,
-)
-from .autodiff.optim import optimizers as optim
+from .autodiff import *  # noqa: F403
+from .autodiff import __all__ as _autodiff_all
 from .namespaces import HOMES as _HOMES
 from .namespaces import install as _install
 
@@ -105,34 +85,7 @@ _PACKAGES = ("arrays", "autodiff", "parallel", "storage")
 # NumPy's functions that write into an argument; people look for them here.
 _WRITERS = ("copyto", "fill_diagonal", "place", "put", "putmask")
 
-__all__ = sorted(
-    {
-        *_arrays_all,
-        *_LAZY,
-        *_PACKAGES,
-        *_HOMES,
-        "SparseGradient",
-        "Tape",
-        "check_grads",
-        "checkpoint",
-        "compile",
-        "custom_vjp",
-        "detect_anomaly",
-        "grad",
-        "gradient_hook",
-        "gradient_rows",
-        "hessian",
-        "hvp",
-        "jacobian",
-        "jacobian_blocks",
-        "jvp",
-        "no_grad",
-        "optim",
-        "sparse_gradient",
-        "value_and_grad",
-        "vjp",
-    }
-)
+__all__ = sorted({*_arrays_all, *_autodiff_all, *_LAZY, *_PACKAGES, *_HOMES})
 
 
 def __getattr__(name: str) -> _Any:

@@ -26,14 +26,14 @@ from meshtape.arrays.core.dtype_objects import DType as DType
 from meshtape.arrays.core.dtypes import FloatInfo as FloatInfo
 from meshtape.arrays.core.dtypes import IntInfo as IntInfo
 from meshtape.arrays.core.op import Op as Op
+from meshtape.arrays.core.op import ShapeDtype as ShapeDtype
 from meshtape.arrays.core.program import Const as Const
 from meshtape.arrays.core.program import Entry as Entry
 from meshtape.arrays.core.program import Program as Program
-from meshtape.arrays.core.shape_dtype import ShapeDtype as ShapeDtype
 from meshtape.arrays.nn.norms.batch_norm import BatchNorm as BatchNorm
-from meshtape.arrays.numpy_compat.statistics import Axis as Axis
 from meshtape.arrays.prefetch import Prefetcher as Prefetcher
 from meshtape.arrays.prefetch import T as T
+from meshtape.arrays.reductions.reduction_ops import Axis as Axis
 from meshtape.arrays.reductions.sorting import TopK as TopK
 from meshtape.arrays.statistics.sets import UniqueAll as UniqueAll
 from meshtape.arrays.statistics.sets import UniqueCounts as UniqueCounts

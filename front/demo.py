@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.util
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -161,13 +160,11 @@ class Report:
             raise DemoFailed("; ".join(self.failures))
 
 
-@contextlib.contextmanager
-def cluster(scheduler: str | None, workers: int) -> Iterator[Any]:
+def cluster(scheduler: str | None, workers: int) -> contextlib.AbstractContextManager[Any]:
     """A client of the scheduler at an address, or of a cluster of this machine that is started here."""
     from .parallel.dask.cluster import connect, local_cluster
 
-    with connect(scheduler) if scheduler else local_cluster(workers) as client:
-        yield client
+    return connect(scheduler) if scheduler else local_cluster(workers)
 
 
 def run(

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Sequence
 from meshtape.arrays.core.blocks import BlockSharding as BlockSharding
 from meshtape.arrays.core.devices import Device as Device
 from meshtape.arrays.interface.at import AtIndex as AtIndex
-from meshtape.arrays.numpy_compat.statistics import Axis as Axis
+from meshtape.arrays.reductions.reduction_ops import Axis as Axis
 from typing import Any as Any
 import numpy as np
 

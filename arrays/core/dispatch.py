@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from . import foreign_errors
 from .array import Array
 from .devices import Device
 from .dtypes import FIRST_USER_DTYPE
@@ -26,10 +25,10 @@ from .errors import (
     MeshtapeError,
     OutOfMemory,
     TracedValueError,
+    type_of_ours,
 )
-from .op import NO_PARAMS, Op, state
+from .op import NO_PARAMS, Op, ShapeDtype, state
 from .program import Const, Program, Site
-from .shape_dtype import ShapeDtype
 
 ndarray = np.ndarray
 SCALARS = frozenset({bool, int, float, complex})
@@ -288,7 +287,7 @@ def _explain(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Ex
         names = " and ".join(dict.fromkeys(a.dtype.name for a in avals if hasattr(a, "dtype")))
         raise DTypeError(f"[{op.name}] {names} give no dtype together: cast one of them with astype") from None
     text = f"[{op.name}] {error} (of {', '.join(map(str, avals))})"
-    if (kind := foreign_errors.type_for(error)) is not None:
+    if (kind := type_of_ours(error)) is not None:
         raise kind(text) from None
 
 

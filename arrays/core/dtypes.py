@@ -60,6 +60,9 @@ KINDS: dict[str, tuple[np.dtype, ...]] = {
 }
 """The standard's kinds; ours of one and two bytes count as real floating."""
 
+KERNEL_FLOATS = (float32, float64, float16, bfloat16)
+"""The floats that our CUDA kernels compute."""
+
 EXTENSIONS = frozenset({float16, bfloat16, float8_e4m3fn, float8_e5m2})
 """Dtypes that the standard does not know."""
 

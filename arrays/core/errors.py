@@ -15,6 +15,10 @@ import numpy as np
 class MeshtapeError(Exception):
     """Base of all errors raised on purpose by meshtape."""
 
+    # The message as it is: FileNotFoundError would make its own of an errno, and KeyError shows a repr.
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
 
 # ----- arrays ---------------------------------------------------------------------------------------------------------
 
@@ -220,10 +224,6 @@ class CheckpointError(MeshtapeError, ValueError):
 class NotACheckpoint(CheckpointError, FileNotFoundError):
     """The path holds nothing that meshtape can read as a checkpoint."""
 
-    # FileNotFoundError would format itself from errno; keep the plain message.
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
 
 class IncompleteCheckpoint(CheckpointError):
     """A save did not finish there, or files are missing; names them."""
@@ -240,16 +240,9 @@ class CheckpointReplaced(CheckpointError):
 class CheckpointExists(CheckpointError, FileExistsError):
     """The target exists and ``overwrite=True`` was not given."""
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
 
 class CheckpointKeyError(CheckpointError, KeyError):
     """Keys are missing, unexpected or collide; lists them all."""
-
-    # KeyError shows its argument with repr(); a message of several lines must stay readable.
-    def __str__(self) -> str:
-        return Exception.__str__(self)
 
 
 class CheckpointShapeError(CheckpointError):
@@ -286,9 +279,6 @@ class StoreError(CheckpointError, OSError):
     ``errno`` is the operating system's number, where it gave one.
     """
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.args, {"errno": self.errno}
 
@@ -296,10 +286,38 @@ class StoreError(CheckpointError, OSError):
 class StorageFull(MeshtapeError, OSError):
     """The target has less free space than the save needs; says how much of each."""
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)
-
 
 __all__ = [
     name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, BaseException)
 ]
+
+
+_UNNAMED = (ArgumentError, ArrayIndexError)
+"""Those of Python's protocols, as of an array that is asked for its truth, say nothing of the function that asked."""
+
+_OURS = (__name__.partition(".")[0], "numpy", "scipy", "ml_dtypes", "cupy")
+
+FOREIGN_ERRORS = (ValueError, TypeError, ArithmeticError, LookupError, MemoryError)
+"""Among these are all errors that NumPy raises of arguments."""
+
+
+def type_of_ours(error: Exception) -> type[MeshtapeError] | None:
+    """The type of ours for an error; None for one that names its function, or is that of a function that a user passed."""
+    if str(error).startswith("[") or (isinstance(error, MeshtapeError) and type(error) not in _UNNAMED):
+        return None
+    if isinstance(error, FloatingPointError):  # numpy.errstate asked for it
+        return None
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
+            return None
+        step = step.tb_next
+    if isinstance(error, MeshtapeError):
+        return type(error)
+    if isinstance(error, np.linalg.LinAlgError):
+        return LinAlgError
+    if isinstance(error, MemoryError):
+        return OutOfMemory
+    if isinstance(error, IndexError):
+        return ArrayIndexError
+    return NumberRangeError if type(error) is OverflowError else ArgumentError

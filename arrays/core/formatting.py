@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 DRAWINGS: dict[str, Callable[..., Any]] = {}
-"""How notebooks show what lower rooms hold, by its kind; filled by the rooms that draw."""
+"""The pictures in notebooks of objects of lower rooms, by kind; filled by the rooms that draw."""
 
 
 def human_bytes(n: float) -> str:

@@ -17,10 +17,27 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from . import cuda_rules
-from .shape_dtype import ShapeDtype
+from .dtypes import FIRST_USER_DTYPE, KERNEL_FLOATS
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
+
+
+class ShapeDtype(NamedTuple):
+    """The shape and dtype of a value, known before it is computed."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        n = self.dtype.itemsize
+        for s in self.shape:
+            n *= s
+        return n
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
+
 
 Infer = Callable[..., ShapeDtype | tuple[ShapeDtype, ...]]
 
@@ -68,7 +85,7 @@ class Op:
     takes_out
         Whether the NumPy form takes ``out=``, memory for its one result. NumPy's ufuncs do.
     params
-        The names of all parameters, with the kind of each (``core.param_kinds``), which files of programs are checked by.
+        The names of all parameters, with the kind of each (``ops.param_kinds``), which files of programs are checked by.
     view
         Whether the result lies in the memory of the first operand: ``"always"``, ``"sometimes"``, or ``""`` for never. (Of
         ``getitem`` for basic keys alone.)
@@ -124,14 +141,14 @@ class Op:
         fn = self._bound.get(key)
         if fn is None:
             special = self.overrides.get(key)
-            if special is not None and not cuda_rules.is_partial(special):
+            if special is not None and not getattr(special, "for_floats", False):
                 fn = special
             else:
                 fn = getattr(xp, self.impl) if isinstance(self.impl, str) else functools.partial(self.impl, xp)
                 if special is not None:
-                    fn = cuda_rules.chosen(special, fn)
+                    fn = _kernel_or_composed(special, fn)
             if key != "numpy":
-                fn = cuda_rules.by_the_rule(self, fn)
+                fn = _with_dtypes_of_rule(self, fn)
             self._bound[key] = fn
         return fn
 
@@ -146,6 +163,63 @@ class Op:
     def __reduce__(self) -> Any:
         # An op is its name: it comes back as the same object in another process.
         return op_named, (self.name,)
+
+
+_MOST_SIGNATURES = 512
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def for_floats(kernel: F) -> F:
+    """Decorator of an implementation whose kernels take real floats alone: other dtypes go the composed way."""
+    kernel.for_floats = True  # type: ignore[attr-defined]
+    return kernel
+
+
+def _kernel_or_composed(kernel: Callable[..., Any], composed: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel where it takes the operands, else the composed implementation."""
+
+    def run(*bufs: Any, **params: Any) -> Any:
+        takes = bufs[0].dtype in KERNEL_FLOATS and not any(b.dtype.kind == "c" for b in bufs if hasattr(b, "dtype"))
+        return (kernel if takes else composed)(*bufs, **params)
+
+    return run
+
+
+def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with the dtypes of the op's shape rule, and with its refusals, where CuPy might have others.
+
+    CuPy has no functions of its own for the floats that other libraries register: it computes them in float32, and many results
+    stay so. It takes dtypes that NumPy refuses, and drops imaginary parts on the way.
+    """
+    known: dict[Any, tuple[Any, ...]] = {}  # the rule takes longer than the call that starts a kernel
+
+    def run(*bufs: Any, **params: Any) -> Any:
+        dtypes = [getattr(b, "dtype", type(b)) for b in bufs]
+        for d in dtypes:
+            if type(d) is not type and (d.num >= FIRST_USER_DTYPE or d.kind in "cb"):
+                break
+        else:
+            return fn(*bufs, **params)
+        try:
+            key = (*dtypes, *params.items())
+            wanted = known.get(key)
+        except TypeError:  # a parameter that cannot be a key
+            key = wanted = None
+        if wanted is None:
+            args = tuple([ShapeDtype(tuple(b.shape), b.dtype) if hasattr(b, "dtype") else b for b in bufs])
+            wanted = tuple([a.dtype for a in op.avals(args, params)])
+            if key is not None and len(known) < _MOST_SIGNATURES:
+                known[key] = wanted
+        out = fn(*bufs, **params)
+        if op.nout == 1:
+            return _cast(out, wanted[0])
+        return tuple([_cast(o, d) for o, d in zip(out, wanted, strict=True)])
+
+    return run
+
+
+def _cast(out: Any, dtype: Any) -> Any:
+    return out.astype(dtype) if hasattr(out, "dtype") and out.dtype != dtype else out
 
 
 def op_named(name: str) -> Op:

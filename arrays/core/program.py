@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .index_template import key_text, slots
-from .shape_dtype import ShapeDtype
+from .op import ShapeDtype
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -247,11 +247,11 @@ def simplify(program: Program) -> Program:
     )
 
 
-def last_uses(program: Program) -> list[tuple[int, ...]]:
-    """For each entry, the variables that no later entry reads, which an executor may free there."""
+def last_uses(program: Program, parts: Sequence[Any] | None = None) -> list[tuple[int, ...]]:
+    """For each entry (or part, where entries were joined), the variables that no later one reads: an executor may free them there."""
     needed = set(program.outputs)
     out: list[tuple[int, ...]] = []
-    for e in reversed(program.entries):
+    for e in reversed(program.entries if parts is None else parts):
         used = dict.fromkeys([v for v in e.inputs if isinstance(v, int)] + list(e.outputs))
         out.append(tuple(v for v in used if v not in needed))
         needed.update(used)

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from .errors import ArgumentError, AxisError, DTypeError, MeshtapeError, NumberRangeError, ShapeError
-from .op import Op
+from .op import Op, ShapeDtype
 from .program import freeze
-from .shape_dtype import ShapeDtype
 
 
 def broadcast_shapes(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

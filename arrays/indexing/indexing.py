@@ -17,10 +17,9 @@ from ..core.dispatch import Deferred, apply, wrap
 from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, DTypeError, NumberRangeError, ShapeError
 from ..core.index_template import Template, fitted, is_basic, numpy_key, result_shape
-from ..core.op import Op, state
-from ..core.param_kinds import SIZES, TEMPLATE
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, state
 from ..kernels import scatter as kernels
+from ..ops.param_kinds import SIZES, TEMPLATE
 from .keys import parse
 from .rows import rows_of
 

@@ -13,10 +13,9 @@ import numpy as np
 
 from ..backends.row_blocks import BLOCK
 from ..core.errors import ShapeError
-from ..core.op import Op
-from ..core.param_kinds import NUMBER
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..ops import elementwise
+from ..ops.param_kinds import NUMBER
 from .rows import Rows
 
 

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..core.dispatch import Deferred
-from ..core.op import Op
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..ops.elementwise import (
     ADD,
     ALIAS,

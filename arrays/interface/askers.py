@@ -32,7 +32,7 @@ def _steps(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
 
 
 def writes_buffer(frame: FrameType) -> str | None:
-    """How the present line of a frame writes a number into foreign memory; None where it does not."""
+    """The expression by which the present line of a frame writes a number into foreign memory; None where it does not."""
     code = frame.f_code
     ours = frame.f_globals.get("__name__", "").startswith("meshtape.")
     if ours or any(p in code.co_filename for p in _NOT_THE_USERS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,10 +28,6 @@ from ..indexing.keys import mask_alone, parse
 from ..ops.creation import asarray, beside, ones, ones_like
 from ..ops.elementwise import ADD, MAXIMUM, MINIMUM, MULTIPLY, where
 from ..ops.manipulation import astype, broadcast_to, concat, reshape
-
-if TYPE_CHECKING:
-    from ..core.array import Array
-
 
 _NO_KEY = object()
 

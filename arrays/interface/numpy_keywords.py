@@ -1,6 +1,8 @@
 """The calls of our functions that Python or NumPy would refuse in words of their own: NumPy's keywords, and senseless arguments.
 
-``mt.sort(x, kind="stable")`` is taken as ``np.sort`` of an Array takes it. A keyword that has no effect here is passed over, and so is one with NumPy's default. Any other that our function lacks is refused by name. An argument that makes no sense is an :class:`ArgumentError` that shows the call.
+``mt.sort(x, kind="stable")`` is taken as ``np.sort`` of an Array takes it. A keyword that has no effect here is passed over, and so is one
+with NumPy's default. Any other that our function lacks is refused by name. An argument that makes no sense is an :class:`ArgumentError` that
+shows the call.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..core import foreign_errors
 from ..core.dispatch import Symbol
-from ..core.errors import MeshtapeError, NumPyFunctionError
+from ..core.errors import FOREIGN_ERRORS, MeshtapeError, NumPyFunctionError, type_of_ours
 from ..ops import element_rows
 from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_ufunc
 
@@ -35,7 +36,7 @@ def _spelled(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
 def _spelled_elementwise(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return _spelled(name, fn, args, dict(kwargs))
-    except foreign_errors.CAUGHT as e:
+    except FOREIGN_ERRORS as e:
         _refuse(e, name, args, kwargs)
 
 
@@ -44,7 +45,7 @@ element_rows.spelled = _spelled_elementwise
 
 def _refuse(error: Exception, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Raise an error of Python's or NumPy's as one of ours that shows the call; others as they are."""
-    kind = foreign_errors.type_for(error)
+    kind = type_of_ours(error)
     if kind is None:
         raise error
     raise kind(f"[{name}] {error}: {_shown(name, args, kwargs)}") from None
@@ -73,7 +74,7 @@ def guarded(name: str, fn: Callable[..., Any], theirs: Any, room: str = "") -> C
                 ):
                     raise
             return _spelled(name, fn, args, kwargs, theirs)
-        except foreign_errors.CAUGHT as e:
+        except FOREIGN_ERRORS as e:
             _refuse(e, room + name, args, kwargs)
 
     return inner

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.cuda_rules import FLOATS, for_floats
+from ..core.dtypes import KERNEL_FLOATS
+from ..core.op import for_floats
 from .geometry import MAX_GRID, ceil_div, vector_length
 from .launch import contiguous, i64, named, runner, wide
 from .row_norms import dtypes_of, pairs, sum_parts
@@ -29,10 +30,10 @@ def variants() -> Iterator[tuple[str, str]]:
             for v in vectors:
                 yield BATCH, named("linear", last, False, d, o, o, v)
                 yield BATCH, named("linear", last, True, d, o, d, v)
-    for d in FLOATS:
+    for d in KERNEL_FLOATS:
         for last in (False, True):
             yield BATCH, named("batch_moments", last, d)
-    for a in dict.fromkeys(wide(d) for d in FLOATS):
+    for a in dict.fromkeys(wide(d) for d in KERNEL_FLOATS):
         for name in ("merge_moments", "backward_factors", "forward_factors"):
             yield BATCH, named(name, a)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.cuda_rules import FLOATS
+from ..core.dtypes import KERNEL_FLOATS
 from .geometry import MAX_GRID, ceil_div
 from .launch import NAMES, contiguous, i64, named, runner
 
@@ -22,10 +22,10 @@ def _recipe(kind: str, dtype: np.dtype) -> str:
 
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
-    for kind, dtypes in (("Bits", (_U32, _U64)), ("Uniform", FLOATS), ("Bernoulli", (_BOOL,))):
+    for kind, dtypes in (("Bits", (_U32, _U64)), ("Uniform", KERNEL_FLOATS), ("Bernoulli", (_BOOL,))):
         for d in dtypes:
             yield FILE, named("philox_fill", _recipe(kind, d), d)
-    for d in FLOATS:
+    for d in KERNEL_FLOATS:
         yield FILE, named("dropout", False, d)
         yield FILE, named("dropout", True, d)
 

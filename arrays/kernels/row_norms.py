@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.cuda_rules import FLOATS, for_floats
+from ..core.dtypes import KERNEL_FLOATS
+from ..core.op import for_floats
 from .geometry import MAX_GRID, RowPlan, ceil_div, ladder, persistent_grid, row_plan
 from .launch import contiguous, i64, named, runner, wide
 
@@ -32,7 +33,7 @@ def dtypes_of(x: np.dtype, *others: np.dtype) -> tuple[np.dtype, np.dtype]:
 
 def pairs() -> list[tuple[np.dtype, np.dtype]]:
     """Every pair of dtypes that :func:`dtypes_of` gives."""
-    return [(d, o) for d in FLOATS for o in dict.fromkeys((d, wide(d)))]
+    return [(d, o) for d in KERNEL_FLOATS for o in dict.fromkeys((d, wide(d)))]
 
 
 def variants() -> Iterator[tuple[str, str]]:
@@ -46,7 +47,7 @@ def variants() -> Iterator[tuple[str, str]]:
             yield FILE, named("norm_forward_long", center, x, o, o)
             yield FILE, named("norm_backward_long", center, x, o, o)
             yield FILE, named("norm_columns", center, x, o)
-    for d in FLOATS:
+    for d in KERNEL_FLOATS:
         for o in dict.fromkeys((d, wide(d))):
             yield COLUMNS, named("sum_parts", wide(d), o)
 
@@ -55,7 +56,7 @@ def sum_parts(partial: Any, dtype: np.dtype) -> Any:
     """The sum of ``partial`` (parts, width) over its parts, in a fixed order, rounded once to ``dtype``."""
     r = runner()
     parts, width = partial.shape
-    kept = dtype if dtype in (partial.dtype, *(d for d in FLOATS if wide(d) == partial.dtype)) else partial.dtype
+    kept = dtype if dtype in (partial.dtype, *(d for d in KERNEL_FLOATS if wide(d) == partial.dtype)) else partial.dtype
     out = r.xp.empty(width, kept)
     if width:
         grid, block = (ceil_div(width, 32), 1, 1), (32, 32, 1)

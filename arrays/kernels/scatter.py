@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.determinism import is_deterministic
-from ..core.cuda_rules import FLOATS
+from ..core.dtypes import KERNEL_FLOATS
 from ..core.index_template import Slot, Span, fitted, is_basic, numpy_key, result_shape
 from .geometry import ceil_div
 from .launch import contiguous, i64, named, runner, wide
@@ -34,14 +34,14 @@ def summed_as(dtype: np.dtype) -> np.dtype:
     >>> [summed_as(np.dtype(t)).name for t in ("float16", "uint8", "float64")]
     ['float32', 'uint32', 'float64']
     """
-    if dtype in FLOATS:
+    if dtype in KERNEL_FLOATS:
         return wide(dtype)
     return dtype if dtype.itemsize >= 4 else np.dtype(np.uint32)
 
 
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
-    for d in (*FLOATS, *_RAW.values()):
+    for d in (*KERNEL_FLOATS, *_RAW.values()):
         for kernel in ("add_atomically", "add_in_order", "join_chunks"):
             yield FILE, named(kernel, d, summed_as(d))
     for d in (np.dtype(np.int32), _I64):
@@ -292,4 +292,4 @@ def index_extremum(name: str) -> Callable[..., Any]:
 
 
 def _compared_as(dtype: np.dtype) -> np.dtype:
-    return wide(dtype) if dtype in FLOATS else dtype
+    return wide(dtype) if dtype in KERNEL_FLOATS else dtype

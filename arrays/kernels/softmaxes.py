@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.cuda_rules import FLOATS, for_floats
+from ..core.dtypes import KERNEL_FLOATS
+from ..core.op import for_floats
 from .geometry import MAX_GRID, ladder, row_plan
 from .launch import contiguous, i64, named, runner, wide
 
@@ -17,7 +18,7 @@ _LONG_THREADS = 512
 
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
-    for d in FLOATS:
+    for d in KERNEL_FLOATS:
         sizes = [(t, i, v) for v in (1, 16 // d.itemsize) for t, i in ladder(d.itemsize, v)]
         for kind in ("forward", "backward"):
             for log in (False, True):

@@ -18,10 +18,9 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import real_of
 from ..core.errors import DTypeError, LinAlgError, ShapeError
-from ..core.op import Op
-from ..core.param_kinds import FLAG, NUMBER, one_of
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..ops.manipulation import astype
+from ..ops.param_kinds import FLAG, NUMBER, one_of
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,6 @@ def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
     return out if run("layer_norm", (x, weight, bias, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
-def layer_norm_backward(g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
-    return _norm_backward("layer_norm_backward", g, x, weight, naxes, eps, 2)
-
-
 def rms_norm(x: Any, weight: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
@@ -48,11 +45,7 @@ def rms_norm(x: Any, weight: Any, naxes: int, eps: float) -> Any:
     return out if run("rms_norm", (x, weight, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
-def rms_norm_backward(g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
-    return _norm_backward("rms_norm_backward", g, x, weight, naxes, eps, 1)
-
-
-def _norm_backward(kernel: str, g: Any, x: Any, weight: Any, naxes: int, eps: float, parameters: int) -> Any:
+def _norm_backward(kernel: str, parameters: int, g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
     rows, width = _rows(x, naxes)
@@ -63,28 +56,20 @@ def _norm_backward(kernel: str, g: Any, x: Any, weight: Any, naxes: int, eps: fl
     return out, *[np.add.reduce(s, axis=0).reshape(weight.shape) for s in sums]
 
 
-def softmax(x: Any, axis: int, masked: bool) -> Any:
-    return _by_rows("softmax", (x,), axis, masked)
+layer_norm_backward = partial(_norm_backward, "layer_norm_backward", 2)
+rms_norm_backward = partial(_norm_backward, "rms_norm_backward", 1)
 
 
-def softmax_backward(g: Any, y: Any, axis: int) -> Any:
-    return _by_rows("softmax_backward", (g, y), axis)
-
-
-def log_softmax(x: Any, axis: int, masked: bool) -> Any:
-    return _by_rows("log_softmax", (x,), axis, masked)
-
-
-def log_softmax_backward(g: Any, y: Any, axis: int) -> Any:
-    return _by_rows("log_softmax_backward", (g, y), axis)
-
-
-def _by_rows(kernel: str, operands: tuple[Any, ...], axis: int, flag: bool = False) -> Any:
+def _by_rows(kernel: str, *operands: Any, axis: int, masked: bool = False) -> Any:
     x = operands[-1]
     if not _takes(x) or axis != x.ndim - 1:
         return NotImplemented
     out = result_like(x)
-    return out if run(kernel, (*operands, out), *_rows(x, 1), flag=flag) else NotImplemented
+    return out if run(kernel, (*operands, out), *_rows(x, 1), flag=masked) else NotImplemented
+
+
+softmax, softmax_backward = partial(_by_rows, "softmax"), partial(_by_rows, "softmax_backward")
+log_softmax, log_softmax_backward = partial(_by_rows, "log_softmax"), partial(_by_rows, "log_softmax_backward")
 
 
 def below(labels: Any, limit: int) -> bool | None:
@@ -119,14 +104,6 @@ def _by_classes(kernel: str, operands: tuple[Any, ...], logits: Any, ignored: in
     return run(kernel, operands, *_rows(logits, 1), value=smoothing, flag=ignored is not None, ignored=ignored or 0)
 
 
-def gelu(x: Any) -> Any:
-    return _elementwise("gelu", x)
-
-
-def sigmoid(x: Any) -> Any:
-    return _elementwise("sigmoid", x)
-
-
 def _elementwise(kernel: str, x: Any) -> Any:
     if not _takes(x):
         return NotImplemented
@@ -134,27 +111,20 @@ def _elementwise(kernel: str, x: Any) -> Any:
     return out if run(kernel, (x, out), x.size, 1) else NotImplemented
 
 
-def gelu_backward(g: Any, x: Any) -> Any:
-    return _elementwise_backward("gelu_backward", g, x)
+gelu, sigmoid = partial(_elementwise, "gelu"), partial(_elementwise, "sigmoid")
 
 
-def tanh_backward(g: Any, y: Any) -> Any:
-    return _elementwise_backward("tanh_backward", g, y, WORTH_A_CALL)
-
-
-def sigmoid_backward(g: Any, y: Any) -> Any:
-    return _elementwise_backward("sigmoid_backward", g, y, WORTH_A_CALL)
-
-
-def relu_backward(g: Any, y: Any) -> Any:
-    return _elementwise_backward("relu_backward", g, y, WORTH_A_CALL)
-
-
-def _elementwise_backward(kernel: str, g: Any, x: Any, least: int = 0) -> Any:
+def _elementwise_backward(kernel: str, least: int, g: Any, x: Any) -> Any:
     if not _takes(x) or type(g) is not np.ndarray or g.shape != x.shape or x.size < least:
         return NotImplemented
     out = result_like(x)
     return out if run(kernel, (g, x, out), x.size, 1) else NotImplemented
+
+
+gelu_backward = partial(_elementwise_backward, "gelu_backward", 0)
+tanh_backward = partial(_elementwise_backward, "tanh_backward", WORTH_A_CALL)
+sigmoid_backward = partial(_elementwise_backward, "sigmoid_backward", WORTH_A_CALL)
+relu_backward = partial(_elementwise_backward, "relu_backward", WORTH_A_CALL)
 
 
 # As which dtype numbers of so many bytes are chosen from: no bit changes.

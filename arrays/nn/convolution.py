@@ -17,12 +17,12 @@ from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, composite
-from ..core.param_kinds import POSITIVE, SIZES, STEPS
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
 from ..ops.creation import asarray, beside
 from ..ops.manipulation import reshape, stack
+from ..ops.param_kinds import POSITIVE, SIZES, STEPS
 from ..ops.wide_floats import in_float32
+from ..reductions.reductions import max as max_
 from ..reductions.reductions import sum
 from ..statistics.padding import pad
 
@@ -268,8 +268,6 @@ def pool(
     >>> mt.nn.pool(mt.asarray([[[1.0, 5.0, 2.0, 3.0]]]), 2).tolist()
     [[[5.0, 3.0]]]
     """
-    from ..reductions.reductions import max
-
     x = asarray(x)
     n = x.ndim - 2
     if n < 1:
@@ -293,7 +291,7 @@ def pool(
         raise ShapeError(f"[pool] a window of {size} does not fit an image of shape {image}")
     parts = stack([y[(..., *part)] for _, part in _taps(size, out, steps, ones)])
     if kind == "max":
-        return max(parts, axis=0)
+        return max_(parts, axis=0)
     inside = np.pad(np.ones(image), around)
     counts = np.sum([inside[part] for _, part in _taps(size, out, steps, ones)], axis=0)
     return sum(parts, axis=0) / asarray(counts.astype(x.dtype), device=beside(x))

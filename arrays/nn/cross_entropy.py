@@ -17,15 +17,14 @@ from ..backends.row_blocks import BLOCK, row_sums
 from ..backends.row_blocks import wide as _wide
 from ..core.array import Array
 from ..core.dispatch import apply
-from ..core.op import Op
-from ..core.param_kinds import FRACTION, LABEL
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..core.shape_rules import same_as_second
 from ..kernels import softmaxes
 from ..native import ops
 from ..native.calls import first
 from ..ops.elementwise import POSITIONS, where
 from ..ops.manipulation import astype, expand_dims
+from ..ops.param_kinds import FRACTION, LABEL
 from ..reductions.moments import mean
 from ..reductions.reductions import sum as sum_
 from .softmax import log_softmax, shifted, softmax

@@ -7,24 +7,22 @@ every order is right. On a GPU the mask never reaches memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..backends.row_blocks import wide as _wide
 from ..core.array import Array
-from ..core.cuda_rules import FLOATS
 from ..core.dispatch import apply, as_number
-from ..core.dtypes import result_type
+from ..core.dtypes import KERNEL_FLOATS, result_type
 from ..core.errors import ArgumentError, DTypeError
 from ..core.op import Op, composite
-from ..core.param_kinds import BLOCK, FRACTION
-from ..core.shape_dtype import ShapeDtype
+from ..core.shape_rules import same
 from ..kernels import philox as kernels
 from ..kernels.launch import contiguous, runner
 from ..ops.creation import asarray, wrap_same
 from ..ops.manipulation import astype, reshape
+from ..ops.param_kinds import BLOCK, FRACTION
 from ..random import bit_transforms as recipes
 from ..random.draw import as_key, by_sample
 from ..random.philox import draw
@@ -71,7 +69,7 @@ def _on_cuda(x: Any, y: Any, key: Any, rate: float, offset: tuple[int, ...], glo
             rows[i] = _on_cuda(x[i], None if y is None else y[i], one, rate, offset[1:], global_shape[1:])
         return rows
     start = _start(x.shape, offset, global_shape)
-    if start is None or x.dtype not in FLOATS or rate == 1:
+    if start is None or x.dtype not in KERNEL_FLOATS or rate == 1:
         params = {"rate": rate, "offset": offset, "global_shape": global_shape}
         return _dropout(xp, x, key, **params) if y is None else _dropout_add(xp, x, y, key, **params)
     out = xp.empty(x.shape, x.dtype)
@@ -80,16 +78,12 @@ def _on_cuda(x: Any, y: Any, key: Any, rate: float, offset: tuple[int, ...], glo
     return out
 
 
-def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[0].shape, args[0].dtype)
-
-
 # params: rate, and where the block x starts (offset) in the array that the mask belongs to (global_shape).
 DROPOUT = Op(
     "dropout",
     ("x", "key"),
     _dropout,
-    _infer,
+    same,
     overrides={"cupy": lambda x, key, **params: _on_cuda(x, None, key, **params)},
     params={"rate": FRACTION, **BLOCK},
 )
@@ -97,7 +91,7 @@ DROPOUT_ADD = Op(
     "dropout_add",
     ("x", "y", "key"),
     _dropout_add,
-    _infer,
+    same,
     overrides={"cupy": _on_cuda},
     params={"rate": FRACTION, **BLOCK},
 )

@@ -23,8 +23,8 @@ from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError, ShapeError
-from ..core.op import Op, composite
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
+from ..core.shape_rules import same
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import sigmoid
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, reshape
@@ -158,7 +158,7 @@ EXPERTS = Op(
     "experts",
     OPERANDS,
     _experts,
-    lambda op, args, params: ShapeDtype(args[0].shape, args[0].dtype),
+    same,
     decompose=_decompose,
     wide_sums=True,
 )

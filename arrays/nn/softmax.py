@@ -20,7 +20,6 @@ from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.errors import DTypeError
 from ..core.op import Op, composite
-from ..core.param_kinds import AXIS, FLAG
 from ..core.shape_rules import normalize_axis
 from ..kernels import softmaxes
 from ..native import ops
@@ -30,6 +29,7 @@ from ..ops.elementwise import abs as abs_
 from ..ops.elementwise import exp, log, real, stop_gradient
 from ..ops.elementwise import where as where_
 from ..ops.manipulation import astype, squeeze
+from ..ops.param_kinds import AXIS, FLAG
 from ..ops.wide_floats import in_float32
 from ..reductions.reductions import max as max_
 from ..reductions.reductions import sum as sum_

@@ -30,7 +30,6 @@ from .aliases import (
     right_shift,
     true_divide,
 )
-from .along_axes import apply_along_axis, apply_over_axes, choose, put_along_axis
 from .closeness import allclose, array_equal, array_equiv, isclose
 from .creation import array, copy, fromfunction, geomspace, identity, logspace, tri, vander
 from .index_tricks import (
@@ -81,7 +80,7 @@ from .rearranging import (
     trace,
     transpose,
 )
-from .selecting import compress, extract, piecewise, select
+from .selecting import apply_along_axis, apply_over_axes, choose, compress, extract, piecewise, put_along_axis, select
 from .signals import bartlett, blackman, correlate, ediff1d, hamming, hanning, kaiser, trapezoid
 from .statistics import (
     average,

@@ -1,7 +1,8 @@
-"""Elements and values chosen by conditions."""
+"""Elements and values chosen by conditions and index arrays; functions of slices along an axis."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ import numpy as np
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dtypes import result_type
-from ..core.errors import ShapeError
+from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import composite
 from ..ops.creation import asarray, elements
-from ..ops.elementwise import where
-from ..ops.manipulation import broadcast_to, reshape
-from ..reductions.searching import nonzero, take
+from ..ops.elementwise import clip, where
+from ..ops.manipulation import broadcast_to, expand_dims, moveaxis, reshape, stack
+from ..reductions.searching import along_axis, nonzero, take, take_along_axis
 
 
 @composite("select")
@@ -86,3 +87,96 @@ def extract(condition: Any, x: Any, /) -> Array:
     Array([0, 2])
     """
     return compress(reshape(asarray(condition).astype(np.bool_), (-1,)), x)
+
+
+@composite("apply_along_axis")
+def apply_along_axis(function: Callable[..., Any], axis: int, x: Any, /, *args: Any, **kwargs: Any) -> Array:
+    """``function(vector, *args, **kwargs)`` of every vector along ``axis``; its results stand in the place of that dimension.
+
+    It is called once for each vector. A function that takes whole arrays is faster where there is one.
+
+    >>> mt.apply_along_axis(lambda v: v[0] + v[-1], 1, mt.asarray([[1, 2, 3], [4, 5, 6]]))
+    Array([ 4, 10])
+    """
+    x = asarray(x)
+    axis = shape_rules.one_axis("apply_along_axis", axis, x.ndim)
+    rows = moveaxis(x, axis, -1)
+    lead = rows.shape[:-1]
+    if not math.prod(lead):
+        raise ShapeError(f"[apply_along_axis] an array of shape {x.shape} has no vectors along axis {axis}")
+    found = stack([asarray(function(rows[i], *args, **kwargs)) for i in np.ndindex(*lead)])
+    out = reshape(found, (*lead, *found.shape[1:]))
+    n, k = len(lead), found.ndim - 1
+    return moveaxis(out, tuple(range(n, n + k)), tuple(range(axis, axis + k)))
+
+
+@composite("apply_over_axes")
+def apply_over_axes(function: Callable[[Array, int], Any], x: Any, axes: int | Sequence[int], /) -> Array:
+    """``function(array, axis)`` for one axis after the other, each of the result before. A dimension that it drops stays, with length one.
+
+    >>> mt.apply_over_axes(mt.sum, mt.ones((2, 3)), [0, 1])
+    Array([[6.]], dtype=float64)
+    """
+    x = asarray(x)
+    for axis in axes if isinstance(axes, Sequence) else [axes]:
+        axis = shape_rules.one_axis("apply_over_axes", axis, x.ndim)
+        out = asarray(function(x, axis))
+        x = out if out.ndim == x.ndim else expand_dims(out, axis=axis)
+    return x
+
+
+@composite("put_along_axis")
+def put_along_axis(x: Any, indices: Any, values: Any, /, axis: int | None, *, inplace: bool = True) -> Array:
+    """``x`` with ``values`` at the places that :func:`take_along_axis` reads; an array of its own, for which ``inplace=False`` asks.
+
+    Raises
+    ------
+    NumPyFunctionError
+        Without ``inplace=False``: NumPy's function writes into ``x``, and gives nothing. Arrays here are values.
+
+    Examples
+    --------
+    >>> x = mt.asarray([[1, 2, 3], [4, 5, 6]])
+    >>> mt.put_along_axis(x, mt.asarray([[2], [0]]), 9, axis=1, inplace=False)
+    Array([[1, 2, 9],
+           [9, 5, 6]])
+    """
+    if inplace:
+        raise NumPyFunctionError(
+            "[put_along_axis] arrays are values: write x = mt.put_along_axis(x, indices, values, axis, inplace=False)"
+        )
+    x = asarray(x)
+    if axis is None:
+        return reshape(put_along_axis(reshape(x, (-1,)), indices, values, axis=0, inplace=False), x.shape)
+    return x.at[along_axis("put_along_axis", x.shape, indices, axis)].set(values)
+
+
+@composite("choose")
+def choose(x: Any, choices: Any, /, *, mode: str = "raise") -> Array:
+    """For each element ``i`` of ``x``, the element of ``choices[i]`` at the same place; all arrays are broadcast.
+
+    ``mode`` treats a number beyond the choices: as an error (``"raise"``), modulo their number (``"wrap"``), or as the
+    nearest (``"clip"``).
+
+    >>> mt.choose(mt.asarray([0, 1, 0]), [mt.asarray([1, 2, 3]), 10])
+    Array([ 1, 10,  3])
+    """
+    x, found = asarray(x), [asarray(c) for c in choices]
+    if x.dtype.kind not in "biu":
+        raise DTypeError(f"[choose] takes integers, got {x.dtype.name}")
+    if not found:
+        raise ShapeError("[choose] needs at least one choice")
+    if mode not in ("raise", "wrap", "clip"):
+        raise ArgumentError(f"[choose] mode must be 'raise', 'wrap' or 'clip', got {mode!r}")
+    n, dtype = len(found), result_type(*found)
+    x = x.astype(np.int64) if x.dtype.kind in "bu" else x
+    # A negative number would count from the end, but NumPy refuses it.
+    x = x % n if mode == "wrap" else clip(x, 0, n - 1) if mode == "clip" else where(x < 0, n, x)
+    shape = np.broadcast_shapes(x.shape, *(c.shape for c in found))
+    table = stack([broadcast_to(c.astype(dtype, copy=False), shape) for c in found])
+    try:
+        return take_along_axis(table, expand_dims(broadcast_to(x, shape), axis=0), axis=0)[0]
+    except ArrayIndexError:
+        raise ArrayIndexError(
+            f"[choose] an element is not between 0 and {n - 1}, for which there are choices"
+        ) from None

@@ -15,14 +15,13 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
-from ..core.op import NO_PARAMS, Cuda, Op, composite
-from ..core.param_kinds import AXIS, DTYPE, VALUE, WHOLE
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import NO_PARAMS, Cuda, Op, ShapeDtype, composite
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from . import element_functions as fn
 from .element_rows import BOOL, BOOLS, STEP, binary, comparison, logic, rounding, unary
 from .number_ranges import check_numbers
+from .param_kinds import AXIS, DTYPE, VALUE, WHOLE
 
 _INT = "integer result"
 

@@ -18,12 +18,11 @@ from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, composite
-from ..core.param_kinds import AXES, AXIS, FLAG, POSITIVE, one_of
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
 from .creation import asarray, beside, zeros
 from .elementwise import conj
 from .manipulation import astype, concat, roll
+from .param_kinds import AXES, AXIS, FLAG, POSITIVE, one_of
 from .wide_floats import in_float32
 
 __all__ = [

@@ -16,10 +16,9 @@ from ..core.devices import Device
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op
-from ..core.param_kinds import AXES, AXIS, ORDER, SIZES
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from .elementwise import ASTYPE, clip
+from .param_kinds import AXES, AXIS, ORDER, SIZES
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import FIRST_USER_DTYPE, is_low_precision, result_type
 from ..core.errors import ShapeError
-from ..core.op import Op
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from .creation import asarray
 from .elementwise import conj
 from .manipulation import broadcast_arrays, moveaxis, permute_dims, reshape, stack

@@ -49,29 +49,4 @@ from .transformed import (
     weibull,
 )
 
-__all__ = [
-    "bernoulli",
-    "bits",
-    "categorical",
-    "cauchy",
-    "choice",
-    "exponential",
-    "fold_in",
-    "geometric",
-    "gumbel",
-    "integers",
-    "key",
-    "laplace",
-    "logistic",
-    "lognormal",
-    "multivariate_normal",
-    "normal",
-    "pareto",
-    "permutation",
-    "rayleigh",
-    "split",
-    "triangular",
-    "truncated_normal",
-    "uniform",
-    "weibull",
-]
+__all__ = [n for n in dir() if not n.startswith("_") and callable(globals()[n])]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import ArgumentError
-from ..core.param_kinds import NUMBER
+from ..ops.param_kinds import NUMBER
 from . import bit_transforms as recipes
 from .draw import Request, distribution, floating, not_negative, number
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,17 +12,14 @@ from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
-from ..core.param_kinds import COUNT, THRESHOLD, WHOLE
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from ..ops.manipulation import broadcast_to
+from ..ops.param_kinds import COUNT, THRESHOLD, WHOLE
 from ..reductions.reductions import argmax
 from . import bit_transforms as recipes
 from .continuous import gumbel, uniform
 from .draw import Request, distribution, drawn, floating, number, op_of
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 BERNOULLI = op_of("bernoulli", recipes.bernoulli, takes_dtype=False, threshold=THRESHOLD)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,16 +13,12 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_number
 from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError, TracedValueError
-from ..core.op import Op
-from ..core.param_kinds import DRAW, Kind
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
+from ..ops.param_kinds import DRAW, Kind
 from . import bit_transforms as recipes
 from .philox import BitTransform, draw
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 RANDOM_BITS = "random bits"
 """Why no draw has a derivative."""

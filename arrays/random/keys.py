@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +13,13 @@ from ..core.array import Array
 from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op
-from ..core.param_kinds import COUNT
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..ops.creation import asarray
 from ..ops.manipulation import permute_dims
+from ..ops.param_kinds import COUNT
 from . import bit_transforms as recipes
 from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of
 from .philox import philox4x64, words
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 # The counter's last word keeps draws (0) apart from the words that new keys are made of.
 _SPLITS, _FOLDS, _NAMES = 1, 2, 3

@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..core.array import Array
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, composite
-from ..core.param_kinds import DRAW, FLAG
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
+from ..ops.param_kinds import DRAW, FLAG
 from . import bit_transforms as recipes
 from .discrete import integers
 from .draw import RANDOM_BITS, box_of, drawn, infer
 from .philox import draw
-
-if TYPE_CHECKING:
-    from ..core.array import Array
 
 
 def _permutation_impl(

@@ -11,12 +11,11 @@ from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ArgumentError, ShapeError
-from ..core.op import Op
-from ..core.param_kinds import AXIS
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype
 from ..ops.creation import asarray, beside, full
 from ..ops.elementwise import not_equal, subtract
 from ..ops.manipulation import astype, broadcast_to, concat
+from ..ops.param_kinds import AXIS
 
 
 def _running(name: str) -> Any:

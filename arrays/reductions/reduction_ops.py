@@ -14,9 +14,9 @@ from ..core.dispatch import apply, as_array, wrap
 from ..core.dtypes import as_dtype, is_low_precision
 from ..core.errors import ShapeError
 from ..core.op import Op
-from ..core.param_kinds import AXES, AXIS, COUNT, FLAG
 from ..ops.elementwise import POSITIONS, isnan, where
 from ..ops.manipulation import astype
+from ..ops.param_kinds import AXES, AXIS, COUNT, FLAG
 
 Axis = int | Sequence[int] | None
 
@@ -133,11 +133,7 @@ ARGMAX, ARGMIN = _arg("argmax", MAX), _arg("argmin", MIN)
 
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
     x = as_array(x)
-    return apply(op, (x,), {"axis": _axes_of(op.name, axis, x.ndim), "keepdims": bool(keepdims)})
-
-
-def _axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
-    return tuple(range(ndim)) if axis is None else shape_rules.normalize_axis(name, axis, ndim)
+    return apply(op, (x,), {"axis": shape_rules.normalize_axis(op.name, axis, x._buf.ndim), "keepdims": bool(keepdims)})
 
 
 def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
@@ -149,7 +145,7 @@ def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
     """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
     dtype = as_dtype(dtype, op.name)
     if (buf := large(x, dtype)) is not None:
-        axes, reduce = _axes_of(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]
+        axes, reduce = shape_rules.normalize_axis(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]
         wide = np.dtype(np.float32) if is_low_precision(dtype) else None
 
         def piece(b: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,11 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Deferred, apply, as_array, wrap
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, composite
-from ..core.param_kinds import one_of
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
 from ..kernels import compact
 from ..ops.creation import arange, beside
 from ..ops.manipulation import astype, broadcast_to, reshape
+from ..ops.param_kinds import one_of
 from .reductions import sum
 
 # ----- by position ----------------------------------------------------------------------------------------------------
@@ -64,14 +64,7 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     return x[along_axis("take_along_axis", x.shape, indices, axis)]
 
 
-class _FunctionName:
-    """The name of a function for the message of a failed broadcast."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-_TAKE: Any = _FunctionName("take_along_axis")
+_TAKE: Any = SimpleNamespace(name="take_along_axis")  # an op's name, for the message of a failed broadcast
 
 
 def along_axis(name: str, shape: tuple[int, ...], indices: Any, axis: int) -> tuple[Array, ...]:

@@ -10,10 +10,9 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import apply, as_array
 from ..core.errors import ShapeError
-from ..core.op import Op, composite
-from ..core.param_kinds import AXIS, FLAG
-from ..core.shape_dtype import ShapeDtype
+from ..core.op import Op, ShapeDtype, composite
 from ..ops.manipulation import reshape
+from ..ops.param_kinds import AXIS, FLAG
 from .searching import take_along_axis
 
 

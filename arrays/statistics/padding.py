@@ -17,6 +17,7 @@ from ..ops.elementwise import floor, round, where
 from ..ops.manipulation import astype, concat, flip, repeat
 from ..ops.number_ranges import check_numbers
 from ..reductions.moments import mean
+from ..reductions.reductions import max as max_
 from ..reductions.reductions import min
 from .quantiles import median
 
@@ -178,14 +179,12 @@ def _ramp(x: Array, axis: int, width: int, end: Any, first: bool) -> Array:
 
 
 def _statistic(x: Array, axis: int, width: int, length: Any, first: bool, mode: str) -> Array:
-    from ..reductions.reductions import max
-
     n = x.shape[axis]
     length = n if length is None else operator.index(length)
     if length < 0 or (length == 0 and mode in ("maximum", "minimum")):
         raise ArgumentError(f"[pad] stat_length of {length} gives no {mode}")
     part = x[(*(slice(None),) * axis, slice(0, length) if first else slice(n - length if length < n else 0, n))]
-    reduce: Callable[..., Array] = {"maximum": max, "mean": mean, "median": median, "minimum": min}[mode]
+    reduce: Callable[..., Array] = {"maximum": max_, "mean": mean, "median": median, "minimum": min}[mode]
     found = reduce(part, axis=axis, keepdims=True)
     whole = x.dtype.kind in "iu" and found.dtype.kind == "f"
     return repeat(astype(round(found) if whole else found, x.dtype, copy=False), width, axis=axis)

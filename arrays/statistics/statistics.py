@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,8 @@ from ..ops.elementwise import clip, isnan, where
 from ..ops.manipulation import astype, reshape
 from ..reductions import moments, reductions
 from ..reductions.cumulative import diff
+from ..reductions.reduction_ops import Axis
 from ..reductions.searching import searchsorted
-
-Axis = int | Sequence[int] | None
-
 
 # ----- passing over NaN -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ checking the places takes a fraction of the time of a new search.
 from __future__ import annotations
 
 import abc
-import builtins
 import collections
 import functools
 import gc
@@ -23,7 +22,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from contextvars import ContextVar
 from decimal import Decimal, getcontext
 from enum import Enum
@@ -48,7 +47,7 @@ from ...arrays.core.program import freeze
 from ...arrays.indexing.sparse_cotangent import densify
 from ..tape.function_wrapper import Wrapper
 from .bytecode import is_library, module_of, names_in
-from .guards import ABSENT, CaptureKey, Captures
+from .guards import ABSENT, NUMBERS, CaptureKey, Captures, CaptureSearch
 from .number_inputs import TracedNumber
 from .objects import (
     global_generator,
@@ -65,7 +64,6 @@ from .objects import (
     told_by_c,
     variables_of,
 )
-from .places import NUMBERS, CaptureSearch
 from .tracing import Tracer, memory
 
 LARGEST_COMPARED = 1 << 20
@@ -329,23 +327,6 @@ class _Walk(CaptureSearch):
             for m in (name, *(f"{name}.{n}" for n in names.attributes)):
                 if m in sys.modules or m is name:
                     self._item(sys.modules, m, m)
-
-    def _builtin(self, name: str) -> None:
-        variables = vars(builtins)
-        value = variables.get(name, ABSENT)
-        if (
-            getattr(value, "__module__", None) == "builtins"
-        ):  # Python's own, as long as nobody puts another in its place
-            self.found.items.append((variables.get, name, value))
-            self.key.append(id(value))
-        else:
-            self._item(variables, name, name)
-
-    def _data(self, variables: Mapping[str, Any], path: str) -> None:
-        """Of the variables of a module those that are no code."""
-        for name, value in list(variables.items()):
-            if not name.startswith("__") and not isinstance(value, ModuleType | FunctionType | type):
-                self._item(variables, name, f"{path}.{name}")
 
     # ----- containers and objects -------------------------------------------------------------------------------------
 

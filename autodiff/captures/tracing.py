@@ -20,9 +20,8 @@ from ...arrays.core.dispatch import (
     wrap,
 )
 from ...arrays.core.errors import DeviceError, TracedValueError
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, ProgramBuilder, Site
-from ...arrays.core.shape_dtype import ShapeDtype
 from ..tape.record import is_differentiable
 
 

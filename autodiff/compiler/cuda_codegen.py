@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ...arrays.core.cuda_rules import FLOATS
+from ...arrays.core.dtypes import KERNEL_FLOATS
 from ...arrays.core.op import Cuda
 from ...arrays.core.program import Const, Entry, Program
 from ...arrays.kernels.launch import NAMES, wide
@@ -74,7 +74,7 @@ __device__ inline double logistic(double a)
 
 
 def _kind(dtype: np.dtype) -> str:
-    return "f" if dtype in FLOATS else dtype.kind
+    return "f" if dtype in KERNEL_FLOATS else dtype.kind
 
 
 def register_type(dtype: np.dtype) -> str:
@@ -86,7 +86,7 @@ def register_type(dtype: np.dtype) -> str:
     """
     if dtype.kind in "iu" and dtype.itemsize < 4:
         return "int"
-    return NAMES[wide(dtype) if dtype in FLOATS else dtype]
+    return NAMES[wide(dtype) if dtype in KERNEL_FLOATS else dtype]
 
 
 def rounded(text: str, dtype: np.dtype) -> str:
@@ -115,7 +115,7 @@ def literal(value: Any, dtype: np.dtype) -> str:
     """
     if dtype == BOOL:
         return "true" if value else "false"
-    if dtype in FLOATS:
+    if dtype in KERNEL_FLOATS:
         number = float(np.asarray(value).astype(dtype))
         t = register_type(dtype)
         if math.isnan(number):
@@ -168,7 +168,7 @@ def expressible(e: Entry, program: Program) -> bool:
         or any(isinstance(v.value, complex) for v in e.inputs if isinstance(v, Const))
     ):
         return False
-    if e.op.name == "astype" and dtypes[0] in FLOATS and dtypes[-1].kind in "iu":
+    if e.op.name == "astype" and dtypes[0] in KERNEL_FLOATS and dtypes[-1].kind in "iu":
         return False  # what becomes of numbers beyond the range is the backend's own
     t = _computed_in(e, program, rule)
     return t is not None and _kind(t) in rule.kinds

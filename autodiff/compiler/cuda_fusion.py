@@ -17,7 +17,7 @@ import numpy as np
 from ...arrays.core.program import Entry, Program
 from ...arrays.kernels import launch
 from . import cuda_codegen
-from .fusion import Failed, FusedRun, Joins, fuse
+from .fusion import Failed, FusedRun, Joins, fuse, grouped
 
 THREADS = 256
 LANES = 4
@@ -29,11 +29,11 @@ PARAMETER_BYTES = 4000
 """A kernel's parameters take 4096 bytes at most on every device."""
 
 FULL, ONE, STRIDED = "full", "one", "strided"
-"""How an operand lies: like the result, as a single element, or in any other way."""
+"""Layouts of an operand: that of the result, a single element, or any other."""
 
 
 def layout_of(array: Any, shape: tuple[int, ...]) -> str:
-    """How an operand lies beside a result of ``shape``.
+    """The layout of an operand beside a result of ``shape``.
 
     >>> import numpy as np
     >>> layout_of(np.ones((2, 3)), (2, 3)), layout_of(np.ones(1), (2, 3)), layout_of(np.ones(3), (2, 3))
@@ -55,10 +55,10 @@ def chains(
     program: Program, joins: Joins = cuda_codegen.expressible, shape_of: Callable[[int], Any] | None = None
 ) -> list[Entry | FusedRun]:
     """The entries in order, with runs of two or more that one kernel can compute made into groups."""
-    return [p for part in fuse(program, joins, shape_of) for p in _narrow(part)]
+    return [p for part in fuse(program, joins, shape_of) for p in _narrow(part, program)]
 
 
-def _narrow(part: Entry | FusedRun) -> list[Entry | FusedRun]:
+def _narrow(part: Entry | FusedRun, program: Program) -> list[Entry | FusedRun]:
     """The part, or its halves where its kernel would take more parameters than CUDA allows."""
     if not isinstance(part, FusedRun):
         return [part]
@@ -70,10 +70,8 @@ def _narrow(part: Entry | FusedRun) -> list[Entry | FusedRun]:
     middle = len(part.entries) // 2
     out: list[Entry | FusedRun] = []
     for entries, rest in ((part.entries[:middle], part.entries[middle:]), (part.entries[middle:], ())):
-        made = {e.outputs[0] for e in entries}
-        inputs = dict.fromkeys(v for e in entries for v in e.inputs if isinstance(v, int) and v not in made)
         read = set(part.outputs).union(v for e in rest for v in e.inputs if isinstance(v, int))
-        out += _narrow(FusedRun(entries, tuple(inputs), tuple(sorted(made & read)), part.shape))
+        out += _narrow(grouped(entries, read, program), program)
     return out
 
 

@@ -14,8 +14,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import DonatedArrayError
-from ...arrays.core.op import Op
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.interface.writing import settled
 from ..tape.hidden import refuse_foreign
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.memory_pool import LARGE, POOL
-from ...arrays.core import foreign_errors
 from ...arrays.core.dtypes import float32, float64
+from ...arrays.core.errors import FOREIGN_ERRORS, type_of_ours
 from ...arrays.core.index_template import is_basic
-from ...arrays.core.program import Entry, Program
+from ...arrays.core.program import Entry, Program, last_uses
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
@@ -87,15 +87,8 @@ def local_executable(
         slot(v, c)
     owned = _owned(parts, donated) - thin if xp is np else frozenset()
     taken: set[int] = set()
-    needed = set(program.outputs)
-    last: list[tuple[int, ...]] = []  # variables that a part uses for the last time, from the back
-    for part in reversed(parts):
-        used = dict.fromkeys([v for v in part.inputs if isinstance(v, int)] + list(part.outputs))
-        last.append(tuple(v for v in used if v not in needed))
-        needed.update(used)
-    last.reverse()
     steps = []
-    for part, free in zip(parts, last, strict=True):
+    for part, free in zip(parts, last_uses(program, parts), strict=True):
         places = [
             slot(v) if isinstance(v, int) else slot(("number", id(v)), _operand(v.value, part, program, xp))
             for v in part.inputs
@@ -149,8 +142,8 @@ def local_executable(
             fn, args, outputs, single, free, into = step
             try:
                 out = fn(*args(env)) if into is None else fn(*args(env), out=env[into])
-            except foreign_errors.CAUGHT as e:
-                if (kind := foreign_errors.type_for(e)) is None:
+            except FOREIGN_ERRORS as e:
+                if (kind := type_of_ours(e)) is None:
                     raise
                 raise kind(f"[{_name(parts[steps.index(step)])}] {e} (in a compiled function)") from None
             if single:

@@ -83,7 +83,7 @@ def fuse(
 
     def close(position: int) -> None:
         read_later = {v for e in run for v in e.outputs if last_read.get(v, -1) >= position}
-        out.extend(run if len(run) < 2 else [_group(run, read_later, program)])
+        out.extend(run if len(run) < 2 else [grouped(run, read_later, program)])
         run.clear()
 
     for i, e in enumerate(entries):
@@ -98,7 +98,8 @@ def fuse(
     return out
 
 
-def _group(run: Sequence[Entry], read_later: set[int], program: Program) -> FusedRun:
+def grouped(run: Sequence[Entry], read_later: set[int], program: Program) -> FusedRun:
+    """The entries as one run; ``read_later`` are variables that others read."""
     made = {e.outputs[0] for e in run}
     inputs = dict.fromkeys(v for e in run for v in e.inputs if isinstance(v, int) and v not in made)
     return FusedRun(tuple(run), tuple(inputs), tuple(sorted(made & read_later)), program.avals[run[0].outputs[0]].shape)
@@ -126,7 +127,7 @@ def streams(group: FusedRun, program: Program) -> list[Entry | FusedRun]:
     if len(parts) == 1:
         return [group]
     kept = set(group.outputs)
-    return [_group(p, kept, program) if len(p) > 1 else p[0] for p in parts.values()]
+    return [grouped(p, kept, program) if len(p) > 1 else p[0] for p in parts.values()]
 
 
 def chains(

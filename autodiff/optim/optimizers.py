@@ -259,8 +259,8 @@ def lazy_adam(lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 
 
     For large tables of which each step reads some rows. :func:`adam` lets the means of all other rows decay and steps by what is left
     of them, at the price of the whole table; here (as in PyTorch's ``SparseAdam``) a step costs what was read, but for the copies of the
-    table and of its means that a pure function makes. A compiled step with ``donate=`` makes none. The bias of the means is corrected by the number of all steps. The result does not depend on
-    whether a gradient is kept sparse (see :func:`meshtape.sparse_gradient`).
+    table and of its means that a pure function makes. A compiled step with ``donate=`` makes none. The bias of the means is corrected by
+    the number of all steps. The result does not depend on whether a gradient is kept sparse (see :func:`meshtape.sparse_gradient`).
 
     Parameters
     ----------

@@ -109,8 +109,8 @@ def _less(xp, g, x, y, ans):
     return xp.where(ans == ans, xp.where(x == y, 0.5 * g, xp.where(x < y, g, 0.0)), ans)
 
 
-defvjp(ew.MAXIMUM, x=_greater, y=lambda xp, g, x, y, ans: _less(xp, g, x, y, ans))
-defvjp(ew.MINIMUM, x=_less, y=lambda xp, g, x, y, ans: _greater(xp, g, x, y, ans))
+defvjp(ew.MAXIMUM, x=_greater, y=_less)
+defvjp(ew.MINIMUM, x=_less, y=_greater)
 defvjp(
     ew.FMAX,
     x=lambda xp, g, x, y: xp.where((x >= y) | (y != y), g, 0.0),

@@ -11,8 +11,4 @@ def _dropped(xp, g, key, rate, offset, global_shape):
 
 
 defvjp(dropout.DROPOUT, x=_dropped)
-defvjp(
-    dropout.DROPOUT_ADD,
-    x=lambda xp, g, key, rate, offset, global_shape: _dropped(xp, g, key, rate, offset, global_shape),
-    y=same,
-)
+defvjp(dropout.DROPOUT_ADD, x=_dropped, y=same)

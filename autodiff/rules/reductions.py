@@ -64,5 +64,5 @@ def _extremum(xp, g, x, ans, x_like, axis, keepdims):
 defvjp(r.SUM, x=_sum)
 defvjp(r.MEAN, x=_mean)
 defvjp(r.PROD, x=_prod)
-defvjp(r.MAX, x=lambda xp, g, x, ans, x_like, axis, keepdims: _extremum(xp, g, x, ans, x_like, axis, keepdims))
-defvjp(r.MIN, x=lambda xp, g, x, ans, x_like, axis, keepdims: _extremum(xp, g, x, ans, x_like, axis, keepdims))
+defvjp(r.MAX, x=_extremum)
+defvjp(r.MIN, x=_extremum)

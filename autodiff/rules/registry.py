@@ -93,8 +93,9 @@ def _rule_of(op: Op, by_operand: Mapping[str, Callable[..., Any]]) -> VJPRule:
         position = op.operands.index(name)
         # The name appears in tracebacks: "vjp_multiply_x" says more than "<lambda>".
         if isinstance(fn, types.FunctionType) and fn is not same:
-            fn.__name__ = f"vjp_{op.name}_{name}"
-            fn.__code__ = fn.__code__.replace(co_name=fn.__name__)
+            title = f"vjp_{op.name}_{name}"  # of a copy: several ops may have one rule
+            code = fn.__code__.replace(co_name=title)
+            fn = types.FunctionType(code, fn.__globals__, title, fn.__defaults__, fn.__closure__)
         each[position], needs[position] = fn, _needs(op, fn)
     return VJPRule(each, None, needs)
 

@@ -108,8 +108,8 @@ defvjp(ix.GETITEM, x=_read)
 for _op in (ix.INDEX_MIN, ix.INDEX_MAX):
     defvjp(_op, x=_kept_extremum, v=_written_extremum)
 defvjp(ix.INDEX_SET, x=_overwritten, v=_written)
-defvjp(ix.INDEX_ADD, x=same, v=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
-defvjp(ix.SCATTER, g=lambda xp, g, arrays, template: _added(xp, g, arrays, template))
+defvjp(ix.INDEX_ADD, x=same, v=_added)
+defvjp(ix.SCATTER, g=_added)
 
 
 def _last_writes(xp, g, arrays, g_like, template):

@@ -21,9 +21,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, wrap
 from ...arrays.core.dtypes import HALF, float32
 from ...arrays.core.errors import NonDifferentiableError, ShapeError
-from ...arrays.core.op import state
+from ...arrays.core.op import ShapeDtype, state
 from ...arrays.core.program import site_text
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.interface.writing import Writing
@@ -257,7 +256,7 @@ def _expand(
 
     for v, name in zip(r.outputs, outputs, strict=True):
         move(v, name)
-    # What others gave to an operand goes before what the inner calls give: equal to the bit to the plain backward pass.
+    # Cotangents from others go before those of the inner calls, as in the plain backward pass: the sums have the same bits.
     names = [(r.inputs[p], operands[p]._id) for p in r.plan.wanted]
     for v, name in names:
         move(v, name)

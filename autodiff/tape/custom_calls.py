@@ -19,9 +19,8 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import apply, call_site, check_unwritten, wrap
 from ...arrays.core.errors import GradientError, check_function
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, Site
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import BARRIER
 from .backward import TapeMaker, named, same_value
@@ -99,6 +98,8 @@ class Around:
     def __init__(self, arrays: Sequence[Array]) -> None:
         self.seen: dict[int, tuple[Array, int]] = {}
         self.own: set[int] = set()
+        self.live: set[int] = set()
+        self._alive: list[weakref.ref[Array]] = []
         for x in arrays:
             self.note(x)
 
@@ -110,6 +111,16 @@ class Around:
     def note_made(self, x: Array, of: Any) -> None:
         """The function makes this array, from nothing or from NumPy's."""
         self.own.add(id(x))
+
+    def name_results(self, outs: Sequence[Array], live: bool) -> tuple[int, ...]:
+        """The names of results; those that are ``live``, made from watched arrays, are found again while somebody holds them."""
+        for o in outs:
+            o._id = o._id or next_id()
+        names = tuple(o._id for o in outs)
+        if live:
+            self.live.update(names)
+            self._alive += map(weakref.ref, outs)
+        return names
 
     def refuse_written(self, where: str, fn: str) -> None:
         """Raise where one was written to: no tape saw the write, and its results would have no gradient."""
@@ -144,8 +155,6 @@ class Region(Around):
         self.steps: list[CheckpointCall] = []
         self.sources: dict[int, Array] = {}  # what the calls read that none of them made
         self.made: set[int] = set()
-        self.live: set[int] = set()
-        self._alive: list[weakref.ref[Array]] = []
 
     def escaped(self) -> list[Array]:
         """Arrays made from watched ones and still held: results, and those left in objects or lists."""
@@ -165,13 +174,8 @@ class Region(Around):
         check_unwritten(op, args, bufs)
         live = any(type(a) is Array and self.watches(a) for a in args)
         inputs = tuple(self._name(a) if type(a) is Array else Const(a) for a in args)
-        for o in outs:
-            o._id = o._id or next_id()
-        outputs = tuple(o._id for o in outs)
+        outputs = self.name_results(outs, live and not op.nondifferentiable)
         self.made.update(outputs)
-        if live and not op.nondifferentiable:
-            self.live.update(outputs)
-            self._alive += map(weakref.ref, outs)
         self.steps.append(CheckpointCall(op, inputs, outputs, params, state.origin, call_site()))
 
     def record_call(
@@ -283,7 +287,7 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-# ----- custom_vjp -----------------------------------------------------------------------------------------------------
+# ----- gradient_hook --------------------------------------------------------------------------------------------------
 
 
 class _Hooked:

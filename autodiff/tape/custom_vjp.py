@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ class _Guard(Around):
         super().__init__(given)
         self.name, self.tapes = name, tapes
         self.known = {new_id(a) for a in args}
-        self.live: set[int] = set()
-        self._alive: list[weakref.ref[Array]] = []
 
     def left(self, returned: Sequence[Any]) -> list[Array]:
         """Arrays made from watched ones, still held but not returned: the function left them in an object or a list."""
@@ -66,12 +63,7 @@ class _Guard(Around):
         live = not op.nondifferentiable and any(
             type(a) is Array and (a._id in self.live or self.watches(a)) for a in args
         )
-        for o in outs:
-            o._id = o._id or next_id()
-            self.known.add(o._id)
-        if live:
-            self.live.update(o._id for o in outs)
-            self._alive += map(weakref.ref, outs)
+        self.known.update(self.name_results(outs, live))
 
 
 class _Custom:
@@ -269,9 +261,5 @@ _active = _Active()
 """The functions whose forward function this thread is running."""
 
 _ARRAY = object()
-
-
-# ----- gradient_hook --------------------------------------------------------------------------------------------------
-
 
 __all__ = ["custom_vjp"]

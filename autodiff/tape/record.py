@@ -11,9 +11,8 @@ import numpy as np
 from ...arrays.core.array import Array, new_id, next_id
 from ...arrays.core.dispatch import argument_avals, call_site, written_to
 from ...arrays.core.dtypes import HALF, float32, float64
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, Entry, Site
-from ...arrays.core.shape_dtype import ShapeDtype
 from .vjp_plan import VJPPlan, plan_for
 
 

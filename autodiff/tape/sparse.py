@@ -16,6 +16,7 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import refuse_history, wrap
 from ...arrays.core.errors import ShapeError
+from ...arrays.core.formatting import human_bytes
 from ...arrays.indexing.rows import Rows
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.ops.creation import asarray
@@ -74,16 +75,8 @@ class SparseGradient:
         along = f"axis {self.axes[0]}" if len(self.axes) == 1 else f"axes {self.axes}"
         return (
             f"SparseGradient(shape={self.shape}, dtype={self.dtype.name}, {len(self.values)} of {places} places along {along}, "
-            f"{_size(self.nbytes)} instead of {_size(whole)})"
+            f"{human_bytes(self.nbytes)} instead of {human_bytes(whole)})"
         )
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.4g} {unit}"
-        n /= 1024
-    return f"{n:.4g} TiB"
 
 
 def sparse_gradient(g: Any, /) -> SparseGradient:

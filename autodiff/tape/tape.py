@@ -87,7 +87,8 @@ class Tape(Recording):
             if hasattr(r, "forget"):  # a suspended block of `no_grad`
                 r.forget(self)
         WATCHERS.pop(id(self), None)
-        say_ours(exc[1])
+        if exc[1] is not None:
+            say_ours(exc[1])
 
     def watch(self, *arrays: Any) -> None:
         """Record calls on these arrays (or the arrays in these trees), and on their results. Integers are ignored."""
@@ -103,11 +104,6 @@ class Tape(Recording):
                     self.follow(name, x._buf)
                     settled(x)
                 self._watched[id(x)] = weakref.ref(x), name
-
-    def watch_values(self, arrays: Sequence[Array]) -> None:
-        """Watch arrays; their gradients are requested by the names that they get here, and not by object."""
-        for x in arrays:
-            self.follow(new_id(x), x._buf)
 
     def hook(self, x: Array, fn: Callable[[Array], Any]) -> None:
         """Call ``fn`` with the gradient of ``x`` once it is complete; its result, unless None, replaces the gradient.
@@ -223,82 +219,80 @@ class Tape(Recording):
 
     def backward(self, targets: Sequence[Any], seeds: Sequence[Any], keep: Sequence[int]) -> dict[int, Array]:
         """Cotangents, by name on the tape, of the values ``keep``; the engine behind :meth:`gradient` and ``vjp``."""
-        if [s for s in seeds if s is not None]:
-            densify(seeds)  # of the targets nobody reads the values
-        checked = [_seed_of(t, s) for t, s in zip(targets, seeds, strict=True)]
-        bufs = [x._buf for pair in checked for x in pair]
-        with on_device_of(bufs[1]) if bufs else nullcontext():
-            return self._backward(checked, bufs, keep)
-
-    def _backward(
-        self, checked: Sequence[tuple[Array, Array]], bufs: Sequence[Any], keep: Sequence[int]
-    ) -> dict[int, Array]:
         cots: dict[int, Any] = {}
-        before = state.recorders
-        others = state.recorders = tuple([r for r in before if r is not self and not is_checker(r)])
-        try:
-            wrapped = bool(others) or bool(
-                [b for b in bufs if isinstance(b, Deferred) and type(b) is not SparseCotangent]
-            )
-            if wrapped:
-                import meshtape.arrays as xp
-            else:
-                xp = np if not bufs or type(bufs[1]) is np.ndarray else backend_of(bufs[1]).xp
-            for t, s in checked:
-                if t._id in self.live:
-                    g = s if wrapped else s._buf
-                    if t._id in self.short:
-                        g = cast(g, float32)
-                    cots[t._id] = g if t._id not in cots else cots[t._id] + g
-            records = self._records
-            if not self.persistent:
-                self._records, self._used = [], True
-            free = not self.persistent
-            walk(self, records, cots, frozenset(keep), xp, wrapped, free=free, hooks=self._hooks, make=Tape)
-        finally:
-            state.recorders = before
-        kept: dict[int, Array] = {}
-        for v in keep:
-            g = cots.get(v)
-            if g is None:
-                continue
-            if v in self.short:
-                g = cast(g, self.short[v])
-            if type(g) is SparseCotangent:
-                g = g.compact()
-            elif xp is np and type(g) is not np.ndarray:
-                g = np.asarray(g)
-            # One Array may be the cotangent of several values; what is given is its owner's, to write to.
-            kept[v] = same_value(g) if wrapped else wrap(g)
-        return kept
+        checked = list(map(_seed_of, targets, seeds))
+        bufs = []
+        wrapped = False
+        for pair in checked:
+            for x in pair:
+                bufs.append(x._buf)
+                wrapped = wrapped or (isinstance(x._buf, Deferred) and type(x._buf) is not SparseCotangent)
+        with nullcontext() if not bufs or type(bufs[1]) is np.ndarray else on_device_of(bufs[1]):
+            before = state.recorders
+            others = state.recorders = tuple([r for r in before if r is not self and not is_checker(r)])
+            try:
+                wrapped = wrapped or bool(others)
+                if wrapped:
+                    import meshtape.arrays as xp
+                else:
+                    xp = np if not bufs or type(bufs[1]) is np.ndarray else backend_of(bufs[1]).xp
+                for t, s in checked:
+                    if t._id in self.live:
+                        g = s if wrapped else s._buf
+                        if t._id in self.short:
+                            g = cast(g, float32)
+                        cots[t._id] = g if t._id not in cots else cots[t._id] + g
+                records = self._records
+                if not self.persistent:
+                    self._records, self._used = [], True
+                free = not self.persistent
+                walk(self, records, cots, frozenset(keep), xp, wrapped, free=free, hooks=self._hooks, make=Tape)
+            finally:
+                state.recorders = before
+            kept: dict[int, Array] = {}
+            for v in keep:
+                g = cots.get(v)
+                if g is None:
+                    continue
+                if v in self.short:
+                    g = cast(g, self.short[v])
+                if type(g) is SparseCotangent:
+                    g = g.compact()
+                elif xp is np and type(g) is not np.ndarray:
+                    g = np.asarray(g)
+                # One Array may be the cotangent of several values; what is given is its owner's, to write to.
+                kept[v] = same_value(g) if wrapped else wrap(g)
+            return kept
 
 
 def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
     if not isinstance(target, Array):
         raise GradientError(f"[gradient] the target is no Array but {type(target).__name__}")
-    if not is_differentiable(target.dtype):
-        raise GradientError(f"[gradient] the target has dtype {target.dtype.name}, which has no derivatives")
+    buf = target._buf
+    if not is_differentiable(buf.dtype):
+        raise GradientError(f"[gradient] the target has dtype {buf.dtype.name}, which has no derivatives")
     if seed is None:
-        if target.size != 1:
+        if buf.size != 1:
             raise GradientError(
                 f"[gradient] the target has shape {target.shape}: reduce it to one element (y.sum()), or pass a seed"
             )
-        if target.dtype.kind == "c":
+        if buf.dtype.kind == "c":
             raise GradientError(
                 f"[gradient] the target is {target.dtype.name}, and a gradient is that of a real number: take real(y) or abs(y), "
                 "or pass a seed"
             )
-        if type(target._buf) is np.ndarray:
-            one = np.empty(target._buf.shape, target._buf.dtype)
+        if type(buf) is np.ndarray:
+            one = np.empty(buf.shape, buf.dtype)
             one.fill(1)  # `np.ones` takes three times as long
             return target, wrap(one)
         # Made from the shape alone, not "like" the target: a target that is still to be reduced need not be for this.
         where = target.device if isinstance(target.device, Device) else None
         seed = ones(target.shape, dtype=target.dtype, device=where)
-        if isinstance(target._buf, Deferred) and target._buf.host is not None and not target._buf.traced:
+        if isinstance(buf, Deferred) and buf.host is not None and not buf.traced:
             # Where the target is: here, what a cotangent is spread to would be as large as all blocks together.
-            seed = target._buf.host.replicate(seed)
+            seed = buf.host.replicate(seed)
         return target, seed
+    densify((seed,))  # of the target nobody reads the values
     seed = asarray(seed)
     if seed.shape != target.shape:
         raise GradientError(f"[gradient] the seed has shape {seed.shape}, the target {target.shape}")

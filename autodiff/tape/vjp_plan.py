@@ -110,12 +110,11 @@ class VJPPlan:
     def others(self, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
         """What ``rest`` names of a call."""
         avals = argument_avals(args)
-        return tuple(
-            [
-                params[n.where] if n.kind == "param" else avals[n.where] if n.kind == "like" else avals[n.where :]
-                for n in self.rest
-            ]
-        )
+        found = []
+        for n in self.rest:
+            where = n.where
+            found.append(params[where] if n.kind == "param" else avals[where] if n.kind == "like" else avals[where:])
+        return tuple(found)
 
 
 def _picker(places: Sequence[int | slice]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -17,8 +17,7 @@ PAGE = ROOT / "docs" / "reference" / "shardings.md"
 
 import meshtape as mt  # noqa: E402
 from meshtape.arrays import OPS  # noqa: E402
-from meshtape.arrays.core.op import Op  # noqa: E402
-from meshtape.arrays.core.shape_dtype import ShapeDtype  # noqa: E402
+from meshtape.arrays.core.op import Op, ShapeDtype  # noqa: E402
 from meshtape.parallel.sharding.factors import FactorRule, rule_for  # noqa: E402
 
 samples = tables.op_samples().samples

@@ -1,6 +1,7 @@
-"""The command line: ``meshtape demo | info | completion``, and the commands of the modules ``cli_*``.
+"""The command line: ``meshtape demo | info | completion``, and the commands of the modules beside this one.
 
-An error that a user can cause is one message and exit code 1, without a traceback; a wrong call is click's message and code 2; Ctrl-C is code 130.
+An error that a user can cause is one message and exit code 1, without a traceback. A wrong call is click's message and code 2; Ctrl-C is
+code 130.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from . import look, runs
 from . import run as cli_run
 from .browse import browse
 from .help import FittingContext, use_in
-from .parts import JSON, Interrupted, examples, print_json
+from .parts import JSON, WorkStopped, examples, print_json
 from .storage import COMMANDS
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
@@ -66,7 +67,7 @@ class _Commands(click.Group):
             # Options have other names here than arguments of Python.
             raise click.ClickException(str(e).replace("overwrite=True", "--overwrite")) from None
         except KeyboardInterrupt as e:
-            write_text(f"\n{e if isinstance(e, Interrupted) else 'interrupted'}", console(stderr=True))
+            write_text(f"\n{e if isinstance(e, WorkStopped) else 'interrupted'}", console(stderr=True))
             raise click.exceptions.Exit(INTERRUPTED) from None
         except OSError as e:
             if e.errno == errno.EPIPE:  # who reads has read enough; click ends quietly

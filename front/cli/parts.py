@@ -43,7 +43,7 @@ def print_json(data: Any) -> None:
     click.echo(as_json(data))
 
 
-class Interrupted(KeyboardInterrupt):
+class WorkStopped(KeyboardInterrupt):
     """Ctrl-C, with a message on the work that it stopped."""
 
 

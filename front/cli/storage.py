@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import click
 from ..arrays.core.formatting import human_bytes
 from ..errors import CheckpointExists, Lossy
 from ..storage.browse.model.text import count
-from .parts import CHECKPOINT, JSON, Interrupted, checked, dtype_names, each, examples, packing, print_json
+from .parts import CHECKPOINT, JSON, WorkStopped, checked, dtype_names, each, examples, packing, print_json
 
 
 def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -185,16 +185,13 @@ class _Lines:
         click.echo(text, err=True)
 
 
-@contextmanager
-def _cluster(address: str | None) -> Iterator[Any]:
+def _cluster(address: str | None) -> AbstractContextManager[Any]:
     """A client of the scheduler at an address, or None."""
     if address is None:
-        yield None
-        return
+        return nullcontext()
     from ..parallel.dask.cluster import connect
 
-    with connect(address) as client:
-        yield client
+    return connect(address)
 
 
 @contextmanager
@@ -252,7 +249,7 @@ def _write(
                 raise
             raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted. What was written stays: the same command goes on with {dst}") from None
+            raise WorkStopped(f"interrupted. What was written stays: the same command goes on with {dst}") from None
     written = f"{r.path}: {count(r.arrays, 'array')}, {human_bytes(r.total_size)}{more(r)}"
     _tell(r, as_json, f"{written}{_left_out(r)}{_lost(r)}")
 

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.backends.memory_pool import SMALLEST, is_free, room
-from ...arrays.core import foreign_errors
 from ...arrays.core.dtypes import is_low_precision
-from ...arrays.core.errors import MeshtapeError, RankLost
+from ...arrays.core.errors import FOREIGN_ERRORS, MeshtapeError, RankLost, type_of_ours
 from ...arrays.core.op import Op
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import SCATTER
@@ -354,7 +353,7 @@ class Prepared:
         where = f", called at {site}" if site else ""
         error = self.memory.translated(error)
         text = f"rank {rank} failed in {origin}{where}: "
-        kind = foreign_errors.type_for(error) if isinstance(error, foreign_errors.CAUGHT) else None
+        kind = type_of_ours(error) if isinstance(error, FOREIGN_ERRORS) else None
         if kind is None and isinstance(error, MeshtapeError):
             kind = type(error)
         if kind is not None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...arrays.backends.memory_pool import room
+from ...arrays.core.op import ShapeDtype
 from ...arrays.core.program import Entry, Program
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.compiler import cuda_codegen, cuda_fusion
 from ...autodiff.compiler.fusion import FusedRun, chains, executable, is_large, takers
 from ..base.device_memory import BlockMemory

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...arrays.core.errors import OutOfMemory
 from ...arrays.core.formatting import human_bytes
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ..sharding.placement import Layout, block_box
 
 Value = tuple[ShapeDtype, Layout]

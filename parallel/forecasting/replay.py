@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ..execution.executor import thin_values
 from ..execution.fusion import BlockAvals, Chain, fused
 from ..partition.overlap import Buckets, Start, Wait, schedule

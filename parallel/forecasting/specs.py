@@ -11,8 +11,8 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dtypes import as_dtype
 from ...arrays.core.errors import MeshError, TracedValueError
+from ...arrays.core.op import ShapeDtype
 from ...arrays.core.program import Program
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...autodiff.compiler.compile import outline
 from ..mesh.mesh import Mesh
 from ..mesh.sharded_array import IMPLICIT_LIMIT, ShardedBuffer, sharded_array

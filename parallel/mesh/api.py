@@ -11,7 +11,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, refuse_watched
 from ...arrays.core.errors import MeshError, ReshardError, ShardingConflict
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ...arrays.indexing.sparse_cotangent import densify
 from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShapeError
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ..execution.runtime import LocalRuntime
 from ..sharding.placement import Layout, Placement, Sharding, block_box
 from .mesh import Mesh

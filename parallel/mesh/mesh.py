@@ -13,9 +13,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.devices import Device
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import MeshError
-from ...arrays.core.op import Op, not_recording
+from ...arrays.core.op import Op, ShapeDtype, not_recording
 from ...arrays.core.program import Const, Entry, Program
-from ...arrays.core.shape_dtype import ShapeDtype
 from ..base.device_memory import memory_of
 from ..execution.devices import local_device
 from ..execution.runtime import HostValue, LocalRuntime, Runtime, called

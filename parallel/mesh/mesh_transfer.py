@@ -18,8 +18,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.dispatch import apply
 from ...arrays.core.errors import ReshardError
-from ...arrays.core.op import Op
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype
 from ..execution.runtime import HostValue, LocalRuntime
 from ..resharding.plan import overlaps
 from ..sharding.mesh_protocol import MeshProtocol

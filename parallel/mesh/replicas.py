@@ -29,7 +29,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.blocks import Box
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import RankLost, ReshardError
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...storage.base.checksums import crc32c
 from ..base.device_memory import on_host

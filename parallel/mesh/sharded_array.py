@@ -19,9 +19,8 @@ from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import MeshError
 from ...arrays.core.formatting import human_bytes
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Entry, ProgramBuilder, freeze, simplify
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM, SCATTER
 from ...arrays.ops.manipulation import BROADCAST_TO
 from ..execution.runtime import HostValue

@@ -15,9 +15,8 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.dtypes import is_low_precision
-from ...arrays.core.op import Op
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.core.program import Const, Program
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ASTYPE
 from ..resharding.collective_plans import Collective
 from ..resharding.plan import Fetch

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.op import Op
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.core.program import Entry, site_text
-from ...arrays.core.shape_dtype import ShapeDtype
 from ..resharding import expert_all_to_all as d
 from ..resharding.collective_plans import Collective, groups_of
 from ..sharding.placement import REPLICATED, Layout, block_box

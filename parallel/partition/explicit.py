@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ...arrays.core.errors import ShardingConflict
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ..resharding.plan import plan_reshard
 from ..sharding.placement import Layout, dims_text
 from ..sharding.propagate import Placed, reason

@@ -16,9 +16,8 @@ import numpy as np
 
 from ...arrays.core.devices import CPU
 from ...arrays.core.dispatch import wrap
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Entry, Program, freeze, simplify, site_text
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM
 from ...arrays.ops.elementwise import ALIAS
 from ...autodiff.captures.tracing import Tracer, _Trace

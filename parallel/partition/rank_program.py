@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...arrays.core.blocks import Box
-from ...arrays.core.op import Op
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.core.program import Const
-from ...arrays.core.shape_dtype import ShapeDtype
 from ..resharding.collective_plans import Collective, plan_collective
 from ..resharding.expert_all_to_all import AllToAllV
 from ..resharding.plan import Fetch, ReshardPlan, plan_reshard, reshard_text

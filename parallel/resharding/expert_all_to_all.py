@@ -26,8 +26,7 @@ import numpy as np
 
 from ...arrays.backends.row_blocks import wide
 from ...arrays.core.blocks import Box
-from ...arrays.core.op import Op
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype
 from ..base.device_memory import BlockMemory, on_host
 from ..collectives.pieces import ArraySink
 from ..sharding.ops import RankOp

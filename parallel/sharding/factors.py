@@ -30,8 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...arrays.core.blocks import Box
-from ...arrays.core.op import Op
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype
 from .halos import Halo
 
 

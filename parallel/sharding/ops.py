@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...arrays.core.op import Op
-from ...arrays.core.param_kinds import NOTHING
 from ...arrays.core.shape_rules import same
+from ...arrays.ops.param_kinds import NOTHING
 from ...autodiff.rules import defvjp
 
 

@@ -23,9 +23,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...arrays.core.op import Op
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.core.program import Entry, freeze
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.indexing.indexing import GETITEM, SCATTER
 from .factors import FactorRule, rule_for
 from .placement import REPLICATED, Layout, Shard, make_layout

@@ -16,8 +16,7 @@ import numpy as np
 from ...arrays.backends import host_sync
 from ...arrays.core.errors import ArrayIndexError
 from ...arrays.core.index_template import result_shape
-from ...arrays.core.op import Op
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.indexing import indexing as ix
 from ...arrays.indexing import keys
 from .factors import RankView

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.core.op import ShapeDtype
 from ...arrays.core.program import Entry, Program
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.manipulation import BROADCAST_TO
 
 

@@ -17,9 +17,8 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, apply, made, wrap
 from ...arrays.core.errors import GradientError, ShardingConflict
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import simplify
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import zeros
 from ...arrays.ops.elementwise import where
 from ...autodiff.captures.tracing import Lifted

@@ -33,8 +33,7 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply
 from ...arrays.core.errors import MeshError
-from ...arrays.core.op import Op
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype
 from ...autodiff.rules import defvjp
 from ..resharding.collective_plans import Shape
 from ..resharding.split_sizes import SplitSizes

@@ -19,9 +19,8 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply, argument_avals, call_site, program_inputs, wrap
 from ...arrays.core.errors import MeshError, TracedValueError
-from ...arrays.core.op import Op, state
+from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Program, ProgramBuilder
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.elementwise import ADD
 from ...autodiff.captures.tracing import Lifted, Refusals
 from ...autodiff.tape.backward import same_value

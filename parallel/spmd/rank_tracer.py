@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.op import Op
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype
 from ...autodiff.captures.tracing import Tracer
 from ..sharding.mesh_protocol import MeshProtocol
 

@@ -14,7 +14,7 @@ from typing import Any
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, NonDifferentiableError, ShapeError, check_function
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ...arrays.ops.creation import asarray, zeros_like
 from ...arrays.ops.elementwise import stop_gradient
 from ...arrays.ops.manipulation import concat, reshape

@@ -20,8 +20,8 @@ import numpy as np
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShapeError, check_function
+from ...arrays.core.op import ShapeDtype
 from ...arrays.core.op import state as thread_state
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import concat, stack
 from ...autodiff.captures.tracing import Tracer

@@ -10,8 +10,7 @@ from typing import Any
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import MeshError, ShardingConflict, check_function
-from ...arrays.core.op import Op, recording, state
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import Op, ShapeDtype, recording, state
 from ...arrays.indexing.sparse_cotangent import densify
 from ...autodiff.captures.cache import CachedCaptures
 from ...autodiff.captures.captures import captures_of

@@ -24,9 +24,8 @@ from ...arrays.core.dispatch import refuse_history, wrap
 from ...arrays.core.dtypes import is_low_precision
 from ...arrays.core.errors import MeshError, OutOfMemory, ShardingConflict, check_function
 from ...arrays.core.formatting import human_bytes
-from ...arrays.core.op import not_recording, recording, state
+from ...arrays.core.op import ShapeDtype, not_recording, recording, state
 from ...arrays.core.program import Program, simplify
-from ...arrays.core.shape_dtype import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...autodiff.captures.static_results import ARRAY, filled, refuse_traced
 from ...autodiff.captures.tracing import Tracer, _Trace

@@ -29,7 +29,7 @@ from ...arrays.core.errors import (
     StoreError,
 )
 from ...arrays.core.formatting import human_bytes
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.core.op import ShapeDtype
 from ...storage.checkpoint.checkpoint import StoredArray
 from ...storage.commit import directory_commit
 from ...storage.readers import zarr_tensor

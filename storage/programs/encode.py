@@ -23,9 +23,8 @@ from ...arrays.core import dtypes
 from ...arrays.core.dispatch import Deferred
 from ...arrays.core.errors import ProgramError
 from ...arrays.core.index_template import Gap, Slot, Span, Truth
-from ...arrays.core.op import OPS
+from ...arrays.core.op import OPS, ShapeDtype
 from ...arrays.core.program import Const, Entry, Program
-from ...arrays.core.shape_dtype import ShapeDtype
 from ..format.migrations import Step, upgraded
 from .validate import check_call, short
 

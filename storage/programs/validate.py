@@ -14,10 +14,9 @@ import numpy as np
 
 from ...arrays.core.errors import ProgramError
 from ...arrays.core.index_template import result_shape
-from ...arrays.core.op import Op
-from ...arrays.core.param_kinds import OpCall
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.core.program import Entry
-from ...arrays.core.shape_dtype import ShapeDtype
+from ...arrays.ops.param_kinds import OpCall
 from ...arrays.random.draw import check_key
 
 # ----- operands that must go together, where the rule for the result does not look at them -------------------------------------

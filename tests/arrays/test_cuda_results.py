@@ -17,8 +17,7 @@ from op_samples import SAMPLES, WIDE, calls, recast
 from meshtape import arrays as mt
 from meshtape.arrays.core import errors
 from meshtape.arrays.core.index_template import numpy_key
-from meshtape.arrays.core.op import OPS
-from meshtape.arrays.core.shape_dtype import ShapeDtype
+from meshtape.arrays.core.op import OPS, ShapeDtype
 from meshtape.arrays.indexing import keys
 from meshtape.autodiff.rules import elementwise as elementwise_rules
 from meshtape.autodiff.rules import structure

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from meshtape import arrays as mt
 from meshtape.arrays.core.dispatch import call_site, program_inputs
-from meshtape.arrays.core.op import OPS, not_recording, recording, state
+from meshtape.arrays.core.op import OPS, ShapeDtype, not_recording, recording, state
 from meshtape.arrays.core.program import Const, ProgramBuilder, freeze, last_uses, simplify, site_text
-from meshtape.arrays.core.shape_dtype import ShapeDtype
 
 BOUNDED = settings(max_examples=150, deadline=None)
 

@@ -12,8 +12,7 @@ from op_samples import WIDE, calls, recast
 
 from meshtape import arrays as mt
 from meshtape.arrays.core.errors import ShapeError
-from meshtape.arrays.core.op import OPS, Op, op_named
-from meshtape.arrays.core.shape_dtype import ShapeDtype
+from meshtape.arrays.core.op import OPS, Op, ShapeDtype, op_named
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
-from meshtape.arrays.core.shape_dtype import ShapeDtype
+from meshtape.arrays.core.op import ShapeDtype
 from meshtape.arrays.indexing import keys as index_keys
 from meshtape.arrays.indexing import sparse_cotangent
 from meshtape.arrays.indexing.rows import expand_axes

@@ -15,6 +15,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
+from meshtape.arrays.core.array import new_id
 from meshtape.arrays.interface import writing
 
 SIZE = 5000
@@ -352,7 +353,7 @@ def test_a_write_between_a_call_and_its_record_is_an_error(monkeypatch):
 
     for call in (lambda: x * x, lambda: mt.sin(x), lambda: x * 2.0, lambda: 2.0 * x, lambda: mt.multiply(x, x)):
         with Writes() as tape:
-            tape.watch_values([x])
+            tape.follow(new_id(x), x._buf)
             with pytest.raises(errors.ConcurrentWriteError, match="while a tape recorded"):
                 call()
 

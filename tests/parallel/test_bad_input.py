@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster
 
 import meshtape as mt
 from meshtape import errors
-from meshtape.arrays.core.shape_dtype import ShapeDtype
+from meshtape.arrays.core.op import ShapeDtype
 from meshtape.parallel.execution.memory_limits import check_memory
 from meshtape.parallel.mesh.mesh import MOST_RANKS
 from meshtape.parallel.sharding.placement import Layout

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.arrays.backends.memory_pool import POOL, Pool
 from meshtape.arrays.core import dtypes  # noqa: F401  # registers the names of ml_dtypes
-from meshtape.arrays.core.shape_dtype import ShapeDtype
+from meshtape.arrays.core.op import ShapeDtype
 from meshtape.errors import RankLost
 from meshtape.parallel.collectives.costs import Ways
 from meshtape.parallel.dask.workers import known_workers

@@ -223,9 +223,8 @@ def op_programs():
     """``op_programs(name)``: for each sample call of an op, a program of that call alone, its document, the operands and the parameters."""
     from op_samples import calls
 
-    from meshtape.arrays.core.op import OPS
+    from meshtape.arrays.core.op import OPS, ShapeDtype
     from meshtape.arrays.core.program import Const, Entry, Program
-    from meshtape.arrays.core.shape_dtype import ShapeDtype
     from meshtape.storage.programs.encode import to_json
 
     def programs(name):

@@ -15,7 +15,7 @@ import pytest
 from same_programs import same_program
 
 import meshtape as mt
-from meshtape.arrays.core.shape_dtype import ShapeDtype
+from meshtape.arrays.core.op import ShapeDtype
 from meshtape.storage.programs import encode as pj
 from meshtape.storage.stores import object_store
 from meshtape.storage.stores import store as stores

@@ -15,16 +15,15 @@ import numpy as np
 from ...backends.row_blocks import BLOCK
 from ...core.array import Array
 from ...core.dispatch import apply, as_number
-from ...core.op import Op, composite
-from ...core.param_kinds import AXIS, NUMBER
-from ...core.shape_dtype import ShapeDtype
+from ...core.op import Op, ShapeDtype, composite
 from ...kernels import channel_norms as kernels
 from ...ops.elementwise import sqrt, square, stop_gradient
 from ...ops.manipulation import astype, reshape
+from ...ops.param_kinds import AXIS, NUMBER
 from ...reductions.moments import mean
 from ...reductions.reductions import sum
-from .group_norm import image, infer_affine, parameter, spread
-from .layer_norm import FAR, _wide, infer_affine_backward
+from .group_norm import image, spread
+from .layer_norm import FAR, _wide, infer_affine, infer_affine_backward, parameter
 
 
 def _rest(ndim: int, axis: int) -> tuple[int, ...]:
@@ -257,10 +256,11 @@ def batch_norm(
     ([2.0], [2.0])
     """
     x, axis = image("batch_norm", x, channel_axis, eps)
-    old_mean = parameter("batch_norm", "running_mean", running_mean, x, axis, 0.0)
-    old_var = parameter("batch_norm", "running_var", running_var, x, axis, 1.0)
-    w = parameter("batch_norm", "weight", weight, x, axis, 1.0)
-    b = parameter("batch_norm", "bias", bias, x, axis, 0.0)
+    channels = (x.shape[axis],)
+    old_mean = parameter("batch_norm", "running_mean", running_mean, x, channels, 0.0)
+    old_var = parameter("batch_norm", "running_var", running_var, x, channels, 1.0)
+    w = parameter("batch_norm", "weight", weight, x, channels, 1.0)
+    b = parameter("batch_norm", "bias", bias, x, channels, 0.0)
     params = {"axis": axis, "eps": as_number("batch_norm", "eps", eps)}
     count = x.size // max(x.shape[axis], 1)
     if not training or count == 0:  # of a batch of nothing nothing is learnt

@@ -15,27 +15,21 @@ import numpy as np
 from ...backends.row_blocks import row_blocks, row_sums
 from ...core.array import Array
 from ...core.dispatch import apply, as_number
-from ...core.errors import ArgumentError, DTypeError, ShapeError
+from ...core.errors import ShapeError
 from ...core.op import Op, composite
-from ...core.param_kinds import AXIS, NUMBER, POSITIVE
-from ...core.shape_dtype import ShapeDtype
 from ...kernels import channel_norms as kernels
-from ...ops.creation import asarray, beside, full
 from ...ops.manipulation import astype, reshape
+from ...ops.param_kinds import AXIS, NUMBER, POSITIVE
 from ...reductions.moments import mean
 from ...reductions.reductions import sum
-from .layer_norm import _normalized, _statistics, _wide, infer_affine_backward
+from .layer_norm import _normalized, _statistics, _wide, checked, infer_affine, infer_affine_backward, parameter
 
 # ----- what the norms of images share ---------------------------------------------------------------------------------
 
 
 def image(name: str, x: Any, channel_axis: int, eps: float, least: int = 2) -> tuple[Array, int]:
     """``x`` as an array, checked, and the dimension of its channels: 1 or the last one."""
-    x = asarray(x)
-    if x.dtype.kind in "biuc":
-        raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
-    if not eps > 0:
-        raise ArgumentError(f"[{name}] eps must be positive, got {eps}")
+    x = checked(name, x, eps)
     if x.ndim < least:
         rest = " with something to average" if least > 2 else ""
         raise ShapeError(f"[{name}] x has the shape (N, channels, ...){rest}, got {x.shape}")
@@ -44,26 +38,10 @@ def image(name: str, x: Any, channel_axis: int, eps: float, least: int = 2) -> t
     return x, channel_axis % x.ndim
 
 
-def parameter(name: str, what: str, p: Any, x: Array, axis: int, default: float) -> Array:
-    """One number a channel; ``default`` for all of them where ``p`` is None."""
-    shape = (x.shape[axis],)
-    p = full(shape, default, dtype=x.dtype, device=beside(x)) if p is None else asarray(p)
-    if p.shape != shape:
-        raise ShapeError(f"[{name}] {what} has shape {p.shape}, expected {shape}")
-    if p.dtype.kind in "biuc":
-        raise DTypeError(f"[{name}] {what} must be real floating, got {p.dtype.name}")
-    return p
-
-
 def spread(p: Array, like: Array, axis: int) -> Array:
     """A number a channel, in the wide dtype and in a shape that broadcasts against ``like``."""
     wide = np.result_type(_wide(p.dtype), _wide(like.dtype))
     return astype(reshape(p, tuple(-1 if i == axis else 1 for i in range(like.ndim))), wide, copy=False)
-
-
-def infer_affine(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    """The shape of the first operand, in the dtype that it has together with weight and bias, the last two."""
-    return ShapeDtype(args[0].shape, np.result_type(args[0].dtype, args[-2].dtype, args[-1].dtype))
 
 
 # ----- the op ---------------------------------------------------------------------------------------------------------
@@ -228,8 +206,8 @@ def group_norm(
     c = x.shape[axis]
     if num_groups < 1 or c % num_groups:
         raise ShapeError(f"[group_norm] {num_groups} groups do not divide the {c} channels of x {x.shape}")
-    w = parameter("group_norm", "weight", weight, x, axis, 1.0)
-    b = parameter("group_norm", "bias", bias, x, axis, 0.0)
+    w = parameter("group_norm", "weight", weight, x, (x.shape[axis],), 1.0)
+    b = parameter("group_norm", "bias", bias, x, (x.shape[axis],), 0.0)
     return apply(
         GROUP_NORM, (x, w, b), {"num_groups": int(num_groups), "axis": axis, "eps": as_number("group_norm", "eps", eps)}
     )
@@ -248,8 +226,8 @@ def instance_norm(
     """
     x, axis = image("instance_norm", x, channel_axis, eps, least=3)
     c = x.shape[axis]
-    w = parameter("instance_norm", "weight", weight, x, axis, 1.0)
-    b = parameter("instance_norm", "bias", bias, x, axis, 0.0)
+    w = parameter("instance_norm", "weight", weight, x, (x.shape[axis],), 1.0)
+    b = parameter("instance_norm", "bias", bias, x, (x.shape[axis],), 0.0)
     if c == 0:
         return x + 0.0
     return apply(GROUP_NORM, (x, w, b), {"num_groups": c, "axis": axis, "eps": as_number("instance_norm", "eps", eps)})

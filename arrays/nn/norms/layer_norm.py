@@ -18,15 +18,14 @@ from ...backends.row_blocks import wide as _wide
 from ...core.array import Array
 from ...core.dispatch import apply, as_number
 from ...core.errors import ArgumentError, DTypeError, ShapeError
-from ...core.op import Op, composite
-from ...core.param_kinds import COUNT, NUMBER
-from ...core.shape_dtype import ShapeDtype
+from ...core.op import Op, ShapeDtype, composite
 from ...kernels import row_norms
 from ...native import ops
 from ...native.calls import first
 from ...ops.creation import asarray, beside, full
 from ...ops.elementwise import sqrt, square
 from ...ops.manipulation import astype
+from ...ops.param_kinds import COUNT, NUMBER
 from ...reductions.moments import mean
 from ...reductions.reductions import sum
 
@@ -147,9 +146,9 @@ def _decompose_layer_norm_backward(
     )
 
 
-def _infer_layer_norm(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    x, weight, bias = args
-    return ShapeDtype(x.shape, np.result_type(x.dtype, weight.dtype, bias.dtype))
+def infer_affine(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    """The shape of the first operand, in the dtype that it has together with weight and bias, the last two."""
+    return ShapeDtype(args[0].shape, np.result_type(args[0].dtype, args[-2].dtype, args[-1].dtype))
 
 
 def infer_affine_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
@@ -164,7 +163,7 @@ LAYER_NORM = Op(
     "layer_norm",
     ("x", "weight", "bias"),
     _layer_norm,
-    _infer_layer_norm,
+    infer_affine,
     decompose=_decompose_layer_norm,
     overrides={"numpy": first(ops.layer_norm, _layer_norm), "cupy": row_norms.layer_norm},
     params=_PARAMS,
@@ -278,26 +277,35 @@ RMS_NORM_BACKWARD = Op(
 # ----- public functions -----------------------------------------------------------------------------------------------
 
 
+def checked(name: str, x: Any, eps: float) -> Array:
+    """``x`` as an array of real floats. Raises where it is none, or ``eps`` is not positive."""
+    x = asarray(x)
+    if x.dtype.kind in "biuc":
+        raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
+    if not eps > 0:
+        raise ArgumentError(f"[{name}] eps must be positive, got {eps}")
+    return x
+
+
+def parameter(name: str, what: str, p: Any, x: Array, shape: tuple[int, ...], default: float) -> Array:
+    """A parameter of this shape beside ``x``; ``default`` throughout where ``p`` is None."""
+    p = full(shape, default, dtype=x.dtype, device=beside(x)) if p is None else asarray(p)
+    if p.shape != shape:
+        raise ShapeError(f"[{name}] {what} has shape {p.shape}, expected {shape}")
+    if p.dtype.kind in "biuc":
+        raise DTypeError(f"[{name}] {what} must be real floating, got {p.dtype.name}")
+    return p
+
+
 def _operands(
     name: str, x: Any, normalized_shape: int | Sequence[int], eps: float, **parameters: tuple[Any, float]
 ) -> tuple[list[Array], dict[str, Any]]:
     """``x`` and the parameters as arrays, checked, with a constant for each that is None; and the params of the op."""
-    x = asarray(x)
-    if x.dtype.kind in "biuc":
-        raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
+    x = checked(name, x, eps)
     shape = (normalized_shape,) if isinstance(normalized_shape, int | np.integer) else tuple(normalized_shape)
     if not shape or x.shape[x.ndim - len(shape) :] != shape:
         raise ShapeError(f"[{name}] the last dimensions of x {x.shape} must be normalized_shape {shape}")
-    if not eps > 0:
-        raise ArgumentError(f"[{name}] eps must be positive, got {eps}")
-    out = [x]
-    for what, (p, default) in parameters.items():
-        p = full(shape, default, dtype=x.dtype, device=beside(x)) if p is None else asarray(p)
-        if p.shape != shape:
-            raise ShapeError(f"[{name}] {what} has shape {p.shape}, expected {shape}")
-        if p.dtype.kind in "biuc":
-            raise DTypeError(f"[{name}] {what} must be real floating, got {p.dtype.name}")
-        out.append(p)
+    out = [x, *(parameter(name, what, p, x, shape, default) for what, (p, default) in parameters.items())]
     return out, {"naxes": len(shape), "eps": as_number(name, "eps", eps)}
 
 

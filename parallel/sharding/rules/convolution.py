@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....arrays.core.op import Op
-from ....arrays.core.shape_dtype import ShapeDtype
+from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn import convolution as c
 from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
 from ..halos import Halo

@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....arrays.core.op import OPS, Op
-from ....arrays.core.shape_dtype import ShapeDtype
+from ....arrays.core.op import OPS, Op, ShapeDtype
 from ....arrays.core.shape_rules import elementwise as elementwise_shape
 from ....arrays.indexing.lazy_adam import LAZY_ADAM
 from ....arrays.ops import elementwise as ew

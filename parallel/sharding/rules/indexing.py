@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....arrays.core.index_template import result_shape
-from ....arrays.core.op import Op
-from ....arrays.core.shape_dtype import ShapeDtype
+from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.indexing import indexing as ix
 from ....arrays.indexing import keys
 from ..factors import Dim, Factor, FactorRule, Letters, PartCall, rule

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....arrays.core.op import Op
-from ....arrays.core.shape_dtype import ShapeDtype
+from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.linalg import lapack as la
 from ....arrays.ops import fft
 from ....arrays.reductions import cumulative, searching, sorting

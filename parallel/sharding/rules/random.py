@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ....arrays import random as r
-from ....arrays.core.op import Op
-from ....arrays.core.shape_dtype import ShapeDtype
+from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn import dropout
 from ..factors import FactorRule, Letters, RankView, replicated_rule, rule
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....arrays.core.op import Op
-from ....arrays.core.shape_dtype import ShapeDtype
+from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn import cross_entropy as ce
 from ....arrays.nn import softmax as s
 from ..factors import FactorRule, Letters, RankView, rule

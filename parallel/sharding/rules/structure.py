@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....arrays.core.op import Op
-from ....arrays.core.shape_dtype import ShapeDtype
+from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn.norms import batch_norm, group_norm, layer_norm
 from ....arrays.ops import manipulation as m
 from ....arrays.ops import matmul

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .index_template import Gap, Slot, Span, Truth
-from .shape_dtype import ShapeDtype
+from ..core.index_template import Gap, Slot, Span, Truth
+from ..core.op import ShapeDtype
 
 
 class OpCall(NamedTuple):
@@ -121,4 +121,3 @@ TEMPLATE = Kind("an index into the array, each index array in its place", _is_te
 
 BLOCK = {"offset": OFFSET, "global_shape": SIZES}
 DRAW = {"shape": SIZES, **BLOCK, "dtype": DTYPE}
-_CONV = {"stride": STEPS, "dilation": STEPS, "groups": POSITIVE}
