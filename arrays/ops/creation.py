@@ -149,6 +149,8 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     try:
         if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
             check_numbers("asarray", obj, wanted)
+        if isinstance(getattr(obj, "_meta", None), np.ma.MaskedArray):  # of Dask, which drops the mask as it computes
+            raise DTypeError("[asarray] masked elements are no numbers: fill them first, with da.ma.filled(...)")
         host = array_of(plain(obj), wanted, copy=copy is not False)
     except (MeshtapeError, MemoryError):
         raise

@@ -37,7 +37,17 @@ from .progress import last_word
 from .set_up import set_up
 from .streams import WorkerFuture
 from .worker_queue import answered, packed
-from .workers import ask, call_scheduler, check_client, check_known, check_running, known_workers, silent, workers_with
+from .workers import (
+    ask,
+    call_scheduler,
+    check_client,
+    check_known,
+    check_running,
+    is_forked,
+    known_workers,
+    silent,
+    workers_with,
+)
 
 settings.register()
 
@@ -373,7 +383,7 @@ class DaskRuntime:
             self._queue.abandon()
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or is_forked(self.client):
             return
         self._queue.drain()  # runs in flight still need the program
         self._closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 import weakref
@@ -34,17 +35,35 @@ class PerClient(Generic[T]):
             return found
 
 
+_FORKED: weakref.WeakSet[Client] = weakref.WeakSet()
+"""Clients of the process that this one was forked from: their threads are not here, and nobody would answer."""
+_SEEN: weakref.WeakSet[Client] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _FORKED.update(_SEEN))
+
+
+def is_forked(client: Client) -> bool:
+    """Whether this is the client of the process that this one was forked from."""
+    return client in _FORKED
+
+
 def check_client(who: str, client: Any) -> None:
     """Raise :class:`MeshError` unless this is a synchronous client, :class:`ClusterError` unless it is connected."""
     if not isinstance(client, Client):
         raise MeshError(f"{who} takes a distributed.Client, got {type(client).__name__}")
     if client.asynchronous:
         raise MeshError(f"{who} needs a synchronous client: Client(…) without asynchronous=True")
+    _SEEN.add(client)
     check_running(client)
 
 
 def check_running(client: Client) -> None:
     """Raise :class:`ClusterError` for a client that is closed, or whose scheduler is gone."""
+    if is_forked(client):
+        raise ClusterError(
+            "this process was forked from that of the Dask client, whose threads it does not have: start processes by spawn, and open a client "
+            "and a mesh in each"
+        )
     status = client.status
     if status == "connecting":  # anew: it was connected
         raise ClusterError(f"the scheduler{_address(client)} is gone: its connection ended")

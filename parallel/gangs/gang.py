@@ -377,7 +377,9 @@ class GangRun:
         # A rank that was ended because of another says nothing; one that raised says more than one that was killed.
         killed = {r: e for r, e in failed.items() if r not in raised and e.status != _STOPPED}
         if lost or killed:
-            text = "; ".join([*lost, *(f"rank {r} ended with status {e.status}" for r, e in killed.items())])
+            text = "; ".join(
+                [*lost, *(f"rank {r} ended with status {e.status} and no result" for r, e in killed.items())]
+            )
             raise RankLost(f"[{self.name}] {text}{self._tail(next(iter(killed), None))}")
         if raised:
             rank, (text, error) = next(iter(raised.items()))
@@ -444,13 +446,14 @@ def _run_ranks(
             if stop.wait(_LOOK) or failed:
                 stopped = running
                 break
-            over = [children[r] for r in running if children[r].poll() is not None]
-            _end(over)  # at once: their numbers are free for others
-            running = {r for r in running if children[r].returncode is None}
-            failed = any(c.returncode for c in over)
+            over = {r: children[r] for r in running if children[r].poll() is not None}
+            _end(list(over.values()))  # at once: their numbers are free for others
+            running -= over.keys()
+            # One that ended by itself (`sys.exit(0)`) leaves no answer, and the others would wait for it.
+            failed = any(c.returncode or not (folder / str(r) / "answer").exists() for r, c in over.items())
         _end([children[r] for r in stopped])
         ended = {r: _ending(folder / str(r), c, r in stopped) for r, c in children.items()}
-        if any(e.status for e in ended.values()):
+        if any(e.status or e.answer is None for e in ended.values()):
             raise _RanksFailed(ended)
         return ended
     finally:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.errors import MeshError, ShapeError
+from ...arrays.core.errors import DTypeError, MeshError, ShapeError
 from ...arrays.core.op import ShapeDtype
+from ...arrays.ops.creation import asarray
 from ..execution.runtime import LocalRuntime
 from ..sharding.placement import Layout, Placement, Sharding, block_box
 from .mesh import Mesh
@@ -42,6 +43,8 @@ def from_dask(d: da.Array, mesh: Mesh, /, **placements: Placement) -> Array:
         Where chunk sizes are unknown: call ``d.compute_chunk_sizes()`` first.
     MeshError
         For an unknown axis, or anything but a ``dask.array``.
+    DTypeError
+        For elements that no Array has, and masked ones.
 
     Examples
     --------
@@ -57,28 +60,35 @@ def from_dask(d: da.Array, mesh: Mesh, /, **placements: Placement) -> Array:
         raise MeshError(f"[from_dask] takes a dask.array, got {type(d).__module__}.{type(d).__qualname__}")
     if any(math.isnan(n) for n in d.shape):
         raise ShapeError(f"[from_dask] the chunk sizes of {d} are unknown: call d.compute_chunk_sizes() first")
+    dtype = asarray(np.empty(0, d.dtype)).dtype  # in native order; raises for one that no Array has
     shape = tuple(map(int, d.shape))
-    sharding = Sharding(mesh, **placements).check(shape, d.dtype)
+    sharding = Sharding(mesh, **placements).check(shape, dtype)
     if sharding.partial:
         raise MeshError("[from_dask] makes no pending reductions: use Shard(dim) or Replicate()")
     layout = sharding.layout
     if isinstance(mesh.runtime, LocalRuntime):
-        handle: Any = _local(d, shape, layout, mesh)
+        handle: Any = _local(d, shape, dtype, layout, mesh)
     else:
-        handle = _remote(d, shape, layout, mesh)
-    return sharded_array(mesh, layout, ShapeDtype(shape, np.dtype(d.dtype)), handle)
+        handle = _remote(d, shape, dtype, layout, mesh)
+    return sharded_array(mesh, layout, ShapeDtype(shape, dtype), handle)
 
 
-def _local(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Any:
+def _plain(part: Any, dtype: np.dtype) -> np.ndarray:
+    if np.ma.is_masked(part):
+        raise DTypeError("[from_dask] masked elements are no numbers: fill them first, with da.ma.filled(...)")
+    return np.asarray(part, dtype, order="C")
+
+
+def _local(d: da.Array, shape: tuple[int, ...], dtype: np.dtype, layout: Layout, mesh: Mesh) -> Any:
     import dask
 
     boxes = [block_box(layout, mesh.sizes, shape, r) for r in range(mesh.size)]
     distinct = list(dict.fromkeys(boxes))
     found = dict(zip(distinct, dask.compute(*(d[b.slices] for b in distinct)), strict=True))
-    return mesh.runtime.adopt({r: np.asarray(found[b], d.dtype) for r, b in enumerate(boxes)})
+    return mesh.runtime.adopt({r: _plain(found[b], dtype) for r, b in enumerate(boxes)})
 
 
-def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Any:
+def _remote(d: da.Array, shape: tuple[int, ...], dtype: np.dtype, layout: Layout, mesh: Mesh) -> Any:
     from ..dask.in_flight import Gang
     from ..dask.runtime import RemoteBlocks
     from ..dask.streams import WorkerFuture
@@ -97,7 +107,7 @@ def _remote(d: da.Array, shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> 
         distinct = list(dict.fromkeys(boxes.values()))
         where = {"workers": [address], "allow_other_workers": True, "priority": 1_000_000}
         parts = [client.compute(held[b.slices], **where) for b in distinct]
-        payload = {r: (distinct.index(b), b.shape, np.dtype(d.dtype)) for r, b in boxes.items()}
+        payload = {r: (distinct.index(b), b.shape, dtype) for r, b in boxes.items()}
         mine_there = WorkerFuture(streams[address], number, FROM_DASK)
         task = client.submit(_adopt, tuple(mine_there.ref), runtime.mesh_id, payload, *parts, pure=False, **where)
         mine_there.follow(task)
@@ -118,7 +128,7 @@ def _adopt(ref: tuple[int, str, str], mesh: bytes, payload: Mapping[int, Any], *
 
     number, address, session = ref
     desk, finish = desk_here(address, session)
-    blocks = {r: np.asarray(parts[k], dtype, order="C").reshape(shape) for r, (k, shape, dtype) in payload.items()}
+    blocks = {r: _plain(parts[k], dtype).reshape(shape) for r, (k, shape, dtype) in payload.items()}
     bundle = kept(seat_here(mesh), {0: blocks})
 
     async def keep() -> None:

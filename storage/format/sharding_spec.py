@@ -48,14 +48,15 @@ class AxisLayout:
     def of(
         cls, mesh: Mapping[str, int], placements: Mapping[str, Any], shape: tuple[int, ...], name: str
     ) -> AxisLayout:
-        """Checked: ``placements`` maps an axis to a dimension, ``"Shard(1)"``, ``"Replicate()"`` or None."""
+        """Checked: ``placements`` maps an axis to a dimension, `Shard(1)`, `Replicate()`, a text of these, or None."""
         for axis in placements:
             if axis not in mesh:
                 raise ReshardError(f"{name}: the mesh {dict(mesh)} has no axis {axis!r}")
         dims: list[int | None] = []
         for axis in mesh:
             given = placements.get(axis)
-            if isinstance(given, str):
+            if given is not None and type(given) is not int:
+                given = str(given)  # of `mt.Shard(1)`, too
                 m = _SHARD.match(given)
                 if m is None and given not in ("Replicate()", "Replicate"):
                     raise ReshardError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -81,3 +82,23 @@ def test_a_mesh_that_could_not_be_opened_is_forgotten(processes, eventually, mon
         monkeypatch.undo()
         eventually(lambda: max(processes.run(known).values()) == 0)
         assert processes.run_on_scheduler(meshes) == before
+
+
+def test_a_forked_process_is_told_that_the_client_is_not_its_own(processes):
+    """It has none of the threads that would hear an answer: an error at once, in place of a wait without end."""
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.compute(mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0)) + 1)
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            for ask in (lambda: np.asarray(x * 2), lambda: mt.Mesh({"a": 2}, client=processes), mesh.close):
+                try:
+                    ask()
+                    os.write(write, b"closed")
+                except mt.errors.ClusterError as e:
+                    os.write(write, b"forked " if "was forked from" in str(e) else b"another ")
+            os._exit(0)
+        os.close(write)
+        os.waitpid(child, 0)
+        with os.fdopen(read, "rb") as pipe:
+            assert pipe.read() == b"forked forked closed"
+        np.testing.assert_array_equal(x, np.arange(4.0) + 1)

@@ -84,6 +84,14 @@ def test_what_is_refused():
         mt.from_dask(unknown, mesh, a=mt.Shard(1))
     with pytest.raises(errors.MeshError, match="no pending reductions"):
         mt.from_dask(unknown, mesh, a=mt.Partial())
+    masked = da.from_array(np.ma.masked_array([1.0, 2.0, 3.0], [0, 1, 0]), chunks=2)
+    for taken in (lambda: mt.from_dask(masked, mesh, a=mt.Shard(0)), lambda: mt.asarray(masked)):
+        with pytest.raises(errors.DTypeError, match="masked elements are no numbers"):
+            taken()
+    for dtype in ("M8[D]", "U1", "longdouble", "c32" if np.dtype("clongdouble").itemsize == 32 else "S1"):
+        with pytest.raises(errors.DTypeError):
+            mt.from_dask(da.zeros(4, dtype=dtype, chunks=2), mesh, a=mt.Shard(0))
+    assert mt.from_dask(da.arange(4, dtype=">f8", chunks=2), mesh, a=mt.Shard(0)).dtype == np.dtype("f8")
 
 
 def test_on_a_cluster(processes):

@@ -105,17 +105,20 @@ def test_a_rank_that_raises_ends_the_others(processes, nothing_left):
     assert mt.gang(processes, int, ranks=4).result(LIMIT) == [0] * 4
 
 
-def test_a_rank_that_is_killed_ends_the_others(processes, nothing_left):
-    def work() -> None:
+@pytest.mark.parametrize("status", [-9, 0])
+def test_a_rank_that_ends_without_a_result_ends_the_others(status, processes, nothing_left):
+    def work(status: int) -> None:
         import os
         import signal
 
         if os.environ["RANK"] == "0":
+            if status == 0:
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(LIMIT)
 
-    with pytest.raises(mt.errors.RankLost, match="rank 0 ended with status -9"):
-        mt.gang(processes, work, ranks=4).result(LIMIT)
+    with pytest.raises(mt.errors.RankLost, match=f"rank 0 ended with status {status} and no result"):
+        mt.gang(processes, work, status, ranks=4).result(LIMIT)
 
 
 def test_a_worker_that_dies_ends_the_others(mortal, tmp_path, eventually, nothing_left):

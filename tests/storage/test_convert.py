@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zarr
 
-from meshtape import errors
+from meshtape import Shard, errors
 from meshtape.storage import convert, load, merge, open_checkpoint, reshard, save, save_safetensors, verify
 from meshtape.storage.stores.filesystem import Files, using
 from meshtape.storage.transform import transfer
@@ -162,6 +162,7 @@ def test_mistakes_are_refused_before_writing(source, tmp_path):
         (errors.ReshardError, "no axis 'q'", {"mesh": {"m": 2}, "shardings": {"a": {"q": 1}}}),
         (errors.ReshardError, "cannot split dimension 2", {"mesh": {"m": 2}, "shardings": {"a": {"m": 2}}}),
         (errors.ReshardError, "is no placement", {"mesh": {"m": 2}, "shardings": {"a": {"m": "Shard"}}}),
+        (errors.ReshardError, "dimension 7", {"mesh": {"m": 2}, "shardings": {"a": {"m": Shard(7)}}}),
         (errors.CheckpointKeyError, r"nothing matches \['z'\]", {"mesh": {"m": 2}, "shardings": {"z": {"m": 0}}}),
         (errors.CheckpointError, "need mesh=", {"shardings": {"a": {"m": 0}}}),
         (errors.CheckpointError, "positive length", {"mesh": {"m": 0}}),

@@ -135,8 +135,7 @@ def ops(sources: str = "") -> dict[str, Any]:
                     row.by_value += 1
                     continue
                 avals = [
-                    mt.arrays.core.op.ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a
-                    for a in cast
+                    mt.arrays.core.op.ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a for a in cast
                 ]
                 if [w.dtype for w in want] != [a.dtype for a in op.avals(tuple(avals), params)]:
                     row.other_rule.append(described(cast))
