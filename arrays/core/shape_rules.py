@@ -6,7 +6,6 @@ dtypes: the rule cannot drift from what the op does.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -45,27 +44,23 @@ def as_shape(name: str, shape: int | Sequence[int]) -> tuple[int, ...]:
     return full
 
 
-class _DtypeProbe:
-    """Key and arguments of a dtype probe; hashable by meaning, so that ``1`` and ``1.0`` are kept apart."""
-
-    __slots__ = ("args", "key", "op", "params")
-
-    def __init__(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> None:
-        self.op, self.args, self.params = op, args, params
-        self.key = (op, tuple(a if isinstance(a, np.dtype) else freeze(a) for a in args), freeze(params))
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _DtypeProbe) and self.key == other.key
+_PROBED: dict[Any, np.dtype] = {}
+_MOST_PROBED = 4096
 
 
-@functools.lru_cache(maxsize=4096)
-def _probe(p: _DtypeProbe) -> np.dtype:
-    args = [np.ones((1,), a) if isinstance(a, np.dtype) else a for a in p.args]
-    with np.errstate(all="ignore"):
-        return p.op.numpy(*args, **p.params).dtype
+def probed_dtype(op: Op, args: Sequence[Any], params: Mapping[str, Any]) -> np.dtype:
+    """The dtype that the NumPy form of ``op`` gives, on arrays of one element of these dtypes (or Python scalars)."""
+    # By meaning: 1 and 1.0 are kept apart.
+    key = op, tuple([a if isinstance(a, np.dtype) else freeze(a) for a in args]), freeze(params)
+    found = _PROBED.get(key)
+    if found is None:
+        operands = [np.ones((1,), a) if isinstance(a, np.dtype) else a for a in args]
+        with np.errstate(all="ignore"):
+            found = op.numpy(*operands, **params).dtype
+        if len(_PROBED) >= _MOST_PROBED:
+            _PROBED.clear()
+        _PROBED[key] = found
+    return found
 
 
 def result_dtype(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> np.dtype:
@@ -76,7 +71,7 @@ def result_dtype(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> np
     """
     dtypes = tuple(a.dtype if isinstance(a, ShapeDtype) else a for a in args)
     try:
-        return _probe(_DtypeProbe(op, dtypes, params))
+        return probed_dtype(op, dtypes, params)
     except MeshtapeError:
         raise
     except TypeError:
@@ -146,7 +141,7 @@ def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool)
 def reduction(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
     """``params`` has ``axis`` (a tuple of non-negative ints) and ``keepdims``."""
     x = args[0]
-    dtype = _probe(_DtypeProbe(op, (x.dtype,), {**params, "axis": (0,), "keepdims": False}))
+    dtype = probed_dtype(op, (x.dtype,), {**params, "axis": (0,), "keepdims": False})
     return ShapeDtype(reduced_shape(x.shape, params["axis"], params["keepdims"]), dtype)
 
 

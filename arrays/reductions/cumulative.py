@@ -29,7 +29,7 @@ def _running(name: str) -> Any:
 
 def _infer_running(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     x = args[0]
-    return ShapeDtype(x.shape, shape_rules._probe(shape_rules._DtypeProbe(op, (x.dtype,), {"axis": 0})))
+    return ShapeDtype(x.shape, shape_rules.probed_dtype(op, (x.dtype,), {"axis": 0}))
 
 
 def _decompose_prod(x: Array, axis: int) -> Array:
