@@ -82,11 +82,12 @@ def loadable(
 ) -> tuple[set[Path] | None, dict[str, str]]:
     """What is picked without the arrays whose dtype no array has in memory, and why for each of these.
 
-    Those that ``keys`` name stay, and so do all where there is nothing else: to load them is an error.
+    Those that ``keys`` name stay, packed bits too, and so do all where there is nothing else: to load them is an error.
     """
     arrays, _ = held(ckpt, picked)
     named = {keys} if isinstance(keys, str) else set(keys or ())
-    odd = {n for n, a in arrays.items() if dtypes.short_name(a.dtype) not in DTYPES} - named
+    fine = DTYPES.keys() | {d.name for d in dtypes.PACKED.values()}
+    odd = {n for n, a in arrays.items() if dtypes.short_name(a.dtype) not in fine} - named
     if not odd or len(odd) == len(arrays):
         return picked, {}
     paths = {a.path for n, a in arrays.items() if n not in odd} | {p for p, _ in scalar_leaves(ckpt.structure)}
