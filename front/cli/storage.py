@@ -34,14 +34,27 @@ def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> d
         raise click.BadParameter(f"{value!r}: write NAME=NUMBER,NAME=NUMBER") from None
 
 
+def _mesh(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
+    """``_mapping`` of lengths, which are positive."""
+    out = _mapping(ctx, param, value)
+    if out and min(out.values()) < 1:
+        raise click.BadParameter(f"{value!r}: an axis has a positive length")
+    return out
+
+
 def _shards(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, dict[str, int]] | None:
-    """``PATTERN:axis=dimension`` options as a map of patterns."""
+    """``PATTERN:axis=dimension`` options as a map of patterns; the mesh is read before them."""
+    mesh: Any = ctx.params.get("mesh")
+    if value and mesh is None:
+        raise click.UsageError("--shard needs --mesh, such as --mesh model=4", ctx)
     out: dict[str, dict[str, int]] = {}
     for text in value:
         pattern, colon, rest = text.rpartition(":")
         if not colon:
             raise click.BadParameter(f"{text!r}: write PATTERN:AXIS=DIMENSION")
         out[pattern] = _mapping(ctx, param, rest) or {}
+        if lost := out[pattern].keys() - mesh.keys():
+            raise click.BadParameter(f"{text!r}: --mesh has no axis {min(lost)!r}")
     return out or None
 
 
@@ -65,7 +78,13 @@ _SELECTION = (
     ),
 )
 _MESH = (
-    click.option("--mesh", callback=_mapping, metavar="AXES", help="Axes of the target mesh: data=2,model=4."),
+    click.option(
+        "--mesh",
+        callback=_mesh,
+        is_eager=True,
+        metavar="AXES",
+        help="Axes of the target mesh: data=2,model=4.",
+    ),
     click.option(
         "--shard",
         "shardings",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from dataclasses import dataclass
@@ -62,6 +63,13 @@ def step_at(path: str) -> int | None:
     return of_manifest(path, held).step if isinstance(held, manifest.Manifest) else None
 
 
+def _dead_links(directory: str) -> list[str]:
+    """The links of a local directory that have the name of a checkpoint, and lead to nothing."""
+    entries = [] if store.is_url(directory) or not os.path.isdir(directory) else os.listdir(directory)
+    paths = {n: os.path.join(directory, n) for n in sorted(entries) if _NAME.match(n)}
+    return [n for n, path in paths.items() if os.path.islink(path) and not os.path.exists(path)]
+
+
 def complete(directory: str, warn: bool = False) -> list[Numbered]:
     """The complete checkpoints of a directory, by step. With ``warn``, a warning names each of the others."""
     there = store.at(directory)
@@ -81,6 +89,8 @@ def complete(directory: str, warn: bool = False) -> list[Numbered]:
         elif warn and n in names:
             incomplete = f"it has no {manifest.FILE}, so it is incomplete"
             warnings.warn(f"skipped {target}: {m or incomplete}", stacklevel=4)
+    for n in _dead_links(directory) if warn else ():
+        warnings.warn(f"skipped {store.join(directory, n)}: the link leads nowhere, or to itself", stacklevel=4)
     own = {c.step for c in found if c.path == store.join(directory, name(c.step))}
     copies = [c for c in found if c.step in own and c.path != store.join(directory, name(c.step))]
     for c in copies if warn else ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ FILE = "_METADATA"
 DATABASE = "manifest.ocdbt"
 STEP = "_CHECKPOINT_METADATA"  # in each step of a manager
 _STRINGS = "_strings.json"
+_EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": None, "None": None, "empty": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,8 @@ def open_orbax(root: str) -> Checkpoint:
         if kind == "string":
             texts = _texts(store, where) if texts is None else texts
             leaf = texts.get(node)
-        elif kind in ("Dict", "List", "None", "empty"):
-            leaf = {"Dict": {}, "List": []}.get(kind)
+        elif kind in _EMPTY:
+            leaf = copy(_EMPTY[kind])
         else:
             try:
                 arrays[node] = StoredArray(keys, _tensor(root, node, database, driver))

@@ -23,7 +23,10 @@ _NAMES = {
     "torch.storage": "UntypedStorage",
     "torch": "Size FloatStorage DoubleStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage CharStorage ByteStorage "
     "BoolStorage ComplexFloatStorage ComplexDoubleStorage float64 float32 float16 bfloat16 complex64 complex128 bool int64 int32 int16 "
-    "int8 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",
+    "int8 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+    # dtypes without a form here, whose tensors are named and skipped
+    "complex32 float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2 "
+    "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
     "collections": "OrderedDict",
     "pathlib": "PosixPath PurePosixPath",
     "pathlib._local": "PosixPath",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
@@ -148,8 +148,10 @@ class Documents(Mapping[str, Any]):
         held: Mapping[str, tuple[int | None, str]],
         exported: Mapping[str, str] | None = None,
         index: str = "",
+        weights: Iterable[str] = (),
     ) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
+        self._weights = frozenset(weights)
         # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify` compares.
         self._exported, self._index = dict(exported or {}), index
         self.generation = NONE
@@ -217,26 +219,27 @@ class Documents(Mapping[str, Any]):
         return {*self._exported, *([self._index] if self._index else [])}, nbytes, faults
 
     def others(self) -> list[str]:
-        """The other entries of a directory of safetensors, neither documents nor weights; folders end in ``/``."""
+        """The other entries of a directory of safetensors, neither documents nor the weights that are read; folders end in ``/``."""
         store = stores.at(self._root)
-        own = (".safetensors", ".safetensors.index.json")
         held = [*store.files(), *(f"{f}/" for f in store.folders())] if store.lists else []
-        return sorted(n for n in held if n not in self._sums and not n.endswith(own) and not n.startswith("."))
+        own = self._sums.keys() | self._weights
+        return sorted(
+            n for n in held if n not in own and not n.endswith(".safetensors.index.json") and not n.startswith(".")
+        )
 
     def every(self) -> dict[str, bytes]:
         """All of them."""
         return {file: self.raw(file) for file in self._sums}
 
 
-def beside(root: str, exported: Mapping[str, str] | None = None, index: str = "") -> Documents:
+def beside(root: str, weights: Iterable[str], exported: Mapping[str, str] | None = None, index: str = "") -> Documents:
     """The documents in a directory without a manifest: its small files that belong to a model, code and licence included.
 
-    ``exported``: the checksums of such files in an ``index`` that has its own.
+    ``weights``: the files of its arrays. ``exported``: the checksums of such files in an ``index`` that has its own.
     """
     store = stores.at(root)
     files = store.files() if store.lists else ["config.json", "generation_config.json"]
     likely = filter(is_kept, files)
     found = {n: size for n in likely if (size := store.size(n)) is not None}
-    return Documents(
-        root, {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES}, exported, index
-    )
+    held = {n: (None, n) for n, nbytes in sorted(found.items()) if nbytes <= MAX_NBYTES}
+    return Documents(root, held, exported, index, weights)

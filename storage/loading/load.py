@@ -39,6 +39,7 @@ from .match_target import (
     chosen,
     held,
     is_array,
+    loadable,
     match_like,
     prune,
     resharded,
@@ -275,6 +276,10 @@ def _load(
         kept.mapping = ckpt.mapping
     picked = select(ckpt, keys)
     kept.skipped = unread_of(ckpt, keys)
+    formless: dict[str, str] = {}
+    if like is None and (shardings is None or callable(shardings)):
+        picked, formless = loadable(ckpt, picked, keys)
+        kept.skipped += formless
     ignored = Ignored(ignore, kept)
     with listed_once():
         if like is None:
@@ -303,7 +308,7 @@ def _load(
     if report is None and not kept.fits:
         warnings.warn(str(kept), stacklevel=4)
     elif report is None and like is None and kept.skipped:
-        why = ckpt.skipped[kept.skipped[0]]
+        why = {**ckpt.skipped, **formless}[kept.skipped[0]]
         warnings.warn(f"{ckpt.path} is loaded without what cannot be read{unread(kept.skipped)} ({why})", stacklevel=4)
 
     if like is not None:

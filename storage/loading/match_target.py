@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box
+from ...arrays.core.dtypes import DTYPES
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
@@ -74,6 +75,24 @@ def unread_of(ckpt: Checkpoint, keys: Iterable[str] | None, drop: Iterable[str] 
     """Names of the arrays that cannot be read and that ``keys`` take and ``drop`` leaves."""
 
     return [n for n in ckpt.skipped if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
+
+
+def loadable(
+    ckpt: Checkpoint, picked: set[Path] | None, keys: Iterable[str] | None
+) -> tuple[set[Path] | None, dict[str, str]]:
+    """What is picked without the arrays whose dtype no array has in memory, and why for each of these.
+
+    Those that ``keys`` name stay, packed bits too, and so do all where there is nothing else: to load them is an error.
+    """
+    arrays, _ = held(ckpt, picked)
+    named = {keys} if isinstance(keys, str) else set(keys or ())
+    fine = DTYPES.keys() | {d.name for d in dtypes.PACKED.values()}
+    odd = {n for n, a in arrays.items() if dtypes.short_name(a.dtype) not in fine} - named
+    if not odd or len(odd) == len(arrays):
+        return picked, {}
+    paths = {a.path for n, a in arrays.items() if n not in odd} | {p for p, _ in scalar_leaves(ckpt.structure)}
+    why = {n: f"{arrays[n].dtype} is no dtype of an array" for n in arrays if n in odd}
+    return paths if picked is None else paths & picked, why
 
 
 def some(keys: Sequence[Any]) -> str:

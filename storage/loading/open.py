@@ -180,7 +180,7 @@ def _shards(store: Store) -> list[str]:
 def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
     names.inside(root, file, root)
     ckpt = _open_file(stores.join(root, file), verify)
-    ckpt.documents = documents.beside(root)
+    ckpt.documents = documents.beside(root, [file])
     return ckpt
 
 
@@ -347,7 +347,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         )
     ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata, unlisted)
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
-    ckpt.documents = documents.beside(root, others, index if sums else "")
+    ckpt.documents = documents.beside(root, files, others, index if sums else "")
     return ckpt
 
 

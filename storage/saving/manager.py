@@ -455,8 +455,9 @@ class CheckpointManager:
         own = next(c.branch for c in complete if c.path == newest).line(complete)
         # Another process may have gone back meanwhile: what it counts on stays, too.
         line = branches.current(self.directory, complete).line(complete)
-        kept = {newest, *(c.path for c in line[-1:]), *(c.path for c in self._ranked(complete)[: self.keep_best])}
         milestones = {c.path for c in complete if self.keep_every is not None and c.step % self.keep_every == 0}
+        kept = {newest, *(c.path for c in line[-1:]), *(c.path for c in self._ranked(complete)[: self.keep_best])}
+        kept -= milestones  # they stay, and do not count
         for c in reversed([*(c for c in complete if c not in own), *own]):
             if len(kept) >= self.keep:
                 break

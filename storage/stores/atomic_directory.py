@@ -75,6 +75,8 @@ def siblings(target: str, kind: str) -> list[str]:
         listed = sorted(os.listdir(parent))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as e:
+        raise failed(e, f"{parent} cannot be listed") from e
     found = ((entry, KINDS.match(entry)) for entry in listed)
     return [os.path.join(parent, entry) for entry, m in found if m and m["name"] == name and m["kind"] == kind]
 

@@ -25,6 +25,16 @@ def _kind(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
+@contextlib.contextmanager
+def _no_loops() -> Iterator[None]:
+    """Pass over a link that leads to itself: it is no file and no folder, as one that leads nowhere."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+
+
 def _tag_of(s: os.stat_result) -> str:
     return _tag_text(s.st_size, s.st_mtime_ns, s.st_ino)
 
@@ -134,7 +144,7 @@ class LocalStore(Store):
         for folder, _, files in os.walk(self._path(under) if under else self.root):
             for file in files:
                 path = os.path.join(folder, file)
-                with contextlib.suppress(FileNotFoundError):
+                with _no_loops(), contextlib.suppress(FileNotFoundError):
                     s = os.stat(path)
                     name = posixpath.join(*os.path.relpath(path, self.root).split(os.sep))
                     found.append(StoredObjectInfo(name, s.st_size, s.st_mtime, _tag_of(s)))
@@ -147,8 +157,14 @@ class LocalStore(Store):
         return self._children(lambda e: e.is_file())
 
     def _children(self, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+        found = []
         try:
             with os.scandir(self.root) as entries:
-                return sorted(e.name for e in entries if wanted(e))
+                for e in entries:
+                    with _no_loops():
+                        found += [e.name] if wanted(e) else []
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as e:
+            raise failed(e, f"{self.root} cannot be listed") from e
+        return sorted(found)

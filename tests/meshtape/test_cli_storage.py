@@ -120,7 +120,10 @@ def test_a_dtype_fallback_is_an_option_of_convert(ckpt: Path, tmp_path: Path) ->
         ("--dtype-fallback", "int"),
         ("--mesh", "model"),
         ("--mesh", "model=x"),
+        ("--mesh", "model=0"),
         ("--mesh", "model=2", "--shard", "w"),
+        ("--shard", "w:other=0", "--mesh", "model=2"),
+        ("--shard", "w:model=0"),
     ],
 )
 def test_wrong_options_exit_with_2(args: tuple[str, ...], ckpt: Path, tmp_path: Path) -> None:

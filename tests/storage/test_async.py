@@ -268,6 +268,8 @@ def test_a_failed_background_save_surfaces_at_the_managers_next_save(tmp_path):
         ({"keep": 2, "best": "loss"}, {10: float("nan"), 20: 0.5, 30: float("nan"), 40: 0.9}, [20, 40]),
         ({"keep": 1, "keep_every": 20}, {10: 0, 20: 0, 30: 0, 40: 0, 50: 0}, [20, 40, 50]),
         ({"keep": 2, "keep_every": 20}, {10: 0, 20: 0, 30: 0, 40: 0, 50: 0}, [20, 30, 40, 50]),
+        ({"keep": 2, "keep_every": 10}, {7: 0, 8: 0, 9: 0, 10: 0}, [8, 9, 10]),
+        ({"keep": 1, "keep_every": 10, "best": "loss"}, {10: 0, 11: 1, 12: 2}, [10, 12]),
         ({"keep": None, "best": "loss"}, {10: 0, 20: 0}, [10, 20]),
     ],
 )

@@ -86,6 +86,15 @@ def test_what_torch_writes_now(kit, tmp_path):
     assert got["n"] == 3
 
 
+def test_a_dtype_without_a_form_hides_nothing_else(copy):
+    meta = copy / ".metadata"
+    meta.write_bytes(meta.read_bytes().replace(b"\x8c\x07float64", b"\x8c\x09complex32"))
+    ckpt = open_checkpoint(copy)
+    assert list(ckpt.skipped) == ["model.t"]
+    assert "complex32" in ckpt.skipped["model.t"]
+    assert set(ckpt) == WANTED.keys() - {"model.t"}
+
+
 def test_a_missing_file_is_named(copy):
     (copy / "__0_0.distcp").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match=r"__0_0\.distcp"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage import CheckpointManager, save
+from meshtape.storage import CheckpointManager, load, save
 from meshtape.storage.format import manifest
 from meshtape.storage.stores.filesystem import Files, using
 
@@ -248,3 +248,29 @@ def test_a_renamed_folder_is_the_step_that_its_manifest_says(tmp_path):
     shutil.copytree(m.path(2), m.path(7))
     with pytest.raises(errors.NotACheckpoint, match="no complete checkpoint of step 7"):
         m.restore(7)
+
+
+def test_links_that_lead_to_themselves_are_no_steps(tmp_path):
+    manager = filled(tmp_path, [1, 2])
+    for name in ("lp", "step-00000009"):
+        (tmp_path / name).symlink_to(name)
+    assert manager.steps() == [1, 2]
+    with pytest.warns(UserWarning, match="skipped .*step-00000009: the link leads nowhere"):
+        assert manager.latest() == manager.path(2)
+    with pytest.warns(UserWarning, match="step-00000009"):
+        assert np.asarray(manager.restore()["w"]).tolist() == [2, 2]
+    manager.save(3, {"w": np.ones(2)})
+    manager.rollback(2)
+    with pytest.raises(errors.NotACheckpoint, match="it holds checkpoints"):
+        load(tmp_path)
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error_of_ours(tmp_path, monkeypatch):
+    manager = filled(tmp_path, [1])
+
+    def refused(path):
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(errors.StoreError, match="cannot be listed: Too many open files"):
+        manager.steps()

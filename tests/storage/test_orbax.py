@@ -92,6 +92,18 @@ def test_a_dtype_that_zarr_does_not_know_hides_nothing_else(kit, tmp_path, layou
     assert all(kit.same(ckpt[n].read(), a) for n, a in WANTED.items() if n not in ckpt.skipped)
 
 
+def test_empty_containers_are_as_orbax_restores_them(tmp_path):
+    where = Path(shutil.copytree(GOLDEN / "files-zarr2", tmp_path / "c"))
+    top = json.loads((where / "_METADATA").read_text())
+    kinds = {"Tuple": (), "NamedTuple": None, "List": [], "Dict": {}, "None": None}
+    for kind in kinds:
+        value = {"value_type": kind, "skip_deserialize": True}
+        top["tree_metadata"][kind] = {"key_metadata": [{"key": kind, "key_type": 2}], "value_metadata": value}
+    (where / "_METADATA").write_text(json.dumps(top))
+    tree = load(where)
+    assert {kind: tree[kind] for kind in kinds} == kinds
+
+
 HOSTILE = {
     "no JSON": "{",
     "a list": "[]",

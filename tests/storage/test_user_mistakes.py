@@ -74,6 +74,11 @@ def test_dtypes_without_an_array_name_their_key(tmp_path: Path, dtype: Any) -> N
     storage.save_safetensors(tmp_path / "x.safetensors", {"odd": np.ones(2, dtype)})
     with pytest.raises(errors.CheckpointDTypeError, match="'odd'"):
         mt.load(tmp_path / "x.safetensors")
+    storage.save_safetensors(tmp_path / "y.safetensors", {"odd": np.ones(2, dtype), "w": W})
+    with pytest.warns(UserWarning, match=f"not readable here.*odd.*{np.dtype(dtype)}"):
+        assert list(mt.load(tmp_path / "y.safetensors")) == ["w"]
+    with pytest.raises(errors.CheckpointDTypeError, match="'odd'"):
+        mt.load(tmp_path / "y.safetensors", keys=["odd", "w"])
 
 
 class Tensor:

@@ -39,14 +39,23 @@ def model(home: Path) -> Path:
 
 
 def test_what_stays_behind_is_told(tmp_path: Path) -> None:
-    left = ["1_Pooling/", "model.onnx", "training_args.bin"]
+    left = ["1_Pooling/", "adapter_model.safetensors", "model.onnx", "training_args.bin"]
     here = model(tmp_path)
+    save_file({"w": W}, here / "adapter_model.safetensors")
     assert mt.merge(here, tmp_path / "a").left_behind == left
     assert mt.convert(here, tmp_path / "b", format="zarr").left_behind == left
     assert storage.reshard(here, tmp_path / "c", mesh={"m": 2}).left_behind == left
     assert mt.convert(tmp_path / "b", tmp_path / "d", format="zarr").left_behind == []
-    assert "left behind: 1_Pooling/, model.onnx" in command("merge", here, tmp_path / "e")[1]
+    assert "left behind: 1_Pooling/, adapter_model.safetensors, model.onnx" in command("merge", here, tmp_path / "e")[1]
     assert json.loads(command("convert", here, tmp_path / "f", "--format", "zarr", "--json")[1])["left_behind"] == left
+
+
+def test_files_that_the_index_does_not_name_stay_behind(tmp_path: Path) -> None:
+    mt.merge(model(tmp_path), tmp_path / "a")
+    for name in ("consolidated.safetensors", "model-00099-of-00099.safetensors"):
+        save_file({"w": W}, tmp_path / "a" / name)
+    left = ["consolidated.safetensors", "model-00099-of-00099.safetensors"]
+    assert mt.merge(tmp_path / "a", tmp_path / "b").left_behind == left
 
 
 def test_metadata_of_a_header_goes_along(tmp_path: Path) -> None:
