@@ -444,14 +444,16 @@ def _run_ranks(
         running, failed = set(children), False
         while running:
             if stop.wait(_LOOK) or failed:
-                stopped = running
+                stopped = {
+                    r for r in running if children[r].poll() is None
+                }  # one that was killed is the cause, or it may be
                 break
             over = {r: children[r] for r in running if children[r].poll() is not None}
             _end(list(over.values()))  # at once: their numbers are free for others
             running -= over.keys()
             # One that ended by itself (`sys.exit(0)`) leaves no answer, and the others would wait for it.
             failed = any(c.returncode or not (folder / str(r) / "answer").exists() for r, c in over.items())
-        _end([children[r] for r in stopped])
+        _end([children[r] for r in running])
         ended = {r: _ending(folder / str(r), c, r in stopped) for r, c in children.items()}
         if any(e.status or e.answer is None for e in ended.values()):
             raise _RanksFailed(ended)
