@@ -444,9 +444,8 @@ def _run_ranks(
         running, failed = set(children), False
         while running:
             if stop.wait(_LOOK) or failed:
-                stopped = {
-                    r for r in running if children[r].poll() is None
-                }  # one that was killed is the cause, or it may be
+                # (One that has ended by now was not ended by this, and may be the cause.)
+                stopped = {r for r in running if children[r].poll() is None}
                 break
             over = {r: children[r] for r in running if children[r].poll() is not None}
             _end(list(over.values()))  # at once: their numbers are free for others
