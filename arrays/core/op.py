@@ -8,6 +8,7 @@ rule in ``autodiff.rules``, the sharding rule in ``parallel.sharding.rules``. A 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -295,8 +296,10 @@ def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def inner(*args: P.args, **kwargs: P.kwargs) -> R:
             if state.origin is not None:
                 return fn(*args, **kwargs)
-            before = state.device
-            state.origin, state.device = name, _beside((*args, *kwargs.values()), before)
+            before = where = state.device
+            if "cupy" in sys.modules:  # else all is on the CPU, and lists may be long
+                where = _beside((*args, *kwargs.values()), before)
+            state.origin, state.device = name, where
             try:
                 return fn(*args, **kwargs)
             finally:

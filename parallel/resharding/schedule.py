@@ -179,11 +179,11 @@ def plan_rounds(
     plan: ReshardPlan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int = 1
 ) -> MoveRounds:
     """The part of ``process`` in a reshard; ``homes`` has the process of every rank, ``hosts`` counts machines."""
-    with no_collections():  # more than half of the time for a thousand ranks
-        return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
+    return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
 
 
 @functools.lru_cache(maxsize=512)
+@no_collections()  # more than half of the time for a thousand ranks
 def _plan_rounds(
     plan: ReshardPlan,
     homes: tuple[int, ...],
