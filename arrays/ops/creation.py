@@ -150,7 +150,7 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
         if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
             check_numbers("asarray", obj, wanted)
         if isinstance(getattr(obj, "_meta", None), np.ma.MaskedArray):  # of Dask, which drops the mask as it computes
-            raise DTypeError("[asarray] masked elements are no numbers: fill them first, with da.ma.filled(...)")
+            raise masked("asarray")
         host = array_of(plain(obj), wanted, copy=copy is not False)
     except (MeshtapeError, MemoryError):
         raise
@@ -165,10 +165,17 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     return _place(_of_numpy(host, wanted, False) if host.dtype not in OWN else host, device)
 
 
+def masked(name: str) -> DTypeError:
+    """The error of a function that is given masked elements."""
+    return DTypeError(
+        f"[{name}] masked elements are no numbers: fill them first, with x.filled(...), or da.ma.filled(x, ...) of Dask"
+    )
+
+
 def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool | None) -> np.ndarray:
     """Host memory for an Array: a plain ``ndarray`` of one of our dtypes, in the machine's byte order."""
     if isinstance(obj, np.ma.MaskedArray) and np.ma.is_masked(obj):
-        raise DTypeError("[asarray] masked elements are no numbers: fill them first, with x.filled(...)")
+        raise masked("asarray")
     host = np.asarray(obj)
     if dtype is None:
         if host.dtype.kind in "OSUMm":
@@ -428,8 +435,8 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
         Where the Array goes; it stays where the data is by default.
     copy
         As in :func:`asarray`: foreign memory is copied unless ``copy=False``, since its owner may write to it (and where PyTorch holds
-        a sign back, as in ``z.conj().imag``). With
-        ``copy=False`` the memory is shared until the Array is written, and the caller promises not to write to ``x``.
+        a sign back, as in ``z.conj().imag``). With ``copy=False`` the memory is shared until the Array is written, and the caller
+        promises not to write to ``x``.
 
     Examples
     --------

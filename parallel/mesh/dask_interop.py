@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.errors import DTypeError, MeshError, ShapeError
+from ...arrays.core.errors import MeshError, ShapeError
 from ...arrays.core.op import ShapeDtype
-from ...arrays.ops.creation import asarray
+from ...arrays.ops.creation import asarray, masked
 from ..execution.runtime import LocalRuntime
 from ..sharding.placement import Layout, Placement, Sharding, block_box
 from .mesh import Mesh
@@ -75,7 +75,7 @@ def from_dask(d: da.Array, mesh: Mesh, /, **placements: Placement) -> Array:
 
 def _plain(part: Any, dtype: np.dtype) -> np.ndarray:
     if np.ma.is_masked(part):
-        raise DTypeError("[from_dask] masked elements are no numbers: fill them first, with da.ma.filled(...)")
+        raise masked("from_dask")
     return np.asarray(part, dtype, order="C")
 
 

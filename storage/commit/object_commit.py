@@ -34,7 +34,6 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
-from ..base.locations import split
 from ..base.threads import in_threads
 from ..format import chunk_sums, manifest
 from ..format.documents import PROGRAM, is_kept
@@ -44,7 +43,7 @@ from ..stores import owners
 from ..stores.atomic_directory import Folder
 from ..stores.contract import Store, StoredObjectInfo
 from ..stores.owners import host
-from ..stores.store import at
+from ..stores.store import at, holding
 from . import contents
 from .contents import CLAIM, JOURNAL, TRASH, is_of_a_writer, mark_of
 
@@ -200,9 +199,10 @@ def check_target(root: str, overwrite: bool, tables: frozenset[str]) -> list[str
     """Raise `CheckpointExists` where ``root`` may not be written to; returns the documents there that stay."""
     store = at(root)
     store.refuse_writes()
-    if not split(root)[1]:
+    above, name = holding(root)
+    if not name:
         raise CheckpointError(f"{root} is a whole bucket; name a place in it")
-    if at(split(root)[0]).size(split(root)[1]) is not None:
+    if above.size(name) is not None:
         raise CheckpointExists(f"{root} is a file; overwrite=True replaces checkpoint directories alone")
     held = {e.name for e in store.entries()}
     if not overwrite and held & {*_LAST, HF_SINGLE}:

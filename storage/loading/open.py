@@ -164,11 +164,8 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return shards
     if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
-    if (
-        stores.is_url(root)
-        and stores.split(root)[1]
-        and stores.holding(root)[0].size(stores.split(root)[1]) is not None
-    ):
+    above, name = stores.holding(root)
+    if stores.is_url(root) and name and above.size(name) is not None:
         return _open_file(root, verify)  # its name has no ending that says so
     raise _refusal(store)
 
