@@ -48,7 +48,7 @@ _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
 
 
 @no_collections()
-def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -> Checkpoint:
     """Open a checkpoint without reading its arrays.
 
     Parameters
@@ -57,7 +57,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
         A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save`` (read without pickle), a Hugging Face directory (``model.safetensors``,
         ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, a checkpoint
         of ``torch.distributed`` in either of its layouts, or one of Orbax (in OCDBT with the package ``tensorstore`` alone): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
-        ``http://`` or ``https://``.
+        ``http://`` or ``https://``. A checkpoint that is open stays as it is.
     verify
         Compare every chunk that is read with its checksum, where the format has any. Without it damage goes unnoticed.
 
@@ -93,6 +93,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = True) -> Che
     >>> ckpt["w"][1, ::2]
     array([4., 6.])
     """
+    if isinstance(path, Checkpoint):
+        return path
     given = stores.location(path)
     for attempt in range(generations.ATTEMPTS):
         with recording() as tags:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -83,11 +83,12 @@ class Generation:
         out = {}
         for file in self.tags:
             with contextlib.suppress(OSError):
-                if not stores.is_url(where := self._path(file)):
+                if not stores.is_url(where := self.path_of(file)):
                     out[file] = os.stat(where).st_ctime_ns
         return out
 
-    def _path(self, file: str) -> str:
+    def path_of(self, file: str) -> str:
+        """The place of a file that ``tags`` names."""
         return file
 
     @contextlib.contextmanager
@@ -115,10 +116,27 @@ class Listed(Generation):
         store = stores.at(root)
         return cls({e.name: e.tag for e in store.entries()}, root) if store.lists else NONE
 
-    def _path(self, file: str) -> str:
+    def path_of(self, file: str) -> str:
         return stores.join(self.root, file)
 
     def check(self) -> None:
         now = Listed.now(self.root).tags
         for name in sorted(self.tags.keys() | now.keys()):
             refuse(stores.join(self.root, name), self.tags.get(name, "no such file"), now.get(name))
+
+
+@dataclass(frozen=True)
+class JointGeneration(Generation):
+    """The generations of several checkpoints from which another is computed: whole while each of them is."""
+
+    parts: tuple[Generation, ...] = ()
+
+    @classmethod
+    def of_all(cls, parts: Iterable[Generation]) -> JointGeneration:
+        held = tuple(parts)
+        tags = {g.path_of(file): tag for g in held for file, tag in g.tags.items()}
+        return cls(tags, parts=held)
+
+    def check(self) -> None:
+        for part in self.parts:
+            part.check()

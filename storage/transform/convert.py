@@ -160,7 +160,7 @@ class Selection:
     @classmethod
     def of(
         cls,
-        src: str | os.PathLike[str],
+        src: str | os.PathLike[str] | Checkpoint,
         rules: Any,
         keys: Iterable[str] | None,
         drop: Iterable[str] | None,
@@ -279,7 +279,7 @@ def zarr_sink(
 
 
 def convert(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | Checkpoint,
     dst: str | os.PathLike[str],
     *,
     format: Literal["zarr", "safetensors"],
@@ -307,7 +307,7 @@ def convert(
     Parameters
     ----------
     src
-        Whatever `open_checkpoint` opens.
+        Whatever `open_checkpoint` opens, or a checkpoint that is open.
     dst
         The directory or URL to make, all or nothing. Until it is whole a directory grows as ``DST.part``; the same call again after a
         kill, a full disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit, threads and workers.
@@ -455,7 +455,7 @@ def _executor(client: Any) -> Executor | None:
 
 
 def reshard(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | Checkpoint,
     dst: str | os.PathLike[str],
     *,
     mesh: Mapping[str, int] | None = None,

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Unpack
 
+from ..checkpoint.checkpoint import Checkpoint
 from .convert import ConvertReport, TransformOptions, convert
 
 
@@ -20,7 +21,7 @@ class MergeReport(ConvertReport):
 
 
 def merge(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | Checkpoint,
     dst: str | os.PathLike[str],
     *,
     max_shard_bytes: int | None = None,
@@ -31,7 +32,7 @@ def merge(
     Parameters
     ----------
     src
-        Whatever `open_checkpoint` opens.
+        Whatever `open_checkpoint` opens, or a checkpoint that is open.
     dst
         The directory or URL to make, all or nothing.
     max_shard_bytes
