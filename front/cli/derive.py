@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
@@ -39,15 +40,14 @@ def _list(of: type) -> Any:
 
 def _ranges(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, tuple[int, ...]] | None:
     """``PATTERN:START:STOP`` options, with ``:AXIS`` where it is not 0."""
-    out = {}
+    out: dict[str, tuple[int, ...]] = {}
     for text in value:
-        for most in (3, 2):
-            pattern, *numbers = text.rsplit(":", most)
-            if len(numbers) == most and all(n.isdecimal() for n in numbers):
-                out[pattern] = tuple(map(int, numbers))
-                break
-        else:
-            raise click.BadParameter(f"{text!r}: write PATTERN:START:STOP or PATTERN:START:STOP:AXIS")
+        found = re.fullmatch(r"(.+?):(\d+):(\d+)(?::(\d+))?", text)
+        if found is None or found[1] in out:
+            raise click.BadParameter(
+                f"{text!r}: write PATTERN:START:STOP or PATTERN:START:STOP:AXIS, each pattern once"
+            )
+        out[found[1]] = tuple(int(n) for n in found.groups()[1:] if n)
     return out or None
 
 
