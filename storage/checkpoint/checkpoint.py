@@ -158,6 +158,7 @@ class Computed:
     expression: Any
     parents: Mapping[Any, Checkpoint]
     reads: int  # of stored elements, for one of its own
+    depth: int  # of its expression, and those of its parents
     identity: str = ""  # of the document that it was opened from
 
 

@@ -130,7 +130,7 @@ class Selection:
         found = held.every() if isinstance(held, Documents) else {}
         if (config := found.get("config.json")) is not None:
             if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
-                left = next(_scaled(self.arrays), None)
+                left = next(scaled(self.arrays), None)
                 self.notes.append(
                     "config.json: without its quantization, as the weights have their full values"
                     if left is None
@@ -222,7 +222,7 @@ def floating(dtype: Any) -> np.dtype:
 
 def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
     """Raise for quantised weights: their values are numbers times a scale beside them, which a cast would lose."""
-    for name, scale in _scaled(arrays):
+    for name, scale in scaled(arrays):
         t = arrays[name]
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
             raise CheckpointDTypeError(
@@ -232,7 +232,7 @@ def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
             )
 
 
-def _scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(weights, their scales) by name, of those that are quantised."""
     for name, t in arrays.items():
         if is_quantized(t.dtype):

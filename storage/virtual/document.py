@@ -30,14 +30,13 @@ from ..format.migrations import Step, upgraded
 from ..loading.open import OPENERS, open_checkpoint
 from ..stores import atomic_directory, store
 from ..stores.generations import JointGeneration
-from .expressions import MOST_READS, NODES, Node, Parent, parents_of
+from .expressions import DEEPEST, MOST_READS, NODES, Node, Parent, parents_of
 from .identity import generation_of, identity_of
 
 FORMAT = "meshtape.virtual"
 MIGRATIONS: list[Step] = []
 START = b'{"format": "meshtape.virtual"'[:24]
 LONGEST = 4 << 20  # bytes
-DEEPEST = 32  # nodes within nodes, and documents within documents
 _MEMBERS = {"format", "version", "parents", "expression"}
 
 
@@ -50,12 +49,22 @@ def build(node: Node, parents: Mapping[Parent, Checkpoint]) -> Checkpoint:
     if reads > MOST_READS:
         raise CheckpointError(f"{node} reads {reads} arrays for each of its own, at most {MOST_READS} are allowed")
 
+    def depth(x: Any) -> int:
+        if isinstance(x, Node):
+            return 1 + max(map(depth, x.of))
+        return 0 if (c := parents[x].computed) is None else c.depth
+
+    if (levels := depth(node)) > DEEPEST:
+        raise CheckpointError(
+            f"{node} is nested {levels} levels deep, through its documents; at most {DEEPEST} are allowed"
+        )
+
     def made(x: Any) -> Checkpoint:
         return parents[x] if isinstance(x, Parent) else x.apply([made(y) for y in x.of])
 
     out = made(node)
     out.generation = JointGeneration.of_all(generation_of(p) for p in parents.values())
-    out.computed = Computed(node, dict(parents), reads)
+    out.computed = Computed(node, dict(parents), reads, levels)
     return out
 
 

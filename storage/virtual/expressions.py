@@ -33,11 +33,13 @@ from ..rules.lazy_tensors import Converted, Sliced
 from ..rules.rules import Rules
 from ..saving.quantize import LEVELS, MARK
 from ..stores import store
-from ..transform.convert import floating, is_fixed, refuse_scaled
+from ..transform.convert import floating, is_fixed, refuse_scaled, scaled
 from .computed import Equal, LowRankSum, RowIntegers, RowScales, WeightedSum, working_dtype
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
 MOST_READS = 4096  # of stored elements for one
+DEEPEST = 32  # nodes within nodes, also through documents, and documents within documents
+_LONGEST = 400  # characters of a text
 _LARGEST = float(np.finfo(np.float32).max)
 _SHOWN = 12
 
@@ -144,7 +146,8 @@ class Node:
     def __str__(self) -> str:
         shown = [str(x) for x in self.of[:4]] + ([f"… {len(self.of)} in all"] if len(self.of) > 4 else [])
         told = [f"{name}={value!r:.60}" for name in self.params if (value := getattr(self, name)) not in (None, ())]
-        return f"{self.kind}({', '.join([*shown, *told])})"
+        text = f"{self.kind}({', '.join([*shown, *told])}"
+        return f"{text[:_LONGEST]}…)" if len(text) > _LONGEST else f"{text})"
 
 
 def parents_of(node: Any) -> Iterator[Parent]:
@@ -213,6 +216,8 @@ class Arithmetic(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         check_alike(made, self.mixed)
+        for ckpt in made:
+            _refuse_scaled(ckpt)
         base = made[self.base]
         arrays: dict[str, Any] = {}
         for name in base:
@@ -315,6 +320,7 @@ class Lora(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base, adapter = made
+        _refuse_scaled(base)
         pairs: dict[tuple[str, str], dict[str, str]] = {}
         strange = []
         for name in adapter:
@@ -343,6 +349,16 @@ class Lora(Node):
             lines = lines or ["  the adapter has no array"]
             raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
         return _computed(self, base, arrays)
+
+
+def _refuse_scaled(ckpt: Checkpoint) -> None:
+    """Raise for float8 weights with scales beside them: arithmetic on their numbers alone would mean nothing."""
+    for name, scale in scaled({n: a.tensor for n, a in ckpt.arrays.items()}):
+        if ckpt[name].dtype.name.startswith("float8"):
+            raise CheckpointDTypeError(
+                f"{ckpt.path}: key {name!r} is {ckpt[name].dtype} with its scale in {scale!r}, and its numbers mean nothing without; "
+                f"dequantise it first: virtual.with_rules(…, '{name}, {scale} -> {name}, dequantize()')"
+            )
 
 
 def _misfit(name: str, w: Any, a: Any, b: Any, swapped: bool) -> str | None:

@@ -1,9 +1,12 @@
 """Virtual checkpoints: known answers, NumPy as oracle, hostile documents, changed parents, kills and races."""
 
 import contextlib
+import functools
+import http.server
 import json
 import multiprocessing
 import shutil
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -272,7 +275,7 @@ def test_an_adapter_that_does_not_fit(tmp_path, what):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_is_what_quantize_makes(kit, tmp_path, bits):
     held = {
-        "m": {"w": tree(0)["w"], "odd": np.float32([[1, -2, 0.5], [0, 0, 0], [np.inf, 1, np.nan]])},
+        "m": {"w": tree(0)["w"], "odd": np.float32([[1, -2, 0.5], [0, 0, 0], [np.inf, 1, -3]])},
         "n": np.arange(3),
         "s": np.float32(2),
     }
@@ -648,6 +651,20 @@ def test_documents_in_object_stores_name_no_local_files(tmp_path):
     assert load(virtual.write(tmp_path / "far.json", virtual.mean(paths)))["w"].tolist() == [2, 2, 2]
 
 
+def test_documents_on_a_server(tmp_path):
+    paths = [one(tmp_path / "run", n, np.float32([v])) for n, v in (("a", 1), ("b", 3))]
+    virtual.write(tmp_path / "mean.json", virtual.mean(paths))
+    virtual.write(tmp_path / "run" / "c" / "far.json", virtual.mean([tmp_path / "mean.json"]))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}"
+        assert load(f"{home}/mean.json")["w"].tolist() == [2]
+        with pytest.raises(errors.CorruptCheckpoint, match="is a local path"):
+            open_checkpoint(f"{home}/run/c/far.json")
+        server.shutdown()
+
+
 def stored(where):
     from meshtape.storage.stores import store
 
@@ -682,8 +699,23 @@ def test_long_chains_are_refused(tmp_path):
     where = one(tmp_path, "a", np.ones(1))
     for i in range(32):
         where = virtual.write(tmp_path / f"{i}.json", virtual.mean([where]))
+    with pytest.raises(errors.CheckpointError, match="nested 33 levels deep"):
+        virtual.mean([where])
+    for i in range(32, 34):  # such as no version writes
+        shutil.copy(tmp_path / "31.json", tmp_path / f"{i}.json")
+        edited(tmp_path / f"{i}.json", parent(path=f"{i - 1}.json"))
     with pytest.raises(errors.CorruptCheckpoint, match="nested deeper"):
-        open_checkpoint(virtual.write(tmp_path / "last.json", virtual.mean([where])))
+        open_checkpoint(tmp_path / "33.json")
+
+
+def test_float8_with_scales_is_refused(tmp_path):
+    quantised = {"w": np.ones((2, 2), ml_dtypes.float8_e4m3fn), "w_scale": np.full(1, 2, "f4")}
+    where = save(tmp_path / "q", quantised).path
+    for derive in (lambda p: virtual.mean([p]), lambda p: virtual.cast(p, "float32")):
+        with pytest.raises(errors.CheckpointDTypeError, match="with its scale in 'w_scale'"):
+            derive(where)
+    full = virtual.with_rules(where, "w, w_scale -> w, dequantize()")
+    assert virtual.mean([full])["w"][...].tolist() == [[2, 2], [2, 2]]
 
 
 def test_only_documents_are_replaced(document, tmp_path):
