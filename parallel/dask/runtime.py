@@ -165,9 +165,9 @@ class DaskRuntime:
         if errors := [g for g in found.values() if isinstance(g, BaseException)]:
             raise errors[0]
         encrypted = any(a.startswith(("tls://", "wss://")) for a in self.addresses)
-        hosts = {a.partition("://")[2].rpartition(":")[0] for a in self.addresses}
+        alone = mesh_worker.hosts_of(self.addresses) == 1
         seen = {a: found[a] for a in self.addresses}
-        return choose(device, seen, plain=not encrypted or len(hosts) == 1, ports=self.transport != "comms")
+        return choose(device, seen, plain=not encrypted or alone, ports=self.transport != "comms")
 
     # ----- sending ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,9 +249,23 @@ class ProcessContext:
     def hosted(self) -> tuple[int, ...]:
         return tuple(r for r, p in enumerate(self.homes) if p == self.process)
 
+    @functools.cached_property
+    def hosts(self) -> int:
+        """The number of machines on which the processes of the mesh are."""
+        return hosts_of(self.addresses)
+
     def named(self, address: str) -> str:
         """Ranks of the worker at an address, in words."""
         return self.ranks[self.addresses.index(address)] if address in self.addresses else f"worker {address}"
+
+
+def hosts_of(addresses: Iterable[str]) -> int:
+    """The number of machines that addresses name.
+
+    >>> hosts_of(("tcp://a:1", "tcp://a:2", "tls://[::1]:3"))
+    2
+    """
+    return len({a.partition("://")[2].rpartition(":")[0] for a in addresses})
 
 
 def names_of(homes: Sequence[int], addresses: Sequence[str]) -> dict[int, str]:
@@ -418,7 +432,7 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
             if m["program"] is None:
                 raise RankLost(f"worker {seat.address} was restarted and lost the program {m['program_id']}")
             program, names, buckets = unpacked(m["program"])
-            prepared = Prepared(program, seat.hosted, seat.homes, names, seat.memory, buckets)
+            prepared = Prepared(program, seat.hosted, seat.homes, names, seat.memory, buckets, seat.hosts)
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
         given = unpacked(m["blocks"]) if m["blocks"] else ()
