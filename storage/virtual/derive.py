@@ -22,6 +22,15 @@ from .identity import identity_of
 
 Source = str | os.PathLike[str] | Checkpoint
 _PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")  # patterns of modules that are names, so that none takes for ever
+_OTHERS = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "layer_replication",
+    "alora_invocation_tokens",
+    *(f"{method}_config" for method in ("arrow", "kasa", "monteclora", "velora")),
+)
+"""Members of a configuration with which the weights of an adapter mean something else than plain LoRA."""
 
 
 class _Sources:
@@ -176,7 +185,7 @@ def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> C
     CheckpointKeyError
         Keys of the adapter have no counterpart, or factors do not fit their weight; lists all.
     CheckpointError
-        The configuration is missing, malformed, or of another method (DoRA).
+        The configuration is missing, malformed, or of another method (DoRA, QALoRA, aLoRA, …).
     """
     held = _Sources()
     nodes = held.add(base), held.add(adapter)
@@ -213,9 +222,9 @@ def _config(where: str) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not there, which says the rank and alpha of the adapter") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptCheckpoint(f"{file}: {e}") from None
-    if config.get("use_dora") or config.get("peft_type", "LORA") != "LORA":
+    if other := [k for k in _OTHERS if config.get(k)] or config.get("peft_type", "LORA") != "LORA":
         raise CheckpointError(
-            f"{file}: only plain LoRA is applied, not {'DoRA' if config.get('use_dora') else config['peft_type']}"
+            f"{file}: only plain LoRA is applied, and it says {other if other is not True else config['peft_type']}"
         )
     return config
 

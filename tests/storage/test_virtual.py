@@ -250,6 +250,28 @@ def test_a_lora_is_what_numpy_makes_of_it(kit, tmp_path):
     assert kit.same(virtual.lora(turned, adapter(tmp_path / "l2", config, **some))["m.weight"][...], wanted.T)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"rank_pattern": {"l.1": 2}, "alpha_pattern": {"l.0": 5}}], ids=str
+)
+def test_an_adapter_of_peft_is_what_peft_makes_of_it(tmp_path, options):
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    model = torch.nn.ModuleDict(
+        {"e": torch.nn.Embedding(50, 16), "l": torch.nn.ModuleList([torch.nn.Linear(16, 24), torch.nn.Linear(24, 16)])}
+    )
+    held = {n: x.detach().numpy().copy() for n, x in model.state_dict().items()}
+    save_safetensors(tmp_path / "base.safetensors", held)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["l.0", "l.1", "e"], init_lora_weights=False, **options)
+    tuned = peft.get_peft_model(model, config)
+    tuned.save_pretrained(tmp_path / "lora")
+    wanted = {n: x.detach().numpy() for n, x in tuned.merge_and_unload().state_dict().items()}
+    found = virtual.lora(tmp_path / "base.safetensors", tmp_path / "lora")
+    assert set(found) == set(wanted)
+    for n, x in wanted.items():
+        assert np.allclose(found[n][...], x, rtol=1e-5, atol=1e-5), n
+        assert n.endswith("bias") or np.abs(x - held[n]).max() > 0.1
+
+
 BAD_ADAPTERS = {
     "a factor without the other": ({}, {"m__lora_A__weight": np.ones((1, 2), "f4")}, "without its other factor"),
     "a strange key": ({}, {**AB, "m__bias": np.ones(1, "f4")}, r"no part of a LoRA \(1\): m.bias"),
@@ -258,7 +280,8 @@ BAD_ADAPTERS = {
     "integers": ({}, {k: v.astype("i4") for k, v in AB.items()}, "must be floating"),
     "nothing": ({}, {}, "has no array"),
     "another rank": ({"r": 2}, AB, "have rank 1, and adapter_config.json says 2"),
-    "DoRA": ({"use_dora": True}, AB, "not DoRA"),
+    "DoRA": ({"use_dora": True}, AB, r"it says \['use_dora'\]"),
+    "another method": ({"peft_type": "LOHA"}, AB, "it says LOHA"),
     "no alpha": ({"lora_alpha": None}, AB, "lora_alpha is None"),
     "a slow pattern": ({"alpha_pattern": {"(a+)+b": 1}}, AB, "only names of modules"),
 }
