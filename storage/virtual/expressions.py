@@ -143,11 +143,16 @@ class Node:
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         raise NotImplementedError
 
-    def __str__(self) -> str:
+    def _told(self, kind: str, *params: str) -> str:
         shown = [str(x) for x in self.of[:4]] + ([f"… {len(self.of)} in all"] if len(self.of) > 4 else [])
-        told = [f"{name}={value!r:.60}" for name in self.params if (value := getattr(self, name)) not in (None, ())]
-        text = f"{self.kind}({', '.join([*shown, *told])}"
+        text = f"{kind}({', '.join([*shown, *params])}"
         return f"{text[:_LONGEST]}…)" if len(text) > _LONGEST else f"{text})"
+
+    def __str__(self) -> str:
+        held = {name: getattr(self, name) for name in self.params}
+        return self._told(
+            self.kind, *(f"{name}={value!r:.60}" for name, value in held.items() if value not in (None, ()))
+        )
 
 
 def parents_of(node: Any) -> Iterator[Parent]:
@@ -249,8 +254,7 @@ class Sum(Arithmetic):
             raise CheckpointError(f"the weights {self.weights!r:.60} sum to {self.divisor}; nothing is divided by that")
 
     def __str__(self) -> str:
-        text = Node.__str__(self)
-        return f"mean{text[3:].partition(', weights=')[0]})" if self.normalize and set(self.weights) == {1.0} else text
+        return self._told("mean") if self.normalize and set(self.weights) == {1.0} else Node.__str__(self)
 
 
 @dataclass(frozen=True)
