@@ -36,8 +36,9 @@ class StoredArray:
         sharding_text: str | None = None,
         mesh: dict[str, int] | None = None,
         placements: tuple[str, ...] | None = None,
+        name: str | None = None,
     ) -> None:
-        self.path, self.name = path, leaf_name(path)
+        self.path, self.name = path, leaf_name(path) if name is None else name
         self.tensor = tensor
         self.sharding_text = sharding_text
         self.rule: str | None = None  # that made it
@@ -282,7 +283,7 @@ def flat(
     skipped: dict[str, str] | None = None,
 ) -> Checkpoint:
     """A checkpoint that is one dict of arrays."""
-    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    arrays = {name: StoredArray((name,), t, name=name) for name, t in tensors.items()}
     structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
     return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {})
 

@@ -121,8 +121,9 @@ def held(ckpt: Checkpoint, picked: set[Path] | None) -> tuple[dict[str, StoredAr
 
 def _named(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
     pairs = flatten_with_path(tree, is_leaf=is_leaf)
-    check_distinct([p for p, _ in pairs])
-    return {leaf_name(p): leaf for p, leaf in pairs}
+    named = [leaf_name(p) for p, _ in pairs]
+    check_distinct([p for p, _ in pairs], named)
+    return {name: leaf for name, (_, leaf) in zip(named, pairs, strict=True)}
 
 
 class Ignored:
