@@ -58,7 +58,8 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        tensor = self.tensor
+        return math.prod(tensor.shape) * tensor.dtype.itemsize
 
     @property
     def filled(self) -> str:
@@ -334,7 +335,7 @@ def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
     if isinstance(node, manifest.Leaf):
         return make(node)
     if isinstance(node, dict):
-        return {k: fill(v, make) for k, v in node.items()}
+        return {k: make(v) if type(v) is manifest.Leaf else fill(v, make) for k, v in node.items()}
     if isinstance(node, (list, tuple)):
         return type(node)(fill(v, make) for v in node)
     return node
