@@ -241,12 +241,12 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements)
+        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements, e.name)
     return Checkpoint(
         root,
         "meshtape",
         arrays,
-        manifest.decode_tree(m.tree),
+        m.structure,
         m.step,
         m.metadata,
         m.meshes,
@@ -257,7 +257,7 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
 
 def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) -> ChunkedTensor:
     """The array of an entry, whose list of objects is checked only when it is read."""
-    held = (root, e.name, e.dtype, e.grid, e.objects, verify)
+    held = (root, e.name, e.dtype, e.grid, e, verify)
     if e.packs is not None:
         return PackedBlocks(*held)
     sums = None if e.sums is None else StoredSums(root, table or "", e.sums, e.grid, e.name)
