@@ -30,12 +30,13 @@ from . import dtypes
 from .chunk_grid import ChunkGrid
 from .chunk_sums import Section, has_section
 from .compression import of_plain
+from .dual_layout import is_dual_grid
 from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 
 FORMAT = "meshtape"
-# Version 1 has no packs, and is still written where there are none, so that older readers read it. Version 2 adds optional members.
-MIGRATIONS: list[Step] = [lambda document: document]
+# Version 1 has no packs, and is still written where there are none, so that older readers read it. Versions 2 and 3 add optional members.
+MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
 VERSION = len(MIGRATIONS) + 1
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
@@ -61,7 +62,7 @@ class Manifest:
     @property
     def version(self) -> int:
         """The version of its text."""
-        return 2 if self.packs else 1
+        return 3 if any(a.dual for a in self.arrays) else 2 if self.packs else 1
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
@@ -283,6 +284,9 @@ def _array(
         packed = e.get("packed", False)
         if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
             raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
+        dual = e.get("dual", False)
+        if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
+            raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
         directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
@@ -305,6 +309,7 @@ def _array(
         sums,
         zarr,
         packs if packed else None,
+        dual,
     )
 
 

@@ -17,6 +17,7 @@ from . import dtypes
 from .chunk_grid import ChunkGrid, ShardPlace, place_of
 from .chunk_sums import Section
 from .compression import Compression, fits
+from .dual_layout import dual_shard
 
 FILE = "meshtape.json"
 _REMEMBERED = 16  # rows of an array: most arrays have few
@@ -82,13 +83,17 @@ class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
         if row[0] != place.key:
             row = self._row(self._find(place.key))
         file, offset, shape, nbytes, value = row
-        if entry.compression is None:
+        start = 0
+        if entry.dual:
+            shard = dual_shard(entry.name, entry.dtype, entry.grid, coord)
+            fit, start = nbytes == shard.nbytes, len(shard.head)
+        elif entry.compression is None:
             fit = nbytes == place.nbytes
         else:
             fit = fits(nbytes, entry.grid, coord, entry.dtype.itemsize, entry.compression)
         if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value)
+        return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value, start)
 
     def _check_packed(self, at: ShardPlace, coord: tuple[int, ...]) -> StoredObject:
         row, packs, box = self._entry.raw_objects[at.number], self._entry.packs or (), at.box
@@ -148,6 +153,7 @@ class ArrayEntry:
     sums: Section | None = None  # of its chunks, in the table of checksums
     zarr: int | None = None  # crc32c of its ``zarr.json``
     packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
+    dual: bool = False  # its files are safetensors files, too (see ``dual_layout``)
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,6 +181,7 @@ class ArrayEntry:
             "dtype": dtypes.short_name(self.dtype),
             "shard": list(self.grid.shard),
             "chunk": list(self.grid.chunk),
+            **({"dual": True} if self.dual else {}),
             **({} if self.compression is None else {"compression": self.compression.plain()}),
             "nbytes": self.nbytes,
             "mesh": self.mesh,

@@ -37,10 +37,12 @@ _WORTH = 4 << 20  # bytes of a shard that several threads compress
 
 
 @lru_cache(maxsize=512)
-def _array_template(grid: ChunkGrid, dtype: np.dtype, compression: Compression, raw: bool) -> tuple[str, str]:
+def _array_template(
+    grid: ChunkGrid, dtype: np.dtype, compression: Compression, raw: bool, dual: bool
+) -> tuple[str, str]:
     """The metadata of an array, before and behind the names of its dimensions: those alone differ where a model has many arrays of a shape."""
     said = dtypes.bits(dtype) if raw else dtype
-    node = json.loads(_array_node(grid, dtypes.little(said), compression))
+    node = json.loads(_array_node(grid, dtypes.little(said), compression, dual))
     if said != dtype:
         node["attributes"] = {GROUP_ATTRIBUTE: {"dtype": dtype.name}}
     node["dimension_names"] = "\0"
@@ -48,7 +50,7 @@ def _array_template(grid: ChunkGrid, dtype: np.dtype, compression: Compression, 
     return before, behind
 
 
-def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression) -> str:
+def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual: bool) -> str:
     import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec
     from zarr.storage import MemoryStore
@@ -65,7 +67,10 @@ def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression) -> s
         chunks=grid.chunk,
         shards=grid.shard or None,
         filters=None,
-        compressors=[*([] if compression is None else [ZstdCodec(level=compression.level)]), Crc32cCodec()],
+        compressors=[
+            *([] if compression is None else [ZstdCodec(level=compression.level)]),
+            *([] if dual else [Crc32cCodec()]),
+        ],
         fill_value=0,
         # One directory an array, whatever its rank: fewer names to make durable.
         chunk_key_encoding={"name": "default", "separator": "."},
@@ -74,13 +79,13 @@ def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression) -> s
 
 
 def array_metadata(
-    grid: ChunkGrid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False
+    grid: ChunkGrid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False, dual: bool = False
 ) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
 
     ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
     """
-    before, behind = _array_template(grid, dtype, compression, raw)
+    before, behind = _array_template(grid, dtype, compression, raw, dual)
     return f"{before}{json.dumps([f'{name}.{axis}' for axis in range(len(grid.shape))])}{behind}".encode()
 
 
