@@ -30,9 +30,9 @@ from . import dtypes
 from .chunk_grid import ChunkGrid
 from .chunk_sums import Section, has_section
 from .compression import of_plain
-from .dual_layout import is_dual_grid
 from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
+from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
 # Version 1 has no packs, and is still written where there are none, so that older readers read it. Versions 2 and 3 add optional members.

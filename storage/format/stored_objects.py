@@ -17,7 +17,7 @@ from . import dtypes
 from .chunk_grid import ChunkGrid, ShardPlace, place_of
 from .chunk_sums import Section
 from .compression import Compression, fits
-from .dual_layout import dual_shard
+from .zarr_format import dual_shard
 
 FILE = "meshtape.json"
 _REMEMBERED = 16  # rows of an array: most arrays have few
@@ -153,7 +153,7 @@ class ArrayEntry:
     sums: Section | None = None  # of its chunks, in the table of checksums
     zarr: int | None = None  # crc32c of its ``zarr.json``
     packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
-    dual: bool = False  # its files are safetensors files, too (see ``dual_layout``)
+    dual: bool = False  # its files are safetensors files, too (see ``zarr_format``)
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

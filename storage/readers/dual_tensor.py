@@ -1,4 +1,4 @@
-"""Arrays whose shard files are safetensors files, too (see ``dual_layout``): how they are read and verified, and their form for Hugging Face."""
+"""Arrays whose shard files are safetensors files, too (see ``zarr_format``): how they are read and verified, and their form for Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..format import dtypes, tensor_sums
-from ..format.dual_layout import dual_shard
 from ..format.hf_index import HF_INDEX
 from ..format.manifest import Manifest
+from ..format.zarr_format import dual_shard
 from ..stores import store
 from ..stores.filesystem import IOV_MAX
 from .reading import opened

@@ -1,4 +1,4 @@
-"""The bytes of a shard file that is a safetensors file, too (see ``dual_layout``)."""
+"""The bytes of a shard file that is a safetensors file, too (see ``zarr_format``)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 from ..base.checksums import combine, crc32c
 from ..format import dtypes
 from ..format.chunk_grid import ChunkGrid
-from ..format.dual_layout import dual_shard
-from ..format.zarr_format import chunk_coords
+from ..format.zarr_format import chunk_coords, dual_shard
 
 
 class DualBytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError
 from ..format import dtypes, manifest
-from ..format.dual_layout import dual_grid
+from ..format.zarr_format import dual_grid
 from ..readers.dual_tensor import hugging_face_form
 from ..stores import store
 from ..stores.atomic_directory import Folder

@@ -13,8 +13,8 @@ from ...arrays.core.tree import Path
 from ..base import names
 from ..format.chunk_grid import ChunkGrid
 from ..format.compression import Compression, most_nbytes
-from ..format.dual_layout import dual_shard
 from ..format.stored_objects import Pack
+from ..format.zarr_format import dual_shard
 
 
 @dataclass
@@ -32,7 +32,7 @@ class SaveItem:
     compression: Compression = None
     packed: bool = False
     raw: bool = False  # see ``array_metadata``
-    dual: bool = False  # see ``dual_layout``
+    dual: bool = False  # see ``zarr_format``
 
     name: str = field(init=False)
 

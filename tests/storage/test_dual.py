@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.storage.format import chunk_grid, dual_layout
+from meshtape.storage.format import chunk_grid, zarr_format
 from meshtape.storage.format.chunk_grid import ChunkGrid
 
 R = np.random.default_rng(0)
@@ -28,7 +28,7 @@ FLAT = {"embed": TREE["embed"], "layers.0.w": TREE["layers"][0]["w"], "layers.1.
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(dual_layout, "TARGET", 300)
+    monkeypatch.setattr(zarr_format, "TARGET", 300)
 
 
 def save(where, tree=None, **options):
@@ -65,11 +65,11 @@ def test_others_read_the_very_files(tmp_path):
     same(group["embed"][7:41:3], TREE["embed"][7:41:3])
     for file in where.glob("*/c.*"):
         held = mt.storage.load_safetensors(file)
-        name = next(n for n in held if n != dual_layout.INDEX)
+        name = next(n for n in held if n != zarr_format.DUAL_INDEX)
         same(held[name], FLAT[name], name)
         if name in ("embed", "layers.1.w", "flags"):
             with safetensors.safe_open(file, "np") as f:
-                assert set(f.keys()) == {name, dual_layout.INDEX}
+                assert set(f.keys()) == {name, zarr_format.DUAL_INDEX}
                 same(f.get_tensor(name), FLAT[name], name)
         assert mt.storage.verify(file).files == 1
 
@@ -134,7 +134,7 @@ def test_blocks_of_a_mesh(tmp_path):
         ({"w": np.ones(3)}, {"compression": "zstd"}, "compression="),
         ({"w": np.ones(3)}, {"pack": True}, "pack="),
         ({"w": np.ones(3, "c16")}, {}, "safetensors form"),
-        ({dual_layout.INDEX: np.ones(3)}, {}, "reserve"),
+        ({zarr_format.DUAL_INDEX: np.ones(3)}, {}, "reserve"),
         ({"model.safetensors.index.json": np.ones(3)}, {}, "rename"),
     ],
 )
@@ -194,9 +194,9 @@ def test_an_object_store_gets_the_shards(tmp_path):
     ],
 )
 def test_chunks_are_runs_of_rows(grid, item, chunk):
-    found = dual_layout.dual_grid(ChunkGrid(*grid, grid[1]), item, "w")
+    found = zarr_format.dual_grid(ChunkGrid(*grid, grid[1]), item, "w")
     assert found.chunk == chunk
-    assert dual_layout.is_dual_grid(found)
+    assert zarr_format.is_dual_grid(found)
     assert chunk_grid.tiled(found.shape, [found.shard_box(c) for c in found.shards()])
 
 
@@ -232,7 +232,7 @@ def test_transformers_opens_the_directory(tmp_path):
     )
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
-    assert set(info["unexpected_keys"]) <= {dual_layout.INDEX}
+    assert set(info["unexpected_keys"]) <= {zarr_format.DUAL_INDEX}
     for name, want in weights.items():
         assert torch.equal(opened.state_dict()[name], want), name
     (file,) = [f for f in where.glob("model-*") if "lm_head.weight" in load_file(f)]
