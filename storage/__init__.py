@@ -31,7 +31,7 @@ from .saving.manager import CheckpointManager
 from .saving.quantize import dequantize, quantize
 from .saving.save import SaveReport, save, save_async
 from .saving.snapshots import Snapshots
-from .serving.views import as_zarr, icechunk_references, zarr_references
+from .serving.views import as_zarr, icechunk_references, serve, zarr_references
 from .stores.store import options
 from .transform.convert import ConvertReport, convert, reshard
 from .transform.diff import ArrayDiff, DiffReport, diff
@@ -81,6 +81,7 @@ __all__ = [
     "save_async",
     "save_program",
     "save_safetensors",
+    "serve",
     "verify",
     "zarr_references",
 ]

@@ -1,4 +1,4 @@
-"""`as_zarr`, `zarr_references` and `icechunk_references`: a checkpoint of any kind for those who read Zarr."""
+"""`as_zarr`, `zarr_references`, `icechunk_references` and `serve`: a checkpoint of any kind for readers of other formats."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from .zarr_view import ZarrView
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
+
+    from .server import CheckpointServer
 
 
 def as_zarr(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -> Store:
@@ -109,3 +111,48 @@ def icechunk_references(
         An array is not a run of bytes in a file; nothing is committed.
     """
     return references.icechunk(ZarrView(open_checkpoint(path)), repository, branch, message)
+
+
+def serve(
+    path: str | os.PathLike[str], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+) -> CheckpointServer:
+    """Serve the bytes of a checkpoint of any kind over HTTP, from a thread of this process, without copying it.
+
+    Parameters
+    ----------
+    path
+        Anything that `open_checkpoint` opens.
+    host
+        The address to listen at. Anything but loopback asks for a token, which is then part of ``url``.
+    port
+        0 takes a free one.
+    token
+        Ask for this token even on loopback, where other users of the machine can connect as well.
+
+    Returns
+    -------
+    CheckpointServer
+        A context manager. Below its ``url`` lie ``safetensors/`` (a directory as Hugging Face has them: the very files, or one
+        ``model.safetensors`` that is computed while it is read) and ``zarr/`` (the hierarchy of `as_zarr`). Ranges, HEAD, ETag and If-Range are
+        answered. ``close()`` ends it.
+
+    Raises
+    ------
+    CheckpointError
+        As `open_checkpoint`; or the address cannot be listened at.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from meshtape.storage import open_checkpoint, save
+    >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
+    >>> _ = save(where, {"w": np.arange(6.0).reshape(3, 2)})
+    >>> with serve(where) as server:
+    ...     open_checkpoint(server.url + "safetensors")["w"][1]
+    array([2., 3.])
+    """
+    from .server import CheckpointServer
+
+    server = CheckpointServer(path, host=host, port=port, token=token)
+    server.start()
+    return server
