@@ -31,6 +31,7 @@ from .saving.manager import CheckpointManager
 from .saving.quantize import dequantize, quantize
 from .saving.save import SaveReport, save, save_async
 from .saving.snapshots import Snapshots
+from .serving.views import as_zarr, icechunk_references, serve, zarr_references
 from .stores.store import options
 from .transform.convert import ConvertReport, convert, reshard
 from .transform.diff import ArrayDiff, DiffReport, diff
@@ -57,11 +58,13 @@ __all__ = [
     "StoredArray",
     "VerifyReport",
     "Zstd",
+    "as_zarr",
     "convert",
     "dequantize",
     "diff",
     "estimate",
     "gc",
+    "icechunk_references",
     "leftovers",
     "load",
     "load_program",
@@ -78,7 +81,9 @@ __all__ = [
     "save_async",
     "save_program",
     "save_safetensors",
+    "serve",
     "verify",
+    "zarr_references",
 ]
 
 

@@ -25,6 +25,7 @@ from . import run as cli_run
 from .browse import browse
 from .help import FittingContext, use_in
 from .parts import JSON, WorkStopped, examples, print_json
+from .serve import serve
 from .storage import COMMANDS
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
@@ -178,4 +179,5 @@ def completion(shell: str) -> None:
 for _command in (look.ls, look.show, runs.gc, *COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
 main.add_command(browse)
+main.add_command(serve)
 use_in(main)

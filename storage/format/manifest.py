@@ -32,10 +32,11 @@ from .chunk_sums import Section, has_section
 from .compression import Compression, of_plain
 from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
+from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
-# Version 1 has no packs, and is still written where there are none, so that older readers read it. Version 2 adds optional members.
-MIGRATIONS: list[Step] = [lambda document: document]
+# Version 1 has no packs, and is still written where there are none, so that older readers read it. Versions 2 and 3 add optional members.
+MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
 VERSION = len(MIGRATIONS) + 1
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
@@ -62,7 +63,7 @@ class Manifest:
     @property
     def version(self) -> int:
         """The version of its text."""
-        return 2 if self.packs else 1
+        return 3 if any(a.dual for a in self.arrays) else 2 if self.packs else 1
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
@@ -263,6 +264,9 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         if packed and (sums or "dir" in e):
             raise ValueError("what is packed has neither a directory nor checksums in the table")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
+        dual = get("dual", False)
+        if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
+            raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
         directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
@@ -273,7 +277,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
     except (ValueError, TypeError, AttributeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
     own = tuple(path), directory, grid, dtype, mesh, sharding, objects, source, compression
-    return ArrayEntry(*own, sums, zarr, packs if packed else None)
+    return ArrayEntry(*own, sums, zarr, packs if packed else None, dual)
 
 
 def loads(data: bytes, source: str) -> Manifest:

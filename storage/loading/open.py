@@ -33,6 +33,7 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
+from ..readers.dual_tensor import DualTensor
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
@@ -261,6 +262,8 @@ def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) 
     if e.packs is not None:
         return PackedBlocks(*held)
     sums = None if e.sums is None else StoredSums(root, table or "", e.sums, e.grid, e.name)
+    if e.dual:
+        return DualTensor(*held, sums)
     if e.compression is not None:
         return CompressedTensor(*held, sums, compression=e.compression)
     return ChunkedTensor(*held, sums)
