@@ -15,6 +15,7 @@ array([3., 4., 5.])
 import sys as _sys
 
 from . import browse as browse
+from . import virtual as virtual
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import Zstd
@@ -84,6 +85,7 @@ __all__ = [
     "serve",
     "verify",
     "zarr_references",
+    "virtual",
 ]
 
 

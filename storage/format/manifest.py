@@ -24,7 +24,7 @@ from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names, strict_json
-from ..base.checksums import crc32c
+from ..base.sealed import sealed, unsealed
 from ..stores import store
 from . import dtypes
 from .chunk_grid import ChunkGrid
@@ -39,7 +39,6 @@ FORMAT = "meshtape"
 MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
 VERSION = len(MIGRATIONS) + 1
 
-_TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
 _KEYS = frozenset([str, int])
@@ -59,6 +58,7 @@ class Manifest:
     sums: str | None = None  # the file of the table of checksums
     zarr: int | None = None  # crc32c of the group's ``zarr.json``
     structure: Any = None
+    crc32c: int | None = field(default=None, compare=False)  # of the text that it was read from
 
     @property
     def version(self) -> int:
@@ -83,8 +83,7 @@ class Manifest:
         }
         if check is not None:
             _build(body, check)
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-        return text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text)
+        return sealed(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
 
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
@@ -295,8 +294,7 @@ def loads(data: bytes, source: str) -> Manifest:
 
 
 def _loads(data: bytes, source: str) -> Manifest:
-    found = _TAIL.search(data)
-    body = data[: found.start()] + b"}" if found else data
+    body, said, fits = unsealed(data)
     try:
         top = strict_json.loads(body)
     except (ValueError, RecursionError) as e:
@@ -304,9 +302,11 @@ def _loads(data: bytes, source: str) -> Manifest:
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         raise CorruptCheckpoint(f"{source}: not a manifest: it does not say format {FORMAT!r}")
     version = top.get("version")
-    if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
+    if (type(version) is int and 1 <= version <= VERSION) and not fits:
         raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
-    return _build(upgraded(top, MIGRATIONS, source, CorruptCheckpoint), source)
+    out = _build(upgraded(top, MIGRATIONS, source, CorruptCheckpoint), source)
+    out.crc32c = said
+    return out
 
 
 def _build(top: dict[str, Any], source: str) -> Manifest:
