@@ -84,8 +84,8 @@ __all__ = [
     "save_safetensors",
     "serve",
     "verify",
-    "zarr_references",
     "virtual",
+    "zarr_references",
 ]
 
 
