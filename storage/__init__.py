@@ -15,6 +15,8 @@ array([3., 4., 5.])
 import sys as _sys
 
 from . import browse as browse
+from .blending.blend import BlendReport, blend, blended
+from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import Zstd
@@ -39,6 +41,7 @@ from .transform.merge import MergeReport, merge
 
 __all__ = [
     "ArrayDiff",
+    "BlendReport",
     "CastLoss",
     "Checkpoint",
     "CheckpointManager",
@@ -48,6 +51,7 @@ __all__ = [
     "Leftover",
     "LoadReport",
     "LoadedProgram",
+    "LoraReport",
     "MergeReport",
     "Rule",
     "Rules",
@@ -57,10 +61,13 @@ __all__ = [
     "StoredArray",
     "VerifyReport",
     "Zstd",
+    "blend",
+    "blended",
     "convert",
     "dequantize",
     "diff",
     "estimate",
+    "extract_lora",
     "gc",
     "leftovers",
     "load",
