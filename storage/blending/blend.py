@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError
-from ..base.names import fits
+from ...arrays.core.errors import CheckpointError
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format.documents import Documents, with_dtype
 from ..stores import store
@@ -100,12 +99,7 @@ def _blended(
 ) -> tuple[Checkpoint, Planner]:
     if type(seed) is not int:
         raise CheckpointError(f"seed is a whole number, got {seed!r}")
-    takes = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-    leaves = [] if drop is None else [drop] if isinstance(drop, str) else list(drop)
-    plan = Planner(config, seed, lambda n: (takes is None or fits(n, takes)) and not fits(n, leaves))
-    unused = [p for p in (*(takes or ()), *leaves) if not any(fits(n, p) for n in plan.names)]
-    if unused:
-        raise CheckpointKeyError(f"nothing matches {unused}; the blend has {', '.join(plan.names[:8])}")
+    plan = Planner(config, seed, keys, drop)
     names = ", ".join(map(str, config.models()))
     ckpt = flat(f"blend of {names}", "Blend", plan.tensors)
     ckpt.generation = JointGeneration.of_all(g for p in plan.parents.values() for g in p.generations)
@@ -193,7 +187,8 @@ def blend(
         options = {**options, "keys": None, "drop": None}  # type: ignore[assignment]
     ckpt, plan = _blended(said, seed, keys, drop)
     target = store.location(dst)
-    if target in {p.ckpt.path for p in plan.parents.values()}:
+    sources = [store.location(x) for m in said.models() for x in (m.path, m.lora) if x]
+    if any(x == target or x.startswith(f"{target}/") for x in sources):
         raise CheckpointError(f"{target} is one of the sources; write to another place")
     report = convert(ckpt, dst, format=format, max_shard_bytes=max_shard_bytes, **options)
     return BlendReport(**vars(report), made=plan.arrays)

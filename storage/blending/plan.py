@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..loading.open import open_checkpoint
@@ -114,8 +115,10 @@ class Faults:
 class Planner:
     """The tensors of a configuration, in the order of the first source."""
 
-    def __init__(self, config: BlendConfig, seed: int, wanted: Callable[[str], bool]) -> None:
-        self.config, self.seed, self._wanted = config, seed, wanted
+    def __init__(self, config: BlendConfig, seed: int, keys: Any = None, drop: Any = None) -> None:
+        self.config, self.seed = config, seed
+        self._keys = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
+        self._drop = [] if drop is None else [drop] if isinstance(drop, str) else list(drop)
         self.parents = {m: Parent.of(m) for m in config.models()}
         self.names: list[str] = []  # of all arrays, wanted or not
         self.tensors: dict[str, Any] = {}
@@ -127,8 +130,9 @@ class Planner:
             docs = {m: p.ckpt.documents for m, p in self.parents.items()}
             self.vocabulary = Vocabulary.of(config.tokenizer, docs, self._sizes())
         self._plan()
-        if not self.tensors:
-            self._faults.add("no array is blended", "", CheckpointKeyError)
+        for pattern in (*(self._keys or ()), *self._drop):
+            if not any(fits(n, pattern) for n in self.names):
+                self._faults.add("nothing matches", pattern, CheckpointKeyError)
         self._faults.refuse(f"{config.method} cannot blend these models")
 
     def _sizes(self) -> dict[ModelRef, int]:
@@ -207,7 +211,7 @@ class Planner:
 
     def _tensor(self, s: Slice, name: str, found: Sequence[str | None], t: float) -> None:
         self.names.append(name)
-        if not self._wanted(name):
+        if (self._keys is not None and not fits(name, self._keys)) or fits(name, self._drop):
             return
         names = [self._named(x, name, n) for x, n in zip(s.sources, found, strict=True)]
         if None in names:
