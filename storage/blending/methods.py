@@ -22,6 +22,7 @@ from . import statistics
 from .statistics import Cut, Jobs
 
 _HALVES = BitTransform(1, 2, lambda xp, w: w.view(np.uint32))  # two numbers of 32 bits from a word
+_CACHED = 32768  # elements whose float64 values stay in a processor's cache
 _SMALL = 1e-7  # a norm below is not scaled to
 
 
@@ -45,16 +46,20 @@ def fused(x: np.ndarray, w: Any, total: np.ndarray) -> np.ndarray:
         out = product + total
         back = out - product
         return out + ((product - (out - back)) + (total - back) + lost)
-    product = np.multiply(x, w, dtype=np.float64)  # exact
-    out = product + total
-    # The second rounding can differ from a single one only where the first ended in the middle of two neighbours.
-    middle = (out.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
-    if middle.any():
-        p, t, s = product[middle], total[middle].astype(np.float64), out[middle]
-        back = s - p
-        lost = (p - (s - back)) + (t - back)
-        out[middle] = np.where(lost == 0, s, np.nextafter(s, np.copysign(np.inf, lost)))
-    return out.astype(np.float32)
+    out, flat, sums = np.empty(x.shape, np.float32), x.reshape(-1), total.reshape(-1)
+    for i in range(0, flat.size, _CACHED):
+        part = slice(i, i + _CACHED)
+        product = np.multiply(flat[part], w, dtype=np.float64)  # exact
+        whole = product + sums[part]
+        # The second rounding can differ from a single one only where the first ended in the middle of two neighbours.
+        middle = (whole.view(np.uint64) & np.uint64(0x1FFFFFFF)) == np.uint64(0x10000000)
+        if middle.any():
+            p, t, s = product[middle], sums[part][middle].astype(np.float64), whole[middle]
+            back = s - p
+            lost = (p - (s - back)) + (t - back)
+            whole[middle] = np.where(lost == 0, s, np.nextafter(s, np.copysign(np.inf, lost)))
+        out.reshape(-1)[part] = whole
+    return out
 
 
 def _high(a: Any) -> Any:
@@ -110,9 +115,8 @@ class Linear(Formula):
 
     def combine(self, piece: Piece, measured: Any) -> np.ndarray:
         kind = real(piece.work).type
-        out = np.zeros(piece.box.shape, kind)
-        whole = kind(0)
-        for x, w in zip(piece.held, self.weights, strict=True):
+        out, whole = piece.held[0] * kind(self.weights[0]) + kind(0), kind(self.weights[0])
+        for x, w in zip(piece.held[1:], self.weights[1:], strict=True):
             out = fused(x, kind(w), out)
             whole += kind(w)
         return out / whole if self.normalize else out
