@@ -331,19 +331,16 @@ class SelectCalculateErase(Formula):
         means = np.asarray(squares) / max(math.prod(tensor.shape), 1)
         # mergekit's own bound: differences so small count alike.
         weights = means / means.sum() if means.sum() >= 1e-6 else np.full(len(means), 1 / len(means))
-        return cuts, tuple(weights.astype(real(tensor.work)))
+        return cuts, tuple(weights)
 
     def combine(self, piece: Piece, measured: Any) -> np.ndarray:
         cuts, weights = measured
-        work, kind = piece.work, real(piece.work).type
         deltas = [d if mask is None else d * mask for d, mask in self.sparse(piece, cuts)]
-        total, divisor = np.zeros(piece.box.shape, kind), np.zeros(piece.box.shape, kind)
-        for d, agrees, w in zip(deltas, signs_agree(deltas, work), weights, strict=True):
-            w = rounded(np.asarray(w), work)
-            total += rounded(d * (w * agrees), work)
+        total, divisor = np.zeros(piece.box.shape), np.zeros(piece.box.shape)
+        for d, agrees, w in zip(deltas, signs_agree(deltas, piece.work), weights, strict=True):
+            total += d * (w * agrees)
             divisor += w * agrees
-        total, divisor = rounded(total, work), rounded(divisor, work)
-        return piece.held[0] + rounded(total / np.maximum(divisor, kind(1e-6)), work)
+        return np.asarray(piece.held[0] + total / np.maximum(divisor, 1e-6), real(piece.work))
 
 
 # ----- combinations with coefficients that follow from lengths and angles ---------------------------------------------
@@ -381,8 +378,6 @@ class Directions(Formula):
             c = c[(slice(None), *piece.box.slices[:-1])][..., None]
         elif self.axis == 0:
             c = c[(slice(None), *piece.box.slices[1:])][:, None]
-        if self.kind == "slerp":
-            return c[0].astype(kind) * held[0] + c[1].astype(kind) * held[1]
         total = sum((np.multiply(x, k, dtype=np.float64) for x, k in zip(held, c, strict=True)), 0.0)
         return np.asarray(piece.held[0] + total if self.relative else total, kind)
 

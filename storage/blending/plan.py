@@ -253,6 +253,8 @@ class Planner:
         except CheckpointError as e:
             self._faults.add(str(e), name)
             return
+        if isinstance(method, (Directions, SelectCalculateErase)) and work.itemsize == 2:
+            work = np.dtype(np.float32)  # mergekit's angles and variances of short numbers have few right digits
         ordered = [parts[m] for m in order]
         if self._with_base(base) and base is not None and not isinstance(method, Scaled):
             ordered.insert(0, parts[base])

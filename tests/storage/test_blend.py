@@ -136,6 +136,20 @@ def test_short_dtypes_are_rounded_after_each_operation(tmp_path: Path, dtype: np
     assert np.array_equal(got, base + total)
 
 
+def test_random_choices_follow_their_probabilities_and_keep_the_sum(tmp_path: Path) -> None:
+    rows = np.tile(np.arange(1, 101, dtype=np.float32), (400, 1))
+    base, tuned = model(tmp_path / "base", {"w": np.zeros_like(rows)}), model(tmp_path / "tuned", {"w": rows})
+    for method, options in (("dare_linear", {}), ("della_linear", {"epsilon": 0.2})):
+        got = blended(config(method, [tuned], base, density=0.3, **options), seed=5)["w"].read()
+        kept = got != 0
+        assert abs(kept.mean() - 0.3) < 0.01
+        np.testing.assert_allclose(np.unique((got / rows)[kept]), (rows.sum() / rows[kept].sum()), rtol=1e-6)
+        low, high = kept[:, :20].mean(), kept[:, -20:].mean()  # the ranks 0.1 and 0.9 in each row
+        wanted = (0.3, 0.3) if method == "dare_linear" else (0.1 + 0.4 * 0.096, 0.1 + 0.4 * 0.904)
+        assert abs(low - wanted[0]) < 0.02
+        assert abs(high - wanted[1]) < 0.02
+
+
 def test_float8_is_computed_in_float32_and_equal_integers_pass(tmp_path: Path) -> None:
     f8 = np.dtype(ml_dtypes.float8_e4m3fn)
     held = [{"w": np.asarray(x, f8), "n": np.arange(3), "mask": np.asarray([True, False])} for x in ([1, 2], [2, 448])]
