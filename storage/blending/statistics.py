@@ -62,9 +62,9 @@ def _over_parts(tensor: Any, fn: Callable[..., Any], *args: Any, rows: bool = Fa
 def _keys(a: np.ndarray, work: np.dtype) -> np.ndarray:
     """Magnitudes as unsigned integers in the same order."""
     if work.itemsize == 2:
-        return a.astype(work).view(np.uint16) & np.uint16(0x7FFF)
+        return np.asarray(a).astype(work).view(np.uint16) & np.uint16(0x7FFF)
     unsigned = np.uint64 if a.dtype == np.float64 else np.uint32
-    return np.ascontiguousarray(a).view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
+    return np.asarray(a, order="C").view(unsigned) & unsigned(np.iinfo(unsigned).max >> 1)
 
 
 @dataclass(frozen=True, slots=True)

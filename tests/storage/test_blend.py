@@ -510,3 +510,20 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=text):
             extract_lora(other, base, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_arrays_of_every_form(tmp_path: Path, method: str) -> None:
+    spec, n = METHODS[method], METHODS[method].most or 2
+    forms = {"scalar": (), "empty": (0, 3), "one": (1,), "column": (5, 1), "conv": (2, 3, 2, 2)}
+    rng = np.random.default_rng(2)
+    for dtype in (np.float32, np.float64, BF16):
+        held = [{k: rng.uniform(0.5, 1.5, s).astype(dtype) for k, s in forms.items()} for _ in range(n + 1)]
+        places = [model(tmp_path / f"{np.dtype(dtype).name}{i}", h) for i, h in enumerate(held)]
+        base = places[-1] if spec.base == "required" else None
+        got = blended(config(method, places[:n], base, **PARAMETERS.get(method, {})))
+        for k, s in forms.items():
+            x = got[k].read()
+            assert x.shape == s
+            assert x.dtype == dtype
+            assert np.isfinite(x.astype(np.float64)).all(), k
