@@ -42,8 +42,9 @@ class StoredArray:
         sharding_text: str | None = None,
         mesh: dict[str, int] | None = None,
         placements: tuple[str, ...] | None = None,
+        name: str | None = None,
     ) -> None:
-        self.path, self.name = path, leaf_name(path)
+        self.path, self.name = path, leaf_name(path) if name is None else name
         self.tensor = tensor
         self.sharding_text = sharding_text
         self.rule: str | None = None  # that made it
@@ -63,7 +64,8 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        tensor = self.tensor
+        return math.prod(tensor.shape) * tensor.dtype.itemsize
 
     @property
     def filled(self) -> str:
@@ -315,7 +317,7 @@ def flat(
     skipped: dict[str, str] | None = None,
 ) -> Checkpoint:
     """A checkpoint that is one dict of arrays."""
-    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    arrays = {name: StoredArray((name,), t, name=name) for name, t in tensors.items()}
     structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
     return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {})
 
@@ -366,7 +368,7 @@ def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
     if isinstance(node, manifest.Leaf):
         return make(node)
     if isinstance(node, dict):
-        return {k: fill(v, make) for k, v in node.items()}
+        return {k: make(v) if type(v) is manifest.Leaf else fill(v, make) for k, v in node.items()}
     if isinstance(node, (list, tuple)):
         return type(node)(fill(v, make) for v in node)
     return node

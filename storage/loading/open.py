@@ -33,6 +33,7 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
+from ..readers.dual_tensor import DualTensor
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
@@ -245,12 +246,12 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements)
+        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements, e.name)
     return Checkpoint(
         root,
         "meshtape",
         arrays,
-        manifest.decode_tree(m.tree),
+        m.structure,
         m.step,
         m.metadata,
         m.meshes,
@@ -261,10 +262,12 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
 
 def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) -> ChunkedTensor:
     """The array of an entry, whose list of objects is checked only when it is read."""
-    held = (root, e.name, e.dtype, e.grid, e.objects, verify)
+    held = (root, e.name, e.dtype, e.grid, e, verify)
     if e.packs is not None:
         return PackedBlocks(*held)
     sums = None if e.sums is None else StoredSums(root, table or "", e.sums, e.grid, e.name)
+    if e.dual:
+        return DualTensor(*held, sums)
     if e.compression is not None:
         return CompressedTensor(*held, sums, compression=e.compression)
     return ChunkedTensor(*held, sums)

@@ -19,6 +19,7 @@ from ..format.chunk_sums import StoredSums
 from ..format.zarr_format import group_metadata
 from ..readers import packed
 from ..readers.compressed import CompressedTensor, frames_in
+from ..readers.dual_tensor import DualTensor, form_faults
 from ..readers.reading import opened, run
 from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
@@ -128,12 +129,14 @@ def _verify(ckpt: Checkpoint, given: str, started: float) -> VerifyReport:
             nbytes += read()
         except CorruptCheckpoint as e:
             faults.append(str(e))
+    form, wrong = form_faults(ckpt.path, held)
+    faults += wrong
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged files:\n  {shown}")
     ckpt.generation.check()
     known = {manifest.FILE, "zarr.json", held.sums, *(a.directory for a in held.arrays), *(p.file for p in held.packs)}
-    rest = _others(ckpt.path, known | {file for _, file in held.documents.values()})
+    rest = _others(ckpt.path, known | form | {file for _, file in held.documents.values()})
     count, seconds = len(jobs) + len(ckpt.documents), time.perf_counter() - started
     return VerifyReport(ckpt.path, len(tensors), count, nbytes, seconds, rest)
 
@@ -183,6 +186,9 @@ def _text(root: str, file: str, faults: list[str]) -> bytes:
 def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -> int:
     """Read one file to its end; add its faults to ``faults``; return its length. What is compressed is unpacked: a checksum proves too little."""
     stored, itemsize = t.objects[coord], t.dtype.itemsize
+    if isinstance(t, DualTensor):
+        faults += t.faults(coord)
+        return stored.nbytes
     path = names.inside(t.root, stored.file, stores.join(t.root, manifest.FILE))
     codec = t.compression if isinstance(t, CompressedTensor) else None
     nbytes = math.prod(t.grid.chunk) * itemsize
