@@ -15,6 +15,7 @@ array([3., 4., 5.])
 import sys as _sys
 
 from . import browse as browse
+from . import virtual as virtual
 from .blending.blend import BlendReport, blend, blended
 from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
@@ -33,6 +34,7 @@ from .saving.manager import CheckpointManager
 from .saving.quantize import dequantize, quantize
 from .saving.save import SaveReport, save, save_async
 from .saving.snapshots import Snapshots
+from .serving.views import as_zarr, icechunk_references, serve, zarr_references
 from .stores.store import options
 from .transform.convert import ConvertReport, convert, reshard
 from .transform.diff import ArrayDiff, DiffReport, diff
@@ -61,6 +63,7 @@ __all__ = [
     "StoredArray",
     "VerifyReport",
     "Zstd",
+    "as_zarr",
     "blend",
     "blended",
     "convert",
@@ -69,6 +72,7 @@ __all__ = [
     "estimate",
     "extract_lora",
     "gc",
+    "icechunk_references",
     "leftovers",
     "load",
     "load_program",
@@ -85,7 +89,10 @@ __all__ = [
     "save_async",
     "save_program",
     "save_safetensors",
+    "serve",
     "verify",
+    "virtual",
+    "zarr_references",
 ]
 
 
