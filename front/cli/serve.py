@@ -10,8 +10,7 @@ from .parts import CHECKPOINT, examples
 @click.command(
     epilog=examples(
         "meshtape serve run/step-00000264 --port 8080",
-        "meshtape serve s3://bucket/run/step-264",
-        "meshtape serve dcp-checkpoint --host 0.0.0.0 --port 8080",
+        "meshtape serve model.safetensors --host 0.0.0.0 --port 8080",
     )
 )
 @click.argument("path", type=CHECKPOINT, metavar="PATH_OR_URL")
