@@ -16,7 +16,7 @@ from ..format.compression import Compression, most_nbytes
 from ..format.stored_objects import Pack
 
 
-@dataclass
+@dataclass(slots=True)
 class SaveItem:
     """One array of the tree on its way to disk."""
 
