@@ -24,7 +24,7 @@ from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names, strict_json
-from ..base.checksums import crc32c
+from ..base.sealed import sealed, unsealed
 from ..stores import store
 from . import dtypes
 from .chunk_grid import ChunkGrid
@@ -32,13 +32,13 @@ from .chunk_sums import Section, has_section
 from .compression import Compression, of_plain
 from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
+from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
-# Version 1 has no packs, and is still written where there are none, so that older readers read it. Version 2 adds optional members.
-MIGRATIONS: list[Step] = [lambda document: document]
+# Version 1 has no packs, and is still written where there are none, so that older readers read it. Versions 2 and 3 add optional members.
+MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
 VERSION = len(MIGRATIONS) + 1
 
-_TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
 _KEYS = frozenset([str, int])
@@ -58,11 +58,12 @@ class Manifest:
     sums: str | None = None  # the file of the table of checksums
     zarr: int | None = None  # crc32c of the group's ``zarr.json``
     structure: Any = None
+    crc32c: int | None = field(default=None, compare=False)  # of the text that it was read from
 
     @property
     def version(self) -> int:
         """The version of its text."""
-        return 2 if self.packs else 1
+        return 3 if any(a.dual for a in self.arrays) else 2 if self.packs else 1
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
@@ -82,8 +83,7 @@ class Manifest:
         }
         if check is not None:
             _build(body, check)
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-        return text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text)
+        return sealed(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
 
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
@@ -263,6 +263,9 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         if packed and (sums or "dir" in e):
             raise ValueError("what is packed has neither a directory nor checksums in the table")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
+        dual = get("dual", False)
+        if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
+            raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
         directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
@@ -273,7 +276,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
     except (ValueError, TypeError, AttributeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
     own = tuple(path), directory, grid, dtype, mesh, sharding, objects, source, compression
-    return ArrayEntry(*own, sums, zarr, packs if packed else None)
+    return ArrayEntry(*own, sums, zarr, packs if packed else None, dual)
 
 
 def loads(data: bytes, source: str) -> Manifest:
@@ -291,8 +294,7 @@ def loads(data: bytes, source: str) -> Manifest:
 
 
 def _loads(data: bytes, source: str) -> Manifest:
-    found = _TAIL.search(data)
-    body = data[: found.start()] + b"}" if found else data
+    body, said, fits = unsealed(data)
     try:
         top = strict_json.loads(body)
     except (ValueError, RecursionError) as e:
@@ -300,9 +302,11 @@ def _loads(data: bytes, source: str) -> Manifest:
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         raise CorruptCheckpoint(f"{source}: not a manifest: it does not say format {FORMAT!r}")
     version = top.get("version")
-    if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
+    if (type(version) is int and 1 <= version <= VERSION) and not fits:
         raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
-    return _build(upgraded(top, MIGRATIONS, source, CorruptCheckpoint), source)
+    out = _build(upgraded(top, MIGRATIONS, source, CorruptCheckpoint), source)
+    out.crc32c = said
+    return out
 
 
 def _build(top: dict[str, Any], source: str) -> Manifest:

@@ -17,6 +17,7 @@ from . import dtypes
 from .chunk_grid import ChunkGrid, ShardPlace, place_of
 from .chunk_sums import Section
 from .compression import Compression, fits
+from .zarr_format import dual_shard
 
 FILE = "meshtape.json"
 
@@ -62,6 +63,7 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
     sums: Section | None = None  # of its chunks, in the table of checksums
     zarr: int | None = None  # crc32c of its ``zarr.json``
     packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
+    dual: bool = False  # its files are safetensors files, too (see ``zarr_format``)
     name: str = field(init=False)
     _last: tuple[tuple[int, ...], StoredObject] | None = field(init=False, default=None)
     _elsewhere: dict[str, int] | None = field(init=False, default=None)
@@ -101,13 +103,17 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
         if row[0] != place.key:
             row = self._row(self._find(place.key))
         file, offset, shape, nbytes, value = row
-        if self.compression is None:
+        start = 0
+        if self.dual:
+            shard = dual_shard(self.name, self.dtype, self.grid, coord)
+            fit, start = nbytes == shard.nbytes, len(shard.head)
+        elif self.compression is None:
             fit = nbytes == place.nbytes
         else:
             fit = fits(nbytes, self.grid, coord, self.dtype.itemsize, self.compression)
         if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{self.directory}/{file}", place.box, nbytes, value)
+        return StoredObject(f"{self.directory}/{file}", place.box, nbytes, value, start)
 
     def _check_packed(self, at: ShardPlace, coord: tuple[int, ...]) -> StoredObject:
         row, packs, box = self.raw_objects[at.number], self.packs or (), at.box
@@ -158,6 +164,7 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
             "dtype": dtypes.short_name(self.dtype),
             "shard": list(self.grid.shard),
             "chunk": list(self.grid.chunk),
+            **({"dual": True} if self.dual else {}),
             **({} if self.compression is None else {"compression": self.compression.plain()}),
             "nbytes": self.nbytes,
             "mesh": self.mesh,

@@ -144,7 +144,7 @@ class ChunkedTensor:
                 if self._is_range(stored, out):
                     wanted = self.wanted(coord) if self.verify else None
                     value = None if wanted is None else int(wanted[0])
-                    yield RangeJob(self, coord, self.path(coord), 0, out.nbytes, value, bytes_of(out))
+                    yield RangeJob(self, coord, self.path(coord), stored.start, out.nbytes, value, bytes_of(out))
                     continue
             elif (part := box.intersect(stored.box)) is not None:  # 0-d boxes always meet
                 local, target = part.within(stored.box), view(out, part.within(box))
@@ -209,7 +209,7 @@ class ChunkedTensor:
         if reader.nbytes != wanted:
             raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")
 
-    def _cut(self, path: str) -> CorruptCheckpoint:
+    def cut(self, path: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
 
     def index_of(self, number: int, coord: tuple[int, ...]) -> tuple[int, ...]:
