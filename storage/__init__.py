@@ -15,6 +15,9 @@ array([3., 4., 5.])
 import sys as _sys
 
 from . import browse as browse
+from . import virtual as virtual
+from .blending.blend import BlendReport, blend, blended
+from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import Zstd
@@ -40,6 +43,7 @@ from .transform.merge import MergeReport, merge
 
 __all__ = [
     "ArrayDiff",
+    "BlendReport",
     "CastLoss",
     "Checkpoint",
     "CheckpointManager",
@@ -49,6 +53,7 @@ __all__ = [
     "Leftover",
     "LoadReport",
     "LoadedProgram",
+    "LoraReport",
     "MergeReport",
     "Rule",
     "Rules",
@@ -59,10 +64,13 @@ __all__ = [
     "VerifyReport",
     "Zstd",
     "as_zarr",
+    "blend",
+    "blended",
     "convert",
     "dequantize",
     "diff",
     "estimate",
+    "extract_lora",
     "gc",
     "icechunk_references",
     "leftovers",
@@ -83,6 +91,7 @@ __all__ = [
     "save_safetensors",
     "serve",
     "verify",
+    "virtual",
     "zarr_references",
 ]
 

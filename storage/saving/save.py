@@ -343,7 +343,7 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
         raise CheckpointError(
             f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then merge"
         )
-    names.check_distinct(i.path for i in items)
+    names.check_distinct([i.path for i in items], [i.name for i in items])
     held = {i.name: i.array for i in items}
     arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
     nbytes = save_safetensors(stream, arrays)
@@ -413,7 +413,9 @@ class _Save:
         self.target, self.overwrite = target, given.get("overwrite", False)
         structure, self.items = _classify(tree)
         items = self.items
-        names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
+        scalars = list(manifest.scalar_leaves(structure))
+        paths = [i.path for i in items] + [p for p, _ in scalars]
+        names.check_distinct(paths, [i.name for i in items] + [names.leaf_name(p) for p, _ in scalars])
         for item, directory in zip(items, names.zarr_names([i.name for i in items]), strict=True):
             item.directory = directory
             item.compression = how if item.shape else None
@@ -424,7 +426,7 @@ class _Save:
         self.head = manifest.Manifest([], manifest.encode_tree(structure), None if step is None else int(step), kept)
         self.documents = encode(given.get("documents"))
         # Whatever cannot be kept is refused here, before anything is computed or written.
-        json.dumps([self.head.step, kept, [v for _, v in manifest.scalar_leaves(structure)]])
+        json.dumps([self.head.step, kept, [v for _, v in scalars]])
         _settle_first(items)
         dual = is_dual(given)
         for item in items if dual else ():
