@@ -17,7 +17,7 @@ import sys as _sys
 from . import browse as browse
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .commit.leftovers import Leftover, gc, leftovers
-from .format.compression import Zstd
+from .format.compression import ShuffledZstd, Zstd
 from .loading.load import load
 from .loading.open import open_checkpoint
 from .loading.report import LoadReport
@@ -53,6 +53,7 @@ __all__ = [
     "Rules",
     "SaveHandle",
     "SaveReport",
+    "ShuffledZstd",
     "Snapshots",
     "StoredArray",
     "VerifyReport",

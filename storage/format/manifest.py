@@ -34,8 +34,9 @@ from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 
 FORMAT = "meshtape"
-# Version 1 has no packs, and is still written where there are none, so that older readers read it. Version 2 adds optional members.
-MIGRATIONS: list[Step] = [lambda document: document]
+# An earlier version is still written where it has all that is needed, so that older readers read it. Version 2 has packs, and version 3 more
+# compressions.
+MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
 VERSION = len(MIGRATIONS) + 1
 
 _TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
@@ -61,7 +62,7 @@ class Manifest:
     @property
     def version(self) -> int:
         """The version of its text."""
-        return 2 if self.packs else 1
+        return max([2 if self.packs else 1, *{a.compression.since for a in self.arrays if a.compression is not None}])
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""

@@ -19,7 +19,7 @@ from ..checkpoint.branches import Branch
 from ..checkpoint.numbered import Numbered
 from ..commit import contents, leftovers
 from ..commit.protocol import protocol_of
-from ..format.compression import Zstd, chosen
+from ..format.compression import Codec, chosen
 from ..format.zarr_format import is_raw
 from ..loading.load import load
 from ..stores import atomic_directory, store
@@ -108,7 +108,7 @@ class CheckpointManager:
         keep_best: int = 1,
         asynchronous: bool = False,
         when_busy: Literal["wait", "skip"] = "wait",
-        compression: str | Zstd | None = None,
+        compression: str | Codec | None = None,
         pack: bool | int | None = None,
         dtype_fallback: Literal["raw"] | None = None,
     ) -> None:
