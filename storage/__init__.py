@@ -16,6 +16,7 @@ import sys as _sys
 
 from . import browse as browse
 from .checkpoint.checkpoint import Checkpoint, StoredArray
+from .checkpoint.usage import StepUsage, Usage, usage
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import ShuffledZstd, Zstd
 from .loading.load import load
@@ -55,7 +56,9 @@ __all__ = [
     "SaveReport",
     "ShuffledZstd",
     "Snapshots",
+    "StepUsage",
     "StoredArray",
+    "Usage",
     "VerifyReport",
     "Zstd",
     "convert",
@@ -79,6 +82,7 @@ __all__ = [
     "save_async",
     "save_program",
     "save_safetensors",
+    "usage",
     "verify",
 ]
 

@@ -175,7 +175,7 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "meshtape", "_MESHTAPE_COMPLETE").source())
 
 
-for _command in (look.ls, look.show, runs.gc, *COMMANDS, *cli_run.COMMANDS):
+for _command in (look.ls, look.show, runs.gc, runs.du, *COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
 main.add_command(browse)
 use_in(main)

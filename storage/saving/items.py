@@ -31,6 +31,7 @@ class SaveItem:
     compression: Compression = None
     packed: bool = False
     raw: bool = False  # see ``array_metadata``
+    like: str = ""  # a folder of an array with the same grid, dtype and compression, whose files may be shared
 
     name: str = field(init=False)
 
@@ -48,8 +49,8 @@ class SaveItem:
 
     @property
     def least_nbytes(self) -> int:
-        """Bytes that its files will surely have."""
-        return self.stored_nbytes if self.compression is None else 0
+        """Bytes that its files will surely need."""
+        return self.stored_nbytes if self.compression is None and not self.like else 0
 
     def most(self, coord: tuple[int, ...]) -> int:
         """Bytes of the file of a shard; with compression, the most that it can have."""
@@ -68,6 +69,7 @@ class Task:
     compression: Compression = None
     name: str | None = None  # of a packed array
     pack: str = ""  # the file in which it lies with others
+    like: str = ""  # a file to share where it has the same bytes
 
 
 @dataclass(slots=True)
@@ -80,3 +82,4 @@ class Record:
     sums: bytes  # of its chunks, in order (see ``chunk_sums``)
     pack: Pack | None = None  # in which it lies, and from which byte on
     start: int = 0
+    shared: bool = False  # with an earlier checkpoint

@@ -38,7 +38,7 @@ from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import is_raw
 from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, store
-from . import packs
+from . import packs, sharing
 from .background import SaveHandle, finish_earlier, start
 from .finalize import finish_directory
 from .items import Record, SaveItem, Task
@@ -50,13 +50,14 @@ _BRIEF = 64 << 20  # bytes that are written before other threads want their garb
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Report of a save: the directory, the number of arrays, bytes on disk, seconds, and files."""
+    """Report of a save: the directory, the number of arrays, bytes on disk, seconds, files, and the bytes of those that it shares."""
 
     path: str
     arrays: int
     nbytes: int
     seconds: float
     files: int
+    shared: int = 0
 
 
 # ----- in the process that saves --------------------------------------------------------------------------------------
@@ -145,7 +146,8 @@ def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
     name = item.name if item.packed else None
     if (alone := only_shard(item.grid)) is not None:
         file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
-        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name)]
+        like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
+        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name, like=like)]
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
     sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
@@ -153,8 +155,9 @@ def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
     for k in sub.shards():
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
         part = item.grid.shard_box(coord).within(block)
-        file = f"{item.directory}/{item.grid.key(coord)}"
-        out.append(Task(number, part, item.grid, coord, file, item.compression, name))
+        key = item.grid.key(coord)
+        like = os.path.join(item.like, key) if item.like else ""
+        out.append(Task(number, part, item.grid, coord, f"{item.directory}/{key}", item.compression, name, like=like))
     return out
 
 
@@ -228,6 +231,7 @@ class SaveOptions(TypedDict, total=False):
     compression: str | Codec | None
     pack: bool | int | None
     dtype_fallback: Literal["raw"] | None
+    share: str | os.PathLike[str] | None
 
 
 @not_recording()  # what is stored needs no derivative
@@ -242,6 +246,7 @@ def save(
     compression: str | Codec | None = None,
     pack: bool | int | None = None,
     dtype_fallback: Literal["raw"] | None = None,
+    share: str | os.PathLike[str] | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -275,6 +280,9 @@ def save(
         ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens the whole group where meshtape
         is not installed; a view gives the numbers there. meshtape itself reads the true types either way, and the bytes are the same. By default
         they have the names that TensorStore gives them.
+    share
+        An earlier checkpoint on the same disk: a shard whose file there has the very same bytes becomes a second name of that file (a hard link, or
+        a reflink where links are refused) and is not written. Either checkpoint can be deleted. Nothing is shared where there is none, or in packs.
 
     Returns
     -------
@@ -309,13 +317,12 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
+        return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback, share))
     target = store.location(path)
     finish_earlier(target)
     kept: Any = {"step": step, "metadata": metadata, "documents": documents, "overwrite": overwrite}
-    return _Save(
-        target, tree, {**kept, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback}
-    ).run()
+    kept |= {"compression": compression, "pack": pack, "dtype_fallback": dtype_fallback, "share": share}
+    return _Save(target, tree, kept).run()
 
 
 def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
@@ -327,7 +334,7 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
         held = (
             f"the leaves {', '.join(values[:8])}"
             if values
-            else "step=, metadata=, documents=, compression=, pack= or dtype_fallback="
+            else "step=, metadata=, documents=, compression=, pack=, dtype_fallback= or share="
         )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [i.name for i in items if i.sharding is not None]:
@@ -402,6 +409,10 @@ class _Save:
             raise TypeError(f"a save has no option {', '.join(map(str, unknown))}")
         raw, how = is_raw(given.get("dtype_fallback")), chosen(given.get("compression"))
         self.target, self.overwrite = target, given.get("overwrite", False)
+        share = given.get("share")
+        self.share = None if share is None else store.location(share)
+        if self.share is not None and (store.is_url(target) or store.is_url(self.share)):
+            raise CheckpointError(f"{target} cannot share files of {self.share}: only two places on a disk can")
         structure, self.items = _classify(tree)
         items = self.items
         names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
@@ -442,6 +453,8 @@ class _Save:
     def run(self, kind: str = "Save") -> SaveReport:
         """Write everything and commit."""
         target, items = self.target, self.items
+        if self.share is not None:
+            sharing.match(items, self.share)
         expected = sum(i.stored_nbytes for i in items)
         slack = 4096 * (2 * len(items) + 2)
         with (
@@ -464,4 +477,5 @@ class _Save:
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
         files = len({r.pack.file if r.pack else r.file for r in records})
-        return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, files)
+        shared = sum(r.nbytes for r in records if r.shared)
+        return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, files, shared)
