@@ -15,6 +15,7 @@ array([3., 4., 5.])
 import sys as _sys
 
 from . import browse as browse
+from . import virtual as virtual
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .checkpoint.usage import StepUsage, Usage, usage
 from .commit.leftovers import Leftover, gc, leftovers
@@ -32,6 +33,7 @@ from .saving.manager import CheckpointManager
 from .saving.quantize import dequantize, quantize
 from .saving.save import SaveReport, save, save_async
 from .saving.snapshots import Snapshots
+from .serving.views import as_zarr, icechunk_references, serve, zarr_references
 from .stores.store import options
 from .transform.convert import ConvertReport, convert, reshard
 from .transform.diff import ArrayDiff, DiffReport, diff
@@ -61,11 +63,13 @@ __all__ = [
     "Usage",
     "VerifyReport",
     "Zstd",
+    "as_zarr",
     "convert",
     "dequantize",
     "diff",
     "estimate",
     "gc",
+    "icechunk_references",
     "leftovers",
     "load",
     "load_program",
@@ -82,8 +86,11 @@ __all__ = [
     "save_async",
     "save_program",
     "save_safetensors",
+    "serve",
     "usage",
     "verify",
+    "virtual",
+    "zarr_references",
 ]
 
 

@@ -23,8 +23,10 @@ from ..errors import MeshtapeError
 from . import look, runs
 from . import run as cli_run
 from .browse import browse
+from .derive import derive
 from .help import FittingContext, use_in
 from .parts import JSON, WorkStopped, examples, print_json
+from .serve import serve
 from .storage import COMMANDS
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
@@ -175,7 +177,8 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "meshtape", "_MESHTAPE_COMPLETE").source())
 
 
-for _command in (look.ls, look.show, runs.gc, runs.du, *COMMANDS, *cli_run.COMMANDS):
+for _command in (look.ls, look.show, runs.gc, runs.du, derive, *COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
 main.add_command(browse)
+main.add_command(serve)
 use_in(main)

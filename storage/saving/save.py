@@ -40,6 +40,7 @@ from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, store
 from . import packs, sharing
 from .background import SaveHandle, finish_earlier, start
+from .dual_index import choose_dual, is_dual
 from .finalize import finish_directory
 from .items import Record, SaveItem, Task
 from .write_shards import write_blocks
@@ -143,11 +144,11 @@ def assign(
 
 def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
     """The shards that make up one block."""
-    name = item.name if item.packed else None
+    name, dual = item.name if item.packed else None, item.name if item.dual else None
     if (alone := only_shard(item.grid)) is not None:
         file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
         like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
-        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name, like=like)]
+        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name, "", like, dual)]
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
     sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
@@ -156,8 +157,8 @@ def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
         part = item.grid.shard_box(coord).within(block)
         key = item.grid.key(coord)
-        like = os.path.join(item.like, key) if item.like else ""
-        out.append(Task(number, part, item.grid, coord, f"{item.directory}/{key}", item.compression, name, like=like))
+        file, like = f"{item.directory}/{key}", os.path.join(item.like, key) if item.like else ""
+        out.append(Task(number, part, item.grid, coord, file, item.compression, name, "", like, dual))
     return out
 
 
@@ -232,6 +233,7 @@ class SaveOptions(TypedDict, total=False):
     pack: bool | int | None
     dtype_fallback: Literal["raw"] | None
     share: str | os.PathLike[str] | None
+    layout: Literal["dual"] | None
 
 
 @not_recording()  # what is stored needs no derivative
@@ -247,6 +249,7 @@ def save(
     pack: bool | int | None = None,
     dtype_fallback: Literal["raw"] | None = None,
     share: str | os.PathLike[str] | None = None,
+    layout: Literal["dual"] | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -283,6 +286,10 @@ def save(
     share
         An earlier checkpoint on the same disk: a shard whose file there has the very same bytes becomes a second name of that file (a hard link, or
         a reflink where links are refused) and is not written. Either checkpoint can be deleted. Nothing is shared where there is none, or in packs.
+    layout
+        ``"dual"``: the file of each block is at once a shard of the Zarr array and a safetensors file. Blocks must be whole rows, and neither
+        ``compression`` nor ``pack`` goes with it. Where each array is one block, ``model.safetensors.index.json`` lets Hugging Face loaders open the
+        directory. Earlier versions of meshtape refuse such a checkpoint.
 
     Returns
     -------
@@ -317,10 +324,11 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback, share))
+        beside = (step, metadata, documents, compression, pack, dtype_fallback, share, layout)
+        return _save_stream(path, tree, beside)
     target = store.location(path)
     finish_earlier(target)
-    kept: Any = {"step": step, "metadata": metadata, "documents": documents, "overwrite": overwrite}
+    kept: Any = {"step": step, "metadata": metadata, "documents": documents, "overwrite": overwrite, "layout": layout}
     kept |= {"compression": compression, "pack": pack, "dtype_fallback": dtype_fallback, "share": share}
     return _Save(target, tree, kept).run()
 
@@ -334,14 +342,14 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
         held = (
             f"the leaves {', '.join(values[:8])}"
             if values
-            else "step=, metadata=, documents=, compression=, pack=, dtype_fallback= or share="
+            else "step=, metadata=, documents=, compression=, pack=, dtype_fallback=, share= or layout="
         )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [i.name for i in items if i.sharding is not None]:
         raise CheckpointError(
             f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then merge"
         )
-    names.check_distinct(i.path for i in items)
+    names.check_distinct([i.path for i in items], [i.name for i in items])
     held = {i.name: i.array for i in items}
     arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
     nbytes = save_safetensors(stream, arrays)
@@ -415,7 +423,9 @@ class _Save:
             raise CheckpointError(f"{target} cannot share files of {self.share}: only two places on a disk can")
         structure, self.items = _classify(tree)
         items = self.items
-        names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
+        scalars = list(manifest.scalar_leaves(structure))
+        paths = [i.path for i in items] + [p for p, _ in scalars]
+        names.check_distinct(paths, [i.name for i in items] + [names.leaf_name(p) for p, _ in scalars])
         for item, directory in zip(items, names.zarr_names([i.name for i in items]), strict=True):
             item.directory = directory
             item.compression = how if item.shape else None
@@ -426,9 +436,12 @@ class _Save:
         self.head = manifest.Manifest([], manifest.encode_tree(structure), None if step is None else int(step), kept)
         self.documents = encode(given.get("documents"))
         # Whatever cannot be kept is refused here, before anything is computed or written.
-        json.dumps([self.head.step, kept, [v for _, v in manifest.scalar_leaves(structure)]])
+        json.dumps([self.head.step, kept, [v for _, v in scalars]])
         _settle_first(items)
-        limit = packs.threshold(given.get("pack"), target)
+        dual = is_dual(given)
+        for item in items if dual else ():
+            choose_dual(item)
+        limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
             packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
 

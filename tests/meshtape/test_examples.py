@@ -89,7 +89,7 @@ def call(line: str, home: Path) -> Any:
 
 
 def test_examples_that_read_and_write_checkpoints(place: Path) -> None:
-    run = [line for n in ("info", "ls", "show", "tree", "verify", "merge", "convert", "reshard", "estimate", "diff") for line in EXAMPLES[n]]  # fmt: skip
+    run = [line for n in ("info", "ls", "show", "tree", "verify", "merge", "convert", "reshard", "estimate", "diff", "derive") for line in EXAMPLES[n]]  # fmt: skip
     for line in filter(here, run):
         done = call(line, place)
         # diff says by its code that two steps of a training differ.

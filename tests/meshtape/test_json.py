@@ -158,9 +158,10 @@ def test_looking(home: Path) -> None:
     check("du", call("du", str(home / "run")))
     check("gc", call("gc", str(home / "run"), "--older-than", "0", "--dry-run"))
     left.rmdir()
-    check(
-        "show", *(call("show", first, f"params.{n}") for n in ("w", "n", "none", "empty")), call("show", first, "name")
-    )
+    shown = [call("show", first, n) for n in ("params.w", "params.n", "params.none", "params.empty", "name")]
+    made = str(home / "mean.json")
+    check("derive", call("derive", "mean", first, "--out", made))
+    check("show", *shown, call("show", made, "params.w"))
     check("tree", call("tree", first), call("tree", str(home / "hf")))
     check("browse", call("browse", first, str(home / "run"), str(home)))
 
