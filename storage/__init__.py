@@ -16,6 +16,8 @@ import sys as _sys
 
 from . import browse as browse
 from . import virtual as virtual
+from .blending.blend import BlendReport, blend, blended
+from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .checkpoint.usage import StepUsage, Usage, usage
 from .commit.leftovers import Leftover, gc, leftovers
@@ -42,6 +44,7 @@ from .transform.merge import MergeReport, merge
 
 __all__ = [
     "ArrayDiff",
+    "BlendReport",
     "CastLoss",
     "Checkpoint",
     "CheckpointManager",
@@ -51,6 +54,7 @@ __all__ = [
     "Leftover",
     "LoadReport",
     "LoadedProgram",
+    "LoraReport",
     "MergeReport",
     "Rule",
     "Rules",
@@ -64,10 +68,13 @@ __all__ = [
     "VerifyReport",
     "Zstd",
     "as_zarr",
+    "blend",
+    "blended",
     "convert",
     "dequantize",
     "diff",
     "estimate",
+    "extract_lora",
     "gc",
     "icechunk_references",
     "leftovers",

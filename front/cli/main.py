@@ -20,7 +20,7 @@ import click
 
 from .. import __version__
 from ..errors import MeshtapeError
-from . import look, runs
+from . import blending, look, runs
 from . import run as cli_run
 from .browse import browse
 from .derive import derive
@@ -177,8 +177,17 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "meshtape", "_MESHTAPE_COMPLETE").source())
 
 
-for _command in (look.ls, look.show, runs.gc, runs.du, derive, *COMMANDS, *cli_run.COMMANDS):
+for _command in (
+    look.ls,
+    look.show,
+    runs.gc,
+    runs.du,
+    derive,
+    serve,
+    *COMMANDS,
+    *blending.COMMANDS,
+    *cli_run.COMMANDS,
+):
     main.add_command(_command)
 main.add_command(browse)
-main.add_command(serve)
 use_in(main)

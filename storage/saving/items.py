@@ -17,7 +17,7 @@ from ..format.stored_objects import Pack
 from ..format.zarr_format import dual_shard
 
 
-@dataclass
+@dataclass(slots=True)
 class SaveItem:
     """One array of the tree on its way to disk."""
 

@@ -77,7 +77,8 @@ def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> lis
     for t in tasks:
         _, some, parts = out.setdefault(t.pack or t.file, (root, [], []))
         some.append(t)
-        parts.append(blocks[t.array][(*t.part.slices, ...)])
+        block = blocks[t.array]
+        parts.append(block if t.part.shape == block.shape else block[(*t.part.slices, ...)])
     return list(out.values())
 
 

@@ -164,6 +164,26 @@ def test_every_flip_is_found(tmp_path):
     mt.storage.verify(where)
 
 
+def test_a_kill_leaves_the_old_or_the_new(kit, quick):
+    tree = lambda k: {"w": np.full((40, 3), k), "s": np.asarray(k)}  # noqa: E731
+    seen = set()
+    for n in range(1, 200, 6):
+        home = quick / str(n)
+        home.mkdir()
+        save(home / "c", tree(1))
+        killed = kit.die_at(n, lambda home=home: save(home / "c", tree(2), overwrite=True), True)
+        ckpt = mt.open_checkpoint(home / "c")
+        now = {*ckpt["w"].read().ravel().tolist(), int(ckpt["s"].read())}
+        assert len(now) == 1
+        seen |= now
+        mt.storage.verify(home / "c")
+        save(home / "c", tree(3), overwrite=True)
+        assert [e.name for e in home.iterdir()] == ["c"]
+        if not killed:
+            break
+    assert seen == {1, 2}
+
+
 def test_damage_is_told_when_it_is_read(tmp_path):
     where = save(tmp_path / "c")
     shard = where / "embed" / "c.0.0"
