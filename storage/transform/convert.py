@@ -18,7 +18,7 @@ from ..checkpoint.checkpoint import Checkpoint, fill
 from ..commit.contents import CHECKPOINTS
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
-from ..format.compression import Compression, Zstd, chosen
+from ..format.compression import Codec, Compression, chosen
 from ..format.documents import Documents, with_dtype, without_quantization
 from ..format.manifest import Leaf, scalar_leaves
 from ..format.sharding_spec import Chooser, ShardingChoice
@@ -54,7 +54,7 @@ class TransformOptions(TypedDict, total=False):
     drop: Iterable[str] | None
     prefix: str | None
     dtype: Any
-    compression: str | Zstd | None
+    compression: str | Codec | None
     missing: Literal["error", "fill"]
     memory_limit: int
     threads: int
@@ -294,7 +294,7 @@ def convert(
     drop: Iterable[str] | None = None,
     prefix: str | None = None,
     dtype: Any = None,
-    compression: str | Zstd | None = KEEP,
+    compression: str | Codec | None = KEEP,
     missing: Literal["error", "fill"] = "error",
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,
