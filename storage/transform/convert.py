@@ -16,6 +16,7 @@ from ..base import activity, names
 from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, fill
 from ..commit.contents import CHECKPOINTS
+from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
 from ..format.compression import Compression, Zstd, chosen
@@ -38,6 +39,7 @@ from ..stores import atomic_directory, store
 from ..stores.generations import Listed
 from .plan import Progress
 from .sinks.sink import TransferSink
+from .sinks.sink_dcp import DcpSink
 from .sinks.sink_safetensors import HuggingFaceSink
 from .sinks.sink_zarr import ZarrSink
 from .transfer import MEMORY_LIMIT, THREADS, transfer
@@ -246,14 +248,23 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
         raise CheckpointKeyError(
             f"{held.ckpt.path}: safetensors reserves the name '__metadata__'; leave that key out with keys= or drop="
         )
-    if max_shard_bytes is not None and max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
     sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
     return HuggingFaceSink(
         list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts()
     )
+
+
+def dcp_sink(held: Selection, max_shard_bytes: int | None) -> DcpSink:
+    """The sink for `torch.distributed.checkpoint`; refuses dtypes that PyTorch lacks."""
+    paths, values = dcp_archive.entries(held.structure, list(held.ckpt.arrays), held.ckpt.path)
+    for n, t in held.arrays.items():
+        dcp_archive.torch_dtype(t.dtype, n)
+    lost = [w for w, v in (("step", held.ckpt.step), ("metadata", held.ckpt.metadata)) if v not in (None, {})]
+    lost += ["documents"] if held.documents() else []
+    held.notes += [f"a PyTorch checkpoint has no place for the {' and the '.join(lost)}"] if lost else []
+    return DcpSink(list(held.arrays.items()), paths, values, max_shard_bytes)
 
 
 def zarr_sink(
@@ -282,7 +293,7 @@ def convert(
     src: str | os.PathLike[str] | Checkpoint,
     dst: str | os.PathLike[str],
     *,
-    format: Literal["zarr", "safetensors"],
+    format: Literal["zarr", "safetensors", "dcp"],
     mesh: Mapping[str, int] | None = None,
     shardings: Mapping[str, Any] | Chooser | None = None,
     max_shard_bytes: int | None = None,
@@ -313,10 +324,11 @@ def convert(
         kill, a full disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit, threads and workers.
     format
         ``"zarr"``: a checkpoint as `save` writes it, with step, metadata and values. ``"safetensors"``: a Hugging Face directory.
+        ``"dcp"``: a directory for ``torch.distributed.checkpoint.load``, whose names are those of the tree's leaves, with dots; numbers and texts come along.
     mesh, shardings
         For Zarr: how to cut the arrays, as in `reshard`; by default each is one block.
     max_shard_bytes
-        For safetensors: largest size of a file's arrays together; None puts all in one file.
+        For safetensors and DCP: largest size of a file's arrays together; None puts all in one file.
     rules
         Key rules (`Rules`, or their text), applied before ``keys``, ``drop`` and ``dtype``. They are evaluated block by block.
     keys, drop
@@ -387,27 +399,29 @@ def convert(
         raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
     held = Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit)
     sink: TransferSink
-    if format == "safetensors":
+    if format in ("safetensors", "dcp"):
         if mesh is not None or shardings is not None:
-            raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
+            raise CheckpointError(f"{format} files have no block layout; leave out mesh= and shardings=")
         if pack is not None:
-            raise CheckpointError("small arrays share files in any case in safetensors; leave out pack=")
+            raise CheckpointError(f"small arrays share files in any case in {format}; leave out pack=")
         if dtype_fallback is not None:
-            raise CheckpointError("safetensors has every dtype under its name; leave out dtype_fallback=")
+            raise CheckpointError(f"{format} has every dtype under its name; leave out dtype_fallback=")
         if compression != KEEP and chosen(compression) is not None:
             raise CheckpointError(
-                'safetensors files are never compressed; leave out compression=, or write format="zarr"'
+                f'{format} files are never compressed; leave out compression=, or write format="zarr"'
             )
-        sink = hugging_face_sink(held, max_shard_bytes)
+        if max_shard_bytes is not None and max_shard_bytes < 1:
+            raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+        sink = (hugging_face_sink if format == "safetensors" else dcp_sink)(held, max_shard_bytes)
     elif format == "zarr":
         if max_shard_bytes is not None:
-            raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
+            raise CheckpointError("max_shard_bytes is for safetensors and DCP; Zarr files follow the block layout")
         stored = held.compression if compression == KEEP else chosen(compression)
         sink = zarr_sink(
             held, ShardingChoice(mesh, shardings), stored, packs.threshold(pack, target), is_raw(dtype_fallback)
         )
     else:
-        raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
+        raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
     if held.ckpt.path == target:
         raise CheckpointError(f"{target} is the source; write to another place")
     tensors = list(held.arrays.values())

@@ -25,7 +25,7 @@ from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
-from .sink import Unit, UploadStream, clear, read, sums
+from .sink import Unit, UploadStream, clear, read, stretches, sums
 
 
 class HuggingFaceSink:
@@ -126,11 +126,7 @@ class HuggingFaceSink:
                 value = 0
                 array = self._number[name]
                 shape, item = self.shapes[array], self.itemsizes[array]
-                # Whole rows of chunks where they fit: what a window covers must lie in the file in one stretch.
-                chunk = tuple(max(c, 1) for c in tensors[array].chunk)
-                rows = (*chunk[:1], *shape[1:])
-                unit = rows if math.prod(rows) * item <= limit else (1,) * len(shape)
-                for box in windows(shape, unit, item, limit):
+                for box in stretches(shape, tensors[array].chunk, item, limit):
                     data = read(tensors[array], box).reshape(-1).view(np.uint8)
                     value = crc32c(data, value)
                     yield data
