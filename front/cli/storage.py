@@ -125,6 +125,9 @@ _STORED = (
 _TARGET = (
     *_SELECTION,
     click.option("--prefix", help="Take what lies below this name, and leave the name out."),
+    click.option(
+        "--documents", type=CHECKPOINT, help="A model's directory, whose config, tokenizer and the like go along."
+    ),
     click.option("--scheduler", metavar="ADDRESS", help="Spread the work over the workers of this Dask scheduler."),
     click.option(
         "--threads",

@@ -20,7 +20,7 @@ from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
 from ..format.compression import Compression, Zstd, chosen
-from ..format.documents import Documents, with_dtype, without_quantization
+from ..format.documents import Documents, given, with_dtype, without_quantization
 from ..format.manifest import Leaf, scalar_leaves
 from ..format.sharding_spec import Chooser, ShardingChoice
 from ..format.zarr_format import is_raw
@@ -40,7 +40,7 @@ from ..stores.generations import Listed
 from .plan import Progress
 from .sinks.sink import TransferSink
 from .sinks.sink_dcp import DcpSink
-from .sinks.sink_safetensors import HuggingFaceSink
+from .sinks.sink_safetensors import HuggingFaceSink, split_files
 from .sinks.sink_zarr import ZarrSink
 from .transfer import MEMORY_LIMIT, THREADS, transfer
 from .workers import Executor
@@ -66,6 +66,7 @@ class TransformOptions(TypedDict, total=False):
     client: Any
     pack: bool | int | None
     dtype_fallback: Literal["raw"] | None
+    documents: str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,6 @@ class ConvertReport:
     left_behind: list[str] = field(default_factory=list)
 
 
-def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
-    """Names for each file: in order, a new file where the limit would be passed. A larger array has a file of its own.
-
-    >>> split_files([("a", 6), ("b", 6), ("c", 2), ("d", 6), ("e", 2), ("f", 2)], 10)
-    [['a'], ['b', 'c'], ['d', 'e', 'f']]
-    """
-    out: list[list[str]] = [[]]
-    used = 0
-    for name, n in sizes:
-        if limit is not None and out[-1] and used + n > limit:
-            out.append([])
-            used = 0
-        out[-1].append(name)
-        used += n
-    return out
-
-
 @dataclass
 class Selection:
     """The arrays of a conversion after rules, selection and dtype: lazy, and checked to be there."""
@@ -122,6 +106,7 @@ class Selection:
     dtype: np.dtype | None = None  # that all floating arrays were converted to
     reserved: int = 0  # bytes of what is read ahead
     notes: list[str] = field(default_factory=list)  # of `documents`
+    given: Mapping[str, bytes] = field(default_factory=dict)  # documents that come before those of the source
 
     def documents(self) -> dict[str, bytes]:
         """The files beside the arrays, to copy. ``config.json`` gets the new dtype of the weights where it names one.
@@ -129,7 +114,7 @@ class Selection:
         Its quantization entry is dropped where no weights are quantised any more.
         """
         held = self.ckpt.documents
-        found = held.every() if isinstance(held, Documents) else {}
+        found = {**(held.every() if isinstance(held, Documents) else {}), **self.given}
         if (config := found.get("config.json")) is not None:
             if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
                 left = next(_scaled(self.arrays), None)
@@ -139,7 +124,11 @@ class Selection:
                     else f"config.json: still says that the weights are quantised, as {left[0]!r} is; name those that are not in its list of exceptions"
                 )
                 config = plain if left is None else config
-            found["config.json"] = config if self.dtype is None else with_dtype(config, self.dtype.name)
+            # A config that is given is of other weights: transformers would cast to its dtype without a word.
+            kinds = {t.dtype.name for t in self.arrays.values() if t.dtype.name in dtypes.FLOATS}
+            one = kinds.pop() if "config.json" in self.given and len(kinds) == 1 else None
+            dtype = self.dtype.name if self.dtype is not None else one
+            found["config.json"] = config if dtype is None else with_dtype(config, dtype)
         return found
 
     def texts(self) -> dict[str, str]:
@@ -312,6 +301,7 @@ def convert(
     client: Any = None,
     pack: bool | int | None = None,
     dtype_fallback: Literal["raw"] | None = None,
+    documents: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
 
@@ -362,6 +352,9 @@ def convert(
         For Zarr, as in `save`: small arrays share files; by default in object stores, and not on disks.
     dtype_fallback
         For Zarr, as in `save`.
+    documents
+        Documents beside those of the source, and in place of those of the same name: by name, as in `save`, or the directory of a model whose
+        config, tokenizer and the like go along. Its ``config.json`` then names the dtype of the weights that are written, where they have one.
 
     Returns
     -------
@@ -397,7 +390,10 @@ def convert(
         chosen(compression)  # refused before the source is opened
     if missing not in ("error", "fill"):
         raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
-    held = Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit)
+    if documents is not None and format == "dcp":
+        raise CheckpointKeyError("a PyTorch checkpoint has no place for documents; leave out documents=")
+    added = given(documents)
+    held = replace(Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit), given=added)
     sink: TransferSink
     if format in ("safetensors", "dcp"):
         if mesh is not None or shardings is not None:
@@ -492,7 +488,7 @@ def reshard(
         sharding of a mesh at hand, or None.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress``, ``client``, ``pack`` and ``dtype_fallback`` of `convert`.
+        ``overwrite``, ``progress``, ``client``, ``pack``, ``dtype_fallback`` and ``documents`` of `convert`.
 
     Returns
     -------

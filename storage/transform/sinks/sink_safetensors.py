@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,23 @@ from ...stores import store
 from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
 from .sink import Unit, UploadStream, clear, read, stretches, sums
+
+
+def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
+    """Names for each file: in order, a new file where the limit would be passed. A larger array has a file of its own.
+
+    >>> split_files([("a", 6), ("b", 6), ("c", 2), ("d", 6), ("e", 2), ("f", 2)], 10)
+    [['a'], ['b', 'c'], ['d', 'e', 'f']]
+    """
+    out: list[list[str]] = [[]]
+    used = 0
+    for name, n in sizes:
+        if limit is not None and out[-1] and used + n > limit:
+            out.append([])
+            used = 0
+        out[-1].append(name)
+        used += n
+    return out
 
 
 class HuggingFaceSink:
@@ -152,7 +169,12 @@ class HuggingFaceSink:
         }
         sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
         held = {tensor_sums.INDEX: tensor_sums.text([0]), **sums}
-        index = {"metadata": {tensor_sums.KEY: held, "total_size": self.total_size}, "weight_map": weight_map}
+        about = {
+            tensor_sums.KEY: held,
+            "total_parameters": sum(map(math.prod, self.shapes)),
+            "total_size": self.total_size,
+        }
+        index = {"metadata": about, "weight_map": weight_map}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
         text = tensor_sums.sealed(text, key=tensor_sums.INDEX)
         for name, data in self.documents.items():
