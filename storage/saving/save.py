@@ -37,8 +37,8 @@ from ..format.documents import encode
 from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import is_raw
 from ..readers.safetensors import save_safetensors
-from ..stores import atomic_directory, store
-from . import packs
+from ..stores import atomic_directory, icechunk_store, store
+from . import icechunk_commit, packs
 from .background import SaveHandle, finish_earlier, start
 from .finalize import finish_directory
 from .items import Record, SaveItem, Task
@@ -242,6 +242,7 @@ def save(
     compression: str | Zstd | None = None,
     pack: bool | int | None = None,
     dtype_fallback: Literal["raw"] | None = None,
+    message: str | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -275,6 +276,9 @@ def save(
         ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens the whole group where meshtape
         is not installed; a view gives the numbers there. meshtape itself reads the true types either way, and the bytes are the same. By default
         they have the names that TensorStore gives them.
+    message
+        For ``icechunk://PLACE@BRANCH``, a branch of an icechunk repository, in which the save is one snapshot: what its history says of it.
+        The step before stays in the history, so ``overwrite`` has no meaning there; documents and the options of files are refused.
 
     Returns
     -------
@@ -312,10 +316,28 @@ def save(
         return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
     target = store.location(path)
     finish_earlier(target)
+    if target.startswith(f"{icechunk_store.SCHEME}://"):
+        return _commit(
+            target, tree, {"step": step, "metadata": metadata}, message, (documents, compression, pack, dtype_fallback)
+        )
+    if message is not None:
+        raise CheckpointError("message= is for icechunk://; a directory has no history, metadata= keeps it")
     kept: Any = {"step": step, "metadata": metadata, "documents": documents, "overwrite": overwrite}
     return _Save(
         target, tree, {**kept, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback}
     ).run()
+
+
+def _commit(target: str, tree: Any, kept: SaveOptions, message: str | None, refused: tuple[Any, ...]) -> SaveReport:
+    """A save into an icechunk repository."""
+    if any(x is not None for x in refused):
+        raise CheckpointError(
+            f"{target}: a snapshot has no place for documents=, compression=, pack= or dtype_fallback="
+        )
+    held = _Save(target, tree, kept)
+    with activity.under_way("Save", target, sum(i.stored_nbytes for i in held.items)):
+        where, nbytes = icechunk_commit.commit(target, held.head, held.items, message)
+    return SaveReport(where, len(held.items), nbytes, time.perf_counter() - held.started, len(held.items))
 
 
 def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
@@ -379,6 +401,8 @@ def save_async(
     array([0., 0., 0.])
     """
     target = store.location(path)
+    if target.startswith(f"{icechunk_store.SCHEME}://"):
+        raise CheckpointError(f"{target}: a save into a repository is not made in the background; call save")
     finish_earlier(target)
     prepared = _Save(target, tree, options)
     prepared.snapshot()
