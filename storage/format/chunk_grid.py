@@ -100,7 +100,7 @@ def only_shard(grid: ChunkGrid) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=1024)
-def _divisors(n: int) -> tuple[int, ...]:
+def divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return tuple(sorted({*small, *(n // d for d in small)}))
 
@@ -110,11 +110,11 @@ def _options(n: int, free: bool, wanted: int) -> set[int]:
     wanted = max(1, min(n, wanted))
     if free:
         # The only shard along this dimension may be rounded up, so its chunks need not divide the array.
-        divisor = max(d for d in _divisors(n) if d <= wanted)
+        divisor = max(d for d in divisors(n) if d <= wanted)
         return {divisor if 2 * divisor >= wanted else -(-n // -(-n // wanted))}
-    divisors = _divisors(n)
-    below = max(d for d in divisors if d <= wanted)
-    above = min(d for d in divisors if d >= wanted)
+    found = divisors(n)
+    below = max(d for d in found if d <= wanted)
+    above = min(d for d in found if d >= wanted)
     return {below, above}
 
 

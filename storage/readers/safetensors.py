@@ -53,7 +53,7 @@ _USIZE = 1 << 64
 _MAX_DEPTH = 127
 _SHORT = 16 << 10  # bytes of a piece that is copied to be written with others
 _JOINED = 256 << 10  # bytes of such pieces that are written at a time
-_ODD_NUMBER = re.compile(rb"[\s:,\[]-|[0-9]{21}")  # perhaps: in a text it means nothing
+_ODD_NUMBER = re.compile(rb"[\s:,\[](?:-|[0-9]{21})")  # perhaps: in a text it means nothing
 _ENTRY = frozenset(["dtype", "shape", "data_offsets"])
 
 

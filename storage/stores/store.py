@@ -114,7 +114,7 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
 def at(root: str) -> Store:
     """The store of a directory's location."""
     if not is_url(root):
-        return LocalStore(root)
+        return _local_at(root)
     if root.startswith(f"{icechunk_store.SCHEME}://"):
         return icechunk_store.IcechunkStore(root)
     if root.partition("://")[0] not in SCHEMES:
@@ -140,6 +140,9 @@ def refuse_folder(where: str) -> None:
     store = at(where)
     if store.lists and next(iter(store.entries()), None) is not None:
         raise CheckpointExists(f"{where} is a directory; only files are replaced, write to another name")
+
+
+_local_at = lru_cache(maxsize=1 << 8)(LocalStore)
 
 
 @lru_cache(maxsize=1 << 12)
