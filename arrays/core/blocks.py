@@ -73,6 +73,10 @@ class Box:
         """The same elements, with offsets counted from the start of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
+    def shifted(self, offset: Sequence[int]) -> Box:
+        """The box as far on; the inverse of `within`."""
+        return Box(tuple(a + b for a, b in zip(self.offset, offset, strict=True)), self.shape)
+
 
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...]) -> Box:

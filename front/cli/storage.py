@@ -100,7 +100,7 @@ _MAX_SHARD = click.option(
     type=click.IntRange(min=1),
     metavar="MIB",
     callback=_mib,
-    help="Largest file of safetensors; by default all arrays are in one.",
+    help="Largest file of safetensors or DCP; by default all arrays are in one.",
 )
 _STORED = (
     click.option(
@@ -125,6 +125,9 @@ _STORED = (
 _TARGET = (
     *_SELECTION,
     click.option("--prefix", help="Take what lies below this name, and leave the name out."),
+    click.option(
+        "--documents", type=CHECKPOINT, help="A model's directory, whose config, tokenizer and the like go along."
+    ),
     click.option("--scheduler", metavar="ADDRESS", help="Spread the work over the workers of this Dask scheduler."),
     click.option(
         "--threads",
@@ -357,7 +360,7 @@ def merge(src: str, dst: str, **options: Any) -> None:
 )
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
-@click.option("--format", type=click.Choice(["zarr", "safetensors"]), required=True, help="What to write.")
+@click.option("--format", type=click.Choice(["zarr", "safetensors", "dcp"]), required=True, help="What to write.")
 @_MAX_SHARD
 @each(_MESH)
 @each(_STORED)

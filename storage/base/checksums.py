@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
+CASTAGNOLI, ZIP = 0x82F63B78, 0xEDB88320  # polynomials of crc32c and of CRC32, bits reversed
 
 
 _LONG = 32 << 10  # bytes for which it pays to let other threads run meanwhile
@@ -73,28 +73,28 @@ def _times(matrix: tuple[int, ...], vector: int) -> int:
 
 
 @cache
-def _zeros(power: int) -> tuple[int, ...]:
+def _zeros(power: int, polynomial: int) -> tuple[int, ...]:
     """The GF(2) matrix that advances a checksum over ``2**power`` zero bits."""
     if power == 0:
-        return (_POLYNOMIAL, *(1 << n for n in range(31)))
-    half = _zeros(power - 1)
+        return (polynomial, *(1 << n for n in range(31)))
+    half = _zeros(power - 1, polynomial)
     return tuple(_times(half, row) for row in half)
 
 
 @lru_cache(maxsize=64)
-def _advance(nbytes: int) -> tuple[int, ...]:
+def _advance(nbytes: int, polynomial: int) -> tuple[int, ...]:
     """The matrix for ``nbytes`` zero bytes. Chunks of one array share a length, so it is computed once an array."""
     matrix = tuple(1 << n for n in range(32))
     power, n = 3, nbytes
     while n:
         if n & 1:
-            step = _zeros(power)
+            step = _zeros(power, polynomial)
             matrix = tuple(_times(step, row) for row in matrix)
         n >>= 1
         power += 1
     return matrix
 
 
-def combine(first: int, second: int, second_nbytes: int) -> int:
-    """crc32c of two byte strings one after the other, from the checksum of each and the length of the second."""
-    return _times(_advance(second_nbytes), first) ^ second
+def combine(first: int, second: int, second_nbytes: int, polynomial: int = CASTAGNOLI) -> int:
+    """crc32c of two byte strings one after the other, from the checksum of each and the length of the second; CRC32 by ``ZIP``."""
+    return _times(_advance(second_nbytes, polynomial), first) ^ second

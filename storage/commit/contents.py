@@ -20,7 +20,10 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
 from ..stores import store
 
 GROUP = "zarr.json"
-CHECKPOINTS = frozenset([manifest.FILE, HF_INDEX, HF_SINGLE])  # what makes a place a checkpoint: the tables of contents
+DCP = ".metadata"  # of torch.distributed.checkpoint
+CHECKPOINTS = frozenset(
+    [manifest.FILE, HF_INDEX, HF_SINGLE, DCP]
+)  # what makes a place a checkpoint: the tables of contents
 SAVED = frozenset([manifest.FILE])
 PROGRAMS = frozenset([PROGRAM])
 CLAIM = ".meshtape-writing"
@@ -29,6 +32,7 @@ JOURNAL = ".meshtape-transfer"  # of a transfer that can go on
 _SHOWN = 8
 _IN_ARRAY = re.compile(r"zarr\.json|c([./].*)?")
 _SHARD = re.compile(r"(model[^/]*|pack-(local|\d+-\d+)-\d+(~g[0-9a-f]{8})?)\.safetensors")
+_DISTCP = re.compile(rb"__\d+_\d+(?:~g[0-9a-f]{8})?\.distcp")  # the names stand in the pickle as they are
 
 
 def in_array(name: str, held: set[str]) -> bool:
@@ -96,6 +100,8 @@ def listing(root: str, held: Iterable[str]) -> ListedFiles:
                 out.tables -= {HF_INDEX}
         if HF_INDEX in tables:
             out.files |= set(read_index(root)[0].values())
+        if DCP in tables:
+            out.files |= {name.decode() for name in _DISTCP.findall(store.at(root).get(DCP))}
         if PROGRAM in tables and not tables & CHECKPOINTS:
             said = strict_json.loads(store.at(root).get(PROGRAM))
             out.files.add(str(said["file"]))

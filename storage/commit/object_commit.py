@@ -48,7 +48,7 @@ from . import contents
 from .contents import CLAIM, JOURNAL, TRASH, is_of_a_writer, mark_of
 
 _GROUP = "zarr.json"
-_LAST = (manifest.FILE, HF_INDEX, PROGRAM)
+_LAST = (manifest.FILE, HF_INDEX, PROGRAM, contents.DCP)
 
 _mine: set[str] = set()  # claims that this process, in any thread, holds now
 
@@ -85,7 +85,7 @@ def _replaced(store: Store, claim: str) -> set[str]:
 
 def _is_written(name: str, held: set[str]) -> bool:
     """Whether a writer makes such a name in an empty place: arrays, shards, Zarr's metadata and documents."""
-    own = name in (JOURNAL, _GROUP, chunk_sums.FILE) or ("/" not in name and name.endswith(".safetensors"))
+    own = name in (JOURNAL, _GROUP, chunk_sums.FILE) or ("/" not in name and name.endswith((".safetensors", ".distcp")))
     return own or bool(mark_of(name)) or contents.in_array(name, held) or is_kept(name)
 
 

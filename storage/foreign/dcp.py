@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import struct
 import zipfile
 import zlib
@@ -26,10 +27,10 @@ from ..base import names
 from ..base.scratch import scratch
 from ..base.threads import UPLOADS, in_threads
 from ..checkpoint.checkpoint import Checkpoint, flat
-from ..format import dtypes
+from ..commit.contents import DCP as FILE
+from ..format import dtypes, tensor_sums
 from ..format.chunk_grid import tiled
 from ..format.manifest import decode_json, encode_json
-from ..format.tensor_sums import BATCH
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of, read_into, rows_of
@@ -38,14 +39,15 @@ from ..stores.contract import Reader
 from ..stores.generations import NONE, Generation
 from .torch_pickle import Persistent, PickledName, PickledObject, read_values
 
-FILE = ".metadata"
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END = struct.Struct("<4s6xH10x")  # of an archive: its mark, and how many entries it has
+_SUMS = re.compile(rb'\{"meshtape\.crc32c": "(crc32c:[0-9a-f]+)"\}')
+_MARKS = (b'{"meshtape.', b'": "crc32c:')  # of which a damaged byte leaves one
 _MAX_VALUE = 1 << 20  # bytes of a value that is no tensor
 # Functions by which PyTorch makes tensors, and which argument of each says how the elements are turned: by a function, for some kinds of dtypes.
 _REBUILDS = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
 _TURNS: dict[str, tuple[str, Any]] = {"conj": ("c", np.conjugate), "neg": ("iufcV", np.negative)}
-_STORAGES = {
+STORAGES = {
     **{f"torch.{k}Storage": v for k, v in (("Float", "float32"), ("Double", "float64"), ("Half", "float16"))},
     **{f"torch.{k}Storage": v for k, v in (("BFloat16", "bfloat16"), ("Long", "int64"), ("Int", "int32"))},
     **{f"torch.{k}Storage": v for k, v in (("Short", "int16"), ("Char", "int8"), ("Byte", "uint8"), ("Bool", "bool"))},
@@ -62,6 +64,7 @@ class DcpChunk:
     file: str
     offset: int
     nbytes: int
+    crc32c: int | None = None  # of the whole archive, where meshtape wrote it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class DcpTensor:
 
     @property
     def files(self) -> set[str]:
-        return {c.file for c in self.chunks}
+        return {c.file for c in self.chunks} | {FILE for c in self.chunks if c.crc32c is not None}
 
     @property
     def readers(self) -> int:
@@ -155,13 +158,20 @@ class DcpTensor:
         """Compare every byte of the elements with its CRC32, in little memory; returns their number."""
         total = 0
         for chunk in self.chunks:
+            if chunk.crc32c is not None:  # covers what stands around the elements, too
+                path = names.inside(self.root, chunk.file, self.root)
+                with opened(path, f"a part of {self.name!r}", self.generation) as reader:
+                    if tensor_sums.of_range(reader, chunk.offset, chunk.nbytes) != chunk.crc32c:
+                        raise self._damaged(path, chunk)
+                total += chunk.nbytes
+                continue
             place = self.place(chunk)
             path = names.inside(self.root, chunk.file, self.root)
             at, nbytes = place.stored
             value, end = place.seed, at + nbytes
             with opened(path, f"a part of {self.name!r}", self.generation) as reader:
                 while at < end:
-                    part = scratch("sum", min(BATCH, end - at))
+                    part = scratch("sum", min(tensor_sums.BATCH, end - at))
                     if reader.readv([part], at) != part.size:
                         raise CorruptCheckpoint(f"{path} ends early (key {self.name!r})")
                     value, at = zlib.crc32(part, value), at + part.size
@@ -300,7 +310,7 @@ def described_tensor(made: Any, where: str) -> Described:
     kind = made.args[6] if made.name.endswith("_v3") else storage.id[1]
     if not isinstance(kind, PickledName) or len(shape) != len(strides):
         raise CorruptCheckpoint(f"{where}: not a tensor")
-    dtype = dtypes.by_name(_STORAGES.get(kind.name, kind.name.removeprefix("torch.")))
+    dtype = dtypes.by_name(STORAGES.get(kind.name, kind.name.removeprefix("torch.")))
     turns = (made.args[place] if len(made.args) > place else None) or {}
     if not isinstance(turns, dict) or any(dtype.kind not in _TURNS.get(k, ("", None))[0] for k in turns):
         raise CheckpointDTypeError(
@@ -369,7 +379,9 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _tensor(root: str, name: str, entry: PickledObject, storage: dict[Any, Any], verify: bool) -> DcpTensor:
+def _tensor(
+    root: str, name: str, entry: PickledObject, storage: dict[Any, Any], verify: bool, sums: dict[int, int]
+) -> DcpTensor:
     properties = entry.field("properties")
     kind = properties.field("dtype", 0) if isinstance(properties, PickledObject) else None
     if kind is None or not isinstance(kind, PickledName):
@@ -384,7 +396,7 @@ def _tensor(root: str, name: str, entry: PickledObject, storage: dict[Any, Any],
         info = storage.get((name, box.offset))
         if info is None:
             raise ValueError(f"{name!r}: no file for the chunk at {box.offset}")
-        chunks.append(DcpChunk(box, *_stored(root, info)))
+        chunks.append(DcpChunk(box, *_stored(root, info), sums.get(id(info))))
     if not tiled(shape, [c.box for c in chunks]):
         raise ValueError(f"{name!r}: its chunks do not cover it once")
     return DcpTensor(root, name, shape, dtype, tuple(chunks), verify)
@@ -400,7 +412,7 @@ def _stored(root: str, info: PickledObject) -> tuple[str, int, int]:
     return file, offset, nbytes
 
 
-def _value(root: str, name: str, info: PickledObject) -> Any:
+def _value(root: str, name: str, info: PickledObject, crc: int | None) -> Any:
     """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it is damaged."""
     file, offset, nbytes = _stored(root, info)
     where = f"{root}/{file}, key {name!r}"
@@ -410,11 +422,23 @@ def _value(root: str, name: str, info: PickledObject) -> Any:
         damage(where),
         archive_of(reader, chunk) as archive,
     ):
+        if crc is not None and tensor_sums.of_range(reader, offset, nbytes) != crc:
+            raise CorruptCheckpoint(f"{where}: does not fit its crc32c")
         text, _ = _description(where, archive, _MAX_VALUE, nbytes)
         try:
             return decode_json(encode_json(read_values(text, where), name))
         except CheckpointError as e:  # its CRC32 fits: PyTorch wrote it so
             raise CheckpointDTypeError(str(e)) from None
+
+
+def _sums(data: bytes, count: int) -> list[int]:
+    """The checksums of the archives, which meshtape writes into the metadata; none in those of others."""
+    found = _SUMS.search(data)
+    if found is not None:
+        return tensor_sums.of_header(data, {tensor_sums.KEY: found[1].decode()}, count) or []
+    if any(mark in data for mark in _MARKS):
+        raise ValueError("its checksums do not stand where meshtape writes them")
+    return []
 
 
 def is_dcp(root: str) -> bool:
@@ -425,21 +449,25 @@ def is_dcp(root: str) -> bool:
 def open_dcp(root: str, verify: bool = True) -> Checkpoint:
     """Open such a checkpoint: tensors lazily, under the names that were saved."""
     where = store.join(root, FILE)
-    top = read_values(store.at(root).get(FILE), where)
+    data = store.at(root).get(FILE)
+    top = read_values(data, where)
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     try:
         storage: dict[Any, Any] = {}
-        for index, info in (top.field("storage_data") or {}).items():
+        held = top.field("storage_data") or {}
+        sums = dict(zip(map(id, held.values()), _sums(data, len(held)) if verify else (), strict=False))
+        for index, info in held.items():
             offset = index.field("offset") if "offset" in index.state else None
             storage[index.field("fqn"), None if offset is None else _sizes(offset)] = info
         for name, entry in top.field("state_dict_metadata").items():
             try:
                 if entry.name.endswith("TensorStorageMetadata"):
-                    tensors[name] = _tensor(root, name, entry, storage, verify)
+                    tensors[name] = _tensor(root, name, entry, storage, verify, sums)
                 else:
-                    values[name] = _value(root, name, storage[name, None])
+                    info = storage[name, None]
+                    values[name] = _value(root, name, info, sums.get(id(info)))
             except CheckpointDTypeError as e:
                 skipped[name] = str(e)
             except (CorruptCheckpoint, IncompleteCheckpoint) as e:

@@ -3,16 +3,18 @@
 ``torch.save`` and ``torch.distributed.checkpoint`` describe tensors in pickles. Loading a pickle calls whatever it names. This module never
 does: it walks the operations with the standard library's parser (``pickletools``), which executes nothing, builds plain values, and puts
 an inert `PickledObject` in the place of every object. A name that is not in ``KNOWN`` is refused, so that a hostile file ends in an error; where the
-file holds many values (``lenient``), it is the name of an inert object like the others, which whoever asks for that value refuses.
+file holds many values (``lenient``), it is the name of an inert object like the others, which whoever asks for that value refuses. `dumps` writes
+what is read so.
 """
 
 from __future__ import annotations
 
 import pickletools
+import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...arrays.core.errors import CorruptCheckpoint
+from ...arrays.core.errors import CheckpointDTypeError, CorruptCheckpoint
 
 _NAMES = {
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata "
@@ -237,3 +239,71 @@ def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
         raise
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, UnicodeError, EOFError) as e:
         raise CorruptCheckpoint(f"{where}: not a description of tensors: {e}") from None
+
+
+# ----- writing --------------------------------------------------------------------------------------------------------
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle (protocol 2) of plain values and of what `read_values` gives: names, objects and persistent ids; its inverse.
+
+    An object without a state is the call of its name; one with a state is made bare, and the state set.
+    """
+    out, memo = bytearray(b"\x80\x02"), dict[tuple[type, Any], int]()
+    _write(value, out, memo)
+    return bytes(out + b".")
+
+
+def _write(value: Any, out: bytearray, memo: dict[tuple[type, Any], int]) -> None:
+    if value is None or isinstance(value, bool):
+        out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    elif isinstance(value, int):
+        out += _int(value)
+    elif isinstance(value, float):
+        out += b"G" + struct.pack(">d", value)
+    elif isinstance(value, (str, PickledName)):
+        text = value if isinstance(value, str) else value.name
+        if (place := memo.get((type(value), text))) is not None:
+            out += b"h%c" % place if place < 256 else b"j" + place.to_bytes(4, "little")
+            return
+        if isinstance(value, str):
+            held = value.encode("utf-8", "surrogatepass")
+            out += b"X" + len(held).to_bytes(4, "little") + held
+        else:
+            out += "c{}\n{}\n".format(*text.rsplit(".", 1)).encode()
+        place = memo[type(value), text] = len(memo)
+        out += b"q%c" % place if place < 256 else b"r" + place.to_bytes(4, "little")
+    elif isinstance(value, (tuple, list)):
+        out += b"](" if isinstance(value, list) else b"("
+        for v in value:
+            _write(v, out, memo)
+        out += b"e" if isinstance(value, list) else b"t"
+    elif isinstance(value, dict):
+        out += b"}("
+        for k, v in value.items():
+            _write(k, out, memo)
+            _write(v, out, memo)
+        out += b"u"
+    elif isinstance(value, PickledObject):
+        _write(PickledName(value.name), out, memo)
+        _write(value.args, out, memo)
+        out += b"R" if value.state is None else b"\x81"
+        if value.state is not None:
+            _write(value.state, out, memo)
+            out += b"b"
+    elif isinstance(value, Persistent):
+        _write(value.id, out, memo)
+        out += b"Q"
+    else:
+        raise CheckpointDTypeError(f"a {type(value).__name__} has no plain form in a pickle")
+
+
+def _int(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K%c" % value
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    held = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    if len(held) > 255:
+        raise CheckpointDTypeError(f"an integer of {value.bit_length()} bits has no form in a pickle here")
+    return b"\x8a%c" % len(held) + held

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
@@ -18,6 +19,7 @@ from ..base import names
 from ..base.checksums import crc32c
 from ..stores import store as stores
 from ..stores.generations import NONE
+from . import manifest
 from .tensor_sums import values
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
@@ -239,6 +241,21 @@ class Documents(Mapping[str, Any]):
     def every(self) -> dict[str, bytes]:
         """All of them."""
         return {file: self.raw(file) for file in self._sums}
+
+
+def given(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, bytes]:
+    """The documents that a user gives for a target: by name, or those of a directory of a model or of a checkpoint."""
+    if source is None or isinstance(source, Mapping):
+        return encode(source)
+    root = stores.location(source)
+    found = manifest.read(root)
+    held = beside(root, ()) if found is None else Documents(root, found.documents)
+    out = {n: data for n, data in held.every().items() if not n.endswith(".index.json")}
+    if "config.json" not in out:
+        raise CheckpointError(
+            f"{root} has no config.json: documents= names the directory of a model, or gives {{'config': {{…}}}}"
+        )
+    return out
 
 
 def beside(root: str, weights: Iterable[str], exported: Mapping[str, str] | None = None, index: str = "") -> Documents:

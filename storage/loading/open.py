@@ -26,7 +26,7 @@ from ..base import names, strict_json
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..commit.contents import JOURNAL
 from ..commit.protocol import protocol_of
-from ..foreign import archives, dcp, dcp_safetensors, orbax, refusals
+from ..foreign import archives, dcp, dcp_safetensors, icechunk, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
@@ -38,7 +38,7 @@ from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
 from ..readers.zarr_tensor import of_array, open_array, refused, root_key, zarr_place
-from ..stores import atomic_directory, generations
+from ..stores import atomic_directory, generations, icechunk_store
 from ..stores import store as stores
 from ..stores.contract import Store, recording
 from ..stores.generations import Generation
@@ -123,6 +123,8 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
 
 def _open(given: str, verify: bool) -> Checkpoint:
     root = atomic_directory.resolve(given)
+    if root.startswith(f"{icechunk_store.SCHEME}://"):
+        return _open_zarr(icechunk_store.pinned(root))
     if stores.is_url(root):
         if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth", ".json")):
             try:
@@ -391,7 +393,8 @@ def _open_zarr(root: str) -> Checkpoint:
         attributes = dict(node.attrs)
     except Exception as e:
         raise refused(f"{root}: zarr cannot open it: {e}") from e
-    if GROUP_ATTRIBUTE in attributes:
+    versioned = root.startswith(f"{icechunk_store.SCHEME}://")
+    if GROUP_ATTRIBUTE in attributes and not versioned:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
             "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its attributes name"
@@ -424,4 +427,5 @@ def _open_zarr(root: str) -> Checkpoint:
         if isinstance(e, CorruptCheckpoint):
             raise
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
-    return flat(root, "Zarr", tensors, attributes, skipped)
+    ckpt = flat(root, "Zarr", tensors, attributes, skipped)
+    return icechunk.opened(ckpt, attributes[GROUP_ATTRIBUTE]) if GROUP_ATTRIBUTE in attributes else ckpt

@@ -37,8 +37,8 @@ from ..format.documents import encode
 from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import is_raw
 from ..readers.safetensors import save_safetensors
-from ..stores import atomic_directory, store
-from . import packs, sharing
+from ..stores import atomic_directory, icechunk_store, store
+from . import icechunk_commit, packs, sharing
 from .background import SaveHandle, finish_earlier, start
 from .dual_index import choose_dual, is_dual
 from .finalize import finish_directory
@@ -250,6 +250,7 @@ def save(
     dtype_fallback: Literal["raw"] | None = None,
     share: str | os.PathLike[str] | None = None,
     layout: Literal["dual"] | None = None,
+    message: str | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -290,6 +291,9 @@ def save(
         ``"dual"``: the file of each block is at once a shard of the Zarr array and a safetensors file. Blocks must be whole rows, and neither
         ``compression`` nor ``pack`` goes with it. Where each array is one block, ``model.safetensors.index.json`` lets Hugging Face loaders open the
         directory. Earlier versions of meshtape refuse such a checkpoint.
+    message
+        For ``icechunk://PLACE@BRANCH``, a branch of an icechunk repository, in which the save is one snapshot: what its history says of it.
+        The step before stays in the history, so ``overwrite`` has no meaning there; documents and the options of files are refused.
 
     Returns
     -------
@@ -324,13 +328,28 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        beside = (step, metadata, documents, compression, pack, dtype_fallback, share, layout)
+        beside = (step, metadata, documents, compression, pack, dtype_fallback, share, layout, message)
         return _save_stream(path, tree, beside)
     target = store.location(path)
     finish_earlier(target)
-    kept: Any = {"step": step, "metadata": metadata, "documents": documents, "overwrite": overwrite, "layout": layout}
-    kept |= {"compression": compression, "pack": pack, "dtype_fallback": dtype_fallback, "share": share}
-    return _Save(target, tree, kept).run()
+    kept: Any = {"documents": documents, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback}
+    kept |= {"share": share, "layout": layout}
+    said: Any = {"step": step, "metadata": metadata}
+    if target.startswith(f"{icechunk_store.SCHEME}://"):
+        return _commit(target, tree, said, message, [name for name, value in kept.items() if value is not None])
+    if message is not None:
+        raise CheckpointError("message= is for icechunk://; a directory has no history, metadata= keeps it")
+    return _Save(target, tree, {**said, **kept, "overwrite": overwrite}).run()
+
+
+def _commit(target: str, tree: Any, kept: SaveOptions, message: str | None, refused: Sequence[str]) -> SaveReport:
+    """A save into an icechunk repository. ``refused``: options that were given and have no place there."""
+    if refused:
+        raise CheckpointError(f"{target}: a snapshot has no place for {', '.join(f'{n}=' for n in refused)}")
+    held = _Save(target, tree, kept)
+    with activity.under_way("Save", target, sum(i.stored_nbytes for i in held.items)):
+        where, nbytes = icechunk_commit.commit(target, held.head, held.items, message)
+    return SaveReport(where, len(held.items), nbytes, time.perf_counter() - held.started, len(held.items))
 
 
 def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
@@ -394,6 +413,8 @@ def save_async(
     array([0., 0., 0.])
     """
     target = store.location(path)
+    if target.startswith(f"{icechunk_store.SCHEME}://"):
+        raise CheckpointError(f"{target}: a save into a repository is not made in the background; call save")
     finish_earlier(target)
     prepared = _Save(target, tree, options)
     prepared.snapshot()

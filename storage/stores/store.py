@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 from ...arrays.core.errors import CheckpointError, CheckpointExists
 from ..base.locations import READ_ONLY, SCHEMES, URL, is_url, split
 from ..base.locations import join as join
-from . import url_options
+from . import icechunk_store, url_options
 from .contract import Store
 from .fsspec_store import FsspecStore, is_known
 from .local import LocalStore
@@ -54,6 +54,11 @@ def location(path: str | os.PathLike[str]) -> str:
             raise CheckpointError("chained URLs (a::b://…) are not opened; name the place itself")
         return os.path.abspath(text)
     scheme = found[1].lower()
+    if scheme == icechunk_store.SCHEME:
+        place, _, ref = found[2].rpartition("@") if "@" in found[2] else (found[2], "", "main")
+        if "@" in place or not place or not ref:
+            raise CheckpointError(f"{text}: an icechunk location is icechunk://PLACE@BRANCH, with one @")
+        return f"{scheme}://{location(place)}@{ref.rstrip('/')}"
     scheme = _ALIASES.get(scheme, scheme)
     if scheme in ("file", "local"):
         return os.path.abspath(unquote(urlsplit(text).path))
@@ -110,6 +115,8 @@ def at(root: str) -> Store:
     """The store of a directory's location."""
     if not is_url(root):
         return _local_at(root)
+    if root.startswith(f"{icechunk_store.SCHEME}://"):
+        return icechunk_store.IcechunkStore(root)
     if root.partition("://")[0] not in SCHEMES:
         return FsspecStore(root)
     return ObjectStore(root)

@@ -16,10 +16,11 @@ from ..base import activity, names
 from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, fill
 from ..commit.contents import CHECKPOINTS
+from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
 from ..format.compression import Codec, Compression, chosen
-from ..format.documents import Documents, with_dtype, without_quantization
+from ..format.documents import Documents, given, with_dtype, without_quantization
 from ..format.manifest import Leaf, scalar_leaves
 from ..format.sharding_spec import Chooser, ShardingChoice
 from ..format.zarr_format import is_raw
@@ -38,7 +39,8 @@ from ..stores import atomic_directory, store
 from ..stores.generations import Listed
 from .plan import Progress
 from .sinks.sink import TransferSink
-from .sinks.sink_safetensors import HuggingFaceSink
+from .sinks.sink_dcp import DcpSink
+from .sinks.sink_safetensors import HuggingFaceSink, split_files
 from .sinks.sink_zarr import ZarrSink
 from .transfer import MEMORY_LIMIT, THREADS, transfer
 from .workers import Executor
@@ -64,6 +66,7 @@ class TransformOptions(TypedDict, total=False):
     client: Any
     pack: bool | int | None
     dtype_fallback: Literal["raw"] | None
+    documents: str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -89,23 +92,6 @@ class ConvertReport:
     left_behind: list[str] = field(default_factory=list)
 
 
-def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
-    """Names for each file: in order, a new file where the limit would be passed. A larger array has a file of its own.
-
-    >>> split_files([("a", 6), ("b", 6), ("c", 2), ("d", 6), ("e", 2), ("f", 2)], 10)
-    [['a'], ['b', 'c'], ['d', 'e', 'f']]
-    """
-    out: list[list[str]] = [[]]
-    used = 0
-    for name, n in sizes:
-        if limit is not None and out[-1] and used + n > limit:
-            out.append([])
-            used = 0
-        out[-1].append(name)
-        used += n
-    return out
-
-
 @dataclass
 class Selection:
     """The arrays of a conversion after rules, selection and dtype: lazy, and checked to be there."""
@@ -120,6 +106,7 @@ class Selection:
     dtype: np.dtype | None = None  # that all floating arrays were converted to
     reserved: int = 0  # bytes of what is read ahead
     notes: list[str] = field(default_factory=list)  # of `documents`
+    given: Mapping[str, bytes] = field(default_factory=dict)  # documents that come before those of the source
 
     def documents(self) -> dict[str, bytes]:
         """The files beside the arrays, to copy. ``config.json`` gets the new dtype of the weights where it names one.
@@ -127,7 +114,7 @@ class Selection:
         Its quantization entry is dropped where no weights are quantised any more.
         """
         held = self.ckpt.documents
-        found = held.every() if isinstance(held, Documents) else {}
+        found = {**(held.every() if isinstance(held, Documents) else {}), **self.given}
         if (config := found.get("config.json")) is not None:
             if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
                 left = next(scaled(self.arrays), None)
@@ -137,7 +124,11 @@ class Selection:
                     else f"config.json: still says that the weights are quantised, as {left[0]!r} is; name those that are not in its list of exceptions"
                 )
                 config = plain if left is None else config
-            found["config.json"] = config if self.dtype is None else with_dtype(config, self.dtype.name)
+            # A config that is given is of other weights: transformers would cast to its dtype without a word.
+            kinds = {t.dtype.name for t in self.arrays.values() if t.dtype.name in dtypes.FLOATS}
+            one = kinds.pop() if "config.json" in self.given and len(kinds) == 1 else None
+            dtype = self.dtype.name if self.dtype is not None else one
+            found["config.json"] = config if dtype is None else with_dtype(config, dtype)
         return found
 
     def texts(self) -> dict[str, str]:
@@ -249,14 +240,23 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
         raise CheckpointKeyError(
             f"{held.ckpt.path}: safetensors reserves the name '__metadata__'; leave that key out with keys= or drop="
         )
-    if max_shard_bytes is not None and max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
     sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
     return HuggingFaceSink(
         list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts()
     )
+
+
+def dcp_sink(held: Selection, max_shard_bytes: int | None) -> DcpSink:
+    """The sink for `torch.distributed.checkpoint`; refuses dtypes that PyTorch lacks."""
+    paths, values = dcp_archive.entries(held.structure, list(held.ckpt.arrays), held.ckpt.path)
+    for n, t in held.arrays.items():
+        dcp_archive.torch_dtype(t.dtype, n)
+    lost = [w for w, v in (("step", held.ckpt.step), ("metadata", held.ckpt.metadata)) if v not in (None, {})]
+    lost += ["documents"] if held.documents() else []
+    held.notes += [f"a PyTorch checkpoint has no place for the {' and the '.join(lost)}"] if lost else []
+    return DcpSink(list(held.arrays.items()), paths, values, max_shard_bytes)
 
 
 def zarr_sink(
@@ -285,7 +285,7 @@ def convert(
     src: str | os.PathLike[str] | Checkpoint,
     dst: str | os.PathLike[str],
     *,
-    format: Literal["zarr", "safetensors"],
+    format: Literal["zarr", "safetensors", "dcp"],
     mesh: Mapping[str, int] | None = None,
     shardings: Mapping[str, Any] | Chooser | None = None,
     max_shard_bytes: int | None = None,
@@ -304,6 +304,7 @@ def convert(
     client: Any = None,
     pack: bool | int | None = None,
     dtype_fallback: Literal["raw"] | None = None,
+    documents: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
 
@@ -316,10 +317,11 @@ def convert(
         kill, a full disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit, threads and workers.
     format
         ``"zarr"``: a checkpoint as `save` writes it, with step, metadata and values. ``"safetensors"``: a Hugging Face directory.
+        ``"dcp"``: a directory for ``torch.distributed.checkpoint.load``, whose names are those of the tree's leaves, with dots; numbers and texts come along.
     mesh, shardings
         For Zarr: how to cut the arrays, as in `reshard`; by default each is one block.
     max_shard_bytes
-        For safetensors: largest size of a file's arrays together; None puts all in one file.
+        For safetensors and DCP: largest size of a file's arrays together; None puts all in one file.
     rules
         Key rules (`Rules`, or their text), applied before ``keys``, ``drop`` and ``dtype``. They are evaluated block by block.
     keys, drop
@@ -353,6 +355,9 @@ def convert(
         For Zarr, as in `save`: small arrays share files; by default in object stores, and not on disks.
     dtype_fallback
         For Zarr, as in `save`.
+    documents
+        Documents beside those of the source, and in place of those of the same name: by name, as in `save`, or the directory of a model whose
+        config, tokenizer and the like go along. Its ``config.json`` then names the dtype of the weights that are written, where they have one.
 
     Returns
     -------
@@ -388,29 +393,34 @@ def convert(
         chosen(compression)  # refused before the source is opened
     if missing not in ("error", "fill"):
         raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
-    held = Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit)
+    if documents is not None and format == "dcp":
+        raise CheckpointKeyError("a PyTorch checkpoint has no place for documents; leave out documents=")
+    added = given(documents)
+    held = replace(Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit), given=added)
     sink: TransferSink
-    if format == "safetensors":
+    if format in ("safetensors", "dcp"):
         if mesh is not None or shardings is not None:
-            raise CheckpointError("safetensors files have no block layout; leave out mesh= and shardings=")
+            raise CheckpointError(f"{format} files have no block layout; leave out mesh= and shardings=")
         if pack is not None:
-            raise CheckpointError("small arrays share files in any case in safetensors; leave out pack=")
+            raise CheckpointError(f"small arrays share files in any case in {format}; leave out pack=")
         if dtype_fallback is not None:
-            raise CheckpointError("safetensors has every dtype under its name; leave out dtype_fallback=")
+            raise CheckpointError(f"{format} has every dtype under its name; leave out dtype_fallback=")
         if compression != KEEP and chosen(compression) is not None:
             raise CheckpointError(
-                'safetensors files are never compressed; leave out compression=, or write format="zarr"'
+                f'{format} files are never compressed; leave out compression=, or write format="zarr"'
             )
-        sink = hugging_face_sink(held, max_shard_bytes)
+        if max_shard_bytes is not None and max_shard_bytes < 1:
+            raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
+        sink = (hugging_face_sink if format == "safetensors" else dcp_sink)(held, max_shard_bytes)
     elif format == "zarr":
         if max_shard_bytes is not None:
-            raise CheckpointError("max_shard_bytes is for safetensors; Zarr files follow the block layout")
+            raise CheckpointError("max_shard_bytes is for safetensors and DCP; Zarr files follow the block layout")
         stored = held.compression if compression == KEEP else chosen(compression)
         sink = zarr_sink(
             held, ShardingChoice(mesh, shardings), stored, packs.threshold(pack, target), is_raw(dtype_fallback)
         )
     else:
-        raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
+        raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
     if target in held.ckpt.places:
         raise CheckpointError(f"{target} is the source; write to another place")
     tensors = list(held.arrays.values())
@@ -481,7 +491,7 @@ def reshard(
         sharding of a mesh at hand, or None.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress``, ``client``, ``pack`` and ``dtype_fallback`` of `convert`.
+        ``overwrite``, ``progress``, ``client``, ``pack``, ``dtype_fallback`` and ``documents`` of `convert`.
 
     Returns
     -------

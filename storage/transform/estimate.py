@@ -20,7 +20,7 @@ from ..format.compression import Codec, chosen, most_nbytes
 from ..format.sharding_spec import AxisLayout, Chooser, ShardingChoice
 from ..loading.open import open_checkpoint
 from ..readers import safetensors
-from .convert import split_files
+from .sinks.sink_safetensors import split_files
 
 # Arrays of the parameter's shape that an optimizer keeps.
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "lion": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}

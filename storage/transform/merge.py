@@ -39,7 +39,7 @@ def merge(
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress`` and ``client`` of `convert`; ``compression``, ``pack`` and ``dtype_fallback`` are refused,
+        ``overwrite``, ``progress``, ``client`` and ``documents`` of `convert`; ``compression``, ``pack`` and ``dtype_fallback`` are refused,
         as they say how Zarr arrays are stored.
 
     Returns

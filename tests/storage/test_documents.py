@@ -1,6 +1,7 @@
 """Configurations and the like lie beside the arrays, verbatim, and go along; a merged directory is enough for inference."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -167,3 +168,28 @@ def test_full_state_and_inference_in_a_fresh_process_from_the_merged_directory_a
     for layer in params["layers"]:
         x = mt.nn.gelu(x @ layer["w"] + layer["b"])
     assert json.loads(out.stdout) == np.asarray(x).tolist()
+
+
+def test_documents_are_given_to_an_export(tmp_path):
+    """By name, or those of a model's directory: before those of the source; its config names the dtype that is written."""
+    save(tmp_path / "c", {"w": np.ones((2, 3), np.float32)}, documents={"config": {"a": 1}, "notes.txt": "mine"})
+    os.makedirs(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text('{"dtype": "bfloat16", "b": 2}')
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    (tmp_path / "hf" / "pytorch_model.bin.index.json").write_text("{}")
+    (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"weights")
+    merge(tmp_path / "c", tmp_path / "out", documents=tmp_path / "hf")
+    got = open_checkpoint(tmp_path / "out").documents
+    assert set(got) == {"config.json", "tokenizer.json", "notes.txt"}
+    assert got["config"] == {"dtype": "float32", "b": 2}  # that of the weights: transformers would cast to the other
+    merge(tmp_path / "c", tmp_path / "half", documents={"config": {"dtype": "float32"}}, dtype="float16")
+    assert open_checkpoint(tmp_path / "half").documents["config"] == {"dtype": "float16"}
+    convert(tmp_path / "hf" / ".." / "c", tmp_path / "z", format="zarr", documents=tmp_path / "half")
+    assert open_checkpoint(tmp_path / "z").documents["config"] == {"dtype": "float32"}
+    verify(tmp_path / "out")
+    os.makedirs(tmp_path / "empty")
+    with pytest.raises(errors.CheckpointError, match=r"no config\.json"):
+        merge(tmp_path / "c", tmp_path / "no", documents=tmp_path / "empty")
+    with pytest.raises(errors.CheckpointKeyError, match="no place"):
+        convert(tmp_path / "c", tmp_path / "no", format="dcp", documents=tmp_path / "hf")
+    assert not (tmp_path / "no").exists()

@@ -227,25 +227,28 @@ class TestKilled:
                 break
         assert {(1, 2), (2, 3)} <= saw
 
-    def test_a_merge_goes_on(self, s3, forker, every, tmp_path):
+    @pytest.mark.parametrize("format", ["safetensors", "dcp"])
+    def test_a_conversion_goes_on(self, s3, forker, every, format, tmp_path):
         save_safetensors(tmp_path / "x.safetensors", {f"k{i}": np.full(1000, i) for i in range(4)})
-        wanted = merge(tmp_path / "x.safetensors", tmp_path / "hf", max_shard_bytes=8000)
+        options = {"format": format, "max_shard_bytes": 8000}
+        wanted = convert(tmp_path / "x.safetensors", tmp_path / "hf", **options)
+        last = ".metadata" if format == "dcp" else "model.safetensors.index.json"
         resumed = []
         for n in range(3, 100, min(9, 2 * every)):
             url = f"{s3.url}/{n}"
-            killed = forker.run(s3, n, "merge", url, src=str(tmp_path / "x.safetensors"), max_shard_bytes=8000)
+            killed = forker.run(s3, n, "convert", url, src=str(tmp_path / "x.safetensors"), **options)
             seen = []
-            done = "model.safetensors.index.json" in names(url)
-            merge(
+            done = last in names(url)
+            convert(
                 tmp_path / "x.safetensors",
                 url,
-                max_shard_bytes=8000,
+                **options,
                 overwrite=done,
                 progress=lambda at, total, seen=seen: seen.append(at),
             )
             if not done:
                 resumed.append(seen[0])
-                assert names(url) == [*wanted.files, "model.safetensors.index.json"]
+                assert sorted(names(url)) == sorted([*wanted.files, last])
                 for file in wanted.files:
                     here = tmp_path / "hf" / file  # whose header has the checksums, which an upload has in its index
                     assert stores.at(url).get(file)[-8000:] == here.read_bytes()[-8000:]

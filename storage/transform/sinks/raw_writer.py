@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,19 @@ def seal(root: str, file: str, head: bytes, sums: Sequence[int], nbytes: int) ->
 
 @dataclass(frozen=True, slots=True)
 class RawWriter:
-    """Windows of a block of an array, whose elements lie row-major from a place of a file on. The sum of a window is the crc32c of its elements."""
+    """Windows of a block of an array, whose elements lie row-major from a place of a file on. The sum of a window is the crc32c of its elements.
+
+    ``zipped``: their CRC32 comes second.
+    """
 
     file: str
     start: int
     block: Box
     itemsize: int
+    zipped: bool = False
+
+    def _sums(self, data: np.ndarray) -> list[int]:
+        return [crc32c(data), *([zlib.crc32(data.reshape(-1).view(np.uint8))] if self.zipped else [])]
 
     def _runs(self, window: Box, data: np.ndarray) -> list[tuple[int, list[np.ndarray]]]:
         """(place in the file, pieces of ``data``) of each stretch of the file that a window covers."""
@@ -75,13 +83,13 @@ class RawWriter:
                 fs.write(fd, pieces, place)
         finally:
             fs.close(fd)
-        return [crc32c(data)]
+        return self._sums(data)
 
     def check(self, root: str, window: Box, sums: list[int]) -> bool:
         held = scratch("check", window.size * self.itemsize)
         path = os.path.join(root, self.file)
         whole = all(_read_file(path, pieces, place) for place, pieces in self._runs(window, held))
-        return whole and sums == [crc32c(held)]
+        return whole and sums == self._sums(held)
 
 
 def _read_file(path: str, buffers: list[np.ndarray], offset: int) -> bool:

@@ -8,6 +8,7 @@ checkpoint. Where files cannot be written in pieces, as in an object store, `str
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 from ....arrays.core.blocks import Box
 from ...base.checksums import crc32c
 from ...base.scratch import scratch
+from ...format.chunk_grid import windows
 from ...readers.tensor import read_into
 from ...rules.casting import CastLoss, Tally, making, tallied
 from ...stores.atomic_directory import Folder
@@ -111,6 +113,12 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
     with making(tensor.name):
         read_into(tensor, box, out)
     return out
+
+
+def stretches(shape: tuple[int, ...], chunk: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
+    """Windows that follow one another in a row-major file: whole rows of chunks where they fit."""
+    rows = (*(max(c, 1) for c in chunk[:1]), *shape[1:])
+    return windows(shape, rows if math.prod(rows) * itemsize <= limit else (1,) * len(shape), itemsize, limit)
 
 
 def put(writer: WindowWriter, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:

@@ -81,8 +81,7 @@ class PackFiles:
         item = self._items[array]
         for block in map(item.grid.shard_box, item.grid.shards()):
             for part in windows(block.shape, (1,) * len(block.shape), item.dtype.itemsize, limit):
-                offset = tuple(a + b for a, b in zip(block.offset, part.offset, strict=True))
-                yield Unit(array, Box(offset, part.shape))
+                yield Unit(array, part.shifted(block.offset))
 
     def create(self, root: str) -> None:
         begin(root, {file: head for file, (_, head, _) in self._placed.items()})

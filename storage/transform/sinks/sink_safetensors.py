@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,24 @@ from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
-from .sink import Unit, UploadStream, clear, read, sums
+from .sink import Unit, UploadStream, clear, read, stretches, sums
+
+
+def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
+    """Names for each file: in order, a new file where the limit would be passed. A larger array has a file of its own.
+
+    >>> split_files([("a", 6), ("b", 6), ("c", 2), ("d", 6), ("e", 2), ("f", 2)], 10)
+    [['a'], ['b', 'c'], ['d', 'e', 'f']]
+    """
+    out: list[list[str]] = [[]]
+    used = 0
+    for name, n in sizes:
+        if limit is not None and out[-1] and used + n > limit:
+            out.append([])
+            used = 0
+        out[-1].append(name)
+        used += n
+    return out
 
 
 class HuggingFaceSink:
@@ -126,11 +143,7 @@ class HuggingFaceSink:
                 value = 0
                 array = self._number[name]
                 shape, item = self.shapes[array], self.itemsizes[array]
-                # Whole rows of chunks where they fit: what a window covers must lie in the file in one stretch.
-                chunk = tuple(max(c, 1) for c in tensors[array].chunk)
-                rows = (*chunk[:1], *shape[1:])
-                unit = rows if math.prod(rows) * item <= limit else (1,) * len(shape)
-                for box in windows(shape, unit, item, limit):
+                for box in stretches(shape, tensors[array].chunk, item, limit):
                     data = read(tensors[array], box).reshape(-1).view(np.uint8)
                     value = crc32c(data, value)
                     yield data
@@ -156,7 +169,12 @@ class HuggingFaceSink:
         }
         sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
         held = {tensor_sums.INDEX: tensor_sums.text([0]), **sums}
-        index = {"metadata": {tensor_sums.KEY: held, "total_size": self.total_size}, "weight_map": weight_map}
+        about = {
+            tensor_sums.KEY: held,
+            "total_parameters": sum(map(math.prod, self.shapes)),
+            "total_size": self.total_size,
+        }
+        index = {"metadata": about, "weight_map": weight_map}
         text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
         text = tensor_sums.sealed(text, key=tensor_sums.INDEX)
         for name, data in self.documents.items():

@@ -1,0 +1,149 @@
+"""A save as one snapshot of an icechunk repository: arrays through its Zarr store, the tree as an attribute of the root group.
+
+The commit is icechunk's own, and so is the format. Each chunk ends with its crc32c (a codec of Zarr), since icechunk compares nothing that it
+reads; the attribute has a checksum of its own. This process writes the blocks of split arrays one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
+from ..base.checksums import crc32c
+from ..base.locations import is_url
+from ..format import manifest
+from ..format.chunk_grid import windows
+from ..format.zarr_dtypes import register
+from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..stores import icechunk_store
+from ..stores.filesystem import try_lock
+from .items import SaveItem
+
+_WINDOW = 64 << 20  # bytes that are written at a time
+_WAIT = 120.0  # seconds for which another commit to a local repository may take
+
+
+def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], message: str | None) -> tuple[str, int]:
+    """Commit a tree to a branch; returns the location of the snapshot, and the bytes of the elements."""
+    import zarr
+
+    register()
+    ice = icechunk_store.package()
+    place, branch, node = icechunk_store.divide(target)
+    if node:
+        raise CheckpointError(f"{target}: a save fills a repository; leave out {node!r}")
+    repo = icechunk_store.repository(place, create=True)
+    if branch not in repo.list_branches():
+        if branch in repo.list_tags() or icechunk_store.is_id(branch):
+            raise CheckpointError(f"{target}: {branch!r} is no branch; saves are committed to branches")
+        repo.create_branch(branch, repo.lookup_branch("main"))
+    session = repo.writable_session(branch)
+    _refuse_others(zarr, session.store, target)
+    # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
+    group = zarr.create_group(session.store, overwrite=True, attributes={GROUP_ATTRIBUTE: _described(head, items)})
+    for item in items:
+        _write(zarr, group, item)
+    step = {} if head.step is None else {"step": head.step}
+    text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
+    try:
+        with _alone(place):
+            made = session.commit(text, step)
+    except ice.ConflictError:
+        raise CheckpointExists(
+            f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this save is there: save again"
+        ) from None
+    except ice.IcechunkError as e:
+        raise StoreError(f"{target}: icechunk could not commit: {icechunk_store.first_line(e)}") from None
+    return f"{icechunk_store.SCHEME}://{place}@{made}", sum(i.dtype.itemsize * int(np.prod(i.shape)) for i in items)
+
+
+def _refuse_others(zarr: Any, store: Any, target: str) -> None:
+    """Raise `CheckpointExists` where the branch holds a hierarchy that a save of ours would replace and did not write."""
+    try:
+        group = zarr.open_group(store, mode="r")
+    except FileNotFoundError:
+        return
+    except Exception:  # an array is the root
+        raise CheckpointExists(f"{target} holds an array that another program wrote; choose another branch") from None
+    if GROUP_ATTRIBUTE not in group.attrs and next(iter(group.members(max_depth=None)), None) is not None:
+        raise CheckpointExists(f"{target} holds arrays that another program wrote; choose another branch")
+
+
+def _described(head: manifest.Manifest, items: Sequence[SaveItem]) -> dict[str, str]:
+    """The attribute: a JSON text and its crc32c."""
+    rows = [[list(i.path), i.directory, list(i.shape), i.dtype.name, list(i.grid.chunk)] for i in items]
+    held = {
+        "version": 1,
+        "tree": head.tree,
+        "step": head.step,
+        "metadata": manifest.encode_json(head.metadata, "metadata"),
+    }
+    text = json.dumps(held | {"arrays": rows})
+    return {"checkpoint": text, "crc32c": f"{crc32c(text.encode()):08x}"}
+
+
+def _write(zarr: Any, group: Any, item: SaveItem) -> None:
+    array = group.create_array(
+        item.directory,
+        shape=item.shape,
+        chunks=tuple(max(c, 1) for c in item.grid.chunk),
+        dtype=item.dtype,
+        compressors=[zarr.codecs.Crc32cCodec()],
+        fill_value=0,
+        # A chunk of zeros is written too: otherwise one that was lost could not be told from it.
+        config={"write_empty_chunks": True},
+    )
+    for box, data in _blocks(item):
+        unit = tuple(min(max(c, 1), max(n, 1)) for c, n in zip(item.grid.chunk, box.shape, strict=True))
+        for part in windows(box.shape, unit, item.dtype.itemsize, _WINDOW):
+            values = data[(*part.slices, ...)]
+            held = np.asarray(values if isinstance(values, np.ndarray) else values.to_device("cpu"))
+            array[(*part.shifted(box.offset).slices, ...)] = held
+
+
+def _blocks(item: SaveItem) -> Iterator[tuple[Box, Any]]:
+    """The distinct blocks of an array, one in memory at a time."""
+    if item.sharding is None:
+        yield Box.whole(item.shape), item.array
+        return
+    mesh = item.sharding.mesh
+    (settled,) = mesh.settle([item.array])
+    seen: set[Box] = set()
+    for rank in range(mesh.size):
+        box = settled.sharding.box(item.shape, rank)
+        if box.size and box not in seen:
+            seen.add(box)
+            (data,) = mesh.run_on_blocks(taken, [settled], {rank: None})
+            yield box, data
+
+
+def taken(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]]) -> np.ndarray:
+    """The block of the one rank that is asked. Called through ``BlockHost.run_on_blocks``."""
+    (rank,) = payloads
+    return np.asarray(blocks[rank][0])
+
+
+@contextlib.contextmanager
+def _alone(place: str) -> Iterator[None]:
+    """One commit to a local repository at a time: there icechunk itself cannot tell two of them apart. Object stores can."""
+    if is_url(place):
+        yield
+        return
+    fd = os.open(f"{place.rstrip('/')}.meshtape-lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        deadline = time.monotonic() + _WAIT
+        while try_lock(fd) is False:
+            if time.monotonic() > deadline:
+                raise StoreError(f"{place}: another process has been committing for {_WAIT:.0f} s; nothing was saved")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,218 @@
+"""Icechunk repositories as stores to read: ``icechunk://PLACE@REF``, where REF is a branch, a tag or the id of a snapshot.
+
+PLACE is a local path or an ``s3://`` URL. A snapshot never changes, so whoever opens a repository reads one snapshot (`pinned`) to the end. The
+package ``icechunk`` does all that concerns the format.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from ...arrays.core.errors import CheckpointError, NotACheckpoint, StoreError
+from ..base.locations import is_url, join
+from . import url_options
+from .contract import Pieces, Reader, Store, StoredObjectInfo
+
+SCHEME = "icechunk"
+_FORM = re.compile(r"icechunk://(?P<place>[^@]+)@(?P<ref>[^@/]+)(?:/(?P<node>.*))?", re.S)
+
+
+def divide(root: str) -> tuple[str, str, str]:
+    """(place, branch or tag or snapshot, node) of a location.
+
+    >>> divide("icechunk://s3://bucket/run@main/w")
+    ('s3://bucket/run', 'main', 'w')
+    """
+    found = _FORM.fullmatch(root)
+    if found is None:
+        raise CheckpointError(
+            f"{root}: an icechunk location is icechunk://PLACE@BRANCH, with a tag or a snapshot in place of a branch"
+        )
+    return found["place"], found["ref"], (found["node"] or "").strip("/")
+
+
+def package() -> Any:
+    """The package icechunk; `StoreError` with what to install where it is not there."""
+    try:
+        import icechunk
+    except ImportError:
+        raise StoreError("icechunk:// needs the package icechunk: pip install 'meshtape[icechunk]'") from None
+    return icechunk
+
+
+def repository(place: str, *, create: bool = False) -> Any:
+    """The repository at a place, opened once a process."""
+    return _repository(place, create, os.getpid())
+
+
+@lru_cache(maxsize=16)
+def _repository(place: str, create: bool, process: int) -> Any:
+    ice = package()
+    try:
+        if not is_url(place):
+            # It warns on the standard output that commits there are not safe beside others: those of ours take turns (see ``icechunk_commit``).
+            ice.set_logs_filter("error")
+            try:
+                storage = ice.local_filesystem_storage(place)
+            finally:
+                ice.set_logs_filter(None)
+        elif place.startswith("s3://"):
+            bucket, _, prefix = place.removeprefix("s3://").partition("/")
+            bucket, given = url_options.divide(bucket)
+            options = {"region": given.get("region"), "endpoint_url": given.get("endpoint")}
+            storage = ice.s3_storage(
+                bucket=bucket,
+                prefix=prefix,
+                from_env=True,
+                allow_http=str(given.get("endpoint", "")).startswith("http://"),
+                force_path_style="endpoint" in given,
+                **options,
+            )
+        else:
+            raise CheckpointError(f"{place}: icechunk repositories are opened at local paths and s3:// URLs")
+        if create:
+            return ice.Repository.open_or_create(storage)
+        if not ice.Repository.exists(storage):
+            raise NotACheckpoint(f"{place} is no icechunk repository")
+        return ice.Repository.open(storage)
+    except ice.IcechunkError as e:
+        raise StoreError(f"{place}: icechunk cannot open it: {first_line(e)}") from None
+
+
+def is_id(ref: str) -> bool:
+    """Whether a text has the form of a snapshot's id."""
+    return re.fullmatch(r"[0-9A-Z]{20}", ref) is not None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error of icechunk, which tells many of its own code."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def snapshot_of(repo: Any, ref: str, root: str) -> str:
+    """The id of the snapshot that a branch, a tag or an id names."""
+    try:
+        branches, tags = repo.list_branches(), repo.list_tags()
+    except package().IcechunkError as e:
+        raise StoreError(f"{root}: icechunk cannot list its branches: {first_line(e)}") from None
+    if ref in branches and ref in tags:
+        raise CheckpointError(
+            f"{root}: {ref!r} is a branch and a tag; name the snapshot: {repo.lookup_branch(ref)} or {repo.lookup_tag(ref)}"
+        )
+    if ref in branches:
+        return repo.lookup_branch(ref)
+    if ref in tags:
+        return repo.lookup_tag(ref)
+    try:
+        return repo.lookup_snapshot(ref).id
+    except Exception:
+        known = ", ".join(sorted(branches | tags))
+        raise NotACheckpoint(f"{root}: no branch, tag or snapshot is called {ref!r}; there are {known}") from None
+
+
+def pinned(root: str) -> str:
+    """The location with the id of the snapshot that it names now."""
+    place, ref, node = divide(root)
+    held = f"{SCHEME}://{place}@{snapshot_of(repository(place), ref, root)}"
+    return join(held, node) if node else held
+
+
+@lru_cache(maxsize=64)
+def _snapshot(place: str, snapshot: str) -> Any:
+    """Zarr's store of a snapshot, which stays as it is."""
+    return repository(place).readonly_session(snapshot_id=snapshot).store
+
+
+class _IcechunkReader(Reader):
+    __slots__ = ("_data", "tag")
+
+    def __init__(self, data: Any, tag: str) -> None:
+        self._data, self.tag = memoryview(data).cast("B"), tag
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data)
+
+    def readv(self, buffers: list[Any], offset: int) -> int:
+        total = 0
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            part = self._data[offset + total : offset + total + len(view)]
+            view[: len(part)] = part
+            total += len(part)
+        return total
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class IcechunkStore(Store):
+    """A snapshot of a repository, to read; objects are those of its Zarr hierarchy."""
+
+    root: str
+
+    writable: ClassVar[bool] = False
+    readers: ClassVar[int] = 8
+
+    def _held(self) -> tuple[Any, str, str]:
+        place, ref, node = divide(self.root)
+        if not is_id(ref):
+            ref = snapshot_of(repository(place), ref, self.root)
+        return _snapshot(place, ref), node, ref
+
+    def reader(self, name: str) -> Reader:
+        from zarr.core.buffer import default_buffer_prototype
+        from zarr.core.sync import sync
+
+        held, node, ref = self._held()
+        key = "/".join(p for p in (node, name) if p)
+        try:
+            found = sync(held.get(key, default_buffer_prototype()))
+        except Exception as e:
+            if "invalid zarr key" in str(e).lower() or isinstance(e, (ValueError, KeyError)):
+                raise FileNotFoundError(key) from None  # a name that no hierarchy has
+            raise StoreError(f"{join(self.root, name)} cannot be read: {first_line(e)}") from None
+        if found is None:
+            raise FileNotFoundError(key)
+        return _IcechunkReader(found.to_bytes(), ref)
+
+    def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
+        raise StoreError(f"{self.root} can only be read here; mt.save commits to a branch")
+
+    def delete(self, names: Sequence[str]) -> None:
+        self.put("", b"")
+
+    def _names(self, under: str) -> list[str]:
+        from zarr.core.sync import sync
+
+        held, node, _ = self._held()
+        start = "/".join(p for p in (node, under) if p)
+
+        async def names() -> list[str]:
+            return [key async for key in held.list_prefix(start)]
+
+        cut = f"{node}/" if node else ""
+        found = (key.lstrip("/") for key in sync(names()))
+        return sorted(k.removeprefix(cut) for k in found if k.startswith(f"{start}/" if start else ""))
+
+    def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
+        ref = divide(self.root)[1]
+        return (StoredObjectInfo(name, 0, 0.0, ref) for name in self._names(under))
+
+    def folders(self) -> list[str]:
+        return sorted({name.partition("/")[0] for name in self._names("") if "/" in name})
+
+    def files(self) -> list[str]:
+        return [name for name in self._names("") if "/" not in name]
+
+
+def forget() -> None:
+    """Open repositories anew from now on: icechunk keeps in memory what it has read."""
+    _repository.cache_clear()
+    _snapshot.cache_clear()

@@ -1,0 +1,208 @@
+"""A transfer into a checkpoint that ``torch.distributed.checkpoint.load`` reads: ``.metadata``, and archives in ``__0_N.distcp``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....arrays.core.blocks import Box
+from ....arrays.core.errors import CorruptCheckpoint
+from ...base.checksums import ZIP, combine, crc32c
+from ...base.scratch import scratch
+from ...base.threads import SYNCS, in_threads
+from ...commit.contents import DCP
+from ...foreign import dcp_archive
+from ...foreign.dcp_archive import Archive
+from ...format.chunk_grid import runs, windows
+from ...stores import store
+from ...stores.atomic_directory import Folder
+from ...stores.filesystem import active
+from .raw_writer import RawWriter
+from .sink import BATCH, Unit, UploadStream, clear, cut, read, stretches, touch
+
+CHUNK = 256 << 20  # bytes of a chunk: PyTorch reads each as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksWriter:
+    """The writer of a tensor in chunks, each row-major in its archive. The sums of a window are its crc32c and its CRC32."""
+
+    chunks: tuple[RawWriter, ...]
+
+    def _of(self, window: Box) -> RawWriter:
+        return next(w for w in self.chunks if _within(window, w.block))
+
+    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
+        return self._of(window).put(root, window, tensor)
+
+    def check(self, root: str, window: Box, sums: list[int]) -> bool:
+        return self._of(window).check(root, window, sums)
+
+
+def _within(window: Box, box: Box) -> bool:
+    return all(a <= b and c <= d for a, b, c, d in zip(box.offset, window.offset, window.stop, box.stop, strict=True))
+
+
+class DcpSink:
+    """``.metadata`` and the files that it names: first the values, then the tensors in their order."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        paths: Mapping[str, tuple[str | int, ...]],
+        values: Mapping[str, Any],
+        limit: int | None,
+    ) -> None:
+        self._number = {name: i for i, (name, _) in enumerate(named)}
+        self._tensors = {name: (tuple(t.shape), t.dtype) for name, t in named}
+        self._items = [t.dtype.itemsize for _, t in named]
+        self._chunk = [tuple(max(c, 1) for c in t.chunk) for _, t in named]
+        self._paths = paths
+        made = [dcp_archive.of_value(name, value) for name, value in values.items()]
+        self._first = [len(made)]  # number of the first archive of each tensor, and of all
+        for (name, t), chunk in zip(named, self._chunk, strict=True):
+            boxes = list(windows(t.shape, chunk, t.dtype.itemsize, CHUNK)) or [Box.whole(tuple(t.shape))]
+            made += [dcp_archive.of_chunk(name, t.dtype, box) for box in boxes]
+            self._first.append(len(made))
+        self.archives: list[Archive] = []
+        self._sizes: dict[str, int] = {}
+        number = used = end = 0
+        for a in made:
+            if limit is not None and used and used + a.nbytes > limit:
+                number, used, end = number + 1, 0, 0
+            self.archives.append(a.at(f"__0_{number}.distcp", end))
+            used, end = used + a.nbytes, end + a.total
+            self._sizes[self.archives[-1].file] = end
+        self.nbytes = sum(self._sizes.values()) + 4096 * (len(made) + 2)
+        self._sums: list[int] = []  # crc32c of the archives
+
+    @property
+    def files(self) -> list[str]:
+        return list(self._sizes)
+
+    def describe(self) -> Any:
+        rows = [[a.file, a.offset, a.nbytes, crc32c(a.head)] for a in self.archives]
+        return ["dcp", rows, {name: list(path) for name, path in self._paths.items()}]
+
+    def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
+        out = []
+        for a in self.archives:
+            if a.box is not None:
+                n = self._number[a.name]
+                parts = windows(a.box.shape, self._chunk[n], self._items[n], limit)
+                out += [Unit(n, part.shifted(a.box.offset)) for part in parts]
+        return out
+
+    def create(self, root: str) -> None:
+        clear(root, [DCP])
+        for file in self._sizes:
+            touch(active(), os.path.join(root, file))
+
+    def writer(self, array: int, limit: int) -> ChunksWriter:
+        return ChunksWriter(
+            tuple(
+                RawWriter(a.file, a.start, a.box, self._items[array], True)
+                for a in self.archives[self._first[array] : self._first[array + 1]]
+                if a.box is not None
+            )
+        )
+
+    def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
+        held: dict[int, list[tuple[Box, list[int]]]] = {}
+        for unit, found in sums.items():
+            held.setdefault(unit.array, []).append((unit.box, found))
+
+        def write(a: Archive) -> int:
+            crc, crc32 = self._joined(root, a, held.get(self._number.get(a.name, -1), ()))
+            tail = a.tail(crc32)
+            fd = active().open(os.path.join(root, a.file))
+            try:
+                active().write(fd, [a.head], a.offset)
+                active().write(fd, [tail], a.start + a.nbytes)
+            finally:
+                active().close(fd)
+            return _whole(a, crc, tail)
+
+        self._sums = in_threads(write, self.archives, SYNCS)
+        for file, nbytes in self._sizes.items():
+            fd = active().open(os.path.join(root, file))
+            try:
+                cut(fd, nbytes)
+                active().fsync(fd)
+            finally:
+                active().close(fd)
+
+    def _joined(self, root: str, a: Archive, written: Sequence[tuple[Box, list[int]]]) -> tuple[int, int]:
+        """The crc32c and CRC32 of the elements of a chunk, from those of its windows; read back where these are not stretches of the file."""
+        if a.box is None or not a.nbytes:
+            return 0, 0
+        item = self._items[self._number[a.name]]
+        found: list[tuple[int, int, list[int]]] = []
+        for box, values in written:
+            if not _within(box, a.box):
+                continue
+            (_, start, length), *more = itertools.islice(runs(box.within(a.box), a.box.shape), 2)
+            if more:
+                return _read_back(root, a)
+            found.append((start, length * item, values))
+        crc = crc32 = 0
+        for _, nbytes, (one, other) in sorted(found):
+            crc, crc32 = combine(crc, one, nbytes), combine(crc32, other, nbytes, ZIP)
+        return crc, crc32
+
+    def mark(self, suffix: str) -> None:
+        names = {file: f"{file.removesuffix('.distcp')}{suffix}.distcp" for file in self._sizes}
+        self._sizes = {names[file]: nbytes for file, nbytes in self._sizes.items()}
+        self.archives = [a.at(names[a.file], a.offset) for a in self.archives]
+
+    def streams(self, tensors: Sequence[Any], limit: int) -> list[UploadStream]:
+        def body(stream: UploadStream) -> Iterator[Any]:
+            found: list[int] = []
+            for a in (a for a in self.archives if a.file == stream.name):
+                yield a.head
+                crc = crc32 = 0
+                if a.box is not None:
+                    t = tensors[self._number[a.name]]
+                    for box in stretches(a.box.shape, t.chunk, t.dtype.itemsize, limit):
+                        data = read(t, box.shifted(a.box.offset)).reshape(-1).view(np.uint8)
+                        crc, crc32 = crc32c(data, crc), zlib.crc32(data, crc32)
+                        yield data
+                yield (tail := a.tail(crc32))
+                found.append(_whole(a, crc, tail))
+            stream.digest = found
+
+        return [UploadStream(file, nbytes, body) for file, nbytes in self._sizes.items()]
+
+    def accept(self, streams: Sequence[UploadStream]) -> None:
+        self._sums = [crc for s in streams for crc in s.digest]
+
+    def finish(self, folder: Folder, target: str) -> int:
+        rows = list(zip(self.archives, self._sums, strict=True))
+        text = dcp_archive.metadata(self._paths, self._tensors, rows)
+        folder.settle()
+        folder.put(DCP, text)
+        folder.settle()
+        return sum(self._sizes.values()) + len(text)
+
+
+def _whole(a: Archive, crc: int, tail: bytes) -> int:
+    """The crc32c of an archive."""
+    return combine(combine(crc32c(a.head), crc, a.nbytes), crc32c(tail), len(tail))
+
+
+def _read_back(root: str, a: Archive) -> tuple[int, int]:
+    crc = crc32 = 0
+    with contextlib.closing(store.at(root).reader(a.file)) as reader:
+        for at in range(0, a.nbytes, BATCH):
+            part = scratch("sum", min(BATCH, a.nbytes - at))
+            if reader.readv([part], a.start + at) != part.size:
+                raise CorruptCheckpoint(f"{a.file} ends early; nothing was committed")
+            crc, crc32 = crc32c(part, crc), zlib.crc32(part, crc32)
+    return crc, crc32

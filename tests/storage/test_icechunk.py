@@ -1,0 +1,194 @@
+"""Saves into icechunk repositories: one snapshot a step, whole or not at all, read by branch, tag or snapshot."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from meshtape import errors
+from meshtape.storage import convert, diff, load, merge, open_checkpoint, save, save_async, verify
+from meshtape.storage.stores import icechunk_store, store
+
+
+def test_a_location_names_a_branch_and_the_package_is_asked_for(monkeypatch, tmp_path):
+    assert store.location("icechunk:///a/b") == "icechunk:///a/b@main"
+    assert store.location("icechunk://s3://bucket//x/@v1") == "icechunk://s3://bucket/x@v1"
+    for bad in ("icechunk:///a@b@c", "icechunk://", "icechunk:///a@"):
+        with pytest.raises(errors.CheckpointError, match="icechunk location"):
+            store.location(bad)
+    monkeypatch.setitem(sys.modules, "icechunk", None)
+    for work in (lambda u: save(u, {"w": np.ones(2)}), open_checkpoint):
+        with pytest.raises(errors.StoreError, match=r"pip install 'meshtape\[icechunk\]'"):
+            work(f"icechunk://{tmp_path}/nothing")
+
+
+@pytest.fixture
+def ice():
+    return pytest.importorskip("icechunk")
+
+
+@pytest.fixture
+def url(ice, tmp_path):
+    return f"icechunk://{tmp_path / 'repo'}"
+
+
+@pytest.fixture
+def tree(kit):
+    held = {f"{d.name}{s}": kit.random(d, s, i) for i, d in enumerate(kit.DTYPES) for s in kit.SHAPES}
+    blocks = kit.split(kit.random(np.dtype("f4"), (300, 500)), kit.Sharding(kit.Host({"x": 2, "y": 2}), (0, 1)))
+    return {"layers": [held, {"blocks": blocks, "zeros": np.zeros((700, 900), "f4")}], "lr": 0.1, "t": (1, None)}
+
+
+def test_trees_come_back_exactly_and_every_function_reads_them(kit, url, tree, tmp_path):
+    first = save(url, tree, step=1, metadata={"loss": float("inf")})
+    save(tmp_path / "plain", tree)
+    ckpt = open_checkpoint(url)
+    assert (ckpt.kind, ckpt.step, ckpt.metadata) == ("icechunk", 1, {"loss": float("inf")})
+    assert ckpt.structure["t"] == (1, None)
+    assert diff(tmp_path / "plain", url).same
+    assert verify(url).uncovered == []
+    kept = ckpt["layers.1.blocks"][3:9, ::7]
+    save(url, {"w": np.ones(3)}, step=2, message="smaller")
+    assert open_checkpoint(url).step == 2
+    assert list(open_checkpoint(url)) == ["w"]  # nothing of the step before
+    assert kit.same(ckpt["layers.1.blocks"][3:9, ::7], kept)  # an open checkpoint stays at its snapshot
+    assert diff(tmp_path / "plain", first.path).same
+    convert(first.path, tmp_path / "z", format="zarr")
+    assert diff(tmp_path / "z", first.path).same
+    merge(url, tmp_path / "hf")
+    host = kit.Host({"x": 3}, processes=3)
+    got = load(first.path, shardings=lambda p, shape, dtype: kit.Sharding(host, (0,)) if len(shape) == 2 else None)
+    assert kit.same(got["layers"][1]["zeros"].whole(), np.zeros((700, 900), "f4"))
+
+
+def test_branches_tags_and_snapshots(ice, url, tmp_path):
+    first = save(url, {"w": np.ones(2, ml_dtypes.bfloat16)}, step=1, message="the first")
+    repo = icechunk_store.repository(str(tmp_path / "repo"))
+    snapshot = first.path.rpartition("@")[2]
+    repo.create_tag("v1", snapshot)
+    save(f"{url}@side", {"w": np.ones(3)}, step=7)
+    save(url, {"w": np.ones(4)}, step=2)
+    steps = {ref: open_checkpoint(f"{url}@{ref}").step for ref in ("main", "side", "v1", snapshot)}
+    assert steps == {"main": 2, "side": 7, "v1": 1, snapshot: 1}
+    assert [a.message for a in repo.ancestry(branch="main")][:2] == ["step 2", "the first"]
+    with pytest.raises(errors.NotACheckpoint, match="main, side, v1"):
+        open_checkpoint(f"{url}@nothing")
+    for ref in ("v1", snapshot):
+        with pytest.raises(errors.CheckpointError, match="no branch"):
+            save(f"{url}@{ref}", {"w": np.ones(2)})
+    repo.create_branch("v1", snapshot)
+    with pytest.raises(errors.CheckpointError, match="a branch and a tag"):
+        open_checkpoint(f"{url}@v1")
+
+
+def test_what_is_refused(ice, url, tmp_path):
+    import zarr
+
+    with pytest.raises(errors.NotACheckpoint, match="no icechunk repository"):
+        open_checkpoint(url)
+    for options in ({"documents": {"config": {}}}, {"compression": "zstd"}, {"pack": True}):
+        with pytest.raises(errors.CheckpointError, match="no place"):
+            save(url, {"w": np.ones(2)}, **options)
+    with pytest.raises(errors.CheckpointError, match="background"):
+        save_async(url, {"w": np.ones(2)})
+    with pytest.raises(errors.CheckpointError, match="message"):
+        save(tmp_path / "plain", {"w": np.ones(2)}, message="x")
+    repo = icechunk_store.repository(str(tmp_path / "repo"), create=True)
+    session = repo.writable_session("main")
+    zarr.create_group(session.store).create_array("theirs", data=np.arange(6.0))
+    session.commit("by others")
+    assert np.array_equal(open_checkpoint(url)["theirs"][:], np.arange(6.0))
+    with pytest.raises(errors.CheckpointError, match="no checksums"):
+        verify(url)
+    with pytest.raises(errors.CheckpointExists, match="another program"):
+        save(url, {"w": np.ones(2)})
+    assert list(open_checkpoint(url)) == ["theirs"]
+
+
+def test_flips_are_found(ice, url, tmp_path):
+    """icechunk compares nothing: a flip in each file of chunks is an error of a load and of `verify`, never other numbers."""
+    wanted = np.random.default_rng(0).normal(size=(300, 500)).astype("f4")
+    save(url, {"w": wanted, "b": wanted[:90]}, step=1)
+    files = sorted((tmp_path / "repo" / "chunks").iterdir())
+    assert files
+    for path in files:
+        data = path.read_bytes()
+        for at in (0, len(data) // 2, len(data) - 1):
+            changed = bytearray(data)
+            changed[at] ^= 8
+            path.write_bytes(changed)
+            icechunk_store.forget()
+            with pytest.raises(errors.CorruptCheckpoint):
+                verify(url)
+            with pytest.raises(errors.CheckpointError):
+                load(url)
+        path.write_bytes(data)
+    icechunk_store.forget()
+    verify(url)
+
+
+_WRITER = """
+import sys, numpy as np
+from meshtape import errors
+from meshtape.storage import save
+url, name, first, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+print("ready", flush=True)
+for step in range(first, first + count):
+    try:
+        save(url, {"w": np.full((200, 300), step), "b": np.full(9, step)}, step=step, message=f"{name} {step}")
+        print(f"{name} {step}", flush=True)
+    except errors.CheckpointExists:
+        pass
+"""
+
+
+def _writer(*args):
+    command = [sys.executable, "-c", _WRITER, *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def _whole(url):
+    ckpt = open_checkpoint(url)
+    got = load(ckpt)
+    assert {int(v) for a in ("w", "b") for v in np.asarray(got[a]).reshape(-1)} == {ckpt.step}
+    verify(url)
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_leaves_the_last_snapshot(ice, url):
+    save(url, {"w": np.full((200, 300), 0), "b": np.full(9, 0)}, step=0)
+    rng, last = random.Random(0), 0
+    for n in range(12):
+        process = _writer(url, "x", last + 1, 100_000)
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.05, 0.6))
+        os.kill(process.pid, signal.SIGKILL)
+        said = [int(line.split()[1]) for line in process.communicate()[0].splitlines() if line.startswith("x ")]
+        now = open_checkpoint(url).step
+        # What a call has returned from is there; the one that was killed may be.
+        assert now in {max([last, *said]), max([last, *said]) + 1}, n
+        _whole(url)
+        last = now
+    assert last > 5
+
+
+@pytest.mark.slow
+def test_two_writers_at_once_lose_nothing(ice, url, tmp_path):
+    """Each save is a snapshot of the history or a typed error of its writer; a reader beside them sees one step at a time."""
+    save(url, {"w": np.full((200, 300), 0), "b": np.full(9, 0)}, step=0)
+    both = [_writer(url, name, first, 25) for name, first in (("a", 100), ("b", 200))]
+    while any(p.poll() is None for p in both):
+        _whole(url)
+    said = {line for p in both for line in p.communicate()[0].splitlines() if line != "ready"}
+    assert [p.returncode for p in both] == [0, 0]
+    repo = icechunk_store.repository(str(tmp_path / "repo"))
+    history = [a.message for a in repo.ancestry(branch="main")]
+    assert len(history) == len(set(history))
+    assert said == {m for m in history if m[:2] in ("a ", "b ")}
+    assert said
