@@ -250,6 +250,15 @@ def suite(_: str = "") -> dict[str, Any]:
     return out
 
 
+def asked(to: str) -> int:
+    """The sources that all of this asks for, into a file: most of those that the same calls ask for when they compute values."""
+    sys.argv = sys.argv[:1]
+    for sweep in (ops, derivatives, steps, suite):
+        sweep()
+    Path(to).write_text(json.dumps(sorted(FAKE.asked)))
+    return len(FAKE.asked)
+
+
 # ----- steps ----------------------------------------------------------------------------------------------------------
 
 
