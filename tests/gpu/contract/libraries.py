@@ -86,7 +86,7 @@ def operand(x: np.ndarray, op: int) -> np.ndarray:
 # ----- products -------------------------------------------------------------------------------------------------------
 
 
-def product(  # noqa: PLR0913 -- as gemm's
+def product(
     ops: tuple[int, int], mnk: tuple[int, int, int], alpha: Any, a: tuple, b: tuple, beta: Any, c: tuple, wide: Any
 ) -> None:
     """``c = alpha * a @ b + beta * c``; each matrix is (address, dtype, leading dimension)."""
@@ -273,8 +273,12 @@ def _gesvd(t: Any, w: Words) -> None:
     m, n, real = w[3], w[4], np.zeros((), t).real.dtype
     k, jobs = min(m, n), [chr(w[i] & 0xFF) for i in (1, 2)]
     u, s, vt, info = _svd(t, matrix(w.long(5), t, m, n, w[6]), "N" not in jobs, "A" in jobs)
-    w.write(14, info)
+    w.write(15, info)
     strided(w.long(7), real, (k,), (1,))[...] = s
+    if "O" in jobs:  # over the matrix itself
+        at = jobs.index("O")
+        over = (u[:, :k], vt[:k])[at]
+        matrix(w.long(5), t, *over.shape, w[6])[...] = over
     for job, found, at in ((jobs[0], u, 8), (jobs[1], vt, 10)):
         if job in "AS":
             matrix(w.long(at), t, *found.shape, w[at + 1])[...] = found
