@@ -139,7 +139,7 @@ def sent(ranks: int, make: Callable[[mt.Mesh], Any], shape: tuple[int, int]) -> 
     made, _ = outlined(make(mesh), (Spec(shape, np.dtype(np.float32), split),), None, None)
     messages, nbytes = [], []
     for rank in dict.fromkeys((0, 1, ranks // 2, ranks - 1)):
-        traffic = Traffic(made.program, rank, mesh.names, ranks)
+        traffic = Traffic(made.program, rank, mesh.names, ranks, 1)
         rounds_of = [e for s in made.program.steps if isinstance(s, Moves) for e in traffic.of(s.moves)]
         messages.append(sum(len(e.sent) for e in rounds_of))
         nbytes.append(sum(sum(e.sent.values()) for e in rounds_of))

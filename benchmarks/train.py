@@ -50,8 +50,8 @@ def batch(rows: int) -> dict[str, np.ndarray]:
 # ----- ours -----------------------------------------------------------------------------------------------------------
 
 
-def ours(rows: int, mesh: Any = None, zero: int = 0) -> Callable[[], float]:
-    """A function that makes a step of ``mt.Trainer`` and waits for it."""
+def ours(rows: int, mesh: Any = None, zero: int = 0, snapshots: bool = False) -> Callable[[], float]:
+    """A function that makes a step of ``mt.Trainer`` and waits for it. ``snapshots``: copies of the state in memory after each step."""
     plan = de.plan("dp")
     trainer = mt.Trainer(
         lambda p, b, key: de.loss(p, b, CONFIG, plan=plan),
@@ -69,7 +69,10 @@ def ours(rows: int, mesh: Any = None, zero: int = 0) -> Callable[[], float]:
     data = next(iter(trainer.session.batches(0, None)))
 
     def step() -> float:
-        return float(trainer.session.step(data)["loss"])
+        loss = float(trainer.session.step(data)["loss"])
+        if snapshots:
+            trainer.recovery.take_snapshot()
+        return loss
 
     return step
 
@@ -218,6 +221,8 @@ def measured(rows: int, steps: int, torch: Any, mesh: Any) -> dict[str, float]:
                 candidates["PyTorch eager, half"] = theirs(torch, rows // 2)
             for zero in ZERO:
                 candidates[f"ZeRO {zero}"] = ours(rows, mesh, zero)
+            for zero in ZERO[::2]:
+                candidates[f"ZeRO {zero}, copied"] = ours(rows, mesh, zero, snapshots=True)
             for kind in ("DDP", "FSDP") if torch is not None else ():
                 candidates[kind] = stack.enter_context(two(gloo_worker, rows, kind))
             candidates["halves"] = stack.enter_context(two(half_worker, rows))
@@ -242,6 +247,9 @@ def main(options: argparse.Namespace) -> None:
             if mesh is not None:
                 for zero, peer in zip(ZERO, ("DDP", "FSDP", "FSDP"), strict=True):
                     report.add(f"step, two workers, ZeRO {zero}", found[f"ZeRO {zero}"], found, {peer: None})
+                for zero in ZERO[::2]:
+                    label = f"the same, ZeRO {zero}, with a snapshot a step"
+                    report.add(label, found[f"ZeRO {zero}, copied"], found, {f"ZeRO {zero}": 1.15})
             report.show()
             if mesh is not None:
                 efficiencies(found)

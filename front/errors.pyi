@@ -38,6 +38,7 @@ from meshtape.arrays.core.errors import NumPyAttributeError as NumPyAttributeErr
 from meshtape.arrays.core.errors import NumPyFunctionError as NumPyFunctionError
 from meshtape.arrays.core.errors import NumberRangeError as NumberRangeError
 from meshtape.arrays.core.errors import OutOfMemory as OutOfMemory
+from meshtape.arrays.core.errors import ParentChanged as ParentChanged
 from meshtape.arrays.core.errors import PlanError as PlanError
 from meshtape.arrays.core.errors import ProgramError as ProgramError
 from meshtape.arrays.core.errors import RankLost as RankLost

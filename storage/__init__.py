@@ -15,6 +15,9 @@ array([3., 4., 5.])
 import sys as _sys
 
 from . import browse as browse
+from . import virtual as virtual
+from .blending.blend import BlendReport, blend, blended
+from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
 from .commit.leftovers import Leftover, gc, leftovers
 from .format.compression import Zstd
@@ -31,6 +34,7 @@ from .saving.manager import CheckpointManager
 from .saving.quantize import dequantize, quantize
 from .saving.save import SaveReport, save, save_async
 from .saving.snapshots import Snapshots
+from .serving.views import as_zarr, icechunk_references, serve, zarr_references
 from .stores.store import options
 from .transform.convert import ConvertReport, convert, reshard
 from .transform.diff import ArrayDiff, DiffReport, diff
@@ -39,6 +43,7 @@ from .transform.merge import MergeReport, merge
 
 __all__ = [
     "ArrayDiff",
+    "BlendReport",
     "CastLoss",
     "Checkpoint",
     "CheckpointManager",
@@ -48,6 +53,7 @@ __all__ = [
     "Leftover",
     "LoadReport",
     "LoadedProgram",
+    "LoraReport",
     "MergeReport",
     "Rule",
     "Rules",
@@ -57,11 +63,16 @@ __all__ = [
     "StoredArray",
     "VerifyReport",
     "Zstd",
+    "as_zarr",
+    "blend",
+    "blended",
     "convert",
     "dequantize",
     "diff",
     "estimate",
+    "extract_lora",
     "gc",
+    "icechunk_references",
     "leftovers",
     "load",
     "load_program",
@@ -78,7 +89,10 @@ __all__ = [
     "save_async",
     "save_program",
     "save_safetensors",
+    "serve",
     "verify",
+    "virtual",
+    "zarr_references",
 ]
 
 

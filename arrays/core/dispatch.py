@@ -319,7 +319,9 @@ def coerce(op: Op, a: Any) -> Any:
     for base in (int, float, complex):  # subclasses, such as the members of an IntEnum
         if isinstance(a, base):
             return base(a)
-    raise NotNumbers(f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array or a Python number")
+    raise NotNumbers(
+        f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array (mt.asarray makes one) or a Python number"
+    )
 
 
 def is_watched(x: Array) -> bool:

@@ -237,6 +237,10 @@ class CheckpointReplaced(CheckpointError):
     """A writer put another generation in the place of the one that was opened; names both. Nothing of either was mixed."""
 
 
+class ParentChanged(CheckpointError):
+    """A virtual checkpoint pins another content of a parent than lies there now; names the parent and both."""
+
+
 class CheckpointExists(CheckpointError, FileExistsError):
     """The target exists and ``overwrite=True`` was not given."""
 

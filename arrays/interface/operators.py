@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from numbers import Number
 from typing import Any
@@ -36,3 +37,26 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
         return apply(op, args)
 
     return method
+
+
+def comparison(op: Op, name: str) -> Callable[[Any, Any], Any]:
+    """The method for ``==`` or ``!=``. Where neither side knows how, Python compares identities, and would say that equal arrays differ.
+
+    Raises `NotNumbers` for an array of another library.
+    """
+    plain = operator(op)
+
+    def method(self: Array, other: Any) -> Any:
+        out = plain(self, other)
+        if out is NotImplemented and _holds_numbers(other):
+            out = getattr(type(other), name)(other, self)
+            return apply(op, (self, other)) if out is NotImplemented else out  # which refuses it by name
+        return out
+
+    return method
+
+
+def _holds_numbers(other: Any) -> bool:
+    if isinstance(other, (memoryview, array, range)):
+        return True
+    return hasattr(type(other), "__array__") or (hasattr(other, "shape") and hasattr(other, "dtype"))

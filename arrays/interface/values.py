@@ -34,7 +34,7 @@ from ..ops.creation import asarray
 from .askers import REMEDY, writes_buffer
 from .at import AtIndex, masked_write
 from .display import array_html, array_text
-from .operators import operator
+from .operators import comparison, operator
 from .unpickling import unpickle
 from .writing import become, settled, take
 
@@ -413,8 +413,8 @@ class Values:
     __xor__ = __rxor__ = operator(ew.BITWISE_XOR)
     __lshift__, __rlshift__ = operator(ew.BITWISE_LEFT_SHIFT), operator(ew.BITWISE_LEFT_SHIFT, reflected=True)
     __rshift__, __rrshift__ = operator(ew.BITWISE_RIGHT_SHIFT), operator(ew.BITWISE_RIGHT_SHIFT, reflected=True)
-    __eq__ = operator(ew.EQUAL)  # type: ignore[assignment]
-    __ne__ = operator(ew.NOT_EQUAL)  # type: ignore[assignment]
+    __eq__ = comparison(ew.EQUAL, "__eq__")  # type: ignore[assignment]
+    __ne__ = comparison(ew.NOT_EQUAL, "__ne__")  # type: ignore[assignment]
     __lt__ = operator(ew.LESS)
     __le__ = operator(ew.LESS_EQUAL)
     __gt__ = operator(ew.GREATER)

@@ -27,6 +27,12 @@ NAMESPACES = (
     ("training", "mt.training", "meshtape.training", "Training on a mesh."),
     ("models", "mt.models", "meshtape.models", "Models as pure functions over trees of parameters."),
     ("storage", "mt.storage", "meshtape.storage", "Checkpoints."),
+    (
+        "virtual",
+        "mt.storage.virtual",
+        "meshtape.storage.virtual",
+        "Checkpoints that are computed from others when they are read.",
+    ),
     ("browse", "mt.storage.browse", "meshtape.storage.browse", "Looking at checkpoints with a web browser."),
 )
 

@@ -61,6 +61,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
         print_json(_facts(ckpt, rows, total))
         return
     how = "" if ckpt.compression is None else f", {ckpt.compression}"
+    how += "" if ckpt.computed is None else f" {ckpt.computed.expression}"
     step = "" if ckpt.step is None else f", step {ckpt.step}"
     mesh = "".join(f", saved from {' × '.join(f'{n}={s}' for n, s in m.items())}" for m in ckpt.meshes)
     write(
@@ -161,6 +162,7 @@ def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
         "path": ckpt.path,
         "kind": ckpt.kind,
         "step": ckpt.step,
+        "computed": None if ckpt.computed is None else str(ckpt.computed.expression),
         "meshes": ckpt.meshes,
         "compression": None if ckpt.compression is None else str(ckpt.compression),
         "metadata": ckpt.metadata,
@@ -172,7 +174,7 @@ def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
     }
 
 
-_TITLES = {"nbytes": "bytes", "how": "statistics", "nan": "NaN"}
+_TITLES = {"nbytes": "bytes", "how": "statistics", "rule": "made by", "nan": "NaN"}
 _UNSHOWN = ("name", "exact", "seen")
 
 
@@ -187,6 +189,8 @@ def _describe(stored: Any, exact: bool) -> dict[str, Any]:
         "nbytes": stored.nbytes,
         "sharding": stored.sharding_text,
     }
+    if stored.rule:
+        facts["rule"] = stored.rule
     if not stored.nbytes:
         return facts
     s = statistics(stored, exact=exact)

@@ -20,11 +20,13 @@ import click
 
 from .. import __version__
 from ..errors import MeshtapeError
-from . import look, runs
+from . import blending, look, runs
 from . import run as cli_run
 from .browse import browse
+from .derive import derive
 from .help import FittingContext, use_in
 from .parts import JSON, WorkStopped, examples, print_json
+from .serve import serve
 from .storage import COMMANDS
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
@@ -175,7 +177,7 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "meshtape", "_MESHTAPE_COMPLETE").source())
 
 
-for _command in (look.ls, look.show, runs.gc, *COMMANDS, *cli_run.COMMANDS):
+for _command in (look.ls, look.show, runs.gc, derive, serve, *COMMANDS, *blending.COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
 main.add_command(browse)
 use_in(main)

@@ -10,6 +10,8 @@ import dataclasses
 from functools import singledispatch
 from typing import Any
 
+from ..storage.blending.blend import BlendReport
+from ..storage.blending.lora import LoraReport
 from ..storage.loading.verify import VerifyReport
 from ..storage.transform.convert import ConvertReport
 from ..storage.transform.diff import DiffReport
@@ -60,3 +62,13 @@ def _written(r: MergeReport | ConvertReport) -> dict[str, Any]:
 @data.register
 def _converted(r: ConvertReport) -> dict[str, Any]:
     return _written(r) | {"file_nbytes": r.nbytes, "resumed": r.resumed}
+
+
+@data.register
+def _blended(r: BlendReport) -> dict[str, Any]:
+    return _converted(r) | {"made": {name: dataclasses.asdict(a) for name, a in r.made.items()}}
+
+
+@data.register
+def _extracted(r: LoraReport) -> dict[str, Any]:
+    return _fields(r, "path", "ranks", "energy", "left", "seconds")

@@ -162,7 +162,7 @@ _TARGET = (
 )
 
 
-def _rules(path: str | None) -> Any:
+def key_rules(path: str | None) -> Any:
     """The key rules of a file, if there is one; errors name it."""
     import meshtape as mt
 
@@ -258,7 +258,7 @@ def _write(
 ) -> None:
     """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar; print its report."""
     with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
-        options |= {"client": client, "progress": progress, "overwrite": overwrite, "rules": _rules(rules)}
+        options |= {"client": client, "progress": progress, "overwrite": overwrite, "rules": key_rules(rules)}
         try:
             r = run(src, dst, **options)
         except Lossy as e:
@@ -324,7 +324,7 @@ def diff(a: str, b: str, rules: str | None, no_values: bool, as_json: bool, **se
     """
     from meshtape.storage import diff as compare  # mt.diff is the differences of an array
 
-    report = compare(a, b, values=not no_values, rules=_rules(rules), **selection)
+    report = compare(a, b, values=not no_values, rules=key_rules(rules), **selection)
     _tell(report, as_json, str(report))
     if not report.same:
         raise click.exceptions.Exit(1)

@@ -60,7 +60,6 @@ def route(
 ) -> Route:
     """The route of one process. ``given(source, target)`` lists the parcels that one process has for another."""
     n, here = len(processes), list(processes).index(process)
-    known: dict[tuple[int, int], Sequence[Parcel]] = {}
 
     def carried(at: int, k: int) -> tuple[Parcel, ...]:
         """The parcels that reach a place in round ``k``, whether they end there or go on."""
@@ -68,10 +67,7 @@ def route(
         for way in range(1 << k, min(2 << k, n)):
             source = (at - way) % n
             for whole_way in range(way, n, 2 << k):
-                pair = source, (source + whole_way) % n
-                if pair not in known:
-                    known[pair] = given(processes[pair[0]], processes[pair[1]])
-                out.update(dict.fromkeys(known[pair]))
+                out.update(dict.fromkeys(given(processes[source], processes[(source + whole_way) % n])))
         return tuple(out)
 
     rounds = []

@@ -103,14 +103,14 @@ def state_of(scheduler: Any) -> dict[str, Any]:
     plugin = scheduler.plugins.get("meshtape")
     meshes = []
     for mesh, (client, workers) in dict(getattr(plugin, "meshes", {})).items():
-        seats = [_seat(scheduler.workers.get(w), w, mesh.hex()) for w in workers]
+        rows = [_worker_row(scheduler.workers.get(w), w, mesh.hex()) for w in workers]
         meshes.append(
             {
                 "mesh": mesh.hex()[:8],
                 "client": client,
                 "leased": not set(workers).isdisjoint(plugin.holders.get(client, ())),
                 "waiting": sum(not wish.workers.isdisjoint(workers) for wish in plugin.waiting),
-                "workers": seats,
+                "workers": rows,
             }
         )
     events = [
@@ -132,7 +132,7 @@ def state_of(scheduler: Any) -> dict[str, Any]:
     }
 
 
-def _seat(worker: Any, address: str, mesh: str) -> dict[str, Any]:
+def _worker_row(worker: Any, address: str, mesh: str) -> dict[str, Any]:
     """One worker of a mesh."""
     if worker is None:
         return {"address": address, "alive": False}

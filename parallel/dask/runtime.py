@@ -130,7 +130,7 @@ class DaskRuntime:
                 raise ClusterError(f"worker {address} cannot open a mesh: {answer}") from answer
         self._limits = [planes[a][1] for a in self.addresses]
         self.device, self._choice = device, self._choose(device)
-        seat = {
+        context = {
             "mesh": self.mesh_id,
             "addresses": tuple(self.addresses),
             "planes": tuple(a if isinstance(a := planes[w][0], str) else tuple(a) for w in self.addresses),
@@ -139,7 +139,7 @@ class DaskRuntime:
             "nccl": self._choice.nccl,
         }
         for p, (address, on) in enumerate(zip(self.addresses, self._choice.devices, strict=True)):
-            self._streams[address].send({"op": "seat", "seat": {**seat, "process": p, "device": on}})
+            self._streams[address].send({"op": "context", "context": {**context, "process": p, "device": on}})
         call_scheduler(client, "meshtape_open", name=client.id, mesh=self.mesh_id, workers=self.addresses)
 
     def _forget(self) -> None:
@@ -165,9 +165,9 @@ class DaskRuntime:
         if errors := [g for g in found.values() if isinstance(g, BaseException)]:
             raise errors[0]
         encrypted = any(a.startswith(("tls://", "wss://")) for a in self.addresses)
-        hosts = {a.partition("://")[2].rpartition(":")[0] for a in self.addresses}
+        alone = mesh_worker.hosts_of(self.addresses) == 1
         seen = {a: found[a] for a in self.addresses}
-        return choose(device, seen, plain=not encrypted or len(hosts) == 1, ports=self.transport != "comms")
+        return choose(device, seen, plain=not encrypted or alone, ports=self.transport != "comms")
 
     # ----- sending ----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,23 +71,23 @@ class WorkerState:
 
     resident: Resident
     plane: DataPlane | None = None
-    seats: dict[bytes, ProcessContext] = field(default_factory=dict)
+    contexts: dict[bytes, ProcessContext] = field(default_factory=dict)
     owners: dict[bytes, str] = field(default_factory=dict)  # the client of each mesh
     programs: dict[str, Prepared] = field(default_factory=dict)
     device_groups: dict[tuple[bytes, int], Transport] = field(default_factory=dict)
 
-    def device_group(self, seat: ProcessContext, epoch: int, host: LinkGroup, timeout: float) -> Transport:
+    def device_group(self, context: ProcessContext, epoch: int, host: LinkGroup, timeout: float) -> Transport:
         """The transport of device blocks between the processes of a mesh, made once for each of its epochs."""
-        key = (seat.mesh, epoch)
+        key = (context.mesh, epoch)
         found = self.device_groups.get(key)
         if found is None:
-            self.drop_device_groups(seat.mesh)
-            if seat.nccl:
+            self.drop_device_groups(context.mesh)
+            if context.nccl:
                 assert self.plane is not None
-                count, ended = len(seat.peers) + 1, functools.partial(self.plane.ended, *key)
-                found = NcclGroup(host, seat.process, count, timeout, ended)
+                count, ended = len(context.peers) + 1, functools.partial(self.plane.ended, *key)
+                found = NcclGroup(host, context.process, count, timeout, ended)
             else:
-                found = Staged(host, seat.memory)
+                found = Staged(host, context.memory)
             self.device_groups[key] = found
         return found
 
@@ -101,7 +101,7 @@ class WorkerState:
         if self.plane is not None:
             self.plane.unregister_mesh(mesh)
         self.drop_device_groups(mesh)
-        self.seats.pop(mesh, None)
+        self.contexts.pop(mesh, None)
         self.owners.pop(mesh, None)
         for p in [p for p in self.programs if p.startswith(f"{mesh.hex()}/")]:
             del self.programs[p]
@@ -127,7 +127,9 @@ class MeshtapeWorker(WorkerPlugin):
     name = "meshtape"
 
     def setup(self, worker: Any) -> None:
-        resident = Resident(worker, lambda desk, message: _command(state, desk, message), lambda c: state.left(c))
+        resident = Resident(
+            worker, lambda client_session, message: _command(state, client_session, message), lambda c: state.left(c)
+        )
         with _LOCK:
             state = _STATES[worker.address] = WorkerState(resident)
 
@@ -249,9 +251,23 @@ class ProcessContext:
     def hosted(self) -> tuple[int, ...]:
         return tuple(r for r, p in enumerate(self.homes) if p == self.process)
 
+    @functools.cached_property
+    def hosts(self) -> int:
+        """The number of machines on which the processes of the mesh are."""
+        return hosts_of(self.addresses)
+
     def named(self, address: str) -> str:
         """Ranks of the worker at an address, in words."""
         return self.ranks[self.addresses.index(address)] if address in self.addresses else f"worker {address}"
+
+
+def hosts_of(addresses: Iterable[str]) -> int:
+    """The number of machines that addresses name.
+
+    >>> hosts_of(("tcp://a:1", "tcp://a:2", "tls://[::1]:3"))
+    2
+    """
+    return len({a.partition("://")[2].rpartition(":")[0] for a in addresses})
 
 
 def names_of(homes: Sequence[int], addresses: Sequence[str]) -> dict[int, str]:
@@ -269,8 +285,8 @@ def names_of(homes: Sequence[int], addresses: Sequence[str]) -> dict[int, str]:
     }
 
 
-def desk_here(address: str, session: str) -> tuple[ClientSession, Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Called in a task of Dask's: a client's desk on this worker, and a function that waits for a coroutine on the
+def client_session_here(address: str, session: str) -> tuple[ClientSession, Callable[[Coroutine[Any, Any, Any]], Any]]:
+    """Called in a task of Dask's: a client's session on this worker, and a function that waits for a coroutine on the
     worker's event loop. Raises :class:`RankLost` on any other worker than the one at ``address``."""
     worker = get_worker()
     state = _STATES.get(worker.address)
@@ -283,78 +299,78 @@ def desk_here(address: str, session: str) -> tuple[ClientSession, Callable[[Coro
     return state.resident.of(session), finish
 
 
-def seat_here(mesh: bytes) -> ProcessContext:
+def process_context_here(mesh: bytes) -> ProcessContext:
     """Called in a task of Dask's: the place of this worker in a mesh."""
-    seat = _STATES[get_worker().address].seats.get(mesh)
-    if seat is None:
+    context = _STATES[get_worker().address].contexts.get(mesh)
+    if context is None:
         raise RankLost("this process forgot the mesh: it was closed")
-    return seat
+    return context
 
 
 # ----- commands of a stream -------------------------------------------------------------------------------------------
 
 
-def _command(state: WorkerState, desk: ClientSession, message: dict[str, Any]) -> None:
+def _command(state: WorkerState, client_session: ClientSession, message: dict[str, Any]) -> None:
     """Carry out a client's message, or queue it."""
     op = message["op"]
     if op == "run":
-        desk.add(_run_item(state, desk, message))
+        client_session.add(_run_item(state, client_session, message))
     elif op == "call":
         needs = [Ref(*r) for r in message["needs"]]
         stop = threading.Event() if message["stoppable"] else None
         work = functools.partial(_call, state, message, stop)
-        desk.add(WorkItem(message["n"], message["name"], work, needs, stop=stop))
+        client_session.add(WorkItem(message["n"], message["name"], work, needs, stop=stop))
     elif op == "drop":
-        desk.then(lambda: desk.drop(message["numbers"]))
+        client_session.then(lambda: client_session.drop(message["numbers"]))
     elif op == "drop_slots":
-        desk.then(lambda: _drop_slots(desk, message["n"], message["slots"]))
+        client_session.then(lambda: _drop_slots(client_session, message["n"], message["slots"]))
     elif op == "forget":
-        desk.then(lambda: [state.programs.pop(p, None) for p in message["programs"]])  # type: ignore[arg-type,return-value]
+        client_session.then(lambda: [state.programs.pop(p, None) for p in message["programs"]])  # type: ignore[arg-type,return-value]
     elif op == "close":
-        desk.then(lambda: state.forget(message["mesh"]))
-    elif op == "seat":
-        seat = ProcessContext(**message["seat"])
-        state.seats[seat.mesh] = seat
+        client_session.then(lambda: state.forget(message["mesh"]))
+    elif op == "context":
+        context = ProcessContext(**message["context"])
+        state.contexts[context.mesh] = context
     elif op == "stop":  # end the waits for a failed process
         if state.plane is not None:
             state.plane.stop(message["mesh"], message["epoch"])
     elif op == "cancel":
-        desk.cancel(message["numbers"])
+        client_session.cancel(message["numbers"])
     elif op == "ping":
-        desk.say({"op": "pong", "paused": desk.resident.worker.status == Status.paused})
+        client_session.say({"op": "pong", "paused": client_session.resident.worker.status == Status.paused})
 
 
 def _call(state: WorkerState, message: Mapping[str, Any], stop: threading.Event | None, values: Sequence[Any]) -> Any:
     mesh = message["mesh"]
-    seat = None if mesh is None else state.seats.get(mesh)
-    if mesh is not None and seat is None:
+    context = None if mesh is None else state.contexts.get(mesh)
+    if mesh is not None and context is None:
         raise RankLost("this process forgot the mesh: it was closed")
     fn, args = unpacked(message["work"])
     given = iter(values)
     options = {} if stop is None else {"stop": stop}
-    return fn(seat, *(next(given) if isinstance(a, Ref) else a for a in args), **options)
+    return fn(context, *(next(given) if isinstance(a, Ref) else a for a in args), **options)
 
 
-def _drop_slots(desk: ClientSession, number: int, slots: Sequence[int]) -> None:
-    if (key := desk.kept.get(number)) is None:
+def _drop_slots(client_session: ClientSession, number: int, slots: Sequence[int]) -> None:
+    if (key := client_session.kept.get(number)) is None:
         return
-    bundle = desk.resident.value(key)
+    bundle = client_session.resident.value(key)
     for slot in slots:
         bundle.slots.pop(slot, None)
-    desk.resident.store(key, bundle)  # its size has changed
+    client_session.resident.store(key, bundle)  # its size has changed
 
 
-def _run_item(state: WorkerState, desk: ClientSession, m: dict[str, Any]) -> WorkItem:
+def _run_item(state: WorkerState, client_session: ClientSession, m: dict[str, Any]) -> WorkItem:
     each = m["loop"][2] if m["loop"] is not None else ()
     numbers = dict.fromkeys(n for ranges in (m["sources"], each) for n, _, _ in ranges if n >= 0)
-    here = desk.resident.worker.address, desk.session
+    here = client_session.resident.worker.address, client_session.session
 
     def work(values: Sequence[Bundle]) -> Bundle:
         try:
             return run_program(state, m, dict(zip(numbers, values, strict=True)))
         except BaseException as e:
             event = {"failed": m["program_id"], "error": f"{type(e).__name__}: {e}"}
-            desk.resident.worker.log_event(TOPIC, event)
+            client_session.resident.worker.log_event(TOPIC, event)
             raise
 
     return WorkItem(m["n"], m["name"], work, [Ref(n, *here) for n in numbers], (m["mesh"], m["epoch"]))
@@ -405,32 +421,32 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
     bundles
         Values of earlier items on this worker, by item number.
     """
-    seat, plane = state.seats.get(m["mesh"]), state.plane
-    if seat is None or plane is None:
+    context, plane = state.contexts.get(m["mesh"]), state.plane
+    if context is None or plane is None:
         raise RankLost("this process forgot the mesh: it was closed")
-    mesh, epoch, timeout, group = seat.mesh, m["epoch"], m["timeout"], None
+    mesh, epoch, timeout, group = context.mesh, m["epoch"], m["timeout"], None
     try:
         missing = plane.missing(mesh)
         if missing is not None:
-            raise RankLost(f"{seat.named(missing)} left the cluster")
+            raise RankLost(f"{context.named(missing)} left the cluster")
         prepared = state.programs.get(m["program_id"])
         if prepared is None:
             if m["program"] is None:
-                raise RankLost(f"worker {seat.address} was restarted and lost the program {m['program_id']}")
+                raise RankLost(f"worker {context.address} was restarted and lost the program {m['program_id']}")
             program, names, buckets = unpacked(m["program"])
-            prepared = Prepared(program, seat.hosted, seat.homes, names, seat.memory, buckets)
+            prepared = Prepared(program, context.hosted, context.homes, names, context.memory, buckets, context.hosts)
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
         given = unpacked(m["blocks"]) if m["blocks"] else ()
         inputs = list(_landed(m["sources"], bundles, given, memory))
-        if seat.peers:
-            group = plane.group(mesh, epoch, seat.process, seat.peers, seat.ranks, timeout, seat.share)
+        if context.peers:
+            group = plane.group(mesh, epoch, context.process, context.peers, context.ranks, timeout, context.share)
             group.silence = m["silence"]
             group.begin(m["n"], timeout)
         transport: Transport | None = group
         if group is not None and memory.name != "cpu":
             with memory.using():
-                transport = state.device_group(seat, epoch, group, timeout)
+                transport = state.device_group(context, epoch, group, timeout)
         if m["loop"] is None:
             outputs = prepared.run(inputs, transport)
         else:
@@ -448,7 +464,7 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
             plane.drop(mesh, epoch)
         missing = plane.missing(mesh)
         if isinstance(e, RankLost) and missing is not None:
-            raise RankLost(f"{seat.named(missing)} left the cluster: {e}") from e
+            raise RankLost(f"{context.named(missing)} left the cluster: {e}") from e
         raise
     slots: dict[int, Any] = dict(enumerate(outputs))
     for i in m["keep"]:
@@ -466,7 +482,7 @@ def blocks_of(slots: Sequence[tuple[int, Any]], bundles: Sequence[Bundle]) -> li
 
 
 def call_on_blocks(
-    seat: ProcessContext,
+    context: ProcessContext,
     fn: Callable[..., Any],
     payloads: Mapping[int, Any],
     slots: Sequence[tuple[int, int]],
@@ -474,19 +490,19 @@ def call_on_blocks(
 ) -> Any:
     """``BlockHost.run_on_blocks``, for one process. ``slots`` and ``bundles`` are those of :func:`blocks_of`."""
     inputs = blocks_of(slots, bundles)
-    with serving(seat.memory):
+    with serving(context.memory):
         return fn(dict(payloads), {r: [on_host(b[r]) for b in inputs] for r in payloads})
 
 
-def create_blocks(seat: ProcessContext, fn: Callable[..., Any], payloads: Mapping[int, Any]) -> Bundle:
+def create_blocks(context: ProcessContext, fn: Callable[..., Any], payloads: Mapping[int, Any]) -> Bundle:
     """``BlockHost.create``, for one process."""
     made = fn(dict(payloads))
     count = len(next(iter(made.values()))) if made else 0
-    return kept(seat, {i: {r: blocks[i] for r, blocks in made.items()} for i in range(count)})
+    return kept(context, {i: {r: blocks[i] for r, blocks in made.items()} for i in range(count)})
 
 
-def kept(seat: ProcessContext, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
+def kept(context: ProcessContext, slots: Mapping[int, Mapping[int, np.ndarray]]) -> Bundle:
     """Host blocks as a bundle, in the memory that the ranks compute in."""
-    memory = seat.memory
+    memory = context.memory
     with memory.using():
         return Bundle({i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})

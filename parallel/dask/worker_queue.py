@@ -326,7 +326,7 @@ class ClientSession:
             await self._answers.write_to(self.comm)
 
     def end(self) -> None:
-        """End the desk: the client is gone."""
+        """End the session: the client is gone."""
         self.open = False
         if self._now is not None and self._now.stop is not None:
             self._now.stop.set()
@@ -365,9 +365,9 @@ class Resident:
 
     def close(self) -> None:
         """End all streams, as the worker closes."""
-        for desk in list(self.sessions.values()):
-            desk.end()
-            desk.comm.abort()
+        for s in list(self.sessions.values()):
+            s.end()
+            s.comm.abort()
         self.thread.shutdown(wait=False, cancel_futures=True)
 
     # ----- values -----------------------------------------------------------------------------------------------------
@@ -398,23 +398,23 @@ class Resident:
         for old in [d for d in self.sessions.values() if d.client == client]:
             self._end(old)
             old.comm.abort()
-        desk = self.sessions[session] = ClientSession(self, client, session, comm)
+        client_session = self.sessions[session] = ClientSession(self, client, session, comm)
         try:
             await comm.write({"status": "OK"})
             while True:
                 for message in await comm.read():
-                    self._commands(desk, message)
+                    self._commands(client_session, message)
         except OSError:
             pass
         finally:
-            self._end(desk)
+            self._end(client_session)
             comm.abort()
         return Status.dont_reply
 
-    def _end(self, desk: ClientSession) -> None:
-        if self.sessions.pop(desk.session, None) is not None:
-            desk.end()
-            self._left(desk.client)
+    def _end(self, client_session: ClientSession) -> None:
+        if self.sessions.pop(client_session.session, None) is not None:
+            client_session.end()
+            self._left(client_session.client)
 
     async def take(self, session: str, number: int) -> Any:
         """The value of an item, for another worker or for the client."""
@@ -433,22 +433,22 @@ class Resident:
 
     async def busy_for(self, client: str) -> list[str]:
         """Names of a client's unfinished items."""
-        return [n for desk in self.sessions.values() if desk.client == client for n in desk.names()]
+        return [n for s in self.sessions.values() if s.client == client for n in s.names()]
 
     async def fence(self, client: str, number: int, closed: bool) -> None:
         """Close or reopen a client's queue, as the scheduler takes or returns its lease. ``number`` orders messages."""
         if number > self.fences.get(client, (0, False))[0]:
             self.fences[client] = number, closed
-            for desk in self.sessions.values():
-                if closed and desk.client == client:
-                    desk.cut_off()
+            for s in self.sessions.values():
+                if closed and s.client == client:
+                    s.cut_off()
 
     def of(self, session: str) -> ClientSession:
-        """The desk of a session. Raises :class:`RankLost` where there is no such session."""
-        desk = self.sessions.get(session)
-        if desk is None:
+        """The `ClientSession` of that name. Raises :class:`RankLost` where there is no such session."""
+        client_session = self.sessions.get(session)
+        if client_session is None:
             raise RankLost(f"worker {self.worker.address} knows no session {session}: it was started anew, or cut off")
-        return desk
+        return client_session
 
     # ----- reports to the scheduler -----------------------------------------------------------------------------------
 
@@ -465,8 +465,8 @@ class Resident:
 
     def report(self) -> dict[str, Any]:
         """Running, waiting and ended items, and the bytes of kept values, as plain data."""
-        names = [n for desk in self.sessions.values() for n in desk.names()]
-        keys = [k for desk in self.sessions.values() for k in desk.kept.values()]
+        names = [n for s in self.sessions.values() for n in s.names()]
+        keys = [k for s in self.sessions.values() for k in s.kept.values()]
         return {
             "running": names[:1],
             "waiting": names[1:_NAMES],

@@ -103,7 +103,7 @@ class PreparedLocal(NamedTuple):
 
 class Prepared:
     """A rank program made ready for one process: ``hosted`` are its ranks, ``homes`` the process of every rank, ``memory`` is
-    where their blocks are, ``buckets`` says which rounds run beside the computation."""
+    where their blocks are, ``buckets`` says which rounds run beside the computation, ``hosts`` counts the machines of the processes."""
 
     def __init__(
         self,
@@ -113,8 +113,9 @@ class Prepared:
         names: Sequence[str],
         memory: BlockMemory = HOST,
         buckets: Buckets | None = None,
+        hosts: int = 1,
     ) -> None:
-        self.program = program
+        self.program, self.hosts = program, hosts
         self.memory = memory
         self.hosted = tuple(hosted)
         self.homes = tuple(homes)
@@ -242,7 +243,8 @@ class Prepared:
                 out.append(PreparedMove(source, target, way, m.collective.share(self.homes, process), None, m.table))
                 continue
             aval = p.avals[m.source]
-            rounds = plan_rounds(way.plan, self.homes, process, aval.dtype, is_low_precision(aval.dtype))
+            low = is_low_precision(aval.dtype)
+            rounds = plan_rounds(way.plan, self.homes, process, aval.dtype, low, self.hosts)
             neutral = identity_of(way.plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
             out.append(PreparedMove(source, target, way, rounds, neutral, None))
         remote = any(m.rounds.remote for m in out)

@@ -8,7 +8,6 @@ replay takes its steps as an executor would, and keeps account of blocks, messag
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -84,14 +83,13 @@ def forecast(
         raise MeshError(
             f"[forecast] {mesh.size:,} ranks do not fill hosts of ranks_per_host={per_host}: take a multiple, or links={{'ranks_per_host': …}}"
         )
-    order = Order(made.program, mesh.names, made.kinds, figures.cuda, Buckets.configured())
+    order = Order(made.program, mesh.names, made.kinds, figures.cuda, Buckets.configured(), per_host)
 
     @functools.cache
     def of(rank: int) -> RankForecast:
         return forecast_rank(Replay(order, rank), figures, wires)
 
     nbytes = sum(a.nbytes for a in made.state)
-    hosts = math.ceil(mesh.size / per_host)
     remarks = ()
     if made.uneven:
         some = ", ".join(made.uneven[:3]) + (" …" if len(made.uneven) > 3 else "")
@@ -99,4 +97,6 @@ def forecast(
             f"{len(made.uneven)} inputs are cut in blocks of several lengths, as ranks do not divide them: {some}",
         )
     looked_at = tuple(of(r) for r in dict.fromkeys((0, mesh.size - 1)))
-    return Forecast(mesh.describe(), figures, wires, looked_at, nbytes, nbytes / (hosts * wires.store), remarks, of)
+    return Forecast(
+        mesh.describe(), figures, wires, looked_at, nbytes, nbytes / (order.hosts * wires.store), remarks, of
+    )

@@ -65,9 +65,16 @@ class Order:
     """The steps of a program in the executor's order, and the kinds of its variables."""
 
     def __init__(
-        self, program: RankProgram, names: Sequence[str], kinds: Mapping[int, str], cuda: bool, buckets: Buckets
+        self,
+        program: RankProgram,
+        names: Sequence[str],
+        kinds: Mapping[int, str],
+        cuda: bool,
+        buckets: Buckets,
+        per_host: int,
     ) -> None:
         self.program, self.names, self.ranks = program, names, math.prod(program.sizes)
+        self.hosts = math.ceil(self.ranks / per_host)
         actions = schedule(program, buckets if self.ranks > 1 else Buckets(0, 0))
         thin = frozenset() if cuda else thin_values(program)
         self.steps = fused(program, [(a.what, a.frees) for a in actions], cuda=cuda, apart=thin)
@@ -131,7 +138,7 @@ class Replay:
     def __init__(self, order: Order, rank: int) -> None:
         self.order, self.program, self.rank = order, order.program, rank
         self.avals = _Avals(order.program, rank)
-        self.traffic = Traffic(order.program, rank, order.names, order.ranks)
+        self.traffic = Traffic(order.program, rank, order.names, order.ranks, order.hosts)
 
     # ----- memory -------------------------------------------------------------------------------------------------------
 

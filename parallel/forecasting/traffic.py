@@ -88,8 +88,8 @@ class _Hollow(HostMemory):
 class Traffic:
     """The rounds of one rank in each step of a rank program, where every rank is a process of its own. Equal moves are counted once."""
 
-    def __init__(self, program: RankProgram, rank: int, names: Sequence[str], ranks: int) -> None:
-        self._program, self._rank, self._names = program, rank, names
+    def __init__(self, program: RankProgram, rank: int, names: Sequence[str], ranks: int, hosts: int) -> None:
+        self._program, self._rank, self._names, self._hosts = program, rank, names, hosts
         self._homes = tuple(range(ranks))
         self._known: dict[Any, Mapping[int, TrafficRound]] = {}
         self._merged: dict[Any, tuple[TrafficRound, ...]] = {}
@@ -124,7 +124,7 @@ class Traffic:
         steps = (Moves((m,)),)
         frees = tuple(dropped(map(variables, steps), (m.target,)))
         alone = RankProgram(p.sizes, (m.source,), steps, (m.target,), p.avals, p.layouts, frees=frees, inner=p.inner)
-        prepared = Prepared(alone, (self._rank,), self._homes, self._names, HOLLOW, Buckets(0, 0))
+        prepared = Prepared(alone, (self._rank,), self._homes, self._names, HOLLOW, Buckets(0, 0), self._hosts)
         transport = CountingTransport()
         prepared.run([{self._rank: self._block(m.source)}], transport)
         return transport.exchanges

@@ -87,11 +87,11 @@ def _future(buf: ShardedLike, rank: int) -> Any:
 
 def _block_here(ref: tuple[int, str, str], slot: int, rank: int) -> np.ndarray:
     """A task of Dask's on the worker that has a block."""
-    from ..dask.worker import desk_here
+    from ..dask.worker import client_session_here
 
     number, address, session = ref
-    desk, finish = desk_here(address, session)
-    return exported(on_host(finish(desk.value(number)).slots[slot][rank]))
+    client_session, finish = client_session_here(address, session)
+    return exported(on_host(finish(client_session.value(number)).slots[slot][rank]))
 
 
 def exported(block: Any) -> Any:

@@ -124,14 +124,14 @@ def _remote(d: da.Array, shape: tuple[int, ...], dtype: np.dtype, layout: Layout
 
 def _adopt(ref: tuple[int, str, str], mesh: bytes, payload: Mapping[int, Any], *parts: np.ndarray) -> None:
     """A task of Dask's: blocks that Dask has put together, as blocks of the mesh."""
-    from ..dask.worker import desk_here, kept, seat_here
+    from ..dask.worker import client_session_here, kept, process_context_here
 
     number, address, session = ref
-    desk, finish = desk_here(address, session)
+    client_session, finish = client_session_here(address, session)
     blocks = {r: _plain(parts[k], dtype).reshape(shape) for r, (k, shape, dtype) in payload.items()}
-    bundle = kept(seat_here(mesh), {0: blocks})
+    bundle = kept(process_context_here(mesh), {0: blocks})
 
     async def keep() -> None:
-        desk.keep(number, FROM_DASK, bundle)
+        client_session.keep(number, FROM_DASK, bundle)
 
     finish(keep())

@@ -229,9 +229,9 @@ def join_parts(payloads: Mapping[int, Any], pieces: Mapping[Any, np.ndarray]) ->
     }
 
 
-def join_blocks(seat: Any, payloads: Mapping[int, Any], *cuts: Mapping[Any, np.ndarray]) -> Any:
+def join_blocks(context: Any, payloads: Mapping[int, Any], *cuts: Mapping[Any, np.ndarray]) -> Any:
     """On a worker of the new mesh: a bundle of the blocks of its ranks."""
     from ..dask.worker import kept
 
     pieces = {key: part for cut in cuts for key, part in cut.items()}
-    return kept(seat, {0: join_parts(payloads, pieces)})
+    return kept(context, {0: join_parts(payloads, pieces)})

@@ -403,7 +403,9 @@ def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: ReplicaBlocks
     return {n: np.asarray(kept.blocks[key][box.slices], order="C") for n, key, box in wanted}
 
 
-def join_kept(seat: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]) -> Any:
+def join_kept(
+    context: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]
+) -> Any:
     """Run on a worker of the new mesh: a bundle of its ranks' blocks."""
     from ..dask.worker import kept
 
@@ -414,4 +416,4 @@ def join_kept(seat: Any, payloads: Mapping[tuple[int, int], Any], count: int, *c
         for name, box in targets:
             block[box.slices] = pieces[name]
         slots[slot][t] = block
-    return kept(seat, slots)
+    return kept(context, slots)

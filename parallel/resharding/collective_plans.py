@@ -216,8 +216,7 @@ def in_halves(c: Collective) -> tuple[Collective, Collective] | None:
     return whole, c._replace(kind="slice", shapes=whole.results, results=results, params=params)
 
 
+@functools.lru_cache(maxsize=4096)  # pairs of ranks outnumber the different parts by far
 def _part(shape: Shape, dim: int, start: int, length: int) -> Box:
-    return Box(
-        tuple(start if d == dim else 0 for d in range(len(shape))),
-        tuple(length if d == dim else m for d, m in enumerate(shape)),
-    )
+    before, after = shape[:dim], shape[dim + 1 :]
+    return Box((0,) * len(before) + (start,) + (0,) * len(after), (*before, length, *after))

@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,7 +230,7 @@ def _plan_rounds(
     in_order = tuple(g for _, g in sorted(gathers, key=lambda x: x[0]))
     found = None
     if relayed:
-        found = route(sorted(processes), process, functools.partial(_parcels, plan, processes), deliveries)
+        found = route(sorted(processes), process, _parcels(plan, processes), deliveries)
     sends = () if relayed else tuple(_sends(plan, processes, process, shared))
     combined = tuple(shared.combined(process, blocks))
     return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, combined, found, plan.reduce, wide, dtype)
@@ -287,10 +287,19 @@ def _sends(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, s
                 yield Outgoing(q, tuple(BlockSource(p.rank, p.source.slices) for p in pieces), spans and spans[q])
 
 
-def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, q: int) -> list[Parcel]:
-    """The parcels of one process for another, in a move without reduction."""
-    given = _given(plan, processes, process, q)
-    return [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
+def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process]) -> Callable[[int, int], list[Parcel]]:
+    """A function (process, other process) that lists the parcels of one for the other, in a move without reduction."""
+    known: dict[Any, list[Parcel]] = {}  # an all-gather has the same for all that make the same blocks
+    wants = {q: tuple((same, plan.lane(ranks[0])) for same, ranks in p.makes.items()) for q, p in processes.items()}
+
+    def between(process: int, q: int) -> list[Parcel]:
+        key = process, wants[q], *(processes[process].has.keys() & processes[q].has.keys())
+        if key not in known:
+            given = _given(plan, processes, process, q)
+            known[key] = [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
+        return known[key]
+
+    return between
 
 
 @functools.lru_cache(maxsize=512)
@@ -309,13 +318,14 @@ def _relayed(
     n, (first, second, *_) = len(processes), sorted(processes)
     given = givers(first)
     giver, taker = (min(given), first) if given else (first, second)
-    if len(_parcels(plan, processes, giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
+    parcels = _parcels(plan, processes)
+    if len(parcels(giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
         return None  # planning the parcels would take longer than it saves
-    lists = [_parcels(plan, processes, giver, q) if q != giver else [] for q in processes]
-    takers = [q for q, parcels in zip(processes, lists, strict=True) if parcels]
+    lists = [parcels(giver, q) if q != giver else [] for q in processes]
+    takers = [q for q, some in zip(processes, lists, strict=True) if some]
     partners = max(len(given), len(takers), *(len(givers(q)) for q in takers[:1]))
-    out = itemsize * sum(x.part.size for parcels in lists for x in parcels)
-    gives = itemsize * sum(x.part.size for x in {x for parcels in lists for x in parcels})
+    out = itemsize * sum(x.part.size for some in lists for x in some)
+    gives = itemsize * sum(x.part.size for x in {x for some in lists for x in some})
     gets = itemsize * plan.elements_moved / n
     ways = costs.movement(n, partners, gets, out, gives, hosts)
     return ways.relayed if costs.best(ways) == "relayed" else None

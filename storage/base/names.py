@@ -80,16 +80,17 @@ def fits(name: str, patterns: str | Iterable[str]) -> bool:
     return any(name == p or fnmatchcase(name, p) for p in each)
 
 
-def check_distinct(paths: Iterable[Sequence[str | int]]) -> None:
+def check_distinct(paths: Sequence[Sequence[str | int]], named: Sequence[str]) -> None:
     """Raise `CheckpointKeyError`, listing every case, when two paths have one name."""
-    seen: dict[str, Sequence[str | int]] = {}
+    if len(set(named)) == len(named):
+        return
+    first: dict[str, Sequence[str | int]] = {}
     clashes = []
-    for path in paths:
-        first = seen.setdefault(leaf_name(path), path)
-        if first is not path:
-            clashes.append(f"  {list(first)} and {list(path)} are both named {leaf_name(path)!r}")
-    if clashes:
-        raise CheckpointKeyError("\n".join([f"{len(clashes)} keys collide:", *clashes, "rename one of each"]))
+    for path, name in zip(paths, named, strict=True):
+        if name in first:
+            clashes.append(f"  {list(first[name])} and {list(path)} are both named {name!r}")
+        first.setdefault(name, path)
+    raise CheckpointKeyError("\n".join([f"{len(clashes)} keys collide:", *clashes, "rename one of each"]))
 
 
 def plain(relative: object, source: str) -> list[str]:

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.blocks import Box
-from ...arrays.core.errors import ArrayIndexError, CheckpointDTypeError, CheckpointKeyError, IncompleteCheckpoint
+from ...arrays.core.errors import (
+    ArrayIndexError,
+    CheckpointDTypeError,
+    CheckpointError,
+    CheckpointKeyError,
+    IncompleteCheckpoint,
+)
 from ...arrays.core.formatting import DRAWINGS, count, human_bytes
 from ...arrays.core.tree import Path
 from ..base.names import fits, leaf_name
@@ -21,7 +27,7 @@ from ..format import manifest
 from ..format.compression import Zstd, compression_of
 from ..format.documents import Documents
 from ..readers.tensor import StoredTensor, read_box, read_picks
-from ..stores.generations import NONE, Generation
+from ..stores.generations import NONE, Generation, JointGeneration
 
 
 class StoredArray:
@@ -36,8 +42,9 @@ class StoredArray:
         sharding_text: str | None = None,
         mesh: dict[str, int] | None = None,
         placements: tuple[str, ...] | None = None,
+        name: str | None = None,
     ) -> None:
-        self.path, self.name = path, leaf_name(path)
+        self.path, self.name = path, leaf_name(path) if name is None else name
         self.tensor = tensor
         self.sharding_text = sharding_text
         self.rule: str | None = None  # that made it
@@ -57,7 +64,8 @@ class StoredArray:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        tensor = self.tensor
+        return math.prod(tensor.shape) * tensor.dtype.itemsize
 
     @property
     def filled(self) -> str:
@@ -145,6 +153,17 @@ def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], 
     return tuple(picks), tuple(rest)
 
 
+@dataclass(frozen=True)
+class Computed:
+    """The origin of a virtual checkpoint: its expression, and the checkpoints that it reads, by their place in that."""
+
+    expression: Any
+    parents: Mapping[Any, Checkpoint]
+    reads: int  # of stored elements, for one of its own
+    depth: int  # of its expression, and those of its parents
+    identity: str = ""  # of the document that it was opened from
+
+
 @dataclass(repr=False)
 class Checkpoint(Mapping[str, StoredArray]):
     """An opened checkpoint: names to `StoredArray`, in the order of the tree. Only the table of contents was read."""
@@ -163,9 +182,14 @@ class Checkpoint(Mapping[str, StoredArray]):
     skipped: dict[str, str] = field(
         default_factory=dict
     )  # names of what its files hold and no reader here can give, and why
+    computed: Computed | None = None  # of a virtual one
+    whole: bool = True  # false for a part of a checkpoint, and for what rules made of one
 
     def belongs_to(self, generation: Generation) -> None:
         """Tie the checkpoint, and all later reads, to a generation of its place."""
+        if self.computed is not None:  # its arrays are bound already, each to its parent
+            self.generation = JointGeneration.of_all([self.generation, generation])
+            return
         self.generation = generation
         if isinstance(self.documents, Documents):
             self.documents.generation = generation
@@ -187,6 +211,12 @@ class Checkpoint(Mapping[str, StoredArray]):
             for n, why in self.skipped.items():
                 if fits(n, name):
                     raise CheckpointDTypeError(f"{self.path}: key {n!r} cannot be read: {why}")
+
+    @property
+    def places(self) -> set[str]:
+        """Its own place, and those of all checkpoints from which it is computed."""
+        parents = () if self.computed is None else self.computed.parents.values()
+        return {self.path}.union(*(p.places for p in parents))
 
     def __contains__(self, name: object) -> bool:
         return name in self.arrays
@@ -237,7 +267,7 @@ class Checkpoint(Mapping[str, StoredArray]):
             )
         arrays = {a.name: a for a in kept.values()}
         skipped = {n.removeprefix(start): why for n, why in self.skipped.items() if n.startswith(start)}
-        return replace(self, arrays=arrays, structure=structure, skipped=skipped)
+        return replace(self, arrays=arrays, structure=structure, skipped=skipped, whole=False)
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -247,7 +277,8 @@ class Checkpoint(Mapping[str, StoredArray]):
 
     def _title(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
-        return f"{self.kind} checkpoint {self.path}{step}: {count(len(self), 'array')}, {human_bytes(self.nbytes)}{self.unread()}"
+        of = "" if self.computed is None or not self.computed.identity else f" = {self.computed.expression}"
+        return f"{self.kind} checkpoint {self.path}{of}{step}: {count(len(self), 'array')}, {human_bytes(self.nbytes)}{self.unread()}"
 
     def unread(self) -> str:
         """The names that cannot be read, as the end of a sentence; empty where all can."""
@@ -271,6 +302,10 @@ class Checkpoint(Mapping[str, StoredArray]):
         Page
             Shows itself as a link; ``page.url`` is its address. The server ends with the process, or with ``storage.browse.close()``.
         """
+        if self.computed is not None and not self.computed.identity:
+            raise CheckpointError(
+                f"{self.path} has no place of its own; virtual.write gives it one, which a page shows"
+            )
         return DRAWINGS["page"](self.path)
 
 
@@ -282,7 +317,7 @@ def flat(
     skipped: dict[str, str] | None = None,
 ) -> Checkpoint:
     """A checkpoint that is one dict of arrays."""
-    arrays = {name: StoredArray((name,), t) for name, t in tensors.items()}
+    arrays = {name: StoredArray((name,), t, name=name) for name, t in tensors.items()}
     structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
     return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {})
 
@@ -333,7 +368,7 @@ def fill(node: Any, make: Callable[[manifest.Leaf], Any]) -> Any:
     if isinstance(node, manifest.Leaf):
         return make(node)
     if isinstance(node, dict):
-        return {k: fill(v, make) for k, v in node.items()}
+        return {k: make(v) if type(v) is manifest.Leaf else fill(v, make) for k, v in node.items()}
     if isinstance(node, (list, tuple)):
         return type(node)(fill(v, make) for v in node)
     return node

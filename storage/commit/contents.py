@@ -92,6 +92,8 @@ def listing(root: str, held: Iterable[str]) -> ListedFiles:
             out.documents = {name: file for name, (_, file) in found.documents.items()}
             out.files |= {GROUP, *out.documents.values(), *([] if found.sums is None else [found.sums])}
             out.files |= {p.file for p in found.packs}
+            if any(a.dual for a in found.arrays):  # their index is no checkpoint of its own
+                out.tables -= {HF_INDEX}
         if HF_INDEX in tables:
             out.files |= set(read_index(root)[0].values())
         if PROGRAM in tables and not tables & CHECKPOINTS:

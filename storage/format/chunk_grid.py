@@ -79,6 +79,7 @@ class ShardPlace(NamedTuple):
     number: int  # in lexicographic order
     key: str
     box: Box
+    size: int  # elements
     present: tuple[int, ...]
     nbytes: int  # of its file, where nothing is compressed
 
@@ -89,8 +90,8 @@ def place_of(grid: ChunkGrid, coord: tuple[int, ...], itemsize: int) -> ShardPla
     counts = grid.counts
     if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
         raise KeyError(coord)
-    nbytes = grid.object_nbytes(coord, itemsize)
-    return ShardPlace(ravel(coord, counts), grid.key(coord), grid.shard_box(coord), grid.present(coord), nbytes)
+    box, nbytes = grid.shard_box(coord), grid.object_nbytes(coord, itemsize)
+    return ShardPlace(ravel(coord, counts), grid.key(coord), box, box.size, grid.present(coord), nbytes)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -100,7 +101,7 @@ def only_shard(grid: ChunkGrid) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=1024)
-def _divisors(n: int) -> tuple[int, ...]:
+def divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return tuple(sorted({*small, *(n // d for d in small)}))
 
@@ -110,11 +111,11 @@ def _options(n: int, free: bool, wanted: int) -> set[int]:
     wanted = max(1, min(n, wanted))
     if free:
         # The only shard along this dimension may be rounded up, so its chunks need not divide the array.
-        divisor = max(d for d in _divisors(n) if d <= wanted)
+        divisor = max(d for d in divisors(n) if d <= wanted)
         return {divisor if 2 * divisor >= wanted else -(-n // -(-n // wanted))}
-    divisors = _divisors(n)
-    below = max(d for d in divisors if d <= wanted)
-    above = min(d for d in divisors if d >= wanted)
+    found = divisors(n)
+    below = max(d for d in found if d <= wanted)
+    above = min(d for d in found if d >= wanted)
     return {below, above}
 
 

@@ -6,9 +6,11 @@ other tools find them where they look (``config.json``, ``generation_config.json
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
@@ -154,7 +156,14 @@ class Documents(Mapping[str, Any]):
         self._weights = frozenset(weights)
         # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify` compares.
         self._exported, self._index = dict(exported or {}), index
+        self._edits: dict[str, list[Callable[[bytes], bytes]]] = {}
         self.generation = NONE
+
+    def edited(self, name: str, change: Callable[[bytes], bytes]) -> Documents:
+        """The same documents, one of them read through a change."""
+        out = copy.copy(self)
+        out._edits = {**self._edits, name: [*self._edits.get(name, ()), change]}
+        return out
 
     def _file(self, name: str) -> str:
         return next((f for f in (name, f"{name}.json", f"{name}.txt") if f in self._sums), name)
@@ -175,7 +184,7 @@ class Documents(Mapping[str, Any]):
                 raise CorruptCheckpoint(f"{where} does not fit its crc32c: it is damaged or was edited")
         if wanted is None:
             self.generation.of(where).check()
-        return data
+        return reduce(lambda held, change: change(held), self._edits.get(file, ()), data)
 
     def __getitem__(self, name: str) -> Any:
         data = self.raw(name)

@@ -87,7 +87,7 @@ _BY_NAME: dict[str, StoredDType] = {row.name: row for row in ROWS if row.name}
 # Dtypes of a saved checkpoint: those that readers of Zarr know, plus these three, which meshtape registers with it.
 EXTENSIONS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 FLOATS = ("float16", "float32", "float64", *EXTENSIONS)
-_NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NOT_IN_ZARR = ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 @lru_cache(maxsize=256)
@@ -147,8 +147,8 @@ def of_reader(dtype: Any, where: str) -> np.dtype:
 def check_storable(dtype: np.dtype, where: str) -> np.dtype:
     """``dtype`` as it will be stored; `CheckpointDTypeError` naming ``where`` when a checkpoint cannot hold it."""
     row = _row_of(dtype)
-    if row is None or row.dtype is None or row.name in _NOT_IN_ZARR:
-        known = ", ".join(n for n in _BY_NAME if n not in _NOT_IN_ZARR)
+    if row is None or row.dtype is None or row.name in NOT_IN_ZARR:
+        known = ", ".join(n for n in _BY_NAME if n not in NOT_IN_ZARR)
         raise CheckpointDTypeError(f"{where}: dtype {dtype} cannot be saved; a checkpoint holds {known}")
     return row.dtype
 

@@ -24,21 +24,21 @@ from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names, strict_json
-from ..base.checksums import crc32c
+from ..base.sealed import sealed, unsealed
 from ..stores import store
 from . import dtypes
 from .chunk_grid import ChunkGrid
 from .chunk_sums import Section, has_section
-from .compression import of_plain
+from .compression import Compression, of_plain
 from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
+from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
-# Version 1 has no packs, and is still written where there are none, so that older readers read it. Version 2 adds optional members.
-MIGRATIONS: list[Step] = [lambda document: document]
+# Version 1 has no packs, and is still written where there are none, so that older readers read it. Versions 2 and 3 add optional members.
+MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
 VERSION = len(MIGRATIONS) + 1
 
-_TAIL = re.compile(rb', "crc32c": "([0-9a-f]{8})"\}\n?\Z')
 MAX_DEPTH = 200
 _MAX_NDIM = 64
 _KEYS = frozenset([str, int])
@@ -46,7 +46,7 @@ _KEYS = frozenset([str, int])
 
 @dataclass
 class Manifest:
-    """Everything in ``meshtape.json``. ``tree`` is in the form of `encode_tree`."""
+    """Everything in ``meshtape.json``. ``tree`` is in the form of `encode_tree`; ``structure``, of one that was read, is the tree itself."""
 
     arrays: list[ArrayEntry]
     tree: Any
@@ -57,11 +57,13 @@ class Manifest:
     documents: dict[str, tuple[int, str]] = field(default_factory=dict)  # crc32c, and file beside the arrays
     sums: str | None = None  # the file of the table of checksums
     zarr: int | None = None  # crc32c of the group's ``zarr.json``
+    structure: Any = None
+    crc32c: int | None = field(default=None, compare=False)  # of the text that it was read from
 
     @property
     def version(self) -> int:
         """The version of its text."""
-        return 2 if self.packs else 1
+        return 3 if any(a.dual for a in self.arrays) else 2 if self.packs else 1
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
@@ -81,8 +83,7 @@ class Manifest:
         }
         if check is not None:
             _build(body, check)
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-        return text[:-1] + b', "crc32c": "%08x"}\n' % crc32c(text)
+        return sealed(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
 
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
@@ -130,7 +131,7 @@ def decode_json(value: Any) -> Any:
 # ----- trees ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, which takes three times as long to make
 class Leaf:
     """Placeholder of array number ``index`` in a tree."""
 
@@ -152,59 +153,38 @@ def encode_tree(node: Any, where: str = "tree") -> Any:
     return None if node is None else {"value": encode_json(node, where)}
 
 
-def decode_tree(node: Any) -> Any:
-    """Inverse of `encode_tree`."""
+def _decoded(node: Any, path: Path, arrays: list[ArrayEntry], found: list[int]) -> Any:
+    """Inverse of `encode_tree` for a node that is checked: well formed, each array at its own path. ``found`` gets the numbers of these."""
+    if len(path) > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if node is None:
         return None
+    if not isinstance(node, dict) or len(node) != 1:
+        raise ValueError(f"malformed node at {path}")
     ((kind, content),) = node.items()
     if kind == "array":
+        if type(content) is not int or not 0 <= content < len(arrays):
+            raise ValueError(f"{content!r} at {path} is not an array")
+        if arrays[content].path != path:
+            raise ValueError(f"array {content} stands at {path}, its own path is {arrays[content].path}")
+        found.append(content)
         return Leaf(content)
-    if kind == "dict":
-        return {k: decode_tree(v) for k, v in content}
-    if kind in ("list", "tuple"):
-        children = [decode_tree(v) for v in content]
-        return children if kind == "list" else tuple(children)
-    return decode_json(content)
-
-
-def _check_tree(root: Any, arrays: list[ArrayEntry], source: str) -> None:
-    """Every node well formed, every array at its own path exactly once."""
-
-    def bad(what: str) -> CorruptCheckpoint:
-        return CorruptCheckpoint(f"{source}: tree: {what}")
-
-    seen: set[int] = set()
-    stack: list[tuple[Any, Path]] = [(root, ())]
-    while stack:
-        node, path = stack.pop()
-        if len(path) > MAX_DEPTH:
-            raise bad(f"nested deeper than {MAX_DEPTH} levels")
-        if node is None:
-            continue
-        if not isinstance(node, dict) or len(node) != 1:
-            raise bad(f"malformed node at {path}")
-        ((kind, content),) = node.items()
-        if kind == "array":
-            if type(content) is not int or not 0 <= content < len(arrays) or content in seen:
-                raise bad(f"{content!r} at {path} is not an array, or a second time")
-            if arrays[content].path != path:
-                raise bad(f"array {content} stands at {path}, its own path is {arrays[content].path}")
-            seen.add(content)
-        elif kind == "dict" and isinstance(content, list):
-            keys = set()
-            for pair in content:
-                if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in keys:
-                    raise bad(f"malformed or repeated key at {path}")
-                keys.add(pair[0])
-                stack.append((pair[1], (*path, pair[0])))
-        elif kind in ("list", "tuple") and isinstance(content, list):
-            stack += [(v, (*path, i)) for i, v in enumerate(content)]
-        elif kind != "value":
-            raise bad(f"unknown kind {kind!r} at {path}")
-        elif isinstance(decode_json(content), (dict, list)):
-            raise bad(f"{str(content)[:40]} at {path} is no value")
-    if len(seen) != len(arrays):
-        raise bad(f"{len(arrays) - len(seen)} arrays have no place in it")
+    if kind == "dict" and isinstance(content, list):
+        children: dict[Any, Any] = {}
+        for pair in content:
+            if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in children:
+                raise ValueError(f"malformed or repeated key at {path}")
+            children[pair[0]] = _decoded(pair[1], (*path, pair[0]), arrays, found)
+        return children
+    if kind in ("list", "tuple") and isinstance(content, list):
+        listed = [_decoded(v, (*path, i), arrays, found) for i, v in enumerate(content)]
+        return listed if kind == "list" else tuple(listed)
+    if kind != "value":
+        raise ValueError(f"unknown kind {kind!r} at {path}")
+    value = decode_json(content)
+    if type(value) in (dict, list):
+        raise ValueError(f"{str(content)[:40]} at {path} is no value")
+    return value
 
 
 # ----- reading --------------------------------------------------------------------------------------------------------
@@ -234,55 +214,58 @@ def _section(x: Any, grid: ChunkGrid) -> Section | None:
     return first, _crc(crc)
 
 
-def _form(e: Any) -> tuple[ChunkGrid, np.dtype, int]:
-    """The checked grid and dtype of an entry, and how many shards it has."""
-    grid = ChunkGrid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
+_Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compression, bool]
+"""Checked data that most arrays of a large checkpoint share: grid, dtype, number of shards, mesh, sharding, compression, whether packed."""
+
+
+def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
+    shape, shard, chunk, name, mesh, sharding, how, packed, nbytes = key
+    grid = ChunkGrid(_sizes(shape, 0), _sizes(shard, 1), _sizes(chunk, 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
     if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
         raise ValueError("chunks do not divide their shard")
-    dtype = dtypes.by_name(e["dtype"])
+    dtype = dtypes.by_name(name)
     if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
         raise ValueError("too large")
-    return grid, dtype, math.prod(grid.counts)
+    compression = of_plain(how)
+    if compression is not None and not grid.shape:
+        raise ValueError("a 0-d array is not compressed")
+    if mesh is not None and (type(mesh) is not int or not 0 <= mesh < n_meshes):
+        raise ValueError(f"no mesh {mesh!r}")
+    if sharding is not None and not (isinstance(sharding, list) and all(isinstance(t, str) for t in sharding)):
+        raise ValueError("sharding is not a list of texts")
+    if sharding is not None and mesh is None:
+        raise ValueError("it has a sharding and no mesh")
+    if type(nbytes) is not int:
+        raise ValueError(f"nbytes is {str(nbytes)[:40]}")
+    if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression)):
+        raise ValueError("what is packed is neither compressed nor cut into chunks")
+    return grid, dtype, math.prod(grid.counts), mesh, sharding, compression, packed
 
 
-def _array(
-    e: Any,
-    number: int,
-    source: str,
-    n_meshes: int,
-    packs: list[Pack],
-    forms: dict[bytes, tuple[ChunkGrid, np.dtype, int]],
-) -> ArrayEntry:
-    """An entry; ``forms`` keeps those that were checked, as most arrays of a large checkpoint are alike."""
+def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[bytes, _Form]) -> ArrayEntry:
+    """An entry; ``forms`` keeps those that were checked."""
     try:
-        path = e["path"]
+        path, get = e["path"], e.get
         if not isinstance(path, list) or not _KEYS.issuperset(map(type, path)):
             raise ValueError("path is not a list of keys")
-        form = marshal.dumps((e["shape"], e["shard"], e["chunk"], e["dtype"]), 2)  # as bytes, where True is not 1
-        if form not in forms:
-            forms[form] = _form(e)
-        grid, dtype, count = forms[form]
-        compression = of_plain(e.get("compression"))
-        if compression is not None and not grid.shape:
-            raise ValueError("a 0-d array is not compressed")
-        sums, zarr = _section(e.get("sums"), grid), _crc(e["zarr"]) if "zarr" in e else None
-        if not isinstance(e["objects"], list) or len(e["objects"]) != count:
+        key = (e["shape"], e["shard"], e["chunk"], e["dtype"], e["mesh"], e["sharding"])
+        key += (get("compression"), get("packed", False), get("nbytes", 0))
+        text = marshal.dumps(key, 2)  # bytes, where True is not 1
+        if (form := forms.get(text)) is None:
+            form = forms[text] = _form(key, n_meshes)
+        grid, dtype, count, mesh, sharding, compression, packed = form
+        objects = e["objects"]
+        if not isinstance(objects, list) or len(objects) != count:
             raise ValueError(f"{count} objects are needed")
-        mesh, sharding = e["mesh"], e["sharding"]
-        if mesh is not None and (type(mesh) is not int or not 0 <= mesh < n_meshes):
-            raise ValueError(f"no mesh {mesh!r}")
-        if sharding is not None and not (isinstance(sharding, list) and all(isinstance(t, str) for t in sharding)):
-            raise ValueError("sharding is not a list of texts")
-        if sharding is not None and mesh is None:
-            raise ValueError("it has a sharding and no mesh")
-        if type(e.get("nbytes", 0)) is not int:
-            raise ValueError(f"nbytes is {str(e['nbytes'])[:40]}")
+        sums, zarr = _section(get("sums"), grid), _crc(e["zarr"]) if "zarr" in e else None
+        if packed and (sums or "dir" in e):
+            raise ValueError("what is packed has neither a directory nor checksums in the table")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
-        packed = e.get("packed", False)
-        if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or sums or "dir" in e)):
-            raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
+        dual = get("dual", False)
+        if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
+            raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
         directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
@@ -290,22 +273,10 @@ def _array(
         raise
     except KeyError as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: lacks {err.args[0]!r}") from None
-    except (ValueError, TypeError, CheckpointError) as err:
+    except (ValueError, TypeError, AttributeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
-    return ArrayEntry(
-        tuple(path),
-        directory,
-        grid,
-        dtype,
-        mesh,
-        sharding,
-        e["objects"],
-        source,
-        compression,
-        sums,
-        zarr,
-        packs if packed else None,
-    )
+    own = tuple(path), directory, grid, dtype, mesh, sharding, objects, source, compression
+    return ArrayEntry(*own, sums, zarr, packs if packed else None, dual)
 
 
 def loads(data: bytes, source: str) -> Manifest:
@@ -323,8 +294,7 @@ def loads(data: bytes, source: str) -> Manifest:
 
 
 def _loads(data: bytes, source: str) -> Manifest:
-    found = _TAIL.search(data)
-    body = data[: found.start()] + b"}" if found else data
+    body, said, fits = unsealed(data)
     try:
         top = strict_json.loads(body)
     except (ValueError, RecursionError) as e:
@@ -332,9 +302,11 @@ def _loads(data: bytes, source: str) -> Manifest:
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         raise CorruptCheckpoint(f"{source}: not a manifest: it does not say format {FORMAT!r}")
     version = top.get("version")
-    if (type(version) is int and 1 <= version <= VERSION) and (not found or int(found[1], 16) != crc32c(body)):
+    if (type(version) is int and 1 <= version <= VERSION) and not fits:
         raise CorruptCheckpoint(f"{source}: its crc32c does not fit: the manifest is damaged or was edited")
-    return _build(upgraded(top, MIGRATIONS, source, CorruptCheckpoint), source)
+    out = _build(upgraded(top, MIGRATIONS, source, CorruptCheckpoint), source)
+    out.crc32c = said
+    return out
 
 
 def _build(top: dict[str, Any], source: str) -> Manifest:
@@ -359,13 +331,19 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     packs = [pack_of(row, source) for row in top.get("packs", [])]
     if len({p.file for p in packs}) != len(packs):
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
-    forms: dict[bytes, tuple[ChunkGrid, np.dtype, int]] = {}
+    forms: dict[bytes, _Form] = {}
     entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
-    names.check_distinct(e.path for e in entries)
+    names.check_distinct([e.path for e in entries], [e.name for e in entries])
     directories = [e.directory for e in entries if e.packs is None]
     if len(set(directories)) != len(directories):
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
-    _check_tree(top.get("tree"), entries, source)
+    found: list[int] = []
+    try:
+        structure = _decoded(top["tree"], (), entries, found)
+        if len(found) != len(entries):  # each at its own path, and so none twice
+            raise ValueError(f"{len(entries) - len(found)} arrays have no place in it")
+    except ValueError as e:
+        raise CorruptCheckpoint(f"{source}: tree: {e}") from None
     try:
         documents = {n: (_crc(crc), str(file)) for n, (crc, file) in top.get("documents", {}).items()}
         sums, zarr = top.get("sums"), _crc(top["zarr"]) if "zarr" in top else None
@@ -378,7 +356,8 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: malformed documents: {e}") from None
     if sums is None and any(e.sums for e in entries):
         raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
-    return Manifest(entries, top["tree"], step, decode_json(metadata), described, packs, documents, sums, zarr)
+    held = step, decode_json(metadata), described, packs, documents, sums, zarr
+    return Manifest(entries, top["tree"], *held, structure)
 
 
 def read(root: str) -> Manifest | None:
@@ -392,11 +371,9 @@ def read(root: str) -> Manifest | None:
 
 def scalar_leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """(path, value) of the leaves of a decoded tree that are not arrays."""
-    if isinstance(tree, dict):
-        for k, v in tree.items():
-            yield from scalar_leaves(v, (*path, k))
-    elif isinstance(tree, (list, tuple)):
-        for i, v in enumerate(tree):
-            yield from scalar_leaves(v, (*path, i))
+    if isinstance(tree, (dict, list, tuple)):
+        for k, v in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            if type(v) is not Leaf:
+                yield from scalar_leaves(v, (*path, k))
     elif tree is not None and not isinstance(tree, Leaf):
         yield path, tree

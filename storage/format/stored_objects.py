@@ -17,9 +17,9 @@ from . import dtypes
 from .chunk_grid import ChunkGrid, ShardPlace, place_of
 from .chunk_sums import Section
 from .compression import Compression, fits
+from .zarr_format import dual_shard
 
 FILE = "meshtape.json"
-_REMEMBERED = 16  # rows of an array: most arrays have few
 
 
 class StoredObject(NamedTuple):
@@ -43,98 +43,13 @@ class Pack:
     crc32c: int
 
 
-class StoredObjects(Mapping[tuple[int, ...], StoredObject]):
-    """Rows of an array of the manifest as objects, by grid coordinate.
+@dataclass(slots=True, eq=False)
+class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
+    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local array.
 
-    A row is looked at when it is asked for: who reads a few blocks of a million pays for those. Rows lie in the order of coordinates; where
-    one does not, all are looked through once.
+    As a mapping it has its stored objects, by grid coordinate. A row is looked at when it is asked for: who reads a few blocks of a million
+    pays for those. Rows lie in the order of coordinates; where one does not, all are looked through once.
     """
-
-    def __init__(self, entry: ArrayEntry) -> None:
-        self._entry = entry
-        self._elsewhere: dict[str, int] | None = None
-        self._checked: dict[tuple[int, ...], StoredObject] = {}
-
-    @property
-    def _where(self) -> str:
-        return f"{self._entry.source}: array {self._entry.name!r}"
-
-    def __len__(self) -> int:
-        return math.prod(self._entry.grid.counts)
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return self._entry.grid.shards()
-
-    def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
-        found = self._checked.get(coord)
-        if found is None:
-            found = self._check(coord)
-            if len(self._checked) < _REMEMBERED:
-                self._checked[coord] = found
-        return found
-
-    def _check(self, coord: tuple[int, ...]) -> StoredObject:
-        entry = self._entry
-        place = place_of(entry.grid, coord, entry.dtype.itemsize)
-        if entry.packs is not None:
-            return self._check_packed(place, coord)
-        row = self._row(place.number)
-        if row[0] != place.key:
-            row = self._row(self._find(place.key))
-        file, offset, shape, nbytes, value = row
-        if entry.compression is None:
-            fit = nbytes == place.nbytes
-        else:
-            fit = fits(nbytes, entry.grid, coord, entry.dtype.itemsize, entry.compression)
-        if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
-            raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{entry.directory}/{file}", place.box, nbytes, value)
-
-    def _check_packed(self, at: ShardPlace, coord: tuple[int, ...]) -> StoredObject:
-        row, packs, box = self._entry.raw_objects[at.number], self._entry.packs or (), at.box
-        try:
-            which, offset, shape, nbytes, crc, start = row
-            if not type(which) is type(nbytes) is type(start) is int or min(which, nbytes, start) < 0:
-                raise ValueError
-            pack, value, place = packs[which], int(crc, 16), (tuple(offset), tuple(shape))
-        except (TypeError, ValueError, IndexError):
-            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
-        fits_in = pack.header <= start and start + nbytes <= pack.nbytes
-        if place != (box.offset, box.shape) or nbytes != box.size * self._entry.dtype.itemsize or not fits_in:
-            raise CorruptCheckpoint(
-                f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
-            )
-        return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
-
-    def _row(self, number: int) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
-        row = self._entry.raw_objects[number] if number < len(self._entry.raw_objects) else None
-        try:
-            file, offset, shape, nbytes, crc = row  # type: ignore[misc]
-            return file, tuple(offset), tuple(shape), nbytes, int(crc, 16)
-        except (TypeError, ValueError):
-            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
-
-    def _find(self, key: str) -> int:
-        """The number of the row of a shard, in a list of another order."""
-        if self._elsewhere is None:
-            expected = {self._entry.grid.key(c) for c in self}
-            found: dict[str, int] = {}
-            for number in range(len(self._entry.raw_objects)):
-                file = self._row(number)[0]
-                if not isinstance(file, str) or file not in expected:
-                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is not one of its shards; refused")
-                if file in found:
-                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is listed twice")
-                found[file] = number
-            self._elsewhere = found
-        if key not in self._elsewhere:
-            raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
-        return self._elsewhere[key]
-
-
-@dataclass
-class ArrayEntry:
-    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local array."""
 
     path: Path
     directory: str
@@ -148,7 +63,10 @@ class ArrayEntry:
     sums: Section | None = None  # of its chunks, in the table of checksums
     zarr: int | None = None  # crc32c of its ``zarr.json``
     packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
+    dual: bool = False  # its files are safetensors files, too (see ``zarr_format``)
     name: str = field(init=False)
+    _last: tuple[tuple[int, ...], StoredObject] | None = field(init=False, default=None)
+    _elsewhere: dict[str, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.name = names.leaf_name(self.path)
@@ -159,13 +77,84 @@ class ArrayEntry:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.grid.shape) * self.dtype.itemsize
 
     @property
-    def objects(self) -> StoredObjects:
-        """Stored objects by grid coordinate. Each is checked when it is used: a large manifest opens quickly."""
-        # Not kept here: the two would hold each other, and a hundred thousand such pairs would wait for the collector.
-        return StoredObjects(self)
+    def _where(self) -> str:
+        return f"{self.source}: array {self.name!r}"
+
+    def __len__(self) -> int:
+        return math.prod(self.grid.counts)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return self.grid.shards()
+
+    def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
+        last = self._last
+        if last is None or last[0] != coord:
+            last = self._last = coord, self._check(coord)
+        return last[1]
+
+    def _check(self, coord: tuple[int, ...]) -> StoredObject:
+        place = place_of(self.grid, coord, self.dtype.itemsize)
+        if self.packs is not None:
+            return self._check_packed(place, coord)
+        row = self._row(place.number)
+        if row[0] != place.key:
+            row = self._row(self._find(place.key))
+        file, offset, shape, nbytes, value = row
+        start = 0
+        if self.dual:
+            shard = dual_shard(self.name, self.dtype, self.grid, coord)
+            fit, start = nbytes == shard.nbytes, len(shard.head)
+        elif self.compression is None:
+            fit = nbytes == place.nbytes
+        else:
+            fit = fits(nbytes, self.grid, coord, self.dtype.itemsize, self.compression)
+        if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
+            raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
+        return StoredObject(f"{self.directory}/{file}", place.box, nbytes, value, start)
+
+    def _check_packed(self, at: ShardPlace, coord: tuple[int, ...]) -> StoredObject:
+        row, packs, box = self.raw_objects[at.number], self.packs or (), at.box
+        try:
+            which, offset, shape, nbytes, crc, start = row
+            if not type(which) is type(nbytes) is type(start) is int or which < 0 or nbytes < 0 or start < 0:
+                raise ValueError
+            pack, value, place = packs[which], int(crc, 16), (tuple(offset), tuple(shape))
+        except (TypeError, ValueError, IndexError):
+            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
+        fits_in = pack.header <= start and start + nbytes <= pack.nbytes
+        if place != (box.offset, box.shape) or nbytes != at.size * self.dtype.itemsize or not fits_in:
+            raise CorruptCheckpoint(
+                f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
+            )
+        return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
+
+    def _row(self, number: int) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
+        row = self.raw_objects[number] if number < len(self.raw_objects) else None
+        try:
+            file, offset, shape, nbytes, crc = row  # type: ignore[misc]
+            return file, tuple(offset), tuple(shape), nbytes, int(crc, 16)
+        except (TypeError, ValueError):
+            raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
+
+    def _find(self, key: str) -> int:
+        """The number of the row of a shard, in a list of another order."""
+        if self._elsewhere is None:
+            expected = {self.grid.key(c) for c in self}
+            found: dict[str, int] = {}
+            for number in range(len(self.raw_objects)):
+                file = self._row(number)[0]
+                if not isinstance(file, str) or file not in expected:
+                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is not one of its shards; refused")
+                if file in found:
+                    raise CorruptCheckpoint(f"{self._where}: file {file!r} is listed twice")
+                found[file] = number
+            self._elsewhere = found
+        if key not in self._elsewhere:
+            raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
+        return self._elsewhere[key]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -175,6 +164,7 @@ class ArrayEntry:
             "dtype": dtypes.short_name(self.dtype),
             "shard": list(self.grid.shard),
             "chunk": list(self.grid.chunk),
+            **({"dual": True} if self.dual else {}),
             **({} if self.compression is None else {"compression": self.compression.plain()}),
             "nbytes": self.nbytes,
             "mesh": self.mesh,

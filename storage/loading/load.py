@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import asarray
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
+from ...arrays.ops.creation import asarray
 from ..base.names import leaf_name
 from ..base.scratch import room
 from ..checkpoint.checkpoint import fill, unread
@@ -100,15 +100,20 @@ def counts(
 
 
 def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: Tally) -> dict[str, Any]:
-    buffers = {path: room(path, t.source.shape, t.dtype) for path, t in targets.items()}
+    buffers: dict[str, np.ndarray] = {}
     jobs: list[Job] = []
-    for path, t in targets.items():
+    readers = 1
+    for name, t in targets.items():
         tensor = t.tensor
-        some = tensor.jobs(Box.whole(tensor.shape), buffers[path])
-        jobs += tracked(losses, path, some) if casts(tensor) else some
-    report.bytes_read += run(jobs, max((t.source.tensor.readers for t in targets.values()), default=1))
-    report.bytes_needed += sum(t.source.nbytes for t in targets.values())
-    return {path: _as_wanted(path, buffers.pop(path), t.like) for path, t in targets.items()}
+        shape = tensor.shape
+        buffers[name] = room(name, shape, t.dtype)
+        some = tensor.jobs(Box.whole(shape), buffers[name])
+        jobs += tracked(losses, name, some) if casts(tensor) else some
+        readers = max(readers, tensor.readers)
+        report.bytes_needed += t.source.nbytes
+    report.bytes_read += run(jobs, readers)
+    del jobs  # which hold the buffers too
+    return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
 
 
 def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:

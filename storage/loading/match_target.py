@@ -31,7 +31,7 @@ Chooser = Callable[[Path, tuple[int, ...], np.dtype], BlockSharding | None]
 _SHOWN = 12
 
 
-@dataclass
+@dataclass(slots=True)
 class LoadTarget:
     """One array to load: its source, its dtype, its sharding and its counterpart in ``like``."""
 
@@ -84,10 +84,11 @@ def loadable(
 
     Those that ``keys`` name stay, packed bits too, and so do all where there is nothing else: to load them is an error.
     """
-    arrays, _ = held(ckpt, picked)
+    arrays = ckpt.arrays if picked is None else held(ckpt, picked)[0]
     named = {keys} if isinstance(keys, str) else set(keys or ())
     fine = DTYPES.keys() | {d.name for d in dtypes.PACKED.values()}
-    odd = {n for n, a in arrays.items() if dtypes.short_name(a.dtype) not in fine} - named
+    types = {d for d in {a.dtype for a in arrays.values()} if dtypes.short_name(d) not in fine}
+    odd = {n for n, a in arrays.items() if a.dtype in types} - named if types else ()
     if not odd or len(odd) == len(arrays):
         return picked, {}
     paths = {a.path for n, a in arrays.items() if n not in odd} | {p for p, _ in scalar_leaves(ckpt.structure)}
@@ -114,15 +115,16 @@ def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:
 
 def held(ckpt: Checkpoint, picked: set[Path] | None) -> tuple[dict[str, StoredArray], dict[str, Any]]:
     """Arrays and values by name: a flat checkpoint fits a nested tree whose leaves have the same names."""
-    arrays = {n: a for n, a in ckpt.arrays.items() if picked is None or a.path in picked}
+    arrays = {n: a for n, a in ckpt.arrays.items() if a.path in picked} if picked is not None else dict(ckpt.arrays)
     scalars = {leaf_name(p): v for p, v in scalar_leaves(ckpt.structure) if picked is None or p in picked}
     return arrays, scalars
 
 
 def _named(tree: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
     pairs = flatten_with_path(tree, is_leaf=is_leaf)
-    check_distinct([p for p, _ in pairs])
-    return {leaf_name(p): leaf for p, leaf in pairs}
+    named = [leaf_name(p) for p, _ in pairs]
+    check_distinct([p for p, _ in pairs], named)
+    return {name: leaf for name, (_, leaf) in zip(named, pairs, strict=True)}
 
 
 class Ignored:

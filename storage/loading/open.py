@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
@@ -33,6 +33,7 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
+from ..readers.dual_tensor import DualTensor
 from ..readers.packed import PackedBlocks
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.tensor import ChunkedTensor, StoredTensor
@@ -42,6 +43,8 @@ from ..stores import store as stores
 from ..stores.contract import Store, recording
 from ..stores.generations import Generation
 
+OPENERS: dict[bytes, Callable[[str], Checkpoint]] = {}
+"""Files that rooms above this one open, by the 24 bytes with which they begin."""
 _ZARR = ("zarr.json", ".zgroup", ".zarray")
 _KNOWN = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, documents.PROGRAM)  # what says what a directory is
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
@@ -56,7 +59,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
     path
         A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save`` (read without pickle), a Hugging Face directory (``model.safetensors``,
         ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, a checkpoint
-        of ``torch.distributed`` in either of its layouts, or one of Orbax (in OCDBT with the package ``tensorstore`` alone): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
+        of ``torch.distributed`` in either of its layouts, one of Orbax (in OCDBT with the package ``tensorstore`` alone), or the document of a virtual checkpoint (``storage.virtual``): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``. A checkpoint that is open stays as it is.
     verify
         Compare every chunk that is read with its checksum, where the format has any. Without it damage goes unnoticed.
@@ -76,6 +79,8 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
         The table of contents is damaged or hostile.
     CheckpointReplaced
         Writers replaced it again and again while it was opened.
+    ParentChanged
+        It is virtual, and a checkpoint from which it is computed is another by now.
     UnsupportedVersion
         A later meshtape wrote it.
     StoreError
@@ -119,7 +124,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
 def _open(given: str, verify: bool) -> Checkpoint:
     root = atomic_directory.resolve(given)
     if stores.is_url(root):
-        if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth")):
+        if root.endswith((".safetensors", ".npy", ".npz", ".pt", ".pth", ".json")):
             try:
                 return _open_file(root, verify)
             except NotACheckpoint:
@@ -241,12 +246,12 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements)
+        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements, e.name)
     return Checkpoint(
         root,
         "meshtape",
         arrays,
-        manifest.decode_tree(m.tree),
+        m.structure,
         m.step,
         m.metadata,
         m.meshes,
@@ -257,10 +262,12 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
 
 def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) -> ChunkedTensor:
     """The array of an entry, whose list of objects is checked only when it is read."""
-    held = (root, e.name, e.dtype, e.grid, e.objects, verify)
+    held = (root, e.name, e.dtype, e.grid, e, verify)
     if e.packs is not None:
         return PackedBlocks(*held)
     sums = None if e.sums is None else StoredSums(root, table or "", e.sums, e.grid, e.name)
+    if e.dual:
+        return DualTensor(*held, sums)
     if e.compression is not None:
         return CompressedTensor(*held, sums, compression=e.compression)
     return ChunkedTensor(*held, sums)
@@ -298,6 +305,8 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
     start = bytearray(24)
     with contextlib.suppress(FileNotFoundError), contextlib.closing(store.reader(name)) as reader:
         start = start[: reader.readv([start], 0)]
+    if (opener := OPENERS.get(bytes(start))) is not None:
+        return opener(path)
     if start.startswith(b"\x93NUMPY"):
         return archives.open_npy(path)
     if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):

@@ -114,7 +114,7 @@ class ReadAhead:
 def reading_ahead(ckpt: Checkpoint, limit: int) -> ReadAhead:
     """A `ReadAhead` for all later reads of a checkpoint; `ReadAhead.expect` plans them. Disks are not read ahead."""
     ahead = ReadAhead(limit)
-    if stores.is_url(ckpt.path):
+    if stores.is_url(ckpt.path) and ckpt.computed is None:
         ckpt.belongs_to(replace(ckpt.generation, ahead=ahead))
     return ahead
 

@@ -13,12 +13,13 @@ from ...arrays.core.formatting import count, human_bytes
 from ..base import names
 from ..base.checksums import combine, crc32c
 from ..base.scratch import scratch
-from ..checkpoint.checkpoint import Checkpoint, unread
+from ..checkpoint.checkpoint import Checkpoint, Computed, unread
 from ..format import manifest
 from ..format.chunk_sums import StoredSums
 from ..format.zarr_format import group_metadata
 from ..readers import packed
 from ..readers.compressed import CompressedTensor, frames_in
+from ..readers.dual_tensor import DualTensor, form_faults
 from ..readers.reading import opened, run
 from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
@@ -53,11 +54,11 @@ class VerifyReport:
         return text
 
 
-def verify(path: str | os.PathLike[str]) -> VerifyReport:
+def verify(path: str | os.PathLike[str] | Checkpoint) -> VerifyReport:
     """Check every stored byte of a checkpoint that has checksums: chunks, indices, lengths and metadata.
 
     These are a checkpoint of `save`, and safetensors files that meshtape wrote, with their index and documents. The
-    report names all other files there, which are not compared.
+    report names all other files there, which are not compared. Of a virtual checkpoint all parents are checked.
 
     Raises
     ------
@@ -81,10 +82,22 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     started = time.perf_counter()
     ckpt = open_checkpoint(path)
     with ckpt.generation.guarded():
-        return _verify(ckpt, stores.location(path), started)
+        return _verify(ckpt, ckpt.path if path is ckpt else stores.location(path), started)  # type: ignore[arg-type]
+
+
+def _verify_computed(ckpt: Checkpoint, computed: Computed, started: float) -> VerifyReport:
+    """The document of a virtual checkpoint was compared when it was opened, and so were its parents' identities."""
+    held = [_verify(p, p.path, started) for p in computed.parents.values()]
+    seconds = time.perf_counter() - started
+    ckpt.generation.check()
+    files, nbytes = sum(r.files for r in held) + bool(computed.identity), sum(r.nbytes for r in held)
+    rest = [stores.join(r.path, name) for r in held for name in r.uncovered]
+    return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, rest, list(ckpt.skipped))
 
 
 def _verify(ckpt: Checkpoint, given: str, started: float) -> VerifyReport:
+    if ckpt.computed is not None:
+        return _verify_computed(ckpt, ckpt.computed, started)
     held = ckpt.manifest
     if held is None:
         root = stores.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
@@ -116,12 +129,14 @@ def _verify(ckpt: Checkpoint, given: str, started: float) -> VerifyReport:
             nbytes += read()
         except CorruptCheckpoint as e:
             faults.append(str(e))
+    form, wrong = form_faults(ckpt.path, held)
+    faults += wrong
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged files:\n  {shown}")
     ckpt.generation.check()
     known = {manifest.FILE, "zarr.json", held.sums, *(a.directory for a in held.arrays), *(p.file for p in held.packs)}
-    rest = _others(ckpt.path, known | {file for _, file in held.documents.values()})
+    rest = _others(ckpt.path, known | form | {file for _, file in held.documents.values()})
     count, seconds = len(jobs) + len(ckpt.documents), time.perf_counter() - started
     return VerifyReport(ckpt.path, len(tensors), count, nbytes, seconds, rest)
 
@@ -171,6 +186,9 @@ def _text(root: str, file: str, faults: list[str]) -> bytes:
 def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -> int:
     """Read one file to its end; add its faults to ``faults``; return its length. What is compressed is unpacked: a checksum proves too little."""
     stored, itemsize = t.objects[coord], t.dtype.itemsize
+    if isinstance(t, DualTensor):
+        faults += t.faults(coord)
+        return stored.nbytes
     path = names.inside(t.root, stored.file, stores.join(t.root, manifest.FILE))
     codec = t.compression if isinstance(t, CompressedTensor) else None
     nbytes = math.prod(t.grid.chunk) * itemsize

@@ -40,7 +40,7 @@ class _EqualRows(NamedTuple):
         return (self.count - 1) * self.stride + self.length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, as in ``tensor``
 class RawTensor:
     """A row-major range of a file, bound to its generation by the tag of the file.
 
@@ -83,9 +83,7 @@ class RawTensor:
         return self
 
     def bound(self, generation: Generation) -> RawTensor:
-        object.__setattr__(
-            self, "generation", generation
-        )  # of a tensor that nobody else has yet: a copy would take longer than a small read
+        self.generation = generation
         return self
 
     def planned(self, box: Box) -> int:
@@ -263,7 +261,7 @@ class RawTensor:
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PackedTensor(RawTensor):
     """A tensor of 4- or 6-bit numbers, which is listed and checked, and whose values NumPy cannot hold as they are stored."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -110,7 +110,8 @@ class ChunkedTensor:
 
     def check(self) -> None:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
-        files = [self.objects[c].file for c in self.objects]
+        objects = self.objects
+        files = [objects[c].file for c in objects]
         lost = store.missing(self.root, files[0].partition("/")[0] if files else "", files)
         if lost:
             self.generation.check()
@@ -120,12 +121,11 @@ class ChunkedTensor:
                 "restore them or another checkpoint"
             )
 
-    def _shards(self, box: Box) -> Iterator[tuple[int, ...]]:
+    def _shards(self, box: Box) -> Iterable[tuple[int, ...]]:
         if (alone := only_shard(self.grid)) is not None and box.shape == self.grid.shape:
-            yield alone
-        elif box.size:
-            spans = zip(box.offset, box.stop, self.grid.shard, strict=True)
-            yield from itertools.product(*(range(a // s, -(-b // s)) for a, b, s in spans))
+            return (alone,)
+        spans = zip(box.offset, box.stop, self.grid.shard, strict=True)
+        return itertools.product(*(range(a // s, -(-b // s)) for a, b, s in spans)) if box.size else ()
 
     def planned(self, box: Box) -> int:
         """Bytes that reading ``box`` takes from files."""
@@ -144,7 +144,7 @@ class ChunkedTensor:
                 if self._is_range(stored, out):
                     wanted = self.wanted(coord) if self.verify else None
                     value = None if wanted is None else int(wanted[0])
-                    yield RangeJob(self, coord, self.path(coord), 0, out.nbytes, value, bytes_of(out))
+                    yield RangeJob(self, coord, self.path(coord), stored.start, out.nbytes, value, bytes_of(out))
                     continue
             elif (part := box.intersect(stored.box)) is not None:  # 0-d boxes always meet
                 local, target = part.within(stored.box), view(out, part.within(box))
@@ -209,7 +209,7 @@ class ChunkedTensor:
         if reader.nbytes != wanted:
             raise CorruptCheckpoint(f"{path} has {reader.nbytes} bytes, the manifest says {wanted} (key {self.name!r})")
 
-    def _cut(self, path: str) -> CorruptCheckpoint:
+    def cut(self, path: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{path} ends early (key {self.name!r}); it changed while it was read")
 
     def index_of(self, number: int, coord: tuple[int, ...]) -> tuple[int, ...]:

@@ -324,11 +324,25 @@ def cast(name: str, a: np.ndarray, dtype: np.dtype, offset: tuple[int, ...], all
     with np.errstate(all="ignore"):
         out = casts.cast(real, dtype)
         loss = measure(a, out, offset)
-    if loss:
-        if allowed:
-            loss = replace(loss, places=())
-        if _current.tally is not None:
-            _current.tally.add(name if _current.name is None else _current.name, loss)
-        else:
-            Tally({name: loss}).refuse(False)
+    _tell(name, loss, allowed)
     return out
+
+
+def _tell(name: str, loss: CastLoss, allowed: bool = False) -> None:
+    """Count a loss, or raise it where no tally counts."""
+    if loss and allowed:
+        loss = replace(loss, places=())
+    if loss and _current.tally is not None:
+        _current.tally.add(name if _current.name is None else _current.name, loss)
+    elif loss:
+        Tally({name: loss}).refuse(False)
+
+
+@contextlib.contextmanager
+def watched(name: str, total: np.ndarray, offset: tuple[int, ...]) -> Iterator[None]:
+    """Arithmetic on ``total`` whose overflows are losses, as those of a cast are. Infinities and NaN of the operands are none."""
+    seen: list[str] = []
+    with np.errstate(all="ignore", over="call", call=lambda kind, _: seen.append(kind)):
+        yield
+    if seen:
+        _tell(name, _loss(total, total, offset, overflow=np.isinf(total) | np.isnan(total)))

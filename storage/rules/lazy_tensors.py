@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -90,12 +90,24 @@ class Recipes:
     def of(self, tensor: Any) -> str:
         found = self._known.get(id(tensor))
         if found is None:
-            told = [type(tensor).__name__, tensor.name]
+            # Tensors of several checkpoints may have one name, so each says where it lies.
+            told = [type(tensor).__name__, tensor.name, str(getattr(tensor, "root", getattr(tensor, "path", "")))]
             if isinstance(tensor, DerivedTensor):
                 told += [str(getattr(tensor, f.name)) for f in fields(tensor) if f.name not in _SOURCES]
                 told += [self.of(s) for s in tensor.sources()]
             found = self._known[id(tensor)] = hashlib.sha256("\0".join(told).encode("utf-8", "replace")).hexdigest()
         return found
+
+
+def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
+    """A tensor whose stored sources are changed."""
+    if not isinstance(tensor, DerivedTensor):
+        return None if tensor is None else change(tensor)
+    new = {}
+    for name in _SOURCES & {f.name for f in fields(tensor)}:  # type: ignore[arg-type]
+        held = getattr(tensor, name)
+        new[name] = tuple(with_leaves(t, change) for t in held) if name == "parts" else with_leaves(held, change)
+    return replace(tensor, **new) if new else tensor  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +314,7 @@ class Agreed(DerivedTensor):
         return sum(p.planned(box) for p in self.parts)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: self._read(box, out)
+        return self.by_pieces(box, out, 2 * self.dtype.itemsize)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         nbytes = read_into(self.source, box, out)[1]
@@ -310,11 +322,14 @@ class Agreed(DerivedTensor):
             held, n = read_into(other, box)
             nbytes += n
             if held.tobytes() != out.tobytes():
-                raise CheckpointError(
-                    f"{self.name!r} is joined from sources that must agree, but {self.parts[0].name!r} holds {out} and "
-                    f"{other.name!r} holds {held}; drop them, or leave one with a rule of its own"
-                )
+                raise self._differ(other, out, held)
         return nbytes
+
+    def _differ(self, other: Any, ours: np.ndarray, theirs: np.ndarray) -> CheckpointError:
+        return CheckpointError(
+            f"{self.name!r} is joined from sources that must agree, but {self.parts[0].name!r} holds {ours} and "
+            f"{other.name!r} holds {theirs}; drop them, or leave one with a rule of its own"
+        )
 
 
 # ----- reshape --------------------------------------------------------------------------------------------------------

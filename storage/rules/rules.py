@@ -128,7 +128,8 @@ class Rules:
                 if target in arrays:
                     arrays[target].rule = told[id(a.rule)]
         counts = Counter(told[id(a.rule)] for a in program.applied)
-        return replace(ckpt, arrays=arrays, structure=structure, meshes=[], mapping=list(counts.items()))
+        made = replace(ckpt, arrays=arrays, structure=structure, meshes=[], mapping=list(counts.items()))
+        return replace(made, whole=False)
 
     def on_arrays(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The rules applied to arrays in memory.

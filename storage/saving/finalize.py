@@ -15,6 +15,7 @@ from ..format.compression import fits
 from ..format.documents import marked
 from ..format.zarr_format import array_metadata, group_metadata
 from ..stores import atomic_directory, store
+from . import dual_index
 from .items import Record, SaveItem
 
 
@@ -43,6 +44,7 @@ def finish_directory(
         + sum(map(len, documents.values()))
         + _write_metadata(folder, items, head)
     )
+    nbytes += dual_index.write(folder, head)
     data = head.dumps(check=store.join(target, manifest.FILE))  # never commit what could not be read again
     folder.put(manifest.FILE, data)
     folder.settle()
@@ -70,11 +72,14 @@ def _entries(
             place = place_of(item.grid, coord, item.dtype.itemsize)
             key, box = place.key, place.box
             record = written.pop(f"{item.directory}/{key}", None)
-            if item.packed and record is not None and record.nbytes == box.size * item.dtype.itemsize:
+            if item.packed and record is not None and record.nbytes == place.size * item.dtype.itemsize:
                 head = [numbers[record.pack], list(box.offset), list(box.shape)]
                 rows.append([*head, record.nbytes, f"{record.crc32c:08x}", record.start])
                 continue
-            if record is None or not fits(record.nbytes, item.grid, coord, item.dtype.itemsize, item.compression):
+            whole = item.dual and record is not None and record.nbytes == item.most(coord)
+            if record is None or not (
+                whole or fits(record.nbytes, item.grid, coord, item.dtype.itemsize, item.compression)
+            ):
                 lost.append(f"{item.name} {key}")
                 continue
             rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
@@ -93,6 +98,7 @@ def _entries(
                 compression=item.compression,
                 sums=(first // 4, crc32c(bytes(table[first:]))) if len(table) > first else None,
                 packs=packs if item.packed else None,
+                dual=item.dual,
             )
         )
     if lost or written:
@@ -105,7 +111,7 @@ def _entries(
 def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
     held = [i for i in items if not i.packed]
-    texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw) for i in held}
+    texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw, i.dual) for i in held}
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])

@@ -14,9 +14,10 @@ from ..base import names
 from ..format.chunk_grid import ChunkGrid
 from ..format.compression import Compression, most_nbytes
 from ..format.stored_objects import Pack
+from ..format.zarr_format import dual_shard
 
 
-@dataclass
+@dataclass(slots=True)
 class SaveItem:
     """One array of the tree on its way to disk."""
 
@@ -31,6 +32,7 @@ class SaveItem:
     compression: Compression = None
     packed: bool = False
     raw: bool = False  # see ``array_metadata``
+    dual: bool = False  # see ``zarr_format``
 
     name: str = field(init=False)
 
@@ -53,6 +55,8 @@ class SaveItem:
 
     def most(self, coord: tuple[int, ...]) -> int:
         """Bytes of the file of a shard; with compression, the most that it can have."""
+        if self.dual:
+            return dual_shard(self.name, self.dtype, self.grid, coord).nbytes
         return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
 
 
@@ -68,6 +72,7 @@ class Task:
     compression: Compression = None
     name: str | None = None  # of a packed array
     pack: str = ""  # the file in which it lies with others
+    dual: str | None = None  # the name of an array of layout "dual"
 
 
 @dataclass(slots=True)

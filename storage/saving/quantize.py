@@ -23,7 +23,7 @@ from ..format import dtypes
 
 MARK = "meshtape.quantized"
 MAX_TIMES = 1
-_LEVELS = {8: 127, 4: 7}
+LEVELS = {8: 127, 4: 7}
 
 
 def quantize(
@@ -65,7 +65,7 @@ def quantize(
     >>> bool(np.abs(np.asarray(restored["m"]) - [[1.0, -2.0, 0.5]]).max() <= 1 / 127), times
     (True, 1)
     """
-    if bits not in _LEVELS:
+    if bits not in LEVELS:
         raise CheckpointError(f"bits must be 8 or 4, got {bits!r}")
     if times >= MAX_TIMES and not allow_again:
         raise CheckpointError(
@@ -90,7 +90,7 @@ def quantize(
 
 
 def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
-    levels = _LEVELS[bits]
+    levels = LEVELS[bits]
     wide = astype(asarray(x), float32)
     largest = largest_of(absolute(wide), axis=-1, keepdims=True)
     # A row of zeros, and one that is not finite, must not divide by what it has.
@@ -98,14 +98,14 @@ def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
     q = astype(clip(rounded(wide / scale), -levels, levels), int8)
     length = int(x.shape[-1])
     if bits == 4:
-        q = asarray(_pack(np.asarray(q)))
+        q = asarray(pack(np.asarray(q)))
     return {MARK: bits, "q": q, "scale": scale, "dtype": np.dtype(x.dtype).name, "length": length, "times": times}
 
 
-def _pack(q: np.ndarray) -> np.ndarray:
+def pack(q: np.ndarray) -> np.ndarray:
     """Two four-bit values a byte; an odd row ends in a zero.
 
-    >>> _pack(np.array([1, -1, 7], np.int8))
+    >>> pack(np.array([1, -1, 7], np.int8))
     array([241,   7], dtype=uint8)
     """
     bits = q.astype(np.uint8) & 15
@@ -115,7 +115,7 @@ def _pack(q: np.ndarray) -> np.ndarray:
 
 
 def _unpack(packed: np.ndarray, length: int) -> np.ndarray:
-    """Inverse of `_pack`.
+    """Inverse of `pack`.
 
     >>> _unpack(np.array([241, 7], np.uint8), 3)
     array([ 1, -1,  7], dtype=int8)
@@ -152,7 +152,7 @@ def _large(node: dict[str, Any]) -> Any:
         bits, q, scale, length = node[MARK], node["q"], node["scale"], node["length"]
         dtype = dtypes.by_name(node["dtype"])
         width = length if bits == 8 else -(-length // 2)
-        if bits not in _LEVELS or q.shape[-1] != width or scale.shape != (*q.shape[:-1], 1):
+        if bits not in LEVELS or q.shape[-1] != width or scale.shape != (*q.shape[:-1], 1):
             raise ValueError(f"{bits} bits, {q.shape} values and {scale.shape} scales for rows of {length}")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None

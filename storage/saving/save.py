@@ -40,6 +40,7 @@ from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle, finish_earlier, start
+from .dual_index import choose_dual, is_dual
 from .finalize import finish_directory
 from .items import Record, SaveItem, Task
 from .write_shards import write_blocks
@@ -142,10 +143,10 @@ def assign(
 
 def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
     """The shards that make up one block."""
-    name = item.name if item.packed else None
+    name, dual = item.name if item.packed else None, item.name if item.dual else None
     if (alone := only_shard(item.grid)) is not None:
         file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
-        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name)]
+        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name, dual=dual)]
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
     sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
@@ -154,7 +155,7 @@ def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
         coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
         part = item.grid.shard_box(coord).within(block)
         file = f"{item.directory}/{item.grid.key(coord)}"
-        out.append(Task(number, part, item.grid, coord, file, item.compression, name))
+        out.append(Task(number, part, item.grid, coord, file, item.compression, name, dual=dual))
     return out
 
 
@@ -228,6 +229,7 @@ class SaveOptions(TypedDict, total=False):
     compression: str | Zstd | None
     pack: bool | int | None
     dtype_fallback: Literal["raw"] | None
+    layout: Literal["dual"] | None
 
 
 @not_recording()  # what is stored needs no derivative
@@ -242,6 +244,7 @@ def save(
     compression: str | Zstd | None = None,
     pack: bool | int | None = None,
     dtype_fallback: Literal["raw"] | None = None,
+    layout: Literal["dual"] | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
 
@@ -275,6 +278,10 @@ def save(
         ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens the whole group where meshtape
         is not installed; a view gives the numbers there. meshtape itself reads the true types either way, and the bytes are the same. By default
         they have the names that TensorStore gives them.
+    layout
+        ``"dual"``: the file of each block is at once a shard of the Zarr array and a safetensors file. Blocks must be whole rows, and neither
+        ``compression`` nor ``pack`` goes with it. Where each array is one block, ``model.safetensors.index.json`` lets Hugging Face loaders open the
+        directory. Earlier versions of meshtape refuse such a checkpoint.
 
     Returns
     -------
@@ -309,12 +316,14 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback))
+        return _save_stream(path, tree, (step, metadata, documents, compression, pack, dtype_fallback, layout))
     target = store.location(path)
     finish_earlier(target)
     kept: Any = {"step": step, "metadata": metadata, "documents": documents, "overwrite": overwrite}
     return _Save(
-        target, tree, {**kept, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback}
+        target,
+        tree,
+        {**kept, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback, "layout": layout},
     ).run()
 
 
@@ -327,14 +336,14 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
         held = (
             f"the leaves {', '.join(values[:8])}"
             if values
-            else "step=, metadata=, documents=, compression=, pack= or dtype_fallback="
+            else "step=, metadata=, documents=, compression=, pack=, dtype_fallback= or layout="
         )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [i.name for i in items if i.sharding is not None]:
         raise CheckpointError(
             f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then merge"
         )
-    names.check_distinct(i.path for i in items)
+    names.check_distinct([i.path for i in items], [i.name for i in items])
     held = {i.name: i.array for i in items}
     arrays = {n: a if str(getattr(a, "device", "cpu")) == "cpu" else a.to_device("cpu") for n, a in held.items()}
     nbytes = save_safetensors(stream, arrays)
@@ -404,7 +413,9 @@ class _Save:
         self.target, self.overwrite = target, given.get("overwrite", False)
         structure, self.items = _classify(tree)
         items = self.items
-        names.check_distinct([i.path for i in items] + [p for p, _ in manifest.scalar_leaves(structure)])
+        scalars = list(manifest.scalar_leaves(structure))
+        paths = [i.path for i in items] + [p for p, _ in scalars]
+        names.check_distinct(paths, [i.name for i in items] + [names.leaf_name(p) for p, _ in scalars])
         for item, directory in zip(items, names.zarr_names([i.name for i in items]), strict=True):
             item.directory = directory
             item.compression = how if item.shape else None
@@ -415,9 +426,12 @@ class _Save:
         self.head = manifest.Manifest([], manifest.encode_tree(structure), None if step is None else int(step), kept)
         self.documents = encode(given.get("documents"))
         # Whatever cannot be kept is refused here, before anything is computed or written.
-        json.dumps([self.head.step, kept, [v for _, v in manifest.scalar_leaves(structure)]])
+        json.dumps([self.head.step, kept, [v for _, v in scalars]])
         _settle_first(items)
-        limit = packs.threshold(given.get("pack"), target)
+        dual = is_dual(given)
+        for item in items if dual else ():
+            choose_dual(item)
+        limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
             packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
 

@@ -18,6 +18,7 @@ from ..format.chunk_sums import packed
 from ..format.zarr_format import ShardBytes
 from ..stores import atomic_directory, store
 from ..stores.filesystem import active
+from .dual_bytes import DualBytes
 from .items import Record, Task
 from .packs import laid_out
 
@@ -74,7 +75,8 @@ def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> lis
     for t in tasks:
         _, some, parts = out.setdefault(t.pack or t.file, (root, [], []))
         some.append(t)
-        parts.append(blocks[t.array][(*t.part.slices, ...)])
+        block = blocks[t.array]
+        parts.append(block if t.part.shape == block.shape else block[(*t.part.slices, ...)])
     return list(out.values())
 
 
@@ -83,7 +85,11 @@ def _file(job: _Job, helpers: int) -> tuple[Callable[[], Generator[list[Any]]], 
     root, (task, *_), (part, *_) = job
     wrote = partial(activity.wrote, root)
     if not task.pack:
-        shard = ShardBytes(part, task.grid, task.coord, wrote, task.compression, helpers)
+        shard: ShardBytes | DualBytes
+        if task.dual is not None:
+            shard = DualBytes(part, task.grid, task.coord, wrote, task.dual)
+        else:
+            shard = ShardBytes(part, task.grid, task.coord, wrote, task.compression, helpers)
         return shard.batches, lambda: [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))]
     records, body = laid_out(*job[1:])
 

@@ -66,6 +66,9 @@ class _LocalReader(Reader):
         except OSError as e:
             raise failed(e, f"{self._path} cannot be read") from e
 
+    def fileno(self) -> int:
+        return self._fd
+
     def gather(self, nbytes: int, starts: range) -> bytes:
         """The short runs of ``nbytes`` that begin at ``starts``, one after the other; fewer bytes where the file ends before."""
         pread, fd = os.pread, self._fd

@@ -109,7 +109,7 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
 def at(root: str) -> Store:
     """The store of a directory's location."""
     if not is_url(root):
-        return LocalStore(root)
+        return _local_at(root)
     if root.partition("://")[0] not in SCHEMES:
         return FsspecStore(root)
     return ObjectStore(root)
@@ -133,6 +133,9 @@ def refuse_folder(where: str) -> None:
     store = at(where)
     if store.lists and next(iter(store.entries()), None) is not None:
         raise CheckpointExists(f"{where} is a directory; only files are replaced, write to another name")
+
+
+_local_at = lru_cache(maxsize=1 << 8)(LocalStore)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -30,7 +30,7 @@ from ..readers.safetensors import DCP_INFO
 from ..readers.zarr_tensor import ZarrTensor
 from ..rules.casting import CastLoss
 from ..rules.dequantized import dequantizes, is_quantized
-from ..rules.lazy_tensors import Converted
+from ..rules.lazy_tensors import Converted, with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
 from ..saving.items import SaveItem
@@ -130,7 +130,7 @@ class Selection:
         found = held.every() if isinstance(held, Documents) else {}
         if (config := found.get("config.json")) is not None:
             if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
-                left = next(_scaled(self.arrays), None)
+                left = next(scaled(self.arrays), None)
                 self.notes.append(
                     "config.json: without its quantization, as the weights have their full values"
                     if left is None
@@ -155,7 +155,11 @@ class Selection:
     def left_behind(self) -> list[str]:
         """Files and folders beside another writer's model that are not copied."""
         held = self.ckpt.documents
-        return held.others() if isinstance(held, Documents) and self.ckpt.manifest is None else []
+        return (
+            held.others()
+            if isinstance(held, Documents) and self.ckpt.manifest is None and self.ckpt.computed is None
+            else []
+        )
 
     @classmethod
     def of(
@@ -172,8 +176,7 @@ class Selection:
         ckpt = open_checkpoint(src)
         ahead = reading_ahead(ckpt, memory_limit // 4)
         for a in ckpt.arrays.values():
-            if isinstance(a.tensor, ZarrTensor):
-                a.tensor = replace(a.tensor, missing=missing)
+            a.tensor = with_leaves(a.tensor, lambda t: replace(t, missing=missing) if isinstance(t, ZarrTensor) else t)
         compression = ckpt.compression
         if prefix is not None:
             ckpt = ckpt.below(prefix)
@@ -188,10 +191,10 @@ class Selection:
             for n in arrays:
                 ckpt.arrays[n].check()
         ahead.expect(arrays.values())
-        wanted = None if dtype is None else _float(dtype)
+        wanted = None if dtype is None else floating(dtype)
         if wanted is not None:
-            _refuse_scaled(arrays, wanted)
-            arrays = {n: t if _fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
+            refuse_scaled(arrays, wanted)
+            arrays = {n: t if is_fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         unread = unread_of(ckpt, keys, drop)
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
@@ -208,7 +211,7 @@ class Selection:
         )
 
 
-def _float(dtype: Any) -> np.dtype:
+def floating(dtype: Any) -> np.dtype:
     wanted = dtypes.by_name(dtype)
     if wanted.name not in dtypes.FLOATS:
         raise CheckpointError(
@@ -217,9 +220,9 @@ def _float(dtype: Any) -> np.dtype:
     return wanted
 
 
-def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
+def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
     """Raise for quantised weights: their values are numbers times a scale beside them, which a cast would lose."""
-    for name, scale in _scaled(arrays):
+    for name, scale in scaled(arrays):
         t = arrays[name]
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
             raise CheckpointDTypeError(
@@ -229,14 +232,14 @@ def _refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
             )
 
 
-def _scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(weights, their scales) by name, of those that are quantised."""
     for name, t in arrays.items():
         if is_quantized(t.dtype):
             yield from ((name, s) for end in ("_scale", "_scale_inv") if (s := name + end) in arrays)
 
 
-def _fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
+def is_fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
     return dtype == wanted or dtype.name not in dtypes.FLOATS
 
 
@@ -408,7 +411,7 @@ def convert(
         )
     else:
         raise CheckpointError(f"format must be 'zarr' or 'safetensors', got {format!r}")
-    if held.ckpt.path == target:
+    if target in held.ckpt.places:
         raise CheckpointError(f"{target} is the source; write to another place")
     tensors = list(held.arrays.values())
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"

@@ -25,6 +25,7 @@ from ..base import scratch, strict_json
 from ..commit import directory_commit
 from ..commit.contents import JOURNAL
 from ..rules.casting import CastLoss, Tally
+from ..rules.measured import measure_all
 from ..stores import atomic_directory, store
 from ..stores.filesystem import active, try_lock
 from ..stores.generations import Generation
@@ -186,6 +187,7 @@ def transfer(
             resumed = sum(sizes[u] for u in kept)
             with atomic_directory.room_for(sink.nbytes - resumed, target):
                 begun = True
+                measure_all([tensors[a] for a in sorted(left)], spread.over)
                 sink.create(part)
                 reached = resumed
                 if progress is not None:

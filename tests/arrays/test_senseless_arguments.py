@@ -9,8 +9,10 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import pytest
+from scipy import sparse
 
 import meshtape as mt
 from meshtape.errors import MeshtapeError
@@ -272,6 +274,10 @@ PROTOCOLS: dict[str, Any] = {
     "times a fraction": (lambda: X * Fraction(1, 3), TypeError, r"\[multiply\].*Fraction"),
     "a fraction times": (lambda: Fraction(1, 3) * X, TypeError, r"\[multiply\].*Fraction"),
     "equal to a fraction": (lambda: Fraction(1, 3) == X, TypeError, r"\[equal\].*Fraction"),
+    "equal to bytes of numbers": (lambda: memoryview(np.ones(2)) == X, TypeError, r"\[equal\].*memoryview"),
+    "equal to a range": (lambda: range(2) != X, TypeError, r"\[not_equal\].*range"),
+    "equal to an array of Dask": (lambda: da.ones(2) == X, TypeError, r"\[equal\].*dask"),
+    "a sparse array equal to": (lambda: sparse.csr_array(np.ones((1, 2))) == X, TypeError, r"\[equal\].*csr_array"),
     "plus a decimal": (lambda: X + Decimal("1.5"), TypeError, r"\[add\].*Decimal"),
     "from_dlpack": (lambda: mt.from_dlpack(TENSOR), ValueError, "detach"),
     "from_dlpack of no exporter": (lambda: mt.from_dlpack(object()), ValueError, "gives no array"),

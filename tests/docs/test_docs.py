@@ -58,7 +58,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
 
 def test_commands_that_are_shown_exist() -> None:
     for page in PAGES:
-        for name in re.findall(r"^(?:ssh .* )?meshtape ([a-z]+)", "\n".join(blocks(page, "console")), re.MULTILINE):
+        for name in re.findall(r"^(?:ssh .* )?meshtape ([a-z-]+)", "\n".join(blocks(page, "console")), re.MULTILINE):
             assert name in main.commands, (page, name)
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from meshtape.cli.main import main
 from meshtape.parallel.dask.cluster import local_cluster
+from meshtape.storage import save_safetensors
 
 JOB = """
 import sys
@@ -73,6 +75,10 @@ def place(demo_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(run / "model" / "model.safetensors", home / f"{name}.safetensors")
     (home / "names.rules").write_text("params.{rest*} -> model.{rest*}\noptimizer.{rest*} -> _\n")
     (home / "job.py").write_text(JOB)
+    for i, name in enumerate(("base", "tuned")):
+        save_safetensors(home / f"{name}.safetensors", {"m.weight": np.full((20, 20), i, np.float32)})
+    models = [{"model": f"{name}.safetensors", "parameters": {"weight": 0.5}} for name in ("base", "tuned")]
+    (home / "config.yml").write_text(json.dumps({"merge_method": "linear", "models": models}))
     return home
 
 
@@ -89,7 +95,7 @@ def call(line: str, home: Path) -> Any:
 
 
 def test_examples_that_read_and_write_checkpoints(place: Path) -> None:
-    run = [line for n in ("info", "ls", "show", "tree", "verify", "merge", "convert", "reshard", "estimate", "diff") for line in EXAMPLES[n]]  # fmt: skip
+    run = [line for n in ("info", "ls", "show", "tree", "verify", "merge", "convert", "reshard", "estimate", "diff", "derive", "blend", "lora-extract", "lora-merge") for line in EXAMPLES[n]]  # fmt: skip
     for line in filter(here, run):
         done = call(line, place)
         # diff says by its code that two steps of a training differ.

@@ -157,9 +157,10 @@ def test_looking(home: Path) -> None:
     check("ls", listed, call("ls", str(home / "packed")), call("ls", str(home / "hf")), call("ls", str(home / "run")))
     check("gc", call("gc", str(home / "run"), "--older-than", "0", "--dry-run"))
     left.rmdir()
-    check(
-        "show", *(call("show", first, f"params.{n}") for n in ("w", "n", "none", "empty")), call("show", first, "name")
-    )
+    shown = [call("show", first, n) for n in ("params.w", "params.n", "params.none", "params.empty", "name")]
+    made = str(home / "mean.json")
+    check("derive", call("derive", "mean", first, "--out", made))
+    check("show", *shown, call("show", made, "params.w"))
     check("tree", call("tree", first), call("tree", str(home / "hf")))
     check("browse", call("browse", first, str(home / "run"), str(home)))
 
@@ -181,6 +182,13 @@ def test_writing(home: Path, tmp_path: Path) -> None:
     for args in (("convert", "--format", "zarr"), ("convert", "--format", "safetensors"), ("reshard", "--mesh", "m=2")):
         command, *options = args
         check(command, call(command, source, out, *options, "--overwrite"))
+    for name, x in (("base", 0.0), ("tuned", 1.0)):
+        mt.storage.save_safetensors(tmp_path / f"{name}.safetensors", {"m.weight": np.full((2, 3), x, np.float32)})
+    base, tuned, adapter = (str(tmp_path / n) for n in ("base.safetensors", "tuned.safetensors", "adapter"))
+    check("lora-extract", call("lora-extract", tuned, base, adapter, "--rank", "1"))
+    check("lora-merge", call("lora-merge", base, adapter, out, "--overwrite"))
+    (tmp_path / "c.yml").write_text(f"merge_method: passthrough\nmodels: [{{model: {tuned}}}]")
+    check("blend", call("blend", str(tmp_path / "c.yml"), "--out", out, "--overwrite"))
 
 
 JOB = """

@@ -85,7 +85,7 @@ def _dask(x: Any, tmp_path: Any) -> None:
 def _passed_on(x: Any, tmp_path: Any) -> None:
     runtime = x.sharding.mesh.runtime  # nobody but another worker waits, whose queue stands still meanwhile
     made = runtime._streams.call(
-        lambda seat, bundle: None, "take", {runtime.addresses[0]: (x._buf.handle.gang.futures[1],)}
+        lambda context, bundle: None, "take", {runtime.addresses[0]: (x._buf.handle.gang.futures[1],)}
     )
     runtime._streams.results(made.values())
 

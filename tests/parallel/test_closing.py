@@ -64,7 +64,7 @@ def test_a_loop_whose_results_nobody_took_leaves_nothing_on_a_closed_mesh(proces
 def test_a_mesh_that_could_not_be_opened_is_forgotten(processes, eventually, monkeypatch):
     def known(dask_worker: Any) -> int:
         state = mesh_worker._STATES[dask_worker.address]
-        return len(state.owners) + len(state.seats) + len(state.plane._secrets)
+        return len(state.owners) + len(state.contexts) + len(state.plane._secrets)
 
     def meshes(dask_scheduler: Any) -> int:
         return len(dask_scheduler.plugins["meshtape"].meshes)

@@ -149,6 +149,14 @@ def check(simulated: ModuleType, step: Any, args: tuple[Any, ...], mesh: mt.Mesh
         assert found.rank(r).across == LinkTraffic()
 
 
+@pytest.mark.parametrize(("per_host", "messages"), [(16, 15), (8, 4)])
+def test_the_algorithm_depends_on_the_number_of_hosts(per_host, messages):
+    mesh = mt.Mesh({"a": 16})
+    x = mt.distribute(np.ones(32), mesh, a=S0)
+    found = mt.forecast(mt.sum, x, device="CPU-core", links={"ranks_per_host": per_host}).rank(0)
+    assert found.within.messages + found.across.messages == messages
+
+
 def test_messages_on_workers_are_those_of_the_forecast(processes: Client):
     """Two processes with their sockets and shared memory, counted where they send."""
 

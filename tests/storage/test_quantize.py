@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape import errors
 from meshtape.storage import load, merge, open_checkpoint, save
-from meshtape.storage.saving.quantize import _pack, _unpack, dequantize, quantize
+from meshtape.storage.saving.quantize import _unpack, dequantize, pack, quantize
 
 
 @settings(max_examples=60, deadline=None)
@@ -27,8 +27,8 @@ def test_the_error_is_at_most_half_a_scale(rows, n, bits, seed):
 @given(st.lists(st.integers(-7, 7), min_size=1, max_size=9))
 def test_odd_rows_are_packed(values):
     q = np.array(values, np.int8)
-    assert _unpack(_pack(q), len(q)).tolist() == values
-    assert _pack(q).nbytes == (len(q) + 1) // 2
+    assert _unpack(pack(q), len(q)).tolist() == values
+    assert pack(q).nbytes == (len(q) + 1) // 2
 
 
 @pytest.mark.parametrize("bits", [8, 4])

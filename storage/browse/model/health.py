@@ -85,7 +85,7 @@ def scan(ckpt: Checkpoint, health: Health, progress: Callable[[int, int, str], N
     tell = progress or (lambda done, total, doing: None)
     health.arrays = len(ckpt)
     # Verifying reads every file to its end as well: it counts as half of the work.
-    verifies = ckpt.kind == "meshtape"
+    verifies = ckpt.kind in ("meshtape", "virtual")
     total = ckpt.nbytes * (2 if verifies else 1)
     twins: dict[tuple[object, ...], str] = {}
     done = 0
@@ -111,7 +111,7 @@ def scan(ckpt: Checkpoint, health: Health, progress: Callable[[int, int, str], N
         tell(done, total, "index and length of every file")
         try:
             report = verify(ckpt.path)
-            health.verified = f"{report.files:,} files fit the manifest"
+            health.verified = f"{report.files:,} files fit {'the manifest' if ckpt.manifest else 'their checksums'}"
         except (CheckpointError, OSError) as e:
             health.add(Finding("verify", "bad", "", str(e)))
             health.verified = "damaged"

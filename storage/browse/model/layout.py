@@ -186,7 +186,11 @@ def _state(
     coord = tuple(o // s for o, s in zip(box.offset, grid.shard, strict=True))
     held = tensor.objects[coord]
     packed = isinstance(tensor, PackedBlocks)
-    nbytes, file_nbytes = (held.nbytes, held.file_nbytes) if packed else (math.prod(grid.chunk) * item + 4, held.nbytes)
+    nbytes, file_nbytes = (
+        (held.nbytes, held.file_nbytes)
+        if packed
+        else (math.prod(grid.chunk) * item + 4 * (not held.start), held.nbytes)
+    )
     if local:
         size = length(os.path.join(tensor.root, held.file))
         if size is None:

@@ -20,6 +20,7 @@ from ...format.hf_index import HF_INDEX
 from ...loading.open import open_checkpoint
 from ...stores import atomic_directory
 from ...stores import store as stores
+from ...virtual.document import is_document
 from .inventory import Inventory
 from .jobs import Jobs
 from .runs import is_run
@@ -120,12 +121,22 @@ class Site:
                 return held[1]
         started = time.perf_counter()
         ckpt = open_checkpoint(place.path)
+        if ckpt.computed is not None and place.path not in self.roots:
+            self._refuse_beyond(place, ckpt.places)
         opened = Opened(place, ckpt, Inventory(ckpt), time.perf_counter() - started)
         with self._lock:
             self._open[place.path] = (mark, opened)
             while len(self._open) > _OPEN:
                 self._open.popitem(last=False)
         return opened
+
+    def _refuse_beyond(self, place: SitePlace, read: Iterable[str]) -> None:
+        """Raise where a virtual checkpoint below a root reads others that are below none."""
+        roots = [r if stores.is_url(r) else os.path.realpath(r) for r in self.roots]
+        for path in read:
+            real = path if stores.is_url(path) else os.path.realpath(path)
+            if not any(real == r or real.startswith(stores.join(r, "")) for r in roots):
+                raise NotACheckpoint(f"{place.path} is computed from {path}, which lies outside of what is shown here")
 
     def check(self, place: SitePlace) -> None:
         """Raise the error of opening the place, unless it is a directory or a run."""
@@ -151,7 +162,7 @@ class Site:
             if name.startswith(".") or len(out) >= _MOST_ENTRIES:
                 continue
             path = os.path.join(place.path, name)
-            if not os.path.isdir(path) and not name.endswith(".safetensors"):
+            if not os.path.isdir(path) and not name.endswith(".safetensors") and not is_document(path):
                 continue
             at = f"{place.at}/{name}"
             try:

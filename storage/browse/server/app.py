@@ -67,7 +67,7 @@ class Server:
         self.host = host
         self.token = token if token is not None or local else secrets.token_urlsafe(24)
         hosts = frozenset(LOOPBACK) | {host.strip("[]").casefold()} if local else None
-        self._access = Access(self.site, hosts, self.token)
+        self.access = Access(self.site, hosts, self.token)
         self._thread: threading.Thread | None = None
         self._began = threading.Event()
         self._end: Callable[[], Any] = lambda: None
@@ -81,13 +81,24 @@ class Server:
 
     def address(self, place: SitePlace | None = None, **parameters: Any) -> str:
         """The address of a place of the site, or of the start page."""
+        view, at = ("open", place.at) if place is not None else ("", None)
+        return f"{self.origin}/{href(view, at=at, token=self.token, **parameters)}"
+
+    @property
+    def origin(self) -> str:
+        """The address without a path."""
         shown = self.host
         if shown in ("0.0.0.0", "::", ""):  # listens everywhere: one name by which others may find it
             shown = socket.getfqdn()
         elif ":" in shown and not shown.startswith("["):
             shown = f"[{shown}]"
-        view, at = ("open", place.at) if place is not None else ("", None)
-        return f"http://{shown}:{self.port}/{href(view, at=at, token=self.token, **parameters)}"
+        return f"http://{shown}:{self.port}"
+
+    def application(self) -> Any:
+        """The application of Tornado that is served."""
+        from .handlers import application
+
+        return application(self.access)
 
     def run(self) -> None:
         """Serve in this thread until `close` is called from another, or an interrupt."""
@@ -96,13 +107,11 @@ class Server:
     async def _serve(self) -> None:
         from tornado.httpserver import HTTPServer
 
-        from .handlers import application
-
         ended = asyncio.Event()
         self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set)
         self._began.set()
         server = HTTPServer(
-            application(self._access), max_header_size=1 << 16, max_body_size=1 << 20, idle_connection_timeout=120
+            self.application(), max_header_size=1 << 16, max_body_size=1 << 20, idle_connection_timeout=120
         )
         server.add_sockets(self._sockets)
         try:
@@ -129,7 +138,7 @@ class Server:
             self._thread = None
         for s in self._sockets:
             s.close()
-        self._access.close()
+        self.access.close()
 
     def __enter__(self) -> Server:
         return self.start()

@@ -80,7 +80,7 @@ def host_of(header: str) -> str:
         return ""
 
 
-class _Handler(web.RequestHandler):
+class Handler(web.RequestHandler):
     """Guards, parameters, and the answer as page, fragment or JSON."""
 
     def initialize(self, access: Access | Callable[[], Access]) -> None:
@@ -205,20 +205,20 @@ def _guarded(make: Callable[[], Shown]) -> Shown:
 # ----- the views ------------------------------------------------------------------------------------------------------
 
 
-def _query(h: _Handler) -> Query:
+def _query(h: Handler) -> Query:
     sort, down = h.parameter("sort", "tree"), bool(h.parameter("down"))
     least, page = h.number("least", 0) or 0, h.number("page", 0, 10**9) or 0
     sort = sort if sort in SORTS else "tree"
     return Query(h.parameter("q"), h.parameter("dtype"), least, h.number("most"), sort, down, page)
 
 
-def _view(h: _Handler) -> dict[str, Any]:
+def _view(h: Handler) -> dict[str, Any]:
     every = h.integers("every")
     dimensions = {d: h.number(d, None, 64) for d in ("rows", "columns")}
     return {**dimensions, "at": h.integers("index"), "steps": (every[0], every[-1]) if every else (0, 0)}
 
 
-_PARAMETERS: dict[str, Callable[[_Handler], Any]] = {
+_PARAMETERS: dict[str, Callable[[Handler], Any]] = {
     **{name: lambda h, name=name: h.parameter(name) for name in ("name", "b", "metric", "best", "job")},  # type: ignore[misc]
     **{name: lambda h, name=name: bool(h.parameter(name)) for name in ("fragment", "check", "again")},  # type: ignore[misc]
     "at": lambda h: h.parameter("at", "0"),
@@ -295,7 +295,7 @@ _VIEWS = {
 }
 
 
-class _PageHandler(_Handler):
+class _PageHandler(Handler):
     """A view, and the work that its form starts."""
 
     def initialize(self, access: Access | Callable[[], Access], view: _PageSpec) -> None:
@@ -331,7 +331,7 @@ class _PageHandler(_Handler):
         return f"{view}?{query}" if view in ("health", "compare") else "./"
 
 
-class _Static(_Handler):
+class _Static(Handler):
     def prepare(self) -> None:  # these hold no secrets, and the page that refuses a visitor wants its style
         if self.access.hosts is not None and host_of(self.request.host) not in self.access.hosts:
             raise web.HTTPError(403, reason="This server does not go by that name")
@@ -350,16 +350,14 @@ class _Static(_Handler):
         self.finish(data)
 
 
-class _Nothing(_Handler):
+class _Nothing(Handler):
     def get(self) -> None:
         raise web.HTTPError(404, reason="There is no such page")
 
     post = get
 
 
-def routes(
-    access: Access | Callable[[], Access], prefix: str = "/"
-) -> list[tuple[str, type[_Handler], dict[str, Any]]]:
+def routes(access: Access | Callable[[], Access], prefix: str = "/") -> list[tuple[str, type[Handler], dict[str, Any]]]:
     """(pattern, handler, arguments) of every page below ``prefix``. ``access`` may be a function that is called when a page is asked for."""
     pages = [(prefix + path, _PageHandler, {"access": access, "view": view}) for path, view in _VIEWS.items()]
     return [*pages, (f"{prefix}static/(.*)", _Static, {"access": access})]

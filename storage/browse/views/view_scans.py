@@ -47,7 +47,7 @@ def health(site: Site, at: str, fragment: bool = False) -> Shown:
         h=found,
         kinds=kinds,
         nbytes=opened.inventory.nbytes,
-        verifies=opened.ckpt.kind == "meshtape",
+        verifies=opened.ckpt.kind in ("meshtape", "virtual"),
         most=MOST,
     )
     trail = crumbs(site, opened.place, ("health", None))

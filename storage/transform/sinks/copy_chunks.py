@@ -21,6 +21,7 @@ from ...format.chunk_grid import ChunkGrid, ravel
 from ...format.compression import Compression, compression_of
 from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.compressed import CompressedTensor
+from ...readers.dual_tensor import DualTensor
 from ...readers.packed import PackedBlocks
 from ...readers.reading import opened
 from ...readers.tensor import ChunkedTensor
@@ -48,7 +49,7 @@ def keeps_bytes(tensor: Any, grid: ChunkGrid, dtype: np.dtype, compression: Comp
     """Whether the stored chunks of ``tensor`` are the same bytes in an array of ``grid`` with this compression."""
     return (
         isinstance(tensor, ChunkedTensor)
-        and not isinstance(tensor, PackedBlocks)
+        and not isinstance(tensor, (PackedBlocks, DualTensor))  # without checksums beside the chunks
         and bool(grid.shape)  # a 0-d array is a bare chunk
         and tensor.grid.shape == grid.shape
         and tensor.grid.chunk == grid.chunk

@@ -37,7 +37,7 @@ def of_worker(dask_worker: Any) -> dict[str, Any]:
     if state is not None:
         plane = state.plane
         found |= {
-            "seats": len(state.seats),
+            "contexts": len(state.contexts),
             "owners": len(state.owners),
             "programs": len(state.programs),
             "values": sum(len(d.kept) for d in state.resident.sessions.values()),

@@ -1,0 +1,194 @@
+"""`blend`: models merged as a configuration says, streaming; and `blended`, the same as a lazy checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Unpack
+
+from ...arrays.core.errors import CheckpointError
+from ..checkpoint.checkpoint import Checkpoint, flat
+from ..format.documents import Documents, with_dtype
+from ..stores import store
+from ..stores.generations import JointGeneration
+from ..transform.convert import ConvertReport, TransformOptions, convert
+from .config import BlendConfig, read_config
+from .plan import BlendedArray, Planner, parameters_of
+
+CONFIG = "mergekit_config.yml"  # the name under which readers of merged models look for the configuration
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+@dataclass(frozen=True)
+class BlendReport(ConvertReport):
+    """Report of a blend: the fields of a conversion's report, and how each array was made.
+
+    >>> report = BlendReport("out", 1, [], 8, 8, 0, made={"w": BlendedArray("linear", ("a: w", "b: w"), {"normalize": True})})
+    >>> print(report.table())
+    w: linear(normalize=True) of a: w; b: w
+    """
+
+    made: dict[str, BlendedArray] = field(default_factory=dict)
+
+    def table(self) -> str:
+        """A line for each array: its method, parameters and sources."""
+        return "\n".join(parameters_of(self.made))
+
+
+class _MadeDocuments(Documents):
+    """Documents that are made, of which none lies anywhere."""
+
+    def __init__(self, held: Mapping[str, bytes]) -> None:
+        super().__init__("blend", {n: (None, n) for n in held})
+        self._held = dict(held)
+
+    def raw(self, name: str) -> bytes:
+        file = self._file(name)
+        return self._held[file] if file in self._held else super().raw(name)
+
+    def others(self) -> list[str]:
+        return []
+
+
+def blended(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    seed: int = 0,
+    *,
+    keys: Iterable[str] | None = None,
+    drop: Iterable[str] | None = None,
+) -> Checkpoint:
+    """The checkpoint that a configuration describes, computed box by box when it is read.
+
+    Parameters
+    ----------
+    config
+        A configuration of mergekit: the path of its YAML, its text, or a dict.
+    seed
+        Of the random numbers of ``dare`` and ``della``. They are a function of it, of the array's name, of the number of the model and of the place of the
+        element, so that they depend neither on workers nor on order.
+    keys, drop
+        Names or patterns of the arrays to take and to leave out; what is left out is not compared.
+
+    Returns
+    -------
+    Checkpoint
+
+    Raises
+    ------
+    CheckpointError
+        The configuration is wrong, or the models do not fit each other: one error lists everything.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from meshtape.storage import save_safetensors
+    >>> home = tempfile.mkdtemp()
+    >>> for name, x in (("a", 1.0), ("b", 3.0)):
+    ...     _ = save_safetensors(f"{home}/{name}.safetensors", {"w": np.full(2, x, np.float32)})
+    >>> models = [{"model": f"{home}/{n}.safetensors", "parameters": {"weight": 1}} for n in "ab"]
+    >>> blended({"merge_method": "linear", "models": models})["w"][:]
+    array([2., 2.], dtype=float32)
+    """
+    return _blended(read_config(config), seed, keys, drop)[0]
+
+
+def _blended(
+    config: BlendConfig, seed: int, keys: Iterable[str] | None, drop: Iterable[str] | None
+) -> tuple[Checkpoint, Planner]:
+    if type(seed) is not int:
+        raise CheckpointError(f"seed is a whole number, got {seed!r}")
+    plan = Planner(config, seed, keys, drop)
+    names = ", ".join(map(str, config.models()))
+    ckpt = flat(f"blend of {names}", "Blend", plan.tensors)
+    ckpt.generation = JointGeneration.of_all(g for p in plan.parents.values() for g in p.generations)
+    ckpt.documents = _MadeDocuments(_documents(config, plan))
+    return ckpt, plan
+
+
+def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
+    """Those of the base, or of the first model, with what the blend changes."""
+    held = plan.donor.ckpt.documents
+    out = held.every() if isinstance(held, Documents) else {}
+    for card in [n for n in out if n.startswith("README")]:
+        del out[card]  # it describes another model
+    if plan.vocabulary is not None:
+        out |= plan.vocabulary.documents
+    if config.chat_template is not None:
+        out["chat_template.jinja"] = config.chat_template.encode()
+    if (said := out.get("config.json")) is not None:
+        told = json.loads(said)
+        if isinstance(told, dict):
+            before = json.dumps(told)
+            inner = told.get("text_config") if isinstance(told.get("text_config"), dict) else told
+            for key in _LAYERS:
+                if key in inner and plan.layers and type(inner[key]) is int:
+                    inner[key] = plan.layers
+            if plan.vocabulary is not None and "vocab_size" in inner:
+                inner["vocab_size"] = plan.vocabulary.size
+            if "lm_head.weight" in plan.tensors and "lm_head.weight" not in plan.donor.tensors:
+                told["tie_word_embeddings"] = False  # blended by itself, it is not the embedding any more
+            if json.dumps(told) != before:
+                said = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+        if (dtype := config.out_dtype or config.dtype) is not None:
+            said = with_dtype(said, dtype)
+        out["config.json"] = said
+    return out | {CONFIG: config.text.encode()}
+
+
+def blend(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    dst: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    format: Literal["safetensors", "zarr"] = "safetensors",
+    max_shard_bytes: int | None = None,
+    **options: Unpack[TransformOptions],
+) -> BlendReport:
+    """Blend models as mergekit's configuration says, streaming; a run that was interrupted goes on where it stopped.
+
+    The sources may have any layout that `open_checkpoint` opens. Memory is bounded by ``memory_limit``, whatever their size, and the result is the same
+    to the byte for any memory limit, threads and workers.
+
+    Parameters
+    ----------
+    config
+        The path of a YAML file of mergekit, its text, or a dict.
+    dst
+        The directory to make, all or nothing: a Hugging Face directory with the documents of the base model, or of the first.
+    seed
+        As in `blended`.
+    format
+        ``"safetensors"``, or ``"zarr"``: a checkpoint as `save` writes it.
+    max_shard_bytes
+        For safetensors: largest size of a file's arrays together; None puts all in one file.
+    options
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``allow_overflow``, ``overwrite``, ``progress``,
+        ``client`` and the others of `convert`. Arrays that ``keys`` and ``drop`` leave out are not compared either.
+
+    Returns
+    -------
+    BlendReport
+        ``made`` has for each array its method, sources and the parameters that applied.
+
+    Raises
+    ------
+    CheckpointError
+        The configuration is wrong, or the models do not fit each other: one error lists everything, and nothing was written.
+    Lossy
+        A value is beyond the range of the dtype of the result, and ``allow_overflow`` is false.
+    """
+    said = read_config(config)
+    keys, drop = options.get("keys"), options.get("drop")
+    if options.get("rules") is not None or options.get("prefix") is not None:
+        keys = drop = None  # they speak of the names after these
+    else:
+        options = {**options, "keys": None, "drop": None}  # type: ignore[assignment]
+    ckpt, plan = _blended(said, seed, keys, drop)
+    target = store.location(dst)
+    sources = [store.location(x) for m in said.models() for x in (m.path, m.lora) if x]
+    if any(x == target or x.startswith(f"{target}/") for x in sources):
+        raise CheckpointError(f"{target} is one of the sources; write to another place")
+    report = convert(ckpt, dst, format=format, max_shard_bytes=max_shard_bytes, **options)
+    return BlendReport(**vars(report), made=plan.arrays)

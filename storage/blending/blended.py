@@ -1,0 +1,95 @@
+"""The lazy tensor of a blend: a box of it is computed from the same box of its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ..readers.reading import Job
+from ..readers.tensor import read_into
+from ..rules.casting import cast
+from ..rules.lazy_tensors import DerivedTensor, pieces
+from ..rules.measured import Measured
+from .methods import Formula, Piece, real, rounded
+from .statistics import Jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Blended(DerivedTensor):
+    """A tensor made of ``parts`` of its shape by the formula ``method``, which computes in ``work``, and stored as ``dtype``."""
+
+    name: str
+    parts: tuple[Any, ...]
+    method: Formula
+    work: np.dtype
+    dtype: np.dtype
+    measured: Measured | None = None  # of a formula that needs numbers about the whole tensor
+    casts: ClassVar[bool] = True
+    how: ClassVar[str] = "blended of other arrays when it is read"
+
+    source = property(lambda self: self.parts[0])
+    shape = property(lambda self: self.parts[0].shape)
+    chunk = property(lambda self: self.parts[0].chunk)
+
+    def sources(self) -> tuple[Any, ...]:
+        return self.parts
+
+    def needs(self, box: Box) -> Box:
+        """The box of the sources: whole rows where the formula ranks in rows."""
+        if not self.method.rows or not box.shape:
+            return box
+        return Box((*box.offset[:-1], 0), (*box.shape[:-1], self.shape[-1]))
+
+    def cut(self, box: Box) -> Blended:
+        """The tensor with the files that a box needs, measured or not."""
+        return replace(self, parts=tuple(p.only(self.needs(box)) for p in self.parts))
+
+    def only(self, box: Box) -> Blended:
+        if not box.size:
+            return self
+        self._facts()  # of all of it, before it is cut
+        return self.cut(box)
+
+    def planned(self, box: Box) -> int:
+        return sum(p.planned(self.needs(box)) for p in self.parts) if box.size else 0
+
+    def measuring(self) -> Jobs:
+        return self.method.measuring(self)
+
+    def _facts(self) -> Any:
+        return None if self.measured is None else self.measured.of(self)
+
+    def piece(self, box: Box) -> Piece:
+        """The elements of a box of all sources, as the formula takes them."""
+        return self._filled(box)[0]
+
+    def _filled(self, box: Box) -> tuple[Piece, int]:
+        held, total = [], 0
+        for p in self.parts:
+            a, n = read_into(p, box)
+            if a.dtype != self.work:
+                a = cast(self.name, a, self.work, box.offset)
+            held.append(a.astype(real(self.work), copy=False))
+            total += n
+        return Piece(box, self.shape, self.work, held), total
+
+    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+        # Some arrays of the width of computing for each source at a time.
+        itemsize = 4 * real(self.work).itemsize * len(self.parts)
+        for there, part in pieces(box, self.chunk, itemsize):
+            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
+
+    def _read(self, box: Box, out: np.ndarray) -> int:
+        needs = self.needs(box)
+        piece, nbytes = self._filled(needs)
+        with np.errstate(all="ignore"):
+            made = self.method.combine(piece, self._facts())
+        made = made[box.within(needs).slices] if needs != box else made
+        if self.dtype != self.work and self.work.itemsize == 2:
+            made = rounded(made, self.work)  # first the dtype of the result, then that of the file
+        out[...] = cast(self.name, made, self.dtype, box.offset)
+        return nbytes

@@ -1,0 +1,371 @@
+"""The lazy tensors of a blend: names and layers of the sources matched, parameters resolved, everything checked before a byte is written."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ..base.names import fits
+from ..checkpoint.checkpoint import Checkpoint
+from ..format import dtypes
+from ..loading.open import open_checkpoint
+from ..rules.dequantized import is_quantized
+from ..rules.lazy_tensors import Agreed, Converted, Sliced
+from ..rules.measured import Measured
+from ..stores.generations import Generation, Listed
+from .blended import Blended
+from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, resolve
+from .lora import with_adapter
+from .methods import (
+    Directions,
+    Drop,
+    Formula,
+    Linear,
+    MagnitudeDrop,
+    Outliers,
+    Scaled,
+    SelectCalculateErase,
+    Sparsifier,
+    TaskVectors,
+    Trim,
+)
+from .vocabulary import Vocabulary, is_embedding
+
+_LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
+_FIRST = re.compile(r"embed|wte|wpe")  # names of arrays that come before the layers
+
+
+@dataclass(frozen=True)
+class BlendedArray:
+    """How an array of a blend was made: the sources (model and name there), and the parameters that applied."""
+
+    method: str
+    sources: tuple[str, ...]
+    parameters: Mapping[str, Any]
+
+
+@dataclass
+class Parent:
+    """An open source of a blend. ``layers`` maps (prefix, rest of a name) of each layer to the name."""
+
+    ckpt: Checkpoint
+    tensors: dict[str, Any]
+    generations: list[Generation]
+    loose: dict[str, str] = field(default_factory=dict)
+    layers: dict[int, dict[tuple[str, str], str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: ModelRef) -> Parent:
+        ckpt = open_checkpoint(model.path)
+        generations = [_generation(ckpt)]
+        tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
+        if model.lora is not None:
+            tensors, adapter = with_adapter(tensors, model.lora, str(model))
+            generations.append(_generation(adapter))
+        out = cls(ckpt, tensors, generations)
+        for n in tensors:
+            if found := _LAYER.search(n):
+                key = n[: found.start()], n[found.end() :]
+                out.layers.setdefault(int(found[1]), {})[key] = n
+            else:
+                out.loose[n] = n
+        return out
+
+    @property
+    def count(self) -> int:
+        """How many layers it has."""
+        return max(self.layers, default=-1) + 1
+
+    def tied(self, name: str) -> str | None:
+        """The array that stands for one that is not stored as it is the same."""
+        if name.endswith("lm_head.weight"):
+            return next((n for n in self.loose if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+        return None
+
+
+def _generation(ckpt: Checkpoint) -> Generation:
+    return Listed.now(ckpt.path) if ckpt.kind == "Zarr" else ckpt.generation
+
+
+class Faults:
+    """Problems of arrays: those with one text are told once, with the first names."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[str]] = {}
+        self._kinds: set[type[CheckpointError]] = set()
+
+    def add(self, text: str, name: str, kind: type[CheckpointError] = CheckpointError) -> None:
+        self._held.setdefault(text, []).append(name)
+        self._kinds.add(kind)
+
+    def refuse(self, where: str) -> None:
+        problems = Problems()
+        for text, names in self._held.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            problems.append(f"{text}: {', '.join(map(repr, names[:3]))}{more}")
+        problems.refuse(where, self._kinds.pop() if len(self._kinds) == 1 else CheckpointError)
+
+
+class Planner:
+    """The tensors of a configuration, in the order of the first source."""
+
+    def __init__(self, config: BlendConfig, seed: int, keys: Any = None, drop: Any = None) -> None:
+        self.config, self.seed = config, seed
+        self._keys = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
+        self._drop = [] if drop is None else [drop] if isinstance(drop, str) else list(drop)
+        self.parents = {m: Parent.of(m) for m in config.models()}
+        self.names: list[str] = []  # of all arrays, wanted or not
+        self.tensors: dict[str, Any] = {}
+        self.arrays: dict[str, BlendedArray] = {}
+        self.layers = 0
+        self._faults = Faults()
+        self.vocabulary: Vocabulary | None = None
+        if config.tokenizer is not None:
+            docs = {m: p.ckpt.documents for m, p in self.parents.items()}
+            self.vocabulary = Vocabulary.of(config.tokenizer, docs, self._sizes())
+        self._plan()
+        for pattern in (*(self._keys or ()), *self._drop):
+            if not any(fits(n, pattern) for n in self.names):
+                self._faults.add("nothing matches", pattern, CheckpointKeyError)
+        self._faults.refuse(f"{config.method} cannot blend these models")
+
+    def _sizes(self) -> dict[ModelRef, int]:
+        """Rows of the embeddings of each model."""
+        out = {}
+        for m, p in self.parents.items():
+            found = [p.tensors[n].shape[0] for n in p.loose if is_embedding(n) and p.tensors[n].shape]
+            out[m] = max(found, default=0)
+        return out
+
+    @property
+    def donor(self) -> Parent:
+        """The model whose documents go along: the base, or the first."""
+        return self.parents[self.config.models()[0]]
+
+    def _plan(self) -> None:
+        first, last = self.config.slices[0], self.config.slices[-1]
+        for name in self._union(first, lambda p: p.loose):
+            if _FIRST.search(name):
+                self._loose(first, name)
+        for s in self.config.slices:
+            self._slice(s)
+        for name in self._union(last, lambda p: p.loose):
+            if not _FIRST.search(name):
+                self._loose(last, name)
+
+    def _union(self, s: Slice, names: Callable[[Parent], Mapping[Any, str]]) -> list[Any]:
+        return list(dict.fromkeys(k for x in s.sources for k in names(self.parents[x.model])))
+
+    def _loose(self, s: Slice, name: str) -> None:
+        self._tensor(s, name, [self.parents[x.model].loose.get(name) for x in s.sources], 0.0)
+
+    def _named(self, x: Source, name: str, found: str | None) -> str | None:
+        """The name of an array in a source; None, and a fault, where it has none."""
+        if found is None and (found := self.parents[x.model].tied(name)) is None:
+            self._faults.add(f"{x.model} has no such key", name, CheckpointKeyError)
+        return found
+
+    def _slice(self, s: Slice) -> None:
+        ranges = []
+        for x in s.sources:
+            held = self.parents[x.model]
+            start, stop = x.layers or (0, held.count)
+            if stop > held.count:
+                self._faults.add(f"{x.model} has {held.count} layers", f"layer_range [{start}, {stop}]")
+                return
+            ranges.append((start, stop - start))
+        lengths = {n for _, n in ranges}
+        if len(lengths) > 1:
+            self._faults.add("the sources of a slice have different numbers of layers", str(sorted(lengths)))
+            return
+        (n,) = lengths
+        ranged = any(x.layers for x in s.sources)
+        prefixes = {k[0] for x in s.sources for held in self.parents[x.model].layers.values() for k in held}
+        if ranged and len(prefixes) > 1:
+            self._faults.add(
+                "layer_range: is not clear, as a model has several stacks of layers", str(sorted(prefixes))
+            )
+            return
+        for j in range(n):
+            at = [
+                self.parents[x.model].layers.get(start + j, {}) for x, (start, _) in zip(s.sources, ranges, strict=True)
+            ]
+            for prefix, rest in dict.fromkeys(k for held in at for k in held):
+                name = f"{prefix}{self.layers + j}{rest}"
+                names = [held.get((prefix, rest)) for held in at]
+                depth = self._depth(s, prefix) if not ranged else n
+                self._tensor(s, name, names, j / (depth - 1) if depth > 1 else 1.0)
+        self.layers += n
+
+    def _depth(self, s: Slice, prefix: str) -> int:
+        held = self.parents[s.sources[0].model].layers
+        return max((i + 1 for i, keys in held.items() if any(k[0] == prefix for k in keys)), default=1)
+
+    # ----- one tensor -------------------------------------------------------------------------------------------------
+
+    def _tensor(self, s: Slice, name: str, found: Sequence[str | None], t: float) -> None:
+        self.names.append(name)
+        if (self._keys is not None and not fits(name, self._keys)) or fits(name, self._drop):
+            return
+        names = [self._named(x, name, n) for x, n in zip(s.sources, found, strict=True)]
+        if None in names:
+            return
+        base = s.base or self.config.base
+        parts = {x.model: self.parents[x.model].tensors[n] for x, n in zip(s.sources, names, strict=True)}
+        told = tuple(f"{x.model}: {n}" for x, n in zip(s.sources, names, strict=True))
+        if self.vocabulary is not None and is_embedding(name):
+            parts = self.vocabulary.aligned(name, parts, base)
+        if len({tuple(p.shape) for p in parts.values()}) > 1:
+            shapes = ", ".join(f"{m}: {tuple(p.shape)}" for m, p in parts.items())
+            hint = "; give tokenizer_source: to align the tokens" if is_embedding(name) else ""
+            self._faults.add(f"shapes differ ({shapes}){hint}", name, CheckpointShapeError)
+            return
+        kinds = [p.dtype for p in parts.values()]
+        if any(k.name not in dtypes.FLOATS for k in kinds):
+            if len(set(kinds)) > 1 or kinds[0].kind == "c":
+                self._faults.add(f"dtypes cannot be blended ({', '.join(map(str, dict.fromkeys(kinds)))})", name)
+                return
+            held = tuple(parts.values())
+            self.tensors[name] = Agreed(name, held) if len(held) > 1 else _renamed(name, held[0])
+            self.arrays[name] = BlendedArray("equal", told, {})
+            return
+        for (m, p), n in zip(parts.items(), names, strict=True):
+            if is_quantized(p.dtype) and any(f"{n}{e}" in self.parents[m].tensors for e in ("_scale", "_scale_inv")):
+                self._faults.add(f"{m} is quantised: blend what the rule dequantize() makes of it", name)
+                return
+        work = dtypes.by_name(self.config.dtype) if self.config.dtype else _promoted(kinds)
+        if work is None:
+            self._faults.add(f"{', '.join(sorted({str(k) for k in kinds}))} have no common dtype; give dtype:", name)
+            return
+        dtype = dtypes.by_name(self.config.out_dtype) if self.config.out_dtype else work
+        try:
+            shared, each = self._parameters(s, name, names, base, t)
+            order = [m for m in parts if m != base] if self._with_base(base) else list(parts)
+            method = _formula(
+                self.config.method, shared, [each[m] for m in order], self._with_base(base), name, self.seed
+            )
+        except CheckpointError as e:
+            self._faults.add(str(e), name)
+            return
+        if isinstance(method, (Directions, SelectCalculateErase)) and work.itemsize == 2:
+            work = np.dtype(np.float32)  # mergekit's angles and variances of short numbers have few right digits
+        ordered = [parts[m] for m in order]
+        if self._with_base(base) and base is not None and not isinstance(method, Scaled):
+            ordered.insert(0, parts[base])
+        self.tensors[name] = _lazy(name, ordered, method, work, dtype)
+        weights = {str(m): v for m, v in each.items() if v and m in order}
+        self.arrays[name] = BlendedArray(self.config.method, told, {**shared, **weights})
+
+    def _with_base(self, base: ModelRef | None) -> bool:
+        return base is not None and METHODS[self.config.method].base != "ignored"
+
+    def _parameters(
+        self, s: Slice, name: str, names: Sequence[str | None], base: ModelRef | None, t: float
+    ) -> tuple[dict[str, Any], dict[ModelRef, dict[str, Any]]]:
+        spec, outer = METHODS[self.config.method], (s.parameters, *self.config.parameters)
+        shared = {p: resolve(p, default, outer, name, t) for p, default in spec.shared.items()}
+        each = {}
+        for x, n in zip(s.sources, names, strict=True):
+            if x.model != base or spec.base == "ignored":
+                try:
+                    own = (x.parameters, *outer)
+                    each[x.model] = {p: resolve(p, default, own, str(n), t) for p, default in spec.each.items()}
+                except CheckpointError as e:
+                    raise CheckpointError(f"{x.model}: {e}") from None
+        return shared, each
+
+
+def _promoted(kinds: Sequence[np.dtype]) -> np.dtype | None:
+    """The dtype that PyTorch promotes these to; None where there is none."""
+    names = {k.name for k in kinds}
+    if len(names) == 1:
+        return kinds[0]
+    if any(n.startswith("float8") for n in names):
+        return None
+    return np.dtype(np.float64 if "float64" in names else np.float32)
+
+
+def _renamed(name: str, tensor: Any) -> Any:
+    return Sliced(name, tensor, (0,) * len(tensor.shape), tuple(tensor.shape))
+
+
+def _lazy(name: str, parts: Sequence[Any], method: Formula, work: np.dtype, dtype: np.dtype) -> Any:
+    if isinstance(method, Scaled) and method.scale is None:
+        held = _renamed(name, parts[0])
+        for kind in (work, dtype):
+            held = held if held.dtype == kind else Converted(name, held, kind)
+        return held
+    measured = Measured() if method.measures and 0 not in parts[0].shape else None
+    return Blended(name, tuple(parts), method, work, dtype, measured)
+
+
+def _key(seed: int, name: str, number: int) -> tuple[int, int]:
+    """The key of the random numbers of a source of a tensor."""
+    digest = hashlib.sha256(f"{seed}\0{number}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
+
+
+_NO_SUM = "the weights sum to 0, which normalize: divides by"
+
+
+def _formula(
+    method: str, shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]], based: bool, name: str, seed: int
+) -> Formula:
+    weights = tuple(e["weight"] for e in each if "weight" in e)
+    if method == "linear":
+        if shared["normalize"] and float(np.sum(np.asarray(weights, np.float32))) == 0:
+            raise CheckpointError(_NO_SUM)
+        return Linear(weights, shared["normalize"])
+    if method == "passthrough":
+        return Scaled(each[0]["scale"])
+    if method == "sce":
+        return SelectCalculateErase(shared["select_topk"])
+    if method == "slerp":
+        return Directions("slerp", (shared["t"],))
+    if method == "nuslerp":
+        axis = None if shared["nuslerp_flatten"] else 0 if shared["nuslerp_row_wise"] else -1
+        return Directions("nuslerp", weights, based, axis)
+    if method == "karcher":
+        return Directions("karcher", (), options=tuple(shared.items()))
+    if method == "multislerp":
+        if len(weights) == 1:
+            return Scaled(None)
+        if shared["normalize_weights"] and abs(sum(weights)) < 1e-12:
+            raise CheckpointError(_NO_SUM)
+        return Directions("multislerp", weights, based, None, tuple(shared.items()))
+    if method == "model_stock":
+        return Directions("model_stock", (), False, -1 if shared["filter_wise"] else None)
+    consensus = method in ("ties", "dare_ties", "breadcrumbs_ties", "della")
+    if shared["normalize"] and not consensus and abs(sum(weights)) < 1e-8:
+        raise CheckpointError(_NO_SUM)
+    chosen = tuple(_sparsifier(method, e, _key(seed, name, i)) for i, e in enumerate(each))
+    return TaskVectors(weights, shared["lambda"], shared["normalize"], consensus, shared["rescale"], chosen)
+
+
+def _sparsifier(method: str, said: Mapping[str, Any], key: tuple[int, int]) -> Sparsifier:
+    density = said["density"]
+    if method == "ties":
+        return Trim(density)
+    if method.startswith("dare"):
+        return Drop(density, key)
+    if method.startswith("breadcrumbs"):
+        return Outliers(density, said["gamma"])
+    if method.startswith("della"):
+        epsilon = said["epsilon"]
+        if 0 < density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
+            raise CheckpointError(f"density {density} plus or minus epsilon {epsilon} must lie between 0 and 1")
+        return MagnitudeDrop(density, key, epsilon)
+    return Sparsifier()  # without an effect of density, as mergekit has it
+
+
+def parameters_of(arrays: Mapping[str, BlendedArray]) -> Iterator[str]:
+    """Lines for people: what each array got."""
+    for name, a in arrays.items():
+        told = ", ".join(f"{k}={v}" for k, v in a.parameters.items())
+        yield f"{name}: {a.method}({told}) of {'; '.join(a.sources)}"

@@ -1,0 +1,172 @@
+"""Arrays whose shard files are safetensors files, too (see ``zarr_format``): how they are read and verified, and their form for Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CorruptCheckpoint
+from ..base.checksums import crc32c
+from ..base.scratch import scratch
+from ..format import dtypes, tensor_sums
+from ..format.hf_index import HF_INDEX
+from ..format.manifest import Manifest
+from ..format.zarr_format import dual_shard
+from ..stores import store
+from ..stores.filesystem import IOV_MAX
+from .reading import opened
+from .safetensors import build_header
+from .tensor import ChunkedTensor, bytes_of, consecutive, overlaps
+
+Coord = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class DualTensor(ChunkedTensor):
+    """An array of layout "dual". A chunk is compared with its checksum in the manifest: none lies beside it."""
+
+    @property
+    def how(self) -> str:
+        return "a Zarr v3 array whose shards are safetensors files"
+
+    def planned(self, box: Box) -> int:
+        unit = math.prod(self.grid.chunk) * self.dtype.itemsize
+        return ChunkedTensor.planned(self, box) // (unit + 4) * unit
+
+    def refused(self, coord: Coord, value: int) -> CorruptCheckpoint:
+        return self.damaged(self.path(coord), 0, coord, value, ~value)
+
+    def extent(self, number: int) -> str:
+        return ""
+
+    def _read(self, coord: Coord, local: Box, target: np.ndarray, chunks: list[Coord]) -> int:
+        grid, path, stored = self.grid, self.path(coord), self.objects[coord]
+        unit = math.prod(grid.chunk) * self.dtype.itemsize
+        meets = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
+        slots = max(1, min(store.at(self.root).batch // max(unit, 1), IOV_MAX, len(chunks)))
+        dtype = dtypes.bits(self.dtype)
+        target = target.view(dtype)
+        staging = None
+        total = 0
+        with opened(path, f"part of {self.name!r}", self.generation) as reader:
+            wanted = self.wanted(coord) if self.verify else None
+            for number, group in consecutive(chunks, grid.present(coord), slots):
+                buffers: list[np.ndarray] = []
+                copies: list[tuple[np.ndarray, np.ndarray]] = []
+                for k, index in enumerate(group):
+                    # The last chunk may reach beyond the rows; its checksum does not.
+                    whole = tuple(
+                        min(c, n - i * c) for c, n, i in zip(grid.chunk, stored.box.shape, index, strict=True)
+                    )
+                    parts = [o[i] for o, i in zip(meets, index, strict=True)]
+                    place = target[(*(p[0] for p in parts), ...)]
+                    if place.shape == whole and place.flags.c_contiguous:
+                        held = place
+                    else:
+                        if staging is None:
+                            staging = scratch("read", slots * unit).view(dtype).reshape(slots, *grid.chunk)
+                        held = staging[(k, *map(slice, whole))]
+                        copies.append((place, held[(*(p[1] for p in parts), ...)]))
+                    buffers.append(bytes_of(held))
+                done = reader.readv(buffers, stored.start + number * unit)
+                if not total:
+                    self.check_length(reader, coord, path)
+                if done != sum(b.size for b in buffers):
+                    raise self.cut(path)
+                total += done
+                for k, data in enumerate(buffers if wanted is not None else ()):
+                    if (value := crc32c(data)) != wanted[number + k]:
+                        raise self.damaged(path, number + k, coord, value, ~value)
+                for place, source in copies:
+                    np.copyto(place, source)
+        if wanted is None:  # nothing binds these bytes to what was opened
+            self.generation.check()
+        return total
+
+    def faults(self, coord: Coord) -> Iterator[str]:
+        """Every byte of a file that is not as it must be: header, rows, and the tensor of the index."""
+        path, stored = self.path(coord), self.objects[coord]
+        shard = dual_shard(self.name, self.dtype, self.grid, coord)
+        unit, wanted = math.prod(self.grid.chunk) * self.dtype.itemsize, self.wanted(coord)
+        with opened(path, f"part of {self.name!r}", self.generation) as reader:
+            if reader.nbytes != stored.nbytes:
+                yield f"{path} has {reader.nbytes} bytes, the manifest says {stored.nbytes} (key {self.name!r})"
+                return
+
+            def taken(nbytes: int, at: int) -> np.ndarray:
+                data = scratch("check", nbytes)
+                if reader.readv([data], at) != nbytes:
+                    raise self.cut(path)
+                return data
+
+            digest = 0
+            for number, at in enumerate(range(0, shard.rows, unit)):
+                data = taken(min(unit, shard.rows - at), stored.start + at)
+                digest = crc32c(data, digest)
+                if crc32c(data) != wanted[number]:
+                    yield f"{path} (key {self.name!r}): chunk {self.index_of(number, coord)} does not fit its crc32c"
+            if digest != stored.crc32c:
+                yield f"{path} (key {self.name!r}): its rows do not fit their crc32c"
+            if taken(stored.start, 0).tobytes() != shard.sealed(stored.crc32c):
+                yield f"{path} (key {self.name!r}): its safetensors header is damaged; the values may be whole"
+            if taken(len(shard.tail), stored.start + shard.rows).tobytes() != shard.tail:
+                yield f"{path} (key {self.name!r}): its Zarr index is damaged; the values may be whole"
+
+
+class HuggingFaceForm(NamedTuple):
+    """The names under which Hugging Face loaders find the shards, and files beside: the index, and arrays that are no shards."""
+
+    links: dict[str, str]
+    files: dict[str, bytes]
+
+
+def hugging_face_form(root: str, m: Manifest) -> HuggingFaceForm | None:
+    """The `HuggingFaceForm` of a checkpoint; None where no array is of layout "dual", or one has several blocks."""
+    dual = [a for a in m.arrays if a.dual]
+    small = {a.name: a for a in m.arrays if not a.dual}  # of no dimension or no element
+    if not dual or any(len(a) != 1 for a in dual):
+        return None
+    names = [f"model-{i:05d}-of-{len(dual) + bool(small):05d}.safetensors" for i in range(1, len(dual) + 2)]
+    links, files, sums, where = {}, {}, {}, {}
+    for file, a in zip(names, dual, strict=False):
+        ((coord, held),) = a.items()
+        shard = dual_shard(a.name, a.dtype, a.grid, coord)
+        head = shard.sealed(held.crc32c)
+        links[file], where[a.name] = held.file, file
+        sums[file] = tensor_sums.text(
+            [tensor_sums.own_sum(head), held.crc32c, crc32c(np.frombuffer(shard.tail, np.uint8))]
+        )
+    if small:
+        file = names[-1]
+        rows = [(n, dtypes.safetensors_name(a.dtype, n), a.shape) for n, a in small.items()]
+        head, place = build_header(rows, sums=True)
+        parts = [b"" if small[n].nbytes == 0 else store.at(root).get(f"{small[n].directory}/c")[:-4] for n in place]
+        held_sums = [crc32c(p) for p in parts]
+        head = tensor_sums.sealed(head, held_sums)
+        files[file] = b"".join([head, *parts])
+        sums[file] = tensor_sums.text([tensor_sums.own_sum(head), *held_sums])
+        where |= dict.fromkeys(small, file)
+    metadata = {
+        tensor_sums.KEY: {tensor_sums.INDEX: tensor_sums.text([0]), **sums},
+        "total_size": sum(a.nbytes for a in m.arrays),
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
+    files[HF_INDEX] = tensor_sums.sealed(text.encode(), key=tensor_sums.INDEX)
+    return HuggingFaceForm(links, files)
+
+
+def form_faults(root: str, m: Manifest) -> tuple[set[str], list[str]]:
+    """(names of the `HuggingFaceForm` that were compared, their faults). Links that are files of their own by now are not compared."""
+    form = hugging_face_form(root, m)
+    if form is None or store.is_url(root):
+        return set(), []
+    held = store.at(root)
+    bad = [n for n, data in form.files.items() if held.size(n) is None or held.get(n) != data]
+    same = {n for n, shard in form.links.items() if held.tag(n) == held.tag(shard)}
+    return {*form.files, *same}, [f"{store.join(root, n)} is missing or damaged; the arrays may be whole" for n in bad]

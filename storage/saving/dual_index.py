@@ -1,0 +1,56 @@
+"""The choice of layout "dual" for the arrays of a save, and the index by which Hugging Face loaders open the directory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError
+from ..format import dtypes, manifest
+from ..format.zarr_format import dual_grid
+from ..readers.dual_tensor import hugging_face_form
+from ..stores import store
+from ..stores.atomic_directory import Folder
+from ..stores.filesystem import active
+from .items import SaveItem
+
+
+def is_dual(given: Mapping[str, Any]) -> bool:
+    """Whether a save is of layout "dual"; `CheckpointError` for another layout, or one with options that do not go with it."""
+    layout = given.get("layout")
+    if layout not in (None, "dual"):
+        raise CheckpointError(f'layout={layout!r} is unknown; give "dual" or None')
+    for name in ("compression", "pack"):
+        if layout is not None and given.get(name):
+            raise CheckpointError(
+                f"layout='dual' stores rows as they are, each array in files of its own: leave out {name}="
+            )
+    return layout is not None
+
+
+def choose_dual(item: SaveItem) -> None:
+    """Mark an array as of layout "dual". One without a dimension or an element has no shard; it stays as it is."""
+    dtypes.safetensors_name(item.dtype, f"key {item.name!r}")
+    if item.shape and math.prod(item.shape):
+        item.grid = dual_grid(item.grid, item.dtype.itemsize, item.name)
+        item.dual = True
+
+
+def write(folder: Folder, head: manifest.Manifest) -> int:
+    """Write the index, with a second name for each shard, as loaders ask for names that end in ``.safetensors``; returns the bytes.
+
+    Object stores have no second names: nothing is written there.
+    """
+    if store.is_url(folder.root) or (form := hugging_face_form(folder.root, head)) is None:
+        return 0
+    taken = {a.directory for a in head.arrays} & {*form.links, *form.files}
+    if taken:
+        raise CheckpointError(f"layout='dual' needs the name {min(taken)!r} for a file of its own; rename that array")
+    for link, shard in form.links.items():
+        active().link(os.path.join(folder.root, shard), os.path.join(folder.root, link))
+    for name, data in form.files.items():
+        folder.put(name, data)
+    folder.settle()
+    return sum(map(len, form.files.values()))

@@ -1,0 +1,102 @@
+"""A checkpoint whose tensors lie in files as they are, as references into these files: for fsspec and kerchunk, and for icechunk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError
+from ..format.chunk_grid import ChunkGrid, divisors, ravel
+from ..readers.raw_tensor import RawTensor
+from ..stores import store as stores
+from ..stores import url_options
+from .virtual_files import ChunkFile, FileSpan, raw
+from .zarr_view import FILE, ZarrView, node
+
+
+def _divided(grid: ChunkGrid, tensor: RawTensor) -> ChunkGrid:
+    """The grid of a view. A last chunk may take bytes behind its tensor, which readers ignore; where the file ends there, all chunks divide the tensor."""
+    if 0 in grid.shape:
+        return grid
+    first = [(n - 1) * c for n, c in zip(grid.counts, grid.chunk, strict=True)]
+    end = ravel(first, grid.shape) + math.prod(grid.chunk)
+    if tensor.start + end * tensor.dtype.itemsize <= tensor.file_nbytes:
+        return grid
+    chunk = tuple(
+        min(divisors(n), key=lambda d: abs(math.log(d / c))) for n, c in zip(grid.shape, grid.chunk, strict=True)
+    )
+    return ChunkGrid(grid.shape, chunk, chunk)
+
+
+class References:
+    """The metadata of a hierarchy, and for each chunk the range of a file."""
+
+    def __init__(self, view: ZarrView) -> None:
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self._tensors: dict[str, tuple[RawTensor, ChunkGrid]] = {}
+        for (folder, tensor), shown in zip(view.tensors.items(), view.nodes.values(), strict=True):
+            held = raw(tensor)
+            if held is None:
+                raise CheckpointError(
+                    f"{view.ckpt.path}: key {tensor.name!r} is not one run of bytes in a file, so nothing can refer to it: "
+                    "as_zarr and serve compute such chunks when they are read"
+                )
+            grid = _divided(view.grids[folder], held)
+            name = shown["dimension_names"][0].rpartition(".")[0] if grid.shape else ""
+            self.nodes[folder] = node(name, tensor, grid)
+            self._tensors[folder] = held, grid
+        inside = {**view.group["consolidated_metadata"], "metadata": self.nodes}
+        self.group = {**view.group, "consolidated_metadata": inside}
+
+    def chunks(self) -> Iterator[tuple[str, FileSpan]]:
+        """(key, range) of each chunk; all chunks of an array have one length."""
+        for folder, (tensor, grid) in self._tensors.items():
+            nbytes = math.prod(grid.chunk) * tensor.dtype.itemsize
+            for coord in grid.shards():
+                span = ChunkFile(tensor, grid.shard_box(coord), grid.chunk).stored(tensor)
+                yield "/".join([folder, "c", *map(str, coord)]), span._replace(nbytes=nbytes)
+
+
+def kerchunk(view: ZarrView) -> dict[str, Any]:
+    """Version 1 of kerchunk's references."""
+    held = References(view)
+    texts = {FILE: held.group, **{f"{folder}/{FILE}": said for folder, said in held.nodes.items()}}
+    refs: dict[str, Any] = {key: json.dumps(said) for key, said in texts.items()}
+    refs.update((key, [_plain(span.path), span.start, span.nbytes]) for key, span in held.chunks())
+    return {"version": 1, "refs": refs}
+
+
+def _plain(path: str) -> str:
+    """A location without the options in it."""
+    if not stores.is_url(path):
+        return path
+    scheme, _, rest = path.partition("://")
+    authority, slash, below = rest.partition("/")
+    return f"{scheme}://{url_options.divide(authority)[0]}{slash}{below}"
+
+
+def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
+    """Commit references to an icechunk repository; returns the snapshot."""
+    from zarr.core.buffer import default_buffer_prototype
+
+    held = References(view)
+    buffer = default_buffer_prototype().buffer
+    session = repository.writable_session(branch)
+    store = session.store
+
+    async def write() -> None:
+        group = {
+            k: v for k, v in held.group.items() if k != "consolidated_metadata"
+        }  # icechunk keeps a table of its own
+        for key, said in {FILE: group, **{f"{folder}/{FILE}": n for folder, n in held.nodes.items()}}.items():
+            await store.set(key, buffer.from_bytes(json.dumps(said).encode()))
+
+    asyncio.run(write())
+    for key, span in held.chunks():
+        where = _plain(span.path)
+        url = where if stores.is_url(where) else f"file://{where}"
+        store.set_virtual_ref(key, url, offset=span.start, length=span.nbytes, validate_container=True)
+    return str(session.commit(message))

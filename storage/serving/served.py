@@ -1,0 +1,133 @@
+"""`ServedCheckpoint`: the files of a checkpoint by the path of a request, below ``safetensors/`` and ``zarr/``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...arrays.core.errors import CheckpointReplaced
+from ..checkpoint.checkpoint import Checkpoint
+from ..format import dtypes
+from ..format.documents import Documents
+from ..format.hf_index import HF_INDEX, HF_SINGLE
+from ..loading.open import open_checkpoint
+from ..readers.raw_tensor import PackedTensor, RawTensor
+from ..readers.safetensors import build_header
+from ..stores import store as stores
+from .virtual_files import JoinedFile, RealFile, TensorFile, TextFile, VirtualFile
+from .zarr_view import FILE, ZarrView
+
+
+def _real(ckpt: Checkpoint) -> dict[str, VirtualFile] | None:
+    """The very files of a safetensors file or a Hugging Face directory; None for all others."""
+    tensors = [a.tensor for a in ckpt.arrays.values()]
+    if ckpt.kind not in ("safetensors", "Hugging Face") or not tensors:
+        return None
+    held = {t.path: t.file_nbytes for t in tensors if isinstance(t, RawTensor)}
+    if len(held) == 0 or not all(isinstance(t, RawTensor) for t in tensors):  # computed from such files by rules
+        return None
+    if ckpt.kind == "safetensors":
+        ((path, nbytes),) = held.items()
+        return {HF_SINGLE: RealFile(path, nbytes, ckpt.generation.of(path))}
+    start = len(stores.join(ckpt.path, ""))
+    return {path[start:].lstrip("/"): RealFile(path, n, ckpt.generation.of(path)) for path, n in held.items()}
+
+
+def _virtual(ckpt: Checkpoint) -> VirtualFile:
+    """One file with all arrays. `CheckpointDTypeError` names an array whose dtype safetensors lacks."""
+    tensors = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
+    rows = [(n, dtypes.safetensors_name(t.dtype, f"key {n!r}"), t.shape) for n, t in tensors.items()]
+    head, place = build_header(rows, {"format": "pt"})
+    return JoinedFile([TextFile(head), *(TensorFile(tensors[n]) for n in place)])
+
+
+def safetensors_files(ckpt: Checkpoint) -> dict[str, VirtualFile]:
+    """The files by name: weights, their index, and the documents beside them."""
+    files = _real(ckpt) or {HF_SINGLE: _virtual(ckpt)}
+    by_path = {f.path: name for name, f in files.items() if isinstance(f, RealFile)}
+    names = {n: by_path.get(getattr(a.tensor, "path", ""), HF_SINGLE) for n, a in ckpt.arrays.items()}
+    index = {"metadata": {"total_size": ckpt.nbytes}, "weight_map": names}
+    files[HF_INDEX] = TextFile((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    if isinstance(ckpt.documents, Documents):
+        files |= {name: TextFile(data) for name, data in ckpt.documents.every().items() if name not in files}
+    return files
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file and its ETag; or a folder, with the names in it."""
+
+    file: VirtualFile | None = None
+    etag: str = ""
+    names: tuple[str, ...] = ()
+
+
+class _Generation:
+    """The views of one generation of a checkpoint."""
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        self.ckpt = ckpt
+        self.zarr = ZarrView(ckpt)
+        self._mark = hashlib.sha256(repr(sorted(ckpt.generation.tags.items())).encode())
+
+    @cached_property
+    def safetensors(self) -> dict[str, VirtualFile]:
+        return safetensors_files(self.ckpt)
+
+    def etag(self, path: str) -> str:
+        mark = self._mark.copy()
+        mark.update(path.encode())
+        return f'"{mark.hexdigest()[:24]}"'
+
+    def find(self, path: str) -> Found | None:
+        top, _, below = path.partition("/")
+        if not path:
+            return Found(names=("safetensors/", "zarr/"))
+        if top not in ("safetensors", "zarr"):
+            return None
+        if not below:
+            return Found(names=tuple(self._names(top)))
+        file = self.safetensors.get(below) if top == "safetensors" else self.zarr.find(below)
+        if file is None:
+            folder = below.rstrip("/")
+            return Found(names=(FILE,)) if top == "zarr" and self.zarr.has_folder(folder) else None
+        return Found(file, self.etag(path))
+
+    def _names(self, top: str) -> Iterator[str]:
+        if top == "safetensors":
+            yield from self.safetensors
+        else:
+            yield FILE
+            yield from (f"{folder}/" for folder in self.zarr.nodes)
+
+
+class ServedCheckpoint:
+    """A checkpoint that is opened anew where another has taken its place."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._held: _Generation | None = _Generation(open_checkpoint(path))
+
+    def find(self, path: str) -> Found | None:
+        """The file of a path. What describes arrays (a header, an index, metadata) is of the checkpoint that lies there now."""
+        with self._lock:
+            held = self._held = self._held or _Generation(open_checkpoint(self.path))
+        found = held.find(path)
+        if found is not None and (found.file is None or isinstance(found.file, TextFile)):
+            try:
+                held.ckpt.generation.check()
+            except CheckpointReplaced:
+                self.forget(held)
+                return self.find(path)
+        return found
+
+    def forget(self, held: object = None) -> None:
+        """Open the checkpoint anew for the next request."""
+        with self._lock:
+            if held is None or held is self._held:
+                self._held = None

@@ -1,0 +1,252 @@
+"""The server of a checkpoint as ranges over HTTP: for ``meshtape serve``, and in a thread of its own for `serve`.
+
+Access is as in the browser: loopback, or a token, here the first part of every path (or ``Authorization: Bearer``), as readers of ranges keep no cookies.
+Small answers go through Tornado. Longer ones are sent by a thread with blocking calls, files by ``sendfile``, each piece checked before its last byte
+goes out; where a check fails then, the connection ends early, which every client notices by the length it was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import html
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+from tornado import web
+
+from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint
+from ..browse.server.app import Server
+from ..browse.server.handlers import Handler
+from ..readers.reading import opened
+from ..stores import generations
+from ..stores import store as stores
+from .served import Found, ServedCheckpoint
+from .virtual_files import FileSpan, Span, VirtualFile, read
+
+_SMALL = 256 << 10  # bytes of an answer that Tornado sends
+_PATIENCE = 120.0  # seconds that a client may take nothing
+_PIECE = 64 << 20  # bytes of a file between two looks at its version
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)\Z")
+
+
+def part_of(header: str | None, nbytes: int) -> tuple[int, int] | None:
+    """The range that a header asks for; None for the whole: several ranges, and what is no range of bytes, are answered so.
+
+    ``ValueError`` where no byte of the file lies in it.
+
+    >>> part_of("bytes=2-4", 10), part_of("bytes=7-", 10), part_of("bytes=-3", 10), part_of("bytes=0-1,4-5", 10)
+    ((2, 5), (7, 10), (7, 10), None)
+    """
+    found = _RANGE.match(header or "")
+    if found is None or found.groups() == ("", ""):
+        return None
+    first, last = found.groups()
+    if max(len(first), len(last)) > 20:
+        raise ValueError(header)
+    start, stop = (
+        (int(first), min(int(last) + 1, nbytes) if last else nbytes) if first else (max(0, nbytes - int(last)), nbytes)
+    )
+    if first and last and int(last) < int(first):
+        return None
+    if start >= stop:
+        raise ValueError(header)
+    return start, stop
+
+
+class Sender:
+    """Threads that send long answers."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")
+        self._busy: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    def send(self, sock: socket.socket, spans: Iterator[Span], first: Span, source: ServedCheckpoint) -> None:
+        """Send all spans, then close the connection; an error ends it early."""
+        with self._lock:
+            self._busy.add(sock)
+        try:
+            with sock:
+                sock.settimeout(_PATIENCE)
+                span: Span | None = first
+                while span is not None:
+                    if isinstance(span, FileSpan):
+                        self._send_file(sock, span)
+                    else:
+                        sock.sendall(span)
+                    span = next(spans, None)
+        except CheckpointReplaced:
+            source.forget()
+        except (MeshtapeError, OSError):
+            pass  # the client sees an answer that is too short
+        finally:
+            with self._lock:
+                self._busy.discard(sock)
+
+    def _send_file(self, sock: socket.socket, span: FileSpan) -> None:
+        for at in range(0, span.nbytes, _PIECE):
+            n = min(_PIECE, span.nbytes - at)
+            piece = span._replace(start=span.start + at, nbytes=n)
+            if stores.is_url(span.path):
+                sock.sendall(piece.read())
+                continue
+            with (
+                opened(span.path, "bytes that are served", span.generation) as reader,
+                open(reader.fileno(), "rb", closefd=False) as file,
+            ):  # type: ignore[attr-defined]
+                then = span.generation.tags.get(span.path, "")
+                generations.refuse(span.path, then, reader.tag)
+                sock.sendfile(file, piece.start, n - 1)
+                last = os.pread(file.fileno(), 1, piece.start + n - 1)
+                generations.refuse(span.path, then, reader.tag)
+                if len(last) != 1:
+                    raise OSError("it ends early")
+                sock.sendall(last)
+
+    def close(self) -> None:
+        with self._lock:
+            for sock in self._busy:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+class FileHandler(Handler):
+    """GET and HEAD of files and folders."""
+
+    def initialize(self, server: CheckpointServer) -> None:
+        super().initialize(server.access)
+        self.source, self.sender = server.source, server.sender
+
+    def _knows_token(self, token: str) -> bool:
+        given, _, rest = str(self.path_args[0]).partition("/")
+        if hmac.compare_digest(given.encode(), token.encode()):
+            self.path_args = [rest]
+            return True
+        bearer = self.request.headers.get("Authorization", "")
+        if hmac.compare_digest(bearer.encode(), f"Bearer {token}".encode()):
+            return True
+        raise web.HTTPError(403, reason="The address needs the token that was printed when the server started")
+
+    async def head(self, path: str) -> None:
+        await self.get(path)
+
+    async def get(self, path: str) -> None:
+        loop = asyncio.get_running_loop()
+        found: Found | None = await self._guarded(lambda: self.source.find(path))
+        if found is None:
+            raise web.HTTPError(404, reason="There is no such file")
+        if found.file is None:
+            if path and not path.endswith("/"):
+                self.redirect(quote(path.rpartition("/")[2]) + "/")
+                return
+            links = "".join(f'<li><a href="{quote(n)}">{html.escape(n)}</a></li>' for n in found.names)
+            self.set_header("Content-Type", "text/html; charset=utf-8")
+            self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
+            return
+        part = self._head(path, found.file, found.etag)
+        if part is None or self.request.method == "HEAD":
+            self.finish()
+            return
+        start, stop = part
+        if stop - start <= _SMALL:
+            data = await self._guarded(lambda: read(found.file, start, stop).tobytes())  # type: ignore[arg-type]
+            self.finish(data)
+            return
+        spans = found.file.spans(start, stop)
+        first = await self._guarded(lambda: _ready(next(spans)))
+        self.set_header("Connection", "close")
+        await self.flush()
+        stream = self.detach()
+        sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
+        stream.close()
+        loop.run_in_executor(self.sender.pool, self.sender.send, sock, spans, first, self.source)
+
+    def _head(self, path: str, file: VirtualFile, etag: str) -> tuple[int, int] | None:
+        """Set status and headers; gives the bytes of the body, or None where there is none."""
+        asked, nbytes = self.request.headers, file.nbytes
+        self.set_header("Content-Type", "application/json" if path.endswith(".json") else "application/octet-stream")
+        self.set_header("Accept-Ranges", "bytes")
+        self.set_header("Cache-Control", "no-cache")
+        self.set_header("ETag", etag)
+        if asked.get("If-Match", etag) not in (etag, "*"):
+            raise web.HTTPError(412, reason="The checkpoint was replaced")
+        if etag in [t.strip().removeprefix("W/") for t in asked.get("If-None-Match", "").split(",")]:
+            self.set_status(304)
+            return None
+        part = None
+        if asked.get("If-Range", etag) == etag:
+            try:
+                part = part_of(asked.get("Range"), nbytes)
+            except ValueError:
+                self.set_status(416)
+                self.set_header("Content-Range", f"bytes */{nbytes}")
+                return None
+        start, stop = part or (0, nbytes)
+        if part is not None:
+            self.set_status(206)
+            self.set_header("Content-Range", f"bytes {start}-{stop - 1}/{nbytes}")
+        self.set_header("Content-Length", str(stop - start))
+        return start, stop
+
+    async def _guarded(self, work: Any) -> Any:
+        """The result of work in a thread; the errors of a checkpoint as a status."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.access.pool, work)
+        except CheckpointReplaced as e:
+            self.source.forget()
+            raise self._error(409, e) from None
+        except (MeshtapeError, OSError) as e:
+            raise self._error(
+                404 if isinstance(e, NotACheckpoint) else 422 if isinstance(e, MeshtapeError) else 500, e
+            ) from None
+
+    def _error(self, status: int, error: Exception) -> web.HTTPError:
+        self._said = f"{type(error).__name__}: {error}"
+        return web.HTTPError(status, reason=type(error).__name__)
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        for name in ("Content-Length", "Content-Range", "ETag"):
+            self.clear_header(name)
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(getattr(self, "_said", self._reason) + "\n")
+
+
+def _ready(span: Span) -> Span:
+    """A span of which what can fail has been done."""
+    if isinstance(span, FileSpan):
+        with opened(span.path, "bytes that are served", span.generation) as reader:
+            generations.refuse(span.path, span.generation.tags.get(span.path, ""), reader.tag)
+    return span
+
+
+class CheckpointServer(Server):
+    """Serves the bytes of a checkpoint until it is closed: below ``url``, ``safetensors/`` and ``zarr/``."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    ) -> None:
+        self.source = ServedCheckpoint(stores.location(path))
+        self.sender = Sender()
+        super().__init__([path], host=host, port=port, token=token)
+
+    @property
+    def url(self) -> str:
+        """The address of the start page, with the token where there is one; it ends in ``/``."""
+        token = quote(self.token, safe="") + "/" if self.token else ""
+        return f"{self.origin}/{token}"
+
+    def application(self) -> web.Application:
+        return web.Application([(r"/(.*)", FileHandler, {"server": self})], log_function=lambda handler: None)
+
+    def close(self) -> None:
+        self.sender.close()
+        super().close()

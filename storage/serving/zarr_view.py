@@ -1,0 +1,111 @@
+"""A checkpoint as the keys of a Zarr v3 hierarchy: a group with one array for each name, in chunks without a compressor.
+
+A tensor that lies in a file as one run is cut into runs of rows; all others are computed in pieces of whole stored chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from ..base.names import zarr_names
+from ..checkpoint.checkpoint import Checkpoint
+from ..format import dtypes
+from ..format.chunk_grid import ChunkGrid, windows
+from ..readers.raw_tensor import PackedTensor
+from ..readers.tensor import StoredTensor
+from .virtual_files import ChunkFile, TextFile, VirtualFile, raw, rows
+
+LIMIT = 16 << 20  # bytes of a chunk
+_COMPUTED = 4 << 20  # bytes of a chunk that is computed
+_KEY = re.compile(r"(?:([^/]+)/)?(zarr\.json|c(?:/(?:0|[1-9]\d{0,18}))*)\Z")
+FILE = "zarr.json"
+
+
+def node(name: str, tensor: StoredTensor, grid: ChunkGrid) -> dict[str, Any]:
+    """The metadata of an array of plain chunks. A dtype that Zarr has no name for is said to be the unsigned integers of its bits."""
+    dtype = tensor.dtype
+    known = dtype.name not in dtypes.NOT_IN_ZARR
+    fill: Any = {"b": False, "c": [0.0, 0.0], "f": 0.0}.get(dtype.kind, 0)
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(tensor.shape),
+        "data_type": dtype.name if known else f"uint{8 * dtype.itemsize}",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill,
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": {} if known else {"dtype": dtype.name},
+        "dimension_names": [f"{name}.{axis}" for axis in range(len(tensor.shape))],
+    }
+
+
+def chunks_of(tensor: StoredTensor) -> ChunkGrid:
+    """The chunks in which a tensor is shown."""
+    shape, item = tensor.shape, tensor.dtype.itemsize
+    if 0 in shape or not shape:
+        chunk = tuple(max(n, 1) for n in shape)
+    elif raw(tensor) is not None:
+        chunk = rows(shape, (1,) * len(shape), item, LIMIT)
+    else:
+        chunk = next(windows(shape, tensor.chunk, item, _COMPUTED)).shape
+    return ChunkGrid(shape, chunk, chunk)
+
+
+class ZarrView:
+    """The keys of a checkpoint and the file of each. ``skipped``: names of packed bits, which have no form in Zarr."""
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        self.ckpt = ckpt
+        shown = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
+        self.skipped = [*ckpt.skipped, *(n for n in ckpt.arrays if n not in shown)]
+        self.tensors = dict(zip(zarr_names(list(shown)), shown.values(), strict=True))
+        self.grids = {d: chunks_of(t) for d, t in self.tensors.items()}
+        self.nodes = {d: node(n, t, self.grids[d]) for n, (d, t) in zip(shown, self.tensors.items(), strict=True)}
+
+    @cached_property
+    def group(self) -> dict[str, Any]:
+        """The metadata of the group, with that of its arrays inside ("consolidated")."""
+        said = {"step": self.ckpt.step, "skipped": self.skipped}
+        inside = {"kind": "inline", "must_understand": False, "metadata": self.nodes}
+        return {
+            "zarr_format": 3,
+            "node_type": "group",
+            "attributes": {k: v for k, v in said.items() if v not in (None, [])},
+            "consolidated_metadata": inside,
+        }
+
+    def find(self, key: str) -> VirtualFile | None:
+        """The file of a key, or None where there is none."""
+        found = _KEY.match(key)
+        if found is None:
+            return None
+        folder, name = found.groups()
+        if name == FILE:
+            text = self.group if folder is None else self.nodes.get(folder)
+            return None if text is None else TextFile(json.dumps(text).encode())
+        tensor, grid = self.tensors.get(folder), self.grids.get(folder)
+        coord = tuple(map(int, name.split("/")[1:]))
+        if tensor is None or grid is None or len(coord) != len(grid.shape):
+            return None
+        if not all(i < n for i, n in zip(coord, grid.counts, strict=True)):
+            return None
+        return self.chunk(folder, coord)
+
+    def chunk(self, folder: str, coord: tuple[int, ...]) -> ChunkFile:
+        grid = self.grids[folder]
+        return ChunkFile(self.tensors[folder], grid.shard_box(coord), grid.chunk)
+
+    def every_key(self) -> Iterator[str]:
+        """All keys, array by array."""
+        yield FILE
+        for folder, grid in self.grids.items():
+            yield f"{folder}/{FILE}"
+            yield from ("/".join([folder, "c", *map(str, c)]) for c in grid.shards())
+
+    def has_folder(self, folder: str) -> bool:
+        return folder in self.grids

@@ -1,0 +1,288 @@
+"""The functions that make virtual checkpoints. Each opens its parents, checks them, and reads no array."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
+from ..base import strict_json
+from ..checkpoint import branches, numbered
+from ..checkpoint.checkpoint import Checkpoint
+from ..format import dtypes
+from ..loading.open import open_checkpoint
+from ..rules.rules import Rules
+from ..stores import store
+from . import expressions as ex
+from .document import build
+from .identity import identity_of
+
+Source = str | os.PathLike[str] | Checkpoint
+_PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")  # patterns of modules that are names, so that none takes for ever
+_OTHERS = (
+    "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "layer_replication",
+    "alora_invocation_tokens",
+    *(f"{method}_config" for method in ("arrow", "kasa", "monteclora", "velora")),
+)
+"""Members of a configuration with which the weights of an adapter mean something else than plain LoRA."""
+
+
+class _Sources:
+    """The operands of an expression: nodes, and the checkpoints behind them."""
+
+    def __init__(self) -> None:
+        self.parents: dict[ex.Parent, Checkpoint] = {}
+
+    def add(self, source: Source) -> Any:
+        """The node of a path, or of an open checkpoint: a virtual one without a document gives its expression."""
+        ckpt = open_checkpoint(source)
+        if not ckpt.whole:
+            raise CheckpointError(
+                f"{ckpt.path} is a part of a checkpoint, or was made of one by rules; give the whole, and virtual.with_rules"
+            )
+        if ckpt.computed is not None and not ckpt.computed.identity:
+            self.parents |= ckpt.computed.parents
+            return ckpt.computed.expression
+        if isinstance(source, Checkpoint) and ckpt.manifest is None and ckpt.computed is None:
+            ckpt.generation.check()
+            ckpt = open_checkpoint(ckpt.path)  # with its checksums, which one that was opened without them lacks
+        parent = ex.Parent(ckpt.path if isinstance(source, Checkpoint) else store.location(source), identity_of(ckpt))
+        self.parents[parent] = ckpt
+        return parent
+
+
+def _made(kind: type[ex.Node], sources: Iterable[Source], **params: Any) -> Checkpoint:
+    held = _Sources()
+    return build(kind(tuple(held.add(s) for s in sources), **params), held.parents)
+
+
+def _several(sources: Any, what: str) -> list[Source]:
+    if isinstance(sources, (str, os.PathLike, Checkpoint)) or not isinstance(sources, Iterable):
+        raise CheckpointError(f"{what} takes a list of checkpoints, got {sources!r:.80}")
+    return list(sources)
+
+
+def mean(parents: Iterable[Source]) -> Checkpoint:
+    """The mean of checkpoints: their sum over their number.
+
+    Parameters
+    ----------
+    parents
+        Paths, URLs or open checkpoints, virtual ones too, with the same names, shapes and dtypes. Structure, values that are no arrays,
+        metadata and documents are those of the first; the step is theirs where all have one.
+
+    Returns
+    -------
+    Checkpoint
+        Virtual: its arrays are computed, box by box, when they are read. ``write`` keeps it as a document.
+
+    Raises
+    ------
+    CheckpointKeyError, CheckpointShapeError, CheckpointDTypeError
+        The parents do not fit each other; the message lists all.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from meshtape.storage import save
+    >>> home = tempfile.mkdtemp()
+    >>> steps = [save(os.path.join(home, str(i)), {"w": np.full(2, float(i))}).path for i in (1, 2, 6)]
+    >>> mean(steps)["w"][...]
+    array([3., 3.])
+    """
+    held = _several(parents, "mean")
+    return weighted_sum(held, [1.0] * len(held), normalize=True)
+
+
+def weighted_sum(parents: Iterable[Source], weights: Sequence[float], *, normalize: bool = False) -> Checkpoint:
+    """``w0 * x0 + w1 * x1 + …`` of checkpoints, in their order; with ``normalize`` over the sum of the weights.
+
+    Sums are taken in float32 (float64 for float64 arrays) and cast to the dtype of the array. Arrays of integers and booleans must be equal in
+    all parents, and stay as they are; where they are not, reading them is an error.
+
+    Raises
+    ------
+    CheckpointError
+        There are not as many weights as parents, or they sum to 0 and ``normalize`` is true.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from meshtape.storage import save
+    >>> home = tempfile.mkdtemp()
+    >>> steps = [save(os.path.join(home, str(i)), {"w": np.full(2, float(i))}).path for i in (1, 3)]
+    >>> weighted_sum(steps, [1, 3], normalize=True)["w"][...]
+    array([2.5, 2.5])
+    """
+    return _made(ex.Sum, _several(parents, "weighted_sum"), weights=list(weights), normalize=normalize)
+
+
+def ema(
+    run: str | os.PathLike[str] | Iterable[Source], *, decay: float, steps: Iterable[int] | None = None
+) -> Checkpoint:
+    """The exponential moving average over checkpoints, oldest first: ``m = decay * m + (1 - decay) * x``, from the first on.
+
+    Parameters
+    ----------
+    run
+        A directory of a `CheckpointManager`, of which the current branch counts; or a list of checkpoints.
+    decay
+        From 0 (the last alone) to 1 (the first alone).
+    steps
+        Steps of the run to take; by default all that are there now. Later ones do not join.
+
+    Returns
+    -------
+    Checkpoint
+        Virtual, with step, structure, values, metadata and documents of the last.
+    """
+    if isinstance(run, (str, os.PathLike)):
+        directory = store.location(run)
+        found = numbered.complete(directory)
+        line = {s.step: s.path for s in branches.current(directory, found).line(found)}
+        wanted = sorted(line if steps is None else set(steps))
+        if lost := [s for s in wanted if s not in line] or not line:
+            raise CheckpointKeyError(f"{directory} has no step {lost}; it has {list(line)[:20] or 'none'}")
+        sources: list[Source] = [line[s] for s in wanted]
+    elif steps is not None:
+        raise CheckpointError("ema takes steps= of a run's directory; of a list, leave out what is not wanted")
+    else:
+        sources = _several(run, "ema")
+    return _made(ex.Ema, sources, decay=decay)
+
+
+def difference(a: Source, b: Source) -> Checkpoint:
+    """``a - b``, array by array: the task vector of a fine-tuned ``a`` whose base is ``b``. Arrays of integers must be equal, and stay."""
+    return _made(ex.Difference, [a, b])
+
+
+def add(base: Source, delta: Source, scale: float = 1.0) -> Checkpoint:
+    """``base + scale * delta``, in the dtypes of the base; those of the delta may be other floating ones."""
+    return _made(ex.Add, [base, delta], scale=scale)
+
+
+def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> Checkpoint:
+    """A base with an adapter of PEFT applied: ``W + scale * (alpha / r) * B @ A``, with ``alpha / √r`` for rslora.
+
+    Parameters
+    ----------
+    base
+        The model. Its weights are called as in the adapter, with ``.weight`` at their end or without.
+    adapter
+        The directory of the adapter, with ``adapter_config.json`` (``r``, ``lora_alpha``, ``use_rslora``, ``rank_pattern``, ``alpha_pattern``,
+        ``fan_in_fan_out``). What it says is kept in the expression.
+    scale
+        A further factor.
+
+    Raises
+    ------
+    CheckpointKeyError
+        Keys of the adapter have no counterpart, or factors do not fit their weight; lists all.
+    CheckpointError
+        The configuration is missing, malformed, or of another method (DoRA, QALoRA, aLoRA, …).
+    """
+    held = _Sources()
+    nodes = held.add(base), held.add(adapter)
+    where = store.location(adapter) if not isinstance(adapter, Checkpoint) else adapter.path
+    ckpt = held.parents[nodes[1]] if isinstance(nodes[1], ex.Parent) else None
+    if ckpt is None:
+        raise CheckpointError("an adapter is a directory with adapter_config.json, not a virtual checkpoint")
+    config = _config(where)
+    modules = {m[1]: ckpt[n].shape for n in ckpt if (m := ex.ADAPTER.match(n)) and m[3] == "A"}
+    default = _factor(config, {}, config["r"])
+    factors = {m: _factor_of(config, m, int(shape[0])) for m, shape in modules.items() if shape}
+    own = [(m, f) for m, f in sorted(factors.items()) if f != default]
+    params = {"factor": default, "factors": own, "transposed": bool(config.get("fan_in_fan_out"))}
+    return build(ex.Lora(nodes, scale, **params), held.parents)
+
+
+def _config(where: str) -> dict[str, Any]:
+    """The checked ``adapter_config.json`` of an adapter."""
+    file = store.join(where, "adapter_config.json")
+    try:
+        at, name = store.holding(file)
+        config = strict_json.loads(at.get(name))
+        if not isinstance(config, dict):
+            raise TypeError("it is no object")
+        for key in ("r", "lora_alpha"):
+            if isinstance(config.get(key), bool) or not isinstance(config.get(key), (int, float)) or config[key] <= 0:
+                raise ValueError(f"{key} is {config.get(key)!r:.40}, and no positive number")
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern, value in (config.get(key) or {}).items():
+                if not _PLAIN.fullmatch(pattern):
+                    raise ValueError(f"{key} has {pattern!r:.80}; only names of modules are understood")
+                ex.number(value)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{file} is not there, which says the rank and alpha of the adapter") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise CorruptCheckpoint(f"{file}: {e}") from None
+    if other := [k for k in _OTHERS if config.get(k)] or config.get("peft_type", "LORA") != "LORA":
+        raise CheckpointError(
+            f"{file}: only plain LoRA is applied, and it says {other if other is not True else config['peft_type']}"
+        )
+    return config
+
+
+def _factor(config: Mapping[str, Any], alphas: Mapping[str, float], rank: float, module: str = "") -> float:
+    """The factor of a module's product; ``alphas`` are those of modules that have their own."""
+    alpha = _said(alphas, module, config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _factor_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """The same for a module of the adapter, whose rank must be the one that the configuration says."""
+    said = _said(config.get("rank_pattern") or {}, module, config["r"])
+    if said != rank:
+        raise CheckpointError(f"the factors of {module!r} have rank {rank}, and adapter_config.json says {said}")
+    return _factor(config, config.get("alpha_pattern") or {}, rank, module)
+
+
+def _said(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that fits a module, as PEFT finds it."""
+    return next((float(v) for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module)), float(default))
+
+
+def cast(parent: Source, dtype: Any) -> Checkpoint:
+    """Floating arrays in another floating dtype. Values that it cannot hold are an error when they are read, as in `convert`."""
+    return _made(ex.Cast, [parent], dtype=dtypes.name_of(dtype))
+
+
+def quantize(parent: Source, *, bits: int = 8, keys: Iterable[str] = ("*",)) -> Checkpoint:
+    """Floating arrays as 8 or 4 bit integers with a scale for each row: what `quantize` makes of a tree, which `dequantize` restores."""
+    return _made(ex.Quantize, [parent], bits=bits, keys=[keys] if isinstance(keys, str) else list(keys))
+
+
+def with_rules(parent: Source, rules: Any) -> Checkpoint:
+    """What key rules (`Rules`, or their text) make of a checkpoint: other names, layouts, dtypes, sizes. It is flat, as of `load`."""
+    return _made(ex.KeyRules, [parent], rules=str(Rules(rules)))
+
+
+def rows(parent: Source, ranges: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """Parts of arrays, such as the first 32,000 rows of a vocabulary.
+
+    Parameters
+    ----------
+    parent
+        The checkpoint.
+    ranges
+        Names or patterns, each with ``(start, stop)`` of rows, or ``(start, stop, axis)``. Arrays that none matches stay whole.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from meshtape.storage import save
+    >>> base = save(os.path.join(tempfile.mkdtemp(), "c"), {"embed": np.arange(6.0).reshape(3, 2), "bias": np.ones(3)}).path
+    >>> rows(base, {"embed": (1, 3)})["embed"][...].tolist()
+    [[2.0, 3.0], [4.0, 5.0]]
+    """
+    try:
+        held = [(pattern, *(axis or [0]), start, stop) for pattern, (start, stop, *axis) in ranges.items()]
+    except (AttributeError, TypeError, ValueError):
+        raise CheckpointError("rows are given as {pattern: (start, stop)} or {pattern: (start, stop, axis)}") from None
+    return _made(ex.Rows, [parent], ranges=held)

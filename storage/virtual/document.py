@@ -1,0 +1,350 @@
+"""The document of a virtual checkpoint: a small JSON file with its expression and the identity of every parent.
+
+It is read as hostile text. A place of a parent is relative to the folder of the document: below it, or with one ``..`` in
+front, below the folder above; or it is absolute. In an object store, or from a server, it is never local, and never of
+another kind of store than the document's: a document from elsewhere reads no files of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...arrays.core.errors import (
+    CheckpointError,
+    CheckpointExists,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    ParentChanged,
+    UnsupportedVersion,
+)
+from ..base import names, strict_json
+from ..base.sealed import sealed, unsealed
+from ..checkpoint.checkpoint import Checkpoint, Computed
+from ..format.migrations import Step, upgraded
+from ..loading.open import OPENERS, open_checkpoint
+from ..stores import atomic_directory, store
+from ..stores.generations import JointGeneration
+from .expressions import DEEPEST, MOST_READS, NODES, Node, Parent, parents_of
+from .identity import generation_of, identity_of
+
+FORMAT = "meshtape.virtual"
+MIGRATIONS: list[Step] = []
+START = b'{"format": "meshtape.virtual"'[:24]
+LONGEST = 4 << 20  # bytes
+_MEMBERS = {"format", "version", "parents", "expression"}
+
+
+# ----- checkpoints from expressions ---------------------------------------------------------------------------------------
+
+
+def build(node: Node, parents: Mapping[Parent, Checkpoint]) -> Checkpoint:
+    """The checkpoint of an expression whose parents are open. All is checked, and no array is read."""
+    reads = sum(1 if (c := parents[p].computed) is None else c.reads for p in parents_of(node))
+    if reads > MOST_READS:
+        raise CheckpointError(f"{node} reads {reads} arrays for each of its own, at most {MOST_READS} are allowed")
+
+    def depth(x: Any) -> int:
+        if isinstance(x, Node):
+            return 1 + max(map(depth, x.of))
+        return 0 if (c := parents[x].computed) is None else c.depth
+
+    if (levels := depth(node)) > DEEPEST:
+        raise CheckpointError(
+            f"{node} is nested {levels} levels deep, through its documents; at most {DEEPEST} are allowed"
+        )
+
+    def made(x: Any) -> Checkpoint:
+        return parents[x] if isinstance(x, Parent) else x.apply([made(y) for y in x.of])
+
+    out = made(node)
+    out.generation = JointGeneration.of_all(generation_of(p) for p in parents.values())
+    out.computed = Computed(node, dict(parents), reads, levels)
+    return out
+
+
+# ----- text ---------------------------------------------------------------------------------------------------------------
+
+
+def dumps(node: Node, where: str) -> bytes:
+    """The document of an expression, for a place."""
+    numbers = {p: i for i, p in enumerate(dict.fromkeys(parents_of(node)))}
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, Parent):
+            return numbers[x]
+        return {"op": x.kind, "of": [plain(y) for y in x.of], **{name: getattr(x, name) for name in x.params}}
+
+    parents = [{"path": _relative(p.path, where), "identity": p.identity} for p in numbers]
+    body = {"format": FORMAT, "version": len(MIGRATIONS) + 1, "parents": parents, "expression": plain(node)}
+    return sealed(json.dumps(body, allow_nan=False).encode())
+
+
+def loads(data: bytes, where: str) -> Node:
+    """The expression of a document that lies at a place.
+
+    Raises
+    ------
+    UnsupportedVersion
+        A later meshtape wrote it.
+    CorruptCheckpoint
+        It is damaged, was edited, or says what no document may.
+    """
+    text, _, fits = unsealed(data)
+    try:
+        top = strict_json.loads(text)
+        if not isinstance(top, dict) or top.get("format") != FORMAT:
+            raise ValueError(f"it does not say format {FORMAT!r}")
+        if top.get("version") == len(MIGRATIONS) + 1 and not fits:
+            raise ValueError("its crc32c does not fit: it is damaged or was edited; write it anew")
+        top = upgraded(top, MIGRATIONS, where, CorruptCheckpoint)
+        _expect(top, _MEMBERS, "the document")
+        parents = [_parent(row, where) for row in _list(top["parents"], "parents")]
+        node = _node(top["expression"], parents, 0)
+        if not isinstance(node, Node) or set(parents_of(node)) != set(parents) or len(set(parents)) != len(parents):
+            raise ValueError("the expression is none of all its parents, each listed once")
+    except (CorruptCheckpoint, UnsupportedVersion):
+        raise
+    except (ValueError, RecursionError) as e:
+        raise CorruptCheckpoint(f"{where}: no document of a virtual checkpoint: {e}") from None
+    return node
+
+
+def _expect(said: Any, members: set[str], what: str) -> None:
+    if not isinstance(said, dict) or said.keys() != members:
+        held = sorted(map(str, said))[:8] if isinstance(said, dict) else f"{said!r:.40}"
+        raise ValueError(f"{what} has the members {sorted(members)}, not {held}")
+
+
+def _list(said: Any, what: str) -> list[Any]:
+    if isinstance(said, list):
+        return said
+    raise ValueError(f"{what} are no list")
+
+
+def _parent(row: Any, where: str) -> Parent:
+    _expect(row, {"path", "identity"}, "a parent")
+    if not all(isinstance(v, str) and 0 < len(v) < 4096 for v in row.values()):
+        raise ValueError("path and identity of a parent are texts")
+    return Parent(_resolved(row["path"], where), row["identity"])
+
+
+def _node(said: Any, parents: list[Parent], depth: int) -> Any:
+    if type(said) is int:
+        if not 0 <= said < len(parents):
+            raise ValueError(f"there is no parent {said}")
+        return parents[said]
+    if depth >= DEEPEST:
+        raise ValueError(f"it is nested deeper than {DEEPEST} levels")
+    kind = NODES.get(said["op"]) if isinstance(said, dict) and isinstance(said.get("op"), str) else None
+    if kind is None:
+        raise ValueError(f"{said!r:.40} is no expression that this version knows")
+    _expect(said, {"op", "of", *kind.params}, kind.kind)
+    of = tuple(_node(x, parents, depth + 1) for x in _list(said["of"], f"operands of {kind.kind}"))
+    return kind(of, **{name: said[name] for name in kind.params})
+
+
+# ----- places -------------------------------------------------------------------------------------------------------------
+
+
+def _homes(where: str) -> tuple[str, str | None]:
+    """The folder of a document, and the one above; None where that is a whole bucket, host or file system."""
+    home = store.split(where)[0]
+    above, name = store.split(home)
+    return home, above if name and (store.is_url(where) or store.split(above)[1]) else None
+
+
+def _relative(path: str, where: str) -> str:
+    """The place of a parent as the document at a place says it."""
+    home, above = _homes(where)
+    for folder, start in ((home, ""), (above, "../")):
+        head = folder and store.join(folder, "")
+        if head and path.startswith(head):
+            text = path.removeprefix(head).replace(os.sep, "/")
+            with contextlib.suppress(CorruptCheckpoint):
+                names.plain(text, where)
+                return start + text
+    return path
+
+
+def _resolved(text: str, where: str) -> str:
+    """Inverse of `_relative`; `ValueError` for a place that a document may not name."""
+    remote = store.is_url(where)
+    if store.is_url(text):
+        if remote:
+            (scheme, _, rest), (own, _, ours) = text.partition("://"), where.partition("://")
+            # Options may send what is signed with the user's keys to another host.
+            strange = ";" in text and rest.split("/")[0] != ours.split("/")[0]
+            if scheme != own or strange:
+                raise ValueError(
+                    f"parent {text!r:.80} lies in another kind of store, or has options of its own; refused"
+                )
+        if store.location(text) != text:
+            raise ValueError(f"parent {text!r:.80} is no plain location")
+        return text
+    if os.path.isabs(text):
+        if remote or os.path.normpath(text) != text:
+            raise ValueError(f"parent {text!r:.80} is a local path, or no plain one; refused")
+        return text
+    folder: str | None
+    folder, above = _homes(where)
+    if text.startswith("../"):
+        folder, text = above, text.removeprefix("../")
+    try:
+        names.plain(text, "its parent")
+    except CorruptCheckpoint as e:
+        raise ValueError(str(e)) from None
+    if folder is None:
+        raise ValueError(f"parent '../{text:.80}' leaves the bucket, host or file system; refused")
+    return store.join(folder, *text.split("/"))
+
+
+# ----- opening and writing ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Opening:
+    """The documents that are being opened, one for the next, and the number of their parents."""
+
+    stack: list[str]
+    count: int = 0
+
+
+_opening: ContextVar[_Opening | None] = ContextVar("opening", default=None)
+
+
+@contextlib.contextmanager
+def _within(where: str) -> Iterator[_Opening]:
+    held = _opening.get()
+    token = None
+    if held is None:
+        held = _Opening([])
+        token = _opening.set(held)
+    if where in held.stack:
+        raise CorruptCheckpoint(f"virtual checkpoints in a circle: {' reads '.join([*held.stack, where])}")
+    if len(held.stack) >= DEEPEST:
+        raise CorruptCheckpoint(f"{where}: virtual checkpoints are nested deeper than {DEEPEST} levels")
+    held.stack.append(where)
+    try:
+        yield held
+    finally:
+        held.stack.pop()
+        if token is not None:
+            _opening.reset(token)
+
+
+def _read(where: str) -> bytes:
+    at, name = store.holding(where)
+    with contextlib.closing(at.reader(name)) as reader:
+        if reader.nbytes > LONGEST:
+            raise CorruptCheckpoint(f"{where} has {reader.nbytes} bytes, a document has at most {LONGEST}")
+        data = bytearray(reader.nbytes)
+        return bytes(data[: reader.readv([data], 0)])
+
+
+def is_document(path: str) -> bool:
+    """Whether a local file begins as a document does."""
+    with contextlib.suppress(OSError), open(path, "rb") as f:
+        return f.read(len(START)) == START
+    return False
+
+
+def open_document(where: str) -> Checkpoint:
+    """The checkpoint of a document. Raises `ParentChanged` where a parent is not what the document pins."""
+    with _within(where) as opening:
+        data = _read(where)
+        node = loads(data, where)
+        parents: dict[Parent, Checkpoint] = {}
+        for parent in dict.fromkeys(parents_of(node)):
+            opening.count += 1
+            if opening.count > MOST_READS:
+                raise CorruptCheckpoint(f"{where}: more than {MOST_READS} checkpoints would be opened")
+            try:
+                parents[parent] = ckpt = open_checkpoint(parent.path)
+            except NotACheckpoint as e:
+                raise ParentChanged(f"{where}: its parent {parent.path} is not there any more: {e}") from None
+            if (now := identity_of(ckpt)) != parent.identity:
+                raise ParentChanged(
+                    f"{where}: its parent {parent.path} is another by now: {parent.identity} was pinned, and {now} is there"
+                )
+        out = build(node, parents)
+    assert out.computed is not None
+    out.path, out.computed = where, replace(out.computed, identity=f"virtual:{unsealed(data)[1] or 0:08x}")
+    return out
+
+
+OPENERS[START] = open_document
+
+
+def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = False) -> str:
+    """Write the document of a virtual checkpoint: some kilobytes, whole or not at all.
+
+    Parameters
+    ----------
+    path
+        A file or URL of any name, such as ``avg.json``. Parents below its folder, or below the one above, are named relative to it, so
+        that they may move together; others by their whole path.
+    ckpt
+        What a function of this namespace gave, or such a document that was opened.
+    overwrite
+        Replace another document of a virtual checkpoint. Nothing else is ever replaced.
+
+    Returns
+    -------
+    str
+        The location of the document.
+
+    Raises
+    ------
+    CheckpointExists
+        Something lies there, and it is no such document, or ``overwrite`` is false.
+    CheckpointError
+        It is not virtual, or the document could not be opened from that place: local parents of a document in an object store, and a
+        document that would be its own parent.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from meshtape.storage import open_checkpoint, save
+    >>> home = tempfile.mkdtemp()
+    >>> _ = save(os.path.join(home, "a"), {"w": np.zeros(2)})
+    >>> _ = save(os.path.join(home, "b"), {"w": np.ones(2)})
+    >>> from meshtape.storage import virtual
+    >>> where = virtual.write(os.path.join(home, "avg.json"), virtual.mean([os.path.join(home, "a"), os.path.join(home, "b")]))
+    >>> open_checkpoint(where)["w"][...]
+    array([0.5, 0.5])
+    """
+    where = store.location(path)
+    if not isinstance(ckpt, Checkpoint) or ckpt.computed is None or not ckpt.whole:
+        raise CheckpointError(
+            f"only a virtual checkpoint has a document, not {ckpt!r:.80}; make one with mt.storage.virtual"
+        )
+    parents = ckpt.computed.parents.values()
+    if where in set().union(*(p.places for p in parents)):
+        raise CheckpointError(f"{where} is a parent of what is to be written there; write to another name")
+    store.refuse_folder(where)
+    at, name = store.holding(where)
+    at.refuse_writes()
+    if at.size(name) is not None and (not _read(where).startswith(START) or not overwrite):
+        what = (
+            "exists; pass overwrite=True"
+            if overwrite is False
+            else "is no virtual checkpoint, and only those are replaced"
+        )
+        raise CheckpointExists(f"{where} {what}, or choose another name")
+    data = dumps(ckpt.computed.expression, where)
+    try:
+        loads(data, where)
+    except CorruptCheckpoint as e:
+        raise CheckpointError(f"{where} cannot have this document: {e}") from None
+    with atomic_directory.writing(where):
+        try:
+            at.put(name, data, new=not overwrite)
+        except FileExistsError:
+            raise CheckpointExists(f"{where} exists; pass overwrite=True, or choose another name") from None
+    return where

@@ -1,0 +1,52 @@
+"""The identity of a checkpoint that another is computed from: a short text that changes where its content does.
+
+=====================  ======================================================================================================
+of                     identity
+=====================  ======================================================================================================
+meshtape               the crc32c of its manifest, which binds every chunk
+virtual                the crc32c of its document, which pins its own parents
+safetensors with sums  a digest of names, shapes, dtypes and checksums of all tensors
+all others             a digest of the table of contents and of the tags of their files: lengths, times, inodes or ETags
+=====================  ======================================================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..readers.raw_tensor import RawTensor
+from ..stores import store
+from ..stores.generations import NONE, Generation, Listed
+
+_FILES = ("safetensors", "Hugging Face", "NumPy", "PyTorch")  # whose opening reads a part of every file
+
+
+def generation_of(ckpt: Checkpoint) -> Generation:
+    """The generation of all that a checkpoint may read: of a directory by others, all that lies in it."""
+    if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in _FILES:
+        return ckpt.generation
+    listed = Listed.now(ckpt.path)
+    return ckpt.generation if listed is NONE else listed
+
+
+def identity_of(ckpt: Checkpoint) -> str:
+    """The identity of an open checkpoint; empty for a virtual one without a document."""
+    if ckpt.computed is not None:
+        return ckpt.computed.identity
+    if ckpt.manifest is not None:
+        return f"meshtape:{ckpt.manifest.crc32c or 0:08x}"
+    tensors: dict[str, Any] = {n: a.tensor for n, a in ckpt.arrays.items()}
+    rows = [[n, list(map(int, t.shape)), t.dtype.name] for n, t in tensors.items()]
+    if tensors and all(isinstance(t, RawTensor) and t.summed for t in tensors.values()):
+        return f"sums:{_digest([[*row, t.crc32c] for row, t in zip(rows, tensors.values(), strict=True)])}"
+    generation = generation_of(ckpt)
+    root = store.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
+    tags = sorted((file.removeprefix(root).lstrip("/"), tag) for file, tag in generation.tags.items())
+    return f"files:{_digest([rows, tags])}"
+
+
+def _digest(held: Any) -> str:
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:32]

@@ -1,0 +1,529 @@
+"""Blending: each formula by hand, the same bytes for any windows and workers, every bad input told before a byte is written, and mergekit as the oracle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError, Lossy
+from meshtape.storage import blend, blended, extract_lora, save, save_safetensors
+from meshtape.storage.blending.config import METHODS
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+METHOD_NAMES = sorted(METHODS)
+
+
+def model(where: Path, arrays: dict[str, Any], documents: dict[str, Any] | None = None) -> str:
+    """A Hugging Face directory of arrays (lists are float32)."""
+    where.mkdir()
+    held = {n: np.asarray(a, np.float32) if isinstance(a, (list, float)) else a for n, a in arrays.items()}
+    save_safetensors(where / "model.safetensors", held, metadata={"format": "pt"})
+    for name, said in (documents or {}).items():
+        (where / name).write_text(json.dumps(said))
+    return str(where)
+
+
+def config(method: str, models: list[str], base: str | None = None, weights: Any = None, **parameters: Any) -> Any:
+    """A configuration; weights of 1 where the method has them."""
+    own = "weight" in METHODS[method].each
+    held = [
+        {"model": m, "parameters": {"weight": 1 if weights is None else weights[i]} if own else {}}
+        for i, m in enumerate(models)
+    ]
+    out = {"merge_method": method, "models": held, "parameters": {k.rstrip("_"): v for k, v in parameters.items()}}
+    return out if base is None else out | {"base_model": base}
+
+
+# ----- known answers --------------------------------------------------------------------------------------------------
+
+X = [[1, -2, 3], [-1, -4, 1]]
+COS = 1 / np.sqrt(2)
+KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
+    # name: method, base, models, weights and parameters, result
+    "mean": ("linear", None, [[1], [3]], {}, [2]),
+    "weighted": ("linear", None, [[1], [3]], {"weights": (1, 3)}, [2.5]),
+    "sum": ("linear", None, [[1], [3]], {"normalize": False}, [4]),
+    "0-d": ("linear", None, [1.0, 3.0], {}, 2),
+    "one model": ("linear", None, [[5, 7]], {"weights": (3,)}, [5, 7]),
+    "task": ("task_arithmetic", [1, 1, 1], X, {"lambda_": 0.5}, [0, -3, 2]),
+    "task, normalised": ("task_arithmetic", [1, 1, 1], X, {"weights": (3, 1), "normalize": True}, [0.5, -2.5, 2.5]),
+    "ties": ("ties", [0, 0, 0], X, {}, [1, -3, 2]),  # the sum of the first is 0, which counts as positive
+    "trim": ("ties", [0] * 4, [[1, -2, 3, 4]], {"density": 0.5}, [0, 0, 3, 4]),
+    "trim, equal ones": ("ties", [0] * 4, [[2, -2, 2, 2]], {"density": 0.5}, [2, -2, 0, 0]),
+    "trim to at least one": ("ties", [0] * 4, [[1, -2, 3, 4]], {"density": 0.01}, [0, 0, 0, 4]),
+    "trim to none": ("ties", [7, 7], [[1, 2]], {"density": 0}, [7, 7]),
+    "trim, rescaled": ("ties", [0] * 4, [[1, -2, 3, 4]], {"density": 0.5, "rescale": True}, [0, 0, 30 / 7, 40 / 7]),
+    "dare keeps all": (
+        "dare_ties",
+        [1, 1, 1],
+        X,
+        {"density": 1},
+        [-1, -7, 3],
+    ),
+    "dare keeps none": ("dare_linear", [7, 7], [[1, 2]], {"density": 0}, [7, 7]),
+    "breadcrumbs": ("breadcrumbs", [0] * 5, [[1, -2, 3, 4, -5]], {"density": 0.4, "gamma": 0.2}, [0, 0, 3, 4, 0]),
+    "breadcrumbs, none at the top": (
+        "breadcrumbs_ties",
+        [0] * 4,
+        [[1, -2, 3, 4]],
+        {"density": 0.5, "gamma": 0},
+        [0, 0, 3, 4],
+    ),
+    "slerp": ("slerp", [1, 0], [[0, 1]], {"t": 0.5}, [COS, COS]),
+    "slerp of equals": ("slerp", [1, 2], [[1, 2]], {"t": 0.5}, [1, 2]),
+    "slerp of opposites": ("slerp", [1, 0], [[-1, 0]], {"t": 0.25}, [0.5, 0]),
+    "slerp of zero": ("slerp", [0, 0], [[3, 4]], {"t": 0.5}, [1.5 * np.sqrt(2), 2 * np.sqrt(2)]),
+    "nuslerp": ("nuslerp", None, [[1, 0], [0, 1]], {}, [COS, COS]),
+    "nuslerp of differences": ("nuslerp", [1, 1], [[2, 1], [1, 2]], {}, [1 + COS, 1 + COS]),
+    "nuslerp by rows": (
+        "nuslerp",
+        None,
+        [[[1, 0], [0, 2]], [[0, 1], [0, 4]]],
+        {"nuslerp_flatten": False},
+        [[COS, COS], [0, 3]],
+    ),
+    "nuslerp by columns": (
+        "nuslerp",
+        None,
+        [[[1, 0], [0, 2]], [[0, 0], [1, 4]]],
+        {"nuslerp_flatten": False, "nuslerp_row_wise": True},
+        [[COS, 0], [COS, 3]],
+    ),
+    "multislerp": ("multislerp", None, [[1, 0, 0], [0, 1, 0], [0, 0, 1]], {}, [3**-0.5] * 3),
+    "karcher": ("karcher", None, [[1, 0, 0], [0, 1, 0], [0, 0, 1]], {}, [3**-0.5] * 3),
+    "karcher keeps the mean length": ("karcher", None, [[2, 0], [0, 4]], {}, [3 * COS, 3 * COS]),
+    "model stock, orthogonal": ("model_stock", [1, 1], [[2, 1], [1, 2]], {}, [1, 1]),
+    "model stock, parallel": ("model_stock", [0, 0], [[2, 2], [4, 4]], {}, [3, 3]),
+    "model stock by rows": (
+        "model_stock",
+        [[0, 0], [0, 0]],
+        [[[2, 0], [1, 1]], [[0, 2], [3, 3]]],
+        {"filter_wise": True},
+        [[0, 0], [2, 2]],
+    ),
+    "sce": ("sce", [0, 0, 0], [[1, 0, 0], [0, 3, 0]], {"select_topk": 0.5}, [0, 3, 0]),
+    "passthrough": ("passthrough", None, [[1, 2]], {"scale": 0.5}, [0.5, 1]),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_answers(tmp_path: Path, name: str) -> None:
+    method, base, models, options, wanted = KNOWN[name]
+    places = [model(tmp_path / f"m{i}", {"w": x}) for i, x in enumerate(models)]
+    where = None if base is None else model(tmp_path / "base", {"w": base})
+    got = blended(config(method, places, where, **options))["w"].read()
+    np.testing.assert_allclose(got, np.asarray(wanted, np.float32), rtol=2e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16)], ids=str)
+def test_short_dtypes_are_rounded_after_each_operation(tmp_path: Path, dtype: np.dtype) -> None:
+    rng = np.random.default_rng(0)
+    base, a, b = (rng.normal(size=500).astype(dtype) for _ in range(3))
+    places = [model(tmp_path / n, {"w": x}) for n, x in (("base", base), ("a", a), ("b", b))]
+    w = [np.asarray(x, np.float32).astype(dtype) for x in (0.3, 0.7)]
+    deltas = [(x - base) * k for x, k in zip((a, b), w, strict=True)]  # NumPy rounds each to the dtype
+    total = (deltas[0].astype(np.float32) + deltas[1].astype(np.float32)).astype(dtype)
+    got = blended(config("task_arithmetic", places[1:], places[0], (0.3, 0.7)))["w"].read()
+    assert got.dtype == dtype
+    assert np.array_equal(got, base + total)
+
+
+def test_random_choices_follow_their_probabilities_and_keep_the_sum(tmp_path: Path) -> None:
+    rows = np.tile(np.arange(1, 101, dtype=np.float32), (400, 1))
+    base, tuned = model(tmp_path / "base", {"w": np.zeros_like(rows)}), model(tmp_path / "tuned", {"w": rows})
+    for method, options in (("dare_linear", {}), ("della_linear", {"epsilon": 0.2})):
+        got = blended(config(method, [tuned], base, density=0.3, **options), seed=5)["w"].read()
+        kept = got != 0
+        assert abs(kept.mean() - 0.3) < 0.01
+        np.testing.assert_allclose(np.unique((got / rows)[kept]), (rows.sum() / rows[kept].sum()), rtol=1e-6)
+        low, high = kept[:, :20].mean(), kept[:, -20:].mean()  # the ranks 0.1 and 0.9 in each row
+        wanted = (0.3, 0.3) if method == "dare_linear" else (0.1 + 0.4 * 0.096, 0.1 + 0.4 * 0.904)
+        assert abs(low - wanted[0]) < 0.02
+        assert abs(high - wanted[1]) < 0.02
+
+
+def test_float8_is_computed_in_float32_and_equal_integers_pass(tmp_path: Path) -> None:
+    f8 = np.dtype(ml_dtypes.float8_e4m3fn)
+    held = [{"w": np.asarray(x, f8), "n": np.arange(3), "mask": np.asarray([True, False])} for x in ([1, 2], [2, 448])]
+    places = [model(tmp_path / f"m{i}", h) for i, h in enumerate(held)]
+    got = blended(config("linear", places))
+    assert got["w"].dtype == f8
+    assert got["w"].read().astype(np.float32).tolist() == [1.5, 224]
+    assert got["n"].read().tolist() == [0, 1, 2]
+    assert got["mask"].read().tolist() == [True, False]
+    with pytest.raises(Lossy, match="would be"):
+        blended(config("linear", places, normalize=False, weights=(2, 2)))["w"].read()
+
+
+# ----- the same bytes whoever makes them ------------------------------------------------------------------------------
+
+
+def _parents(tmp_path: Path) -> list[str]:
+    """A base as a Hugging Face directory, one model of ours in several shards, and one as foreign as bfloat16 allows."""
+    rng = np.random.default_rng(1)
+    shapes = {
+        "model.embed_tokens.weight": (60, 48),
+        "model.layers.0.w": (300, 130),
+        "model.layers.1.w": (300, 130),
+        "model.norm.weight": (130,),
+    }
+    base = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+    tuned = [{n: x + 0.01 * rng.normal(size=x.shape).astype(np.float32) for n, x in base.items()} for _ in range(2)]
+    first = model(tmp_path / "base", base, {"config.json": {"num_hidden_layers": 2, "dtype": "float32"}})
+    second = str(tmp_path / "ours")
+    mesh = mt.Mesh({"a": 3})
+    save(second, {n: mt.distribute(mt.asarray(x), mesh, a=mt.Shard(0)) for n, x in tuned[0].items()})
+    return [first, second, model(tmp_path / "tuned", tuned[1])]
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "slerp": {"t": [0, 0.5, 1]},
+    "ties": {"density": 0.3},
+    "dare_ties": {"density": 0.5},
+    "dare_linear": {"density": 0.4},
+    "della": {"density": 0.5},
+    "della_linear": {"density": 0.5, "epsilon": 0.2},
+    "breadcrumbs": {"density": 0.5},
+    "breadcrumbs_ties": {"density": 0.5, "rescale": True},
+    "sce": {"select_topk": 0.3},
+    "nuslerp": {"nuslerp_flatten": False},
+    "model_stock": {"filter_wise": True},
+}
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_the_same_bytes_for_any_windows_threads_and_workers(tmp_path: Path, method: str) -> None:
+    base, *models = _parents(tmp_path)
+    spec = METHODS[method]
+    said = config(method, models[: spec.most], base if spec.base == "required" else None, **PARAMETERS.get(method, {}))
+    lazy = blended(said, seed=3)
+    whole = {n: a.read() for n, a in lazy.items()}
+    parts = {n: np.concatenate([lazy[n][:7], lazy[n][7:]]) for n in lazy}
+    assert all(np.array_equal(whole[n], parts[n]) for n in lazy)
+    runs: list[Callable[[str], Any]] = [
+        lambda to: blend(said, to, seed=3),
+        lambda to: blend(said, to, seed=3, memory_limit=64 << 10, threads=1),
+        lambda to: blend(said, to, seed=3, threads=3, format="zarr"),
+    ]
+    if method in ("ties", "dare_ties", "nuslerp", "linear"):
+        pool = ProcessPoolExecutor(2)
+        runs.append(lambda to: blend(said, to, seed=3, client=pool, memory_limit=256 << 10))
+    for i, run in enumerate(runs):
+        report = run(str(tmp_path / f"out{i}"))
+        assert report.made["model.layers.1.w"].method == method
+        made = mt.open_checkpoint(report.path)
+        assert list(made) == list(whole)
+        for n in made:
+            assert np.array_equal(made[n].read(), whole[n]), (i, n)
+    if method.startswith(("dare", "della")):
+        assert not np.array_equal(blended(said, seed=4)["model.layers.0.w"].read(), whole["model.layers.0.w"])
+
+
+def test_an_interrupted_blend_goes_on(tmp_path: Path) -> None:
+    base, *models = _parents(tmp_path)
+    said, target = config("ties", models, base, density=0.3), str(tmp_path / "out")
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        blend(said, target, memory_limit=256 << 10, threads=1, progress=stop)
+    report = blend(said, target, memory_limit=256 << 10, threads=1)
+    assert report.resumed > 0
+    assert all(np.array_equal(mt.load(target)[n], a.read()) for n, a in blended(said).items())
+
+
+# ----- layers, parameters and documents -------------------------------------------------------------------------------
+
+
+def _layered(where: Path, n: int, value: float, **more: Any) -> str:
+    arrays = {
+        "model.embed_tokens.weight": [[value]],
+        **{f"model.layers.{i}.w": [value + i] for i in range(n)},
+        "model.norm.weight": [value],
+    }
+    return model(
+        where,
+        arrays | more,
+        {"config.json": {"num_hidden_layers": n, "torch_dtype": "float32"}, "generation_config.json": {}},
+    )
+
+
+def test_slices_number_their_layers_anew(tmp_path: Path) -> None:
+    a, b = _layered(tmp_path / "a", 3, 10.0), _layered(tmp_path / "b", 3, 20.0)
+    text = f"""
+merge_method: passthrough
+slices:
+  - sources: [{{model: {a}, layer_range: [0, 2]}}]
+  - sources: [{{model: {b}, layer_range: [1, 3], parameters: {{scale: [{{filter: layers.2, value: 2}}, {{value: 1.0}}]}}}}]
+dtype: bfloat16
+"""
+    report = blend(text, tmp_path / "out", drop="*.norm.*")
+    made = mt.open_checkpoint(report.path)
+    assert [float(made[f"model.layers.{i}.w"].read()[0]) for i in range(4)] == [10, 11, 21, 44]
+    assert "model.norm.weight" not in made
+    assert made["model.embed_tokens.weight"].read().tolist() == [[10]]
+    told = made.documents["config.json"]
+    assert told["num_hidden_layers"] == 4
+    assert told["torch_dtype"] == "bfloat16"
+    assert {"generation_config.json", "mergekit_config.yml"} <= set(made.documents)
+    size = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert size == 2 * 5 == report.total_size
+    assert report.made["model.layers.3.w"].sources == (f"{b}: model.layers.2.w",)
+    assert "scale" in report.table()
+
+
+def test_gradients_run_over_the_layers_and_filters_choose(tmp_path: Path) -> None:
+    a, b = _layered(tmp_path / "a", 3, 0.0), _layered(tmp_path / "b", 3, 1.0)
+    said = config(
+        "linear",
+        [a, b],
+        normalize=False,
+        weights=(0, [{"filter": "layers", "value": [0, 1, 3]}, {"filter": "*", "value": "1e1"}]),
+    )
+    got = blended(said)
+    assert [float(got[f"model.layers.{i}.w"].read()[0]) for i in range(3)] == [0, 2, 9]  # 0 · 1, 1 · 2, 3 · 3
+    assert got["model.norm.weight"].read().tolist() == [10]
+
+
+def test_a_tied_head_is_blended_from_the_embedding_of_the_model_that_lacks_it(tmp_path: Path) -> None:
+    a, b = _layered(tmp_path / "a", 1, 2.0), _layered(tmp_path / "b", 1, 4.0, **{"lm_head.weight": [[8.0]]})
+    got = blended(config("linear", [a, b]))
+    assert got["lm_head.weight"].read().tolist() == [[5.0]]
+    assert got.documents["config.json"]["tie_word_embeddings"] is False
+
+
+# ----- vocabularies ---------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(*tokens: str, added: tuple[str, ...] = ()) -> dict[str, Any]:
+    plain = {t: i for i, t in enumerate(tokens)}
+    more = [{"id": len(tokens) + i, "content": t, "special": True} for i, t in enumerate(added)]
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "model": {"type": "WordLevel", "vocab": plain, "unk_token": "a"},
+            "added_tokens": more,
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "wanted"),
+    [
+        ({"source": "union"}, [[15], [25], [3], [40], [4]]),
+        ({"source": "base"}, [[15], [25], [3]]),
+        ({"source": "base", "pad_to_multiple_of": 4}, [[15], [25], [3], [43 / 3]]),
+        ({"source": "base", "tokens": {"z": {"source": {"kind": "zero"}}}}, [[15], [25], [3], [0]]),
+        ({"source": "base", "tokens": {"a": {"source": "B", "force": True}}}, [[20], [25], [3]]),
+        (
+            {"source": "base", "tokens": {"z": {"source": {"kind": "model_token", "model": "B", "token": "b"}}}},
+            [[15], [25], [3], [30]],
+        ),
+    ],
+)
+def test_vocabularies_are_joined(tmp_path: Path, tokenizer: dict[str, Any], wanted: list[list[float]]) -> None:
+    # The second model has b and a in another order, lacks c, and has d and <s>; its fifth row is padding.
+    a = model(
+        tmp_path / "A",
+        {"model.embed_tokens.weight": [[10], [20], [3]]},
+        _tokenizer("a", "b", "c") | {"config.json": {"vocab_size": 3}},
+    )
+    b = model(
+        tmp_path / "B",
+        {"model.embed_tokens.weight": [[30], [20], [40], [4], [99]]},
+        _tokenizer("b", "a", "d", added=("<s>",)),
+    )
+    tokenizer = json.loads(json.dumps(tokenizer).replace('"B"', json.dumps(b)))
+    got = blended(config("linear", [a, b]) | {"tokenizer": tokenizer})
+    assert got["model.embed_tokens.weight"].read().tolist() == np.asarray(wanted, np.float32).tolist()
+    assert got.documents["config.json"]["vocab_size"] == len(wanted)
+    told = got.documents["tokenizer.json"]
+    if tokenizer["source"] == "union":
+        assert [(t["id"], t["content"], t["special"]) for t in told["added_tokens"]] == [
+            (3, "d", False),
+            (4, "<s>", True),
+        ]
+
+
+# ----- LoRA -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_applied_and_extracted(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    w, a, b = (rng.normal(size=s).astype(np.float32) for s in ((6, 5), (2, 5), (6, 2)))
+    base = model(
+        tmp_path / "base", {"layers.0.w.weight": w, "layers.0.v.weight": w, "norm.weight": np.ones(3, np.float32)}
+    )
+    tuned = {"layers.0.w.weight": w + 2 * b @ a, "layers.0.v.weight": w, "norm.weight": np.zeros(3, np.float32)}
+    pair = {f"base_model.model.layers.0.w.lora_{k}.weight": x for k, x in (("A", a), ("B", b))}
+    (tmp_path / "lora").mkdir()
+    save_safetensors(tmp_path / "lora" / "adapter_model.safetensors", pair)
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    got = blended(config("passthrough", [f"{base}+{tmp_path / 'lora'}"]))
+    np.testing.assert_allclose(got["layers.0.w.weight"].read(), tuned["layers.0.w.weight"], rtol=1e-6)
+    assert np.array_equal(got["layers.0.w.weight"][2:4, 1:3], got["layers.0.w.weight"].read()[2:4, 1:3])
+    for choice in ({"rank": 2}, {"energy": 1.0}):
+        out = str(tmp_path / f"out-{next(iter(choice))}")
+        report = extract_lora(model(tmp_path / f"tuned-{next(iter(choice))}", tuned), base, out, **choice)
+        assert report.ranks == {"layers.0.w": 2}
+        assert report.left == ["norm.weight"]
+        assert report.energy["layers.0.w"] > 1 - 1e-6
+        back = blended(config("passthrough", [f"{base}+{out}"]))["layers.0.w.weight"].read()
+        np.testing.assert_allclose(back, tuned["layers.0.w.weight"], rtol=1e-4, atol=1e-4)
+
+
+# ----- bad input ------------------------------------------------------------------------------------------------------
+
+A, B, BASE = "A", "B", "BASE"
+BAD: dict[str, tuple[Any, str]] = {
+    "method": ({"merge_method": "tiess", "models": [{"model": A}]}, "no merge_method 'tiess'; close is 'ties'"),
+    "key": (config("linear", [A, B]) | {"dtipe": "float32"}, "no key 'dtipe'; close is 'dtype'"),
+    "parameter": (config("linear", [A, B], normalise=True), "no key 'normalise'; close is 'normalize'"),
+    "no weight": ({"merge_method": "linear", "models": [{"model": A}, {"model": B}]}, "parameter 'weight' is missing"),
+    "no number": (config("linear", [A, B], weights=("much", 1)), "'weight' is a number, got 'much'"),
+    "density": (config("ties", [A, B], BASE, density=1.5), "'density' is from 0 to 1, got 1.5"),
+    "epsilon": (config("della", [A, B], BASE, density=0.9), "density 0.9 plus or minus epsilon 0.15"),
+    "weights without a sum": (config("linear", [A, B], weights=(1, -1)), "weights sum to 0"),
+    "task weights without a sum": (
+        config("task_arithmetic", [A, B], BASE, (1, -1), normalize=True),
+        "weights sum to 0",
+    ),
+    "no base": (config("ties", [A, B]), "ties needs base_model"),
+    "one model": (config("slerp", [A], t=0.5), "slerp needs base_model"),
+    "two for slerp": (config("slerp", [A, B], BASE, t=0.5), "slerp needs 1 model beside the base, got 2"),
+    "one for nuslerp": (config("nuslerp", [A]), "nuslerp needs 2 models, got 1"),
+    "one for model stock": (config("model_stock", [A], BASE), "needs at least 2 models beside the base, got 1"),
+    "twice": (config("linear", [A, A]), "named more than once"),
+    "models and slices": (
+        {"merge_method": "linear", "models": [{"model": A}], "slices": [{}]},
+        "one of models:, slices:",
+    ),
+    "layers": (
+        {"merge_method": "passthrough", "slices": [{"sources": [{"model": A, "layer_range": [0, 9]}]}]},
+        "has 1 layers",
+    ),
+    "dtype": (config("linear", [A, B]) | {"dtype": "int8"}, "dtype: is float16, bfloat16, float32 or float64"),
+    "tokenizer": (config("linear", [A, B]) | {"tokenizer_source": "union"}, "has no tokenizer.json"),
+    "no file": ("nothing.yml", "no file of a configuration"),
+    "no YAML": ("merge_method: [", "no YAML"),
+    "opposite": (config("multislerp", ["P", "M", "Z"]), "multislerp has no result"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    said, wanted = BAD[name]
+    held = {A: 1.0, B: 2.0, BASE: 0.0, "P": 1.0, "M": -1.0, "Z": 0.0}
+    places = {n: model(tmp_path / n, {"layers.0.w": [x, x], "norm.weight": [x]}) for n, x in held.items()}
+    text = json.dumps(said)
+    for n, where in places.items():
+        text = text.replace(json.dumps(n), json.dumps(where))
+    with pytest.raises(CheckpointError, match=wanted.replace("[", r"\[")):
+        blend(json.loads(text), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.part").exists()
+
+
+def test_one_error_lists_everything(tmp_path: Path) -> None:
+    a = model(
+        tmp_path / "a",
+        {
+            "x": [1.0],
+            "y": [1.0],
+            "n": np.arange(2),
+            "only": [1.0],
+            "q": np.zeros(2, ml_dtypes.float8_e4m3fn),
+            "q_scale": [1.0],
+        },
+    )
+    b = model(
+        tmp_path / "b",
+        {
+            "x": [1.0, 2.0],
+            "y": np.arange(1),
+            "n": np.arange(2, dtype=np.int32),
+            "q": np.zeros(2, ml_dtypes.float8_e4m3fn),
+            "q_scale": [1.0],
+        },
+    )
+    with pytest.raises(CheckpointError) as e:
+        blend(config("linear", [a, b]), tmp_path / "out")
+    for said in ("shapes differ", "'x'", "dtypes cannot be blended", "'y'", "'n'", "no such key: 'only'", "dequantize"):
+        assert said in str(e.value)
+    with pytest.raises(CheckpointShapeError):
+        blend(config("linear", [a, b]), tmp_path / "out", keys="x")
+    with pytest.raises(CheckpointKeyError, match="nothing matches"):
+        blend(config("linear", [a]), tmp_path / "out", drop=["q*", "*.inv_freq"])
+    c = model(tmp_path / "c", {"n": np.ones(2, np.int64)})
+    with pytest.raises(CheckpointError, match="must agree"):
+        blend(config("linear", [a, c]), tmp_path / "out", keys="n")
+    with pytest.raises(CheckpointError, match="one of the sources"):
+        blend(config("linear", [a]), a, keys="x", overwrite=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    base = model(
+        tmp_path / "base", {"m.weight": np.zeros((2, 3), np.float32), "n.weight": np.zeros((2, 2), np.float32)}
+    )
+    held = {
+        "m.lora_A.weight": (5, 3),
+        "m.lora_B.weight": (2, 5),
+        "n.lora_A.weight": (1, 2),
+        "o.lora_A.weight": (1, 2),
+        "o.lora_B.weight": (2, 1),
+        "x": (1,),
+    }
+    (tmp_path / "lora").mkdir()
+    save_safetensors(
+        tmp_path / "lora" / "adapter_model.safetensors", {n: np.zeros(s, np.float32) for n, s in held.items()}
+    )
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError) as e:
+        blended(config("passthrough", [f"{base}+{tmp_path / 'lora'}"]))
+    for said in (
+        "rank 5 is above",
+        "n: lora_B is missing",
+        "o of the adapter has no weight",
+        "'x' of the adapter has no place",
+    ):
+        assert said in str(e.value)
+    other = model(
+        tmp_path / "other", {"m.weight": np.ones((2, 3), np.float32), "n.weight": np.zeros((2, 3), np.float32)}
+    )
+    for options, text in (
+        ({"rank": 3}, "rank 3 is above"),
+        ({"rank": 1}, "shapes of 'n.weight'"),
+        ({}, "rank= or energy="),
+        ({"energy": 2}, "at most 1"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            extract_lora(other, base, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_arrays_of_every_form(tmp_path: Path, method: str) -> None:
+    spec, n = METHODS[method], METHODS[method].most or 2
+    forms = {"scalar": (), "empty": (0, 3), "one": (1,), "column": (5, 1), "conv": (2, 3, 2, 2)}
+    rng = np.random.default_rng(2)
+    for dtype in (np.float32, np.float64, BF16):
+        held = [{k: rng.uniform(0.5, 1.5, s).astype(dtype) for k, s in forms.items()} for _ in range(n + 1)]
+        places = [model(tmp_path / f"{np.dtype(dtype).name}{i}", h) for i, h in enumerate(held)]
+        base = places[-1] if spec.base == "required" else None
+        got = blended(config(method, places[:n], base, **PARAMETERS.get(method, {})))
+        for k, s in forms.items():
+            x = got[k].read()
+            assert x.shape == s
+            assert x.dtype == dtype
+            assert np.isfinite(x.astype(np.float64)).all(), k

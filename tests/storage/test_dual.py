@@ -1,0 +1,259 @@
+"""`layout="dual"`: files that are at once shards of Zarr and safetensors files."""
+
+import json
+import os
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.storage.format import chunk_grid, zarr_format
+from meshtape.storage.format.chunk_grid import ChunkGrid
+
+R = np.random.default_rng(0)
+TREE = {
+    "embed": R.normal(size=(53, 12)).astype("f4"),
+    "layers": [{"w": R.normal(size=(6, 5, 16)).astype(ml_dtypes.bfloat16)}, {"w": R.integers(0, 9, (7,))}],
+    "eight": R.normal(size=(9, 2)).astype(ml_dtypes.float8_e4m3fn),
+    "flags": np.array([[True], [False], [True]]),
+    "scalar": np.asarray(np.float32(3.5)),
+    "empty": np.zeros((0, 3), "i4"),
+}
+FLAT = {"embed": TREE["embed"], "layers.0.w": TREE["layers"][0]["w"], "layers.1.w": TREE["layers"][1]["w"]} | {
+    k: TREE[k] for k in ("eight", "flags", "scalar", "empty")
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(zarr_format, "TARGET", 300)
+
+
+def save(where, tree=None, **options):
+    mt.save(where, TREE if tree is None else tree, layout="dual", **options)
+    return where
+
+
+def same(a, b, name=""):
+    a, b = np.asarray(a), np.asarray(b)
+    assert (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes()), name
+
+
+def test_meshtape_reads_it(tmp_path):
+    ckpt = mt.open_checkpoint(save(tmp_path / "c", step=3))
+    assert ckpt.step == 3
+    for name, want in FLAT.items():
+        same(ckpt[name].read(), want, name)
+    for index in (np.s_[5:40], np.s_[3:50:7, 2:9], np.s_[-1], np.s_[:, 3]):
+        same(ckpt["embed"][index], TREE["embed"][index])
+    same(ckpt["layers.0.w"][1:4, 2:5, 3], TREE["layers"][0]["w"][1:4, 2:5, 3])
+    report = mt.storage.verify(tmp_path / "c")
+    assert not report.uncovered
+    assert mt.storage.diff(tmp_path / "c", save(tmp_path / "again")).equal
+    same(mt.open_checkpoint(tmp_path / "c", verify=False)["embed"][50:], TREE["embed"][50:])
+
+
+def test_others_read_the_very_files(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    safetensors = pytest.importorskip("safetensors")
+    where = save(tmp_path / "c")
+    group = zarr.open_group(where, mode="r")
+    for name, want in FLAT.items():
+        same(group[name][...], want, name)
+    same(group["embed"][7:41:3], TREE["embed"][7:41:3])
+    for file in where.glob("*/c.*"):
+        held = mt.storage.load_safetensors(file)
+        name = next(n for n in held if n != zarr_format.DUAL_INDEX)
+        same(held[name], FLAT[name], name)
+        if name in ("embed", "layers.1.w", "flags"):
+            with safetensors.safe_open(file, "np") as f:
+                assert set(f.keys()) == {name, zarr_format.DUAL_INDEX}
+                same(f.get_tensor(name), FLAT[name], name)
+        assert mt.storage.verify(file).files == 1
+
+
+def test_index_of_hugging_face(tmp_path):
+    where = save(tmp_path / "c", documents={"config": {"a": 1}})
+    shown = tmp_path / "hf"
+    shutil.copytree(where, shown)
+    for name in ("meshtape.json", "meshtape.sums", "zarr.json"):
+        os.remove(shown / name)
+    ckpt = mt.open_checkpoint(shown)
+    assert ckpt.kind == "Hugging Face"
+    for name, want in FLAT.items():
+        same(ckpt[name].read(), want, name)
+    link = where / json.loads((where / "model.safetensors.index.json").read_text())["weight_map"]["embed"]
+    assert os.path.samefile(link, where / "embed" / "c.0.0")
+
+
+def test_transforms_and_replacing(tmp_path):
+    where = save(tmp_path / "c")
+    mt.storage.convert(where, tmp_path / "z", format="zarr")
+    mt.storage.merge(where, tmp_path / "hf")
+    for other in ("z", "hf"):
+        ckpt = mt.open_checkpoint(tmp_path / other)
+        for name, want in FLAT.items():
+            same(ckpt[name].read(), want, name)
+    save(where, {"embed": TREE["embed"] + 1}, overwrite=True)
+    same(mt.open_checkpoint(where)["embed"].read(), TREE["embed"] + 1)
+    mt.save(where, TREE, overwrite=True)
+    assert not list(where.glob("model*"))
+    save(where, overwrite=True)
+    (where / "notes.bin").write_bytes(b"mine")
+    with pytest.raises(mt.errors.CheckpointExists, match=r"notes\.bin"):
+        save(where, overwrite=True)
+
+
+def test_blocks_of_a_mesh(tmp_path):
+    mesh = mt.Mesh({"data": 2, "model": 2})
+    x = mt.asarray(TREE["embed"])
+    tree = {"rows": mt.distribute(x, mesh, data=mt.Shard(0)), "all": mt.distribute(x, mesh)}
+    where = save(tmp_path / "c", tree)
+    ckpt = mt.open_checkpoint(where)
+    same(ckpt["rows"].read(), TREE["embed"])
+    held = mt.storage.load_safetensors(where / "rows" / "c.1.0")
+    same(held["rows"], TREE["embed"][27:])
+    said = mt.storage.read_header(where / "rows" / "c.1.0").metadata["meshtape.block"]
+    assert json.loads(said) == {"offset": [27, 0], "of": [53, 12]}
+    assert not list(where.glob("model*"))
+    assert not mt.storage.verify(where).uncovered
+    loaded = mt.load(where, like={"rows": mt.distribute(x, mesh, model=mt.Shard(1)), "all": x})
+    same(np.asarray(loaded["rows"]), TREE["embed"])
+    zarr = pytest.importorskip("zarr")
+    same(zarr.open_group(where, mode="r")["rows"][20:40], TREE["embed"][20:40])
+    with pytest.raises(mt.errors.CheckpointError, match="whole rows"):
+        save(tmp_path / "d", {"w": mt.distribute(x, mesh, model=mt.Shard(1))})
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize(
+    ("tree", "options", "error"),
+    [
+        ({"w": np.ones(3)}, {"compression": "zstd"}, "compression="),
+        ({"w": np.ones(3)}, {"pack": True}, "pack="),
+        ({"w": np.ones(3, "c16")}, {}, "safetensors form"),
+        ({zarr_format.DUAL_INDEX: np.ones(3)}, {}, "reserve"),
+        ({"model.safetensors.index.json": np.ones(3)}, {}, "rename"),
+    ],
+)
+def test_refusals(tmp_path, tree, options, error):
+    with pytest.raises(mt.errors.CheckpointError, match=error):
+        save(tmp_path / "c", tree, **options)
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(mt.errors.CheckpointError, match="unknown"):
+        mt.save(tmp_path / "c", tree, layout="other")
+
+
+def test_every_flip_is_found(tmp_path):
+    where = save(tmp_path / "c", {"w": R.normal(size=(13, 6)).astype("f4"), "b": np.arange(3), "s": np.float32(2)})
+    found = 0
+    for file in sorted(p for p in where.rglob("*") if p.is_file()):
+        whole = file.read_bytes()
+        for at in {*range(0, len(whole), 41), *range(max(0, len(whole) - 8), len(whole))}:
+            with open(file, "r+b") as f:
+                f.seek(at)
+                f.write(bytes([whole[at] ^ 4]))
+            with pytest.raises(mt.errors.CheckpointError):
+                mt.storage.verify(where)
+            found += 1
+            with open(file, "r+b") as f:
+                f.write(whole)
+    assert found > 150
+    mt.storage.verify(where)
+
+
+def test_a_kill_leaves_the_old_or_the_new(kit, quick):
+    tree = lambda k: {"w": np.full((40, 3), k), "s": np.asarray(k)}  # noqa: E731
+    seen = set()
+    for n in range(1, 200, 6):
+        home = quick / str(n)
+        home.mkdir()
+        save(home / "c", tree(1))
+        killed = kit.die_at(n, lambda home=home: save(home / "c", tree(2), overwrite=True), True)
+        ckpt = mt.open_checkpoint(home / "c")
+        now = {*ckpt["w"].read().ravel().tolist(), int(ckpt["s"].read())}
+        assert len(now) == 1
+        seen |= now
+        mt.storage.verify(home / "c")
+        save(home / "c", tree(3), overwrite=True)
+        assert [e.name for e in home.iterdir()] == ["c"]
+        if not killed:
+            break
+    assert seen == {1, 2}
+
+
+def test_damage_is_told_when_it_is_read(tmp_path):
+    where = save(tmp_path / "c")
+    shard = where / "embed" / "c.0.0"
+    start = mt.storage.read_header(shard).data_start
+    with open(shard, "r+b") as f:
+        f.seek(start + 5)
+        f.write(b"\0\0")
+    with pytest.raises(mt.errors.CorruptCheckpoint, match="chunk"):
+        mt.open_checkpoint(where)["embed"][0]
+    same(mt.open_checkpoint(where)["embed"][20:], TREE["embed"][20:])
+
+
+def test_an_object_store_gets_the_shards(tmp_path):
+    where = "memory://dual/c"
+    save(where, {"w": TREE["embed"]}, overwrite=True)
+    same(mt.open_checkpoint(where)["w"][3:9], TREE["embed"][3:9])
+    mt.storage.verify(where)
+
+
+@pytest.mark.parametrize(
+    ("grid", "item", "chunk"),
+    [
+        (((100, 3), (100, 3)), 4, (25, 3)),
+        (((7, 2), (3, 2)), 4, (3, 2)),
+        (((4, 50, 60), (2, 50, 60)), 4, (1, 1, 60)),
+        (((1,), (1,)), 8, (1,)),
+        (((3, 1000), (3, 1000)), 1, (1, 250)),
+    ],
+)
+def test_chunks_are_runs_of_rows(grid, item, chunk):
+    found = zarr_format.dual_grid(ChunkGrid(*grid, grid[1]), item, "w")
+    assert found.chunk == chunk
+    assert zarr_format.is_dual_grid(found)
+    assert chunk_grid.tiled(found.shape, [found.shard_box(c) for c in found.shards()])
+
+
+@pytest.mark.slow
+def test_tensorstore_and_xarray_read_it(tmp_path):
+    ts, xarray = pytest.importorskip("tensorstore"), pytest.importorskip("xarray")
+    where = save(tmp_path / "c")
+    for name in ("embed", "layers.0.w", "layers.1.w", "eight", "flags"):
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{where}/{name}/"}}
+        same(ts.open(spec, open=True).result().read().result(), FLAT[name], name)
+    seen = xarray.open_zarr(where, zarr_format=3)
+    same(seen["embed"][5:9].values, TREE["embed"][5:9])
+
+
+@pytest.mark.slow
+def test_transformers_opens_the_directory(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    weights = {n: p.detach() for n, p in model.state_dict().items()}
+    where = save(tmp_path / "c", weights, documents={"config": {**config.to_dict(), "dtype": "bfloat16"}})
+    opened, info = transformers.AutoModelForCausalLM.from_pretrained(
+        where, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert set(info["unexpected_keys"]) <= {zarr_format.DUAL_INDEX}
+    for name, want in weights.items():
+        assert torch.equal(opened.state_dict()[name], want), name
+    (file,) = [f for f in where.glob("model-*") if "lm_head.weight" in load_file(f)]
+    assert torch.equal(load_file(file)["lm_head.weight"], weights["lm_head.weight"])

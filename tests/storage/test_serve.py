@@ -1,0 +1,246 @@
+"""`serve`: checkpoints of any kind over HTTP, as safetensors and as Zarr v3."""
+
+import http.client
+import json
+import os
+import threading
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from obstore.store import HTTPStore
+
+import meshtape as mt
+from meshtape.cli.main import main
+from meshtape.storage.serving import server as serving
+from meshtape.storage.serving import virtual_files
+
+R = np.random.default_rng(0)
+TREE = {
+    "embed.weight": R.normal(size=(600, 50)).astype("f4"),
+    "b": R.normal(size=(7, 3)),
+    "s": np.asarray(np.int32(4)),
+    "empty": np.zeros((0, 2), "f4"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(serving, "_SMALL", 5000)  # both ways of sending are taken
+    monkeypatch.setattr(serving, "_PIECE", 30_000)
+    monkeypatch.setattr(virtual_files, "_WINDOW", 10_000)
+
+
+def ask(url, method="GET", **headers):
+    parts = urlsplit(url)
+    c = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)
+    c.request(method, parts.path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    answer = c.getresponse()
+    data = answer.read()
+    c.close()
+    return answer.status, {k.title().replace("Etag", "ETag"): v for k, v in answer.getheaders()}, data
+
+
+def file(where):
+    path = os.fspath(where / "a.safetensors")
+    mt.storage.save_safetensors(path, TREE)
+    return path
+
+
+def ours(where):
+    mt.save(where / "ours", TREE, documents={"config": {"model_type": "x"}})
+    return os.fspath(where / "ours")
+
+
+def zstd(where):
+    mt.save(where / "zstd", TREE, compression="zstd")
+    return os.fspath(where / "zstd")
+
+
+def dual(where):
+    mt.save(where / "dual", TREE, layout="dual")
+    return os.fspath(where / "dual")
+
+
+def hugging_face(where):
+    mt.storage.merge(ours(where), where / "hf", max_shard_bytes=2000)
+    return os.fspath(where / "hf")
+
+
+@pytest.mark.parametrize("make", [file, ours, zstd, dual, hugging_face])
+def test_every_kind_is_served_as_both(tmp_path, make):
+    zarr = pytest.importorskip("zarr")
+    made = make(tmp_path)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+    with mt.storage.serve(made) as server:
+        ckpt = mt.open_checkpoint(server.url + "safetensors/")
+        for name, want in TREE.items():
+            got = ckpt[name].read()
+            assert (got.dtype, got.shape, got.tobytes()) == (want.dtype, want.shape, want.tobytes())
+        np.testing.assert_array_equal(ckpt["embed.weight"][7:300:50, 3], TREE["embed.weight"][7:300:50, 3])
+        seen = mt.open_checkpoint(server.url + "zarr")
+        for name, want in TREE.items():
+            np.testing.assert_array_equal(seen[name].read(), want)
+        store = zarr.storage.ObjectStore(
+            HTTPStore.from_url(server.url + "zarr", client_options={"allow_http": True}), read_only=True
+        )
+        group = zarr.open_group(store, mode="r", use_consolidated=True)
+        np.testing.assert_array_equal(group["embed.weight"][5:500:9], TREE["embed.weight"][5:500:9])
+        index = json.loads(ask(server.url + "safetensors/model.safetensors.index.json")[2])["weight_map"]
+        assert set(index) == set(TREE)
+        if make in (file, hugging_face):
+            status, _, data = ask(server.url + f"safetensors/{index['b']}")
+            there = made if make is file else os.path.join(made, index["b"])
+            with open(there, "rb") as f:
+                assert (status, data) == (200, f.read())
+        if make in (ours, hugging_face):
+            assert json.loads(ask(server.url + "safetensors/config.json")[2]) == {"model_type": "x"}
+    assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
+
+
+@pytest.mark.parametrize("make", [file, zstd])
+def test_ranges(tmp_path, make):
+    with mt.storage.serve(make(tmp_path)) as server:
+        url = server.url + "safetensors/model.safetensors"
+        status, head, whole = ask(url)
+        n = len(whole)
+        assert status == 200
+        assert head["Accept-Ranges"] == "bytes"
+        assert int(head["Content-Length"]) == n
+        tag = head["ETag"]
+        status, again, data = ask(url, "HEAD")
+        assert (status, data, again["Content-Length"], again["ETag"]) == (200, b"", str(n), tag)
+        for said, start, stop in [
+            ("3-9", 3, 10),
+            (f"{n - 5}-", n - 5, n),
+            ("-7", n - 7, n),
+            ("100-90000", 100, 90_001),
+            (f"5-{9 * n}", 5, n),
+        ]:
+            status, head, data = ask(url, Range=f"bytes={said}")
+            assert (status, data) == (206, whole[start:stop]), said
+            assert head["Content-Range"] == f"bytes {start}-{stop - 1}/{n}"
+        for odd in ("bytes=9-3", "bytes=0-1,4-5", "bytes=-", "lines=1-2"):
+            assert ask(url, Range=odd)[0] == 200, odd
+        status, head, _ = ask(url, Range=f"bytes={n}-")
+        assert (status, head["Content-Range"]) == (416, f"bytes */{n}")
+        assert ask(url, Range="bytes=0-3", If_Range=tag)[0] == 206
+        assert ask(url, Range="bytes=0-3", If_Range='"other"')[0] == 200
+        assert ask(url, If_None_Match=tag)[0] == 304
+        assert ask(url, If_Match='"other"')[0] == 412
+
+
+def test_only_the_checkpoint_is_reached(tmp_path):
+    made = ours(tmp_path)
+    (tmp_path / "secret").write_text("x")
+    with mt.storage.serve(made) as server:
+        for path in (
+            "safetensors/../../secret",
+            "safetensors/%2e%2e/secret",
+            "zarr/../meshtape.json",
+            "meshtape.json",
+            "zarr/b/c/9/9",
+            "safetensors/none",
+            "zarr/%00",
+        ):
+            assert ask(server.url + path)[0] == 404, path
+        assert ask(server.url, Host="evil.example")[0] == 403
+        assert ask(server.url + "zarr/zarr.json", "POST")[0] == 405
+        for folder, name in (
+            ("", "zarr/"),
+            ("zarr/", "embed.weight/"),
+            ("safetensors/", "model.safetensors"),
+            ("zarr/b/", "zarr.json"),
+        ):
+            assert f'href="{name}"' in ask(server.url + folder)[2].decode()
+    with mt.storage.serve(made, token="to/ken") as server:
+        origin = server.url.removesuffix("to%2Fken/")
+        assert ask(origin + "zarr/zarr.json")[0] == 403
+        assert ask(origin + "zarr/zarr.json", Authorization="Bearer to/ken")[0] == 200
+
+
+def test_a_token_is_a_part_of_the_path(tmp_path):
+    with mt.storage.serve(ours(tmp_path), token="abc") as server:
+        assert server.url.endswith("/abc/")
+        np.testing.assert_array_equal(mt.open_checkpoint(server.url + "safetensors")["b"].read(), TREE["b"])
+
+
+def test_replacement_and_damage(tmp_path):
+    path = file(tmp_path)
+    with mt.storage.serve(path) as server:
+        url = server.url + "safetensors/model.safetensors"
+        first = ask(url, "HEAD")[1]["ETag"]
+        ckpt = mt.open_checkpoint(server.url + "safetensors")
+        mt.storage.save_safetensors(path, {**TREE, "b": TREE["b"] + 1}, overwrite=True)
+        assert ask(url, Range="bytes=9-20")[0] == 409
+        status, head, _ = ask(url, "HEAD")
+        assert status == 200
+        assert head["ETag"] != first
+        with pytest.raises(mt.errors.CheckpointError):
+            ckpt["b"].read()
+        np.testing.assert_array_equal(mt.open_checkpoint(server.url + "safetensors")["b"].read(), TREE["b"] + 1)
+    made = zstd(tmp_path)
+    shard = tmp_path / "zstd" / "embed.weight" / "c.0.0"
+    shard.write_bytes(b"\1" + shard.read_bytes()[1:])
+    with mt.storage.serve(made) as server:
+        status, _, text = ask(server.url + "zarr/embed.weight/c/0/0")
+        assert status == 422
+        assert b"CorruptCheckpoint" in text
+
+
+def test_a_file_that_changes_while_it_is_sent_ends_early(tmp_path, monkeypatch):
+    path = file(tmp_path)
+    real = serving.socket.socket.sendfile
+
+    def touched(self, file, offset, count):
+        os.utime(path, ns=(1, 1))
+        return real(self, file, offset, count)
+
+    monkeypatch.setattr(serving.socket.socket, "sendfile", touched)
+    with mt.storage.serve(path) as server, pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        ask(server.url + "safetensors/model.safetensors")
+
+
+def test_many_clients_at_once(tmp_path):
+    with mt.storage.serve(ours(tmp_path)) as server:
+        whole, wrong = ask(server.url + "safetensors/model.safetensors")[2], []
+
+        def one(k):
+            for i in range(5):
+                a = 997 * (k + i)
+                data = ask(server.url + "safetensors/model.safetensors", Range=f"bytes={a}-{a + 20_000}")[2]
+                wrong.extend([] if data == whole[a : a + 20_001] else [a])
+
+        threads = [threading.Thread(target=one, args=(k,)) for k in range(8)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not wrong
+
+
+def test_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving.CheckpointServer, "run", lambda self: None)
+    out = CliRunner().invoke(main, ["serve", ours(tmp_path)])
+    assert out.exit_code == 0
+    assert "/safetensors/" in out.output
+    said = json.loads(CliRunner().invoke(main, ["serve", os.fspath(tmp_path / "ours"), "--json"]).stdout)
+    assert set(said) == {"safetensors", "zarr", "path"}
+    assert CliRunner().invoke(main, ["serve", os.fspath(tmp_path / "none")]).exit_code not in (0, 2)
+
+
+@pytest.mark.slow
+def test_fsspec_and_safetensors_open_it(tmp_path):
+    pytest.importorskip("aiohttp")
+    fsspec, zarr, safetensors = (pytest.importorskip(n) for n in ("fsspec", "zarr", "safetensors.numpy"))
+    with mt.storage.serve(zstd(tmp_path)) as server:
+        store = zarr.storage.FsspecStore(fsspec.filesystem("http", asynchronous=True), path=server.url + "zarr")
+        group = zarr.open_group(store, mode="r", use_consolidated=True)
+        np.testing.assert_array_equal(group["embed.weight"][5:500:9], TREE["embed.weight"][5:500:9])
+        fs = fsspec.filesystem("http")
+        held = safetensors.load(fs.cat_file(server.url + "safetensors/model.safetensors"))
+        for name, want in TREE.items():
+            np.testing.assert_array_equal(held[name], want)
+        names = {f["name"].rpartition("/")[2] for f in fs.ls(server.url + "safetensors/")}
+        assert names == {"model.safetensors", "model.safetensors.index.json"}
