@@ -21,7 +21,6 @@ from ..base.checksums import crc32c
 from ..base.locations import is_url
 from ..format import manifest
 from ..format.chunk_grid import windows
-from ..format.zarr_dtypes import register
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import icechunk_store
 from ..stores.filesystem import try_lock
@@ -34,6 +33,8 @@ _WAIT = 120.0  # seconds for which another commit to a local repository may take
 def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], message: str | None) -> tuple[str, int]:
     """Commit a tree to a branch; returns the location of the snapshot, and the bytes of the elements."""
     import zarr
+
+    from ..format.zarr_dtypes import register
 
     register()
     ice = icechunk_store.package()
