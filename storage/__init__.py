@@ -19,8 +19,9 @@ from . import virtual as virtual
 from .blending.blend import BlendReport, blend, blended
 from .blending.lora import LoraReport, extract_lora
 from .checkpoint.checkpoint import Checkpoint, StoredArray
+from .checkpoint.usage import StepUsage, Usage, usage
 from .commit.leftovers import Leftover, gc, leftovers
-from .format.compression import Zstd
+from .format.compression import ShuffledZstd, Zstd
 from .loading.load import load
 from .loading.open import open_checkpoint
 from .loading.report import LoadReport
@@ -59,8 +60,11 @@ __all__ = [
     "Rules",
     "SaveHandle",
     "SaveReport",
+    "ShuffledZstd",
     "Snapshots",
+    "StepUsage",
     "StoredArray",
+    "Usage",
     "VerifyReport",
     "Zstd",
     "as_zarr",
@@ -90,6 +94,7 @@ __all__ = [
     "save_program",
     "save_safetensors",
     "serve",
+    "usage",
     "verify",
     "virtual",
     "zarr_references",

@@ -177,7 +177,17 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "meshtape", "_MESHTAPE_COMPLETE").source())
 
 
-for _command in (look.ls, look.show, runs.gc, derive, serve, *COMMANDS, *blending.COMMANDS, *cli_run.COMMANDS):
+for _command in (
+    look.ls,
+    look.show,
+    runs.gc,
+    runs.du,
+    derive,
+    serve,
+    *COMMANDS,
+    *blending.COMMANDS,
+    *cli_run.COMMANDS,
+):
     main.add_command(_command)
 main.add_command(browse)
 use_in(main)

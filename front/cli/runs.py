@@ -1,4 +1,4 @@
-"""Commands for directories of numbered checkpoints: steps and branches (``ls``), leftovers of dead writers (``gc``)."""
+"""Commands for directories of numbered checkpoints: steps and branches (``ls``), leftovers of dead writers (``gc``), bytes (``du``)."""
 
 from __future__ import annotations
 
@@ -147,3 +147,35 @@ def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json:
     else:
         total = human_bytes(sum(x.nbytes for x in found))
         _table(found, f"{'would remove' if dry_run else 'removed'} {total}")
+
+
+@click.command(epilog=examples("meshtape du run/checkpoints", "meshtape du s3://bucket/run --json"))
+@click.argument("path", type=CHECKPOINT)
+@JSON
+def du(path: str, as_json: bool) -> None:
+    """Bytes on disk, and what deleting each step would free.
+
+    PATH is a directory of checkpoints, or a checkpoint. Steps share the files of arrays that did not change: those count once in the total, and
+    are free when the last step that has them is deleted.
+    """
+    from ..storage import usage
+    from ..storage.browse.model.text import visible
+    from .tables import Column, write
+
+    found = usage(path)
+    if as_json:
+        print_json(asdict(found))
+        return
+    write(
+        [
+            Column("checkpoint", name=True),
+            Column("arrays", number=True, rank=1),
+            Column("files", number=True),
+            Column("freed alone", number=True),
+        ],
+        [
+            [visible(s.path, 10**5), human_bytes(s.arrays), human_bytes(s.files), human_bytes(s.freed)]
+            for s in found.steps
+        ],
+        title=visible(f"{found.path}: {human_bytes(found.nbytes)} on disk", 10**4),
+    )

@@ -24,7 +24,7 @@ from ...arrays.core.tree import Path
 from ..base.names import fits, leaf_name
 from ..base.page import Page
 from ..format import manifest
-from ..format.compression import Zstd, compression_of
+from ..format.compression import Codec, compression_of
 from ..format.documents import Documents
 from ..readers.tensor import StoredTensor, read_box, read_picks
 from ..stores.generations import NONE, Generation, JointGeneration
@@ -233,7 +233,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         return sum(a.nbytes for a in self.arrays.values())
 
     @property
-    def compression(self) -> Zstd | None:
+    def compression(self) -> Codec | None:
         """How the chunks are compressed; 0-d arrays never are."""
         return next((c for a in self.arrays.values() if (c := compression_of(a.tensor)) is not None), None)
 

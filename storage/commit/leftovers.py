@@ -44,13 +44,15 @@ def places(directory: str) -> list[str]:
 
 
 def _size(path: str) -> int:
+    """Bytes that are free when it is deleted: those of files with other names, which steps share, are not."""
     if not os.path.isdir(path) or os.path.islink(path):
         return os.lstat(path).st_size
     files = (os.path.join(folder, f) for folder, _, names in os.walk(path) for f in names)
     total = 0
     for file in files:
         with contextlib.suppress(OSError):
-            total += os.lstat(file).st_size
+            found = os.lstat(file)
+            total += found.st_size if found.st_nlink == 1 else 0
     return total
 
 

@@ -79,6 +79,7 @@ class ShardPlace(NamedTuple):
     number: int  # in lexicographic order
     key: str
     box: Box
+    size: int  # elements
     present: tuple[int, ...]
     nbytes: int  # of its file, where nothing is compressed
 
@@ -89,8 +90,8 @@ def place_of(grid: ChunkGrid, coord: tuple[int, ...], itemsize: int) -> ShardPla
     counts = grid.counts
     if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
         raise KeyError(coord)
-    nbytes = grid.object_nbytes(coord, itemsize)
-    return ShardPlace(ravel(coord, counts), grid.key(coord), grid.shard_box(coord), grid.present(coord), nbytes)
+    box, nbytes = grid.shard_box(coord), grid.object_nbytes(coord, itemsize)
+    return ShardPlace(ravel(coord, counts), grid.key(coord), box, box.size, grid.present(coord), nbytes)
 
 
 @lru_cache(maxsize=1 << 14)

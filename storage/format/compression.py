@@ -1,17 +1,21 @@
-"""Compression of stored chunks: none, or zstd, as Zarr's codec of that name.
+"""Compression of stored chunks: none, zstd, or byte-grouped zstd, as Zarr's codecs ``zstd`` and ``blosc``.
 
-A compressed chunk is one frame of Zstandard (RFC 8878) that says how long its content is. The library is the one with which zarr-python
-reads it. Frames are hostile until proven otherwise: one that announces another length than its chunk has is refused before a byte of it is
-unpacked, and none can write beyond the memory of its chunk.
+A compressed chunk is one frame that says how long its content is: of Zstandard (RFC 8878), or of C-Blosc 1. The library is the one with which
+zarr-python reads it. Frames are hostile until proven otherwise: one that announces another length than its chunk has is refused before a byte of
+it is unpacked, and none can write beyond the memory of its chunk.
+
+Another compression is one more class with the attributes and methods of these two, in `KINDS`.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,8 +23,12 @@ from ...arrays.core.errors import CheckpointError
 from .chunk_grid import ChunkGrid, place_of
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
-_LEVELS = range(1, 23)
-_TEXT = re.compile(r"\Azstd(?::(\d{1,2}))?\Z")
+_TEXT = re.compile(r"\A(zstd|weights)(?::(\d{1,2}))?\Z")
+
+
+def _check_level(kind: str, level: Any, levels: range) -> None:
+    if type(level) is not int or level not in levels:
+        raise CheckpointError(f"a level of {kind} is an integer from {levels[0]} to {levels[-1]}, got {level!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +57,11 @@ class Zstd:
     """
 
     level: int = 3
+    name: ClassVar[str] = "zstd"
+    since: ClassVar[int] = 1  # version of the manifest
 
     def __post_init__(self) -> None:
-        if type(self.level) is not int or self.level not in _LEVELS:
-            raise CheckpointError(
-                f"a level of zstd is an integer from {_LEVELS[0]} to {_LEVELS[-1]}, got {self.level!r}"
-            )
+        _check_level("zstd", self.level, range(1, 23))
 
     def __str__(self) -> str:
         return f"zstd:{self.level}"
@@ -66,8 +73,8 @@ class Zstd:
         """
         return nbytes + (nbytes >> 8) + (((128 << 10) - nbytes) >> 11 if nbytes < 128 << 10 else 0)
 
-    def compress(self, data: np.ndarray) -> bytes:
-        """The frame of some bytes; the same for the same bytes, level and version of the library."""
+    def compress(self, data: np.ndarray, itemsize: int = 1) -> bytes:
+        """The frame of some bytes of elements; the same for the same bytes, level and version of the library."""
         from numcodecs.zstd import compress
 
         return compress(data, self.level)
@@ -76,18 +83,130 @@ class Zstd:
         """Unpack a frame to exactly ``out``. ``ValueError`` where it is damaged or its content has another length."""
         from numcodecs.zstd import decompress
 
-        nbytes = content_nbytes(frame[:18].tobytes())
-        if nbytes != out.nbytes:
-            said = "does not say how long its content is" if nbytes is None else f"announces {nbytes} bytes"
-            raise ValueError(f"its frame {said}, where a chunk has {out.nbytes}")
-        try:
-            decompress(frame, out)
-        except RuntimeError as e:
-            raise ValueError(f"its frame cannot be unpacked: {e}") from None
+        _unpack(decompress, frame, content_nbytes(frame[:18].tobytes()), out)
 
     def plain(self) -> dict[str, Any]:
         """As the manifest keeps it."""
-        return {"name": "zstd", "level": self.level}
+        return {"name": self.name, "level": self.level}
+
+    def codec(self, itemsize: int) -> Any:
+        """Zarr's codec."""
+        from zarr.codecs import ZstdCodec
+
+        return ZstdCodec(level=self.level)
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledZstd:
+    """Group the bytes of a chunk's elements by their place, then compress each group with Zstandard: Zarr's codec ``blosc``.
+
+    Parameters
+    ----------
+    level
+        1 (fast) to 9, of Zstandard. Weights are smallest with 1: higher ones look for repetitions that noise only seems to have.
+
+    Raises
+    ------
+    CheckpointError
+        There is no such level.
+
+    Notes
+    -----
+    The exponents of trained weights are few and repeat, their mantissas are noise. Each group is a stream of its own, where Blosc's library has
+    one for all: the exponents compress to their entropy nearly, and the noise is stored as it is. Any reader of Blosc unpacks both. Format:
+    https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
+
+    Examples
+    --------
+    >>> ShuffledZstd()
+    ShuffledZstd(level=1)
+    """
+
+    level: int = 1
+    name: ClassVar[str] = "shuffle-zstd"
+    since: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        _check_level("weights", self.level, range(1, 10))
+
+    def __str__(self) -> str:
+        return f"weights:{self.level}"
+
+    def most(self, nbytes: int) -> int:
+        """Bytes of the longest frame for so many bytes of data, which are then stored behind the header."""
+        return nbytes + _HEADER
+
+    def compress(self, data: np.ndarray, itemsize: int = 1) -> bytes:
+        """The frame of some bytes of elements; the same for the same bytes, level and version of the library."""
+        from numcodecs.zstd import compress
+
+        nbytes, size = data.size, _grouped(itemsize)
+        block = max(1, min(nbytes, _BLOCK))
+        end, starts, pieces = _HEADER + 4 * -(-nbytes // block), [], []
+        for first in range(0, nbytes, block):
+            groups = np.ascontiguousarray(data[first : first + block].reshape(-1, size).T)
+            # Blosc never splits the last block where it is a shorter one, nor blocks of less than 128 elements.
+            whole = groups.size == block and block // size >= 128
+            starts.append(end)
+            for stream in groups if whole else groups.reshape(1, -1):
+                frame = compress(stream, self.level)
+                held = frame if len(frame) < stream.size else stream.tobytes()
+                pieces += [len(held).to_bytes(4, "little"), held]
+                end += 4 + len(held)
+        if end >= self.most(nbytes):
+            return (
+                _BLOSC.pack(2, 1, _ZSTD | _SHUFFLED | _STORED, size, nbytes, block, self.most(nbytes)) + data.tobytes()
+            )
+        head = _BLOSC.pack(2, 1, _ZSTD | _SHUFFLED, size, nbytes, block, end)
+        return b"".join([head, struct.pack(f"<{len(starts)}I", *starts), *pieces])
+
+    def decompress(self, frame: np.ndarray, out: np.ndarray) -> None:
+        """Unpack a frame to exactly ``out``. ``ValueError`` where it is damaged or its content has another length."""
+        version, _, flags, itemsize, *lengths = _BLOSC.unpack(frame[:_HEADER].tobytes().ljust(_HEADER, b"\0"))
+        nbytes, _, held = lengths
+        if len(frame) < _HEADER or version != 2 or not itemsize or held != len(frame) or flags & 0xE0 != _ZSTD:
+            raise ValueError("its frame is none of Blosc with zstd, or has another length than it says")
+        _unpack(_blosc().decompress, frame, nbytes, out)
+
+    def plain(self) -> dict[str, Any]:
+        """As the manifest keeps it."""
+        return {"name": self.name, "level": self.level}
+
+    def codec(self, itemsize: int) -> Any:
+        """Zarr's codec."""
+        from zarr.codecs import BloscCodec
+
+        return BloscCodec(typesize=_grouped(itemsize), cname="zstd", clevel=self.level, shuffle="shuffle", blocksize=0)
+
+
+_BLOSC = struct.Struct("<4B3I")  # versions, flags, size of an element; lengths of the content, of a block, of the frame
+_HEADER = _BLOSC.size
+_SHUFFLED, _STORED, _ZSTD = 1, 2, 4 << 5
+_BLOCK = 1 << 20
+
+
+def _grouped(itemsize: int) -> int:
+    """Bytes of the elements that are grouped: complex numbers as pairs of such."""
+    return min(itemsize, 8)
+
+
+@cache
+def _blosc() -> Any:
+    from numcodecs import blosc
+
+    # As zarr-python has it. Blosc's own threads share one state, and write blocks in the order in which they end.
+    blosc.use_threads = False
+    return blosc
+
+
+def _unpack(decompress: Any, frame: np.ndarray, nbytes: int | None, out: np.ndarray) -> None:
+    if nbytes != out.nbytes:
+        said = "does not say how long its content is" if nbytes is None else f"announces {nbytes} bytes"
+        raise ValueError(f"its frame {said}, where a chunk has {out.nbytes}")
+    try:
+        decompress(frame, out)
+    except (RuntimeError, ValueError) as e:
+        raise ValueError(f"its frame cannot be unpacked: {e}") from None
 
 
 def content_nbytes(head: bytes) -> int | None:
@@ -109,32 +228,39 @@ def content_nbytes(head: bytes) -> int | None:
     return int.from_bytes(head[at : at + size], "little") + (256 if size == 2 else 0)
 
 
-Compression = Zstd | None
+KINDS = (Zstd, ShuffledZstd)
+Codec = Zstd | ShuffledZstd
+Compression = Codec | None
 
 
 def chosen(given: Any) -> Compression:
-    """The compression that a user names: None, ``"zstd"``, ``"zstd:LEVEL"`` or a `Zstd`.
+    """The compression that a user names: None, ``"zstd"``, ``"weights"``, either with ``":LEVEL"``, or an object of the two classes.
 
     Raises `CheckpointError` for anything else.
 
-    >>> chosen("zstd:9"), chosen(None)
-    (Zstd(level=9), None)
+    >>> chosen("zstd:9"), chosen("weights"), chosen(None)
+    (Zstd(level=9), ShuffledZstd(level=1), None)
     """
-    if given is None or isinstance(given, Zstd):
+    if given is None or isinstance(given, KINDS):
         return given
     found = _TEXT.match(given) if isinstance(given, str) else None
     if found is None:
-        raise CheckpointError(f"compression must be None, 'zstd', 'zstd:LEVEL' or Zstd(level=…), got {given!r}")
-    return Zstd(int(found[1])) if found[1] else Zstd()
+        raise CheckpointError(
+            "compression must be None, 'zstd', 'zstd:LEVEL', Zstd(level=…), 'weights', 'weights:LEVEL' or "
+            f"ShuffledZstd(level=…), got {given!r}"
+        )
+    kind = Zstd if found[1] == "zstd" else ShuffledZstd
+    return kind(int(found[2])) if found[2] else kind()
 
 
 def of_plain(kept: Any) -> Compression:
-    """Inverse of `Zstd.plain`; ``ValueError`` for anything else."""
+    """Inverse of ``plain``; ``ValueError`` for anything else."""
     if kept is None:
         return None
-    if not isinstance(kept, dict) or kept.get("name") != "zstd" or kept.keys() != {"name", "level"}:
-        raise ValueError(f"compression {str(kept)[:80]} is not known")
-    return Zstd(kept["level"])
+    for kind in KINDS if isinstance(kept, dict) and kept.keys() == {"name", "level"} else ():
+        if kept["name"] == kind.name:
+            return kind(kept["level"])
+    raise ValueError(f"compression {str(kept)[:80]} is not known")
 
 
 def compression_of(tensor: object) -> Compression:

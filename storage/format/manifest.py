@@ -35,7 +35,8 @@ from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
-# Version 1 has no packs, and is still written where there are none, so that older readers read it. Versions 2 and 3 add optional members.
+# An earlier version is still written where it has all that is needed, so that older readers read it. Version 2 has packs, and version 3 the
+# layout dual and more compressions.
 MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
 VERSION = len(MIGRATIONS) + 1
 
@@ -63,7 +64,8 @@ class Manifest:
     @property
     def version(self) -> int:
         """The version of its text."""
-        return 3 if any(a.dual for a in self.arrays) else 2 if self.packs else 1
+        needed = {3 if a.dual else 1 if a.compression is None else a.compression.since for a in self.arrays}
+        return max([2 if self.packs else 1, *needed])
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""

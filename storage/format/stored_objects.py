@@ -125,7 +125,7 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
         except (TypeError, ValueError, IndexError):
             raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
         fits_in = pack.header <= start and start + nbytes <= pack.nbytes
-        if place != (box.offset, box.shape) or nbytes != box.size * self.dtype.itemsize or not fits_in:
+        if place != (box.offset, box.shape) or nbytes != at.size * self.dtype.itemsize or not fits_in:
             raise CorruptCheckpoint(
                 f"{self._where}: its block {coord} does not have the place or length in {pack.file!r}"
             )

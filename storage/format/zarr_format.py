@@ -17,7 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..base.checksums import combine, crc32c
 from ..stores.filesystem import IOV_MAX
 from . import dtypes, tensor_sums
 from .chunk_grid import TARGET, ChunkGrid, divisors, place_of
-from .compression import Compression, Zstd
+from .compression import Codec, Compression
 
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
 _ABSENT = np.uint64(2**64 - 1)
@@ -53,7 +53,7 @@ def _array_template(
 
 def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual: bool) -> str:
     import zarr
-    from zarr.codecs import Crc32cCodec, ZstdCodec
+    from zarr.codecs import Crc32cCodec
     from zarr.storage import MemoryStore
 
     if dtype.name in dtypes.EXTENSIONS:
@@ -69,7 +69,7 @@ def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual
         shards=grid.shard or None,
         filters=None,
         compressors=[
-            *([] if compression is None else [ZstdCodec(level=compression.level)]),
+            *([] if compression is None else [compression.codec(dtype.itemsize)]),
             *([] if dual else [Crc32cCodec()]),
         ],
         fill_value=0,
@@ -211,18 +211,19 @@ class ShardBytes:
                 part = slot
             yield part.reshape(-1).view(np.uint8)
 
-    def _frames(self, codec: Zstd) -> Iterator[bytes]:
+    def _frames(self, codec: Codec) -> Iterator[bytes]:
         """Each chunk compressed, in order."""
         count = math.prod(self.grid.present(self.coord))
         threads = min(self.threads, count)
+        compress = partial(codec.compress, itemsize=self.block.dtype.itemsize)
         if threads < 2 or count * math.prod(self.grid.chunk) * self.block.dtype.itemsize < _WORTH:
-            yield from map(codec.compress, self._chunks(1))
+            yield from map(compress, self._chunks(1))
             return
         coming: deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
             # While a chunk is made ready, those that the threads have are not written to: one slot more.
             for data in self._chunks(threads + 1):
-                coming.append(pool.submit(codec.compress, data))
+                coming.append(pool.submit(compress, data))
                 if len(coming) > threads:
                     yield coming.popleft().result()
             while coming:

@@ -19,7 +19,7 @@ from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..format.chunk_grid import ChunkGrid, ravel
-from ..format.compression import Zstd
+from ..format.compression import Codec, Zstd
 from ..format.stored_objects import StoredObject
 from ..format.zarr_format import shard_index
 from ..stores import store
@@ -101,7 +101,7 @@ _known = _Known()
 class CompressedTensor(ChunkedTensor):
     """An array of a meshtape checkpoint whose chunks are compressed."""
 
-    compression: Zstd = _ZSTD
+    compression: Codec = _ZSTD
 
     def _is_range(self, stored: StoredObject, out: np.ndarray) -> bool:
         return False

@@ -445,8 +445,6 @@ def save_safetensors(
 
 
 def sum_of(a: np.ndarray) -> int:
-    if a.nbytes < _SHORT and a.dtype == dtypes.little(a.dtype):
-        return crc32c(a)
     value = 0
     for piece in pieces_of(a):
         value = crc32c(piece, value)
@@ -471,13 +469,15 @@ def joined(pieces: Iterable[Any]) -> Iterator[Any]:
         yield b"".join(held)
 
 
-def pieces_of(a: np.ndarray, limit: int = 8 << 20) -> Iterable[np.ndarray]:
-    """The little-endian row-major bytes of an array, as it is where it lies so, else copied a few megabytes at a time."""
-    if a.flags.c_contiguous and a.dtype == dtypes.little(a.dtype):
-        yield a.reshape(-1).view(np.uint8)
-    elif a.nbytes <= limit or a.ndim == 0:
-        yield np.ascontiguousarray(a, dtypes.little(a.dtype)).reshape(-1).view(np.uint8)
-    else:
-        rows = max(1, limit * a.shape[0] // a.nbytes)
-        for start in range(0, a.shape[0], rows):
-            yield from pieces_of(a[start : start + rows] if a.shape[0] > 1 else a[0], limit)
+def pieces_of(a: np.ndarray, limit: int = 8 << 20) -> Iterable[Any]:
+    """The little-endian row-major bytes of an array: a copy where it is short, else as it is where it lies so, else copied a few megabytes at a time."""
+    kind = dtypes.little(a.dtype)
+    if a.nbytes < _SHORT:
+        return ((a if a.dtype == kind else a.astype(kind)).tobytes(),)
+    if a.flags.c_contiguous and a.dtype == kind:
+        return (a.reshape(-1).view(np.uint8),)
+    if a.nbytes <= limit or a.ndim == 0:
+        return (np.ascontiguousarray(a, kind).reshape(-1).view(np.uint8),)
+    rows = max(1, limit * a.shape[0] // a.nbytes)
+    parts = (a[i : i + rows] if a.shape[0] > 1 else a[0] for i in range(0, a.shape[0], rows))
+    return itertools.chain.from_iterable(pieces_of(part, limit) for part in parts)

@@ -72,7 +72,7 @@ def _entries(
             place = place_of(item.grid, coord, item.dtype.itemsize)
             key, box = place.key, place.box
             record = written.pop(f"{item.directory}/{key}", None)
-            if item.packed and record is not None and record.nbytes == box.size * item.dtype.itemsize:
+            if item.packed and record is not None and record.nbytes == place.size * item.dtype.itemsize:
                 head = [numbers[record.pack], list(box.offset), list(box.shape)]
                 rows.append([*head, record.nbytes, f"{record.crc32c:08x}", record.start])
                 continue

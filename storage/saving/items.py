@@ -17,7 +17,7 @@ from ..format.stored_objects import Pack
 from ..format.zarr_format import dual_shard
 
 
-@dataclass
+@dataclass(slots=True)
 class SaveItem:
     """One array of the tree on its way to disk."""
 
@@ -32,6 +32,7 @@ class SaveItem:
     compression: Compression = None
     packed: bool = False
     raw: bool = False  # see ``array_metadata``
+    like: str = ""  # a folder of an array with the same grid, dtype and compression, whose files may be shared
     dual: bool = False  # see ``zarr_format``
 
     name: str = field(init=False)
@@ -50,8 +51,8 @@ class SaveItem:
 
     @property
     def least_nbytes(self) -> int:
-        """Bytes that its files will surely have."""
-        return self.stored_nbytes if self.compression is None else 0
+        """Bytes that its files will surely need."""
+        return self.stored_nbytes if self.compression is None and not self.like else 0
 
     def most(self, coord: tuple[int, ...]) -> int:
         """Bytes of the file of a shard; with compression, the most that it can have."""
@@ -72,6 +73,7 @@ class Task:
     compression: Compression = None
     name: str | None = None  # of a packed array
     pack: str = ""  # the file in which it lies with others
+    like: str = ""  # a file to share where it has the same bytes
     dual: str | None = None  # the name of an array of layout "dual"
 
 
@@ -85,3 +87,4 @@ class Record:
     sums: bytes  # of its chunks, in order (see ``chunk_sums``)
     pack: Pack | None = None  # in which it lies, and from which byte on
     start: int = 0
+    shared: bool = False  # with an earlier checkpoint

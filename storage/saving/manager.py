@@ -19,7 +19,7 @@ from ..checkpoint.branches import Branch
 from ..checkpoint.numbered import Numbered
 from ..commit import contents, leftovers
 from ..commit.protocol import protocol_of
-from ..format.compression import Zstd, chosen
+from ..format.compression import Codec, chosen
 from ..format.zarr_format import is_raw
 from ..loading.load import load
 from ..stores import atomic_directory, store
@@ -81,6 +81,9 @@ class CheckpointManager:
         and counts in ``skipped``).
     compression, pack, dtype_fallback
         As in `save`.
+    share
+        Files of shards that are the same as in the step before become second names of those, and are not written: see `save`. Any step
+        can be deleted. On disks only; in object stores every step has its own objects.
 
     Examples
     --------
@@ -108,9 +111,10 @@ class CheckpointManager:
         keep_best: int = 1,
         asynchronous: bool = False,
         when_busy: Literal["wait", "skip"] = "wait",
-        compression: str | Zstd | None = None,
+        compression: str | Codec | None = None,
         pack: bool | int | None = None,
         dtype_fallback: Literal["raw"] | None = None,
+        share: bool = True,
     ) -> None:
         numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
         for name, value in numbers.items():
@@ -129,6 +133,7 @@ class CheckpointManager:
         self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
         self.asynchronous, self.when_busy = asynchronous, when_busy
         self.compression, self.pack, self.dtype_fallback = chosen(compression), pack, dtype_fallback
+        self.share = share and not store.is_url(self.directory)
         packs.threshold(pack, self.directory)  # refused now, where it is no such number
         is_raw(dtype_fallback)
         self.skipped = 0
@@ -207,6 +212,7 @@ class CheckpointManager:
             "compression": self.compression,
             "pack": self.pack,
             "dtype_fallback": self.dtype_fallback,
+            "share": self.path(self._newest) if self.share and self._newest is not None else None,
         }
         if not self.asynchronous:
             report = save(target, tree, **options)

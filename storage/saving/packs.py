@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def choose(item: SaveItem, boxes: Callable[[], Sequence[Box]], limit: int) -> No
 
     One without an element has no bytes to share a file; others' readers find it as Zarr's.
     """
-    shard = tuple(min(s, n) for s, n in zip(item.grid.shard, item.shape, strict=True))
-    if not math.prod(item.shape) or math.prod(shard) * item.dtype.itemsize > limit:
+    grid = _of_one_chunk(item.grid)
+    if not math.prod(item.shape) or math.prod(grid.shard) * item.dtype.itemsize > limit:
         return
     name = item.name
     try:
@@ -62,12 +63,18 @@ def choose(item: SaveItem, boxes: Callable[[], Sequence[Box]], limit: int) -> No
         name.encode()
     except (CheckpointDTypeError, UnicodeEncodeError):
         return
-    grid = item.grid if item.grid.shard == item.grid.chunk == shard else ChunkGrid(item.shape, shard, shard)
     if name == "__metadata__":
         return
     alone = item.sharding is None and only_shard(grid) is not None
     if alone or {b for b in boxes() if b.size} == set(map(grid.shard_box, grid.shards())):
         item.packed, item.grid, item.compression = True, grid, None
+
+
+@lru_cache(maxsize=1 << 10)
+def _of_one_chunk(grid: ChunkGrid) -> ChunkGrid:
+    """A grid whose shards are chunks, and end with the array."""
+    shard = tuple(min(s, n) for s, n in zip(grid.shard, grid.shape, strict=True))
+    return ChunkGrid(grid.shape, shard, shard)
 
 
 def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, limit: int | None = None) -> list[Task]:

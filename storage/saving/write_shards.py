@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..stores.filesystem import active
 from .dual_bytes import DualBytes
 from .items import Record, Task
 from .packs import laid_out
+from .sharing import write_or_share
 
 _OPEN = 128  # files that are written before they are synced
 
@@ -41,12 +43,12 @@ def write_blocks(
     opened: set[int] = set()
     helpers = compressors(len(jobs), writers())
 
-    def write(job: _Job) -> tuple[Callable[[], list[Record]], int]:
+    def write(job: _Job) -> tuple[Callable[[], list[Record]], int, bool]:
         root, (task, *_), _ = job
         batches, found = _file(job, helpers)
-        fd = fs.write_new(os.path.join(root, task.pack or task.file), batches())
+        fd, shared = write_or_share(os.path.join(root, task.pack or task.file), batches(), task.like)
         opened.add(fd)
-        return found, fd
+        return found, fd, shared
 
     def sync(fd: int) -> None:
         fs.fsync(fd)
@@ -58,8 +60,8 @@ def write_blocks(
         with atomic_directory.writing(jobs[0][0] if jobs else ""):
             for first in range(0, len(jobs), _OPEN):
                 written = in_threads(write, jobs[first : first + _OPEN])
-                in_threads(sync, [fd for _, fd in written], SYNCS)
-                records += [r for found, _ in written for r in found()]
+                in_threads(sync, [fd for _, fd, _ in written], SYNCS)
+                records += [replace(r, shared=shared) for found, _, shared in written for r in found()]
     finally:
         for fd in opened:
             fs.close(fd)
@@ -75,7 +77,8 @@ def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> lis
     for t in tasks:
         _, some, parts = out.setdefault(t.pack or t.file, (root, [], []))
         some.append(t)
-        parts.append(blocks[t.array][(*t.part.slices, ...)])
+        block = blocks[t.array]
+        parts.append(block if t.part.shape == block.shape else block[(*t.part.slices, ...)])
     return list(out.values())
 
 

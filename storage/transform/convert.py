@@ -19,7 +19,7 @@ from ..commit.contents import CHECKPOINTS
 from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
-from ..format.compression import Compression, Zstd, chosen
+from ..format.compression import Codec, Compression, chosen
 from ..format.documents import Documents, given, with_dtype, without_quantization
 from ..format.manifest import Leaf, scalar_leaves
 from ..format.sharding_spec import Chooser, ShardingChoice
@@ -56,7 +56,7 @@ class TransformOptions(TypedDict, total=False):
     drop: Iterable[str] | None
     prefix: str | None
     dtype: Any
-    compression: str | Zstd | None
+    compression: str | Codec | None
     missing: Literal["error", "fill"]
     memory_limit: int
     threads: int
@@ -294,7 +294,7 @@ def convert(
     drop: Iterable[str] | None = None,
     prefix: str | None = None,
     dtype: Any = None,
-    compression: str | Zstd | None = KEEP,
+    compression: str | Codec | None = KEEP,
     missing: Literal["error", "fill"] = "error",
     memory_limit: int = MEMORY_LIMIT,
     threads: int = THREADS,

@@ -16,7 +16,7 @@ from ...arrays.core.tree import flatten_with_path
 from ..base.names import leaf_name
 from ..format import dtypes
 from ..format.chunk_grid import choose_grid
-from ..format.compression import Zstd, chosen, most_nbytes
+from ..format.compression import Codec, chosen, most_nbytes
 from ..format.sharding_spec import AxisLayout, Chooser, ShardingChoice
 from ..loading.open import open_checkpoint
 from ..readers import safetensors
@@ -106,7 +106,7 @@ def estimate(
     optimizer_dtype: Any = "float32",
     shard_optimizer_over: str | None = None,
     max_shard_bytes: int | None = None,
-    compression: str | Zstd | None = None,
+    compression: str | Codec | None = None,
 ) -> Estimate:
     """The disk space of a checkpoint, and the memory of each rank to train it.
 

@@ -22,6 +22,8 @@ emulated NCCL; CuPy's own functions, streams and NCCL have not (``test_meshes.py
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,26 @@ import meshtape as mt
 from meshtape.arrays.backends.backend import cupy_backend
 
 HERE = Path(__file__).parent
+EMULATED = "MESHTAPE_EMULATED_GPU"
+"""The environment's word for a folder: the suite runs in it over the contract's fake CUDA, with values."""
+
+
+def _emulate(folder: Path) -> None:
+    file = HERE / "contract/fake_cuda.py"
+    spec = importlib.util.spec_from_file_location("fake_cuda", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if (why := module.missing()) is not None:
+        raise pytest.UsageError(f"{EMULATED}: {why}")
+    (folder / "cuda").mkdir(parents=True, exist_ok=True)
+    module.build(folder / "cuda")
+    os.environ.update({module.BUILD: str(folder / "cuda"), module.VALUES: str(folder / "kernels")})
+    os.environ.setdefault("CUPY_CACHE_DIR", str(folder / "cupy"))
+    module.FakeCuda()
+
+
+if os.environ.get(EMULATED):
+    _emulate(Path(os.environ[EMULATED]).resolve())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -162,7 +162,19 @@ class Counting(Files):
             self.act()
 
 
-for _name in ("mkdir", "create", "write", "fsync", "close", "rename", "exchange", "fsync_dir", "unlink", "rmdir"):
+for _name in (
+    "mkdir",
+    "create",
+    "write",
+    "fsync",
+    "close",
+    "rename",
+    "exchange",
+    "fsync_dir",
+    "link",
+    "unlink",
+    "rmdir",
+):
 
     def _wrapped(self, *args, _name=_name):
         self._step()

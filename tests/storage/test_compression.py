@@ -1,5 +1,6 @@
 """Compressed chunks: the same arrays for everybody, copied as they are where they stay, and harmless whatever the files hold."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ from meshtape import errors, storage
 from meshtape.arrays.core.formatting import human_bytes
 from meshtape.storage import (
     CheckpointManager,
+    ShuffledZstd,
     Zstd,
     convert,
     estimate,
@@ -27,11 +29,12 @@ from meshtape.storage import (
     verify,
 )
 from meshtape.storage.base.checksums import crc32c
-from meshtape.storage.format import chunk_grid, chunk_sums, compression, manifest
+from meshtape.storage.format import chunk_grid, chunk_sums, compression, dtypes, manifest
 from meshtape.storage.format.compression import content_nbytes
 from meshtape.storage.readers import compressed
 from meshtape.storage.stores.filesystem import Files, using
 
+BOTH = pytest.mark.parametrize("codec", [Zstd(1), ShuffledZstd()], ids=str)
 SPLIT = {"mesh": {"m": 2}, "shardings": {"w": {"m": 1}, "*": {}}}
 
 
@@ -68,29 +71,60 @@ def content(root):
 # ----- the same arrays ------------------------------------------------------------------------------------------------
 
 
-def test_every_dtype_and_shape_on_meshes(kit, tmp_path):
+@BOTH
+def test_every_dtype_and_shape_on_meshes(kit, tmp_path, codec):
     every = {
         f"{d.name}.{len(s)}.{i}": kit.random(d, s, i) for d in kit.DTYPES for i, s in enumerate([*kit.SHAPES, (70, 9)])
     }
-    save(tmp_path / "a", every, compression="zstd:1")
+    save(tmp_path / "a", every, compression=str(codec))
     assert equal(kit, {n: a.read() for n, a in open_checkpoint(tmp_path / "a").items()}, every)
     verify(tmp_path / "a")
     a = kit.random(np.dtype("f2"), (33, 70))
     for sharding in kit.shardings(2, (2, 3)):
         where = tmp_path / str(sharding.dims)
-        save(where, {"a": kit.split(a, sharding)}, compression=Zstd())
+        save(where, {"a": kit.split(a, sharding)}, compression=codec)
         assert kit.same(load(where)["a"], a)
         assert kit.same(load(tmp_path / str(sharding.dims), shardings={"a": sharding})["a"].whole(), a)
 
 
-def test_others_read_it(kit, tree, tmp_path):
+@BOTH
+def test_others_read_it(kit, tree, tmp_path, codec):
     import zarr
 
-    save(tmp_path / "c", tree, compression="zstd")
+    save(tmp_path / "c", tree, compression=codec)
     group = zarr.open_group(tmp_path / "c", mode="r")
     assert equal(kit, {n: group[n][...] for n in tree}, tree)
     inner = [c["name"] for c in group["w"].metadata.to_dict()["codecs"][0]["configuration"]["codecs"]]
-    assert inner == ["bytes", "zstd", "crc32c"]
+    assert inner == ["bytes", "zstd" if codec == Zstd(1) else "blosc", "crc32c"]
+    version = json.loads((tmp_path / "c" / manifest.FILE).read_bytes())["version"]
+    assert version == (1 if codec == Zstd(1) else 3)  # an earlier reader refuses what it does not know
+
+
+def test_bytes_in_groups_shrink_weights():
+    """Numbers of a trained layer's kind: exponents of a few values, mantissas without order."""
+    w = (np.random.default_rng(0).standard_normal(1 << 18) * 0.02).astype("f4")
+    for a, most in ((w, 0.86), (w.astype(dtypes.by_name("bfloat16")), 0.71)):
+        data = a.view("u1")
+        grouped, plain = (len(c.compress(data, a.itemsize)) / data.size for c in (ShuffledZstd(), Zstd()))
+        assert grouped < min(most, plain - 0.05)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("count", [1, 127, 128, 5000, (1 << 20) // 4 + 3])
+def test_frames_are_those_that_the_library_of_blosc_unpacks(itemsize, count):
+    from numcodecs import blosc
+
+    for data in (
+        np.arange(count * itemsize, dtype="u8").astype("u1"),
+        np.random.default_rng(0).bytes(count * itemsize),
+    ):
+        data = np.frombuffer(data, "u1")
+        frame = ShuffledZstd().compress(data, itemsize)
+        assert len(frame) <= ShuffledZstd().most(data.size)
+        assert blosc.decompress(frame) == data.tobytes()
+        out = np.empty_like(data)
+        ShuffledZstd().decompress(np.frombuffer(frame, "u1"), out)
+        assert np.array_equal(out, data)
 
 
 @settings(max_examples=12, deadline=None)
@@ -129,8 +163,8 @@ def test_equal_arrays_give_equal_files(tree, tmp_path):
 
 def test_wrong_choices_are_refused_before_anything_is_written(tree, tmp_path):
     save(tmp_path / "a", tree)
-    for wrong in ("lz4", "zstd:", "zstd:23", "zstd:0", "zstd:x", 3, True, ("zstd", 3)):
-        with pytest.raises(errors.CheckpointError, match=r"compression must be|a level of zstd"):
+    for wrong in ("lz4", "zstd:", "zstd:23", "zstd:0", "weights:10", "zstd:x", 3, True, ("zstd", 3)):
+        with pytest.raises(errors.CheckpointError, match=r"compression must be|a level of (zstd|weights)"):
             save(tmp_path / "b", tree, compression=wrong)
         with pytest.raises(errors.CheckpointError):
             reshard(tmp_path / "a", tmp_path / "b", compression=wrong)
@@ -146,14 +180,14 @@ def test_wrong_choices_are_refused_before_anything_is_written(tree, tmp_path):
             Zstd(level)
 
 
-@pytest.mark.parametrize("level", [1, 3, 22])
-def test_estimate_is_an_upper_bound(kit, tmp_path, level):
+@pytest.mark.parametrize("codec", [Zstd(1), Zstd(), Zstd(22), ShuffledZstd(), ShuffledZstd(8)], ids=str)
+def test_estimate_is_an_upper_bound(kit, tmp_path, codec):
     noise = {f"{n}": kit.random(np.dtype("u1"), (n,)) for n in (1, 5, 1023, 1024, 1025, 9000)}
-    save(tmp_path / "c", noise, compression=Zstd(level))
+    save(tmp_path / "c", noise, compression=codec)
     files = sum(len(v) for k, v in content(tmp_path / "c").items() if "/c." in k)
-    found = estimate(noise, compression=Zstd(level))
+    found = estimate(noise, compression=codec)
     assert files <= found.zarr <= 1.2 * files + 100
-    assert f"at most {human_bytes(found.zarr)} as Zarr (zstd:{level})" in str(found)
+    assert f"at most {human_bytes(found.zarr)} as Zarr ({codec})" in str(found)
 
 
 # ----- cut anew, copied as they are -----------------------------------------------------------------------------------
@@ -163,24 +197,26 @@ def test_estimate_is_an_upper_bound(kit, tmp_path, level):
 def coded(monkeypatch):
     """Chunks that were compressed or unpacked."""
     seen = []
-    for name in ("compress", "decompress"):
-        real = getattr(Zstd, name)
-        monkeypatch.setattr(Zstd, name, lambda *a, real=real, name=name: seen.append(name) or real(*a))
+    for kind, name in itertools.product((Zstd, ShuffledZstd), ("compress", "decompress")):
+        real = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *a, real=real, name=name, **k: seen.append(name) or real(*a, **k))
     return seen
 
 
-def test_chunks_that_stay_the_same_are_neither_unpacked_nor_compressed(kit, tree, coded, tmp_path):
-    save(tmp_path / "a", tree, compression="zstd")
+@BOTH
+def test_chunks_that_stay_the_same_are_neither_unpacked_nor_compressed(kit, tree, coded, tmp_path, codec):
+    save(tmp_path / "a", tree, compression=codec)
+    assert coded
     coded.clear()
     reshard(tmp_path / "a", tmp_path / "b", **SPLIT)
     reshard(tmp_path / "b", tmp_path / "c", mesh={"m": 2}, shardings={"w": {"m": 0}})
     reshard(tmp_path / "c", tmp_path / "d", mesh={"m": 1})
-    reshard(tmp_path / "b", "memory://compressed/e", mesh={"m": 1}, pack=False)
+    reshard(tmp_path / "b", f"memory://compressed/{codec}", mesh={"m": 1}, pack=False)
     assert not coded
     assert content(tmp_path / "d").keys() == content(tmp_path / "a").keys()
     assert all(v == content(tmp_path / "a")[k] for k, v in content(tmp_path / "d").items() if k != "meshtape.json")
-    for where in (tmp_path / "b", tmp_path / "c", "memory://compressed/e"):
-        assert open_checkpoint(where).compression == Zstd()
+    for where in (tmp_path / "b", tmp_path / "c", f"memory://compressed/{codec}"):
+        assert open_checkpoint(where).compression == codec
         verify(where)
         assert equal(kit, load(where), tree)
         assert storage.diff(tmp_path / "a", where).same
@@ -385,6 +421,34 @@ def test_frames_that_hold_more_or_less_than_a_chunk_are_refused(shard):
             verify(shard.root)
 
 
+def test_frames_of_blosc_that_lie_are_refused():
+    """Every header and every cut ends in the right bytes or an error, and never writes beyond its chunk."""
+    data = np.arange(1 << 12, dtype="f4").view("u1")
+    good = ShuffledZstd().compress(data, 4)
+    room = np.zeros(data.size + 64, "u1")
+
+    def unpacked(frame):
+        room[:] = 77
+        with contextlib.suppress(ValueError):
+            ShuffledZstd().decompress(np.frombuffer(frame, "u1"), room[:-64])
+            return room[:-64].tobytes()
+        assert (room[-64:] == 77).all()
+        return None
+
+    assert unpacked(good) == data.tobytes()
+    rng = np.random.default_rng(0)
+    for frame in (b"", good[:15], good[:-1], good + b"x", ShuffledZstd().compress(data[:-4], 4), Zstd().compress(data)):
+        assert unpacked(frame) is None
+    for at in range(20):  # the header, and where the first block begins
+        for value in (0, 1, 2, 127, 255, good[at] ^ 1):
+            unpacked(good[:at] + bytes([value]) + good[at + 1 :])
+    for at in rng.integers(20, len(good), 200).tolist():
+        unpacked(good[:at] + bytes([good[at] ^ 1 << int(rng.integers(8))]) + good[at + 1 :])
+    huge = good[:4] + (1 << 31).to_bytes(4, "little") + good[8:]
+    with pytest.raises(ValueError, match="announces 2147483648 bytes"):
+        ShuffledZstd().decompress(np.frombuffer(huge, "u1"), room[:-64])
+
+
 def test_an_index_that_does_not_add_up_is_refused(shard):
     at = np.cumsum([0, *(len(f) + 4 for f in shard.frames)]).tolist()
     good = [(a, b - a) for a, b in itertools.pairwise(at)]
@@ -406,10 +470,11 @@ def test_an_index_that_does_not_add_up_is_refused(shard):
         refused(shard, "its index")
 
 
-def test_changed_bytes_are_found(kit, tmp_path):
+@BOTH
+def test_changed_bytes_are_found(kit, tmp_path, codec):
     rng = np.random.default_rng(0)
     w = np.arange(600, dtype="i4").reshape(30, 20) // 9
-    save(tmp_path / "c", {"w": w}, compression="zstd")
+    save(tmp_path / "c", {"w": w}, compression=codec)
     file = tmp_path / "c" / "w" / "c.0.0"
     data = file.read_bytes()
     for at in rng.integers(0, len(data), 60):

@@ -301,7 +301,7 @@ def test_a_newer_version_is_refused_and_both_are_named(saved):
     body = body_of(saved)
     body["version"] = 7
     (saved / manifest.FILE).write_bytes(sealed(body))
-    with pytest.raises(errors.UnsupportedVersion, match=r"version 7.*up to version 2"):
+    with pytest.raises(errors.UnsupportedVersion, match=rf"version 7.*up to version {manifest.VERSION}"):
         load(saved)
 
 

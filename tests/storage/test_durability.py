@@ -58,7 +58,20 @@ class Watched(Files):
     def fsync(self, fd):
         super().fsync(fd)
         with self.lock:
-            self.files.discard(self.open_files[fd])
+            if fd in self.open_files:
+                self.files.discard(self.open_files[fd])
+            else:  # opened to be read, and linked
+                same = os.fstat(fd)
+                self.files = {p for p in self.files if not os.path.samestat(os.stat(p), same)}
+
+    def link(self, source, target):
+        super().link(source, target)
+        with self.lock:
+            if ".tmp-" not in os.path.basename(
+                os.path.dirname(target)
+            ):  # a shard: its first writer may not have synced it
+                self.files.add(target)
+            self.folders.add(os.path.dirname(target))
 
     def close(self, fd):
         with self.lock:

@@ -5,9 +5,20 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from meshtape.storage import load, open_checkpoint, verify
+from meshtape.storage import ShuffledZstd, load, open_checkpoint, verify
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_version_3(kit):
+    ckpt = open_checkpoint(GOLDEN / "v3")
+    assert (ckpt.step, ckpt.compression) == (7, ShuffledZstd())
+    verify(GOLDEN / "v3")
+    tree = load(GOLDEN / "v3")
+    w = np.arange(600, dtype="f4").reshape(20, 30) / 8
+    assert kit.same(tree["layers"][0]["w"], w)
+    assert kit.same(tree["layers"][1], w.astype(ml_dtypes.bfloat16))
+    assert kit.same(tree["scalar"], np.float64(1.5))
 
 
 def test_version_1(kit):

@@ -48,7 +48,7 @@ class Counted:
     asked: int = 0
     lock: Lock = field(default_factory=Lock)
 
-    def compress(self, data):
+    def compress(self, data, itemsize=1):
         with self.lock:
             self.asked += 1
             if data[0] == self.fails_at:

@@ -40,8 +40,7 @@ from meshtape.storage import (
 )
 from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model.site import Site
-from meshtape.storage.transform.convert import Selection, hugging_face_sink
-from meshtape.storage.transform.plan import fingerprint
+from meshtape.storage.rules.lazy_tensors import Recipes
 
 DTYPES = [np.dtype(t) for t in ("f4", "f2", "f8", ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, "c8")]
 LAYOUTS = ["zarr", "file", "hf"]
@@ -402,8 +401,7 @@ def test_plans_of_other_sums_are_other_plans(tmp_path):
     a, b = (one(tmp_path, n, np.float32([v])) for n, v in (("a", 1), ("b", 2)))
 
     def key(ckpt):
-        held = Selection.of(ckpt, None, None, None, None)
-        return fingerprint(ckpt.generation, list(held.arrays.values()), hugging_face_sink(held, None), 1, 1, 1)
+        return Recipes().of(ckpt["w"].tensor)
 
     made = [virtual.weighted_sum(p, w) for p, w in (([a, b], [1, 2]), ([b, a], [1, 2]), ([a, b], [1, 3]))]
     assert len({key(m) for m in made}) == 3

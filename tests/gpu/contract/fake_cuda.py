@@ -7,6 +7,7 @@ ones. Since the process is changed so, the contract runs in processes of its own
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import platform
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from typing import Any
 HERE = Path(__file__).parent
 BUILD = "MESHTAPE_FAKE_CUDA"
 """The environment's word for the folder that :func:`build` filled."""
+VALUES = "MESHTAPE_FAKE_VALUES"
+"""The environment's word for the folder of compiled kernels, where they are to compute."""
 
 LIBRARIES = {
     "libcublas.so.13": "cupy_backends/cuda/libs/cublas",
@@ -66,6 +69,14 @@ WRITES = {
 _QUIET = re.compile(r"\w*(bufferSize|Create|Destroy|Get|Set|Version|Plan|WorkArea|AutoAllocation)\w*")
 
 
+def beside(name: str) -> Any:
+    """A module of this folder, which is not on the path."""
+    spec = spec_from_file_location(f"contract_{name}", HERE / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def missing() -> str | None:
     """Why there is no fake CUDA here; None where there is one."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -96,7 +107,9 @@ def symbols(path: str, *options: str) -> list[tuple[int, str]]:
 def _entry(name: str) -> str:
     """The C source of a library's function."""
     plain = re.sub(r"^(cublas|cusolverDn)[SDCZ][SDCZHXYK]?(?=[a-z])", r"\1", name)
+    words = ", ".join(f"a{i}" for i in range(24))
     lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", 0, 0);']
+    lines.append(f'u a[] = {{{words}}}; int done = library ? library("{name}", a) : -1; if (done >= 0) return done;')
     for pattern, writes in WRITES.items():
         if re.fullmatch(pattern, plain):
             for kind, at, value in re.findall(r"([iu])(\d+)=(\d+)", writes):
@@ -130,7 +143,7 @@ def build(folder: Path) -> None:
         names = sorted({n for _, n in symbols(site(module), "-D", "--undefined-only") if n.startswith(prefix)})
         names += MORE.get(target, ())
         source = folder / f"{prefix}.c"
-        head = "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\n"
+        head = "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const char *, u *);\n"
         source.write_text(head + "\n".join(map(_entry, names)) + "\n")
         versions = folder / f"{prefix}.map"
         versions.write_text(f"{target} {{ global: *; }};\n")
@@ -176,10 +189,11 @@ class _Call(ctypes.Structure):
 
 
 class FakeCuda:
-    """The fake under CuPy in this process, which imports CuPy."""
+    """The fake under CuPy in this process, which imports CuPy. With values, kernels and libraries compute them."""
 
     def __init__(self) -> None:
         folder = Path(os.environ[BUILD])
+        cache = os.environ.get(VALUES)
         loaded = {n: ctypes.CDLL(str(folder / n), ctypes.RTLD_GLOBAL) for n in ("libcuda.so.1", *LIBRARIES)}
         self._driver = loaded.pop("libcuda.so.1")
         self._calls = (_Call * (1 << 16)).in_dll(self._driver, "calls")
@@ -205,17 +219,35 @@ class FakeCuda:
         def sorted_by_thrust(*args: Any, **kwargs: Any) -> None:
             self._driver.note(b"launch", ctypes.c_uint64(cupy.cuda.get_current_stream().ptr), ctypes.c_uint64(0))
 
+        self.kernels, self.libraries = None, None
+        if cache is not None:
+            cupy._core.set_routine_accelerators([])  # their code is in CuPy's wheel
+            cupy._core.set_reduction_accelerators([])
+            self.kernels, self.libraries = beside("kernels").Kernels(Path(cache)), beside("libraries")
+            self._answer = self.libraries.Answer(self.libraries.answer)
+            hook = ctypes.c_void_p.in_dll(self._driver, "library")
+            hook.value = ctypes.cast(self._answer, ctypes.c_void_p).value
+            atexit.register(setattr, hook, "value", None)  # handles are destroyed after that
         for name in ("sort", "lexsort", "argsort"):  # thrust waits for what its kernels count
-            setattr(thrust, name, sorted_by_thrust)
+
+            def sorting(*args: Any, name: str = name, **kwargs: Any) -> None:
+                sorted_by_thrust()
+                if self.libraries is not None:
+                    getattr(self.libraries, name)(*args)
+
+            setattr(thrust, name, sorting)
         self.sources: set[tuple[str, tuple[str, ...]]] = set()
+        self.asked: set[tuple[str, tuple[str, ...]]] = set()
 
         def compiled(source: str, options: Any, *args: Any, name_expressions: Any = None, **kwargs: Any) -> Any:
             # The compiler crashes in a process that is changed so.
+            names = tuple(name_expressions or ())
             self.sources.add((source, tuple(options)))
+            self.asked.add((source, names))
             module = function.Module()
-            module.load(b"x")
-            if name_expressions:
-                module._set_mapping({n: n for n in name_expressions})
+            module.load(b"nothing" if self.kernels is None else self.kernels.module((source, names)))
+            if names:
+                module._set_mapping({n: f"t{i}" for i, n in enumerate(names)})
             return module
 
         compiler._compile_module_with_cache = compiled

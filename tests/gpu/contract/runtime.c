@@ -1,12 +1,16 @@
 /* A CUDA runtime and driver without a device: memory of the host stands for that of the device, kernels do nothing, and every call that a test
    may count is noted with its stream and its size. A stream knows whether it is captured, and refuses then what CUDA refuses. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 typedef uint64_t u;
 typedef struct { const char *what; u stream, size; } call;
-enum { DEVICES = 2, KEPT = 1 << 16, INVALID = 1, NO_MEMORY = 2, UNSUPPORTED_IN_CAPTURE = 900 };
+enum { DEVICES = 2, KEPT = 1 << 16, INVALID = 1, NO_MEMORY = 2, LAUNCH_FAILED = 719, UNSUPPORTED_IN_CAPTURE = 900 };
 
 call calls[KEPT];
 u called = 0;
@@ -14,13 +18,37 @@ int fill = 0; /* the byte that new memory is full of */
 static __thread int device = 0;
 static u limit = 2ULL << 30;
 
+/* Answers a library's function, with the address of its arguments: its status, or -1 to do nothing. */
+int (*library)(const char *name, u *arguments) = 0;
+
 void note(const char *what, u stream, u size) {
     u i = __atomic_fetch_add(&called, 1, __ATOMIC_RELAXED) % KEPT;
     calls[i] = (call){what, stream, size};
 }
 
+/* ----- what a graph holds: launches, whose arguments are kept after their addresses, and copies and fills of memory, which have no kernel ----- */
+typedef struct { int (*start)(void **, const unsigned *, const unsigned *, u); const unsigned *bytes; const char *(*message)(void); } kernel;
+typedef struct node {
+    struct node *next;
+    const kernel *f;
+    unsigned grid[3], block[3];
+    u shared, n;
+    int value;
+    void *to;
+    const void *from;
+    void *arguments[];
+} node;
+typedef struct { node *first, *last; } graph;
+
+static graph *new_graph(void) { return calloc(1, sizeof(graph)); }
+static node *append(graph *g, u more) {
+    node *x = calloc(1, sizeof(node) + more);
+    if (g->last) g->last->next = x; else g->first = x;
+    return g->last = x;
+}
+
 /* ----- streams: 0, 1 and 2 are CUDA's own, the others point at what they are ----- */
-typedef struct { int capturing, broken; } stream;
+typedef struct { int capturing, broken; graph *made; } stream;
 
 static int captured(u s) { return s > 2 && ((stream *)s)->capturing; }
 static int wait(u s) {
@@ -39,17 +67,28 @@ int fake_cudaStreamGetPriority(u s, int *p) { *p = 0; return 0; }
 int fake_cudaStreamIsCapturing(u s, int *state) { *state = captured(s); return 0; }
 int fake_cudaStreamBeginCapture(u s) {
     if (captured(s)) return INVALID;
-    *(stream *)s = (stream){1, 0};
+    *(stream *)s = (stream){1, 0, new_graph()};
     return 0;
 }
 int fake_cudaStreamEndCapture(u s, u *graph) {
-    int broken = ((stream *)s)->broken;
-    *(stream *)s = (stream){0, 0};
-    *graph = broken ? 0 : 0x4000;
-    return broken ? 901 : 0;
+    stream was = *(stream *)s;
+    *(stream *)s = (stream){0, 0, 0};
+    *graph = was.broken ? 0 : (u)was.made;
+    return was.broken ? 901 : 0;
 }
-int fake_cudaGraphInstantiate(u *exec) { *exec = 0x5000; return 0; }
-int fake_cudaGraphLaunch(u exec, u s) { note("graph", s, exec); return 0; }
+int fake_cudaGraphInstantiate(u *exec, u graph) { *exec = graph; return 0; }
+static int run(const kernel *, void **, const unsigned *, const unsigned *, u);
+int fake_cudaGraphLaunch(graph *g, u s) {
+    note("graph", s, (u)g);
+    for (node *x = g->first; x; x = x->next) {
+        int failed = 0;
+        if (x->f) failed = run(x->f, x->arguments, x->grid, x->block, x->shared);
+        else if (x->from) memmove(x->to, x->from, x->n);
+        else memset(x->to, x->value, x->n);
+        if (failed) return failed;
+    }
+    return 0;
+}
 int fake_cudaDeviceSynchronize(void) { return wait(0); }
 int fake_cudaEventCreate(u *e) { *e = (u)calloc(1, 8); return 0; }
 int fake_cudaEventCreateWithFlags(u *e) { *e = (u)calloc(1, 8); return 0; }
@@ -114,7 +153,11 @@ int fake_cudaMemGetInfo(u *free, u *total) { *free = 70ULL << 30; *total = 80ULL
 static const char *kinds[] = {"h2h", "h2d", "d2h", "d2d", "d2d"};
 int fake_cudaMemcpyAsync(void *to, const void *from, u n, int kind, u s) {
     note(kinds[kind], s, n);
-    memmove(to, from, n);
+    if (captured(s)) {
+        node *x = append(((stream *)s)->made, 0);
+        x->to = to, x->from = from, x->n = n;
+    } else
+        memmove(to, from, n);
     return 0;
 }
 int fake_cudaMemcpy(void *to, const void *from, u n, int kind) {
@@ -123,7 +166,14 @@ int fake_cudaMemcpy(void *to, const void *from, u n, int kind) {
 }
 int fake_cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, u n, u s) { return fake_cudaMemcpyAsync(to, from, n, 3, s); }
 int fake_cudaMemset(void *p, int v, u n) { memset(p, v, n); return 0; }
-int fake_cudaMemsetAsync(void *p, int v, u n) { memset(p, v, n); return 0; }
+int fake_cudaMemsetAsync(void *p, int v, u n, u s) {
+    if (captured(s)) {
+        node *x = append(((stream *)s)->made, 0);
+        x->to = p, x->value = v, x->n = n;
+    } else
+        memset(p, v, n);
+    return 0;
+}
 struct attributes { int type, device; void *on_device, *on_host; };
 int fake_cudaPointerGetAttributes(struct attributes *a, void *p) {
     *a = (struct attributes){2, device, p, 0};
@@ -139,8 +189,9 @@ int fake___cudaPopCallConfiguration(dim3 *grid, dim3 *block, u *shared, u *s) {
     *grid = pushed.grid, *block = pushed.block, *shared = pushed.shared, *s = pushed.s;
     return 0;
 }
-int fake_launch(void *kernel, dim3 grid, dim3 block, void **arguments, u shared, u s) { note("launch", s, grid.x * (u)block.x); return 0; }
-int fake_cudaLaunchKernelExC(launch *how) { note("launch", how->s, how->grid.x * (u)how->block.x); return 0; }
+/* Code that CuPy was built with does nothing here: what it was to compute is not there. */
+int fake_launch(void *kernel, dim3 grid, dim3 block, void **arguments, u shared, u s) { note("built-in", s, grid.x * (u)block.x); return 0; }
+int fake_cudaLaunchKernelExC(launch *how) { note("built-in", how->s, how->grid.x * (u)how->block.x); return 0; }
 int fake_occupancy(int *n) { *n = 8; return 0; }
 int fake_cudaFuncGetAttributes(int *a) {
     memset(a, 0, 64);
@@ -156,17 +207,62 @@ int cuDeviceGetCount(int *n) { *n = DEVICES; return 0; }
 int cuDriverGetVersion(int *v) { *v = 13020; return 0; }
 int cuCtxGetCurrent(u *c) { *c = 0x1000; return 0; }
 int cuCtxSetCurrent(u c) { return 0; }
-int cuModuleLoadData(u *m) { *m = 0x2000; return 0; }
-int cuModuleLoad(u *m) { *m = 0x2000; return 0; }
+/* A module's code is "PATH PREFIX" of a library that g++ made, or the word "nothing". */
+typedef struct { void *library; char prefix[64]; } module;
+static const char *failure;
+int cuModuleLoadData(module **m, const char *image) {
+    *m = calloc(1, sizeof(module));
+    const char *space = strchr(image, ' ');
+    if (!space) return 0;
+    char *path = strndup(image, space - image);
+    (*m)->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    free(path);
+    snprintf((*m)->prefix, sizeof (*m)->prefix, "%s", space + 1);
+    if (!(*m)->library) failure = dlerror();
+    return (*m)->library ? 0 : 200;
+}
+int cuModuleLoad(module **m) { return cuModuleLoadData(m, "nothing"); }
 int cuModuleUnload(u m) { return 0; }
-int cuModuleGetFunction(u *f) { *f = 0x3000; return 0; }
-int cuLaunchKernel(u f, u gx, u gy, u gz, u bx, u by, u bz, u shared, u s) {
-    note("launch", s, (unsigned)gx * (u)(unsigned)bx);
+static void *of(module *m, const char *kind, const char *name) {
+    char symbol[4096];
+    snprintf(symbol, sizeof symbol, "%s_%s_%s", kind, m->prefix, name);
+    return dlsym(m->library, symbol);
+}
+int cuModuleGetFunction(kernel **f, module *m, const char *name) {
+    *f = calloc(1, sizeof(kernel));
+    if (!m->library) return 0;
+    const unsigned *(*bytes)(void) = of(m, "bytes", name);
+    (*f)->start = of(m, "start", name);
+    if (!bytes || !(*f)->start) return 500;
+    (*f)->bytes = bytes();
+    (*f)->message = dlsym(m->library, "launch_message");
+    return 0;
+}
+static int run(const kernel *f, void **arguments, const unsigned *grid, const unsigned *block, u shared) {
+    static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER; /* a kernel's threads and shared memory are variables of its library */
+    pthread_mutex_lock(&one);
+    int failed = f->start(arguments, grid, block, shared);
+    if (failed) failure = f->message();
+    pthread_mutex_unlock(&one);
+    return failed ? LAUNCH_FAILED : 0;
+}
+int cuLaunchKernel(const kernel *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, u s, void **arguments) {
+    note("launch", s, gx * (u)bx);
+    unsigned grid[] = {gx, gy, gz}, block[] = {bx, by, bz};
+    if (!f->start) return 0;
+    if (!captured(s)) return run(f, arguments, grid, block, shared);
+    u count = 0, size = 0;
+    for (; f->bytes[count]; ++count) size += (f->bytes[count] + 15) & ~15;
+    node *x = append(((stream *)s)->made, count * 8 + 16 + size);
+    memcpy(x->grid, grid, sizeof grid), memcpy(x->block, block, sizeof block);
+    x->f = f, x->shared = shared;
+    char *at = (char *)(((u)(x->arguments + count) + 15) & ~15ULL);
+    for (u i = 0; i < count; at += (f->bytes[i] + 15) & ~15, ++i) x->arguments[i] = memcpy(at, arguments[i], f->bytes[i]);
     return 0;
 }
 int cuFuncGetAttribute(int *v, int which) { *v = which == 0 ? 1024 : 0; return 0; }
 int cuFuncSetAttribute(void) { return 0; }
 int cuGetErrorName(int e, const char **s) { *s = text; return 0; }
-int cuGetErrorString(int e, const char **s) { *s = text; return 0; }
+int cuGetErrorString(int e, const char **s) { *s = failure ? failure : text; return 0; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n) { *n = 4; return 0; }
 int cuOccupancyMaxPotentialBlockSize(int *grid, int *block) { *grid = 132; *block = 256; return 0; }

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import os
 import pickle
 import pkgutil
 import sys
@@ -30,6 +31,8 @@ def beside(path: str) -> Any:
 
 
 fake_cuda = beside("fake_cuda.py")
+if sys.argv[1:2] == ["values"]:
+    os.environ[fake_cuda.VALUES] = sys.argv[2]
 FAKE = fake_cuda.FakeCuda()
 
 import numpy as np  # noqa: E402
@@ -248,6 +251,31 @@ def suite(_: str = "") -> dict[str, Any]:
     left = "not workers and not two_to_the_31 and not an_int_counts and not pytorch"
     pytest.main(["-q", "-p", "no:cacheprovider", "-k", left, *files], plugins=[Plugin()])
     return out
+
+
+def asked(to: str) -> int:
+    """The sources that all of this asks for, into a file: most of those that the same calls ask for when they compute values."""
+    sys.argv = sys.argv[:1]
+    for sweep in (ops, derivatives, steps, suite):
+        sweep()
+    Path(to).write_text(json.dumps(sorted(FAKE.asked)))
+    return len(FAKE.asked)
+
+
+SAMPLED = ("add", "exp", "sum", "matmul", "argmax", "inv", "solve", "pinv", "fft", "sort", "where")
+
+
+def values(_: str) -> dict[str, Any]:
+    """Of some ops, the first sample in float32: where its values differ from the CPU's; and the words for a singular matrix."""
+    out: dict[str, Any] = {}
+    for name in SAMPLED:
+        args, params = op_samples.calls(name)[0]
+        cast = tuple(op_samples.recast(a, np.dtype(np.float32)) for a in args)
+        found = every.differences(name, lambda *xs, n=name, p=params: apply(mt.OPS[n], xs, p), cast)
+        out[name] = list(found)
+    with mt.use_device("cuda:0"):
+        out["singular"] = text_of(lambda: mt.linalg.inv(mt.ones((3, 3))))
+    return out | {"failures": FAKE.libraries.failures}
 
 
 # ----- steps ----------------------------------------------------------------------------------------------------------

@@ -119,6 +119,15 @@ def test_our_kernels_compute_what_the_cpu_does(sweep: Sweep, request: pytest.Fix
     assert {name: said for name, said in found.items() if said} == {}
 
 
+def test_values_of_a_few_ops_are_those_of_the_cpu(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """By CuPy's own kernels, which g++ compiles, and libraries that NumPy and LAPACK answer."""
+    cache = getattr(request.config, "cache", None)
+    found = sweep("values", str(tmp_path if cache is None else cache.mkdir("values")))
+    assert found.pop("singular").startswith("LinAlgError: [inv]")
+    assert len(found) == 12
+    assert {name: said for name, said in found.items() if said} == {}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_kernels_that_cupy_writes_compile(sweep: Sweep, tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""`usage`: bytes of the numbered checkpoints of a directory, in which files that they share count once."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...arrays.core.errors import NotACheckpoint
+from ..format import manifest
+from ..stores import atomic_directory, store
+from . import numbered
+
+
+@dataclass(frozen=True, slots=True)
+class StepUsage:
+    """Bytes of a checkpoint: of its arrays, of its files, and those that deleting it alone would free."""
+
+    path: str
+    step: int | None
+    arrays: int
+    files: int
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes of all files in a place, each counted once whatever its names, and the `StepUsage` of each complete checkpoint."""
+
+    path: str
+    nbytes: int
+    steps: list[StepUsage]
+
+
+_File = tuple[int, int]
+
+
+def _walk(root: str) -> Iterator[tuple[_File, int, int]]:
+    """(identity, bytes, names of it anywhere) of every name below a directory."""
+    for folder, _, files in os.walk(root):
+        for f in files:
+            try:
+                found = os.lstat(os.path.join(folder, f))
+            except FileNotFoundError:  # another process rotates
+                continue
+            yield (found.st_dev, found.st_ino), found.st_size, found.st_nlink
+
+
+def _files(root: str) -> tuple[int, int]:
+    """(bytes of a checkpoint's files, bytes that have no name elsewhere)."""
+    if store.is_url(root):
+        total = sum(e.nbytes for e in store.at(root).entries())
+        return total, total
+    names: Counter[_File] = Counter()
+    held: dict[_File, tuple[int, int]] = {}
+    for key, nbytes, links in _walk(root):
+        names[key] += 1
+        held[key] = nbytes, links
+    return sum(n for n, _ in held.values()), sum(n for key, (n, links) in held.items() if links <= names[key])
+
+
+def usage(directory: str | os.PathLike[str]) -> Usage:
+    """Bytes of a directory of numbered checkpoints, or of one checkpoint. Only manifests and lists of files are read.
+
+    Raises
+    ------
+    NotACheckpoint
+        The place has no complete checkpoint.
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile
+    >>> from meshtape.storage import CheckpointManager
+    >>> manager = CheckpointManager(tempfile.mkdtemp())
+    >>> for step in (1, 2):
+    ...     _ = manager.save(step, {"frozen": np.ones(5000), "w": np.full(3, step)})
+    >>> found = usage(manager.directory)
+    >>> [s.arrays for s in found.steps], found.nbytes < sum(s.files for s in found.steps) - 40_000
+    ([40024, 40024], True)
+    """
+    where = store.location(directory)
+    paths = [c.path for c in numbered.complete(where)] or [where]
+    steps = []
+    for path in paths:
+        root = atomic_directory.resolve(path)
+        held = manifest.read(root)
+        if held is not None:
+            steps.append(StepUsage(path, held.step, sum(a.nbytes for a in held.arrays), *_files(root)))
+    if not steps:
+        raise NotACheckpoint(f"{where} holds no complete checkpoint of meshtape")
+    return Usage(where, _files(where)[0], steps)
