@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedVersion
 from ..base import strict_json
 from ..base.checksums import crc32c
-from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
+from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import manifest
 from ..format.chunk_grid import windows
 from ..readers.tensor import read_box
@@ -67,8 +67,10 @@ def opened(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:
             stored = StoredArray(tuple(path), IcechunkTensor(**values))
             object.__setattr__(stored.tensor, "name", stored.name)
             arrays[stored.name] = stored
-        tree = manifest.decode_tree(held["tree"])
-        fill(tree, lambda leaf: list(arrays)[leaf.index])
+        found_at: list[int] = []
+        tree = manifest.decoded(held["tree"], (), list(arrays.values()), found_at)
+        if sorted(found_at) != list(range(len(arrays))):
+            raise ValueError("its tree does not have each array once")
         metadata = manifest.decode_json(held["metadata"])
         return Checkpoint(where, "icechunk", arrays, tree, held["step"], metadata)
     except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as e:

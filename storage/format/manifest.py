@@ -14,7 +14,7 @@ import json
 import marshal
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,7 +155,7 @@ def encode_tree(node: Any, where: str = "tree") -> Any:
     return None if node is None else {"value": encode_json(node, where)}
 
 
-def _decoded(node: Any, path: Path, arrays: list[ArrayEntry], found: list[int]) -> Any:
+def decoded(node: Any, path: Path, arrays: Sequence[Any], found: list[int]) -> Any:
     """Inverse of `encode_tree` for a node that is checked: well formed, each array at its own path. ``found`` gets the numbers of these."""
     if len(path) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
@@ -176,10 +176,10 @@ def _decoded(node: Any, path: Path, arrays: list[ArrayEntry], found: list[int]) 
         for pair in content:
             if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in children:
                 raise ValueError(f"malformed or repeated key at {path}")
-            children[pair[0]] = _decoded(pair[1], (*path, pair[0]), arrays, found)
+            children[pair[0]] = decoded(pair[1], (*path, pair[0]), arrays, found)
         return children
     if kind in ("list", "tuple") and isinstance(content, list):
-        listed = [_decoded(v, (*path, i), arrays, found) for i, v in enumerate(content)]
+        listed = [decoded(v, (*path, i), arrays, found) for i, v in enumerate(content)]
         return listed if kind == "list" else tuple(listed)
     if kind != "value":
         raise ValueError(f"unknown kind {kind!r} at {path}")
@@ -341,7 +341,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
     found: list[int] = []
     try:
-        structure = _decoded(top["tree"], (), entries, found)
+        structure = decoded(top["tree"], (), entries, found)
         if len(found) != len(entries):  # each at its own path, and so none twice
             raise ValueError(f"{len(entries) - len(found)} arrays have no place in it")
     except ValueError as e:
