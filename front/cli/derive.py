@@ -91,13 +91,8 @@ def derive(kind: str, sources: tuple[str, ...], out: str, overwrite: bool, as_js
     Writes a small document that opens like any checkpoint: it is listed, loaded, verified, compared, browsed and merged, and its arrays
     are computed meanwhile. It names its parents, and notices when they change.
 
-    \b
-      mean, sum     of two or more checkpoints
-      ema           over the steps of a run, or over checkpoints
-      difference    A - B
-      add           BASE + scale × DELTA
-      lora          BASE and the directory of an adapter of PEFT
-      cast, quantize, rules, rows   of one checkpoint
+    KIND is mean or sum, of checkpoints; ema, over the steps of a run or over checkpoints; difference, A - B; add, BASE + scale × DELTA;
+    lora, of BASE and the directory of an adapter of PEFT; cast, quantize, rules or rows, of one checkpoint.
     """
     from meshtape.storage import virtual
 

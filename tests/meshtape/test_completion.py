@@ -71,7 +71,7 @@ def test_bash_completes_commands_options_choices_and_names(tmp_path: Path) -> No
     )
     assert commands == ["convert"]
     assert options == ["--sort"]
-    assert choices == ["zarr", "safetensors"]
+    assert choices == ["zarr", "safetensors", "dcp"]
     assert names == ["layers.0.w", "layers.1.w", "layers.2.w"]
     assert none == []
 
@@ -94,7 +94,7 @@ def test_fish_completes_commands_options_choices_and_names(tmp_path: Path) -> No
     assert offered[:4] == [
         ["convert"],
         ["--sort"],
-        ["safetensors", "zarr"],
+        ["dcp", "safetensors", "zarr"],
         ["layers.0.w", "layers.1.w", "layers.2.w"],
     ], done.stderr
 
