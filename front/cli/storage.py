@@ -105,7 +105,7 @@ _MAX_SHARD = click.option(
 _STORED = (
     click.option(
         "--compression",
-        metavar="zstd|weights[:LEVEL]|none",
+        metavar="zstd|weights[:N]|none",
         callback=checked("compression"),
         default="keep",
         help="Compress the chunks; by default as the source is.",
@@ -413,7 +413,7 @@ def reshard(src: str, dst: str, mesh: dict[str, int] | None, **options: Any) -> 
 @_MAX_SHARD
 @click.option(
     "--compression",
-    metavar="zstd|weights[:LEVEL]|none",
+    metavar="zstd|weights[:N]|none",
     callback=checked("compression"),
     help="Of the Zarr files: the most that they can then need.",
 )
