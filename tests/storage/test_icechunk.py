@@ -1,5 +1,6 @@
 """Saves into icechunk repositories: one snapshot a step, whole or not at all, read by branch, tag or snapshot."""
 
+import itertools
 import os
 import random
 import signal
@@ -111,26 +112,38 @@ def test_what_is_refused(ice, url, tmp_path):
     assert list(open_checkpoint(url)) == ["theirs"]
 
 
-def test_flips_are_found(ice, url, tmp_path):
-    """icechunk compares nothing: a flip in each file of chunks is an error of a load and of `verify`, never other numbers."""
+def test_a_chunk_that_is_not_the_one_of_its_place_is_found(ice, url, tmp_path, kit):
+    """icechunk compares nothing: a flip anywhere, a cut, a lost file and an exchange are errors that name key and chunk, never other numbers."""
     wanted = np.random.default_rng(0).normal(size=(300, 500)).astype("f4")
-    save(url, {"w": wanted, "b": wanted[:90]}, step=1)
+    blocks = kit.split(wanted, kit.Sharding(kit.Host({"x": 4}), (0,)))
+    save(url, {"w": blocks, "b": 2 * wanted[:75]}, step=1)
     files = sorted((tmp_path / "repo" / "chunks").iterdir())
-    assert files
-    for path in files:
-        data = path.read_bytes()
-        for at in (0, len(data) // 2, len(data) - 1):
-            changed = bytearray(data)
-            changed[at] ^= 8
-            path.write_bytes(changed)
-            icechunk_store.forget()
-            with pytest.raises(errors.CorruptCheckpoint):
-                verify(url)
-            with pytest.raises(errors.CheckpointError):
+    kept = {path: path.read_bytes() for path in files}
+    assert len(files) == 5
+    assert len({len(data) for data in kept.values()}) == 1  # each could be taken for any other
+
+    def harmed(now, error=errors.CorruptCheckpoint, says=r"chunk \(\d, 0\) of key '[wb]'"):
+        for path, data in now.items():
+            path.write_bytes(data)
+        icechunk_store.forget()
+        with pytest.raises(error, match=says):
+            verify(url)
+        if now[path][:-4] == kept[path][:-4]:  # the checksum beside the elements, for other readers
+            assert kit.same(load(url)["w"], wanted)
+        else:
+            with pytest.raises(error, match=says):
                 load(url)
-        path.write_bytes(data)
+        for path in now:
+            path.write_bytes(kept[path])
+
+    for path, data in list(kept.items())[:2]:
+        for at in (0, len(data) // 2, len(data) - 1):
+            harmed({path: data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :]})
+    for one, two in itertools.pairwise(files):
+        harmed({one: kept[two], two: kept[one]}, says=r"chunk \(\d, 0\) of key '[wb]' is whole, but not the one")
+    harmed({files[0]: b""}, errors.StoreError, "/c/[0-3]/0 cannot be read")
     icechunk_store.forget()
-    verify(url)
+    assert verify(url).nbytes == 375 * 500 * 4
 
 
 _WRITER = """
