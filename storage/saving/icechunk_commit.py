@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,17 +56,24 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     group = zarr.create_group(session.store, overwrite=True)
     sums = [_write(zarr, group, item) for item in items]
     group.update_attributes({GROUP_ATTRIBUTE: _described(head, items, sums)})
-    step = {} if head.step is None else {"step": head.step}
+    told: dict[str, Any] = {} if head.step is None else {"step": head.step}
+    told["save"] = token = uuid.uuid4().hex
     text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
+    before = session.snapshot_id
     try:
         with _alone(place):
-            made = session.commit(text, step)
-    except ice.ConflictError:
-        raise CheckpointExists(
-            f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this save is there: save again"
-        ) from None
-    except ice.IcechunkError as e:
-        raise StoreError(f"{target}: icechunk could not commit: {icechunk_store.first_line(e)}") from None
+            made = session.commit(text, told)
+    except (ice.ConflictError, ice.IcechunkError) as e:
+        # Where the answer was lost, icechunk asks again, and takes its own commit for another's.
+        with icechunk_store.asked(f"{target}: whether the commit was made is not known, as its answer was lost"):
+            line = itertools.takewhile(lambda s: s.id != before, repo.ancestry(branch=branch))
+            made = next((s.id for s in line if s.metadata.get("save") == token), "")
+        if not made and isinstance(e, ice.ConflictError):
+            raise CheckpointExists(
+                f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this save is there: save again"
+            ) from None
+        if not made:
+            raise StoreError(f"{target}: icechunk could not commit: {icechunk_store.first_line(e)}") from None
     return f"{icechunk_store.SCHEME}://{place}@{made}", sum(i.dtype.itemsize * int(np.prod(i.shape)) for i in items)
 
 
