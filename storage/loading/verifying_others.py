@@ -28,11 +28,12 @@ def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
     ahead = reading_ahead(ckpt, MEMORY)
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
     ahead.expect(tensors)
-    for t in tensors:
-        if isinstance(t, ZarrTensor):
-            replace(t, missing="error").check()
-        elif isinstance(t, IcechunkTensor):
-            t.check()
+    with store.listed_once():
+        for t in tensors:
+            if isinstance(t, ZarrTensor):
+                replace(t, missing="error").check()
+            elif isinstance(t, IcechunkTensor):
+                t.check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors):
         raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
