@@ -19,10 +19,10 @@ from .read_ahead import reading_ahead
 MEMORY = 64 << 20  # bytes of small tensors that are fetched together
 
 
-def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
+def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[set[str], int]:
     """(names of files below ``root``, bytes) that were compared with their checksums.
 
-    Raises `CorruptCheckpoint` with all that is damaged, and `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
+    Raises `CorruptCheckpoint` with all that is damaged, and unless ``lenient`` `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
     where chunks are not there.
     """
     ahead = reading_ahead(ckpt, MEMORY)
@@ -35,7 +35,7 @@ def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
             elif isinstance(t, IcechunkTensor):
                 t.check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
-    if bare and len(bare) == len(tensors):
+    if bare and len(bare) == len(tensors) and not lenient:
         raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
 
@@ -54,7 +54,7 @@ def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors or documents:\n  {shown}")
-    if bare:
+    if bare and not lenient:
         raise CheckpointError(
             f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: {', '.join(t.name for t in bare[:8])}"
         )
