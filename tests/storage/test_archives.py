@@ -1,6 +1,7 @@
 """Files of NumPy and of torch.save, read without pickle. The golden one was written by torch 2.15."""
 
 import io
+import json
 import shutil
 import tracemalloc
 import zipfile
@@ -264,3 +265,28 @@ def test_an_archive_in_a_bucket(kit):
     store.at(where).put("x.pt", GOLDEN.read_bytes())
     assert kit.same(np.asarray(load(f"{where}/x.npz")["w"]), ARRAYS["w"])
     assert verify(f"{where}/x.pt").arrays == len(archives.open_archive(str(GOLDEN), True))
+
+
+def test_a_model_in_files_of_torch(tmp_path):
+    """As transformers wrote models before safetensors: one file, or several with an index."""
+    names = list(open_checkpoint(GOLDEN))
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        (folder / "config.json").write_text('{"a": 1}')
+    shutil.copy(GOLDEN, one / "pytorch_model.bin")
+    files = {n: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, n in enumerate(names)}
+    for f in set(files.values()):
+        shutil.copy(GOLDEN, two / f)
+    (two / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    for folder in (one, two):
+        held = open_checkpoint(folder)
+        assert list(held) == names
+        assert held.documents["config"] == {"a": 1}
+        for n in names:
+            assert np.array_equal(
+                held[n].read(), open_checkpoint(GOLDEN)[n].read(), equal_nan=held[n].dtype.kind in "fc"
+            )
+    (two / files[names[0]]).unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 files are missing"):
+        open_checkpoint(two)
