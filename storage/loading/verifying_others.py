@@ -30,7 +30,9 @@ def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
             replace(t, missing="error").check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors):
-        raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
+        raise CheckpointError(
+            f"{ckpt.path} has no checksums to verify, as {ckpt.kind} by others; nothing tells whether it is whole"
+        )
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
 
     def check(tensor: Any) -> int:
