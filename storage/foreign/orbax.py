@@ -8,6 +8,7 @@ tree are arrays without dimensions, as Orbax stores them; texts come along as va
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ FILE = "_METADATA"
 DATABASE = "manifest.ocdbt"
 STEP = "_CHECKPOINT_METADATA"  # in each step of a manager
 _STRINGS = "_strings.json"
+_ARRAYS = "array_metadatas/process_0"  # each process has the same arrays
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": None, "None": None, "empty": None}
 
 
@@ -159,7 +161,28 @@ def open_orbax(root: str) -> Checkpoint:
         if not keys:
             raise CorruptCheckpoint(f"{where}: a leaf without a key")
         _insert(tree, keys, leaf, where)
-    return Checkpoint(root, "Orbax", arrays, _listed(tree), skipped=skipped)
+    keyed = {n: impl for n, impl in _key_impls(store).items() if n in arrays}
+    for n, impl in keyed.items():
+        warnings.warn(
+            f"{root}: {n} holds keys of jax.random, and is read as their data; jax.random.wrap_key_data(data, impl={impl!r}) makes keys of it",
+            stacklevel=5,
+        )
+    metadata = {"random_key_impl": keyed} if keyed else {}
+    return Checkpoint(root, "Orbax", arrays, _listed(tree), metadata=metadata, skipped=skipped)
+
+
+def _key_impls(store: Store) -> dict[str, str]:
+    """The generators of the arrays that are typed keys of random numbers in JAX, by name."""
+    try:
+        rows = strict_json.loads(store.get(_ARRAYS))["array_metadatas"]
+        held = {r["array_metadata"]["param_name"]: r["array_metadata"].get("ext_metadata") or {} for r in rows}
+        return {str(n): str(e["random_key_impl"])[:80] for n, e in held.items() if "random_key_impl" in e}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        raise CorruptCheckpoint(f"{stores.join(store.root, _ARRAYS)}: not what Orbax writes: {e!r}") from None
 
 
 def _texts(store: Store, where: str) -> dict[str, Any]:

@@ -104,6 +104,21 @@ def test_empty_containers_are_as_orbax_restores_them(tmp_path):
     assert {kind: tree[kind] for kind in kinds} == kinds
 
 
+def test_keys_of_random_numbers_are_named(tmp_path):
+    where = Path(shutil.copytree(GOLDEN / "files-zarr2", tmp_path / "c"))
+    (where / "array_metadatas").mkdir(exist_ok=True)
+    rows = [{"param_name": n, "ext_metadata": e} for n, e in [("list.0", {"random_key_impl": "rbg"}), ("step", None)]]
+    said = where / "array_metadatas" / "process_0"
+    said.write_text(json.dumps({"array_metadatas": [{"array_metadata": r} for r in rows]}))
+    with pytest.warns(UserWarning, match=r"list\.0 holds keys of jax\.random.*wrap_key_data\(data, impl='rbg'\)"):
+        ckpt = open_checkpoint(where)
+    assert ckpt.metadata == {"random_key_impl": {"list.0": "rbg"}}
+    for text in ("{", "[]", '{"array_metadatas": [3]}'):
+        said.write_text(text)
+        with pytest.raises(errors.CorruptCheckpoint, match="process_0"):
+            open_checkpoint(where)
+
+
 HOSTILE = {
     "no JSON": "{",
     "a list": "[]",
