@@ -9,7 +9,7 @@ from ...arrays.core.errors import CheckpointError, CorruptCheckpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.documents import Documents
 from ..readers.reading import run
-from ..readers.zarr_tensor import ZarrTensor
+from ..readers.zarr_tensor import GridTensor
 from ..stores import store
 from .read_ahead import reading_ahead
 
@@ -26,12 +26,12 @@ def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
     ahead.expect(tensors)
     for t in tensors:
-        if isinstance(t, ZarrTensor):
+        if isinstance(t, GridTensor):
             replace(t, missing="error").check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors):
         raise CheckpointError(
-            f"{ckpt.path} has no checksums to verify, as {ckpt.kind} by others; nothing tells whether it is whole"
+            f"{ckpt.path} ({ckpt.kind}) has no checksums to verify; nothing tells whether it is whole"
         )
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
 

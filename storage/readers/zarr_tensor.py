@@ -152,28 +152,10 @@ class ByLibrary:
         yield lambda: self._read(box.slices, out)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True)
-class ZarrTensor(ByLibrary):
-    """An array of a Zarr hierarchy by another writer. The reported bytes are the box's size; zarr may read more.
+class GridTensor(ByLibrary):
+    """Base of those whose chunks have keys of Zarr. See `ZarrTensor` for ``missing``."""
 
-    ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
-    ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look alike.
-    """
-
-    how: ClassVar[str] = "a Zarr array that another program wrote"
-    root: str
-    name: str
-    node: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunk: tuple[int, ...]
-    encoding: tuple[str, str] = ("default", "/")  # of the names of chunks, and what separates their coordinates
-    missing: str = "warn"
-    generation: Generation = NONE
-    held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
-    absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
-    attributes: tuple[str, ...] = ()  # names of what its writer says of it
-    said: str = field(default="", repr=False)  # that, as `array_metadata` takes it
+    __slots__ = ()
 
     def key(self, coord: tuple[Any, ...]) -> str:
         """The name of the file of a chunk, in the folder of the array."""
@@ -187,12 +169,10 @@ class ZarrTensor(ByLibrary):
 
     def lost(self, limit: int = _SHOWN) -> tuple[list[str], int]:
         """(names of the first chunks that are not there, the number of all)."""
-        store = stores.at(self.root)
-        if math.prod(self.shape) == 0 or not store.lists:
+        held = self._keys() if math.prod(self.shape) else None
+        if held is None:
             return [], 0
-        start = f"{self.node}/" if self.node else ""
-        held = {e.name.removeprefix(start) for e in store.entries(self.node)}
-        counts = [-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)]
+        counts = [-(-n // c) for n, c in zip(self.shape, self.file_chunk, strict=True)]
         found = [m.groups() for m in map(self._form().fullmatch, held) if m is not None]
         count = math.prod(counts) - sum(all(int(i) < n for i, n in zip(at, counts, strict=True)) for at in found)
         if count <= 0:
@@ -223,6 +203,40 @@ class ZarrTensor(ByLibrary):
             if self.missing == "error":
                 raise IncompleteCheckpoint(f'{text}; missing="fill" takes them for that')
             warnings.warn(text, stacklevel=6)
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrTensor(GridTensor):
+    """An array of a Zarr hierarchy by another writer. The reported bytes are the box's size; zarr may read more.
+
+    ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
+    ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look alike.
+    """
+
+    how: ClassVar[str] = "a Zarr array that another program wrote"
+    root: str
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    encoding: tuple[str, str] = ("default", "/")  # of the names of chunks, and what separates their coordinates
+    missing: str = "warn"
+    generation: Generation = NONE
+    held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
+    absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
+    attributes: tuple[str, ...] = ()  # names of what its writer says of it
+    said: str = field(default="", repr=False)  # that, as `array_metadata` takes it
+
+    @property
+    def file_chunk(self) -> tuple[int, ...]:
+        return self.chunk
+
+    def _keys(self) -> set[str] | None:
+        """The names of all files of the array, or None where they cannot be listed."""
+        store = stores.at(self.root)
+        start = f"{self.node}/" if self.node else ""
+        return {e.name.removeprefix(start) for e in store.entries(self.node)} if store.lists else None
 
     @property
     def readers(self) -> int:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
-from ..base import activity, names, strict_json
+from ..base import activity, names
 from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, fill
 from ..commit.contents import CHECKPOINTS
@@ -23,20 +22,21 @@ from ..format.compression import Codec, Compression, chosen
 from ..format.documents import Documents, given, with_dtype, without_quantization
 from ..format.manifest import Leaf, scalar_leaves
 from ..format.sharding_spec import Chooser, ShardingChoice
-from ..format.zarr_format import is_raw, said_of
+from ..format.zarr_format import is_raw
 from ..loading.match_target import prune, select, unread_of
 from ..loading.open import open_checkpoint
 from ..loading.read_ahead import reading_ahead
 from ..readers.safetensors import DCP_INFO
-from ..readers.zarr_tensor import ZarrTensor
+from ..readers.zarr_tensor import GridTensor
 from ..rules.casting import CastLoss
 from ..rules.dequantized import dequantizes, is_quantized
-from ..rules.lazy_tensors import Converted, DerivedTensor, leaves, whole_of, with_leaves
+from ..rules.lazy_tensors import Converted, with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
 from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
 from ..stores.generations import Listed
+from .attributes import attributes_left, held_attributes
 from .plan import Progress
 from .sinks.sink import TransferSink
 from .sinks.sink_dcp import DcpSink
@@ -136,32 +136,6 @@ class Selection:
         said = self.ckpt.metadata
         return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
 
-    def attributes(self, carried: Container[str] = ()) -> list[str]:
-        """A note on the attributes of another writer's Zarr arrays, such as a ``scale_factor``, that are not written."""
-        told: dict[str, dict[str, None]] = {}
-        for n, t in self.arrays.items():
-            for leaf in leaves(t) if n not in carried else ():
-                if names := getattr(leaf, "attributes", ()):
-                    told.setdefault(n, {}).update(dict.fromkeys(names))
-        shown = [f"{n} ({', '.join(names)})" for n, names in itertools.islice(told.items(), 8)]
-        more = f" and those of {len(told) - 8} more arrays" if len(told) > 8 else ""
-        return [f"attributes are not written: those of {', '.join(shown)}{more}"] if told else []
-
-    def said(self) -> dict[str, str]:
-        """What other writers said of the arrays whose elements stay the same, by name, as `array_metadata` takes it."""
-        nodes, held = {}, self.ckpt.manifest
-        if held is not None:
-            try:
-                group = strict_json.loads(store.at(self.ckpt.path).get("zarr.json"))
-                nodes = group["consolidated_metadata"]["metadata"]
-                nodes = {a.name: said_of(nodes[a.directory], a.name) for a in held.arrays if a.packs is None}
-            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-                self.notes.append("zarr.json is missing or damaged: attributes, if there were any, are not written")
-        same = {n: whole_of(t) for n, t in self.arrays.items()}
-        return {
-            n: getattr(t, "said", nodes.get(t.name, "")) for n, t in same.items() if not isinstance(t, DerivedTensor)
-        }
-
     def left_behind(self) -> list[str]:
         """Files and folders beside another writer's model that are not copied."""
         held = self.ckpt.documents
@@ -186,7 +160,7 @@ class Selection:
         ckpt = open_checkpoint(src)
         ahead = reading_ahead(ckpt, memory_limit // 4)
         for a in ckpt.arrays.values():
-            a.tensor = with_leaves(a.tensor, lambda t: replace(t, missing=missing) if isinstance(t, ZarrTensor) else t)
+            a.tensor = with_leaves(a.tensor, lambda t: replace(t, missing=missing) if isinstance(t, GridTensor) else t)
         compression = ckpt.compression
         if prefix is not None:
             ckpt = ckpt.below(prefix)
@@ -283,7 +257,7 @@ def zarr_sink(
 ) -> ZarrSink:
     """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
-    items, said = [], held.said()
+    items, said = [], held_attributes(held.ckpt, held.arrays, held.notes)
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
         shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
@@ -475,7 +449,10 @@ def convert(
         skipped,
         seconds,
         told,
-        [*held.notes, *held.attributes({i.name for i in sink.items if i.said} if isinstance(sink, ZarrSink) else ())],
+        [
+            *held.notes,
+            *attributes_left(held.arrays, {i.name for i in sink.items if i.said} if isinstance(sink, ZarrSink) else ()),
+        ],
         held.left_behind(),
     )
 

@@ -82,6 +82,22 @@ def test_lost_chunks_and_arrays(tmp_path, layout):
         open_checkpoint(where)
 
 
+@pytest.mark.parametrize("layout", DATABASES)
+def test_lost_chunks_of_a_database(tmp_path, layout):
+    ts = pytest.importorskip("tensorstore")
+    where = shutil.copytree(GOLDEN / layout, tmp_path / "c")
+    name = "params.dense.kernel"
+    database = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{where}/"}).result()
+    database.write(f"{name}/" + ("0.0" if layout.endswith("2") else "c/0/0"), None).result()
+    for fails in (lambda: merge(where, tmp_path / "out"), lambda: verify(where)):
+        with pytest.raises(errors.IncompleteCheckpoint, match=f"1 chunk of key '{name}'"):
+            fails()
+    with pytest.warns(UserWarning, match="1 chunk"):
+        load(where)
+    merge(where, tmp_path / "out", missing="fill")
+    assert not np.asarray(load(tmp_path / "out")[name]).any()
+
+
 @pytest.mark.parametrize("layout", FILES)
 def test_a_dtype_that_zarr_does_not_know_hides_nothing_else(kit, tmp_path, layout):
     where = Path(shutil.copytree(GOLDEN / layout, tmp_path / "c"))

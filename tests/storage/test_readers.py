@@ -163,5 +163,8 @@ def test_attributes_of_others_go_along_into_zarr(tmp_path, version):
         assert r.notes == []
         xarray.testing.assert_identical(wanted, xarray.open_zarr(r.path).load().drop_attrs(deep=False))
         verify(r.path)
+    group = tmp_path / "b" / "zarr.json"
+    group.write_text(group.read_text().replace('"K"', '"C"'))
+    assert ["zarr.json is missing or damaged" in n for n in reshard(tmp_path / "b", tmp_path / "e").notes] == [True]
     cut = convert(tmp_path / "a", tmp_path / "d", format="zarr", rules="t -> t, cast(float32)", missing="fill")
     assert [n.count("those of t (") for n in cut.notes] == [1]
