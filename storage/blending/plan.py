@@ -19,9 +19,9 @@ from ..rules.dequantized import is_quantized
 from ..rules.lazy_tensors import Agreed, Converted, Sliced
 from ..rules.measured import Measured
 from ..stores.generations import Generation, Listed
+from ..virtual.derive import lora
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, resolve
-from .lora import with_adapter
 from .methods import (
     Directions,
     Drop,
@@ -63,12 +63,9 @@ class Parent:
     @classmethod
     def of(cls, model: ModelRef) -> Parent:
         ckpt = open_checkpoint(model.path)
-        generations = [_generation(ckpt)]
-        tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
-        if model.lora is not None:
-            tensors, adapter = with_adapter(tensors, model.lora, str(model))
-            generations.append(_generation(adapter))
-        out = cls(ckpt, tensors, generations)
+        made = ckpt if model.lora is None else lora(ckpt, model.lora)
+        tensors = {n: a.tensor for n, a in made.arrays.items()}
+        out = cls(ckpt, tensors, [_generation(made)])
         for n in tensors:
             if found := _LAYER.search(n):
                 key = n[: found.start()], n[found.end() :]

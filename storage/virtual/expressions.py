@@ -333,9 +333,20 @@ class Lora(Node):
                 strange.append(name)
             else:
                 pairs.setdefault((found[1], found[2]), {})[found[3]] = name
-        lines = listed("keys of the adapter that are no part of a LoRA", [*strange, *adapter.skipped])
         arrays = {n: a.tensor for n, a in base.arrays.items()}
+        whole = {n: t for n in strange if (t := _trained_whole(n)) in arrays}
+        strange = [n for n in strange if n not in whole]
+        lines = listed("keys of the adapter that are no part of a LoRA", [*strange, *adapter.skipped])
+        if self.scale != 1 and (trained := [n for n in whole if ".base_layer." not in n]):
+            raise CheckpointError(
+                f"scale={self.scale} has no meaning for {trained[:4]}, which the adapter trained whole"
+            )
         own = dict(self.factors)
+        for name, target in whole.items():
+            new, old = adapter[name].tensor, arrays[target]
+            if tuple(new.shape) != tuple(old.shape):
+                lines.append(f"  {name} of the adapter has the shape {new.shape}, and {target} {old.shape}")
+            arrays[target] = new if new.dtype == old.dtype else Converted(target, new, old.dtype)
         for (module, form), ab in pairs.items():
             target = next((n for n in (f"{module}.weight", module) if n in base), None)
             if len(ab) < 2:
@@ -353,6 +364,13 @@ class Lora(Node):
             lines = lines or ["  the adapter has no array"]
             raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
         return _computed(self, base, arrays)
+
+
+def _trained_whole(name: str) -> str:
+    """The array of the base for one that PEFT saves whole (``modules_to_save``)."""
+    # An embedding with factors is saved beside them.
+    plain = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+    return plain.replace(".base_layer.weight", ".weight")
 
 
 def _refuse_scaled(ckpt: Checkpoint) -> None:

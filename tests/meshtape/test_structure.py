@@ -26,7 +26,7 @@ MAY_IMPORT = {
 ROOMS = {
     "arrays": "core backends kernels native ops reductions indexing linalg random statistics nn.norms nn numpy_compat interface prefetch",
     "autodiff": "rules tape transforms jacobians captures compiler optim",
-    "storage": "base stores format commit readers checkpoint foreign rules loading saving transform.sinks transform blending virtual programs "
+    "storage": "base stores format commit readers checkpoint foreign rules loading saving transform.sinks transform virtual blending programs "
     "browse.model browse.views browse.server browse serving",
     "parallel": "base collectives transports sharding sharding.rules resharding spmd partition execution dask mesh forecasting "
     "transforms gangs models training.data training.job training.logging training.methods training dashboard",

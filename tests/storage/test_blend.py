@@ -14,7 +14,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError, Lossy
-from meshtape.storage import blend, blended, extract_lora, save, save_safetensors
+from meshtape.storage import blend, blended, extract_lora, save, save_safetensors, virtual
 from meshtape.storage.blending.config import METHODS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -366,12 +366,16 @@ def test_an_adapter_is_applied_and_extracted(tmp_path: Path) -> None:
     )
     tuned = {"layers.0.w.weight": w + 2 * b @ a, "layers.0.v.weight": w, "norm.weight": np.zeros(3, np.float32)}
     pair = {f"base_model.model.layers.0.w.lora_{k}.weight": x for k, x in (("A", a), ("B", b))}
+    pair["base_model.model.norm.weight"] = np.zeros(3, np.float32)  # modules_to_save
     (tmp_path / "lora").mkdir()
     save_safetensors(tmp_path / "lora" / "adapter_model.safetensors", pair)
     (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
     got = blended(config("passthrough", [f"{base}+{tmp_path / 'lora'}"]))
     np.testing.assert_allclose(got["layers.0.w.weight"].read(), tuned["layers.0.w.weight"], rtol=1e-6)
     assert np.array_equal(got["layers.0.w.weight"][2:4, 1:3], got["layers.0.w.weight"].read()[2:4, 1:3])
+    assert not got["norm.weight"].read().any()
+    with pytest.raises(CheckpointError, match="trained whole"):
+        virtual.lora(base, tmp_path / "lora", scale=0.5)
     for choice in ({"rank": 2}, {"energy": 1.0}):
         out = str(tmp_path / f"out-{next(iter(choice))}")
         report = extract_lora(model(tmp_path / f"tuned-{next(iter(choice))}", tuned), base, out, **choice)
@@ -477,8 +481,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         tmp_path / "base", {"m.weight": np.zeros((2, 3), np.float32), "n.weight": np.zeros((2, 2), np.float32)}
     )
     held = {
-        "m.lora_A.weight": (5, 3),
-        "m.lora_B.weight": (2, 5),
+        "m.lora_A.weight": (1, 4),
+        "m.lora_B.weight": (2, 1),
         "n.lora_A.weight": (1, 2),
         "o.lora_A.weight": (1, 2),
         "o.lora_B.weight": (2, 1),
@@ -488,14 +492,14 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_safetensors(
         tmp_path / "lora" / "adapter_model.safetensors", {n: np.zeros(s, np.float32) for n, s in held.items()}
     )
-    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 1}))
     with pytest.raises(CheckpointError) as e:
         blended(config("passthrough", [f"{base}+{tmp_path / 'lora'}"]))
     for said in (
-        "rank 5 is above",
-        "n: lora_B is missing",
-        "o of the adapter has no weight",
-        "'x' of the adapter has no place",
+        "m.weight has the shape (2, 3), and its factors (1, 4) and (2, 1) do not make that",
+        "n has 'n.lora_A.weight' alone",
+        "o is no array of the base",
+        "no part of a LoRA (1): x",
     ):
         assert said in str(e.value)
     other = model(
