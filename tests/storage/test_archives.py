@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import tempfile
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -66,6 +67,34 @@ def test_npz(kit, tmp_path, write):
     reshard(path, tmp_path / "cut", mesh={"m": 2}, shardings={"w": {"m": 1}})
     for made in ("hf", "cut"):
         assert kit.same(np.asarray(load(tmp_path / made)["w"]), ARRAYS["w"])
+
+
+@pytest.mark.parametrize("target", ["out", "memory://{}/out"])
+def test_a_compressed_entry_is_unpacked_once(tmp_path, monkeypatch, target):
+    """Not for each window, and in a file that goes, also when the transfer fails."""
+    w = np.arange(1 << 17, dtype="i4").reshape(1 << 8, 1 << 9)
+    np.savez_compressed(tmp_path / "x.npz", w=w, f=np.asfortranarray(w))
+    target = target.format(tmp_path.name) if "://" in target else tmp_path / target
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened, unzip = [], zipfile.ZipFile.open
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda self, *a: opened.append(a) or unzip(self, *a))
+    ckpt = open_checkpoint(tmp_path / "x.npz")
+    opened.clear()
+    rules = "w -> a, b, split(0, [128, 128])"
+    merge(ckpt, target, rules=rules, memory_limit=1)
+    assert len(opened) == 2
+    got = load(target)
+    for name, a in {"a": w[:128], "b": w[128:], "f": w}.items():
+        np.testing.assert_array_equal(got[name], a)
+
+    def stop(done, total):
+        if done:
+            assert len(list(tmp_path.glob("*.tmp-*"))) == 1
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        merge(ckpt, target, rules=rules, memory_limit=1, overwrite=True, progress=stop)
+    assert list(tmp_path.glob("*.tmp-*")) == []
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
