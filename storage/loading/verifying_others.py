@@ -28,11 +28,12 @@ def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[s
     ahead = reading_ahead(ckpt, MEMORY)
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
     ahead.expect(tensors)
-    for t in tensors:
-        if isinstance(t, GridTensor):
-            replace(t, missing="error").check()
-        elif isinstance(t, IcechunkTensor):
-            t.check()
+    with store.listed_once():
+        for t in tensors:
+            if isinstance(t, GridTensor):
+                replace(t, missing="error").check()
+            elif isinstance(t, IcechunkTensor):
+                t.check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors) and not lenient:
         raise CheckpointError(
