@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError, NotACheckpoint
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
@@ -62,8 +62,12 @@ class Parent:
 
     @classmethod
     def of(cls, model: ModelRef) -> Parent:
-        ckpt = open_checkpoint(model.path)
-        made = ckpt if model.lora is None else lora(ckpt, model.lora)
+        try:
+            ckpt = open_checkpoint(model.path)
+            made = ckpt if model.lora is None else lora(ckpt, model.lora)
+        except NotACheckpoint as e:
+            hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
+            raise NotACheckpoint(f"{e}; {hint}") from None
         tensors = {n: a.tensor for n, a in made.arrays.items()}
         out = cls(ckpt, tensors, [_generation(made)])
         for n in tensors:

@@ -117,6 +117,12 @@ class Vocabulary:
         chosen = said.get("tokens") or {}
         for token, s in chosen.items():
             problems.unknown(f"tokens: {token!r}", s, ("source", "force"))
+            row = s.get("source") if isinstance(s, Mapping) else None
+            if isinstance(row, Mapping) and "kind" in row:
+                if row["kind"] not in ("zero", "model_token"):
+                    problems.append(f"tokens: {token!r}: kind: is zero or model_token, got {row['kind']!r}")
+                elif row["kind"] == "model_token" and not row.get("model"):
+                    problems.append(f"tokens: {token!r}: model_token needs model:")
         pad = said.get("pad_to_multiple_of")
         if pad is not None and (type(pad) is not int or pad < 1):
             problems.append(f"pad_to_multiple_of: is a positive number, got {pad!r}")
