@@ -191,4 +191,5 @@ def blend(
     if any(x == target or x.startswith(f"{target}/") for x in sources):
         raise CheckpointError(f"{target} is one of the sources; write to another place")
     report = convert(ckpt, dst, format=format, max_shard_bytes=max_shard_bytes, **options)
+    report.notes[:0] = dict.fromkeys(plan.notes)
     return BlendReport(**vars(report), made=plan.arrays)

@@ -298,7 +298,13 @@ def _sources(said: Any, method: str, problems: Problems, keys: tuple[str, ...]) 
             problems.append(f"layer_range: is [first, end], with first below end, got {layers!r} for {model}")
             layers = (0, 1)
         if model is not None:
-            yield Source(model, tuple(layers) if layers else None, _settings(s, method, problems))
+            own = _settings(s, method, problems)
+            problems.extend(
+                f"{method}: {p} holds for all models; give it under parameters: of a slice or of the configuration, not of {model}"
+                for p in own
+                if p in METHODS[method].shared or p in _WITHOUT_EFFECT
+            )
+            yield Source(model, tuple(layers) if layers else None, own)
 
 
 def _settings(said: Any, method: str, problems: Problems) -> Settings:

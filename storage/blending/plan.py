@@ -125,6 +125,7 @@ class Planner:
         self.tensors: dict[str, Any] = {}
         self.arrays: dict[str, BlendedArray] = {}
         self.layers = 0
+        self.notes: list[str] = []
         self._faults = Faults()
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
@@ -181,6 +182,9 @@ class Planner:
                 self._faults.add(f"{x.model} has {held.count} layers", f"layer_range [{start}, {stop}]")
                 return
             ranges.append((start, stop - start))
+            if x.parameters and x.model == (s.base or self.config.base) and self._with_base(x.model):
+                told = ", ".join(x.parameters)
+                self.notes.append(f"{self.config.method}: parameters of the base have no effect ({told} of {x.model})")
         lengths = {n for _, n in ranges}
         if len(lengths) > 1:
             self._faults.add("the sources of a slice have different numbers of layers", str(sorted(lengths)))

@@ -295,6 +295,15 @@ def test_gradients_run_over_the_layers_and_filters_choose(tmp_path: Path) -> Non
     assert got["model.norm.weight"].read().tolist() == [10]
 
 
+def test_parameters_of_a_blend_hold_for_each_model_and_those_of_the_base_are_noted(tmp_path: Path) -> None:
+    a, b = model(tmp_path / "a", {"w": [0.0, 0.0]}), model(tmp_path / "b", {"w": [1.0, 2.0]})
+    said = {"merge_method": "ties", "base_model": a, "parameters": {"weight": 3, "density": 0.5, "normalize": False}}
+    models = [{"model": a, "parameters": {"weight": 2}}, {"model": b}]
+    report = blend(said | {"models": models}, tmp_path / "out")
+    assert mt.load(report.path)["w"].tolist() == [0, 6]
+    assert report.notes == [f"ties: parameters of the base have no effect (weight of {a})"]
+
+
 def test_a_tied_head_is_blended_from_the_embedding_of_the_model_that_lacks_it(tmp_path: Path) -> None:
     a, b = _layered(tmp_path / "a", 1, 2.0), _layered(tmp_path / "b", 1, 4.0, **{"lm_head.weight": [[8.0]]})
     got = blended(config("linear", [a, b]))
@@ -418,6 +427,17 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "dtype": (config("linear", [A, B]) | {"dtype": "int8"}, "dtype: is float16, bfloat16, float32 or float64"),
     "tokenizer": (config("linear", [A, B]) | {"tokenizer_source": "union"}, "has no tokenizer.json"),
+    **{
+        f"{p} of a model": (
+            {"merge_method": m, "base_model": BASE, "models": [{"model": A, "parameters": {"weight": 1, p: 1}}]},
+            f"{m}: {p} holds for all models; give it under parameters: of a slice or of the configuration",
+        )
+        for m, p in (("della_linear", "lambda"), ("ties", "normalize"), ("dare_ties", "rescale"), ("sce", "int8_mask"))
+    },
+    "t of a model": (
+        {"merge_method": "slerp", "base_model": BASE, "models": [{"model": A, "parameters": {"t": 0.5}}]},
+        "slerp: t holds for all models",
+    ),
     "nothing": (" ", "the configuration is empty"),
     "chat template by name": (config("linear", [A, B]) | {"chat_template": "chatml"}, "text of a Jinja template"),
     "chat template of keys": (config("linear", [A, B]) | {"chat_template": {"a": 1}}, "text of a Jinja template"),
