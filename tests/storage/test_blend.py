@@ -333,6 +333,10 @@ def _tokenizer(*tokens: str, added: tuple[str, ...] = ()) -> dict[str, Any]:
         ({"source": "base"}, [[15], [25], [3]]),
         ({"source": "base", "pad_to_multiple_of": 4}, [[15], [25], [3], [43 / 3]]),
         ({"source": "base", "tokens": {"z": {"source": {"kind": "zero"}}}}, [[15], [25], [3], [0]]),
+        (
+            {"source": "base", "tokens": {"z": {"source": {"kind": "zero"}}}, "pad_to_multiple_of": 5},
+            [[15], [25], [3], [0], [43 / 4]],
+        ),
         ({"source": "base", "tokens": {"a": {"source": "B", "force": True}}}, [[20], [25], [3]]),
         (
             {"source": "base", "tokens": {"z": {"source": {"kind": "model_token", "model": "B", "token": "b"}}}},
