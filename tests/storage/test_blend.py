@@ -551,6 +551,13 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_virtual_checkpoint_of_a_blend_is_refused(tmp_path: Path) -> None:
+    lazy = blended(config("linear", [model(tmp_path / "a", {"w": [1.0]})]))
+    for derive in (lambda: virtual.cast(lazy, "float16"), lambda: virtual.mean([lazy, tmp_path / "a"])):
+        with pytest.raises(CheckpointError, match=r"a blend lies nowhere .* write it with storage\.blend first"):
+            derive()
+
+
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_arrays_of_every_form(tmp_path: Path, method: str) -> None:
     spec, n = METHODS[method], METHODS[method].most or 2
