@@ -126,6 +126,9 @@ class Planner:
         self.arrays: dict[str, BlendedArray] = {}
         self.layers = 0
         self.notes: list[str] = []
+        self.order: list[
+            tuple[ModelRef, int]
+        ] = []  # of the layers that slices name: the model that describes each, and its number there
         self._faults = Faults()
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
@@ -174,7 +177,7 @@ class Planner:
         return found
 
     def _slice(self, s: Slice) -> None:
-        ranges = []
+        base, ranges = s.base or self.config.base, []
         for x in s.sources:
             held = self.parents[x.model]
             start, stop = x.layers or (0, held.count)
@@ -182,7 +185,7 @@ class Planner:
                 self._faults.add(f"{x.model} has {held.count} layers", f"layer_range [{start}, {stop}]")
                 return
             ranges.append((start, stop - start))
-            if x.parameters and x.model == (s.base or self.config.base) and self._with_base(x.model):
+            if x.parameters and x.model == base and self._with_base(x.model):
                 told = ", ".join(x.parameters)
                 self.notes.append(f"{self.config.method}: parameters of the base have no effect ({told} of {x.model})")
         lengths = {n for _, n in ranges}
@@ -197,6 +200,9 @@ class Planner:
                 "layer_range: is not clear, as a model has several stacks of layers", str(sorted(prefixes))
             )
             return
+        describes = next((i for i, x in enumerate(s.sources) if x.model == base), 0)
+        for j in range(n if ranged else 0):
+            self.order.append((s.sources[describes].model, ranges[describes][0] + j))
         for j in range(n):
             at = [
                 self.parents[x.model].layers.get(start + j, {}) for x, (start, _) in zip(s.sources, ranges, strict=True)

@@ -282,6 +282,45 @@ dtype: bfloat16
     assert "scale" in report.table()
 
 
+LAYER_ENTRIES: dict[str, tuple[Any, Any, Any, bool]] = {
+    # name: of a (4 layers), of b (3), of the layers a0 a1 a2 b1 b2, whether a note speaks of it
+    "layer_types": (["f", "s", "f", "s"], ["x", "y", "z"], ["f", "s", "f", "y", "z"], False),
+    "no_rope_layers": ([1, 1, 1, 0], [0, 1, 1], [1, 1, 1, 1, 1], False),
+    "intermediate_size": ([1, 2, 3, 4], [5, 6, 7], [1, 2, 3, 6, 7], False),
+    "hybrid_override_pattern": ("M-*M", "MM-", "M-*M-", False),
+    "mlp_only_layers": ([0, 3], [2], [0, 4], False),
+    "mlp_layer_types": (["d", "s", "s", "s"], None, None, True),
+    "max_window_layers": (4, 3, 5, False),
+    "first_k_dense_replace": (1, 1, 1, False),
+    "num_dense_layers": (1, 2, 1, True),  # a0 and b1, and what lies between is not
+    "decoder_sparse_step": (3, 3, 3, True),
+    "moe_layer_freq": (2, 2, 2, False),  # the layers move by two, or not
+    "num_kv_shared_layers": (2, 2, 2, True),
+    "block_types": (["r", "a"], ["r", "a"], ["r", "a"], True),
+    "eos_token_id": ([1, 2, 3, 4], 1, [1, 2, 3, 4], False),
+}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_entries_about_layers_follow_the_slices(tmp_path: Path, inner: bool) -> None:
+    places = []
+    for i, n in enumerate((4, 3)):
+        said = {"num_hidden_layers": n, **{k: v[i] for k, v in LAYER_ENTRIES.items() if v[i] is not None}}
+        places.append(_layered(tmp_path / "ab"[i], n, 1.0))
+        (Path(places[i]) / "config.json").write_text(json.dumps({"text_config": said} if inner else said))
+    a, b = places
+    slices = [{"sources": [{"model": m, "layer_range": r}]} for m, r in ((a, [0, 3]), (b, [1, 3]))]
+    report = blend({"merge_method": "passthrough", "slices": slices}, tmp_path / "out")
+    told = mt.open_checkpoint(report.path).documents["config.json"]
+    told = told["text_config"] if inner else told
+    assert told == {"num_hidden_layers": 5, **{k: v[2] for k, v in LAYER_ENTRIES.items() if v[2] is not None}}
+    assert [n.split("'")[1] for n in report.notes] == [k for k, v in LAYER_ENTRIES.items() if v[3]]
+    again = {"merge_method": "passthrough", "slices": [{"sources": [{"model": a, "layer_range": [0, 4]}]}]}
+    report = blend(again, tmp_path / "again")
+    assert mt.open_checkpoint(report.path).documents["config.json"] == mt.open_checkpoint(a).documents["config.json"]
+    assert report.notes == []
+
+
 def test_gradients_run_over_the_layers_and_filters_choose(tmp_path: Path) -> None:
     a, b = _layered(tmp_path / "a", 3, 0.0), _layered(tmp_path / "b", 3, 1.0)
     said = config(
