@@ -66,12 +66,15 @@ class ModelRef:
     @classmethod
     def of(cls, said: Any) -> ModelRef:
         if isinstance(said, Mapping):
-            named = {k: v for k, v in said.items() if v is not None}
-            if set(named) <= {"model", "lora"} and "model" in named:
-                path = named["model"]["path"] if isinstance(named["model"], Mapping) else named["model"]
-                lora = named.get("lora")
-                return cls(str(path), str(lora["path"]) if isinstance(lora, Mapping) else lora and str(lora))
-            raise CheckpointError(f"no model: {said!r}; write its path, or path+adapter")
+            problems, given = Problems(), {k: v for k, v in said.items() if v is not None}
+            problems.unknown("a model", given, ("model", "lora"))
+            for key, x in given.items():
+                if isinstance(x, Mapping):
+                    given[key] = x.get("path")
+                    problems.unknown(f"{key}:", {k: v for k, v in x.items() if v is not None}, ("path",))
+            problems.refuse(f"no model: {said!r}")
+            if given.get("model") and given.get("lora", "path"):
+                return cls(str(given["model"]), None if "lora" not in given else str(given["lora"]))
         text = str(said) if isinstance(said, (str, os.PathLike)) else ""
         if not text:
             raise CheckpointError(f"no model: {said!r}; write its path, or path+adapter")
@@ -132,7 +135,10 @@ class Problems(list[str]):
         if self:
             raise kind("\n  ".join([f"{where}:", *dict.fromkeys(self)]))
 
-    def unknown(self, what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    def unknown(self, what: str, given: Any, known: Sequence[str]) -> None:
+        if not isinstance(given, Mapping):
+            self.append(f"{what} has keys ({', '.join(known)}), got {given!r}")
+            return
         for key in given:
             if key not in known:
                 close = get_close_matches(str(key), known, 1)
@@ -149,6 +155,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
         text = yaml.safe_dump(_plain(config), sort_keys=False)
     else:
         text, where = os.fspath(config), "configuration"
+        if not text.strip():
+            raise CheckpointError("the configuration is empty: give the path of a YAML file, its text, or a dict")
         if ("\n" not in text and ":" not in text.replace(":\\", "")) or os.path.isfile(text):
             where = text
             try:
@@ -240,10 +248,7 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
             problems.append("tokenizer_source: and tokenizer: say the same; give one")
         tokenizer = {"source": said["tokenizer_source"]}
     if tokenizer is not None:
-        if isinstance(tokenizer, Mapping):
-            problems.unknown("tokenizer:", tokenizer, ("source", "tokens", "pad_to_multiple_of"))
-        else:
-            problems.append(f"tokenizer: has keys (source, tokens, pad_to_multiple_of), got {tokenizer!r}")
+        problems.unknown("tokenizer:", tokenizer, ("source", "tokens", "pad_to_multiple_of"))
     names = {}
     for key in ("dtype", "out_dtype"):
         name = said.get(key)
@@ -251,8 +256,10 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
         if names[key] not in (None, "float16", "bfloat16", "float32", "float64"):
             problems.append(f"{key}: is float16, bfloat16, float32 or float64, not {name!r}")
     template = said.get("chat_template")
-    if template is not None and ("{" not in str(template)):
-        problems.append("chat_template: takes the text of a template; names of templates and 'auto' are not known here")
+    if template is not None and not (isinstance(template, str) and "{" in template):
+        problems.append(
+            f"chat_template: is the text of a Jinja template, as in the chat_template.jinja of a model; names of templates and 'auto' are not known here, got {template!r}"
+        )
     return BlendConfig(
         method, tuple(slices), base, tuple(parameters), names["dtype"], names["out_dtype"], tokenizer, template, text
     )
@@ -291,7 +298,13 @@ def _sources(said: Any, method: str, problems: Problems, keys: tuple[str, ...]) 
             problems.append(f"layer_range: is [first, end], with first below end, got {layers!r} for {model}")
             layers = (0, 1)
         if model is not None:
-            yield Source(model, tuple(layers) if layers else None, _settings(s, method, problems))
+            own = _settings(s, method, problems)
+            problems.extend(
+                f"{method}: {p} holds for all models; give it under parameters: of a slice or of the configuration, not of {model}"
+                for p in own
+                if p in METHODS[method].shared or p in _WITHOUT_EFFECT
+            )
+            yield Source(model, tuple(layers) if layers else None, own)
 
 
 def _settings(said: Any, method: str, problems: Problems) -> Settings:

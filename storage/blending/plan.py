@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError, NotACheckpoint
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
@@ -62,8 +62,12 @@ class Parent:
 
     @classmethod
     def of(cls, model: ModelRef) -> Parent:
-        ckpt = open_checkpoint(model.path)
-        made = ckpt if model.lora is None else lora(ckpt, model.lora)
+        try:
+            ckpt = open_checkpoint(model.path)
+            made = ckpt if model.lora is None else lora(ckpt, model.lora)
+        except NotACheckpoint as e:
+            hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
+            raise NotACheckpoint(f"{e}; {hint}") from None
         tensors = {n: a.tensor for n, a in made.arrays.items()}
         out = cls(ckpt, tensors, [_generation(made)])
         for n in tensors:
@@ -121,6 +125,10 @@ class Planner:
         self.tensors: dict[str, Any] = {}
         self.arrays: dict[str, BlendedArray] = {}
         self.layers = 0
+        self.notes: list[str] = []
+        self.order: list[
+            tuple[ModelRef, int]
+        ] = []  # of the layers that slices name: the model that describes each, and its number there
         self._faults = Faults()
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
@@ -169,7 +177,7 @@ class Planner:
         return found
 
     def _slice(self, s: Slice) -> None:
-        ranges = []
+        base, ranges = s.base or self.config.base, []
         for x in s.sources:
             held = self.parents[x.model]
             start, stop = x.layers or (0, held.count)
@@ -177,6 +185,9 @@ class Planner:
                 self._faults.add(f"{x.model} has {held.count} layers", f"layer_range [{start}, {stop}]")
                 return
             ranges.append((start, stop - start))
+            if x.parameters and x.model == base and self._with_base(x.model):
+                told = ", ".join(x.parameters)
+                self.notes.append(f"{self.config.method}: parameters of the base have no effect ({told} of {x.model})")
         lengths = {n for _, n in ranges}
         if len(lengths) > 1:
             self._faults.add("the sources of a slice have different numbers of layers", str(sorted(lengths)))
@@ -189,6 +200,9 @@ class Planner:
                 "layer_range: is not clear, as a model has several stacks of layers", str(sorted(prefixes))
             )
             return
+        describes = next((i for i, x in enumerate(s.sources) if x.model == base), 0)
+        for j in range(n if ranged else 0):
+            self.order.append((s.sources[describes].model, ranges[describes][0] + j))
         for j in range(n):
             at = [
                 self.parents[x.model].layers.get(start + j, {}) for x, (start, _) in zip(s.sources, ranges, strict=True)

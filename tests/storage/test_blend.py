@@ -282,6 +282,45 @@ dtype: bfloat16
     assert "scale" in report.table()
 
 
+LAYER_ENTRIES: dict[str, tuple[Any, Any, Any, bool]] = {
+    # name: of a (4 layers), of b (3), of the layers a0 a1 a2 b1 b2, whether a note speaks of it
+    "layer_types": (["f", "s", "f", "s"], ["x", "y", "z"], ["f", "s", "f", "y", "z"], False),
+    "no_rope_layers": ([1, 1, 1, 0], [0, 1, 1], [1, 1, 1, 1, 1], False),
+    "intermediate_size": ([1, 2, 3, 4], [5, 6, 7], [1, 2, 3, 6, 7], False),
+    "hybrid_override_pattern": ("M-*M", "MM-", "M-*M-", False),
+    "mlp_only_layers": ([0, 3], [2], [0, 4], False),
+    "mlp_layer_types": (["d", "s", "s", "s"], None, None, True),
+    "max_window_layers": (4, 3, 5, False),
+    "first_k_dense_replace": (1, 1, 1, False),
+    "num_dense_layers": (1, 2, 1, True),  # a0 and b1, and what lies between is not
+    "decoder_sparse_step": (3, 3, 3, True),
+    "moe_layer_freq": (2, 2, 2, False),  # the layers move by two, or not
+    "num_kv_shared_layers": (2, 2, 2, True),
+    "block_types": (["r", "a"], ["r", "a"], ["r", "a"], True),
+    "eos_token_id": ([1, 2, 3, 4], 1, [1, 2, 3, 4], False),
+}
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_entries_about_layers_follow_the_slices(tmp_path: Path, inner: bool) -> None:
+    places = []
+    for i, n in enumerate((4, 3)):
+        said = {"num_hidden_layers": n, **{k: v[i] for k, v in LAYER_ENTRIES.items() if v[i] is not None}}
+        places.append(_layered(tmp_path / "ab"[i], n, 1.0))
+        (Path(places[i]) / "config.json").write_text(json.dumps({"text_config": said} if inner else said))
+    a, b = places
+    slices = [{"sources": [{"model": m, "layer_range": r}]} for m, r in ((a, [0, 3]), (b, [1, 3]))]
+    report = blend({"merge_method": "passthrough", "slices": slices}, tmp_path / "out")
+    told = mt.open_checkpoint(report.path).documents["config.json"]
+    told = told["text_config"] if inner else told
+    assert told == {"num_hidden_layers": 5, **{k: v[2] for k, v in LAYER_ENTRIES.items() if v[2] is not None}}
+    assert [n.split("'")[1] for n in report.notes] == [k for k, v in LAYER_ENTRIES.items() if v[3]]
+    again = {"merge_method": "passthrough", "slices": [{"sources": [{"model": a, "layer_range": [0, 4]}]}]}
+    report = blend(again, tmp_path / "again")
+    assert mt.open_checkpoint(report.path).documents["config.json"] == mt.open_checkpoint(a).documents["config.json"]
+    assert report.notes == []
+
+
 def test_gradients_run_over_the_layers_and_filters_choose(tmp_path: Path) -> None:
     a, b = _layered(tmp_path / "a", 3, 0.0), _layered(tmp_path / "b", 3, 1.0)
     said = config(
@@ -293,6 +332,15 @@ def test_gradients_run_over_the_layers_and_filters_choose(tmp_path: Path) -> Non
     got = blended(said)
     assert [float(got[f"model.layers.{i}.w"].read()[0]) for i in range(3)] == [0, 2, 9]  # 0 · 1, 1 · 2, 3 · 3
     assert got["model.norm.weight"].read().tolist() == [10]
+
+
+def test_parameters_of_a_blend_hold_for_each_model_and_those_of_the_base_are_noted(tmp_path: Path) -> None:
+    a, b = model(tmp_path / "a", {"w": [0.0, 0.0]}), model(tmp_path / "b", {"w": [1.0, 2.0]})
+    said = {"merge_method": "ties", "base_model": a, "parameters": {"weight": 3, "density": 0.5, "normalize": False}}
+    models = [{"model": a, "parameters": {"weight": 2}}, {"model": b}]
+    report = blend(said | {"models": models}, tmp_path / "out")
+    assert mt.load(report.path)["w"].tolist() == [0, 6]
+    assert report.notes == [f"ties: parameters of the base have no effect (weight of {a})"]
 
 
 def test_a_tied_head_is_blended_from_the_embedding_of_the_model_that_lacks_it(tmp_path: Path) -> None:
@@ -324,6 +372,10 @@ def _tokenizer(*tokens: str, added: tuple[str, ...] = ()) -> dict[str, Any]:
         ({"source": "base"}, [[15], [25], [3]]),
         ({"source": "base", "pad_to_multiple_of": 4}, [[15], [25], [3], [43 / 3]]),
         ({"source": "base", "tokens": {"z": {"source": {"kind": "zero"}}}}, [[15], [25], [3], [0]]),
+        (
+            {"source": "base", "tokens": {"z": {"source": {"kind": "zero"}}}, "pad_to_multiple_of": 5},
+            [[15], [25], [3], [0], [43 / 4]],
+        ),
         ({"source": "base", "tokens": {"a": {"source": "B", "force": True}}}, [[20], [25], [3]]),
         (
             {"source": "base", "tokens": {"z": {"source": {"kind": "model_token", "model": "B", "token": "b"}}}},
@@ -418,6 +470,28 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "dtype": (config("linear", [A, B]) | {"dtype": "int8"}, "dtype: is float16, bfloat16, float32 or float64"),
     "tokenizer": (config("linear", [A, B]) | {"tokenizer_source": "union"}, "has no tokenizer.json"),
+    **{
+        f"{p} of a model": (
+            {"merge_method": m, "base_model": BASE, "models": [{"model": A, "parameters": {"weight": 1, p: 1}}]},
+            f"{m}: {p} holds for all models; give it under parameters: of a slice or of the configuration",
+        )
+        for m, p in (("della_linear", "lambda"), ("ties", "normalize"), ("dare_ties", "rescale"), ("sce", "int8_mask"))
+    },
+    "t of a model": (
+        {"merge_method": "slerp", "base_model": BASE, "models": [{"model": A, "parameters": {"t": 0.5}}]},
+        "slerp: t holds for all models",
+    ),
+    "nothing": (" ", "the configuration is empty"),
+    "chat template by name": (config("linear", [A, B]) | {"chat_template": "chatml"}, "text of a Jinja template"),
+    "chat template of keys": (config("linear", [A, B]) | {"chat_template": {"a": 1}}, "text of a Jinja template"),
+    "revision": (config("linear", [A, {"model": {"path": B, "revision": "main"}}]), "no key 'revision'; it has path"),
+    "at a revision": (config("linear", [A, "B@main"]), "models of a hub and their revisions are downloaded first"),
+    "model of a hub": (config("linear", [A, "some/model"]), "models of a hub and their revisions are downloaded first"),
+    "zeros": (
+        config("linear", [A, B]) | {"tokenizer": {"tokens": {"a": {"source": {"kind": "zeros"}}}}},
+        "kind: is zero or model_token, got 'zeros'",
+    ),
+    "a token's row": (config("linear", [A, B]) | {"tokenizer": {"tokens": {"a": "zero"}}}, "'a' has keys"),
     "no file": ("nothing.yml", "no file of a configuration"),
     "no YAML": ("merge_method: [", "no YAML"),
     "opposite": (config("multislerp", ["P", "M", "Z"]), "multislerp has no result"),
@@ -514,6 +588,13 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=text):
             extract_lora(other, base, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_virtual_checkpoint_of_a_blend_is_refused(tmp_path: Path) -> None:
+    lazy = blended(config("linear", [model(tmp_path / "a", {"w": [1.0]})]))
+    for derive in (lambda: virtual.cast(lazy, "float16"), lambda: virtual.mean([lazy, tmp_path / "a"])):
+        with pytest.raises(CheckpointError, match=r"a blend lies nowhere .* write it with storage\.blend first"):
+            derive()
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
