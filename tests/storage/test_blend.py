@@ -163,6 +163,40 @@ def test_float8_is_computed_in_float32_and_equal_integers_pass(tmp_path: Path) -
         blended(config("linear", places, normalize=False, weights=(2, 2)))["w"].read()
 
 
+OVERFLOWS: dict[str, tuple[str, Any, Any, list[Any], dict[str, Any]]] = {
+    # name: method, dtype, base, models, weights and parameters; the first element passes the range
+    "sum of differences": ("task_arithmetic", "float16", [0, 0], [[4e4, 1], [4e4, 1]], {}),
+    "a difference": ("task_arithmetic", "float16", [-4e4, 1], [[4e4, 1]], {"weights": (0.5,)}),
+    "a difference that is dropped": ("ties", "float16", [-4e4, 1], [[4e4, 1]], {"density": 0}),
+    "task": ("task_arithmetic", BF16, [0, 0], [[3e38, 1], [3e38, 1]], {}),
+    "linear": ("linear", BF16, None, [[3e38, 1], [3e38, 1]], {"normalize": False}),
+    "linear, float32": ("linear", "float32", None, [[3e38, 1], [3e38, 1]], {"normalize": False}),
+    "linear, float64": ("linear", "float64", None, [[1.7e308, 1], [1.7e308, 1]], {"normalize": False}),
+    "ties": ("ties", "float32", [0, 0], [[3e38, 1], [3e38, 1]], {}),
+    "dare": ("dare_linear", "float32", [-3e38, 1], [[3e38, 1]], {}),
+    "della": ("della", "float64", [-1.7e308, 1], [[1.7e308, 1]], {}),
+    "breadcrumbs": ("breadcrumbs", "float32", [0, 0], [[3e38, 1]], {"lambda_": 2}),
+    "scale": ("passthrough", "float32", None, [[3e38, 1]], {"scale": 2}),
+    "a direction": ("slerp", "float32", [-3e38, 1], [[3e38, 1]], {"t": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_overflow_is_told_where_it_happens_and_counted_where_it_is_allowed(tmp_path: Path, name: str) -> None:
+    method, dtype, base, models, options = OVERFLOWS[name]
+    kind = np.dtype(dtype)
+    places = [model(tmp_path / f"m{i}", {"w": np.asarray(x, kind)}) for i, x in enumerate(models)]
+    where = None if base is None else model(tmp_path / "base", {"w": np.asarray(base, kind)})
+    said = config(method, places, where, **options)
+    with pytest.raises(Lossy, match=r"1 became infinite; first at \[0\]"):
+        blended(said)["w"].read()
+    with pytest.raises(Lossy, match="would be"):
+        blend(said | {"out_dtype": "float64"}, tmp_path / "out")
+    report = blend(said, tmp_path / "allowed", allow_overflow=True)
+    assert report.losses["w"].overflow == 1
+    assert np.isfinite(mt.load(report.path)["w"].__array__().astype(np.float64)).tolist() == [False, True]
+
+
 # ----- the same bytes whoever makes them ------------------------------------------------------------------------------
 
 
