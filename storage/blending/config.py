@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -365,6 +366,7 @@ def _evaluate(name: str, default: Any, said: Any, tensor: str, t: float) -> Any:
 
 
 _UNIT = frozenset(["density", "gamma", "epsilon", "select_topk"])
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")  # YAML reads 1e-5, without a point, as text
 
 
 def _typed(name: str, default: Any, said: Any) -> Any:
@@ -373,9 +375,11 @@ def _typed(name: str, default: Any, said: Any) -> Any:
             return bool(said)
         raise CheckpointError(f"parameter {name!r} is true or false, got {said!r}")
     try:
+        if isinstance(said, bool) or (isinstance(said, str) and not _EXPONENT.fullmatch(said)):
+            raise ValueError
         value = float(said)
-    except (TypeError, ValueError):
-        raise CheckpointError(f"parameter {name!r} is a number, got {said!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(f"parameter {name!r} is a number, got {said!r:.40}") from None
     if not math.isfinite(value) or (name in _UNIT and not 0 <= value <= 1):
         raise CheckpointError(f"parameter {name!r} is {'from 0 to 1' if name in _UNIT else 'finite'}, got {said!r}")
     if name == "max_iter" and (value < 0 or value != int(value)):

@@ -34,6 +34,7 @@ from .methods import (
     Sparsifier,
     TaskVectors,
     Trim,
+    real,
 )
 from .vocabulary import Vocabulary, is_embedding
 
@@ -243,6 +244,7 @@ class Planner:
         dtype = dtypes.by_name(self.config.out_dtype) if self.config.out_dtype else work
         try:
             shared, each = self._parameters(s, name, names, base, t)
+            _check_range(shared, list(each.values()), work)
             order = [m for m in parts if m != base] if self._with_base(base) else list(parts)
             method = _formula(
                 self.config.method, shared, [each[m] for m in order], self._with_base(base), name, self.seed
@@ -276,6 +278,18 @@ class Planner:
                 except CheckpointError as e:
                     raise CheckpointError(f"{x.model}: {e}") from None
         return shared, each
+
+
+def _check_range(shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]], work: np.dtype) -> None:
+    """Refuse numbers, and sums of weights, that become infinite in the dtype that is computed with."""
+    if work.itemsize == 1 or not any("density" in e for e in each):
+        work = real(work)  # the formulas of differences alone round their numbers to a short dtype
+    given = [(f"parameter {p!r}", v) for p, v in (*shared.items(), *(i for e in each for i in e.items()))]
+    given.append(("the sum of 'weight'", sum(abs(e.get("weight", 0)) for e in each)))
+    for told, value in given:
+        with np.errstate(over="ignore"):
+            if value is not None and not np.isfinite(np.asarray(value).astype(work)):
+                raise CheckpointError(f"{told}: {value} is no number that {work} holds")
 
 
 def _promoted(kinds: Sequence[np.dtype]) -> np.dtype | None:
