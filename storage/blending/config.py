@@ -158,7 +158,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
             except (FileNotFoundError, IsADirectoryError):
                 raise CheckpointError(f"{text} is no file of a configuration") from None
         try:
-            parsed = yaml.safe_load(text)
+            parsed = _parsed(text)
         except yaml.YAMLError as e:
             raise CheckpointError(f"{where} is no YAML: {e}") from None
     if not isinstance(parsed, Mapping):
@@ -168,6 +168,24 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
     problems.refuse(where)
     assert out is not None
     return out
+
+
+def _parsed(text: str) -> Any:
+    """The values of a YAML text. Unlike YAML's own reader, it refuses a mapping that gives a key twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            names = [key.value for key in keys]
+            for i, key in enumerate(keys):
+                if key.value in names[:i]:
+                    problem = f"the key {key.value!r} is given twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            return node
+
+    return yaml.load(text, Loader)
 
 
 def _plain(node: Any) -> Any:

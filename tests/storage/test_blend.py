@@ -298,7 +298,7 @@ def test_slices_number_their_layers_anew(tmp_path: Path) -> None:
 merge_method: passthrough
 slices:
   - sources: [{{model: {a}, layer_range: [0, 2]}}]
-  - sources: [{{model: {b}, layer_range: [1, 3], parameters: {{scale: [{{filter: layers.2, value: 2}}, {{value: 1.0}}]}}}}]
+  - sources: [{{<<: {{layer_range: [0, 1]}}, model: {b}, layer_range: [1, 3], parameters: {{scale: [{{filter: layers.2, value: 2}}, {{value: 1.0}}]}}}}]
 dtype: bfloat16
 """
     report = blend(text, tmp_path / "out", drop="*.norm.*")
@@ -470,6 +470,11 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "dtype": (config("linear", [A, B]) | {"dtype": "int8"}, "dtype: is float16, bfloat16, float32 or float64"),
     "tokenizer": (config("linear", [A, B]) | {"tokenizer_source": "union"}, "has no tokenizer.json"),
+    "key twice": (
+        "merge_method: linear\nmodels:\n- {model: A, parameters: {weight: 1, weight: 3}}",
+        "the key 'weight' is given twice",
+    ),
+    "block twice": ("merge_method: linear\nparameters: {}\nparameters: {}", "the key 'parameters' is given twice"),
     "no file": ("nothing.yml", "no file of a configuration"),
     "no YAML": ("merge_method: [", "no YAML"),
     "opposite": (config("multislerp", ["P", "M", "Z"]), "multislerp has no result"),
