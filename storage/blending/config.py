@@ -383,6 +383,15 @@ def _evaluate(name: str, default: Any, said: Any, tensor: str, t: float) -> Any:
     return None
 
 
+def filters(settings: Any) -> Iterator[str]:
+    """The texts of every filter: in settings."""
+    if isinstance(settings, Mapping) and settings.get("filter") not in (None, "*"):
+        yield str(settings["filter"])
+    if isinstance(settings, (Mapping, list, tuple)):
+        for inner in settings.values() if isinstance(settings, Mapping) else settings:
+            yield from filters(inner)
+
+
 _UNIT = frozenset(["density", "gamma", "epsilon", "select_topk"])
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")  # YAML reads 1e-5, without a point, as text
 

@@ -21,7 +21,7 @@ from ..rules.measured import Measured
 from ..stores.generations import Generation, Listed
 from ..virtual.derive import lora
 from .blended import Blended
-from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, resolve
+from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
     Directions,
     Drop,
@@ -131,6 +131,11 @@ class Planner:
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):
                 self._faults.add("nothing matches", pattern, CheckpointKeyError)
+        known = {*self.names, *(n for p in self.parents.values() for n in p.tensors)}
+        held = [config.parameters, *((s.parameters, [x.parameters for x in s.sources]) for s in config.slices)]
+        for wanted in dict.fromkeys(filters(held)):
+            if not any(wanted in n for n in known):
+                self._faults.add("filter: matches no array", wanted)
         self._faults.refuse(f"{config.method} cannot blend these models")
 
     def _sizes(self) -> dict[ModelRef, int]:

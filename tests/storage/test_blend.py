@@ -82,6 +82,7 @@ KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
     "slerp of opposites": ("slerp", [1, 0], [[-1, 0]], {"t": 0.25}, [0.5, 0]),
     "slerp of zero": ("slerp", [0, 0], [[3, 4]], {"t": 0.5}, [1.5 * np.sqrt(2), 2 * np.sqrt(2)]),
     "nuslerp": ("nuslerp", None, [[1, 0], [0, 1]], {}, [COS, COS]),
+    "nuslerp beyond the second": ("nuslerp", None, [[1, 0], [0, 1]], {"weights": (-1, 3)}, [-COS, COS]),
     "nuslerp of differences": ("nuslerp", [1, 1], [[2, 1], [1, 2]], {}, [1 + COS, 1 + COS]),
     "nuslerp by rows": (
         "nuslerp",
@@ -470,6 +471,10 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "dtype": (config("linear", [A, B]) | {"dtype": "int8"}, "dtype: is float16, bfloat16, float32 or float64"),
     "tokenizer": (config("linear", [A, B]) | {"tokenizer_source": "union"}, "has no tokenizer.json"),
+    "filter": (
+        config("linear", [A, B], weights=(1, [{"filter": "mpl", "value": 2}, {"value": 1}])),
+        "filter: matches no array: 'mpl'",
+    ),
     "key twice": (
         "merge_method: linear\nmodels:\n- {model: A, parameters: {weight: 1, weight: 3}}",
         "the key 'weight' is given twice",
