@@ -404,9 +404,7 @@ def nuslerp(products: np.ndarray, weights: Sequence[float], options: dict[str, f
     """Slerp between two differences, or two models, with weights."""
     length = np.maximum(_lengths(products), 1e-7)
     cos = products[..., 0, 1] / length[..., 0] / length[..., 1]
-    total = sum(weights)
-    t = 0.5 if abs(total) < 1e-6 else weights[1] / total
-    return _slerp(cos, 1 - np.clip(cos, -1, 1) ** 2 <= 1e-16, t)
+    return _slerp(cos, 1 - np.clip(cos, -1, 1) ** 2 <= 1e-16, weights[1] / sum(weights))
 
 
 def multislerp(products: np.ndarray, weights: Sequence[float], options: dict[str, float]) -> np.ndarray:

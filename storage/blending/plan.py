@@ -345,6 +345,8 @@ def _formula(
     if method == "slerp":
         return Directions("slerp", (shared["t"],))
     if method == "nuslerp":
+        if abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
+            raise CheckpointError("the weights sum to 0, by which nuslerp divides")
         axis = None if shared["nuslerp_flatten"] else 0 if shared["nuslerp_row_wise"] else -1
         return Directions("nuslerp", weights, based, axis)
     if method == "karcher":

@@ -475,6 +475,11 @@ BAD: dict[str, tuple[Any, str]] = {
         config("linear", [A, B], weights=(1, [{"filter": "mpl", "value": 2}, {"value": 1}])),
         "filter: matches no array: 'mpl'",
     ),
+    "weights of nuslerp without a sum": (
+        config("nuslerp", [A, B], weights=(1, -1)),
+        "weights sum to 0, by which nuslerp",
+    ),
+    "weights of nuslerp of zero": (config("nuslerp", [A, B], weights=(0, 0)), "weights sum to 0, by which nuslerp"),
     "key twice": (
         "merge_method: linear\nmodels:\n- {model: A, parameters: {weight: 1, weight: 3}}",
         "the key 'weight' is given twice",
