@@ -198,6 +198,42 @@ def test_overflow_is_told_where_it_happens_and_counted_where_it_is_allowed(tmp_p
     assert np.isfinite(mt.load(report.path)["w"].__array__().astype(np.float64)).tolist() == [False, True]
 
 
+NOT_FINITE: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    # name: method, dtype, the model, parameters; the base is 0 and -1
+    "NaN, dare": ("dare_ties", "float32", [np.nan, 1], {"density": 0.5}),
+    "NaN, della": ("della", BF16, [np.nan, 1], {"density": 0.5}),
+    "infinity, ties": ("ties", "float16", [np.inf, 1], {"density": 0.5, "rescale": True}),
+    "NaN, sce": ("sce", "float32", [np.nan, 1], {}),
+    "infinity, sce": ("sce", "float32", [1, np.inf], {}),
+    "a square of sce": ("sce", "float64", [1e200, 1], {}),
+    "variances of sce": ("sce", "float32", [1e30, 2e30], {"select_topk": 0.5}),
+    "NaN, slerp": ("slerp", "float32", [np.nan, 1], {"t": 0.5}),
+    "a square of slerp": ("slerp", "float64", [1e200, 1], {"t": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_sum_over_an_array_that_is_not_finite_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    method, dtype, x, options = NOT_FINITE[name]
+    base, tuned, zero = (
+        model(tmp_path / n, {"w": np.asarray(v, dtype)}) for n, v in (("base", [0, -1]), ("tuned", x), ("z", [0, -1]))
+    )
+    models = [tuned, zero] if method == "sce" else [tuned]
+    with pytest.raises(CheckpointError, match="'w': a sum over the whole array is not finite"):
+        blend(config(method, models, base, **options), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_not_finite_stay_where_no_sum_is_taken(tmp_path: Path) -> None:
+    base, tuned = (model(tmp_path / n, {"w": x}) for n, x in (("base", [0, 0, 0]), ("tuned", [np.nan, np.inf, 2])))
+    for method, options in (("linear", {}), ("ties", {}), ("dare_ties", {}), ("breadcrumbs", {"density": 1})):
+        spec = METHODS[method]
+        said = config(method, [tuned], base if spec.base == "required" else None, **options)
+        report = blend(said, tmp_path / method)
+        assert mt.load(report.path)["w"].tolist()[1:] == [np.inf, 2]
+        assert not report.losses
+
+
 # ----- the same bytes whoever makes them ------------------------------------------------------------------------------
 
 
