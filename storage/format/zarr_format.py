@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError
+from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
 from ..stores.filesystem import IOV_MAX
 from . import dtypes, tensor_sums
@@ -243,13 +243,11 @@ DUAL_INDEX = "__zarr_index__"
 def dual_grid(grid: ChunkGrid, itemsize: int, name: str) -> ChunkGrid:
     """The grid with the same blocks whose chunks follow one another in row-major order.
 
-    Raises `CheckpointError` where blocks are no whole rows, and `CheckpointKeyError` for a reserved name.
+    Raises `CheckpointError` where blocks are no whole rows.
 
     >>> dual_grid(ChunkGrid((5, 4), (5, 4), (5, 2)), 1 << 18, "w")
     ChunkGrid(shape=(5, 4), shard=(5, 4), chunk=(1, 4))
     """
-    if name == DUAL_INDEX:
-        raise CheckpointKeyError(f"a tensor cannot be named {DUAL_INDEX!r}: files of layout='dual' reserve that name")
     if split := [axis for axis, n in enumerate(grid.counts) if axis and n > 1]:
         raise CheckpointError(
             f"key {name!r} is split along dimension {split[0]}: layout='dual' needs blocks of whole rows, split along dimension 0 alone; "

@@ -428,4 +428,4 @@ def _open_zarr(root: str) -> Checkpoint:
             raise
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
     ckpt = flat(root, "Zarr", tensors, attributes, skipped)
-    return icechunk.opened(ckpt, attributes[GROUP_ATTRIBUTE]) if GROUP_ATTRIBUTE in attributes else ckpt
+    return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if GROUP_ATTRIBUTE in attributes else ckpt
