@@ -179,7 +179,11 @@ def test_replacement_and_damage(tmp_path):
         assert head["ETag"] != first
         with pytest.raises(mt.errors.CheckpointError):
             ckpt["b"].read()
-        np.testing.assert_array_equal(mt.open_checkpoint(server.url + "safetensors")["b"].read(), TREE["b"] + 1)
+        ckpt = mt.open_checkpoint(server.url + "safetensors")
+        np.testing.assert_array_equal(ckpt["b"].read(), TREE["b"] + 1)
+        mt.storage.save_safetensors(path, TREE, overwrite=True)
+        with pytest.raises(mt.errors.CheckpointReplaced):
+            ckpt["embed.weight"][0, 0]
     made = zstd(tmp_path)
     shard = tmp_path / "zstd" / "embed.weight" / "c.0.0"
     shard.write_bytes(b"\1" + shard.read_bytes()[1:])
