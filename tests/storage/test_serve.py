@@ -193,6 +193,31 @@ def test_replacement_and_damage(tmp_path):
         assert b"CorruptCheckpoint" in text
 
 
+def test_open_checkpoints_are_served_as_they_are(tmp_path):
+    path = file(tmp_path)
+    ckpt = mt.open_checkpoint(path)
+    double = {n: a + a if a.dtype.kind == "f" else a for n, a in TREE.items()}
+    for given, want in [
+        (ckpt, TREE),
+        (ckpt.below("embed"), {"weight": TREE["embed.weight"]}),
+        (mt.storage.virtual.add(ckpt, ckpt), double),
+    ]:
+        with mt.storage.serve(given) as server:
+            for form in ("safetensors", "zarr"):
+                seen = mt.open_checkpoint(server.url + form)
+                assert set(seen) == set(want)
+                for name, value in want.items():
+                    np.testing.assert_array_equal(seen[name].read(), value)
+    with mt.storage.serve(ckpt) as server, mt.storage.serve(mt.storage.virtual.add(ckpt, ckpt)) as other:
+        tags = {ask(s.url + "safetensors/model.safetensors", "HEAD")[1]["ETag"] for s in (server, other)}
+        assert len(tags) == 2
+        mt.storage.save_safetensors(path, TREE, overwrite=True)
+        for url in (server.url, other.url):
+            assert ask(url + "zarr/zarr.json")[0] == 409
+    with pytest.raises(mt.errors.CheckpointError, match="a path"):
+        mt.storage.serve({"w": np.ones(2)})
+
+
 def test_a_file_that_changes_while_it_is_sent_ends_early(tmp_path, monkeypatch):
     path = file(tmp_path)
     real = serving.socket.socket.sendfile
