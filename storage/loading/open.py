@@ -30,7 +30,7 @@ from ..foreign import archives, dcp, dcp_safetensors, icechunk, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
-from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
 from ..readers.dual_tensor import DualTensor
@@ -293,6 +293,8 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(header.tensors):
         t = header.tensors[name]
+        if name == DUAL_INDEX and t.dtype == "U8" and len(header.tensors) == 2:
+            continue  # of the layout "dual", for readers of Zarr alone
         row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
         if row.dtype is not None:
             tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
