@@ -173,6 +173,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return shards
     if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
+    if not store.lists and store.size(f"safetensors/{HF_INDEX}") is not None:
+        raise NotACheckpoint(
+            f"{root} is no checkpoint itself, but the start page of one that is served: open {root}/safetensors or {root}/zarr"
+        )
     above, name = stores.holding(root)
     if stores.is_url(root) and name and above.size(name) is not None:
         return _open_file(root, verify)  # its name has no ending that says so

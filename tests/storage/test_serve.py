@@ -166,6 +166,14 @@ def test_a_token_is_a_part_of_the_path(tmp_path):
         np.testing.assert_array_equal(mt.open_checkpoint(server.url + "safetensors")["b"].read(), TREE["b"])
 
 
+@pytest.mark.parametrize("token", [None, "abc"])
+def test_the_start_page_names_what_lies_below(tmp_path, token):
+    with mt.storage.serve(ours(tmp_path), token=token) as server:
+        out = CliRunner().invoke(main, ["ls", server.url])
+        assert out.exit_code == 1
+        assert f"open {server.url}safetensors or {server.url}zarr" in out.output
+
+
 def test_replacement_and_damage(tmp_path):
     path = file(tmp_path)
     with mt.storage.serve(path) as server:
