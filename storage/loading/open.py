@@ -30,7 +30,7 @@ from ..foreign import archives, dcp, dcp_safetensors, icechunk, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, HF_SINGLE, HF_TORCH, read_index
-from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
 from ..readers.dual_tensor import DualTensor
@@ -173,6 +173,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return shards
     if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
+    if not store.lists and store.size(f"safetensors/{HF_INDEX}") is not None:
+        raise NotACheckpoint(
+            f"{root} is no checkpoint itself, but the start page of one that is served: open {root}/safetensors or {root}/zarr"
+        )
     above, name = stores.holding(root)
     if stores.is_url(root) and name and above.size(name) is not None:
         return _open_file(root, verify)  # its name has no ending that says so
@@ -298,6 +302,8 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(header.tensors):
         t = header.tensors[name]
+        if name == DUAL_INDEX and t.dtype == "U8" and len(header.tensors) == 2:
+            continue  # of the layout "dual", for readers of Zarr alone
         row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
         if row.dtype is not None:
             tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
