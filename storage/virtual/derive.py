@@ -48,6 +48,10 @@ class _Sources:
             raise CheckpointError(
                 f"{ckpt.path} is a part of a checkpoint, or was made of one by rules; give the whole, and virtual.with_rules"
             )
+        if ckpt.kind == "Blend":
+            raise CheckpointError(
+                f"a blend lies nowhere that a virtual checkpoint could name; write it with storage.blend first ({ckpt.path})"
+            )
         if ckpt.computed is not None and not ckpt.computed.identity:
             self.parents |= ckpt.computed.parents
             return ckpt.computed.expression
