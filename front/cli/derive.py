@@ -62,7 +62,9 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
 @click.argument(
     "kind",
     metavar="KIND",
-    type=click.Choice(["mean", "sum", "ema", "difference", "add", "lora", "cast", "quantize", "rules", "rows"]),
+    type=click.Choice(
+        ["mean", "sum", "ema", "difference", "add", "lora", "cast", "quantize", "rules", "rows", "repin"]
+    ),
 )
 @click.argument("sources", type=CHECKPOINT, nargs=-1, required=True)
 @click.option("--out", required=True, metavar="FILE", help="The document to write: a file or URL of any name.")
@@ -92,7 +94,8 @@ def derive(kind: str, sources: tuple[str, ...], out: str, overwrite: bool, as_js
     are computed meanwhile. It names its parents, and notices when they change.
 
     KIND is mean or sum, of checkpoints; ema, over the steps of a run or over checkpoints; difference, A - B; add, BASE + scale × DELTA;
-    lora, of BASE and the directory of an adapter of PEFT; cast, quantize, rules or rows, of one checkpoint.
+    lora, of BASE and the directory of an adapter of PEFT; cast, quantize, rules or rows, of one checkpoint;
+    repin, a document whose parents are pinned as they are now.
     """
     from meshtape.storage import virtual
 

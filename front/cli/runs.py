@@ -13,6 +13,8 @@ from ..arrays.core.errors import CheckpointError, NotACheckpoint
 from ..arrays.core.formatting import human_bytes
 from .parts import CHECKPOINT, JSON, examples, print_json
 
+_SNAPSHOTS = 30  # of a repository that are listed
+
 
 def _ago(seconds: float) -> str:
     """A length of time as people say it.
@@ -113,6 +115,44 @@ def show(path: str, as_json: bool) -> bool:
     if left:
         _table(left, "what writers have not finished (meshtape gc removes what is dead)")
     return True
+
+
+def show_repository(path: str, as_json: bool) -> None:
+    """List branches, tags and the newest snapshots of an icechunk repository."""
+    from ..storage.browse.model.text import visible
+    from ..storage.stores import icechunk_store, store
+    from .tables import Column, write
+
+    place = icechunk_store.divide(store.location(path))[0]
+    held = icechunk_store.history(place, _SNAPSHOTS)
+    names = [*held.branches.items(), *((f"tag {t}", snapshot) for t, snapshot in held.tags.items())]
+    rows = [
+        {
+            "id": s.id,
+            "step": step if type(step := s.metadata.get("step")) is int else None,  # others write anything there
+            "message": s.message,
+            "time": s.written_at.isoformat(timespec="seconds"),
+            "refs": [name for name, snapshot in names if snapshot == s.id],
+        }
+        for s in held.snapshots
+    ]
+    if as_json:
+        print_json({"path": place, "branches": held.branches, "tags": held.tags, "snapshots": rows})
+        return
+    write(
+        [Column("snapshot", name=True), Column("step", number=True), Column("message"), Column("time"), Column("")],
+        [
+            [
+                r["id"],
+                "" if r["step"] is None else str(r["step"]),
+                visible(r["message"], 200),
+                r["time"],
+                visible(", ".join(r["refs"]), 1000),
+            ]
+            for r in rows
+        ],
+        title=visible(f"{place} (icechunk, {', '.join(f'{name} at {snapshot}' for name, snapshot in names)})", 10**4),
+    )
 
 
 @click.command(epilog=examples("meshtape gc run/checkpoints --dry-run", "meshtape gc s3://bucket/run --older-than 2"))

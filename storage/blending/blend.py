@@ -14,11 +14,11 @@ from ..format.documents import Documents, with_dtype
 from ..stores import store
 from ..stores.generations import JointGeneration
 from ..transform.convert import ConvertReport, TransformOptions, convert
+from . import layer_entries
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
 
 CONFIG = "mergekit_config.yml"  # the name under which readers of merged models look for the configuration
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,13 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
         told = json.loads(said)
         if isinstance(told, dict):
             before = json.dumps(told)
-            inner = told.get("text_config") if isinstance(told.get("text_config"), dict) else told
-            for key in _LAYERS:
+            inner = layer_entries.inner(told)
+            if plan.order:
+                configs = {
+                    m: layer_entries.inner(plan.parents[m].ckpt.documents.get("config.json")) for m, _ in plan.order
+                }
+                plan.notes += layer_entries.renumber(inner, [(configs[m], i) for m, i in plan.order])
+            for key in layer_entries.COUNTS:
                 if key in inner and plan.layers and type(inner[key]) is int:
                     inner[key] = plan.layers
             if plan.vocabulary is not None and "vocab_size" in inner:
@@ -191,4 +196,5 @@ def blend(
     if any(x == target or x.startswith(f"{target}/") for x in sources):
         raise CheckpointError(f"{target} is one of the sources; write to another place")
     report = convert(ckpt, dst, format=format, max_shard_bytes=max_shard_bytes, **options)
+    report.notes[:0] = dict.fromkeys(plan.notes)
     return BlendReport(**vars(report), made=plan.arrays)

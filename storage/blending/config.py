@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -66,12 +67,15 @@ class ModelRef:
     @classmethod
     def of(cls, said: Any) -> ModelRef:
         if isinstance(said, Mapping):
-            named = {k: v for k, v in said.items() if v is not None}
-            if set(named) <= {"model", "lora"} and "model" in named:
-                path = named["model"]["path"] if isinstance(named["model"], Mapping) else named["model"]
-                lora = named.get("lora")
-                return cls(str(path), str(lora["path"]) if isinstance(lora, Mapping) else lora and str(lora))
-            raise CheckpointError(f"no model: {said!r}; write its path, or path+adapter")
+            problems, given = Problems(), {k: v for k, v in said.items() if v is not None}
+            problems.unknown("a model", given, ("model", "lora"))
+            for key, x in given.items():
+                if isinstance(x, Mapping):
+                    given[key] = x.get("path")
+                    problems.unknown(f"{key}:", {k: v for k, v in x.items() if v is not None}, ("path",))
+            problems.refuse(f"no model: {said!r}")
+            if given.get("model") and given.get("lora", "path"):
+                return cls(str(given["model"]), None if "lora" not in given else str(given["lora"]))
         text = str(said) if isinstance(said, (str, os.PathLike)) else ""
         if not text:
             raise CheckpointError(f"no model: {said!r}; write its path, or path+adapter")
@@ -132,7 +136,10 @@ class Problems(list[str]):
         if self:
             raise kind("\n  ".join([f"{where}:", *dict.fromkeys(self)]))
 
-    def unknown(self, what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    def unknown(self, what: str, given: Any, known: Sequence[str]) -> None:
+        if not isinstance(given, Mapping):
+            self.append(f"{what} has keys ({', '.join(known)}), got {given!r}")
+            return
         for key in given:
             if key not in known:
                 close = get_close_matches(str(key), known, 1)
@@ -149,6 +156,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
         text = yaml.safe_dump(_plain(config), sort_keys=False)
     else:
         text, where = os.fspath(config), "configuration"
+        if not text.strip():
+            raise CheckpointError("the configuration is empty: give the path of a YAML file, its text, or a dict")
         if ("\n" not in text and ":" not in text.replace(":\\", "")) or os.path.isfile(text):
             where = text
             try:
@@ -157,7 +166,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
             except (FileNotFoundError, IsADirectoryError):
                 raise CheckpointError(f"{text} is no file of a configuration") from None
         try:
-            parsed = yaml.safe_load(text)
+            parsed = _parsed(text)
         except yaml.YAMLError as e:
             raise CheckpointError(f"{where} is no YAML: {e}") from None
     if not isinstance(parsed, Mapping):
@@ -167,6 +176,24 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
     problems.refuse(where)
     assert out is not None
     return out
+
+
+def _parsed(text: str) -> Any:
+    """The values of a YAML text. Unlike YAML's own reader, it refuses a mapping that gives a key twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            names = [key.value for key in keys]
+            for i, key in enumerate(keys):
+                if key.value in names[:i]:
+                    problem = f"the key {key.value!r} is given twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            return node
+
+    return yaml.load(text, Loader)
 
 
 def _plain(node: Any) -> Any:
@@ -240,10 +267,7 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
             problems.append("tokenizer_source: and tokenizer: say the same; give one")
         tokenizer = {"source": said["tokenizer_source"]}
     if tokenizer is not None:
-        if isinstance(tokenizer, Mapping):
-            problems.unknown("tokenizer:", tokenizer, ("source", "tokens", "pad_to_multiple_of"))
-        else:
-            problems.append(f"tokenizer: has keys (source, tokens, pad_to_multiple_of), got {tokenizer!r}")
+        problems.unknown("tokenizer:", tokenizer, ("source", "tokens", "pad_to_multiple_of"))
     names = {}
     for key in ("dtype", "out_dtype"):
         name = said.get(key)
@@ -251,8 +275,10 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
         if names[key] not in (None, "float16", "bfloat16", "float32", "float64"):
             problems.append(f"{key}: is float16, bfloat16, float32 or float64, not {name!r}")
     template = said.get("chat_template")
-    if template is not None and ("{" not in str(template)):
-        problems.append("chat_template: takes the text of a template; names of templates and 'auto' are not known here")
+    if template is not None and not (isinstance(template, str) and "{" in template):
+        problems.append(
+            f"chat_template: is the text of a Jinja template, as in the chat_template.jinja of a model; names of templates and 'auto' are not known here, got {template!r}"
+        )
     return BlendConfig(
         method, tuple(slices), base, tuple(parameters), names["dtype"], names["out_dtype"], tokenizer, template, text
     )
@@ -291,7 +317,13 @@ def _sources(said: Any, method: str, problems: Problems, keys: tuple[str, ...]) 
             problems.append(f"layer_range: is [first, end], with first below end, got {layers!r} for {model}")
             layers = (0, 1)
         if model is not None:
-            yield Source(model, tuple(layers) if layers else None, _settings(s, method, problems))
+            own = _settings(s, method, problems)
+            problems.extend(
+                f"{method}: {p} holds for all models; give it under parameters: of a slice or of the configuration, not of {model}"
+                for p in own
+                if p in METHODS[method].shared or p in _WITHOUT_EFFECT
+            )
+            yield Source(model, tuple(layers) if layers else None, own)
 
 
 def _settings(said: Any, method: str, problems: Problems) -> Settings:
@@ -364,7 +396,17 @@ def _evaluate(name: str, default: Any, said: Any, tensor: str, t: float) -> Any:
     return None
 
 
+def filters(settings: Any) -> Iterator[str]:
+    """The texts of every filter: in settings."""
+    if isinstance(settings, Mapping) and settings.get("filter") not in (None, "*"):
+        yield str(settings["filter"])
+    if isinstance(settings, (Mapping, list, tuple)):
+        for inner in settings.values() if isinstance(settings, Mapping) else settings:
+            yield from filters(inner)
+
+
 _UNIT = frozenset(["density", "gamma", "epsilon", "select_topk"])
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")  # YAML reads 1e-5, without a point, as text
 
 
 def _typed(name: str, default: Any, said: Any) -> Any:
@@ -373,9 +415,11 @@ def _typed(name: str, default: Any, said: Any) -> Any:
             return bool(said)
         raise CheckpointError(f"parameter {name!r} is true or false, got {said!r}")
     try:
+        if isinstance(said, bool) or (isinstance(said, str) and not _EXPONENT.fullmatch(said)):
+            raise ValueError
         value = float(said)
-    except (TypeError, ValueError):
-        raise CheckpointError(f"parameter {name!r} is a number, got {said!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(f"parameter {name!r} is a number, got {said!r:.40}") from None
     if not math.isfinite(value) or (name in _UNIT and not 0 <= value <= 1):
         raise CheckpointError(f"parameter {name!r} is {'from 0 to 1' if name in _UNIT else 'finite'}, got {said!r}")
     if name == "max_iter" and (value < 0 or value != int(value)):

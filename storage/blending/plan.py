@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError, NotACheckpoint
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
@@ -21,7 +21,7 @@ from ..rules.measured import Measured
 from ..stores.generations import Generation, Listed
 from ..virtual.derive import lora
 from .blended import Blended
-from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, resolve
+from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
     Directions,
     Drop,
@@ -34,6 +34,7 @@ from .methods import (
     Sparsifier,
     TaskVectors,
     Trim,
+    real,
 )
 from .vocabulary import Vocabulary, is_embedding
 
@@ -62,8 +63,12 @@ class Parent:
 
     @classmethod
     def of(cls, model: ModelRef) -> Parent:
-        ckpt = open_checkpoint(model.path)
-        made = ckpt if model.lora is None else lora(ckpt, model.lora)
+        try:
+            ckpt = open_checkpoint(model.path)
+            made = ckpt if model.lora is None else lora(ckpt, model.lora)
+        except NotACheckpoint as e:
+            hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
+            raise NotACheckpoint(f"{e}; {hint}") from None
         tensors = {n: a.tensor for n, a in made.arrays.items()}
         out = cls(ckpt, tensors, [_generation(made)])
         for n in tensors:
@@ -121,6 +126,10 @@ class Planner:
         self.tensors: dict[str, Any] = {}
         self.arrays: dict[str, BlendedArray] = {}
         self.layers = 0
+        self.notes: list[str] = []
+        self.order: list[
+            tuple[ModelRef, int]
+        ] = []  # of the layers that slices name: the model that describes each, and its number there
         self._faults = Faults()
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
@@ -130,6 +139,11 @@ class Planner:
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):
                 self._faults.add("nothing matches", pattern, CheckpointKeyError)
+        known = {*self.names, *(n for p in self.parents.values() for n in p.tensors)}
+        held = [config.parameters, *((s.parameters, [x.parameters for x in s.sources]) for s in config.slices)]
+        for wanted in dict.fromkeys(filters(held)):
+            if not any(wanted in n for n in known):
+                self._faults.add("filter: matches no array", wanted)
         self._faults.refuse(f"{config.method} cannot blend these models")
 
     def _sizes(self) -> dict[ModelRef, int]:
@@ -169,7 +183,7 @@ class Planner:
         return found
 
     def _slice(self, s: Slice) -> None:
-        ranges = []
+        base, ranges = s.base or self.config.base, []
         for x in s.sources:
             held = self.parents[x.model]
             start, stop = x.layers or (0, held.count)
@@ -177,6 +191,9 @@ class Planner:
                 self._faults.add(f"{x.model} has {held.count} layers", f"layer_range [{start}, {stop}]")
                 return
             ranges.append((start, stop - start))
+            if x.parameters and x.model == base and self._with_base(x.model):
+                told = ", ".join(x.parameters)
+                self.notes.append(f"{self.config.method}: parameters of the base have no effect ({told} of {x.model})")
         lengths = {n for _, n in ranges}
         if len(lengths) > 1:
             self._faults.add("the sources of a slice have different numbers of layers", str(sorted(lengths)))
@@ -189,6 +206,9 @@ class Planner:
                 "layer_range: is not clear, as a model has several stacks of layers", str(sorted(prefixes))
             )
             return
+        describes = next((i for i, x in enumerate(s.sources) if x.model == base), 0)
+        for j in range(n if ranged else 0):
+            self.order.append((s.sources[describes].model, ranges[describes][0] + j))
         for j in range(n):
             at = [
                 self.parents[x.model].layers.get(start + j, {}) for x, (start, _) in zip(s.sources, ranges, strict=True)
@@ -243,6 +263,7 @@ class Planner:
         dtype = dtypes.by_name(self.config.out_dtype) if self.config.out_dtype else work
         try:
             shared, each = self._parameters(s, name, names, base, t)
+            _check_range(shared, list(each.values()), work)
             order = [m for m in parts if m != base] if self._with_base(base) else list(parts)
             method = _formula(
                 self.config.method, shared, [each[m] for m in order], self._with_base(base), name, self.seed
@@ -276,6 +297,18 @@ class Planner:
                 except CheckpointError as e:
                     raise CheckpointError(f"{x.model}: {e}") from None
         return shared, each
+
+
+def _check_range(shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]], work: np.dtype) -> None:
+    """Refuse numbers, and sums of weights, that become infinite in the dtype that is computed with."""
+    if work.itemsize == 1 or not any("density" in e for e in each):
+        work = real(work)  # the formulas of differences alone round their numbers to a short dtype
+    given = [(f"parameter {p!r}", v) for p, v in (*shared.items(), *(i for e in each for i in e.items()))]
+    given.append(("the sum of 'weight'", sum(abs(e.get("weight", 0)) for e in each)))
+    for told, value in given:
+        with np.errstate(over="ignore"):
+            if value is not None and not np.isfinite(np.asarray(value).astype(work)):
+                raise CheckpointError(f"{told}: {value} is no number that {work} holds")
 
 
 def _promoted(kinds: Sequence[np.dtype]) -> np.dtype | None:
@@ -326,6 +359,8 @@ def _formula(
     if method == "slerp":
         return Directions("slerp", (shared["t"],))
     if method == "nuslerp":
+        if abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
+            raise CheckpointError("the weights sum to 0, by which nuslerp divides")
         axis = None if shared["nuslerp_flatten"] else 0 if shared["nuslerp_row_wise"] else -1
         return Directions("nuslerp", weights, based, axis)
     if method == "karcher":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -33,15 +34,19 @@ def is_embedding(name: str) -> bool:
     return name.endswith(_EMBEDDINGS)
 
 
+Mean = tuple[tuple[tuple[int, int, int], ...], int]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRows(DerivedTensor):
-    """Rows of several tables in a new order. Row i is row ``rows[i]`` of table ``tables[i]``, or zero, or the mean of ``means[i]``."""
+    """Rows of several tables in a new order. Row i is row ``rows[i]`` of table ``tables[i]``, or zero, or ``means[i]``:
+    the sum of (table, row, times), divided by a number."""
 
     name: str
     parts: tuple[Any, ...]
     tables: tuple[int, ...]
     rows: tuple[int, ...]
-    means: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    means: tuple[tuple[int, Mean], ...]
     dtype: np.dtype
     how: ClassVar[str] = "rows of other arrays in another order"
 
@@ -82,11 +87,11 @@ class TokenRows(DerivedTensor):
                 if i > start and means.get(i - 1) == means[i]:  # padding has one mean for all
                     out[i - start] = out[i - 1 - start]
                 else:
-                    total: Any = 0.0
-                    for t, row in means[i]:
+                    total, (summed, count) = np.zeros(out.shape[1:]), means[i]
+                    for t, row, times in summed:
                         held, read = read_into(self.parts[t], self._at(row, 1, box))
-                        total, nbytes = total + held[0].astype(np.float64), nbytes + read
-                    out[i - start] = cast(self.name, total / len(means[i]), self.dtype, (i, *box.offset[1:]))
+                        total, nbytes = total + held[0].astype(np.float64) * times, nbytes + read
+                    out[i - start] = cast(self.name, total / count, self.dtype, (i, *box.offset[1:]))
             i += n
         return nbytes
 
@@ -117,6 +122,12 @@ class Vocabulary:
         chosen = said.get("tokens") or {}
         for token, s in chosen.items():
             problems.unknown(f"tokens: {token!r}", s, ("source", "force"))
+            row = s.get("source") if isinstance(s, Mapping) else None
+            if isinstance(row, Mapping) and "kind" in row:
+                if row["kind"] not in ("zero", "model_token"):
+                    problems.append(f"tokens: {token!r}: kind: is zero or model_token, got {row['kind']!r}")
+                elif row["kind"] == "model_token" and not row.get("model"):
+                    problems.append(f"tokens: {token!r}: model_token needs model:")
         pad = said.get("pad_to_multiple_of")
         if pad is not None and (type(pad) is not int or pad < 1):
             problems.append(f"pad_to_multiple_of: is a positive number, got {pad!r}")
@@ -146,7 +157,7 @@ class Vocabulary:
         kinds = {p.dtype for p in parts.values()}
         dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
         named = sorted(self.tokens.items(), key=lambda item: item[1])
-        found: dict[ModelRef, tuple[list[int], list[int], dict[int, tuple[tuple[int, int], ...]]]] = {
+        found: dict[ModelRef, tuple[list[int], list[int], dict[int, Mean]]] = {
             m: ([_ZERO] * self.size, [0] * self.size, {}) for m in models
         }
         for token, i in named:
@@ -160,7 +171,7 @@ class Vocabulary:
                 elif len(default) == 1:
                     tables[i], rows[i] = default[0]
                 elif default:
-                    tables[i], means[i] = _MEAN, default
+                    tables[i], means[i] = _MEAN, (tuple((*d, 1) for d in default), len(default))
         out = {}
         for m, (tables, rows, means) in found.items():
             whole = TokenRows(name, tuple(parts.values()), tuple(tables), tuple(rows), tuple(means.items()), dtype)
@@ -169,14 +180,15 @@ class Vocabulary:
 
     def _padded(self, table: TokenRows) -> TokenRows:
         """The table with the mean of its other rows where no token has one."""
-        taken = set(self.tokens.values())
-        places = sorted(taken)
-        if any(table.tables[i] < 0 for i in places):
-            raise CheckpointError(f"{table.name}: tokens without a single row cannot be padded to a multiple")
-        every = tuple((table.tables[i], table.rows[i]) for i in places)
+        taken, means = set(self.tokens.values()), dict(table.means)
+        rows = [
+            means.get(i, (((table.tables[i], table.rows[i], 1),), 1)) for i in sorted(taken) if table.tables[i] != _ZERO
+        ]
+        unit = math.lcm(*(count for _, count in rows))
+        every = tuple((t, row, times * unit // count) for summed, count in rows for t, row, times in summed)
         rest = [i for i in range(len(table.rows)) if i not in taken]
         tables = tuple(t if i in taken else _MEAN for i, t in enumerate(table.tables))
-        return replace(table, tables=tables, means=(*table.means, *((i, every) for i in rest)))
+        return replace(table, tables=tables, means=(*table.means, *((i, (every, unit * len(taken))) for i in rest)))
 
     def _default(
         self,

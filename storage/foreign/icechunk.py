@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, UnsupportedVersion
+import numpy as np
+
+from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedVersion
 from ..base import strict_json
 from ..base.checksums import crc32c
+from ..base.names import leaf_name
+from ..base.scratch import scratch
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import manifest
-from ..format.chunk_grid import windows
-from ..readers.tensor import read_box
-from ..readers.zarr_tensor import ZarrTensor
+from ..format.chunk_grid import ChunkGrid
+from ..format.stored_objects import StoredObject
+from ..readers.reading import opened
+from ..readers.tensor import ChunkedTensor
+from ..stores.icechunk_store import chunk_key
 
-_PART = 64 << 20  # bytes that `verify` reads at a time
 
+@dataclass(slots=True, eq=False)
+class IcechunkTensor(ChunkedTensor):
+    """An array each of whose chunks is an object of its own: its bytes, then their crc32c. The attribute has the crc32c of each place."""
 
-@dataclass(frozen=True, slots=True)
-class IcechunkTensor(ZarrTensor):
-    """An array whose chunks end with their crc32c, which every read compares."""
-
-    how: ClassVar[str] = "a Zarr array in a snapshot of an icechunk repository, each chunk with its crc32c"
+    node: str = ""
     summed: ClassVar[bool] = True
+
+    @property
+    def how(self) -> str:
+        return "a Zarr array in a snapshot of an icechunk repository, each chunk with its crc32c"
 
     @property
     def files(self) -> set[str]:
         return {self.node, "zarr.json"}  # the latter was compared when it was opened
 
-    def verify(self) -> int:
-        """Read every chunk; returns the bytes of the elements."""
-        total = 0
-        for box in windows(self.shape, tuple(max(c, 1) for c in self.chunk), self.dtype.itemsize, _PART):
-            try:
-                total += read_box(self, box)[0].nbytes
-            except IncompleteCheckpoint:
-                raise
-            except CheckpointError as e:
-                raise CorruptCheckpoint(str(e)) from None
-        return total
+    def index_of(self, number: int, coord: tuple[int, ...]) -> tuple[int, ...]:
+        return coord
+
+    def verify_chunk(self, coord: tuple[int, ...]) -> int:
+        """Compare a chunk, and the checksum beside it, with that of its place; returns the bytes of its elements."""
+        nbytes, path = self.objects[coord].nbytes, self.path(coord)
+        with opened(path, f"part of {self.name!r}", self.generation) as reader:
+            self.read_stored(reader, path, coord, 0, scratch("check", nbytes))
+        return nbytes - 4
 
 
-def opened(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:
+def _tensor(root: str, node: str, name: str, dtype: np.dtype, grid: ChunkGrid, sums: str) -> IcechunkTensor:
+    held = np.frombuffer(base64.b64decode(sums, validate=True), "<u4")
+    if held.size != math.prod(grid.counts):
+        raise ValueError(f"the array {node!r} has checksums of {held.size} chunks, not of {math.prod(grid.counts)}")
+    nbytes = math.prod(grid.chunk) * dtype.itemsize + 4
+    objects = {
+        c: StoredObject(f"{node}/{chunk_key(c)}", grid.shard_box(c), nbytes, value)
+        for c, value in zip(grid.shards(), held.tolist(), strict=True)
+    }
+    return IcechunkTensor(root, name, dtype, grid, objects, node=node)
+
+
+def restored(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint of a save of ours, from the hierarchy and the attribute of its group."""
     where = ckpt.path
     try:
@@ -55,17 +75,15 @@ def opened(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:
                 f"{where}: its form is {held['version']}, which a later meshtape wrote; this one reads 1"
             )
         arrays: dict[str, StoredArray] = {}
-        for path, node, shape, dtype, chunk in held["arrays"]:
+        for path, node, shape, dtype, chunk, sums in held["arrays"]:
             found = ckpt.arrays.get(node)
             if found is None:
                 raise IncompleteCheckpoint(f"{where}: the array {node!r} is missing")
             t = found.tensor
-            said = (tuple(shape), dtype, tuple(max(c, 1) for c in chunk))
-            if (t.shape, t.dtype.name, t.chunk) != said:
+            grid = ChunkGrid(tuple(shape), tuple(chunk), tuple(chunk))
+            if (t.shape, t.dtype.name, t.chunk) != (grid.shape, dtype, grid.chunk):
                 raise ValueError(f"the array {node!r} is {t.dtype.name}{list(t.shape)}, not {dtype}{shape}")
-            values = {f.name: getattr(t, f.name) for f in fields(t)} | {"missing": "error", "attributes": ()}
-            stored = StoredArray(tuple(path), IcechunkTensor(**values))
-            object.__setattr__(stored.tensor, "name", stored.name)
+            stored = StoredArray(tuple(path), _tensor(where, node, leaf_name(tuple(path)), t.dtype, grid, sums))
             arrays[stored.name] = stored
         found_at: list[int] = []
         tree = manifest.decoded(held["tree"], (), list(arrays.values()), found_at)

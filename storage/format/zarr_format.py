@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError
+from ...arrays.core.errors import CheckpointError
 from ..base.checksums import combine, crc32c
 from ..stores.filesystem import IOV_MAX
 from . import dtypes, tensor_sums
@@ -80,14 +80,39 @@ def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual
 
 
 def array_metadata(
-    grid: ChunkGrid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False, dual: bool = False
+    grid: ChunkGrid,
+    dtype: np.dtype,
+    name: str,
+    compression: Compression = None,
+    raw: bool = False,
+    dual: bool = False,
+    said: str = "",
 ) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
 
     ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
+    ``said``: attributes and names of dimensions of another writer, as members of a JSON object.
     """
     before, behind = _array_template(grid, dtype, compression, raw, dual)
-    return f"{before}{json.dumps([f'{name}.{axis}' for axis in range(len(grid.shape))])}{behind}".encode()
+    text = f"{before}{json.dumps(own_names(name, len(grid.shape)))}{behind}"
+    if said:
+        node, others = json.loads(text), json.loads(said)
+        others["attributes"] |= node.get("attributes", {})
+        text = json.dumps(node | others)
+    return text.encode()
+
+
+def own_names(name: str, rank: int) -> list[str]:
+    """The names of dimensions of an array for which no other writer has given some."""
+    return [f"{name}.{axis}" for axis in range(rank)]
+
+
+def said_of(node: dict[str, Any], name: str) -> str:
+    """What ``said`` was when `array_metadata` made the metadata of an array."""
+    held = {k: v for k, v in node.get("attributes", {}).items() if k != GROUP_ATTRIBUTE}
+    dims = node["dimension_names"]
+    given = {} if dims == own_names(name, len(dims)) else {"dimension_names": dims}
+    return json.dumps({"attributes": held, **given}) if held or given else ""
 
 
 def is_raw(dtype_fallback: str | None) -> bool:
@@ -243,13 +268,11 @@ DUAL_INDEX = "__zarr_index__"
 def dual_grid(grid: ChunkGrid, itemsize: int, name: str) -> ChunkGrid:
     """The grid with the same blocks whose chunks follow one another in row-major order.
 
-    Raises `CheckpointError` where blocks are no whole rows, and `CheckpointKeyError` for a reserved name.
+    Raises `CheckpointError` where blocks are no whole rows.
 
     >>> dual_grid(ChunkGrid((5, 4), (5, 4), (5, 2)), 1 << 18, "w")
     ChunkGrid(shape=(5, 4), shard=(5, 4), chunk=(1, 4))
     """
-    if name == DUAL_INDEX:
-        raise CheckpointKeyError(f"a tensor cannot be named {DUAL_INDEX!r}: files of layout='dual' reserve that name")
     if split := [axis for axis, n in enumerate(grid.counts) if axis and n > 1]:
         raise CheckpointError(
             f"key {name!r} is split along dimension {split[0]}: layout='dual' needs blocks of whole rows, split along dimension 0 alone; "

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint
 from ..checkpoint.checkpoint import Checkpoint
+from ..foreign.icechunk import IcechunkTensor
 from ..format.documents import Documents
 from ..readers.reading import run
-from ..readers.zarr_tensor import ZarrTensor
+from ..readers.zarr_tensor import GridTensor
 from ..stores import store
 from .read_ahead import reading_ahead
 
 MEMORY = 64 << 20  # bytes of small tensors that are fetched together
 
 
-def verify_others(ckpt: Checkpoint, root: str) -> tuple[set[str], int]:
+def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[set[str], int]:
     """(names of files below ``root``, bytes) that were compared with their checksums.
 
-    Raises `CorruptCheckpoint` with all that is damaged, and `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
+    Raises `CorruptCheckpoint` with all that is damaged, and unless ``lenient`` `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
     where chunks are not there.
     """
     ahead = reading_ahead(ckpt, MEMORY)
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
     ahead.expect(tensors)
-    for t in tensors:
-        if isinstance(t, ZarrTensor):
-            replace(t, missing="error").check()
+    with store.listed_once():
+        for t in tensors:
+            if isinstance(t, GridTensor):
+                replace(t, missing="error").check()
+            elif isinstance(t, IcechunkTensor):
+                t.check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
-    if bare and len(bare) == len(tensors):
-        raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
+    if bare and len(bare) == len(tensors) and not lenient:
+        raise CheckpointError(
+            f"{ckpt.path} ({ckpt.kind}) has no checksums to verify; nothing tells whether it is whole"
+        )
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
 
-    def check(tensor: Any) -> int:
+    def check(work: Callable[[], int]) -> int:
         try:
-            return tensor.verify()
+            return work()
         except CorruptCheckpoint as e:
             faults.append(str(e))
             return 0
 
     held = [t for t in tensors if t not in bare] if bare else tensors
-    nbytes = run([lambda t=t: check(t) for t in held], max((t.readers for t in held), default=1))
+    work: list[Callable[[], int]] = []
+    for t in held:
+        work += [partial(t.verify_chunk, c) for c in t.objects] if isinstance(t, IcechunkTensor) else [t.verify]
+    nbytes = run([lambda w=w: check(w) for w in work], max((t.readers for t in held), default=1))
     if faults:
         shown = "\n  ".join(sorted(faults)[:20])
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors or documents:\n  {shown}")
-    if bare:
+    if bare and not lenient:
         raise CheckpointError(
             f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: {', '.join(t.name for t in bare[:8])}"
         )

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ...arrays.core.errors import CheckpointError
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError
 from ..format import dtypes, manifest
-from ..format.zarr_format import dual_grid
+from ..format.zarr_format import DUAL_INDEX, dual_grid
 from ..readers.dual_tensor import hugging_face_form
 from ..stores import store
 from ..stores.atomic_directory import Folder
@@ -33,6 +33,8 @@ def is_dual(given: Mapping[str, Any]) -> bool:
 def choose_dual(item: SaveItem) -> None:
     """Mark an array as of layout "dual". One without a dimension or an element has no shard; it stays as it is."""
     dtypes.safetensors_name(item.dtype, f"key {item.name!r}")
+    if item.name in (DUAL_INDEX, "__metadata__"):
+        raise CheckpointKeyError(f"a tensor cannot be named {item.name!r}: files of layout='dual' reserve that name")
     if item.shape and math.prod(item.shape):
         item.grid = dual_grid(item.grid, item.dtype.itemsize, item.name)
         item.dual = True

@@ -1,15 +1,19 @@
 """A save as one snapshot of an icechunk repository: arrays through its Zarr store, the tree as an attribute of the root group.
 
 The commit is icechunk's own, and so is the format. Each chunk ends with its crc32c (a codec of Zarr), since icechunk compares nothing that it
-reads; the attribute has a checksum of its own. This process writes the blocks of split arrays one after the other.
+reads. The attribute has these checksums once more, by place, and one of its own. This process writes the blocks of split arrays one after the other.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import itertools
 import json
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +24,7 @@ from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base.checksums import crc32c
 from ..base.locations import is_url
 from ..format import manifest
-from ..format.chunk_grid import windows
+from ..format.chunk_grid import ChunkGrid, windows
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import icechunk_store
 from ..stores.filesystem import try_lock
@@ -49,20 +53,27 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
     session = repo.writable_session(branch)
     _refuse_others(zarr, session.store, target)
     # Told before the first write: what is saved is a whole tree, so nothing of the step before stays.
-    group = zarr.create_group(session.store, overwrite=True, attributes={GROUP_ATTRIBUTE: _described(head, items)})
-    for item in items:
-        _write(zarr, group, item)
-    step = {} if head.step is None else {"step": head.step}
+    group = zarr.create_group(session.store, overwrite=True)
+    sums = [_write(zarr, group, item) for item in items]
+    group.update_attributes({GROUP_ATTRIBUTE: _described(head, items, sums)})
+    told: dict[str, Any] = {} if head.step is None else {"step": head.step}
+    told["save"] = token = uuid.uuid4().hex
     text = message or ("a checkpoint" if head.step is None else f"step {head.step}")
+    before = session.snapshot_id
     try:
         with _alone(place):
-            made = session.commit(text, step)
-    except ice.ConflictError:
-        raise CheckpointExists(
-            f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this save is there: save again"
-        ) from None
-    except ice.IcechunkError as e:
-        raise StoreError(f"{target}: icechunk could not commit: {icechunk_store.first_line(e)}") from None
+            made = session.commit(text, told)
+    except (ice.ConflictError, ice.IcechunkError) as e:
+        # Where the answer was lost, icechunk asks again, and takes its own commit for another's.
+        with icechunk_store.asked(f"{target}: whether the commit was made is not known, as its answer was lost"):
+            line = itertools.takewhile(lambda s: s.id != before, repo.ancestry(branch=branch))
+            made = next((s.id for s in line if s.metadata.get("save") == token), "")
+        if not made and isinstance(e, ice.ConflictError):
+            raise CheckpointExists(
+                f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this save is there: save again"
+            ) from None
+        if not made:
+            raise StoreError(f"{target}: icechunk could not commit: {icechunk_store.first_line(e)}") from None
     return f"{icechunk_store.SCHEME}://{place}@{made}", sum(i.dtype.itemsize * int(np.prod(i.shape)) for i in items)
 
 
@@ -78,9 +89,16 @@ def _refuse_others(zarr: Any, store: Any, target: str) -> None:
         raise CheckpointExists(f"{target} holds arrays that another program wrote; choose another branch")
 
 
-def _described(head: manifest.Manifest, items: Sequence[SaveItem]) -> dict[str, str]:
-    """The attribute: a JSON text and its crc32c."""
-    rows = [[list(i.path), i.directory, list(i.shape), i.dtype.name, list(i.grid.chunk)] for i in items]
+def _chunk(item: SaveItem) -> tuple[int, ...]:
+    return tuple(max(c, 1) for c in item.grid.chunk)
+
+
+def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequence[str]) -> dict[str, str]:
+    """The attribute: a JSON text, which has the crc32c of every chunk, and the crc32c of the text."""
+    rows = [
+        [list(i.path), i.directory, list(i.shape), i.dtype.name, list(_chunk(i)), held]
+        for i, held in zip(items, sums, strict=True)
+    ]
     held = {
         "version": 1,
         "tree": head.tree,
@@ -91,23 +109,36 @@ def _described(head: manifest.Manifest, items: Sequence[SaveItem]) -> dict[str, 
     return {"checkpoint": text, "crc32c": f"{crc32c(text.encode()):08x}"}
 
 
-def _write(zarr: Any, group: Any, item: SaveItem) -> None:
-    array = group.create_array(
-        item.directory,
-        shape=item.shape,
-        chunks=tuple(max(c, 1) for c in item.grid.chunk),
-        dtype=item.dtype,
-        compressors=[zarr.codecs.Crc32cCodec()],
-        fill_value=0,
-        # A chunk of zeros is written too: otherwise one that was lost could not be told from it.
-        config={"write_empty_chunks": True},
-    )
+def _write(zarr: Any, group: Any, item: SaveItem) -> str:
+    """Write the chunks of an array, those of zeros too; returns their checksums, in the order of the grid."""
+    from zarr.core.buffer.cpu import Buffer
+    from zarr.core.sync import sync
+
+    chunk = _chunk(item)
+    codecs = {"compressors": [zarr.codecs.Crc32cCodec()], "fill_value": 0}
+    array = group.create_array(item.directory, shape=item.shape, chunks=chunk, dtype=item.dtype, **codecs)
+    grid = ChunkGrid(item.shape, chunk, chunk)
+    sums = np.zeros(grid.counts, "<u4")
+
+    async def put(chunks: Mapping[str, bytes]) -> None:
+        await asyncio.gather(*((array.store_path / key).set(Buffer.from_bytes(held)) for key, held in chunks.items()))
+
     for box, data in _blocks(item):
-        unit = tuple(min(max(c, 1), max(n, 1)) for c, n in zip(item.grid.chunk, box.shape, strict=True))
-        for part in windows(box.shape, unit, item.dtype.itemsize, _WINDOW):
+        for part in windows(box.shape, chunk, item.dtype.itemsize, _WINDOW):
             values = data[(*part.slices, ...)]
             held = np.asarray(values if isinstance(values, np.ndarray) else values.to_device("cpu"))
-            array[(*part.shifted(box.offset).slices, ...)] = held
+            place = part.shifted(box.offset)
+            chunks = {}
+            spans = (range(a // c, -(-b // c)) for a, b, c in zip(place.offset, place.stop, chunk, strict=True))
+            for coord in itertools.product(*spans):
+                inside = grid.shard_box(coord).within(place)
+                padded = np.zeros(chunk, item.dtype)
+                padded[(*map(slice, inside.shape), ...)] = held[(*inside.slices, ...)]
+                raw = padded.tobytes()
+                sums[coord] = value = crc32c(raw)
+                chunks[icechunk_store.chunk_key(coord)] = raw + value.to_bytes(4, "little")
+            sync(put(chunks))
+    return base64.b64encode(sums.tobytes()).decode()
 
 
 def _blocks(item: SaveItem) -> Iterator[tuple[Box, Any]]:

@@ -293,7 +293,7 @@ def save(
         directory. Earlier versions of meshtape refuse such a checkpoint.
     message
         For ``icechunk://PLACE@BRANCH``, a branch of an icechunk repository, in which the save is one snapshot: what its history says of it.
-        The step before stays in the history, so ``overwrite`` has no meaning there; documents and the options of files are refused.
+        The step before stays in the history, so ``overwrite`` is refused there, as are documents and the options of files.
 
     Returns
     -------
@@ -336,6 +336,7 @@ def save(
     kept |= {"share": share, "layout": layout}
     said: Any = {"step": step, "metadata": metadata}
     if target.startswith(f"{icechunk_store.SCHEME}://"):
+        kept |= {"overwrite": overwrite or None}
         return _commit(target, tree, said, message, [name for name, value in kept.items() if value is not None])
     if message is not None:
         raise CheckpointError("message= is for icechunk://; a directory has no history, metadata= keeps it")

@@ -6,8 +6,11 @@ package ``icechunk`` does all that concerns the format.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +20,10 @@ from ...arrays.core.errors import CheckpointError, NotACheckpoint, StoreError
 from ..base.locations import is_url, join
 from . import url_options
 from .contract import Pieces, Reader, Store, StoredObjectInfo
+from .object_store import environment
 
 SCHEME = "icechunk"
+_OPTIONS = ("endpoint", "region", "anonymous", "requester_pays", "virtual_hosted")  # of an s3:// URL
 _FORM = re.compile(r"icechunk://(?P<place>[^@]+)@(?P<ref>[^@/]+)(?:/(?P<node>.*))?", re.S)
 
 
@@ -38,40 +43,45 @@ def divide(root: str) -> tuple[str, str, str]:
 
 def package() -> Any:
     """The package icechunk; `StoreError` with what to install where it is not there."""
+    # For each local repository it prints on the standard output that commits are not safe beside others; those of ours take turns (see
+    # ``icechunk_commit``). Nobody can have chosen what it prints before it is imported; afterwards that is its user's own matter.
+    ours = "icechunk" not in sys.modules and "ICECHUNK_LOG" not in os.environ
     try:
         import icechunk
     except ImportError:
         raise StoreError("icechunk:// needs the package icechunk: pip install 'meshtape[icechunk]'") from None
+    if ours:
+        icechunk.set_logs_filter("warn,icechunk::storage::object_store=error")
     return icechunk
 
 
 def repository(place: str, *, create: bool = False) -> Any:
     """The repository at a place, opened once a process."""
-    return _repository(place, create, os.getpid())
+    return _repository(place, create, os.getpid(), environment() if is_url(place) else "")
 
 
 @lru_cache(maxsize=16)
-def _repository(place: str, create: bool, process: int) -> Any:
+def _repository(place: str, create: bool, process: int, surroundings: str) -> Any:
     ice = package()
     try:
         if not is_url(place):
-            # It warns on the standard output that commits there are not safe beside others: those of ours take turns (see ``icechunk_commit``).
-            ice.set_logs_filter("error")
-            try:
-                storage = ice.local_filesystem_storage(place)
-            finally:
-                ice.set_logs_filter(None)
+            storage = ice.local_filesystem_storage(place)
         elif place.startswith("s3://"):
             bucket, _, prefix = place.removeprefix("s3://").partition("/")
             bucket, given = url_options.divide(bucket)
-            options = {"region": given.get("region"), "endpoint_url": given.get("endpoint")}
+            if unknown := given.keys() - _OPTIONS:
+                raise CheckpointError(f"{place}: an icechunk repository has no option {', '.join(sorted(unknown))}")
+            flags = {name: url_options.plain(given.get(name, "false")) is True for name in _OPTIONS}
+            endpoint = given.get("endpoint")
             storage = ice.s3_storage(
                 bucket=bucket,
                 prefix=prefix,
-                from_env=True,
-                allow_http=str(given.get("endpoint", "")).startswith("http://"),
-                force_path_style="endpoint" in given,
-                **options,
+                region=given.get("region"),
+                endpoint_url=endpoint,
+                allow_http=(endpoint or "").startswith("http://"),
+                force_path_style=endpoint is not None and not flags["virtual_hosted"],
+                requester_pays=flags["requester_pays"],
+                **({"anonymous": True} if flags["anonymous"] else {"from_env": True}),
             )
         else:
             raise CheckpointError(f"{place}: icechunk repositories are opened at local paths and s3:// URLs")
@@ -84,6 +94,15 @@ def _repository(place: str, create: bool, process: int) -> Any:
         raise StoreError(f"{place}: icechunk cannot open it: {first_line(e)}") from None
 
 
+def chunk_key(coord: Sequence[int]) -> str:
+    """The name of a chunk below its array.
+
+    >>> chunk_key((0, 2)), chunk_key(())
+    ('c/0/2', 'c')
+    """
+    return "/".join(["c", *map(str, coord)])
+
+
 def is_id(ref: str) -> bool:
     """Whether a text has the form of a snapshot's id."""
     return re.fullmatch(r"[0-9A-Z]{20}", ref) is not None
@@ -94,12 +113,43 @@ def first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+@contextlib.contextmanager
+def asked(root: str) -> Iterator[None]:
+    """Errors of icechunk as `StoreError`."""
+    try:
+        yield
+    except package().IcechunkError as e:
+        raise StoreError(f"{root}: icechunk cannot read its history: {first_line(e)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Branches and tags of a repository, each with the id of its snapshot, and icechunk's facts of the newest snapshots, the newest first."""
+
+    branches: dict[str, str]
+    tags: dict[str, str]
+    snapshots: list[Any]
+
+
+def history(place: str, limit: int) -> History:
+    """The history of a repository, of whatever branch or tag, as far as its ``limit`` newest snapshots."""
+    repo = repository(place)
+    found: dict[str, Any] = {}
+    with asked(place):
+        branches = {name: repo.lookup_branch(name) for name in sorted(repo.list_branches())}
+        tags = {name: repo.lookup_tag(name) for name in sorted(repo.list_tags())}
+        for snapshot in [*branches.values(), *tags.values()]:
+            # Where this line meets one that was followed, it goes on as that one did.
+            line = itertools.takewhile(lambda s, held=found: s.id not in held, repo.ancestry(snapshot_id=snapshot))
+            found |= {s.id: s for s in itertools.islice(line, limit)}
+    newest = sorted(found.values(), key=lambda s: s.written_at, reverse=True)
+    return History(branches, tags, newest[:limit])
+
+
 def snapshot_of(repo: Any, ref: str, root: str) -> str:
     """The id of the snapshot that a branch, a tag or an id names."""
-    try:
+    with asked(root):
         branches, tags = repo.list_branches(), repo.list_tags()
-    except package().IcechunkError as e:
-        raise StoreError(f"{root}: icechunk cannot list its branches: {first_line(e)}") from None
     if ref in branches and ref in tags:
         raise CheckpointError(
             f"{root}: {ref!r} is a branch and a tag; name the snapshot: {repo.lookup_branch(ref)} or {repo.lookup_tag(ref)}"

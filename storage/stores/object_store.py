@@ -61,7 +61,7 @@ def _obstore() -> Any:
 # ----- clients --------------------------------------------------------------------------------------------------------
 
 
-def _environment() -> str:
+def environment() -> str:
     """A digest of the credentials and endpoints in the environment, which reveals none of them."""
     held = sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_")))
     return hashlib.sha256(repr(held).encode()).hexdigest()
@@ -74,7 +74,7 @@ def client(root: str) -> tuple[Any, str]:
     if scheme == "memory":
         key: Any = (scheme, bucket)
     else:
-        key = (scheme, bucket, _environment())
+        key = (scheme, bucket, environment())
     with _lock:
         if key not in _clients:
             _clients[key] = _connect(scheme, bucket)

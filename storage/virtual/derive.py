@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
@@ -17,7 +18,7 @@ from ..loading.open import open_checkpoint
 from ..rules.rules import Rules
 from ..stores import store
 from . import expressions as ex
-from .document import build
+from .document import build, loads, read_document
 from .identity import identity_of
 
 Source = str | os.PathLike[str] | Checkpoint
@@ -31,6 +32,7 @@ _OTHERS = (
     *(f"{method}_config" for method in ("arrow", "kasa", "monteclora", "velora")),
 )
 """Members of a configuration with which the weights of an adapter mean something else than plain LoRA."""
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")  # of factors beside a base that stays as it is
 
 
 class _Sources:
@@ -45,6 +47,10 @@ class _Sources:
         if not ckpt.whole:
             raise CheckpointError(
                 f"{ckpt.path} is a part of a checkpoint, or was made of one by rules; give the whole, and virtual.with_rules"
+            )
+        if ckpt.kind == "Blend":
+            raise CheckpointError(
+                f"a blend lies nowhere that a virtual checkpoint could name; write it with storage.blend first ({ckpt.path})"
             )
         if ckpt.computed is not None and not ckpt.computed.identity:
             self.parents |= ckpt.computed.parents
@@ -147,8 +153,12 @@ def ema(
         found = numbered.complete(directory)
         line = {s.step: s.path for s in branches.current(directory, found).line(found)}
         wanted = sorted(line if steps is None else set(steps))
-        if lost := [s for s in wanted if s not in line] or not line:
-            raise CheckpointKeyError(f"{directory} has no step {lost}; it has {list(line)[:20] or 'none'}")
+        if not line:
+            raise CheckpointKeyError(
+                f"{directory} is no run of a CheckpointManager with steps; give one, or a list of checkpoints"
+            )
+        if lost := [s for s in wanted if s not in line]:
+            raise CheckpointKeyError(f"{directory} has no step {lost}; it has {list(line)[:20]}")
         sources: list[Source] = [line[s] for s in wanted]
     elif steps is not None:
         raise CheckpointError("ema takes steps= of a run's directory; of a list, leave out what is not wanted")
@@ -226,6 +236,11 @@ def _config(where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{file}: only plain LoRA is applied, and it says {other if other is not True else config['peft_type']}"
         )
+    if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:
+        raise CheckpointError(
+            f"{file}: its factors began as {begun!r:.40}, beside another base than the one that is stored; let PEFT convert it to plain LoRA "
+            "(save_pretrained with path_initial_model_for_weight_conversion)"
+        )
     return config
 
 
@@ -246,6 +261,23 @@ def _factor_of(config: Mapping[str, Any], module: str, rank: int) -> float:
 def _said(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The value of the first pattern that fits a module, as PEFT finds it."""
     return next((float(v) for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", module)), float(default))
+
+
+def repin(document: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint of a document whose parents are others than it says, with those that are there now.
+
+    For parents without checksums, which are known by lengths and times: a copy of them counts as another. Whether they are the same is
+    the caller's word. `write` it with ``overwrite=True`` to pin them.
+    """
+    where = store.location(document)
+    node = loads(read_document(where), where)
+    held = _Sources()
+    known = {p: held.add(p.path) for p in dict.fromkeys(ex.parents_of(node))}
+
+    def again(x: Any) -> Any:
+        return known[x] if isinstance(x, ex.Parent) else replace(x, of=tuple(map(again, x.of)))
+
+    return build(again(node), held.parents)
 
 
 def cast(parent: Source, dtype: Any) -> Checkpoint:

@@ -238,7 +238,8 @@ def _within(where: str) -> Iterator[_Opening]:
             _opening.reset(token)
 
 
-def _read(where: str) -> bytes:
+def read_document(where: str) -> bytes:
+    """The bytes of a file that may be a document, of at most `LONGEST`."""
     at, name = store.holding(where)
     with contextlib.closing(at.reader(name)) as reader:
         if reader.nbytes > LONGEST:
@@ -257,7 +258,7 @@ def is_document(path: str) -> bool:
 def open_document(where: str) -> Checkpoint:
     """The checkpoint of a document. Raises `ParentChanged` where a parent is not what the document pins."""
     with _within(where) as opening:
-        data = _read(where)
+        data = read_document(where)
         node = loads(data, where)
         parents: dict[Parent, Checkpoint] = {}
         for parent in dict.fromkeys(parents_of(node)):
@@ -271,6 +272,11 @@ def open_document(where: str) -> Checkpoint:
             if (now := identity_of(ckpt)) != parent.identity:
                 raise ParentChanged(
                     f"{where}: its parent {parent.path} is another by now: {parent.identity} was pinned, and {now} is there"
+                    + (
+                        ". It has no checksums, so a copy or another time counts, too: virtual.repin pins what is there"
+                        if now[:6] == "files:"
+                        else ""
+                    )
                 )
         out = build(node, parents)
     assert out.computed is not None
@@ -330,7 +336,7 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     store.refuse_folder(where)
     at, name = store.holding(where)
     at.refuse_writes()
-    if at.size(name) is not None and (not _read(where).startswith(START) or not overwrite):
+    if at.size(name) is not None and (not read_document(where).startswith(START) or not overwrite):
         what = (
             "exists; pass overwrite=True"
             if overwrite is False

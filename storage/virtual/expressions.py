@@ -337,9 +337,9 @@ class Lora(Node):
         whole = {n: t for n in strange if (t := _trained_whole(n)) in arrays}
         strange = [n for n in strange if n not in whole]
         lines = listed("keys of the adapter that are no part of a LoRA", [*strange, *adapter.skipped])
-        if whole and self.scale != 1:
+        if self.scale != 1 and (trained := [n for n in whole if ".base_layer." not in n]):
             raise CheckpointError(
-                f"scale={self.scale} has no meaning for {[*whole][:4]}, which the adapter trained whole"
+                f"scale={self.scale} has no meaning for {trained[:4]}, which the adapter trained whole"
             )
         own = dict(self.factors)
         for name, target in whole.items():
@@ -368,7 +368,9 @@ class Lora(Node):
 
 def _trained_whole(name: str) -> str:
     """The array of the base for one that PEFT saves whole (``modules_to_save``)."""
-    return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+    # An embedding with factors is saved beside them.
+    plain = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+    return plain.replace(".base_layer.weight", ".weight")
 
 
 def _refuse_scaled(ckpt: Checkpoint) -> None:

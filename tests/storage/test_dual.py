@@ -93,6 +93,20 @@ def test_index_of_hugging_face(tmp_path):
     assert os.path.samefile(link, where / "embed" / "c.0.0")
 
 
+def test_copies_of_links_are_compared(tmp_path):
+    shutil.copytree(save(tmp_path / "c"), tmp_path / "copy")
+    assert mt.storage.verify(tmp_path / "copy").uncovered == []
+    link = next((tmp_path / "copy").glob("model-00001-of-*.safetensors"))
+    data = bytearray(link.read_bytes())
+    data[-9] ^= 1
+    link.write_bytes(data)
+    with pytest.raises(mt.errors.CorruptCheckpoint, match=link.name):
+        mt.storage.verify(tmp_path / "copy")
+    link.unlink()
+    with pytest.raises(mt.errors.CorruptCheckpoint, match=link.name):
+        mt.storage.verify(tmp_path / "copy")
+
+
 def test_transforms_and_replacing(tmp_path):
     where = save(tmp_path / "c")
     mt.storage.convert(where, tmp_path / "z", format="zarr")
@@ -140,6 +154,8 @@ def test_blocks_of_a_mesh(tmp_path):
         ({"w": np.ones(3)}, {"pack": True}, "pack="),
         ({"w": np.ones(3, "c16")}, {}, "safetensors form"),
         ({zarr_format.DUAL_INDEX: np.ones(3)}, {}, "reserve"),
+        ({"__metadata__": np.ones(3)}, {}, "reserve"),
+        ({"__metadata__": np.ones(())}, {}, "reserve"),
         ({"model.safetensors.index.json": np.ones(3)}, {}, "rename"),
     ],
 )

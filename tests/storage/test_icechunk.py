@@ -1,5 +1,8 @@
 """Saves into icechunk repositories: one snapshot a step, whole or not at all, read by branch, tag or snapshot."""
 
+import contextlib
+import itertools
+import json
 import os
 import random
 import signal
@@ -10,9 +13,13 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from meshtape import errors
-from meshtape.storage import convert, diff, load, merge, open_checkpoint, save, save_async, verify
+from meshtape.cli.main import main
+from meshtape.storage import convert, diff, load, merge, open_checkpoint, options, save, save_async, verify
+from meshtape.storage.browse.model.layout import chunk_map
+from meshtape.storage.saving import icechunk_commit
 from meshtape.storage.stores import icechunk_store, store
 
 
@@ -38,6 +45,12 @@ def url(ice, tmp_path):
     return f"icechunk://{tmp_path / 'repo'}"
 
 
+@pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.slow)])
+def anywhere(request, url):
+    """On a disk and in a bucket."""
+    return url if request.param == "disk" else f"icechunk://{request.getfixturevalue('s3').url}"
+
+
 @pytest.fixture
 def tree(kit):
     held = {f"{d.name}{s}": kit.random(d, s, i) for i, d in enumerate(kit.DTYPES) for s in kit.SHAPES}
@@ -45,7 +58,8 @@ def tree(kit):
     return {"layers": [held, {"blocks": blocks, "zeros": np.zeros((700, 900), "f4")}], "lr": 0.1, "t": (1, None)}
 
 
-def test_trees_come_back_exactly_and_every_function_reads_them(kit, url, tree, tmp_path):
+def test_trees_come_back_exactly_and_every_function_reads_them(kit, anywhere, tree, tmp_path):
+    url = anywhere
     first = save(url, tree, step=1, metadata={"loss": float("inf")})
     save(tmp_path / "plain", tree)
     ckpt = open_checkpoint(url)
@@ -87,14 +101,104 @@ def test_branches_tags_and_snapshots(ice, url, tmp_path):
         open_checkpoint(f"{url}@v1")
 
 
+def test_the_command_line_looks_at_repositories(ice, url, tmp_path):
+    first = save(url, {"w": np.arange(6.0), "lr": 0.5}, step=1, message="the \x1b[2Jfirst").path.rpartition("@")[2]
+    icechunk_store.repository(str(tmp_path / "repo")).create_tag("v1", first)
+    second = save(f"{url}@side", {"w": np.ones(3)}, step=7).path.rpartition("@")[2]
+
+    def call(*args, code=0):
+        done = CliRunner().invoke(main, args)
+        assert done.exit_code == code, done.output
+        return json.loads(done.stdout) if "--json" in args else done.stdout + done.stderr
+
+    held = call("ls", url, "--json")
+    assert held["path"] == str(tmp_path / "repo")
+    assert (held["branches"], held["tags"]) == ({"main": first, "side": second}, {"v1": first})
+    assert [(s["id"], s["step"], s["refs"]) for s in held["snapshots"][:2]] == [
+        (second, 7, ["side"]),
+        (first, 1, ["main", "tag v1"]),
+    ]
+    assert held["snapshots"][1]["message"] == "the \x1b[2Jfirst"
+    assert held["snapshots"][2]["step"] is None  # icechunk's own first one
+    text = call("ls", url)
+    assert "side" in text
+    assert "step 7" in text
+    assert "\x1b" not in text
+    assert [r["name"] for r in call("ls", f"{url}@v1", "--json")["rows"]] == ["w"]
+    assert call("show", f"{url}@{first}", "w", "--json")["max"] == 5
+    assert call("browse", f"{url}@side", "--json")[0]["step"] == 7
+    assert call("browse", url, "--json")[0]["step"] == 1  # main
+    assert call("verify", url, "--json")["arrays"] == 1
+    assert "no icechunk repository" in call("ls", "icechunk://" + str(tmp_path / "nothing"), code=1)
+    ckpt = open_checkpoint(url)
+    assert chunk_map(ckpt["w"], None, 0, (0,), check=True).chunks[0].state == "sound"
+
+
+@pytest.mark.parametrize("chosen", ["", "icechunk.set_logs_filter('debug');"])
+def test_what_icechunk_prints_is_as_its_user_chose(ice, url, chosen):
+    code = f"import sys, numpy as np; from meshtape.storage import save; from meshtape.storage.stores import icechunk_store\n{'import icechunk;' * bool(chosen)} {chosen}\nsave(sys.argv[1], {{'w': np.ones(3)}})"
+    said = subprocess.run([sys.executable, "-c", code, url], check=True, capture_output=True, text=True).stdout
+    assert ("not safe for concurrent" in said, "DEBUG" in said) == (bool(chosen), bool(chosen))
+
+
+def _messages(url):
+    repo = icechunk_store.repository(icechunk_store.divide(store.location(url))[0])
+    return [s.message for s in repo.ancestry(branch="main")]
+
+
+def test_a_bucket_by_its_url_or_the_environment(ice, s3, monkeypatch):
+    by_environment = f"icechunk://{s3.url}"
+    save(by_environment, {"w": np.arange(5.0)}, step=1)
+    endpoint = s3.environment["AWS_ENDPOINT_URL"]
+    for name in ("AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    url = f"icechunk://{options(s3.url, endpoint=endpoint, region='us-east-1')}"
+    assert open_checkpoint(url).step == 1
+    alone = icechunk_commit._alone
+
+    @contextlib.contextmanager
+    def late(place):
+        monkeypatch.setattr(icechunk_commit, "_alone", alone)
+        save(url, {"w": np.ones(9)}, step=2)  # before the other has committed
+        yield
+
+    monkeypatch.setattr(icechunk_commit, "_alone", late)
+    with pytest.raises(errors.CheckpointExists, match="save again"):
+        save(url, {"w": np.ones(7)}, step=3)
+    assert _messages(url)[:2] == ["step 2", "step 1"]
+    assert load(url)["w"].shape == (9,)
+    # The answers to a commit are lost: it is not taken for another's.
+    harmed = []
+
+    def lost(number, method, path):
+        if method == "PUT" and "/refs/" in path and path not in harmed:
+            harmed.append(path)
+            return "lost"
+        return None
+
+    s3.proxy.fault = lost
+    first = save(url, {"w": np.ones(4)}, step=4)
+    assert harmed
+    assert _messages(url)[:2] == ["step 4", "step 2"]
+    assert open_checkpoint(url).path == first.path
+    verify(url)
+
+
 def test_what_is_refused(ice, url, tmp_path):
     import zarr
 
     with pytest.raises(errors.NotACheckpoint, match="no icechunk repository"):
         open_checkpoint(url)
-    for options in ({"documents": {"config": {}}}, {"compression": "zstd"}, {"pack": True}):
-        with pytest.raises(errors.CheckpointError, match="no place"):
-            save(url, {"w": np.ones(2)}, **options)
+    given = {"documents": {"config": {}}, "compression": "zstd", "pack": True, "dtype_fallback": "raw"}
+    for name, value in (given | {"share": str(tmp_path), "layout": "dual", "overwrite": True}).items():
+        with pytest.raises(errors.CheckpointError, match=f"no place for {name}="):
+            save(url, {"w": np.ones(2)}, **{name: value})
+    with pytest.raises(errors.CheckpointError, match="no option encryption"):
+        save("icechunk://s3://bucket;encryption=AES256/run", {"w": np.ones(2)})
+    plain = save(tmp_path / "z", {"w": np.ones(2)}).path
+    for work in (lambda: convert(plain, url, format="zarr"), lambda: merge(plain, url)):
+        with pytest.raises(errors.StoreError, match="read"):
+            work()
     with pytest.raises(errors.CheckpointError, match="background"):
         save_async(url, {"w": np.ones(2)})
     with pytest.raises(errors.CheckpointError, match="message"):
@@ -111,26 +215,38 @@ def test_what_is_refused(ice, url, tmp_path):
     assert list(open_checkpoint(url)) == ["theirs"]
 
 
-def test_flips_are_found(ice, url, tmp_path):
-    """icechunk compares nothing: a flip in each file of chunks is an error of a load and of `verify`, never other numbers."""
+def test_a_chunk_that_is_not_the_one_of_its_place_is_found(ice, url, tmp_path, kit):
+    """icechunk compares nothing: a flip anywhere, a cut, a lost file and an exchange are errors that name key and chunk, never other numbers."""
     wanted = np.random.default_rng(0).normal(size=(300, 500)).astype("f4")
-    save(url, {"w": wanted, "b": wanted[:90]}, step=1)
+    blocks = kit.split(wanted, kit.Sharding(kit.Host({"x": 4}), (0,)))
+    save(url, {"w": blocks, "b": 2 * wanted[:75]}, step=1)
     files = sorted((tmp_path / "repo" / "chunks").iterdir())
-    assert files
-    for path in files:
-        data = path.read_bytes()
-        for at in (0, len(data) // 2, len(data) - 1):
-            changed = bytearray(data)
-            changed[at] ^= 8
-            path.write_bytes(changed)
-            icechunk_store.forget()
-            with pytest.raises(errors.CorruptCheckpoint):
-                verify(url)
-            with pytest.raises(errors.CheckpointError):
+    kept = {path: path.read_bytes() for path in files}
+    assert len(files) == 5
+    assert len({len(data) for data in kept.values()}) == 1  # each could be taken for any other
+
+    def harmed(now, error=errors.CorruptCheckpoint, says=r"chunk \(\d, 0\) of key '[wb]'"):
+        for path, data in now.items():
+            path.write_bytes(data)
+        icechunk_store.forget()
+        with pytest.raises(error, match=says):
+            verify(url)
+        if now[path][:-4] == kept[path][:-4]:  # the checksum beside the elements, for other readers
+            assert kit.same(load(url)["w"], wanted)
+        else:
+            with pytest.raises(error, match=says):
                 load(url)
-        path.write_bytes(data)
+        for path in now:
+            path.write_bytes(kept[path])
+
+    for path, data in list(kept.items())[:2]:
+        for at in (0, len(data) // 2, len(data) - 1):
+            harmed({path: data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :]})
+    for one, two in itertools.pairwise(files):
+        harmed({one: kept[two], two: kept[one]}, says=r"chunk \(\d, 0\) of key '[wb]' is whole, but not the one")
+    harmed({files[0]: b""}, errors.StoreError, "/c/[0-3]/0 cannot be read")
     icechunk_store.forget()
-    verify(url)
+    assert verify(url).nbytes == 375 * 500 * 4
 
 
 _WRITER = """
@@ -161,7 +277,8 @@ def _whole(url):
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_leaves_the_last_snapshot(ice, url):
+def test_a_writer_that_is_killed_leaves_the_last_snapshot(anywhere):
+    url = anywhere
     save(url, {"w": np.full((200, 300), 0), "b": np.full(9, 0)}, step=0)
     rng, last = random.Random(0), 0
     for n in range(12):
@@ -179,16 +296,16 @@ def test_a_writer_that_is_killed_leaves_the_last_snapshot(ice, url):
 
 
 @pytest.mark.slow
-def test_two_writers_at_once_lose_nothing(ice, url, tmp_path):
+def test_two_writers_at_once_lose_nothing(anywhere):
     """Each save is a snapshot of the history or a typed error of its writer; a reader beside them sees one step at a time."""
+    url = anywhere
     save(url, {"w": np.full((200, 300), 0), "b": np.full(9, 0)}, step=0)
     both = [_writer(url, name, first, 25) for name, first in (("a", 100), ("b", 200))]
     while any(p.poll() is None for p in both):
         _whole(url)
     said = {line for p in both for line in p.communicate()[0].splitlines() if line != "ready"}
     assert [p.returncode for p in both] == [0, 0]
-    repo = icechunk_store.repository(str(tmp_path / "repo"))
-    history = [a.message for a in repo.ancestry(branch="main")]
+    history = _messages(url)
     assert len(history) == len(set(history))
     assert said == {m for m in history if m[:2] in ("a ", "b ")}
     assert said

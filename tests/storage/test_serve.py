@@ -128,7 +128,9 @@ def test_ranges(tmp_path, make):
         assert ask(url, Range="bytes=0-3", If_Range=tag)[0] == 206
         assert ask(url, Range="bytes=0-3", If_Range='"other"')[0] == 200
         assert ask(url, If_None_Match=tag)[0] == 304
+        assert ask(url, If_None_Match="*")[0] == 304
         assert ask(url, If_Match='"other"')[0] == 412
+        assert ask(url, If_Match=f'"other", {tag}')[0] == 200
 
 
 def test_only_the_checkpoint_is_reached(tmp_path):

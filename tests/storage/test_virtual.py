@@ -5,6 +5,7 @@ import functools
 import http.server
 import json
 import multiprocessing
+import os
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 import zarr
 from click.testing import CliRunner
 
@@ -280,6 +282,7 @@ BAD_ADAPTERS = {
     "nothing": ({}, {}, "has no array"),
     "another rank": ({"r": 2}, AB, "have rank 1, and adapter_config.json says 2"),
     "DoRA": ({"use_dora": True}, AB, r"it says \['use_dora'\]"),
+    "another base": ({"init_lora_weights": "pissa"}, AB, "'pissa', beside another base"),
     "another method": ({"peft_type": "LOHA"}, AB, "it says LOHA"),
     "no alpha": ({"lora_alpha": None}, AB, "lora_alpha is None"),
     "a slow pattern": ({"alpha_pattern": {"(a+)+b": 1}}, AB, "only names of modules"),
@@ -328,7 +331,7 @@ def test_an_average_over_a_run_pins_its_steps(tmp_path):
     assert manager.steps() == [10, 20, 30, 40]
     with pytest.raises(errors.CheckpointKeyError, match=r"no step \[15\]; it has \[10, 20, 30, 40\]"):
         virtual.ema(tmp_path / "run", decay=0.5, steps=[15])
-    with pytest.raises(errors.CheckpointKeyError, match="it has none"):
+    with pytest.raises(errors.CheckpointKeyError, match="no run of a CheckpointManager"):
         virtual.ema(tmp_path / "nowhere", decay=0.5)
 
 
@@ -834,8 +837,23 @@ def test_damage_of_a_parent_is_found(tmp_path):
         with pytest.raises(errors.CorruptCheckpoint):
             read(where)
     bare(tmp_path)
-    with pytest.raises(errors.CheckpointError, match="no checksums to verify"):
-        verify(virtual.mean([tmp_path / "p"]))
+    assert verify(virtual.mean([tmp_path / "p"])).uncovered == [str(tmp_path / "p")]
+
+
+def test_parents_are_pinned_anew(tmp_path):
+    safetensors.numpy.save_file({"w": np.float32([1, 3])}, tmp_path / "p.safetensors")
+    where = virtual.write(tmp_path / "d.json", virtual.add(tmp_path / "p.safetensors", tmp_path / "p.safetensors", 2.0))
+    os.utime(tmp_path / "p.safetensors")
+    with pytest.raises(errors.ParentChanged, match="repin"):
+        open_checkpoint(where)
+    virtual.write(where, virtual.repin(where), overwrite=True)
+    assert load(where)["w"].tolist() == [3, 9]
+
+
+def test_an_embedding_of_the_adapter_beside_its_factors(tmp_path):
+    base = save(tmp_path / "base", {"m.weight": np.eye(2, dtype="f4")}).path
+    held = {**AB, "base_model__model__m__base_layer__weight": np.eye(2, dtype="f4") * 2}
+    assert virtual.lora(base, adapter(tmp_path / "lora", **held))["m.weight"][...].tolist() == [[4, 0], [4, 2]]
 
 
 def keep_writing(path, stop):

@@ -1,0 +1,84 @@
+"""Entries of ``config.json`` about each layer, for layers that come from several models and have other numbers now."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_FOR_EACH = re.compile(
+    r"^(?!mtp|vision|.*token_id).*(layer|block|pattern|attention|attn|indexer|heads|experts|topk|moe|mlp|intermediate_size|window)"
+)
+_NUMBERS = re.compile(
+    r"only_layers$|^(moe|cross_attention|rope_scaling)_layers$|^(hybrid|local)_layer_ids$|^(attn_layer|full_attn)_id\w+$"
+)
+_BELOW = frozenset(["max_window_layers", "first_k_dense_replace", "num_dense_layers"])  # the layers before this one
+_EVERY = re.compile(
+    r"sparse_step$|layer_freq$|layer_step$|layer_interval$|every_n_layers$|layer_period$|attention_(interval|frequency)$|window_pattern$"
+)
+_OTHERS = frozenset(
+    [
+        "num_kv_shared_layers",
+        "kv_source_layers",
+        "ple_layer_ids",
+        "block_types",
+        "attention_types",
+        "moe_layer_start_index",
+        "moe_layer_end_index",
+        "scale_attn_by_inverse_layer_idx",
+    ]
+)
+
+
+def inner(config: Any) -> dict[str, Any]:
+    """The part of a configuration that describes the layers of text."""
+    if not isinstance(config, dict):
+        return {}
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
+
+
+def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]) -> list[str]:
+    """Change what a configuration says of layers to ``order``: the configuration that describes each layer, and its number there. Gives notes."""
+    notes = []
+    for key in dict.fromkeys(k for c in (config, *(c for c, _ in order)) for k in c):
+        held = [(c.get(key), i) for c, i in order]
+        fits = [_for_each(key, c) for c, _ in order]
+        if any(fits):
+            new: Any = [v[i] for v, i in held] if all(fits) else None
+            if new is None:
+                config.pop(key, None)
+                notes.append(f"config.json: without {key!r}, which not all models have for each layer")
+            elif config.get(key) != new:
+                config[key] = "".join(new) if isinstance(held[0][0], str) else new
+        elif _NUMBERS.search(key) and all(isinstance(v, list) for v, _ in held):
+            config[key] = [k for k, (v, i) in enumerate(held) if i in v]
+        elif not _holds(key, config, held):
+            notes.append(
+                f"config.json: {key!r} speaks of layers by their numbers, which are others now; see whether {config.get(key)!r} is right"
+            )
+    return notes
+
+
+def _for_each(key: str, config: dict[str, Any]) -> bool:
+    """Whether an entry has a value for each layer."""
+    value, n = config.get(key), next((config[k] for k in COUNTS if k in config), None)
+    named = key not in _OTHERS and _FOR_EACH.search(key) and not _NUMBERS.search(key)
+    return bool(named) and isinstance(value, (list, str)) and bool(value) and len(value) == n
+
+
+def _holds(key: str, config: dict[str, Any], held: Sequence[tuple[Any, int]]) -> bool:
+    """Whether an entry says the same of all layers by their new numbers; a limit that can is set to do so."""
+    values = [v for v, _ in held]
+    said = "layer_types" in config and re.search("window|attention", key) is not None  # by that, already
+    if key in _BELOW and all(type(v) is int for v in values):
+        below = [i < v for v, i in held]
+        if below == sorted(below, reverse=True):
+            config[key] = max(config.get(key, 0), len(held)) if all(below) else sum(below)
+            return True
+        return said
+    if _EVERY.search(key) and all(type(v) is int and v > 0 for v in values):
+        return said or (len(set(values)) == 1 and all((i - k) % v == 0 for k, (v, i) in enumerate(held)))
+    named = key in _OTHERS or key in _BELOW or _EVERY.search(key) or _NUMBERS.search(key)
+    same = [i for _, i in held] == list(range(len(held))) and all(v == values[0] for v in values)
+    return not named or not any(values) or (same and config.get(key) == values[0])
