@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...arrays.core.blocks import Box
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, NotACheckpoint
 from ..base import names
 from ..base.scratch import room
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
@@ -283,7 +283,9 @@ def _open_torch(
     try:
         tree = walk(top, ())
     except CheckpointDTypeError as e:
-        raise CorruptCheckpoint(f"{path}: not a description of tensors: {e}") from None
+        raise NotACheckpoint(
+            f"{path} holds no tensors by name: {e}. Of a whole module, save its state_dict()"
+        ) from None
     structure = {"tensor": tree} if isinstance(tree, Leaf) else tree
     return Checkpoint(path, "PyTorch", arrays, structure, skipped=skipped)
 

@@ -324,6 +324,11 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
         return archives.open_npy(path)
     if start.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return archives.open_archive(path, verify)
+    if start.lstrip().startswith(b"{") and 0 not in start:  # a length has zeros
+        raise NotACheckpoint(
+            f"{path} is not a safetensors file, nor the document of a virtual checkpoint, which nobody may edit; "
+            "an index or a manifest is opened by its directory"
+        )
     # Eight bytes of length, then JSON: a file of another kind gets a plain answer, not one about headers.
     if start and b"{" not in start[8:]:
         if other := refusals.of_start(path, bytes(start)):

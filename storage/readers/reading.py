@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
+from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..stores import generations
@@ -111,7 +111,8 @@ class opened:  # used as a function is
             self._refuse(error)
 
     def _refuse(self, error: BaseException) -> None:
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        # `NotACheckpoint` is a FileNotFoundError, too.
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not isinstance(error, CheckpointError):
             self._generation.check()
             raise IncompleteCheckpoint(
                 f"{self._where} is missing, which holds {self._what}; restore the file or another checkpoint"

@@ -74,6 +74,7 @@ def test_every_command_takes_odd_names_and_gives_data(command: str, held: Path, 
         ("nothing", "Error: .*nothing: no such file or directory"),
         ("program", "is a program file"),
         ("text", "is not a safetensors file"),
+        ("text.json", "is not a safetensors file.*document of a virtual checkpoint"),
         ("s3://KEY:hush-hush@bucket/x", "credentials come from the environment"),
         ("https://me:hush-hush@host/x?signature=hush-hush", "credentials come from the environment"),
         ("foo://host/x", "known are s3://"),
@@ -82,6 +83,7 @@ def test_every_command_takes_odd_names_and_gives_data(command: str, held: Path, 
 def test_what_is_no_checkpoint(command: str, place: str, match: str, held: Path, tmp_path: Path) -> None:
     mt.save_program(tmp_path / "program", lambda x: x, mt.ones(2))
     (tmp_path / "text").write_text("plain text, and more of it")
+    (tmp_path / "text.json").write_text('{"format": "meshtape.Virtual", "version": 1}')
     where = place if "://" in place else str(tmp_path / place)
     args = [where if a == str(held / ODD) else a for a in COMMANDS[command](str(held / ODD), str(held / ODD), "out")]
     done = call(*args, HOME=str(tmp_path))

@@ -281,9 +281,12 @@ def test_what_torch_cannot_mean_is_refused(tmp_path):
             z.writestr("x/data/0", bytes(16))
         return tmp_path / "x.pt"
 
-    for text in (b"cos\nsystem\n(S'true'\ntR.", b"", b"\x80\x02ctorch.nn.modules.linear\nLinear\nq\x00)\x81."):
+    for text in (b"cos\nsystem\n(S'true'\ntR.", b""):
         with pytest.raises(errors.CorruptCheckpoint, match="not a description"):
             open_checkpoint(archive(text))
+    # A whole file, as torch.save(module) writes it.
+    with pytest.raises(errors.NotACheckpoint, match=r"nothing of a file is run.*state_dict"):
+        open_checkpoint(archive(b"\x80\x02ctorch.nn.modules.linear\nLinear\nq\x00)\x81."))
 
 
 def test_an_archive_in_a_bucket(kit):
