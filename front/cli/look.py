@@ -47,7 +47,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     from . import runs
     from .tables import Column, write, write_text
 
-    if path.startswith("icechunk://") and "@" not in path:
+    if path.lower().startswith("icechunk://") and "@" not in path:
         runs.show_repository(path, as_json)
         return
     try:

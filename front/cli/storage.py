@@ -300,7 +300,8 @@ def _tell(report: Any, as_json: bool, text: str) -> None:
 def verify(path: str, as_json: bool) -> None:
     """Check every byte against its checksums.
 
-    The exit code is 0 when all is well, and 1 with the list of damaged files when it is not.
+    The exit code is 0 when all is well, and 1 with the list of damaged files when it is not. It is 1, too, for files of others that
+    have no checksums: they may be whole, but nothing tells.
     """
     import meshtape as mt
 

@@ -11,7 +11,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ..readers.reading import Job
 from ..readers.tensor import read_into
-from ..rules.casting import cast
+from ..rules.casting import cast, count_overflows
 from ..rules.lazy_tensors import DerivedTensor, pieces
 from ..rules.measured import Measured
 from .methods import Formula, Piece, real, rounded
@@ -88,8 +88,10 @@ class Blended(DerivedTensor):
         piece, nbytes = self._filled(needs)
         with np.errstate(all="ignore"):
             made = self.method.combine(piece, self._facts())
-        made = made[box.within(needs).slices] if needs != box else made
-        if self.dtype != self.work and self.work.itemsize == 2:
-            made = rounded(made, self.work)  # first the dtype of the result, then that of the file
+            if self.dtype != self.work:
+                made = rounded(made, self.work)  # first the dtype of the result, then that of the file
+        inner = (*box.within(needs).slices, ...)
+        made = made[inner]
+        count_overflows(self.name, made, [x[inner] for x in piece.held], box.offset)
         out[...] = cast(self.name, made, self.dtype, box.offset)
         return nbytes

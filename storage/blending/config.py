@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -165,7 +166,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
             except (FileNotFoundError, IsADirectoryError):
                 raise CheckpointError(f"{text} is no file of a configuration") from None
         try:
-            parsed = yaml.safe_load(text)
+            parsed = _parsed(text)
         except yaml.YAMLError as e:
             raise CheckpointError(f"{where} is no YAML: {e}") from None
     if not isinstance(parsed, Mapping):
@@ -175,6 +176,24 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
     problems.refuse(where)
     assert out is not None
     return out
+
+
+def _parsed(text: str) -> Any:
+    """The values of a YAML text. Unlike YAML's own reader, it refuses a mapping that gives a key twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            names = [key.value for key in keys]
+            for i, key in enumerate(keys):
+                if key.value in names[:i]:
+                    problem = f"the key {key.value!r} is given twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            return node
+
+    return yaml.load(text, Loader)
 
 
 def _plain(node: Any) -> Any:
@@ -377,7 +396,17 @@ def _evaluate(name: str, default: Any, said: Any, tensor: str, t: float) -> Any:
     return None
 
 
+def filters(settings: Any) -> Iterator[str]:
+    """The texts of every filter: in settings."""
+    if isinstance(settings, Mapping) and settings.get("filter") not in (None, "*"):
+        yield str(settings["filter"])
+    if isinstance(settings, (Mapping, list, tuple)):
+        for inner in settings.values() if isinstance(settings, Mapping) else settings:
+            yield from filters(inner)
+
+
 _UNIT = frozenset(["density", "gamma", "epsilon", "select_topk"])
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")  # YAML reads 1e-5, without a point, as text
 
 
 def _typed(name: str, default: Any, said: Any) -> Any:
@@ -386,9 +415,11 @@ def _typed(name: str, default: Any, said: Any) -> Any:
             return bool(said)
         raise CheckpointError(f"parameter {name!r} is true or false, got {said!r}")
     try:
+        if isinstance(said, bool) or (isinstance(said, str) and not _EXPONENT.fullmatch(said)):
+            raise ValueError
         value = float(said)
-    except (TypeError, ValueError):
-        raise CheckpointError(f"parameter {name!r} is a number, got {said!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(f"parameter {name!r} is a number, got {said!r:.40}") from None
     if not math.isfinite(value) or (name in _UNIT and not 0 <= value <= 1):
         raise CheckpointError(f"parameter {name!r} is {'from 0 to 1' if name in _UNIT else 'finite'}, got {said!r}")
     if name == "max_iter" and (value < 0 or value != int(value)):

@@ -284,6 +284,7 @@ class TaskVectors(Formula):
         scales = None
         if self.rescale and any(s.density < 1 for s in self.sparsifiers):
             sums = yield from statistics.magnitudes(tensor, cuts)
+            statistics.check_finite(tensor, sums)
             scales = [_scale(before, after, tensor.work) for before, after in sums]
         return cuts, scales
 
@@ -327,7 +328,10 @@ class SelectCalculateErase(Formula):
             count = int((yield from statistics.nonzero(tensor)) * self.topk)
             if count:
                 cuts = [tuple((yield from statistics.order_statistics(tensor, [(0, count, True)])))]
+                key = np.asarray(cuts[0][0].key, f"u{real(tensor.work).itemsize}")
+                statistics.check_finite(tensor, key.view(real(tensor.work)))  # else the chosen ones are any of several
         squares = yield from statistics.squares(tensor, cuts)
+        statistics.check_finite(tensor, squares)
         means = np.asarray(squares) / max(math.prod(tensor.shape), 1)
         # mergekit's own bound: differences so small count alike.
         weights = means / means.sum() if means.sum() >= 1e-6 else np.full(len(means), 1 / len(means))
@@ -362,11 +366,12 @@ class Directions(Formula):
 
     def measuring(self, tensor: Any) -> Jobs:
         products = yield from statistics.products(tensor, self.relative or self.kind == "model_stock", self.axis)
+        statistics.check_finite(tensor, products)
         with np.errstate(all="ignore"):
             out = COEFFICIENTS[self.kind](products, self.weights, dict(self.options))
         if not np.isfinite(out).all():
             raise CheckpointError(
-                f"key {tensor.name!r}: {self.kind} has no result for these sources, which have no common direction (NaN, infinite, opposite or all zero)"
+                f"key {tensor.name!r}: {self.kind} has no result for these sources, which have no common direction (opposite or all zero)"
             )
         return out
 
@@ -404,9 +409,7 @@ def nuslerp(products: np.ndarray, weights: Sequence[float], options: dict[str, f
     """Slerp between two differences, or two models, with weights."""
     length = np.maximum(_lengths(products), 1e-7)
     cos = products[..., 0, 1] / length[..., 0] / length[..., 1]
-    total = sum(weights)
-    t = 0.5 if abs(total) < 1e-6 else weights[1] / total
-    return _slerp(cos, 1 - np.clip(cos, -1, 1) ** 2 <= 1e-16, t)
+    return _slerp(cos, 1 - np.clip(cos, -1, 1) ** 2 <= 1e-16, weights[1] / sum(weights))
 
 
 def multislerp(products: np.ndarray, weights: Sequence[float], options: dict[str, float]) -> np.ndarray:

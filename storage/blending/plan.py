@@ -21,7 +21,7 @@ from ..rules.measured import Measured
 from ..stores.generations import Generation, Listed
 from ..virtual.derive import lora
 from .blended import Blended
-from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, resolve
+from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
     Directions,
     Drop,
@@ -34,6 +34,7 @@ from .methods import (
     Sparsifier,
     TaskVectors,
     Trim,
+    real,
 )
 from .vocabulary import Vocabulary, is_embedding
 
@@ -138,6 +139,11 @@ class Planner:
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):
                 self._faults.add("nothing matches", pattern, CheckpointKeyError)
+        known = {*self.names, *(n for p in self.parents.values() for n in p.tensors)}
+        held = [config.parameters, *((s.parameters, [x.parameters for x in s.sources]) for s in config.slices)]
+        for wanted in dict.fromkeys(filters(held)):
+            if not any(wanted in n for n in known):
+                self._faults.add("filter: matches no array", wanted)
         self._faults.refuse(f"{config.method} cannot blend these models")
 
     def _sizes(self) -> dict[ModelRef, int]:
@@ -257,6 +263,7 @@ class Planner:
         dtype = dtypes.by_name(self.config.out_dtype) if self.config.out_dtype else work
         try:
             shared, each = self._parameters(s, name, names, base, t)
+            _check_range(shared, list(each.values()), work)
             order = [m for m in parts if m != base] if self._with_base(base) else list(parts)
             method = _formula(
                 self.config.method, shared, [each[m] for m in order], self._with_base(base), name, self.seed
@@ -290,6 +297,18 @@ class Planner:
                 except CheckpointError as e:
                     raise CheckpointError(f"{x.model}: {e}") from None
         return shared, each
+
+
+def _check_range(shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]], work: np.dtype) -> None:
+    """Refuse numbers, and sums of weights, that become infinite in the dtype that is computed with."""
+    if work.itemsize == 1 or not any("density" in e for e in each):
+        work = real(work)  # the formulas of differences alone round their numbers to a short dtype
+    given = [(f"parameter {p!r}", v) for p, v in (*shared.items(), *(i for e in each for i in e.items()))]
+    given.append(("the sum of 'weight'", sum(abs(e.get("weight", 0)) for e in each)))
+    for told, value in given:
+        with np.errstate(over="ignore"):
+            if value is not None and not np.isfinite(np.asarray(value).astype(work)):
+                raise CheckpointError(f"{told}: {value} is no number that {work} holds")
 
 
 def _promoted(kinds: Sequence[np.dtype]) -> np.dtype | None:
@@ -340,6 +359,8 @@ def _formula(
     if method == "slerp":
         return Directions("slerp", (shared["t"],))
     if method == "nuslerp":
+        if abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
+            raise CheckpointError("the weights sum to 0, by which nuslerp divides")
         axis = None if shared["nuslerp_flatten"] else 0 if shared["nuslerp_row_wise"] else -1
         return Directions("nuslerp", weights, based, axis)
     if method == "karcher":

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.blocks import Box
+from ...arrays.core.errors import CheckpointError
 
 BLOCK = 1 << 18  # elements of each source that are held at once
 PART = 1 << 22  # elements of a call
@@ -163,6 +164,14 @@ def _place(tensor: Any, part: Box, which: int, key: int, nth: int) -> int:
             return start + int(found[nth - 1])
         nth -= len(found)
     raise AssertionError("the part holds the element")
+
+
+def check_finite(tensor: Any, sums: Any) -> None:
+    """Refuse sums that say nothing about any element of a tensor."""
+    if not np.isfinite(sums).all():
+        raise CheckpointError(
+            f"key {tensor.name!r}: a sum over the whole array is not finite: a source holds NaN or infinity, or values near the end of their range"
+        )
 
 
 # ----- sums -----------------------------------------------------------------------------------------------------------

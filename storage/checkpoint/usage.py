@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...arrays.core.errors import NotACheckpoint
 from ..format import manifest
 from ..stores import atomic_directory, store
+from ..stores.contract import unlisted
 from . import numbered
 
 
@@ -38,7 +39,7 @@ _File = tuple[int, int]
 
 def _walk(root: str) -> Iterator[tuple[_File, int, int]]:
     """(identity, bytes, names of it anywhere) of every name below a directory."""
-    for folder, _, files in os.walk(root):
+    for folder, _, files in os.walk(root, onerror=unlisted):
         for f in files:
             try:
                 found = os.lstat(os.path.join(folder, f))

@@ -18,6 +18,7 @@ from ..format import chunk_sums, manifest
 from ..format.documents import MARK, PROGRAM, is_kept
 from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
 from ..stores import store
+from ..stores.contract import unlisted
 
 GROUP = "zarr.json"
 DCP = ".metadata"  # of torch.distributed.checkpoint
@@ -116,7 +117,7 @@ def listing(root: str, held: Iterable[str]) -> ListedFiles:
 def _walk(root: str) -> list[str]:
     """Files below a local directory; folders with nothing in them, and links to folders, end in ``/``."""
     found = []
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=unlisted):
         at = os.path.relpath(folder, root).replace(os.sep, "/")
         start = "" if at == "." else f"{at}/"
         found += [start + f for f in files]

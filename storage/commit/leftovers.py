@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...arrays.core.errors import StoreError
 from ..stores import atomic_directory, owners, store
 from ..stores.contract import failed
 from ..stores.filesystem import try_lock
@@ -91,7 +92,11 @@ def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Lef
             else:
                 with _idle(path) as idle:
                     kind, why = "part", "no process works on it" if idle else None
-            yield Leftover(path, kind, _size(path), max(0.0, time.time() - owners.last_write(path)), why or "")
+            try:
+                age = max(0.0, time.time() - owners.last_write(path))
+            except StoreError:  # of another user, say: it may live, and hides none of the others
+                age = 0.0
+            yield Leftover(path, kind, _size(path), age, why or "")
 
 
 def _stored(place: str, silence: float | None) -> Iterator[Leftover]:

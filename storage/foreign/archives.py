@@ -28,6 +28,7 @@ from ..readers.reading import Job, opened
 from ..readers.tensor import bytes_of
 from ..stores import store
 from ..stores.contract import Reader
+from ..stores.filesystem import active
 from .dcp import (
     ChunkLocation,
     DcpChunk,
@@ -75,11 +76,11 @@ class DeflatedTensor(PlacedTensor):
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         yield lambda: self._unpack(box, out)
 
-    def _unpack(self, box: Box | None = None, out: np.ndarray | None = None) -> int:
+    def _pieces(self) -> Iterator[bytes]:
+        """The bytes of the elements, which are those of the array when all are gone."""
         (chunk,) = self.chunks
         where = f"{store.join(self.root, chunk.file)}, key {self.name!r}"
-        order = sorted(range(len(self.shape)), key=lambda d: -self.held.strides[d])
-        held = room(self.name, tuple(self.shape[d] for d in order), self.dtype)
+        left = self.nbytes
         with (
             opened(store.join(self.root, chunk.file), f"key {self.name!r}", self.generation) as reader,
             damage(where),
@@ -87,21 +88,46 @@ class DeflatedTensor(PlacedTensor):
             archive.open(self.entry) as f,
         ):
             f.read(self.held.start)
-            raw, at = memoryview(bytes_of(held)), 0
-            while part := f.read(min(1 << 20, max(1, len(raw) - at))):
-                if at + len(part) > len(raw):
+            while part := f.read(min(1 << 20, max(1, left))):
+                left -= len(part)
+                if left < 0:
                     raise CorruptCheckpoint(f"{where}: longer than its array")
-                raw[at : at + len(part)] = part
-                at += len(part)
-            if at != len(raw):
+                yield part
+            if left:
                 raise CorruptCheckpoint(f"{where}: ends early")
         self.generation.check()
+
+    def _unpack(self, box: Box | None = None, out: np.ndarray | None = None) -> int:
+        order = sorted(range(len(self.shape)), key=lambda d: -self.held.strides[d])
+        held = room(self.name, tuple(self.shape[d] for d in order), self.dtype)
+        raw, at = memoryview(bytes_of(held)), 0
+        for part in self._pieces():
+            raw[at : at + len(part)] = part
+            at += len(part)
         if out is not None and box is not None:
             out.transpose(order)[...] = held[tuple(box.slices[d] for d in order)] if order else held
         return held.nbytes
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The entry, among those of all archives."""
+        return self.root, self.chunks[0].file, self.entry
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def unpacked(self, fd: int, path: str, start: int, size: int) -> PlacedTensor:
+        """The same elements, written to a file of ``size`` bytes from ``start`` on."""
+        at, (root, file) = start, store.split(path)
+        for part in self._pieces():
+            at += active().write(fd, [part], at)
+        place = ChunkLocation(start, size, self.held.strides, (start, at - start), 0)
+        chunk = DcpChunk(Box.whole(self.shape), file, 0, size)
+        return PlacedTensor(root, self.name, self.shape, self.dtype, (chunk,), False, held=place)
+
     def verify(self) -> int:
-        return self._unpack()
+        return sum(map(len, self._pieces()))
 
 
 def _npy_header(start: bytes, where: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:

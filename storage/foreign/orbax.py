@@ -8,6 +8,7 @@ tree are arrays without dimensions, as Orbax stores them; texts come along as va
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from ..base import strict_json
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import Leaf
-from ..readers.zarr_tensor import ByLibrary, open_array
+from ..readers.zarr_tensor import GridTensor, open_array
 from ..stores import store as stores
 from ..stores.contract import Store
 from ..stores.generations import NONE, Generation
@@ -29,11 +30,12 @@ FILE = "_METADATA"
 DATABASE = "manifest.ocdbt"
 STEP = "_CHECKPOINT_METADATA"  # in each step of a manager
 _STRINGS = "_strings.json"
+_ARRAYS = "array_metadatas/process_0"  # each process has the same arrays
 _EMPTY: dict[str, Any] = {"Dict": {}, "List": [], "Tuple": (), "NamedTuple": None, "None": None, "empty": None}
 
 
 @dataclass(frozen=True, slots=True)
-class DatabaseTensor(ByLibrary):
+class DatabaseTensor(GridTensor):
     """An array in a database of TensorStore."""
 
     how: ClassVar[str] = "an array in a database of TensorStore"
@@ -44,11 +46,24 @@ class DatabaseTensor(ByLibrary):
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]
+    file_chunk: tuple[int, ...]
+    encoding: tuple[str, str]
+    missing: str = "warn"
     generation: Generation = NONE
 
     @property
     def readers(self) -> int:
         return 1
+
+    def _keys(self) -> set[str]:
+        import tensorstore
+
+        try:
+            held = tensorstore.KvStore.open(_database(self.root, self.node)).result()
+            return {k.decode() for k in held.list().result()}
+        except (ValueError, OSError, KeyError) as e:
+            self.generation.check()
+            raise CorruptCheckpoint(f"{self.root}: tensorstore cannot list key {self.name!r}: {e}") from e
 
     def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
         try:
@@ -60,11 +75,14 @@ class DatabaseTensor(ByLibrary):
         return out.nbytes
 
 
+def _database(root: str, node: str) -> dict[str, str]:
+    return {"driver": "ocdbt", "base": f"file://{root}/", "path": f"{node}/"}
+
+
 def _opened(root: str, node: str, driver: str) -> Any:
     import tensorstore
 
-    base = {"driver": "ocdbt", "base": f"file://{root}/", "path": f"{node}/"}
-    return tensorstore.open({"driver": driver, "kvstore": base}, open=True, read=True).result()
+    return tensorstore.open({"driver": driver, "kvstore": _database(root, node)}, open=True, read=True).result()
 
 
 def _leaves(where: str, top: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -111,8 +129,13 @@ def _tensor(root: str, node: str, database: bool, driver: str) -> Any:
         raise
     except (ValueError, OSError, KeyError) as e:
         raise CorruptCheckpoint(f"{root}: tensorstore cannot open key {node!r}: {e}") from e
-    chunk = tuple(min(c or n, n) for c, n in zip(held.chunk_layout.read_chunk.shape or (), held.shape, strict=True))
-    return DatabaseTensor(root, node, node, driver, tuple(map(int, held.shape)), dtype, chunk)
+    layout, shape = held.chunk_layout, tuple(map(int, held.shape))
+    chunk = tuple(min(c or n, n) for c, n in zip(layout.read_chunk.shape or (), shape, strict=True))
+    said = held.spec().to_json()["metadata"]
+    form = said.get("chunk_key_encoding", {"name": "v2"})
+    separator = form.get("configuration", {}).get("separator", "/" if form["name"] == "default" else ".")
+    encoding = (form["name"], said.get("dimension_separator", separator))
+    return DatabaseTensor(root, node, node, driver, shape, dtype, chunk, layout.write_chunk.shape or (), encoding)
 
 
 def open_orbax(root: str) -> Checkpoint:
@@ -159,7 +182,28 @@ def open_orbax(root: str) -> Checkpoint:
         if not keys:
             raise CorruptCheckpoint(f"{where}: a leaf without a key")
         _insert(tree, keys, leaf, where)
-    return Checkpoint(root, "Orbax", arrays, _listed(tree), skipped=skipped)
+    keyed = {n: impl for n, impl in _key_impls(store).items() if n in arrays}
+    for n, impl in keyed.items():
+        warnings.warn(
+            f"{root}: {n} holds keys of jax.random, and is read as their data; jax.random.wrap_key_data(data, impl={impl!r}) makes keys of it",
+            stacklevel=5,
+        )
+    metadata = {"random_key_impl": keyed} if keyed else {}
+    return Checkpoint(root, "Orbax", arrays, _listed(tree), metadata=metadata, skipped=skipped)
+
+
+def _key_impls(store: Store) -> dict[str, str]:
+    """The generators of the arrays that are typed keys of random numbers in JAX, by name."""
+    try:
+        rows = strict_json.loads(store.get(_ARRAYS))["array_metadatas"]
+        held = {r["array_metadata"]["param_name"]: r["array_metadata"].get("ext_metadata") or {} for r in rows}
+        return {str(n): str(e["random_key_impl"])[:80] for n, e in held.items() if "random_key_impl" in e}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        if isinstance(e, CheckpointError):
+            raise
+        raise CorruptCheckpoint(f"{stores.join(store.root, _ARRAYS)}: not what Orbax writes: {e!r}") from None
 
 
 def _texts(store: Store, where: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from . import tensor_sums
 
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
+HF_TORCH = "pytorch_model.bin"
 
 
 def read_index(

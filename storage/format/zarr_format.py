@@ -80,14 +80,39 @@ def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual
 
 
 def array_metadata(
-    grid: ChunkGrid, dtype: np.dtype, name: str, compression: Compression = None, raw: bool = False, dual: bool = False
+    grid: ChunkGrid,
+    dtype: np.dtype,
+    name: str,
+    compression: Compression = None,
+    raw: bool = False,
+    dual: bool = False,
+    said: str = "",
 ) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
 
     ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
+    ``said``: attributes and names of dimensions of another writer, as members of a JSON object.
     """
     before, behind = _array_template(grid, dtype, compression, raw, dual)
-    return f"{before}{json.dumps([f'{name}.{axis}' for axis in range(len(grid.shape))])}{behind}".encode()
+    text = f"{before}{json.dumps(own_names(name, len(grid.shape)))}{behind}"
+    if said:
+        node, others = json.loads(text), json.loads(said)
+        others["attributes"] |= node.get("attributes", {})
+        text = json.dumps(node | others)
+    return text.encode()
+
+
+def own_names(name: str, rank: int) -> list[str]:
+    """The names of dimensions of an array for which no other writer has given some."""
+    return [f"{name}.{axis}" for axis in range(rank)]
+
+
+def said_of(node: dict[str, Any], name: str) -> str:
+    """What ``said`` was when `array_metadata` made the metadata of an array."""
+    held = {k: v for k, v in node.get("attributes", {}).items() if k != GROUP_ATTRIBUTE}
+    dims = node["dimension_names"]
+    given = {} if dims == own_names(name, len(dims)) else {"dimension_names": dims}
+    return json.dumps({"attributes": held, **given}) if held or given else ""
 
 
 def is_raw(dtype_fallback: str | None) -> bool:

@@ -29,8 +29,8 @@ from ..commit.protocol import protocol_of
 from ..foreign import archives, dcp, dcp_safetensors, icechunk, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
-from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
-from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..format.hf_index import HF_INDEX, HF_SINGLE, HF_TORCH, read_index
+from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
 from ..readers.dual_tensor import DualTensor
@@ -58,7 +58,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
     ----------
     path
         A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save`` (read without pickle), a Hugging Face directory (``model.safetensors``,
-        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``), any Zarr group or array, a checkpoint
+        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``; ``pytorch_model.bin`` too), any Zarr group or array, a checkpoint
         of ``torch.distributed`` in either of its layouts, one of Orbax (in OCDBT with the package ``tensorstore`` alone), or the document of a virtual checkpoint (``storage.virtual``): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
         ``http://`` or ``https://``. A checkpoint that is open stays as it is.
     verify
@@ -173,6 +173,10 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return shards
     if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
         return found_so
+    if not store.lists and store.size(f"safetensors/{HF_INDEX}") is not None:
+        raise NotACheckpoint(
+            f"{root} is no checkpoint itself, but the start page of one that is served: open {root}/safetensors or {root}/zarr"
+        )
     above, name = stores.holding(root)
     if stores.is_url(root) and name and above.size(name) is not None:
         return _open_file(root, verify)  # its name has no ending that says so
@@ -199,6 +203,11 @@ def _open_by_another_name(store: Store, verify: bool) -> Checkpoint | None:
         return _open_hugging_face(store.root, indexes[0], verify)
     if not indexes and len(files) == 1 and not _PART.search(files[0]):
         return _open_single(store.root, files[0], verify)
+    indexes = [n for n in held if n.endswith(".bin.index.json")]  # files of torch.save, as older models have them
+    if len(indexes) == 1 and not files:
+        return _open_hugging_face(store.root, indexes[0], verify)
+    if HF_TORCH in held and not indexes and not files:
+        return _open_single(store.root, HF_TORCH, verify)
     return None
 
 
@@ -293,6 +302,8 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(header.tensors):
         t = header.tensors[name]
+        if name == DUAL_INDEX and t.dtype == "U8" and len(header.tensors) == 2:
+            continue  # of the layout "dual", for readers of Zarr alone
         row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
         if row.dtype is not None:
             tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
@@ -346,7 +357,10 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     absent = []
     unlisted: dict[str, str] = {}
     for file in files:
-        tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
+        if file.endswith(".safetensors"):
+            tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
+        else:
+            tensors = {n: a.tensor for n, a in _open_file(stores.join(root, file), verify).arrays.items()}
         unlisted |= dict.fromkeys(tensors.keys() - weight_map.keys(), f"{file} holds it, and {index} does not list it")
         wanted = [k for k, f in weight_map.items() if f == file]
         absent += [f"{k} in {file}" for k in wanted if k not in tensors]

@@ -12,7 +12,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..foreign.icechunk import IcechunkTensor
 from ..format.documents import Documents
 from ..readers.reading import run
-from ..readers.zarr_tensor import ZarrTensor
+from ..readers.zarr_tensor import GridTensor
 from ..stores import store
 from .read_ahead import reading_ahead
 
@@ -28,14 +28,17 @@ def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[s
     ahead = reading_ahead(ckpt, MEMORY)
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
     ahead.expect(tensors)
-    for t in tensors:
-        if isinstance(t, ZarrTensor):
-            replace(t, missing="error").check()
-        elif isinstance(t, IcechunkTensor):
-            t.check()
+    with store.listed_once():
+        for t in tensors:
+            if isinstance(t, GridTensor):
+                replace(t, missing="error").check()
+            elif isinstance(t, IcechunkTensor):
+                t.check()
     bare = [t for t in tensors if not getattr(t, "summed", False)]
     if bare and len(bare) == len(tensors) and not lenient:
-        raise CheckpointError(f"{ckpt.path} has no checksums to verify: it is of the kind {ckpt.kind}")
+        raise CheckpointError(
+            f"{ckpt.path} ({ckpt.kind}) has no checksums to verify; nothing tells whether it is whole"
+        )
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
 
     def check(work: Callable[[], int]) -> int:

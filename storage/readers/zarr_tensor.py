@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
 import math
 import re
+import struct
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -32,6 +35,8 @@ from ..stores.object_store import client
 from .reading import Job
 
 _SHOWN = 8  # chunks that a message names
+_MOST_SAID = 64 << 10  # bytes of an array's attributes that travel with its elements
+_V2_NAMES = "_ARRAY_DIMENSIONS"  # xarray's attribute for the names of dimensions, which Zarr v2 lacks
 
 
 def zarr_place(root: str, node: str = "", *, write: bool = False) -> tuple[Any, str]:
@@ -77,10 +82,30 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
     # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
     key = node or root_key(root)
     of_reader = dtypes.of_reader(dtype, f"{root}: key {node!r}")
-    told = tuple(sorted(n for n in array.attrs if n != GROUP_ATTRIBUTE))
-    if any(n is not None for n in getattr(array.metadata, "dimension_names", None) or ()):
+    told, text = _described(array)
+    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=told, said=text)
+
+
+def _described(array: Any) -> tuple[tuple[str, ...], str]:
+    """(names of what its writer says of an array, that as members of Zarr v3's metadata in JSON, or "" where it cannot travel)."""
+    held = {n: v for n, v in array.attrs.items() if n != GROUP_ATTRIBUTE}
+    told, members = tuple(sorted(held)), {"attributes": held}
+    dims = getattr(array.metadata, "dimension_names", None) or ()
+    if any(n is not None for n in dims):
         told += ("names of dimensions",)
-    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=told)
+        members["dimension_names"] = list(dims)
+    dims = held.get(_V2_NAMES)
+    if array.metadata.zarr_format == 2 and isinstance(dims, list) and len(dims) == len(array.shape):
+        # As xarray writes v3: v2 has the value of missing elements as its fill value.
+        members["dimension_names"] = [str(n) for n in held.pop(_V2_NAMES)]
+        if array.fill_value is not None and array.dtype.kind in "biuf":
+            packed = struct.pack("<d", array.fill_value) if array.dtype.kind == "f" else None
+            held["_FillValue"] = array.fill_value.item() if packed is None else base64.b64encode(packed).decode()
+    try:
+        text = json.dumps(members, allow_nan=False, ensure_ascii=False) if told else ""
+        return told, text if len(text.encode()) <= _MOST_SAID else ""
+    except (ValueError, TypeError, RecursionError):
+        return told, ""
 
 
 def open_array(root: str, node: str) -> ZarrTensor:
@@ -127,27 +152,10 @@ class ByLibrary:
         yield lambda: self._read(box.slices, out)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True, slots=True)
-class ZarrTensor(ByLibrary):
-    """An array of a Zarr hierarchy by another writer. The reported bytes are the box's size; zarr may read more.
+class GridTensor(ByLibrary):
+    """Base of those whose chunks have keys of Zarr. See `ZarrTensor` for ``missing``."""
 
-    ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
-    ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look alike.
-    """
-
-    how: ClassVar[str] = "a Zarr array that another program wrote"
-    root: str
-    name: str
-    node: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunk: tuple[int, ...]
-    encoding: tuple[str, str] = ("default", "/")  # of the names of chunks, and what separates their coordinates
-    missing: str = "warn"
-    generation: Generation = NONE
-    held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
-    absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
-    attributes: tuple[str, ...] = ()  # names of what its writer says of it, which does not travel with its elements
+    __slots__ = ()
 
     def key(self, coord: tuple[Any, ...]) -> str:
         """The name of the file of a chunk, in the folder of the array."""
@@ -161,12 +169,10 @@ class ZarrTensor(ByLibrary):
 
     def lost(self, limit: int = _SHOWN) -> tuple[list[str], int]:
         """(names of the first chunks that are not there, the number of all)."""
-        store = stores.at(self.root)
-        if math.prod(self.shape) == 0 or not store.lists:
+        held = self._keys() if math.prod(self.shape) else None
+        if held is None:
             return [], 0
-        start = f"{self.node}/" if self.node else ""
-        held = {e.name.removeprefix(start) for e in store.entries(self.node)}
-        counts = [-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True)]
+        counts = [-(-n // c) for n, c in zip(self.shape, self.file_chunk, strict=True)]
         found = [m.groups() for m in map(self._form().fullmatch, held) if m is not None]
         count = math.prod(counts) - sum(all(int(i) < n for i, n in zip(at, counts, strict=True)) for at in found)
         if count <= 0:
@@ -197,6 +203,40 @@ class ZarrTensor(ByLibrary):
             if self.missing == "error":
                 raise IncompleteCheckpoint(f'{text}; missing="fill" takes them for that')
             warnings.warn(text, stacklevel=6)
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrTensor(GridTensor):
+    """An array of a Zarr hierarchy by another writer. The reported bytes are the box's size; zarr may read more.
+
+    ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
+    ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look alike.
+    """
+
+    how: ClassVar[str] = "a Zarr array that another program wrote"
+    root: str
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    encoding: tuple[str, str] = ("default", "/")  # of the names of chunks, and what separates their coordinates
+    missing: str = "warn"
+    generation: Generation = NONE
+    held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
+    absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
+    attributes: tuple[str, ...] = ()  # names of what its writer says of it
+    said: str = field(default="", repr=False)  # that, as `array_metadata` takes it
+
+    @property
+    def file_chunk(self) -> tuple[int, ...]:
+        return self.chunk
+
+    def _keys(self) -> set[str] | None:
+        """The names of all files of the array, or None where they cannot be listed."""
+        store = stores.at(self.root)
+        start = f"{self.node}/" if self.node else ""
+        return {e.name.removeprefix(start) for e in store.entries(self.node)} if store.lists else None
 
     @property
     def readers(self) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Self
@@ -346,3 +346,11 @@ def watched(name: str, total: np.ndarray, offset: tuple[int, ...]) -> Iterator[N
         yield
     if seen:
         _tell(name, _loss(total, total, offset, overflow=np.isinf(total) | np.isnan(total)))
+
+
+def count_overflows(name: str, result: np.ndarray, operands: Sequence[np.ndarray], offset: tuple[int, ...]) -> None:
+    """Elements of a result that are not finite, where those of all its operands are, are losses, as those of a cast are."""
+    bad = ~np.isfinite(result)
+    if bad.any():
+        finite = np.logical_and.reduce([np.isfinite(x) for x in operands])
+        _tell(name, _loss(operands[0], result, offset, overflow=bad & finite))

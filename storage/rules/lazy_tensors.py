@@ -110,6 +110,13 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
     return replace(tensor, **new) if new else tensor  # type: ignore[type-var]
 
 
+def leaves(tensor: Any) -> list[Any]:
+    """The stored sources of a tensor."""
+    found: list[Any] = []
+    with_leaves(tensor, lambda t: found.append(t) or t)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class InMemoryTensor:
     """An array in memory, with the interface of a stored tensor."""

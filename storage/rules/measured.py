@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from .casting import Tally, tallied
 
 _TOGETHER = 1 << 25  # elements of the tensors that are measured at a time
@@ -95,5 +97,5 @@ def _measure(tensors: Sequence[Any], over: Over) -> None:
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with tallied(Tally()):  # the windows count what casts lose
+    with tallied(Tally()), np.errstate(all="ignore"):  # the windows count what casts lose
         return fn(*args)

@@ -111,7 +111,7 @@ def _entries(
 def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
     held = [i for i in items if not i.packed]
-    texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw, i.dual) for i in held}
+    texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw, i.dual, i.said) for i in held}
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])

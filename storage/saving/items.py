@@ -34,6 +34,7 @@ class SaveItem:
     raw: bool = False  # see ``array_metadata``
     like: str = ""  # a folder of an array with the same grid, dtype and compression, whose files may be shared
     dual: bool = False  # see ``zarr_format``
+    said: str = ""  # see ``array_metadata``
 
     name: str = field(init=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,13 +24,11 @@ from .zarr_view import FILE, ZarrView
 
 
 def _real(ckpt: Checkpoint) -> dict[str, VirtualFile] | None:
-    """The very files of a safetensors file or a Hugging Face directory; None for all others."""
+    """The very files of a safetensors file or a Hugging Face directory; None for all others, and for a part of one."""
     tensors = [a.tensor for a in ckpt.arrays.values()]
-    if ckpt.kind not in ("safetensors", "Hugging Face") or not tensors:
+    if ckpt.kind not in ("safetensors", "Hugging Face") or not tensors or not ckpt.whole:
         return None
     held = {t.path: t.file_nbytes for t in tensors if isinstance(t, RawTensor)}
-    if len(held) == 0 or not all(isinstance(t, RawTensor) for t in tensors):  # computed from such files by rules
-        return None
     if ckpt.kind == "safetensors":
         ((path, nbytes),) = held.items()
         return {HF_SINGLE: RealFile(path, nbytes, ckpt.generation.of(path))}
@@ -69,10 +68,12 @@ class Found:
 class _Generation:
     """The views of one generation of a checkpoint."""
 
-    def __init__(self, ckpt: Checkpoint) -> None:
-        self.ckpt = ckpt
+    def __init__(self, given: str | Checkpoint) -> None:
+        self.ckpt = ckpt = open_checkpoint(given)
         self.zarr = ZarrView(ckpt)
-        self._mark = hashlib.sha256(repr(sorted(ckpt.generation.tags.items())).encode())
+        # Of the same files, parts and sums differ that are given open.
+        salt = os.urandom(16) if given is ckpt else b""
+        self._mark = hashlib.sha256(repr(sorted(ckpt.generation.tags.items())).encode() + salt)
 
     @cached_property
     def safetensors(self) -> dict[str, VirtualFile]:
@@ -106,22 +107,25 @@ class _Generation:
 
 
 class ServedCheckpoint:
-    """A checkpoint that is opened anew where another has taken its place."""
+    """A checkpoint that is opened anew where another has taken its place; one that was given open stays what it is."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, given: str | os.PathLike[str] | Checkpoint) -> None:
+        self._given = given if isinstance(given, Checkpoint) else stores.location(given)
+        self.path = given.path if isinstance(given, Checkpoint) else str(self._given)
         self._lock = threading.Lock()
-        self._held: _Generation | None = _Generation(open_checkpoint(path))
+        self._held: _Generation | None = _Generation(self._given)
 
     def find(self, path: str) -> Found | None:
         """The file of a path. What describes arrays (a header, an index, metadata) is of the checkpoint that lies there now."""
         with self._lock:
-            held = self._held = self._held or _Generation(open_checkpoint(self.path))
+            held = self._held = self._held or _Generation(self._given)
         found = held.find(path)
         if found is not None and (found.file is None or isinstance(found.file, TextFile)):
             try:
                 held.ckpt.generation.check()
             except CheckpointReplaced:
+                if isinstance(self._given, Checkpoint):
+                    raise
                 self.forget(held)
                 return self.find(path)
         return found

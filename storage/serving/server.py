@@ -25,6 +25,7 @@ from tornado import web
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
+from ..checkpoint.checkpoint import Checkpoint
 from ..readers.reading import opened
 from ..stores import generations
 from ..stores import store as stores
@@ -233,11 +234,16 @@ class CheckpointServer(Server):
     """Serves the bytes of a checkpoint until it is closed: below ``url``, ``safetensors/`` and ``zarr/``."""
 
     def __init__(
-        self, path: str | os.PathLike[str], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+        self,
+        path: str | os.PathLike[str] | Checkpoint,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
     ) -> None:
-        self.source = ServedCheckpoint(stores.location(path))
+        self.source = ServedCheckpoint(path)
         self.sender = Sender()
-        super().__init__([path], host=host, port=port, token=token)
+        super().__init__(host=host, port=port, token=token)
 
     @property
     def url(self) -> str:

@@ -114,14 +114,15 @@ def icechunk_references(
 
 
 def serve(
-    path: str | os.PathLike[str], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    path: str | os.PathLike[str] | Checkpoint, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
 ) -> CheckpointServer:
     """Serve the bytes of a checkpoint of any kind over HTTP, from a thread of this process, without copying it.
 
     Parameters
     ----------
     path
-        Anything that `open_checkpoint` opens.
+        Anything that `open_checkpoint` opens; it is opened anew where another takes its place. Or an open checkpoint, such as a virtual one, which
+        stays what it is: once its files are replaced, requests are answered by 409.
     host
         The address to listen at. Anything but loopback asks for a token, which is then part of ``url``.
     port

@@ -135,6 +135,12 @@ def failed(error: OSError, what: str) -> StoreError:
     return out
 
 
+def unlisted(error: OSError) -> None:
+    """The ``onerror`` of ``os.walk``: a folder that cannot be listed is an error, not empty; one that is gone is."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise failed(error, f"{error.filename} cannot be listed") from error
+
+
 # ----- the versions of what is read -------------------------------------------------------------------------------------
 
 _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointExists, CorruptCheckpoint
 from .atomic_directory import make_parents, temporary
-from .contract import Pieces, Reader, Store, StoredObjectInfo, failed, is_recording, recorded
+from .contract import Pieces, Reader, Store, StoredObjectInfo, failed, is_recording, recorded, unlisted
 from .filesystem import active, preadv
 
 
@@ -144,7 +144,7 @@ class LocalStore(Store):
 
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
         found = []
-        for folder, _, files in os.walk(self._path(under) if under else self.root):
+        for folder, _, files in os.walk(self._path(under) if under else self.root, onerror=unlisted):
             for file in files:
                 path = os.path.join(folder, file)
                 with _no_loops(), contextlib.suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
-from ...arrays.core.errors import MeshtapeError, StoreError
+from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, StoreError
 from ..base.checksums import crc32c
 from ..base.locations import READ_ONLY, join
 from . import multipart, url_options
@@ -171,7 +171,7 @@ def _explained(error: Exception, where: str) -> Exception:
     if kind == "AlreadyExistsError" or kind == "PreconditionError":
         return FileExistsError(f"{where} was written by somebody else")
     if kind in ("PermissionError", "PermissionDeniedError", "UnauthenticatedError") or re.search(
-        r"\b(401|403)\b", str(error)
+        r"\b(401|403)\b(?!\.)", str(error)
     ):
         return StoreError(
             f"{where}: access was refused; check the credentials in the environment, and what they may do ({plain_text(error)})"
@@ -211,6 +211,14 @@ def repeated(work: Callable[[], T], where: str) -> T:
     raise AssertionError("unreachable")
 
 
+def _fetched(work: Callable[[], T], where: str) -> T:
+    """`repeated` for a read: a server that answers 409 or 412 has another object by now."""
+    try:
+        return repeated(work, where)
+    except FileExistsError:
+        raise CheckpointReplaced(f"{where} was replaced while it was read; open it again") from None
+
+
 # ----- the store ------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +233,7 @@ class _ObjectReader(Reader):
     @property
     def nbytes(self) -> int:
         if self._nbytes is None:
-            self._nbytes = repeated(self._length, self._where)
+            self._nbytes = _fetched(self._length, self._where)
         return self._nbytes
 
     @property
@@ -233,7 +241,7 @@ class _ObjectReader(Reader):
         """The tag at the first read; before any read, the present one."""
         if not self._tag:
             with contextlib.suppress(FileNotFoundError):
-                repeated(self._length, self._where)
+                _fetched(self._length, self._where)
         return self._tag
 
     def _length(self) -> int:
@@ -285,7 +293,7 @@ class _ObjectReader(Reader):
         if self._nbytes is not None and start >= self._nbytes:
             return memoryview(b"")
         try:
-            return repeated(once, self._where)
+            return _fetched(once, self._where)
         except StoreError:
             # Servers answer a range behind the end with an error; whether it was that one, the length tells.
             if start >= self.nbytes:

@@ -18,6 +18,7 @@ import zlib
 from functools import cache
 from socket import gethostname
 
+from .contract import unlisted
 from .filesystem import try_lock
 
 SILENT_AGE = 3600.0
@@ -116,7 +117,7 @@ def _is_locked(path: str) -> bool | None:
 def last_write(path: str) -> float:
     """When anything at or below a path was last written, in seconds since the epoch, as far as a look at some thousand files tells."""
     newest, seen = os.lstat(path).st_mtime, 0
-    for folder, folders, files in os.walk(path):
+    for folder, folders, files in os.walk(path, onerror=unlisted):
         for name in (*folders, *files):
             with contextlib.suppress(OSError):
                 newest = max(newest, os.lstat(os.path.join(folder, name)).st_mtime)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from ..loading.match_target import prune, select, unread_of
 from ..loading.open import open_checkpoint
 from ..loading.read_ahead import reading_ahead
 from ..readers.safetensors import DCP_INFO
-from ..readers.zarr_tensor import ZarrTensor
+from ..readers.zarr_tensor import GridTensor
 from ..rules.casting import CastLoss
 from ..rules.dequantized import dequantizes, is_quantized
 from ..rules.lazy_tensors import Converted, with_leaves
@@ -37,6 +36,7 @@ from ..saving import packs
 from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
 from ..stores.generations import Listed
+from .attributes import attributes_left, held_attributes
 from .plan import Progress
 from .sinks.sink import TransferSink
 from .sinks.sink_dcp import DcpSink
@@ -136,13 +136,6 @@ class Selection:
         said = self.ckpt.metadata
         return {k: v for k, v in said.items() if isinstance(v, str) and k not in (tensor_sums.KEY, DCP_INFO, "format")}
 
-    def attributes(self) -> list[str]:
-        """A note on the attributes of another writer's Zarr arrays, such as a ``scale_factor``: only elements are written."""
-        told = {n: names for n, a in self.ckpt.arrays.items() if (names := getattr(a.tensor, "attributes", ()))}
-        shown = [f"{n} ({', '.join(names)})" for n, names in itertools.islice(told.items(), 8)]
-        more = f" and those of {len(told) - 8} more arrays" if len(told) > 8 else ""
-        return [f"attributes are not written: those of {', '.join(shown)}{more}"] if told else []
-
     def left_behind(self) -> list[str]:
         """Files and folders beside another writer's model that are not copied."""
         held = self.ckpt.documents
@@ -167,7 +160,7 @@ class Selection:
         ckpt = open_checkpoint(src)
         ahead = reading_ahead(ckpt, memory_limit // 4)
         for a in ckpt.arrays.values():
-            a.tensor = with_leaves(a.tensor, lambda t: replace(t, missing=missing) if isinstance(t, ZarrTensor) else t)
+            a.tensor = with_leaves(a.tensor, lambda t: replace(t, missing=missing) if isinstance(t, GridTensor) else t)
         compression = ckpt.compression
         if prefix is not None:
             ckpt = ckpt.below(prefix)
@@ -264,7 +257,7 @@ def zarr_sink(
 ) -> ZarrSink:
     """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
-    items = []
+    items, said = [], held_attributes(held.ckpt, held.arrays, held.notes)
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
         shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
@@ -272,7 +265,9 @@ def zarr_sink(
         items.append(
             SaveItem(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression, raw=raw)
         )
-        packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
+        items[-1].said = said.get(name, "")
+        if not items[-1].said:  # a pack has no place for it
+            packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)
@@ -454,7 +449,10 @@ def convert(
         skipped,
         seconds,
         told,
-        [*held.notes, *held.attributes()],
+        [
+            *held.notes,
+            *attributes_left(held.arrays, {i.name for i in sink.items if i.said} if isinstance(sink, ZarrSink) else ()),
+        ],
         held.left_behind(),
     )
 

@@ -31,6 +31,7 @@ from ..stores.filesystem import active, try_lock
 from ..stores.generations import Generation
 from .plan import Progress, fingerprint
 from .sinks.sink import TransferSink, Unit, WindowWriter, put
+from .unpacked import unpacked
 from .upload import upload
 from .verify_writes import WindowStep, WindowSteps
 from .workers import Executor, Workers
@@ -185,7 +186,10 @@ def transfer(
             for array in {u.array for u in kept}:
                 settle(array)
             resumed = sum(sizes[u] for u in kept)
-            with atomic_directory.room_for(sink.nbytes - resumed, target):
+            with (
+                atomic_directory.room_for(sink.nbytes - resumed, target),
+                unpacked(tensors, target, limit) as tensors,
+            ):
                 begun = True
                 measure_all([tensors[a] for a in sorted(left)], spread.over)
                 sink.create(part)

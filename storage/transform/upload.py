@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ from ..stores.contract import Store
 from ..stores.generations import Generation
 from .plan import Progress, fingerprint
 from .sinks.sink import TransferSink, UploadStream
+from .unpacked import unpacked
 from .workers import Workers
 
 _BATCH = 8 << 20
@@ -133,8 +136,10 @@ def upload(
         object_commit.recover(target)
         object_commit.check_target(target, overwrite, tables)
         folder.begin()
-    keep = False
+    keep, stack = False, contextlib.ExitStack()
     try:
+        beside = os.path.join(tempfile.gettempdir(), "meshtape")
+        tensors = stack.enter_context(unpacked(tensors, beside, limit))
         sink.mark(folder.suffix)
         streams = sink.streams(tensors, limit)
         journal = _Journal(folder, key)
@@ -165,6 +170,7 @@ def upload(
         keep = isinstance(e, StoreError) or not isinstance(e, CheckpointError)
         raise
     finally:
+        stack.close()
         if keep:
             folder.leave()
         else:

@@ -43,6 +43,9 @@ def test_verify_finds_a_flipped_bit(ckpt: Path) -> None:
     assert out.exit_code == 1
     assert "damaged files" in out.output
     assert "Traceback" not in out.output
+    np.save(ckpt.parent / "x.npy", W)
+    out = call("verify", str(ckpt.parent / "x.npy"))
+    assert (out.exit_code, "nothing tells whether it is whole" in out.output, "sound" in out.output) == (1, True, False)
 
 
 def test_a_cast_that_loses_values_names_the_flag(tmp_path: Path) -> None:

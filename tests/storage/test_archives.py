@@ -1,7 +1,9 @@
 """Files of NumPy and of torch.save, read without pickle. The golden one was written by torch 2.15."""
 
 import io
+import json
 import shutil
+import tempfile
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -65,6 +67,34 @@ def test_npz(kit, tmp_path, write):
     reshard(path, tmp_path / "cut", mesh={"m": 2}, shardings={"w": {"m": 1}})
     for made in ("hf", "cut"):
         assert kit.same(np.asarray(load(tmp_path / made)["w"]), ARRAYS["w"])
+
+
+@pytest.mark.parametrize("target", ["out", "memory://{}/out"])
+def test_a_compressed_entry_is_unpacked_once(tmp_path, monkeypatch, target):
+    """Not for each window, and in a file that goes, also when the transfer fails."""
+    w = np.arange(1 << 17, dtype="i4").reshape(1 << 8, 1 << 9)
+    np.savez_compressed(tmp_path / "x.npz", w=w, f=np.asfortranarray(w))
+    target = target.format(tmp_path.name) if "://" in target else tmp_path / target
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    opened, unzip = [], zipfile.ZipFile.open
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda self, *a: opened.append(a) or unzip(self, *a))
+    ckpt = open_checkpoint(tmp_path / "x.npz")
+    opened.clear()
+    rules = "w -> a, b, split(0, [128, 128])"
+    merge(ckpt, target, rules=rules, memory_limit=1)
+    assert len(opened) == 2
+    got = load(target)
+    for name, a in {"a": w[:128], "b": w[128:], "f": w}.items():
+        np.testing.assert_array_equal(got[name], a)
+
+    def stop(done, total):
+        if done:
+            assert len(list(tmp_path.glob("*.tmp-*"))) == 1
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        merge(ckpt, target, rules=rules, memory_limit=1, overwrite=True, progress=stop)
+    assert list(tmp_path.glob("*.tmp-*")) == []
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -264,3 +294,28 @@ def test_an_archive_in_a_bucket(kit):
     store.at(where).put("x.pt", GOLDEN.read_bytes())
     assert kit.same(np.asarray(load(f"{where}/x.npz")["w"]), ARRAYS["w"])
     assert verify(f"{where}/x.pt").arrays == len(archives.open_archive(str(GOLDEN), True))
+
+
+def test_a_model_in_files_of_torch(tmp_path):
+    """As transformers wrote models before safetensors: one file, or several with an index."""
+    names = list(open_checkpoint(GOLDEN))
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        (folder / "config.json").write_text('{"a": 1}')
+    shutil.copy(GOLDEN, one / "pytorch_model.bin")
+    files = {n: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, n in enumerate(names)}
+    for f in set(files.values()):
+        shutil.copy(GOLDEN, two / f)
+    (two / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    for folder in (one, two):
+        held = open_checkpoint(folder)
+        assert list(held) == names
+        assert held.documents["config"] == {"a": 1}
+        for n in names:
+            assert np.array_equal(
+                held[n].read(), open_checkpoint(GOLDEN)[n].read(), equal_nan=held[n].dtype.kind in "fc"
+            )
+    (two / files[names[0]]).unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 files are missing"):
+        open_checkpoint(two)

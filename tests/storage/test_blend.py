@@ -82,6 +82,7 @@ KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
     "slerp of opposites": ("slerp", [1, 0], [[-1, 0]], {"t": 0.25}, [0.5, 0]),
     "slerp of zero": ("slerp", [0, 0], [[3, 4]], {"t": 0.5}, [1.5 * np.sqrt(2), 2 * np.sqrt(2)]),
     "nuslerp": ("nuslerp", None, [[1, 0], [0, 1]], {}, [COS, COS]),
+    "nuslerp beyond the second": ("nuslerp", None, [[1, 0], [0, 1]], {"weights": (-1, 3)}, [-COS, COS]),
     "nuslerp of differences": ("nuslerp", [1, 1], [[2, 1], [1, 2]], {}, [1 + COS, 1 + COS]),
     "nuslerp by rows": (
         "nuslerp",
@@ -161,6 +162,76 @@ def test_float8_is_computed_in_float32_and_equal_integers_pass(tmp_path: Path) -
     assert got["mask"].read().tolist() == [True, False]
     with pytest.raises(Lossy, match="would be"):
         blended(config("linear", places, normalize=False, weights=(2, 2)))["w"].read()
+
+
+OVERFLOWS: dict[str, tuple[str, Any, Any, list[Any], dict[str, Any]]] = {
+    # name: method, dtype, base, models, weights and parameters; the first element passes the range
+    "sum of differences": ("task_arithmetic", "float16", [0, 0], [[4e4, 1], [4e4, 1]], {}),
+    "a difference": ("task_arithmetic", "float16", [-4e4, 1], [[4e4, 1]], {"weights": (0.5,)}),
+    "a difference that is dropped": ("ties", "float16", [-4e4, 1], [[4e4, 1]], {"density": 0}),
+    "task": ("task_arithmetic", BF16, [0, 0], [[3e38, 1], [3e38, 1]], {}),
+    "linear": ("linear", BF16, None, [[3e38, 1], [3e38, 1]], {"normalize": False}),
+    "linear, float32": ("linear", "float32", None, [[3e38, 1], [3e38, 1]], {"normalize": False}),
+    "linear, float64": ("linear", "float64", None, [[1.7e308, 1], [1.7e308, 1]], {"normalize": False}),
+    "ties": ("ties", "float32", [0, 0], [[3e38, 1], [3e38, 1]], {}),
+    "dare": ("dare_linear", "float32", [-3e38, 1], [[3e38, 1]], {}),
+    "della": ("della", "float64", [-1.7e308, 1], [[1.7e308, 1]], {}),
+    "breadcrumbs": ("breadcrumbs", "float32", [0, 0], [[3e38, 1]], {"lambda_": 2}),
+    "scale": ("passthrough", "float32", None, [[3e38, 1]], {"scale": 2}),
+    "a direction": ("slerp", "float32", [-3e38, 1], [[3e38, 1]], {"t": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_overflow_is_told_where_it_happens_and_counted_where_it_is_allowed(tmp_path: Path, name: str) -> None:
+    method, dtype, base, models, options = OVERFLOWS[name]
+    kind = np.dtype(dtype)
+    places = [model(tmp_path / f"m{i}", {"w": np.asarray(x, kind)}) for i, x in enumerate(models)]
+    where = None if base is None else model(tmp_path / "base", {"w": np.asarray(base, kind)})
+    said = config(method, places, where, **options)
+    with pytest.raises(Lossy, match=r"1 became infinite; first at \[0\]"):
+        blended(said)["w"].read()
+    with pytest.raises(Lossy, match="would be"):
+        blend(said | {"out_dtype": "float64"}, tmp_path / "out")
+    report = blend(said, tmp_path / "allowed", allow_overflow=True)
+    assert report.losses["w"].overflow == 1
+    assert np.isfinite(mt.load(report.path)["w"].__array__().astype(np.float64)).tolist() == [False, True]
+
+
+NOT_FINITE: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    # name: method, dtype, the model, parameters; the base is 0 and -1
+    "NaN, dare": ("dare_ties", "float32", [np.nan, 1], {"density": 0.5}),
+    "NaN, della": ("della", BF16, [np.nan, 1], {"density": 0.5}),
+    "infinity, ties": ("ties", "float16", [np.inf, 1], {"density": 0.5, "rescale": True}),
+    "NaN, sce": ("sce", "float32", [np.nan, 1], {}),
+    "infinity, sce": ("sce", "float32", [1, np.inf], {}),
+    "a square of sce": ("sce", "float64", [1e200, 1], {}),
+    "variances of sce": ("sce", "float32", [1e30, 2e30], {"select_topk": 0.5}),
+    "NaN, slerp": ("slerp", "float32", [np.nan, 1], {"t": 0.5}),
+    "a square of slerp": ("slerp", "float64", [1e200, 1], {"t": 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_sum_over_an_array_that_is_not_finite_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    method, dtype, x, options = NOT_FINITE[name]
+    base, tuned, zero = (
+        model(tmp_path / n, {"w": np.asarray(v, dtype)}) for n, v in (("base", [0, -1]), ("tuned", x), ("z", [0, -1]))
+    )
+    models = [tuned, zero] if method == "sce" else [tuned]
+    with pytest.raises(CheckpointError, match="'w': a sum over the whole array is not finite"):
+        blend(config(method, models, base, **options), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_not_finite_stay_where_no_sum_is_taken(tmp_path: Path) -> None:
+    base, tuned = (model(tmp_path / n, {"w": x}) for n, x in (("base", [0, 0, 0]), ("tuned", [np.nan, np.inf, 2])))
+    for method, options in (("linear", {}), ("ties", {}), ("dare_ties", {}), ("breadcrumbs", {"density": 1})):
+        spec = METHODS[method]
+        said = config(method, [tuned], base if spec.base == "required" else None, **options)
+        report = blend(said, tmp_path / method)
+        assert mt.load(report.path)["w"].tolist()[1:] == [np.inf, 2]
+        assert not report.losses
 
 
 # ----- the same bytes whoever makes them ------------------------------------------------------------------------------
@@ -264,7 +335,7 @@ def test_slices_number_their_layers_anew(tmp_path: Path) -> None:
 merge_method: passthrough
 slices:
   - sources: [{{model: {a}, layer_range: [0, 2]}}]
-  - sources: [{{model: {b}, layer_range: [1, 3], parameters: {{scale: [{{filter: layers.2, value: 2}}, {{value: 1.0}}]}}}}]
+  - sources: [{{<<: {{layer_range: [0, 1]}}, model: {b}, layer_range: [1, 3], parameters: {{scale: [{{filter: layers.2, value: 2}}, {{value: 1.0}}]}}}}]
 dtype: bfloat16
 """
     report = blend(text, tmp_path / "out", drop="*.norm.*")
@@ -447,6 +518,24 @@ BAD: dict[str, tuple[Any, str]] = {
     "parameter": (config("linear", [A, B], normalise=True), "no key 'normalise'; close is 'normalize'"),
     "no weight": ({"merge_method": "linear", "models": [{"model": A}, {"model": B}]}, "parameter 'weight' is missing"),
     "no number": (config("linear", [A, B], weights=("much", 1)), "'weight' is a number, got 'much'"),
+    "a number beyond float32": (
+        config("linear", [A, B], weights=(1e39, 1)),
+        r"'weight': 1e\+39 is no number that float32 holds",
+    ),
+    "a factor beyond float32": (config("ties", [A], BASE, lambda_=1e39), "'lambda': 1e.39 is no number that float32 h"),
+    "a scale beyond float32": (config("passthrough", [A], scale=-1e39), "'scale': -1e.39 is no number that float32 h"),
+    "a place beyond float32": (config("slerp", [A], BASE, t=1e39), "'t': 1e.39 is no number that float32 holds"),
+    "a number beyond numbers": (config("linear", [A], weights=(10**400,)), "'weight' is a number, got 1000"),
+    "a number beyond float16": (
+        config("ties", [A], BASE, (7e4,)) | {"dtype": "float16"},
+        "'weight': 70000.0 is no number that float16 holds",
+    ),
+    "a sum beyond float32": (
+        config("linear", [A, B], weights=(3e38, 3e38)),
+        "the sum of 'weight': 6e.38 is no number that float32 holds",
+    ),
+    "truth as a number": (config("linear", [A, B], weights=(True, 1)), "'weight' is a number, got True"),
+    "text as a number": (config("ties", [A], BASE, density=".5"), "'density' is a number, got '.5'"),
     "density": (config("ties", [A, B], BASE, density=1.5), "'density' is from 0 to 1, got 1.5"),
     "epsilon": (config("della", [A, B], BASE, density=0.9), "density 0.9 plus or minus epsilon 0.15"),
     "weights without a sum": (config("linear", [A, B], weights=(1, -1)), "weights sum to 0"),
@@ -492,6 +581,20 @@ BAD: dict[str, tuple[Any, str]] = {
         "kind: is zero or model_token, got 'zeros'",
     ),
     "a token's row": (config("linear", [A, B]) | {"tokenizer": {"tokens": {"a": "zero"}}}, "'a' has keys"),
+    "filter": (
+        config("linear", [A, B], weights=(1, [{"filter": "mpl", "value": 2}, {"value": 1}])),
+        "filter: matches no array: 'mpl'",
+    ),
+    "weights of nuslerp without a sum": (
+        config("nuslerp", [A, B], weights=(1, -1)),
+        "weights sum to 0, by which nuslerp",
+    ),
+    "weights of nuslerp of zero": (config("nuslerp", [A, B], weights=(0, 0)), "weights sum to 0, by which nuslerp"),
+    "key twice": (
+        "merge_method: linear\nmodels:\n- {model: A, parameters: {weight: 1, weight: 3}}",
+        "the key 'weight' is given twice",
+    ),
+    "block twice": ("merge_method: linear\nparameters: {}\nparameters: {}", "the key 'parameters' is given twice"),
     "no file": ("nothing.yml", "no file of a configuration"),
     "no YAML": ("merge_method: [", "no YAML"),
     "opposite": (config("multislerp", ["P", "M", "Z"]), "multislerp has no result"),

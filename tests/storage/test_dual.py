@@ -82,6 +82,11 @@ def test_index_of_hugging_face(tmp_path):
         os.remove(shown / name)
     ckpt = mt.open_checkpoint(shown)
     assert ckpt.kind == "Hugging Face"
+    assert not ckpt.skipped
+    difference = mt.storage.diff(shown, where)
+    assert difference.equal
+    assert zarr_format.DUAL_INDEX not in str(difference)
+    assert list(mt.open_checkpoint(where / "embed" / "c.0.0")) == ["embed"]
     for name, want in FLAT.items():
         same(ckpt[name].read(), want, name)
     link = where / json.loads((where / "model.safetensors.index.json").read_text())["weight_map"]["embed"]

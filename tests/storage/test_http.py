@@ -34,6 +34,8 @@ class Odd(Served):
                 asked_for = (self.command, self.path, self.headers.get("range"))
                 odd.log.append(asked_for)
                 how, path = odd.how, self.path
+                if how.isdecimal():
+                    return self.out(int(how), {})
                 if how == "redirect" and not path.startswith("/moved"):
                     return self.out(302, {"Location": f"/moved{path}"})
                 if how == "redirect in a circle":
@@ -159,6 +161,10 @@ def test_a_server_without_ranges(odd, kind, monkeypatch):
         ("gzip", r"compressed \(gzip\)"),
         ("redirect in a circle", "redirect"),
         ("sign in", "not a manifest"),
+        ("409", "was replaced"),
+        ("410", "410"),
+        ("412", "was replaced"),
+        ("423", "423"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ranges of bytes")

@@ -172,7 +172,7 @@ def _zip(path):
 
 
 FOREIGN = {
-    "pytorch_model.bin": (_zip, r"PyTorch with pickle.*save_file"),
+    "model.pt": (_zip, r"PyTorch with pickle.*save_file"),
     "pytorch_model-00001-of-00002.bin": (_zip, "PyTorch with pickle"),
     "old.pt": (lambda p: p.write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."), "PyTorch with pickle"),
     "m.Q4_K_M.gguf": (lambda p: p.write_bytes(b"GGUF" + bytes(60)), r"is GGUF.*gguf_file='m\.Q4_K_M\.gguf'"),

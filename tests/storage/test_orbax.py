@@ -82,6 +82,22 @@ def test_lost_chunks_and_arrays(tmp_path, layout):
         open_checkpoint(where)
 
 
+@pytest.mark.parametrize("layout", DATABASES)
+def test_lost_chunks_of_a_database(tmp_path, layout):
+    ts = pytest.importorskip("tensorstore")
+    where = shutil.copytree(GOLDEN / layout, tmp_path / "c")
+    name = "params.dense.kernel"
+    database = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{where}/"}).result()
+    database.write(f"{name}/" + ("0.0" if layout.endswith("2") else "c/0/0"), None).result()
+    for fails in (lambda: merge(where, tmp_path / "out"), lambda: verify(where)):
+        with pytest.raises(errors.IncompleteCheckpoint, match=f"1 chunk of key '{name}'"):
+            fails()
+    with pytest.warns(UserWarning, match="1 chunk"):
+        load(where)
+    merge(where, tmp_path / "out", missing="fill")
+    assert not np.asarray(load(tmp_path / "out")[name]).any()
+
+
 @pytest.mark.parametrize("layout", FILES)
 def test_a_dtype_that_zarr_does_not_know_hides_nothing_else(kit, tmp_path, layout):
     where = Path(shutil.copytree(GOLDEN / layout, tmp_path / "c"))
@@ -102,6 +118,21 @@ def test_empty_containers_are_as_orbax_restores_them(tmp_path):
     (where / "_METADATA").write_text(json.dumps(top))
     tree = load(where)
     assert {kind: tree[kind] for kind in kinds} == kinds
+
+
+def test_keys_of_random_numbers_are_named(tmp_path):
+    where = Path(shutil.copytree(GOLDEN / "files-zarr2", tmp_path / "c"))
+    (where / "array_metadatas").mkdir(exist_ok=True)
+    rows = [{"param_name": n, "ext_metadata": e} for n, e in [("list.0", {"random_key_impl": "rbg"}), ("step", None)]]
+    said = where / "array_metadatas" / "process_0"
+    said.write_text(json.dumps({"array_metadatas": [{"array_metadata": r} for r in rows]}))
+    with pytest.warns(UserWarning, match=r"list\.0 holds keys of jax\.random.*wrap_key_data\(data, impl='rbg'\)"):
+        ckpt = open_checkpoint(where)
+    assert ckpt.metadata == {"random_key_impl": {"list.0": "rbg"}}
+    for text in ("{", "[]", '{"array_metadatas": [3]}'):
+        said.write_text(text)
+        with pytest.raises(errors.CorruptCheckpoint, match="process_0"):
+            open_checkpoint(where)
 
 
 HOSTILE = {

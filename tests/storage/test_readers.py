@@ -6,7 +6,17 @@ import sys
 import numpy as np
 import pytest
 
-from meshtape.storage import convert, load, merge, open_checkpoint, register_zarr_dtypes, save, save_safetensors
+from meshtape.storage import (
+    convert,
+    load,
+    merge,
+    open_checkpoint,
+    register_zarr_dtypes,
+    reshard,
+    save,
+    save_safetensors,
+    verify,
+)
 
 
 @pytest.fixture
@@ -129,9 +139,32 @@ def test_attributes_of_others_that_are_not_written_are_named(tmp_path):
     t[:] = np.arange(6).reshape(2, 3)
     t.attrs.update(scale_factor=0.01, units="K")
     group.create_array("plain", data=np.ones(2))
-    for report in (
-        convert(tmp_path / "x", tmp_path / "z", format="zarr"),
-        merge(tmp_path / "x", tmp_path / "m"),
-    ):
-        assert report.notes == ["attributes are not written: those of t (scale_factor, units, names of dimensions)"]
-    assert convert(tmp_path / "z", tmp_path / "again", format="zarr").notes == []
+    told = ["attributes are not written: those of t (scale_factor, units, names of dimensions)"]
+    assert merge(tmp_path / "x", tmp_path / "m").notes == told
+    t.attrs["wrong"] = float("nan")  # no JSON
+    assert convert(tmp_path / "x", tmp_path / "z", format="zarr").notes == [told[0].replace("units", "units, wrong")]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_attributes_of_others_go_along_into_zarr(tmp_path, version):
+    xarray = pytest.importorskip("xarray")
+    values = np.array([[1.0, np.nan, 3.0], [4.0, 5.0, 6.5]])
+    x = {"units": "m"}
+    source = xarray.Dataset(
+        {"t": (("y", "x"), values, {"units": "K"}), "plain": ("y", np.ones(2))},
+        {"x": ("x", np.arange(3), x), "lat": (("y", "x"), values)},
+    )
+    packed = {"t": {"dtype": "i2", "scale_factor": 0.5, "_FillValue": -9}, "lat": {"_FillValue": 7.0}}
+    source.to_zarr(tmp_path / "a", zarr_format=version, consolidated=False, encoding=packed)
+    wanted = xarray.open_zarr(tmp_path / "a", consolidated=False).load()
+    report = convert(tmp_path / "a", tmp_path / "b", format="zarr", missing="fill", pack=True)
+    again = reshard(tmp_path / "b", tmp_path / "c", mesh={"m": 2}, shardings={"t": {"m": 0}})
+    for r in (report, again):
+        assert r.notes == []
+        xarray.testing.assert_identical(wanted, xarray.open_zarr(r.path).load().drop_attrs(deep=False))
+        verify(r.path)
+    group = tmp_path / "b" / "zarr.json"
+    group.write_text(group.read_text().replace('"K"', '"C"'))
+    assert ["zarr.json is missing or damaged" in n for n in reshard(tmp_path / "b", tmp_path / "e").notes] == [True]
+    cut = convert(tmp_path / "a", tmp_path / "d", format="zarr", rules="t -> t, cast(float32)", missing="fill")
+    assert [n.count("those of t (") for n in cut.notes] == [1]

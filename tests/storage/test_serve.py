@@ -168,6 +168,14 @@ def test_a_token_is_a_part_of_the_path(tmp_path):
         np.testing.assert_array_equal(mt.open_checkpoint(server.url + "safetensors")["b"].read(), TREE["b"])
 
 
+@pytest.mark.parametrize("token", [None, "abc"])
+def test_the_start_page_names_what_lies_below(tmp_path, token):
+    with mt.storage.serve(ours(tmp_path), token=token) as server:
+        out = CliRunner().invoke(main, ["ls", server.url])
+        assert out.exit_code == 1
+        assert f"open {server.url}safetensors or {server.url}zarr" in out.output
+
+
 def test_replacement_and_damage(tmp_path):
     path = file(tmp_path)
     with mt.storage.serve(path) as server:
@@ -181,7 +189,11 @@ def test_replacement_and_damage(tmp_path):
         assert head["ETag"] != first
         with pytest.raises(mt.errors.CheckpointError):
             ckpt["b"].read()
-        np.testing.assert_array_equal(mt.open_checkpoint(server.url + "safetensors")["b"].read(), TREE["b"] + 1)
+        ckpt = mt.open_checkpoint(server.url + "safetensors")
+        np.testing.assert_array_equal(ckpt["b"].read(), TREE["b"] + 1)
+        mt.storage.save_safetensors(path, TREE, overwrite=True)
+        with pytest.raises(mt.errors.CheckpointReplaced):
+            ckpt["embed.weight"][0, 0]
     made = zstd(tmp_path)
     shard = tmp_path / "zstd" / "embed.weight" / "c.0.0"
     shard.write_bytes(b"\1" + shard.read_bytes()[1:])
@@ -189,6 +201,31 @@ def test_replacement_and_damage(tmp_path):
         status, _, text = ask(server.url + "zarr/embed.weight/c/0/0")
         assert status == 422
         assert b"CorruptCheckpoint" in text
+
+
+def test_open_checkpoints_are_served_as_they_are(tmp_path):
+    path = file(tmp_path)
+    ckpt = mt.open_checkpoint(path)
+    double = {n: a + a if a.dtype.kind == "f" else a for n, a in TREE.items()}
+    for given, want in [
+        (ckpt, TREE),
+        (ckpt.below("embed"), {"weight": TREE["embed.weight"]}),
+        (mt.storage.virtual.add(ckpt, ckpt), double),
+    ]:
+        with mt.storage.serve(given) as server:
+            for form in ("safetensors", "zarr"):
+                seen = mt.open_checkpoint(server.url + form)
+                assert set(seen) == set(want)
+                for name, value in want.items():
+                    np.testing.assert_array_equal(seen[name].read(), value)
+    with mt.storage.serve(ckpt) as server, mt.storage.serve(mt.storage.virtual.add(ckpt, ckpt)) as other:
+        tags = {ask(s.url + "safetensors/model.safetensors", "HEAD")[1]["ETag"] for s in (server, other)}
+        assert len(tags) == 2
+        mt.storage.save_safetensors(path, TREE, overwrite=True)
+        for url in (server.url, other.url):
+            assert ask(url + "zarr/zarr.json")[0] == 409
+    with pytest.raises(mt.errors.CheckpointError, match="a path"):
+        mt.storage.serve({"w": np.ones(2)})
 
 
 def test_a_file_that_changes_while_it_is_sent_ends_early(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The contract of a store, kept by local directories, memory and S3 alike; what is special to each; and locations."""
 
+import errno
 import os
 import pickle
 import threading
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 
 from meshtape import errors
-from meshtape.storage.stores import object_store
+from meshtape.storage import save
+from meshtape.storage.checkpoint.usage import usage
+from meshtape.storage.commit import contents
+from meshtape.storage.stores import object_store, owners
 from meshtape.storage.stores import store as stores
 
 
@@ -166,6 +170,31 @@ class TestLocal(Contract):
         with pytest.raises(FileExistsError):
             store.put("x", b"1", new=True)
         assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        lambda root: stores.at(root).entries(),
+        contents.beside,
+        usage,
+        owners.last_write,
+    ],
+    ids=["entries", "beside", "usage", "last write"],
+)
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch, walk):
+    """Not an empty folder, as ``os.walk`` would have it."""
+    save(tmp_path / "x", {"w": np.ones(3)})
+    scandir = os.scandir
+
+    def full(path="."):
+        if str(path).endswith("w"):
+            raise OSError(errno.EMFILE, "Too many open files", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", full)
+    with pytest.raises(errors.StoreError, match="w cannot be listed: Too many open files"):
+        walk(str(tmp_path / "x"))
 
 
 class TestMemory(Contract):

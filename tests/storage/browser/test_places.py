@@ -98,10 +98,12 @@ def test_examples_of_the_help_texts_on_a_bucket(s3: Any) -> None:
     ]
     assert sorted(lines) == [
         "meshtape browse s3://bucket/run --host 0.0.0.0 --port 8080",
+        "meshtape du s3://bucket/run --json",
         "meshtape gc s3://bucket/run --older-than 2",
         "meshtape tree s3://bucket/run/step-00001000",
     ]
-    browse, gc, tree = (shlex.split(line) for line in sorted(lines))
+    browse, du, gc, tree = (shlex.split(line) for line in sorted(lines))
+    assert CliRunner().invoke(main, du[1:]).exit_code == 0
     assert CliRunner().invoke(main, gc[1:]).exit_code == 0
     shown = CliRunner().invoke(main, tree[1:])
     assert "w  float64[2, 3]" in shown.output, shown.output
