@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_TYPES = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 _FOR_EACH = re.compile(
     r"^(?!mtp|vision|.*token_id).*(layer|block|pattern|attention|attn|indexer|heads|experts|topk|moe|mlp|intermediate_size|window)"
 )
@@ -62,7 +63,8 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
 
 def _for_each(key: str, config: dict[str, Any]) -> bool:
     """Whether an entry has a value for each layer."""
-    value, n = config.get(key), next((config[k] for k in COUNTS if k in config), None)
+    types = next((config[k] for k in _TYPES if config.get(k)), ())  # count the layers where no entry does
+    value, n = config.get(key), next((config[k] for k in COUNTS if k in config), len(types))
     named = key not in _OTHERS and _FOR_EACH.search(key) and not _NUMBERS.search(key)
     return bool(named) and isinstance(value, (list, str)) and bool(value) and len(value) == n
 
