@@ -219,6 +219,8 @@ def test_a_job_of_this_machine_that_is_interrupted_or_killed_leaves_nothing_behi
         until(lambda n=name: status(tmp_path, n)["step"] > 10, job, "the first steps")
         families[name] = psutil.Process(job.pid).children(recursive=True)
         assert len(families[name]) >= 2
+    saved = mt.CheckpointManager(tmp_path / "killed" / "checkpoints")  # they are written beside the steps
+    until(lambda: max(saved.steps(), default=0) >= 10, jobs["killed"], "the checkpoint of step 10")
     os.killpg(jobs["interrupted"].pid, signal.SIGINT)
     jobs["killed"].kill()
     assert jobs["interrupted"].wait(timeout=LIMIT) == 128 + signal.SIGINT, p.text("interrupted")
