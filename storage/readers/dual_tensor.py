@@ -7,11 +7,10 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
@@ -21,10 +20,9 @@ from ..format.manifest import Manifest
 from ..format.zarr_format import dual_shard
 from ..stores import store
 from ..stores.contract import Store
-from ..stores.filesystem import IOV_MAX
 from .reading import opened
 from .safetensors import build_header
-from .tensor import ChunkedTensor, bytes_of, consecutive, overlaps
+from .tensor import ChunkedTensor
 
 Coord = tuple[int, ...]
 
@@ -33,13 +31,11 @@ Coord = tuple[int, ...]
 class DualTensor(ChunkedTensor):
     """An array of layout "dual". A chunk is compared with its checksum in the manifest: none lies beside it."""
 
+    beside: ClassVar[int] = 0
+
     @property
     def how(self) -> str:
         return "a Zarr v3 array whose shards are safetensors files"
-
-    def planned(self, box: Box) -> int:
-        unit = math.prod(self.grid.chunk) * self.dtype.itemsize
-        return ChunkedTensor.planned(self, box) // (unit + 4) * unit
 
     def refused(self, coord: Coord, value: int) -> CorruptCheckpoint:
         return self.damaged(self.path(coord), 0, coord, value, ~value)
@@ -47,49 +43,10 @@ class DualTensor(ChunkedTensor):
     def extent(self, number: int) -> str:
         return ""
 
-    def _read(self, coord: Coord, local: Box, target: np.ndarray, chunks: list[Coord]) -> int:
-        grid, path, stored = self.grid, self.path(coord), self.objects[coord]
-        unit = math.prod(grid.chunk) * self.dtype.itemsize
-        meets = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
-        slots = max(1, min(store.at(self.root).batch // max(unit, 1), IOV_MAX, len(chunks)))
-        dtype = dtypes.bits(self.dtype)
-        target = target.view(dtype)
-        staging = None
-        total = 0
-        with opened(path, f"part of {self.name!r}", self.generation) as reader:
-            wanted = self.wanted(coord) if self.verify else None
-            for number, group in consecutive(chunks, grid.present(coord), slots):
-                buffers: list[np.ndarray] = []
-                copies: list[tuple[np.ndarray, np.ndarray]] = []
-                for k, index in enumerate(group):
-                    # The last chunk may reach beyond the rows; its checksum does not.
-                    whole = tuple(
-                        min(c, n - i * c) for c, n, i in zip(grid.chunk, stored.box.shape, index, strict=True)
-                    )
-                    parts = [o[i] for o, i in zip(meets, index, strict=True)]
-                    place = target[(*(p[0] for p in parts), ...)]
-                    if place.shape == whole and place.flags.c_contiguous:
-                        held = place
-                    else:
-                        if staging is None:
-                            staging = scratch("read", slots * unit).view(dtype).reshape(slots, *grid.chunk)
-                        held = staging[(k, *map(slice, whole))]
-                        copies.append((place, held[(*(p[1] for p in parts), ...)]))
-                    buffers.append(bytes_of(held))
-                done = reader.readv(buffers, stored.start + number * unit)
-                if not total:
-                    self.check_length(reader, coord, path)
-                if done != sum(b.size for b in buffers):
-                    raise self.cut(path)
-                total += done
-                for k, data in enumerate(buffers if wanted is not None else ()):
-                    if (value := crc32c(data)) != wanted[number + k]:
-                        raise self.damaged(path, number + k, coord, value, ~value)
-                for place, source in copies:
-                    np.copyto(place, source)
-        if wanted is None:  # nothing binds these bytes to what was opened
-            self.generation.check()
-        return total
+    def stored_shape(self, coord: Coord, index: Coord) -> tuple[int, ...]:
+        # The last chunk may reach beyond the rows; what is stored of it does not.
+        box = self.objects[coord].box
+        return tuple(min(c, n - i * c) for c, n, i in zip(self.grid.chunk, box.shape, index, strict=True))
 
     def faults(self, coord: Coord) -> Iterator[str]:
         """Every byte of a file that is not as it must be: header, rows, and the tensor of the index."""

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -77,6 +77,8 @@ class ChunkedTensor:
     sums: Mapping[tuple[int, ...], np.ndarray] | None = None  # of the chunks of each shard, where shards hold several
     generation: Generation = generations.NONE
 
+    beside: ClassVar[int] = 4  # bytes of the checksum behind each chunk
+
     @property
     def how(self) -> str:
         return "a Zarr v3 array: shards of chunks, each chunk with its crc32c"
@@ -129,7 +131,7 @@ class ChunkedTensor:
 
     def planned(self, box: Box) -> int:
         """Bytes that reading ``box`` takes from files."""
-        unit = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
+        unit = math.prod(self.grid.chunk) * self.dtype.itemsize + self.beside
         spans = zip(box.offset, box.stop, self.grid.chunk, strict=True)
         return unit * math.prod(-(-b // c) - a // c for a, b, c in spans) if box.size else 0
 
@@ -228,6 +230,10 @@ class ChunkedTensor:
             f"{chunk} does not fit its crc32c{self.extent(number)}; restore the file or another checkpoint"
         )
 
+    def stored_shape(self, coord: tuple[int, ...], index: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a chunk as it lies in the file of its shard."""
+        return self.grid.chunk
+
     def extent(self, number: int) -> str:
         """The place of a chunk in its file, for a message."""
         nbytes = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
@@ -235,7 +241,7 @@ class ChunkedTensor:
 
     def _read(self, coord: tuple[int, ...], local: Box, target: np.ndarray, chunks: list[tuple[int, ...]]) -> int:
         """Read some chunks of one shard; ``target`` is the memory of the box ``local``, counted within the shard."""
-        grid, path = self.grid, self.path(coord)
+        grid, path, begin = self.grid, self.path(coord), self.objects[coord].start
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = place_of(grid, coord, self.dtype.itemsize).present
         meets = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
@@ -253,29 +259,32 @@ class ChunkedTensor:
             wanted = self.wanted(coord) if self.verify else None
             for number, group in consecutive(chunks, present, slots):
                 buffers: list[np.ndarray] = []
+                asked: list[np.ndarray] = []
                 copies: list[tuple[np.ndarray, np.ndarray]] = []
                 for k, index in enumerate(group):
+                    whole = self.stored_shape(coord, index)
                     parts = [o[i] for o, i in zip(meets, index, strict=True)]
                     place = target[(*(p[0] for p in parts), ...)]
-                    if all(p[2] for p in parts) and place.flags.c_contiguous:
+                    if place.shape == whole and place.flags.c_contiguous:
                         held = place
                     else:
                         if staging is None:
                             staging = scratch("read", slots * nbytes).view(dtype).reshape(slots, *grid.chunk)
-                        held = staging[k, ...]
+                        held = staging[(k, *map(slice, whole))]
                         copies.append((place, held[(*(p[1] for p in parts), ...)]))
-                    buffers += (bytes_of(held), sums[k])
-                done = reader.readv(buffers, number * (nbytes + 4))
+                    buffers.append(bytes_of(held))
+                    asked += (buffers[-1], sums[k]) if self.beside else (buffers[-1],)
+                done = reader.readv(asked, begin + number * (nbytes + self.beside))
                 if not total:
                     self.check_length(reader, coord, path)
-                if done != len(group) * (nbytes + 4):
+                if done != sum(b.size for b in buffers) + self.beside * len(group):
                     raise self.cut(path)
                 total += done
-                if self.verify:
-                    for k, beside in enumerate(sums[: len(group), 0].tolist()):
-                        value = crc32c(buffers[2 * k])
-                        if value != (beside if wanted is None else wanted[number + k]):
-                            raise self.damaged(path, number + k, coord, value, beside)
+                for k, data in enumerate(buffers if self.verify and (self.beside or wanted is not None) else ()):
+                    value = crc32c(data)
+                    beside = int(sums[k, 0]) if self.beside else ~value
+                    if value != (beside if wanted is None else wanted[number + k]):
+                        raise self.damaged(path, number + k, coord, value, beside)
                 for place, source in copies:
                     copy(place, source)
         if wanted is None:  # nothing binds these bytes to what was opened
