@@ -26,13 +26,30 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 _TEXT = re.compile(r"\A(zstd|weights)(?::(\d{1,2}))?\Z")
 
 
-def _check_level(kind: str, level: Any, levels: range) -> None:
-    if type(level) is not int or level not in levels:
-        raise CheckpointError(f"a level of {kind} is an integer from {levels[0]} to {levels[-1]}, got {level!r}")
+class _Levelled:
+    """Base of the compressions, which have a level."""
+
+    __slots__ = ()
+    level: int
+    name: ClassVar[str]  # in the manifest
+    called: ClassVar[str]  # by users
+    levels: ClassVar[range]
+
+    def __post_init__(self) -> None:
+        if type(self.level) is not int or self.level not in self.levels:
+            first, last = self.levels[0], self.levels[-1]
+            raise CheckpointError(f"a level of {self.called} is an integer from {first} to {last}, got {self.level!r}")
+
+    def __str__(self) -> str:
+        return f"{self.called}:{self.level}"
+
+    def plain(self) -> dict[str, Any]:
+        """As the manifest keeps it."""
+        return {"name": self.name, "level": self.level}
 
 
 @dataclass(frozen=True, slots=True)
-class Zstd:
+class Zstd(_Levelled):
     """Compress each chunk with Zstandard.
 
     Parameters
@@ -58,13 +75,9 @@ class Zstd:
 
     level: int = 3
     name: ClassVar[str] = "zstd"
+    called: ClassVar[str] = "zstd"
+    levels: ClassVar[range] = range(1, 23)
     since: ClassVar[int] = 1  # version of the manifest
-
-    def __post_init__(self) -> None:
-        _check_level("zstd", self.level, range(1, 23))
-
-    def __str__(self) -> str:
-        return f"zstd:{self.level}"
 
     def most(self, nbytes: int) -> int:
         """Bytes of the longest frame for so many bytes of data.
@@ -85,10 +98,6 @@ class Zstd:
 
         _unpack(decompress, frame, content_nbytes(frame[:18].tobytes()), out)
 
-    def plain(self) -> dict[str, Any]:
-        """As the manifest keeps it."""
-        return {"name": self.name, "level": self.level}
-
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
         from zarr.codecs import ZstdCodec
@@ -97,7 +106,7 @@ class Zstd:
 
 
 @dataclass(frozen=True, slots=True)
-class ShuffledZstd:
+class ShuffledZstd(_Levelled):
     """Group the bytes of a chunk's elements by their place, then compress each group with Zstandard: Zarr's codec ``blosc``.
 
     Parameters
@@ -124,13 +133,9 @@ class ShuffledZstd:
 
     level: int = 1
     name: ClassVar[str] = "shuffle-zstd"
+    called: ClassVar[str] = "weights"
+    levels: ClassVar[range] = range(1, 10)
     since: ClassVar[int] = 3
-
-    def __post_init__(self) -> None:
-        _check_level("weights", self.level, range(1, 10))
-
-    def __str__(self) -> str:
-        return f"weights:{self.level}"
 
     def most(self, nbytes: int) -> int:
         """Bytes of the longest frame for so many bytes of data, which are then stored behind the header."""
@@ -167,10 +172,6 @@ class ShuffledZstd:
         if len(frame) < _HEADER or version != 2 or not itemsize or held != len(frame) or flags & 0xE0 != _ZSTD:
             raise ValueError("its frame is none of Blosc with zstd, or has another length than it says")
         _unpack(_blosc().decompress, frame, nbytes, out)
-
-    def plain(self) -> dict[str, Any]:
-        """As the manifest keeps it."""
-        return {"name": self.name, "level": self.level}
 
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
@@ -249,7 +250,7 @@ def chosen(given: Any) -> Compression:
             "compression must be None, 'zstd', 'zstd:LEVEL', Zstd(level=…), 'weights', 'weights:LEVEL' or "
             f"ShuffledZstd(level=…), got {given!r}"
         )
-    kind = Zstd if found[1] == "zstd" else ShuffledZstd
+    kind = next(k for k in KINDS if k.called == found[1])
     return kind(int(found[2])) if found[2] else kind()
 
 
