@@ -22,11 +22,10 @@ from .. import __version__
 from ..errors import MeshtapeError
 from . import blending, look, runs
 from . import run as cli_run
-from .browse import browse
+from .browse import browse, serve
 from .derive import derive
 from .help import FittingContext, use_in
 from .parts import JSON, WorkStopped, examples, print_json
-from .serve import serve
 from .storage import COMMANDS
 
 INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
