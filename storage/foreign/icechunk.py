@@ -17,11 +17,10 @@ from ..base.names import leaf_name
 from ..base.scratch import scratch
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import manifest
-from ..format.chunk_grid import ChunkGrid
+from ..format.chunk_grid import ChunkGrid, slashed_key
 from ..format.stored_objects import StoredObject
 from ..readers.reading import opened
 from ..readers.tensor import ChunkedTensor
-from ..stores.icechunk_store import chunk_key
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +55,7 @@ def _tensor(root: str, node: str, name: str, dtype: np.dtype, grid: ChunkGrid, s
         raise ValueError(f"the array {node!r} has checksums of {held.size} chunks, not of {math.prod(grid.counts)}")
     nbytes = math.prod(grid.chunk) * dtype.itemsize + 4
     objects = {
-        c: StoredObject(f"{node}/{chunk_key(c)}", grid.shard_box(c), nbytes, value)
+        c: StoredObject(f"{node}/{slashed_key(c)}", grid.shard_box(c), nbytes, value)
         for c, value in zip(grid.shards(), held.tolist(), strict=True)
     }
     return IcechunkTensor(root, name, dtype, grid, objects, node=node)

@@ -100,6 +100,15 @@ def only_shard(grid: ChunkGrid) -> tuple[int, ...] | None:
     return (0,) * len(grid.shape) if all(n == 1 for n in grid.counts) else None
 
 
+def slashed_key(coord: Sequence[int]) -> str:
+    """The name of a chunk below its array by Zarr's default encoding; `ChunkGrid.key` has that of our files.
+
+    >>> slashed_key((0, 2)), slashed_key(())
+    ('c/0/2', 'c')
+    """
+    return "/".join(["c", *map(str, coord)])
+
+
 @lru_cache(maxsize=1024)
 def divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]

@@ -24,7 +24,7 @@ from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base.checksums import crc32c
 from ..base.locations import is_url
 from ..format import manifest
-from ..format.chunk_grid import ChunkGrid, windows
+from ..format.chunk_grid import ChunkGrid, slashed_key, windows
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import icechunk_store
 from ..stores.filesystem import try_lock
@@ -136,7 +136,7 @@ def _write(zarr: Any, group: Any, item: SaveItem) -> str:
                 padded[(*map(slice, inside.shape), ...)] = held[(*inside.slices, ...)]
                 raw = padded.tobytes()
                 sums[coord] = value = crc32c(raw)
-                chunks[icechunk_store.chunk_key(coord)] = raw + value.to_bytes(4, "little")
+                chunks[slashed_key(coord)] = raw + value.to_bytes(4, "little")
             sync(put(chunks))
     return base64.b64encode(sums.tobytes()).decode()
 

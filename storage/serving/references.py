@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError
-from ..format.chunk_grid import ChunkGrid, divisors, ravel
+from ..format.chunk_grid import ChunkGrid, divisors, ravel, slashed_key
 from ..readers.raw_tensor import RawTensor
 from ..stores import store as stores
 from ..stores import url_options
@@ -51,20 +51,24 @@ class References:
         inside = {**view.group["consolidated_metadata"], "metadata": self.nodes}
         self.group = {**view.group, "consolidated_metadata": inside}
 
+    def texts(self, group: dict[str, Any]) -> dict[str, str]:
+        """The metadata by key, with that of the group as given."""
+        said = {FILE: group, **{f"{folder}/{FILE}": n for folder, n in self.nodes.items()}}
+        return {key: json.dumps(text) for key, text in said.items()}
+
     def chunks(self) -> Iterator[tuple[str, FileSpan]]:
         """(key, range) of each chunk; all chunks of an array have one length."""
         for folder, (tensor, grid) in self._tensors.items():
             nbytes = math.prod(grid.chunk) * tensor.dtype.itemsize
             for coord in grid.shards():
                 span = ChunkFile(tensor, grid.shard_box(coord), grid.chunk).stored(tensor)
-                yield "/".join([folder, "c", *map(str, coord)]), span._replace(nbytes=nbytes)
+                yield f"{folder}/{slashed_key(coord)}", span._replace(nbytes=nbytes)
 
 
 def kerchunk(view: ZarrView) -> dict[str, Any]:
     """Version 1 of kerchunk's references."""
     held = References(view)
-    texts = {FILE: held.group, **{f"{folder}/{FILE}": said for folder, said in held.nodes.items()}}
-    refs: dict[str, Any] = {key: json.dumps(said) for key, said in texts.items()}
+    refs: dict[str, Any] = {**held.texts(held.group)}
     refs.update((key, [_plain(span.path), span.start, span.nbytes]) for key, span in held.chunks())
     return {"version": 1, "refs": refs}
 
@@ -88,11 +92,10 @@ def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
     store = session.store
 
     async def write() -> None:
-        group = {
-            k: v for k, v in held.group.items() if k != "consolidated_metadata"
-        }  # icechunk keeps a table of its own
-        for key, said in {FILE: group, **{f"{folder}/{FILE}": n for folder, n in held.nodes.items()}}.items():
-            await store.set(key, buffer.from_bytes(json.dumps(said).encode()))
+        # icechunk keeps a table of its own
+        group = {k: v for k, v in held.group.items() if k != "consolidated_metadata"}
+        for key, text in held.texts(group).items():
+            await store.set(key, buffer.from_bytes(text.encode()))
 
     asyncio.run(write())
     for key, span in held.chunks():

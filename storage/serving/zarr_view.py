@@ -14,7 +14,7 @@ from typing import Any
 from ..base.names import zarr_names
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
-from ..format.chunk_grid import ChunkGrid, windows
+from ..format.chunk_grid import ChunkGrid, slashed_key, windows
 from ..readers.raw_tensor import PackedTensor
 from ..readers.tensor import StoredTensor
 from .virtual_files import ChunkFile, TextFile, VirtualFile, raw, rows
@@ -105,7 +105,7 @@ class ZarrView:
         yield FILE
         for folder, grid in self.grids.items():
             yield f"{folder}/{FILE}"
-            yield from ("/".join([folder, "c", *map(str, c)]) for c in grid.shards())
+            yield from (f"{folder}/{slashed_key(c)}" for c in grid.shards())
 
     def has_folder(self, folder: str) -> bool:
         return folder in self.grids

@@ -94,15 +94,6 @@ def _repository(place: str, create: bool, process: int, surroundings: str) -> An
         raise StoreError(f"{place}: icechunk cannot open it: {first_line(e)}") from None
 
 
-def chunk_key(coord: Sequence[int]) -> str:
-    """The name of a chunk below its array.
-
-    >>> chunk_key((0, 2)), chunk_key(())
-    ('c/0/2', 'c')
-    """
-    return "/".join(["c", *map(str, coord)])
-
-
 def is_id(ref: str) -> bool:
     """Whether a text has the form of a snapshot's id."""
     return re.fullmatch(r"[0-9A-Z]{20}", ref) is not None
