@@ -102,7 +102,7 @@ def _blended(
     plan = Planner(config, seed, keys, drop)
     names = ", ".join(map(str, config.models()))
     ckpt = flat(f"blend of {names}", "Blend", plan.tensors)
-    ckpt.generation = JointGeneration.of_all(g for p in plan.parents.values() for g in p.generations)
+    ckpt.generation = JointGeneration.of_all(p.generation for p in plan.parents.values())
     ckpt.documents = _MadeDocuments(_documents(config, plan))
     return ckpt, plan
 

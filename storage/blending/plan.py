@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,10 @@ from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..loading.open import open_checkpoint
-from ..rules.dequantized import is_quantized
-from ..rules.lazy_tensors import Agreed, Converted, Sliced
+from ..rules.lazy_tensors import Agreed, Converted, renamed
 from ..rules.measured import Measured
-from ..stores.generations import Generation, Listed
+from ..stores.generations import Generation
+from ..transform.convert import scaled, source_generation
 from ..virtual.derive import lora
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
@@ -57,9 +58,14 @@ class Parent:
 
     ckpt: Checkpoint
     tensors: dict[str, Any]
-    generations: list[Generation]
+    generation: Generation
     loose: dict[str, str] = field(default_factory=dict)
     layers: dict[int, dict[tuple[str, str], str]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def scaled(self) -> set[str]:
+        """The names of quantised weights whose scales lie beside them."""
+        return {name for name, _ in scaled(self.tensors)}
 
     @classmethod
     def of(cls, model: ModelRef) -> Parent:
@@ -70,7 +76,7 @@ class Parent:
             hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
             raise NotACheckpoint(f"{e}; {hint}") from None
         tensors = {n: a.tensor for n, a in made.arrays.items()}
-        out = cls(ckpt, tensors, [_generation(made)])
+        out = cls(ckpt, tensors, source_generation(made))
         for n in tensors:
             if found := _LAYER.search(n):
                 key = n[: found.start()], n[found.end() :]
@@ -89,10 +95,6 @@ class Parent:
         if name.endswith("lm_head.weight"):
             return next((n for n in self.loose if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
         return None
-
-
-def _generation(ckpt: Checkpoint) -> Generation:
-    return Listed.now(ckpt.path) if ckpt.kind == "Zarr" else ckpt.generation
 
 
 class Faults:
@@ -249,11 +251,11 @@ class Planner:
                 self._faults.add(f"dtypes cannot be blended ({', '.join(map(str, dict.fromkeys(kinds)))})", name)
                 return
             held = tuple(parts.values())
-            self.tensors[name] = Agreed(name, held) if len(held) > 1 else _renamed(name, held[0])
+            self.tensors[name] = Agreed(name, held) if len(held) > 1 else renamed(name, held[0])
             self.arrays[name] = BlendedArray("equal", told, {})
             return
-        for (m, p), n in zip(parts.items(), names, strict=True):
-            if is_quantized(p.dtype) and any(f"{n}{e}" in self.parents[m].tensors for e in ("_scale", "_scale_inv")):
+        for m, n in zip(parts, names, strict=True):
+            if n in self.parents[m].scaled:
                 self._faults.add(f"{m} is quantised: blend what the rule dequantize() makes of it", name)
                 return
         work = dtypes.by_name(self.config.dtype) if self.config.dtype else _promoted(kinds)
@@ -321,13 +323,9 @@ def _promoted(kinds: Sequence[np.dtype]) -> np.dtype | None:
     return np.dtype(np.float64 if "float64" in names else np.float32)
 
 
-def _renamed(name: str, tensor: Any) -> Any:
-    return Sliced(name, tensor, (0,) * len(tensor.shape), tuple(tensor.shape))
-
-
 def _lazy(name: str, parts: Sequence[Any], method: Formula, work: np.dtype, dtype: np.dtype) -> Any:
     if isinstance(method, Scaled) and method.scale is None:
-        held = _renamed(name, parts[0])
+        held = renamed(name, parts[0])
         for kind in (work, dtype):
             held = held if held.dtype == kind else Converted(name, held, kind)
         return held

@@ -6,7 +6,6 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
 
@@ -15,7 +14,7 @@ from ...arrays.core.formatting import ranges
 from . import text
 from .dequantized import is_quantized, not_followed
 from .key_patterns import Pattern, natural, number_of, pattern_of
-from .lazy_tensors import Agreed, Sliced
+from .lazy_tensors import Agreed, renamed
 from .step import NotInvertible, Step
 from .steps import Concat, Deinterleave, FuseFFN, FuseQKV, Interleave, Split, SplitFFN, SplitQKV
 from .value_steps import Cast, Dequantize, Pad
@@ -131,11 +130,6 @@ class Rule:
     def shown(self) -> str:
         """The rule in a message, with its line where it has one."""
         return str(self) if self.line is None else f"{self}   (line {self.line})"
-
-
-@lru_cache(maxsize=64)
-def _origin(ndim: int) -> tuple[int, ...]:
-    return (0,) * ndim
 
 
 @dataclass(slots=True)
@@ -408,9 +402,7 @@ class BoundRules:
             given = self.temporary if name[:1] == "$" else self.given
             if name in given:
                 raise RuleConflict(f"{name!r} is given twice, by\n  {self._giver(name).shown}\nand by\n  {rule.shown}")
-            # An alias with a name of its own: readers tell arrays apart by name.
-            shape = tensor.shape
-            given[name] = Sliced(name, tensor, _origin(len(shape)), shape)
+            given[name] = renamed(name, tensor)
 
     # ----- inverse ----------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from ..rules.rules import Rules
 from ..saving import packs
 from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
-from ..stores.generations import Listed
+from ..stores.generations import Generation, Listed
 from .attributes import attributes_left, held_attributes
 from .plan import Progress
 from .sinks.sink import TransferSink
@@ -214,6 +214,11 @@ def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
                 f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= out, "
                 "or leave such arrays out with drop="
             )
+
+
+def source_generation(ckpt: Checkpoint) -> Generation:
+    """The generation of all that is read: of a Zarr hierarchy by others, any file below it."""
+    return Listed.now(ckpt.path) if ckpt.kind == "Zarr" else ckpt.generation
 
 
 def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -422,7 +427,7 @@ def convert(
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with atomic_directory.writing(target), activity.under_way(kind, target) as work:
         nbytes, resumed, losses = transfer(
-            Listed.now(held.ckpt.path) if held.ckpt.kind == "Zarr" else held.ckpt.generation,
+            source_generation(held.ckpt),
             tensors,
             sink,
             target,
