@@ -6,7 +6,6 @@ reads. The attribute has these checksums once more, by place, and one of its own
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import itertools
@@ -111,6 +110,8 @@ def _described(head: manifest.Manifest, items: Sequence[SaveItem], sums: Sequenc
 
 def _write(zarr: Any, group: Any, item: SaveItem) -> str:
     """Write the chunks of an array, those of zeros too; returns their checksums, in the order of the grid."""
+    import asyncio
+
     from zarr.core.buffer.cpu import Buffer
     from zarr.core.sync import sync
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Iterator
@@ -84,6 +83,8 @@ def _plain(path: str) -> str:
 
 def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
     """Commit references to an icechunk repository; returns the snapshot."""
+    import asyncio
+
     from zarr.core.buffer import default_buffer_prototype
 
     held = References(view)
