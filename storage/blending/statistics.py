@@ -16,6 +16,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
+from ..format.chunk_grid import windows
 
 BLOCK = 1 << 18  # elements of each source that are held at once
 PART = 1 << 22  # elements of a call
@@ -30,20 +31,8 @@ def flat_boxes(shape: Sequence[int], limit: int, rows: bool = False) -> Iterator
     >>> [b.offset for b in flat_boxes((4, 3), 7, True)]
     [(0, 0), (2, 0)]
     """
-    if 0 in shape:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    last = max(len(shape) - (2 if rows else 1), 0)
-    axis = 0
-    while axis < last and math.prod(shape[axis + 1 :]) > limit:
-        axis += 1
-    inner = tuple(shape[axis + 1 :])
-    step = shape[0] if rows and len(shape) == 1 else max(1, limit // math.prod(inner))
-    for lead in np.ndindex(*shape[:axis]):
-        for a in range(0, shape[axis], step):
-            yield Box((*lead, a, *([0] * len(inner))), (*([1] * axis), min(step, shape[axis] - a), *inner))
+    row = shape[-1:] if rows else (1,) * len(shape[-1:])
+    return windows(tuple(shape), (*(1,) * len(shape[:-1]), *row), 1, limit)
 
 
 def _blocks(tensor: Any, part: Box, rows: bool) -> Iterator[Any]:
