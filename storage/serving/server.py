@@ -51,7 +51,8 @@ def part_of(header: str | None, nbytes: int) -> tuple[int, int] | None:
     found = _RANGE.match(header or "")
     if found is None or found.groups() == ("", ""):
         return None
-    first, last = (n[:20] for n in found.groups())  # beyond any file, and short enough for int()
+    # Twenty digits are beyond any file, and short enough for int().
+    first, last = (n.lstrip("0")[:20] or n[-1:] for n in found.groups())
     start, stop = (
         (int(first), min(int(last) + 1, nbytes) if last else nbytes) if first else (max(0, nbytes - int(last)), nbytes)
     )
