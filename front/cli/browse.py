@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
 
-from .parts import CHECKPOINT, JSON, examples, print_json
+from .parts import CHECKPOINT, JSON, each, examples, print_json
 
-
-def _listening(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command with the options of a server's address."""
-    for option in (
-        click.option("--token", metavar="TEXT", help="Ask for this token, on loopback as well."),
-        click.option("--port", default=0, type=click.IntRange(0, 65535), help="0, the default, takes a free one."),
-        click.option(
-            "--host",
-            default="127.0.0.1",
-            show_default=True,
-            help="Where to listen. Beyond loopback a token is asked for.",
-        ),
-    ):
-        command = option(command)
-    return command
+_LISTENING = (
+    click.option(
+        "--host", default="127.0.0.1", show_default=True, help="Where to listen. Beyond loopback a token is asked for."
+    ),
+    click.option("--port", default=0, type=click.IntRange(0, 65535), help="0, the default, takes a free one."),
+    click.option("--token", metavar="TEXT", help="Ask for this token, on loopback as well."),
+)
 
 
 def _until_interrupted(server: Any) -> None:
@@ -45,7 +36,7 @@ def _until_interrupted(server: Any) -> None:
     )
 )
 @click.argument("paths", nargs=-1, required=True, type=CHECKPOINT, metavar="PATH_OR_URL…")
-@_listening
+@each(_LISTENING)
 @click.option("--open", "open_", is_flag=True, help="Open the page in the default web browser.")
 @JSON
 def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open_: bool, as_json: bool) -> None:
@@ -92,7 +83,7 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
     )
 )
 @click.argument("path", type=CHECKPOINT, metavar="PATH_OR_URL")
-@_listening
+@each(_LISTENING)
 @JSON
 def serve(path: str, host: str, port: int, token: str | None, as_json: bool) -> None:
     """Serve the bytes of a checkpoint over HTTP, as safetensors and as Zarr.
