@@ -92,6 +92,21 @@ class RawWriter:
         return whole and sums == self._sums(held)
 
 
+class BlockedWriter:
+    """Base of the writers of an array whose blocks are written by a `RawWriter` each: ``_of`` finds that of a window."""
+
+    __slots__ = ()
+
+    def _of(self, window: Box) -> RawWriter:
+        raise NotImplementedError
+
+    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
+        return self._of(window).put(root, window, tensor)
+
+    def check(self, root: str, window: Box, sums: list[int]) -> bool:
+        return self._of(window).check(root, window, sums)
+
+
 def _read_file(path: str, buffers: list[np.ndarray], offset: int) -> bool:
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:

@@ -20,14 +20,14 @@ from ...format.stored_objects import Pack
 from ...readers.safetensors import TensorInfo
 from ...saving import packs
 from ...saving.items import Record, SaveItem, Task
-from .raw_writer import RawWriter, begin, seal
+from .raw_writer import BlockedWriter, RawWriter, begin, seal
 from .sink import Unit, UploadStream, read
 
 Coord = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockWriter:
+class BlockWriter(BlockedWriter):
     """The writer of an array whose blocks lie in packs: ``places`` has the file and first byte of each."""
 
     grid: ChunkGrid
@@ -38,12 +38,6 @@ class BlockWriter:
         coord = _coord(self.grid, window)
         file, start = self.places[coord]
         return RawWriter(file, start, self.grid.shard_box(coord), self.itemsize)
-
-    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
-        return self._of(window).put(root, window, tensor)
-
-    def check(self, root: str, window: Box, sums: list[int]) -> bool:
-        return self._of(window).check(root, window, sums)
 
 
 def _coord(grid: ChunkGrid, window: Box) -> Coord:
