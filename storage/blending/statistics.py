@@ -37,7 +37,7 @@ def flat_boxes(shape: Sequence[int], limit: int, rows: bool = False) -> Iterator
 
 def _blocks(tensor: Any, part: Box, rows: bool) -> Iterator[Any]:
     for b in flat_boxes(part.shape, BLOCK, rows):
-        yield tensor.piece(Box(tuple(p + o for p, o in zip(part.offset, b.offset, strict=True)), b.shape))
+        yield tensor.piece(b.shifted(part.offset))
 
 
 def _over_parts(tensor: Any, fn: Callable[..., Any], *args: Any, rows: bool = False) -> Jobs:

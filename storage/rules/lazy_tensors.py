@@ -32,7 +32,7 @@ _PIECE = 8 << 20  # bytes that a cast holds at once
 def pieces(box: Box, chunk: Sequence[int], itemsize: int) -> Iterator[tuple[Box, Box]]:
     """(box of the tensor, the same within ``box``) of each piece that a conversion holds at once."""
     for part in windows(box.shape, tuple(max(c, 1) for c in chunk), itemsize, _PIECE):
-        yield Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape), part
+        yield part.shifted(box.offset), part
 
 
 def of_source(name: str) -> Any:
@@ -186,7 +186,7 @@ class Sliced(DerivedTensor):
     dtype, chunk = of_source("dtype"), of_source("chunk")
 
     def needs(self, box: Box) -> Box:
-        return Box(tuple(a + b for a, b in zip(self.start, box.offset, strict=True)), box.shape)
+        return box.shifted(self.start)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         if box.size:
