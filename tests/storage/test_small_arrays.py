@@ -149,13 +149,16 @@ def test_one_range_serves_two_places(tmp_path):
 def test_a_load_leaves_nothing_to_the_collector(kept):
     _, where, _ = kept
     load(where)
-    gc.collect()
+    found = []
     gc.disable()
     try:
-        load(where)
-        assert gc.collect() < COUNT
+        for _ in range(3):  # threads that other tests left behind may drop something meanwhile
+            gc.collect()
+            load(where)
+            found.append(gc.collect())
     finally:
         gc.enable()
+    assert min(found) < COUNT, found
 
 
 # ----- short ways -----------------------------------------------------------------------------------------------------
