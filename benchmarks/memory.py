@@ -27,22 +27,28 @@ Row = tuple[str, str, float, float]
 
 
 def peak(fn: Callable[[], Any]) -> int:
-    """Largest number of bytes that a call holds at a time beyond what was there, its result included; the second call counts."""
+    """Largest number of bytes that a call holds at a time beyond what was there, its result included; the least of three calls after a first.
+
+    Other threads of the process (a scheduler's, a browser's) may hold something of their own meanwhile; that only adds.
+    """
     limit, POOL.limit = POOL.limit, 0  # memory that the pool has kept from before is not seen
     POOL.clear()
+    tops = []
     try:
         fn()
-        gc.collect()
-        tracemalloc.start()
-        base = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        held = fn()
-        top = tracemalloc.get_traced_memory()[1]
-        del held
+        for _ in range(3):
+            gc.collect()
+            tracemalloc.start()
+            base = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            held = fn()
+            tops.append(tracemalloc.get_traced_memory()[1] - base)
+            del held
+            tracemalloc.stop()
     finally:
         tracemalloc.stop()
         POOL.limit = limit
-    return top - base
+    return min(tops)
 
 
 # ----- pipelines ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What training holds in memory follows its formulae: a sample of the table that ``benchmarks/memory.py`` makes.
 
-The arrays are of megabytes, beside which what other threads of the process do meanwhile does not count.
+Each figure is the least of three, as other threads of the process may hold something of their own meanwhile.
 """
 
 from __future__ import annotations
