@@ -6,8 +6,9 @@ The backward ops have no rules of their own: the engine differentiates their dec
 from __future__ import annotations
 
 from ...arrays.nn import cross_entropy as ce
+from ...arrays.nn import linear_cross_entropy as lce
 from ...arrays.nn import softmax as s
-from .registry import call, defvjp
+from .registry import call, defvjp, defvjp_all
 
 defvjp(s.SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.SOFTMAX_BACKWARD, g, ans, axis=axis))
 defvjp(s.LOG_SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.LOG_SOFTMAX_BACKWARD, g, ans, axis=axis))
@@ -19,3 +20,11 @@ def _cross_entropy(xp, g, logits, labels, ignore_index, label_smoothing):
 
 
 defvjp(ce.CROSS_ENTROPY, logits=_cross_entropy)
+
+
+def _linear_cross_entropy(xp, g, hidden, weight, labels, ans, ignore_index, label_smoothing):
+    params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return *call(xp, lce.LINEAR_CROSS_ENTROPY_BACKWARD, *g, hidden, weight, labels, ans[1], **params), None
+
+
+defvjp_all(lce.LINEAR_CROSS_ENTROPY, _linear_cross_entropy)

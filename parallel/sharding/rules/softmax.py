@@ -7,6 +7,7 @@ from typing import Any
 
 from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn import cross_entropy as ce
+from ....arrays.nn import linear_cross_entropy as lce
 from ....arrays.nn import softmax as s
 from ..factors import FactorRule, Letters, RankView, rule
 
@@ -33,6 +34,22 @@ def _cross_entropy_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype
     letters = Letters()
     batch, classes = letters.many(avals[2].shape), letters.new(avals[1].shape[-1], whole=True)
     return letters.rule([batch, (*batch, classes), batch], [(*batch, classes)], [(0,)])
+
+
+@rule(lce.LINEAR_CROSS_ENTROPY)
+def _linear_cross_entropy(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    batch, (width, classes) = letters.many(avals[2].shape), letters.many(avals[1].shape, whole=True)
+    return letters.rule([(*batch, width), (width, classes), batch], [batch, batch])
+
+
+@rule(lce.LINEAR_CROSS_ENTROPY_BACKWARD)
+def _linear_cross_entropy_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    batch = letters.many(avals[4].shape, reduce="sum")
+    width, classes = letters.many(avals[3].shape, whole=True)
+    hidden, weight = (*batch, width), (width, classes)
+    return letters.rule([batch, batch, hidden, weight, batch, batch], [hidden, weight], [(0, 1)])
 
 
 def _local_start(params: Params, view: RankView) -> Params:
