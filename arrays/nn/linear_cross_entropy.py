@@ -80,9 +80,9 @@ class _Tiles:
 
     def targets(self, b: slice, c: slice) -> tuple[Any, tuple[Any, Any]]:
         """Which rows have their label in a tile, and an index of one element a row: that of the label."""
-        at = self.labels[b] - c.start
-        inside = (at >= 0) & (at < c.stop - c.start)
-        return inside, (self.xp.arange(len(at)), self.xp.where(inside, at, 0))
+        labels = self.labels[b]
+        at = self.xp.clip(labels, c.start, c.stop - 1)
+        return at == labels, (self.xp.arange(len(at)), at - c.start)
 
 
 def _linear_cross_entropy(
@@ -101,7 +101,7 @@ def _linear_cross_entropy(
                 if label_smoothing:
                     total[b] += row_sums(xp, z)[:, 0]
                 top = z.max(axis=1, keepdims=True)
-                top[xp.isinf(top)] = 0
+                xp.copyto(top, 0, where=xp.isinf(top))
                 z -= top
                 xp.exp(z, out=z)
                 lse[b] = xp.logaddexp(lse[b], (top + xp.log(row_sums(xp, z)))[:, 0])
@@ -109,8 +109,7 @@ def _linear_cross_entropy(
         if label_smoothing:
             losses -= label_smoothing / t.classes * total
     if t.valid is not None:
-        losses[~t.valid] = np.nan
-        losses[t.ignored] = 0
+        losses = xp.where(t.valid, losses, xp.where(t.ignored, 0, np.nan))
     return losses.astype(t.wide, copy=False).reshape(labels.shape), lse.reshape(labels.shape)
 
 
@@ -151,7 +150,7 @@ def _linear_cross_entropy_backward(
                 if label_smoothing:
                     z -= even[b, None]
                 if silent is not None:
-                    z[silent[b]] = 0
+                    xp.copyto(z, 0, where=silent[b, None])
                 d_hidden[b] += t.product(z, w.T)
                 dw = dw + t.product(t.hidden[b].T, z.astype(t.factor, copy=False))
             d_weight[:, c] = dw
