@@ -15,7 +15,8 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
-from ..core.op import NO_PARAMS, Cuda, Op, ShapeDtype, composite
+from ..core.op import Cuda, Op, ShapeDtype, composite
+from ..kernels.chains import one_launch
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from . import element_functions as fn
@@ -381,7 +382,7 @@ SIGMOID, sigmoid = unary(
     "``1 / (1 + exp(-x))`` without overflow.",
     "[0.0, 1000.0] -> [0.5, 1. ]",
     fn.sigmoid,
-    overrides={"numpy": first(ops.sigmoid, fn.sigmoid)} if AVAILABLE else NO_PARAMS,
+    overrides={"numpy": first(ops.sigmoid, fn.sigmoid), "cupy": one_launch("sigmoid")},
     cuda="logistic({0})",
     flops=10,
 )
@@ -390,7 +391,7 @@ SILU = Op(
     ("x",),
     _silu,
     shape_rules.elementwise,
-    overrides={"numpy": first(ops.silu, _silu)},
+    overrides={"numpy": first(ops.silu, _silu), "cupy": one_launch("silu")},
     flops=10,
     cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0})"),
 )
@@ -427,7 +428,7 @@ SWIGLU = Op(
     ("gate", "up"),
     _swiglu,
     shape_rules.elementwise,
-    overrides={"numpy": first(ops.swiglu, _swiglu)},
+    overrides={"numpy": first(ops.swiglu, _swiglu), "cupy": one_launch("swiglu")},
     flops=12,
     cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0}) * {1}"),
 )
@@ -436,7 +437,7 @@ SWIGLU_BACKWARD = Op(
     ("g", "gate", "up"),
     _swiglu_backward,
     shape_rules.elementwise,
-    overrides={"numpy": first(ops.swiglu_backward, _swiglu_backward)},
+    overrides={"numpy": first(ops.swiglu_backward, _swiglu_backward), "cupy": one_launch("swiglu_backward")},
     decompose=_decompose_swiglu_backward,
     flops=16,
     cuda=Cuda(
