@@ -69,11 +69,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression.
+ORDER = (
+    *("parallel/chaos/", "gpu/contract/", "docs/", "arrays/", "autodiff/", "storage/", "gpu/", "meshtape/"),
+    *("parallel/test_bounded_waits", "parallel/training/", "parallel/test_gang", "parallel/"),
+)
+"""The longest tests come first: at the end, one process would run them while the others have nothing to do. Those that start clusters come
+last: a cluster stays with its process, and takes time and memory of all that runs beside it."""
 
-    The longest test comes first: at the end, one process would run it while the other has nothing to do."""
-    items.sort(key=lambda item: "/chaos/" not in item.nodeid)
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests in order. Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression."""
+    items.sort(key=lambda item: next((i for i, part in enumerate(ORDER) if part in item.nodeid.partition("::")[0]), -1))
     if config.option.markexpr:
         return
     skip = pytest.mark.skip(reason="a long run, of which a sample runs by default; ask for it with -m slow")
