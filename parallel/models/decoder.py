@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +39,7 @@ from .layers import (
     rotate,
     split_heads,
 )
-from .plans import AXES, Plan, Stages, block_cuts, constrained, parse
+from .plans import AXES, Plan, Stages, block_cuts, constrained, parse, split_blocks
 
 PARAMETERS = {
     "tp": {"*attn.[qkv]": 1, "*attn.o": 0, "*ffn.gate": 1, "*ffn.up": 1, "*ffn.down": 0, "*experts.gate": 2}
@@ -150,13 +149,8 @@ class Config:
         if "num_local_experts" in c:
             experts = moe.Config(c["num_local_experts"], c["num_experts_per_tok"], capacity_factor=None)
         return cls(
-            vocab=c["vocab_size"],
-            width=c["hidden_size"],
-            layers=c["num_hidden_layers"],
-            heads=c["num_attention_heads"],
-            kv_heads=c["num_attention_heads"] if kv_heads is None else kv_heads,
-            ffn=c["intermediate_size"],
-            max_length=c["max_position_embeddings"],
+            **{ours: c[theirs] for ours, theirs in huggingface.SIZES.items()},
+            kv_heads=kv_heads,
             theta=float(c["rope_theta"]),
             rope=c["rope"],
             eps=c["rms_norm_eps"],
@@ -259,7 +253,7 @@ def blocks(
     aux: Any = 0.0
     tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta, config.rope)
     for i, layer in enumerate(layers):
-        block_key = None if key is None else _block_key(key, first + i)
+        block_key = None if key is None else random.fold_in(key, first + i)
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Any:
             return _block(layer, x, config, tables, block_key, plan, recompute)
@@ -273,10 +267,6 @@ def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) 
     """The last stage: norm and head, to logits."""
     x = constrained(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
     return linear(x, matrix_transpose(params["embed"]) if config.tied else params["head"])
-
-
-def _block_key(key: Array, i: int) -> Array:
-    return random.fold_in(key, i)
 
 
 def _block(
@@ -376,15 +366,8 @@ def stages(
 
 def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], list[Any]]:
     """Parameters of the stages, and which are tied (the embedding, where the head is its transpose), for ``mt.training.Pipeline``."""
-    cuts = block_cuts("decoder", config.layers, count)
-    out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
-    out[0]["embed"] = params["embed"]
-    out[-1]["norm"] = params["norm"]
-    if not config.tied:
-        out[-1]["head"] = params["head"]
-        return out, []
-    out[-1]["embed"] = params["embed"]
-    return out, [((0, "embed"), (count - 1, "embed"))] if count > 1 else []
+    out = split_blocks("decoder", params, config.layers, count, ("norm", "embed" if config.tied else "head"))
+    return out, [((0, "embed"), (count - 1, "embed"))] if config.tied and count > 1 else []
 
 
 def staged(config: Config, *, plan: Plan | None = None, recompute: Recompute = "none") -> Stages:

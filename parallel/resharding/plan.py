@@ -174,6 +174,9 @@ def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
     return out
 
 
+_box = functools.lru_cache(maxsize=8192)(Box)
+
+
 @functools.lru_cache(maxsize=8)
 def _blocks_of(plan: Reshard) -> dict[tuple[int, bool], Box]:
     """The blocks of ranks, old (True) and new, while a plan is being made: each meets many others."""
@@ -214,6 +217,8 @@ class Reshard(ReshardPlan):
         idle = [a for a in range(len(sizes)) if source.placement(a) == target.placement(a)]
         split = {a for _, axes in source.shards for a in axes}
         fixed = {a for a in idle if a not in split} | (self._aligned() if boxes is None else set())
+        cut_twice = any(source.axes_of(d) and target.axes_of(d) for d in range(len(shape)))
+        self._apart = boxes is None and not cut_twice
         self._open = tuple(a for a in range(len(sizes)) if a not in fixed)
         # Each class of ranks is a part of their numbers.
         self._free, self._kept, self._carried, self._idle = map(self._steps, (free, kept, carried, idle))
@@ -287,7 +292,12 @@ class Reshard(ReshardPlan):
             have = blocks[source, True] = block_box(self._source, self._sizes, self._shape, source)
         if (want := blocks.get((rank, False))) is None:
             want = blocks[rank, False] = self.box(rank)
-        found = have.meet(want)
+        if self._apart:
+            # One of the two is whole along each dimension, so that few boxes make all pieces.
+            common = tuple(map(min, have.shape, want.shape))
+            found = None if 0 in common else (_box(want.offset, common), _box(have.offset, common))
+        else:
+            found = have.meet(want)
         if found is None:
             return None
         term = 0

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ....arrays.core.op import Op, ShapeDtype
+from ....arrays.core.op import Op
 from ....arrays.nn import cross_entropy as ce
 from ....arrays.nn import softmax as s
-from ..factors import FactorRule, Letters, RankView, rule
-
-Avals = Sequence[Any]
-Params = Mapping[str, Any]
+from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, rule
 
 
 @rule(s.SOFTMAX, s.LOG_SOFTMAX, s.SOFTMAX_BACKWARD, s.LOG_SOFTMAX_BACKWARD)
-def _softmax(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    dims = tuple(letters.new(n, whole=i == params["axis"]) for i, n in enumerate(out_avals[0].shape))
+def _softmax(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    dims = tuple(letters.new(n, whole=i == params["axis"]) for i, n in enumerate(outs[0].shape))
     return letters.rule([dims] * len(avals), [dims], [(0,)] if len(avals) == 2 else [])
 
 
 @rule(ce.CROSS_ENTROPY)
-def _cross_entropy(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     batch, classes = letters.many(avals[1].shape), letters.new(avals[0].shape[-1], whole=True)
     return letters.rule([(*batch, classes), batch], [batch])
 
 
 @rule(ce.CROSS_ENTROPY_BACKWARD)
-def _cross_entropy_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _cross_entropy_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     batch, classes = letters.many(avals[2].shape), letters.new(avals[1].shape[-1], whole=True)
     return letters.rule([batch, (*batch, classes), batch], [(*batch, classes)], [(0,)])
 
@@ -40,7 +31,6 @@ def _local_start(params: Params, view: RankView) -> Params:
 
 
 @rule(ce.POSITIONS)
-def _positions(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _positions(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     dims = letters.many(avals[0].shape)
     return letters.rule([dims], [dims], localize=_local_start, valueless=True)
