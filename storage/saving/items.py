@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +12,14 @@ import numpy as np
 from ...arrays.core.blocks import BlockSharding, Box
 from ...arrays.core.tree import Path
 from ..base import names
+from ..checkpoint.checkpoint import Checkpoint
 from ..format.chunk_grid import ChunkGrid
-from ..format.compression import Compression, most_nbytes
+from ..format.compression import Compression, ShuffledZstd, most_nbytes
+from ..format.manifest import Base
 from ..format.stored_objects import Pack
 from ..format.zarr_format import dual_shard
+from ..loading.deltas import base_of
+from ..stores import store
 
 
 @dataclass(slots=True)
@@ -35,6 +40,7 @@ class SaveItem:
     like: str = ""  # a folder of an array with the same grid, dtype and compression, whose files may be shared
     dual: bool = False  # see ``zarr_format``
     said: str = ""  # see ``array_metadata``
+    base: Any = None  # the tensor from which the array is a delta
 
     name: str = field(init=False)
 
@@ -62,6 +68,20 @@ class SaveItem:
         return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
 
 
+def take_delta(item: SaveItem, base: Checkpoint) -> None:
+    """Make an array a delta, where the base has one of its name, shape and dtype."""
+    item.base = None if item.packed else base_of(base, item.name, item.shape, item.dtype)
+    if item.base is not None:
+        item.compression = ShuffledZstd()
+
+
+def base_entry(items: Sequence[SaveItem], base: Checkpoint) -> Base | None:
+    """The entry of a base in the manifest."""
+    assert base.manifest is not None
+    named = Base(store.split(base.path)[1], base.manifest.identity)
+    return named if any(i.base is not None for i in items) else None
+
+
 @dataclass(slots=True)
 class Task:
     """One shard to write: which array of the call, which part of the rank's block, and the file's place in the grid."""
@@ -76,6 +96,7 @@ class Task:
     pack: str = ""  # the file in which it lies with others
     like: str = ""  # a file to share where it has the same bytes
     dual: str | None = None  # the name of an array of layout "dual"
+    base: Any = None  # the tensor from which the array is a delta
 
 
 @dataclass(slots=True)

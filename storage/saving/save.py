@@ -28,6 +28,7 @@ from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
 from ..base.leaves import taken
+from ..checkpoint.checkpoint import Checkpoint
 from ..commit import contents
 from ..commit.protocol import protocol_of
 from ..format import dtypes, manifest
@@ -36,13 +37,14 @@ from ..format.compression import Codec, chosen
 from ..format.documents import encode
 from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import is_raw
+from ..loading.open import open_checkpoint
 from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, icechunk_store, store
 from . import icechunk_commit, packs, sharing
 from .background import SaveHandle, finish_earlier, start
-from .dual_index import choose_dual, is_dual
+from .dual import choose_dual, is_dual
 from .finalize import finish_directory
-from .items import Record, SaveItem, Task
+from .items import Record, SaveItem, Task, base_entry, take_delta
 from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
@@ -148,7 +150,8 @@ def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
     if (alone := only_shard(item.grid)) is not None:
         file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
         like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
-        return [Task(number, Box.whole(block.shape), item.grid, alone, file, item.compression, name, "", like, dual)]
+        part, base = Box.whole(block.shape), item.base
+        return [Task(number, part, item.grid, alone, file, item.compression, name, "", like, dual, base)]
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
     sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
@@ -158,7 +161,8 @@ def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
         part = item.grid.shard_box(coord).within(block)
         key = item.grid.key(coord)
         file, like = f"{item.directory}/{key}", os.path.join(item.like, key) if item.like else ""
-        out.append(Task(number, part, item.grid, coord, file, item.compression, name, "", like, dual))
+        base = None if item.base is None else item.base.only(item.grid.shard_box(coord))
+        out.append(Task(number, part, item.grid, coord, file, item.compression, name, "", like, dual, base))
     return out
 
 
@@ -234,6 +238,7 @@ class SaveOptions(TypedDict, total=False):
     dtype_fallback: Literal["raw"] | None
     share: str | os.PathLike[str] | None
     layout: Literal["dual"] | None
+    base: str | os.PathLike[str] | None
 
 
 @not_recording()  # what is stored needs no derivative
@@ -250,6 +255,7 @@ def save(
     dtype_fallback: Literal["raw"] | None = None,
     share: str | os.PathLike[str] | None = None,
     layout: Literal["dual"] | None = None,
+    base: str | os.PathLike[str] | None = None,
     message: str | None = None,
 ) -> SaveReport:
     """Write a tree of arrays to a new directory, all or nothing.
@@ -291,6 +297,10 @@ def save(
         ``"dual"``: the file of each block is at once a shard of the Zarr array and a safetensors file. Blocks must be whole rows, and neither
         ``compression`` nor ``pack`` goes with it. Where each array is one block, ``model.safetensors.index.json`` lets Hugging Face loaders open the
         directory. Earlier versions of meshtape refuse such a checkpoint.
+    base
+        An earlier checkpoint in the same folder, itself no delta: arrays that it has with the same name, shape and dtype are stored as differences from those, compressed,
+        which takes a tenth to two thirds of the bytes where training has moved them a little. Others are stored plainly. Such a checkpoint cannot be read without its base, which it
+        pins: `CheckpointManager` (``anchor_every``) takes care of that. Zarr readers and earlier versions of meshtape refuse it by name.
     message
         For ``icechunk://PLACE@BRANCH``, a branch of an icechunk repository, in which the save is one snapshot: what its history says of it.
         The step before stays in the history, so ``overwrite`` is refused there, as are documents and the options of files.
@@ -328,12 +338,12 @@ def save(
     (4, 2)
     """
     if hasattr(path, "write") or hasattr(path, "sendall"):
-        beside = (step, metadata, documents, compression, pack, dtype_fallback, share, layout, message)
+        beside = (step, metadata, documents, compression, pack, dtype_fallback, share, layout, base, message)
         return _save_stream(path, tree, beside)
     target = store.location(path)
     finish_earlier(target)
     kept: Any = {"documents": documents, "compression": compression, "pack": pack, "dtype_fallback": dtype_fallback}
-    kept |= {"share": share, "layout": layout}
+    kept |= {"share": share, "layout": layout, "base": base}
     said: Any = {"step": step, "metadata": metadata}
     if target.startswith(f"{icechunk_store.SCHEME}://"):
         kept |= {"overwrite": overwrite or None}
@@ -362,7 +372,7 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
         held = (
             f"the leaves {', '.join(values[:8])}"
             if values
-            else "step=, metadata=, documents=, compression=, pack=, dtype_fallback=, share= or layout="
+            else "step=, metadata=, documents=, compression=, pack=, dtype_fallback=, share=, layout= or base="
         )
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [i.name for i in items if i.sharding is not None]:
@@ -466,6 +476,20 @@ class _Save:
         limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
             packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
+        self.base = None if given.get("base") is None else self._opened(store.location(given["base"]), dual)
+        for item in items if self.base is not None else ():
+            take_delta(item, self.base)
+
+    def _opened(self, base: str, dual: bool) -> Checkpoint:
+        """The checkpoint from which this one is to be a delta."""
+        if base == self.target or store.split(base)[0] != store.split(self.target)[0]:
+            raise CheckpointError(f"base={base} is no other checkpoint in the folder of {self.target}")
+        found = open_checkpoint(base)
+        if found.manifest is None or found.base is not None or dual:
+            raise CheckpointError(
+                f"base={base}: deltas are taken from a checkpoint of mt.save that is none itself, and without layout='dual'"
+            )
+        return found
 
     def snapshot(self) -> None:
         """Hold the values as they are now, so that `run` may come later and in another thread."""
@@ -509,8 +533,13 @@ class _Save:
                 records += _write_split(group, folder.root, folder.suffix)
             work.doing = "writing metadata"
             self.head.meshes = [mesh.describe() for mesh, _ in groups]
+            if self.base is not None:
+                self.head.base = base_entry(items, self.base)
+                self.base.generation.check()
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
+        if self.base is not None:
+            self.base.generation.check()  # its deleter has not seen this checkpoint, if it was complete too late
         files = len({r.pack.file if r.pack else r.file for r in records})
         shared = sum(r.nbytes for r in records if r.shared)
         return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, files, shared)
