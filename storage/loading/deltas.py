@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...arrays.core.blocks import Box
-from ...arrays.core.errors import CorruptCheckpoint, ParentChanged
 from ..base.scratch import scratch
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.chunk_grid import ChunkGrid
 from ..format.compression import Compression, compression_of
-from ..format.manifest import MOST_DELTA, Base
+from ..format.manifest import MOST_DELTA
 from ..readers.compressed import CompressedTensor
 from ..readers.reading import Job
 from ..readers.tensor import ChunkedTensor, read_into, view
@@ -122,16 +121,3 @@ def base_of(base: Checkpoint, name: str, shape: tuple[int, ...], dtype: np.dtype
     held = base.arrays.get(name)
     fits = held is not None and (held.shape, held.dtype) == (shape, dtype)
     return held.tensor if fits and shape and 0 not in shape and dtype.itemsize <= MOST_DELTA else None  # type: ignore[union-attr]
-
-
-def check_base(path: str, where: str, base: Base, found: Any) -> None:
-    """Raise where the manifest at the place of a base is not the one that a delta pins."""
-    of = f"{path} holds differences from {where}"
-    if found is None:
-        raise ParentChanged(f"{of}, which is not there any more: restore it, or load another checkpoint")
-    if found.identity != base.identity:
-        raise ParentChanged(
-            f"{of}, which is another by now: {base.identity} was pinned, and {found.identity} is there; restore it, or load another checkpoint"
-        )
-    if found.base is not None:
-        raise CorruptCheckpoint(f"{of}, which is a delta itself; a base is plain")

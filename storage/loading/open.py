@@ -290,7 +290,11 @@ def _open_base(root: str, base: manifest.Base, verify: bool) -> Checkpoint:
         where = atomic_directory.resolve(stores.join(stores.split(path)[0], base.name))
         if (found := manifest.read(where)) is not None:
             break
-    deltas.check_base(root, where, base, found)
+    if why := base.fault(found):
+        raise ParentChanged(
+            f"{root} holds differences from {where}, and {why}; restore that, or load another checkpoint"
+        )
+    assert found is not None
     return _from_manifest(where, found, verify)
 
 

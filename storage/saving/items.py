@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from ...arrays.core.blocks import BlockSharding, Box
 from ...arrays.core.tree import Path
 from ..base import names
 from ..checkpoint.checkpoint import Checkpoint
-from ..format.chunk_grid import ChunkGrid
+from ..format.chunk_grid import ChunkGrid, only_shard, place_of
 from ..format.compression import Compression, ShuffledZstd, most_nbytes
 from ..format.manifest import Base
 from ..format.stored_objects import Pack
@@ -75,10 +76,10 @@ def take_delta(item: SaveItem, base: Checkpoint) -> None:
         item.compression = ShuffledZstd()
 
 
-def base_entry(items: Sequence[SaveItem], base: Checkpoint) -> Base | None:
+def base_entry(items: Sequence[SaveItem], where: str, base: Checkpoint) -> Base | None:
     """The entry of a base in the manifest."""
     assert base.manifest is not None
-    named = Base(store.split(base.path)[1], base.manifest.identity)
+    named = Base(store.split(where)[1], base.manifest.identity)
     return named if any(i.base is not None for i in items) else None
 
 
@@ -97,6 +98,28 @@ class Task:
     like: str = ""  # a file to share where it has the same bytes
     dual: str | None = None  # the name of an array of layout "dual"
     base: Any = None  # the tensor from which the array is a delta
+
+
+def tasks_of(number: int, item: SaveItem, block: Box) -> list[Task]:
+    """The shards that make up one block."""
+    name, dual = item.name if item.packed else None, item.name if item.dual else None
+    if (alone := only_shard(item.grid)) is not None:
+        file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
+        like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
+        part, base = Box.whole(block.shape), item.base
+        return [Task(number, part, item.grid, alone, file, item.compression, name, "", like, dual, base)]
+    span = zip(block.offset, block.stop, item.grid.shard, strict=True)
+    ranges = [range(a // s, -(-b // s)) for a, b, s in span]
+    sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
+    out = []
+    for k in sub.shards():
+        coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
+        part = item.grid.shard_box(coord).within(block)
+        key = item.grid.key(coord)
+        file, like = f"{item.directory}/{key}", os.path.join(item.like, key) if item.like else ""
+        base = None if item.base is None else item.base.only(item.grid.shard_box(coord))
+        out.append(Task(number, part, item.grid, coord, file, item.compression, name, "", like, dual, base))
+    return out
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..commit import contents
 from ..commit.protocol import protocol_of
 from ..format import dtypes, manifest
-from ..format.chunk_grid import ChunkGrid, choose_grid, only_shard, place_of, whole_grid
+from ..format.chunk_grid import choose_grid, whole_grid
 from ..format.compression import Codec, chosen
 from ..format.documents import encode
 from ..format.sharding_spec import by_mesh
@@ -44,7 +44,7 @@ from . import icechunk_commit, packs, sharing
 from .background import SaveHandle, finish_earlier, start
 from .dual import choose_dual, is_dual
 from .finalize import finish_directory
-from .items import Record, SaveItem, Task, base_entry, take_delta
+from .items import Record, SaveItem, base_entry, take_delta, tasks_of
 from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
@@ -144,34 +144,12 @@ def assign(
     return out
 
 
-def _tasks(number: int, item: SaveItem, block: Box) -> list[Task]:
-    """The shards that make up one block."""
-    name, dual = item.name if item.packed else None, item.name if item.dual else None
-    if (alone := only_shard(item.grid)) is not None:
-        file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
-        like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
-        part, base = Box.whole(block.shape), item.base
-        return [Task(number, part, item.grid, alone, file, item.compression, name, "", like, dual, base)]
-    span = zip(block.offset, block.stop, item.grid.shard, strict=True)
-    ranges = [range(a // s, -(-b // s)) for a, b, s in span]
-    sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
-    out = []
-    for k in sub.shards():
-        coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
-        part = item.grid.shard_box(coord).within(block)
-        key = item.grid.key(coord)
-        file, like = f"{item.directory}/{key}", os.path.join(item.like, key) if item.like else ""
-        base = None if item.base is None else item.base.only(item.grid.shard_box(coord))
-        out.append(Task(number, part, item.grid, coord, file, item.compression, name, "", like, dual, base))
-    return out
-
-
 def _write_local(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
     """Arrays of this process: host and small arrays together, then the others of a device one by one."""
 
     def write(group: list[SaveItem]) -> list[Record]:
         tasks = [
-            t for i, item in enumerate(group) if math.prod(item.shape) for t in _tasks(i, item, Box.whole(item.shape))
+            t for i, item in enumerate(group) if math.prod(item.shape) for t in tasks_of(i, item, Box.whole(item.shape))
         ]
         arrays = [np.asarray(i.array if here(i) else i.array.to_device("cpu")) for i in group]
         tasks = packs.dealt(tasks, [i.dtype.itemsize for i in group], "local", suffix)
@@ -202,7 +180,7 @@ def _write_split(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
     sizes, small = [i.dtype.itemsize for i in items], {number for number, item in enumerate(items) if item.packed}
     payloads = {}
     for rank, blocks in assign(wanted, small).items():
-        tasks = [task for number, box in blocks for task in _tasks(number, items[number], box)]
+        tasks = [task for number, box in blocks for task in tasks_of(number, items[number], box)]
         payloads[rank] = root, packs.dealt(tasks, sizes, f"{items[0].mesh}-{rank:05d}", suffix)
     if not payloads:
         return []
@@ -476,7 +454,8 @@ class _Save:
         limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
             packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
-        self.base = None if given.get("base") is None else self._opened(store.location(given["base"]), dual)
+        self.base_path = store.location(given["base"]) if given.get("base") is not None else ""
+        self.base = self._opened(self.base_path, dual) if self.base_path else None
         for item in items if self.base is not None else ():
             take_delta(item, self.base)
 
@@ -534,7 +513,7 @@ class _Save:
             work.doing = "writing metadata"
             self.head.meshes = [mesh.describe() for mesh, _ in groups]
             if self.base is not None:
-                self.head.base = base_entry(items, self.base)
+                self.head.base = base_entry(items, self.base_path, self.base)
                 self.base.generation.check()
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
