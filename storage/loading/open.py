@@ -260,15 +260,15 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        tensor: StoredTensor = _tensor(root, e, m.sums, verify)
-        if base is not None and e.delta:
+        stored = _tensor(root, e, m.sums, verify)
+        found = arrays[e.name] = StoredArray(e.path, stored, text, mesh, placements, e.name)
+        if base is not None and m.base is not None and e.delta:
             of = deltas.base_of(base, e.name, e.shape, e.dtype)
             if of is None:
                 raise CorruptCheckpoint(
                     f"{root}: its base {base.path} has no array {e.name!r} of the same shape and dtype"
                 )
-            tensor = deltas.DeltaTensor(e.name, e.dtype, (of, tensor))
-        arrays[e.name] = StoredArray(e.path, tensor, text, mesh, placements, e.name)
+            found.tensor, found.rule = deltas.DeltaTensor(e.name, e.dtype, (of, stored)), f"{m.base.name} + differences"
     return Checkpoint(
         root,
         "meshtape",

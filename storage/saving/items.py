@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box
+from ...arrays.core.errors import CheckpointError
 from ...arrays.core.tree import Path
 from ..base import names
 from ..checkpoint.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from ..format.manifest import Base
 from ..format.stored_objects import Pack
 from ..format.zarr_format import dual_shard
 from ..loading.deltas import base_of
+from ..loading.open import open_checkpoint
 from ..stores import store
 
 
@@ -69,18 +71,32 @@ class SaveItem:
         return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
 
 
-def take_delta(item: SaveItem, base: Checkpoint) -> None:
-    """Make an array a delta, where the base has one of its name, shape and dtype."""
-    item.base = None if item.packed else base_of(base, item.name, item.shape, item.dtype)
-    if item.base is not None:
-        item.compression = ShuffledZstd()
+@dataclass(frozen=True, slots=True)
+class DeltaBase:
+    """The checkpoint from which arrays become deltas, and its entry in the manifest of those."""
 
+    ckpt: Checkpoint
+    entry: Base
 
-def base_entry(items: Sequence[SaveItem], where: str, base: Checkpoint) -> Base | None:
-    """The entry of a base in the manifest."""
-    assert base.manifest is not None
-    named = Base(store.split(where)[1], base.manifest.identity)
-    return named if any(i.base is not None for i in items) else None
+    @classmethod
+    def at(cls, where: str, target: str) -> DeltaBase:
+        """The base at a place, opened, for a checkpoint at another."""
+        home, name = store.split(where)
+        if where == target or home != store.split(target)[0]:
+            raise CheckpointError(f"base={where} is no other checkpoint in the folder of {target}")
+        ckpt = open_checkpoint(where)
+        if ckpt.manifest is None or ckpt.base is not None:
+            raise CheckpointError(f"base={where} is a delta itself, or none of mt.save: deltas have a plain base")
+        return cls(ckpt, Base(name, ckpt.manifest.identity))
+
+    def given_to(self, items: Iterable[SaveItem]) -> Base | None:
+        """Make arrays that the base has, too, deltas; gives the entry, or None where there are none."""
+        found = False
+        for item in items:
+            item.base = None if item.packed else base_of(self.ckpt, item.name, item.shape, item.dtype)
+            if item.base is not None:
+                item.compression, found = ShuffledZstd(), True
+        return self.entry if found else None
 
 
 @dataclass(slots=True)

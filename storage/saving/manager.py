@@ -437,7 +437,7 @@ class CheckpointManager:
             try:
                 c = self._of_step(step)
             except NotACheckpoint:
-                if numbered.step_at(target) is not None:  # it is one of another step
+                if numbered.step_at(target) not in (None, step):  # it is one of another step
                     raise
                 return load(target, **load_arguments)  # raises what is wrong with it
             tree = load(c.path, **load_arguments)

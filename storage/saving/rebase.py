@@ -19,7 +19,7 @@ from ..readers.tensor import read_into
 from ..stores import atomic_directory, store
 from . import packs, sharing
 from .finalize import finish_directory
-from .items import SaveItem, base_entry, take_delta, tasks_of
+from .items import DeltaBase, SaveItem, tasks_of
 from .write_shards import write_blocks
 
 
@@ -58,8 +58,7 @@ def rebase(path: str, base: str | None) -> None:
     """Write a delta anew, all or nothing: a reader finds the old one or the new one. None for ``base`` makes it plain."""
     old = open_checkpoint(path)
     assert old.manifest is not None
-    new = None if base is None else open_checkpoint(base)
-    items = []
+    items, deltas = [], []
     entries = old.manifest.arrays
     for entry, directory in zip(entries, names.zarr_names([e.name for e in entries]), strict=True):
         tensor = old.arrays[entry.name].tensor
@@ -70,14 +69,13 @@ def rebase(path: str, base: str | None) -> None:
             node = strict_json.loads(store.at(old.path).get(f"{entry.directory}/zarr.json"))
             item.raw = "dtype" in node.get("attributes", {}).get(GROUP_ATTRIBUTE, {})
             item.said = said_of(node, item.name)
-        if entry.delta and new is not None:
-            take_delta(item, new)
         items.append(item)
+        deltas += [item] if entry.delta else []
+    documents = {name: old.documents.raw(name) for name in old.documents}
+    given = None if base is None else DeltaBase.at(base, path).given_to(deltas)
+    head = replace(old.manifest, base=given, sums=None, zarr=None)
     if not store.is_url(path):
         sharing.match(items, path)
-    documents = {name: old.documents.raw(name) for name in old.documents}
-    entry_of = None if base is None or new is None else base_entry(items, base, new)
-    head = replace(old.manifest, base=entry_of, sums=None, zarr=None)
     with (
         activity.under_way("Rewrite", path, sum(i.stored_nbytes for i in items)) as work,
         atomic_directory.writing(path),

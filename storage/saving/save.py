@@ -28,7 +28,6 @@ from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
 from ..base.leaves import taken
-from ..checkpoint.checkpoint import Checkpoint
 from ..commit import contents
 from ..commit.protocol import protocol_of
 from ..format import dtypes, manifest
@@ -37,14 +36,13 @@ from ..format.compression import Codec, chosen
 from ..format.documents import encode
 from ..format.sharding_spec import by_mesh
 from ..format.zarr_format import is_raw
-from ..loading.open import open_checkpoint
 from ..readers.safetensors import save_safetensors
 from ..stores import atomic_directory, icechunk_store, store
 from . import icechunk_commit, packs, sharing
 from .background import SaveHandle, finish_earlier, start
 from .dual import choose_dual, is_dual
 from .finalize import finish_directory
-from .items import Record, SaveItem, base_entry, take_delta, tasks_of
+from .items import DeltaBase, Record, SaveItem, tasks_of
 from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
@@ -454,21 +452,9 @@ class _Save:
         limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
             packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
-        self.base_path = store.location(given["base"]) if given.get("base") is not None else ""
-        self.base = self._opened(self.base_path, dual) if self.base_path else None
-        for item in items if self.base is not None else ():
-            take_delta(item, self.base)
-
-    def _opened(self, base: str, dual: bool) -> Checkpoint:
-        """The checkpoint from which this one is to be a delta."""
-        if base == self.target or store.split(base)[0] != store.split(self.target)[0]:
-            raise CheckpointError(f"base={base} is no other checkpoint in the folder of {self.target}")
-        found = open_checkpoint(base)
-        if found.manifest is None or found.base is not None or dual:
-            raise CheckpointError(
-                f"base={base}: deltas are taken from a checkpoint of mt.save that is none itself, and without layout='dual'"
-            )
-        return found
+        self.base = None if given.get("base") is None else DeltaBase.at(store.location(given["base"]), target)
+        if self.base is not None:
+            self.head.base = self.base.given_to(items)
 
     def snapshot(self) -> None:
         """Hold the values as they are now, so that `run` may come later and in another thread."""
@@ -513,12 +499,11 @@ class _Save:
             work.doing = "writing metadata"
             self.head.meshes = [mesh.describe() for mesh, _ in groups]
             if self.base is not None:
-                self.head.base = base_entry(items, self.base_path, self.base)
-                self.base.generation.check()
+                self.base.ckpt.generation.check()
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
         if self.base is not None:
-            self.base.generation.check()  # its deleter has not seen this checkpoint, if it was complete too late
+            self.base.ckpt.generation.check()  # its deleter has not seen this checkpoint, if it was complete too late
         files = len({r.pack.file if r.pack else r.file for r in records})
         shared = sum(r.nbytes for r in records if r.shared)
         return SaveReport(target, len(items), nbytes, time.perf_counter() - self.started, files, shared)
