@@ -73,6 +73,7 @@ def show(path: str, as_json: bool) -> bool:
     rows = []
     for s in run.steps:
         marks = [t for t, x in (("latest", latest), ("best", best)) if x is s]
+        marks += [] if s.base is None else [f"delta of {s.base.name}"]
         rows.append(
             {
                 "name": s.name,
@@ -84,6 +85,7 @@ def show(path: str, as_json: bool) -> bool:
                 "metrics": dict(s.metrics),
                 "note": s.note,
                 "marks": marks,
+                "base": None if s.base is None else s.base.name,
             }
         )
     if as_json:
@@ -196,7 +198,7 @@ def du(path: str, as_json: bool) -> None:
     """Bytes on disk, and what deleting each step would free.
 
     PATH is a directory of checkpoints, or a checkpoint. Steps share the files of arrays that did not change: those count once in the total, and
-    are free when the last step that has them is deleted.
+    are free when the last step that has them is deleted. A base of deltas is replaced by the first of them when it is deleted: about that one's bytes are free then.
     """
     from ..storage import usage
     from ..storage.browse.model.text import visible
@@ -212,9 +214,16 @@ def du(path: str, as_json: bool) -> None:
             Column("arrays", number=True, rank=1),
             Column("files", number=True),
             Column("freed alone", number=True),
+            Column("delta of", rank=2),
         ],
         [
-            [visible(s.path, 10**5), human_bytes(s.arrays), human_bytes(s.files), human_bytes(s.freed)]
+            [
+                visible(s.path, 10**5),
+                human_bytes(s.arrays),
+                human_bytes(s.files),
+                human_bytes(s.freed),
+                visible(s.base or "", 200),
+            ]
             for s in found.steps
         ],
         title=visible(f"{found.path}: {human_bytes(found.nbytes)} on disk", 10**4),
