@@ -310,9 +310,7 @@ def test_a_product_is_added_with_one_rounding(dtype: Any, monkeypatch: pytest.Mo
     assert not ops.add_product(x.astype(ml_dtypes.bfloat16), w, got)
     for a, b, c in zip(x, total, got, strict=True):
         exact = Fraction(float(a)) * Fraction(float(w)) + Fraction(float(b))
-        near = min(
-            (abs(Fraction(float(n)) - exact) for n in (np.nextafter(c, dtype(0)), np.nextafter(c, dtype(np.inf))))
-        )
+        near = min(abs(Fraction(float(n)) - exact) for n in (np.nextafter(c, dtype(0)), np.nextafter(c, dtype(np.inf))))
         assert abs(Fraction(float(c)) - exact) <= near
     odd = np.repeat(np.asarray([v for v in ODD if abs(v) != 1e-45 and abs(v) != 1e-38], dtype), len(ODD))
     beside = np.resize(np.asarray(ODD, dtype), odd.shape)
