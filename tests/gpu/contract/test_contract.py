@@ -152,6 +152,28 @@ def test_the_kernels_that_cupy_writes_compile(sweep: Sweep, tmp_path: Path) -> N
     assert not found, "\n".join(found[:20])
 
 
+def test_the_benchmark_runs_and_judges_itself(sweep: Sweep, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All of its rows; and where one fails, where no time is left, and where the process had to begin again."""
+    found = sweep("benchmark", str(tmp_path_factory.mktemp("benchmark")))
+    whole, late, resumed = (found[n]["rows"] for n in ("whole", "late", "resumed"))
+    failed = [r for r in whole if "error" in r]
+    assert [(r["name"].split(",")[0], r["error"]) for r in failed] == [
+        ("the rest of row_norm_rows", "RuntimeError: this one fails")
+    ] * 2
+    assert len({r["name"] for r in whole}) == len(whole) > 55
+    by = {r["name"]: r["by"] for r in whole if r not in failed}
+    assert by["layer_norm, 5 x 40 float32"] == "graph"
+    assert by["product, 64 x 64 bfloat16"] == "host"  # which CuPy does not capture; and no kernel spins here
+    assert all(p["seconds"] > 0 for r in whole for p in r.get("peers", {}).values())
+    assert late == []
+    assert len(found["late"]["dropped"]) == len(whole)
+    assert [r["name"] for r in resumed] == [r["name"] for r in whole]
+    assert found["late"]["status"] == found["whole"]["status"] == 1  # as the clock of the fake is not to be believed
+    checked = {c["name"]: c["ok"] for c in found["whole"]["checks"]}
+    assert checked["a copy by a graph over one by events"]
+    assert not checked["16 copies in a graph over 8"]  # its events are always 1 ms apart
+
+
 # ----- promises, one by one -------------------------------------------------------------------------------------------
 
 
