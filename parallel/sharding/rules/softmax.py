@@ -1,14 +1,17 @@
-"""Factor mappings of the softmax family. Rows stay whole; where their dimension is split, the op is decomposed."""
+"""Factor mappings of the softmax family and of attention. Rows stay whole; where their dimension is split, the op is decomposed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ....arrays.core.op import Op, ShapeDtype
+from ....arrays.nn import attention as a
 from ....arrays.nn import cross_entropy as ce
 from ....arrays.nn import softmax as s
-from ..factors import FactorRule, Letters, RankView, rule
+from ..factors import Dim, FactorRule, Letters, RankView, rule
 
 Avals = Sequence[Any]
 Params = Mapping[str, Any]
@@ -44,3 +47,33 @@ def _positions(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Pa
     letters = Letters()
     dims = letters.many(avals[0].shape)
     return letters.rule([dims], [dims], localize=_local_start, valueless=True)
+
+
+@rule(a.ATTENTION, a.ATTENTION_BACKWARD, a.ATTENTION_BIAS_BACKWARD)
+def _attention(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+    letters = Letters()
+    q, k, v, *_ = inputs = avals[op is not a.ATTENTION :]
+    lead = np.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    batch, rows = letters.many(lead, reduce="sum"), letters.new(q.shape[-2], reduce="sum")
+    cols, width, columns = (letters.new(n, whole=True) for n in (*k.shape[-2:], v.shape[-1]))
+    full = [(*batch, *last) for last in ((rows, width), (cols, width), (cols, columns), (rows, cols))]
+    sizes = [f.size for f in letters.factors]
+
+    def own(x: ShapeDtype, dims: Sequence[Dim]) -> list[Dim | None]:
+        """Those of an operand; along a dimension of length one it may broadcast."""
+        last = dims[len(dims) - len(x.shape) :]
+        return [d if n == sizes[d.factor] else None for n, d in zip(x.shape, last, strict=True)]
+
+    operands = [own(x, dims) for x, dims in zip(inputs, full, strict=False)]
+    result = [*batch, rows, columns]
+    at = len(avals) - len(inputs)  # of the query
+
+    def local(params: Params, view: RankView) -> Params:
+        rows = view.operands[at]
+        if params["diagonal"] is None or rows is None:
+            return params
+        return {**params, "diagonal": params["diagonal"] + rows.offset[-2]}
+
+    if op is a.ATTENTION:
+        return letters.rule(operands, [result], localize=local)
+    return letters.rule([result, *operands], operands[: len(out_avals)], localize=local)
