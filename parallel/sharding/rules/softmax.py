@@ -1,8 +1,11 @@
-"""Factor mappings of the softmax family. Rows stay whole; where their dimension is split, the op is decomposed."""
+"""Factor mappings of the softmax family and of attention. Rows stay whole; where their dimension is split, the op is decomposed."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from ....arrays.core.op import Op
+from ....arrays.nn import attention as a
 from ....arrays.nn import cross_entropy as ce
 from ....arrays.nn import softmax as s
 from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, rule
@@ -34,3 +37,25 @@ def _local_start(params: Params, view: RankView) -> Params:
 def _positions(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     dims = letters.many(avals[0].shape)
     return letters.rule([dims], [dims], localize=_local_start, valueless=True)
+
+
+@rule(a.ATTENTION, a.ATTENTION_BACKWARD, a.ATTENTION_BIAS_BACKWARD)
+def _attention(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    q, k, v, *_ = inputs = avals[op is not a.ATTENTION :]
+    lead = np.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    batch, rows = letters.many(lead, reduce="sum"), letters.new(q.shape[-2], reduce="sum")
+    cols, width, columns = (letters.new(n, whole=True) for n in (*k.shape[-2:], v.shape[-1]))
+    full = [(*batch, *last) for last in ((rows, width), (cols, width), (cols, columns), (rows, cols))]
+    operands = [letters.aligned(dims, x.shape) for x, dims in zip(inputs, full, strict=False)]
+    result = [*batch, rows, columns]
+    at = len(avals) - len(inputs)  # of the query
+
+    def local(params: Params, view: RankView) -> Params:
+        rows = view.operands[at]
+        if params["diagonal"] is None or rows is None:
+            return params
+        return {**params, "diagonal": params["diagonal"] + rows.offset[-2]}
+
+    if op is a.ATTENTION:
+        return letters.rule(operands, [result], localize=local)
+    return letters.rule([result, *operands], operands[: len(outs)], localize=local)
