@@ -591,11 +591,22 @@ GROUPS = [("N 4 3", "4", 1, 2), ("3 4 5", "4", 1, 2), ("3 5 4", "4", 2, 2), ("2 
 AXES = [("N 2", 1), ("4 6", 0), ("2 3 5", 1), ("5", 0), ("0 3", 1), ("2 0", 0)]
 LOSSES: Any = ({"ignore_index": None, "label_smoothing": 0.0}, {"ignore_index": 2, "label_smoothing": 0.25})
 LABELS = [("N 3", "N"), ("2 3 5", "2 3"), ("5", "."), ("0 3", "0")]
+PROJECTED = [("N 3", "3 4", "N"), ("2 3 2", "2 5", "2 3"), ("2", "2 3", "."), ("0 2", "2 3", "0")]
 POSITIVE = In((2,), "f8", 0.5, 2.0)
 
 
 def labels(x: str, n: str) -> In:
     return In(shape(n), "i8", 0, shape(x)[-1] - 1)
+
+
+def slopes(params: dict[str, Any]) -> Callable[..., Any]:
+    """The backward op of a linear cross-entropy, with the log-sum-exp that it expects."""
+
+    def call(g: Any, g_lse: Any, *operands: Any) -> Any:
+        lse = op("linear_cross_entropy", **params)(*operands)[1]
+        return op("linear_cross_entropy_backward", **params)(g, g_lse, *operands, lse)
+
+    return call
 
 
 def to_experts(n: str, e: int) -> tuple[str | In, ...]:
@@ -645,6 +656,10 @@ NETWORKS: Rows = {
     "cross_entropy_backward": [
         on(op("cross_entropy_backward", **p), n, x, labels(x, n)) for x, n in LABELS for p in LOSSES
     ],
+    "linear_cross_entropy": [
+        on(op("linear_cross_entropy", **p), h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
+    ],
+    "linear_cross_entropy_backward": [on(slopes(p), n, n, h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES],
     "experts": [on(op("experts"), *sent, many=600) for sent in SENT],
     "experts_backward": [
         on(op("experts_backward"), sent[0], *sent, short="rounded weights of tokens") for sent in SENT

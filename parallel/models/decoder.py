@@ -265,8 +265,13 @@ def blocks(
 
 def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> Array:
     """The last stage: norm and head, to logits."""
+    return linear(*_head(params, x, config, plan))
+
+
+def _head(params: Any, x: Array, config: Config, plan: Plan | None) -> tuple[Array, Array]:
+    """The factors of the logits."""
     x = constrained(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
-    return linear(x, matrix_transpose(params["embed"]) if config.tied else params["head"])
+    return x, matrix_transpose(params["embed"]) if config.tied else params["head"]
 
 
 def _block(
@@ -320,8 +325,9 @@ def loss(
     ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not count.
     With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
-    logits, aux = apply(params, batch["ids"], config, key=key, plan=plan, recompute=recompute, with_aux=True)
-    return _balanced(*_token_loss(logits, batch["labels"]), aux, config)
+    x = embed(params, check_ids("decoder", batch["ids"], config.max_length), config, key=key, plan=plan)
+    x, aux = blocks(params["layers"], x, config, key=key, plan=plan, recompute=recompute)
+    return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
 
 
 def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Array, Array]:
@@ -329,10 +335,9 @@ def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Ar
     return (total if config.experts is None else total + config.experts.aux_weight * aux * weight), weight
 
 
-def _token_loss(logits: Array, labels: Any) -> tuple[Array, Array]:
+def _token_loss(params: Any, x: Array, labels: Any, config: Config, plan: Plan | None) -> tuple[Array, Array]:
     labels = asarray(labels)
-    wide = logits if logits.dtype.itemsize > 2 else astype(logits, np.float32)
-    total = nn.cross_entropy(wide, labels, reduction="sum", ignore_index=-100)
+    total = nn.linear_cross_entropy(*_head(params, x, config, plan), labels, reduction="sum", ignore_index=-100)
     return total, sum_(astype(labels != -100, total.dtype))
 
 
@@ -357,7 +362,7 @@ def stages(
             aux = before + aux
             if number < count - 1:
                 return x if config.experts is None else (x, aux)
-            return _balanced(*_token_loss(project(params, x, config, plan=plan), batch["labels"]), aux, config)
+            return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
 
         return run
 

@@ -39,7 +39,7 @@ def tree(step):
 def step_of(path, **kw):
     """The step that all arrays of a checkpoint have."""
     got = load(path, **kw)
-    (step,) = {int(got["n"]), *np.rint((np.asarray(got["b"][0]) - B)).astype(int).tolist()}
+    (step,) = {int(got["n"]), *np.rint(np.asarray(got["b"][0]) - B).astype(int).tolist()}
     assert np.array_equal(np.asarray(got["w"]), tree(step)["w"])
     return step
 

@@ -7,6 +7,7 @@ import numpy as np
 from ....arrays.core.op import Op
 from ....arrays.nn import attention as a
 from ....arrays.nn import cross_entropy as ce
+from ....arrays.nn import linear_cross_entropy as lce
 from ....arrays.nn import softmax as s
 from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, rule
 
@@ -27,6 +28,20 @@ def _cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: P
 def _cross_entropy_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     batch, classes = letters.many(avals[2].shape), letters.new(avals[1].shape[-1], whole=True)
     return letters.rule([batch, (*batch, classes), batch], [(*batch, classes)], [(0,)])
+
+
+@rule(lce.LINEAR_CROSS_ENTROPY)
+def _linear_cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    batch, (width, classes) = letters.many(avals[2].shape), letters.many(avals[1].shape, whole=True)
+    return letters.rule([(*batch, width), (width, classes), batch], [batch, batch])
+
+
+@rule(lce.LINEAR_CROSS_ENTROPY_BACKWARD)
+def _linear_cross_entropy_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    batch = letters.many(avals[4].shape, reduce="sum")
+    width, classes = letters.many(avals[3].shape, whole=True)
+    hidden, weight = (*batch, width), (width, classes)
+    return letters.rule([batch, batch, hidden, weight, batch, batch], [hidden, weight], [(0, 1)])
 
 
 def _local_start(params: Params, view: RankView) -> Params:
