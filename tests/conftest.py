@@ -156,7 +156,6 @@ def _peak_of(fn: Callable[[], Any], below: float | None = None) -> int:
             fn()
         peaks: list[int] = []
         while len(peaks) < 3 and not (peaks and counts(peaks)):
-            gc.collect()
             tracemalloc.start()
             try:
                 fn()
