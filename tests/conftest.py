@@ -69,6 +69,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """And what stays after the tests of a file (caches, clusters), or a search in the last files takes half a second."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 ORDER = (
     *("parallel/chaos/", "gpu/contract/", "docs/", "arrays/", "autodiff/", "storage/", "gpu/", "meshtape/"),
     *("parallel/test_bounded_waits", "parallel/training/", "parallel/test_gang", "parallel/"),
@@ -156,7 +164,6 @@ def _peak_of(fn: Callable[[], Any], below: float | None = None) -> int:
             fn()
         peaks: list[int] = []
         while len(peaks) < 3 and not (peaks and counts(peaks)):
-            gc.collect()
             tracemalloc.start()
             try:
                 fn()
