@@ -34,15 +34,6 @@ class Piece(NamedTuple):
     term: int
 
 
-class RankPlan(NamedTuple):
-    """The sources of one rank's new block: ``pieces``, in order. A ``neutral`` block is filled with the identity of a
-    pending reduction, whose value another rank's block carries."""
-
-    box: Box
-    pieces: tuple[Piece, ...]
-    neutral: bool
-
-
 class ReshardPlan(ABC):
     """The pieces that move between the blocks of ``size`` ranks.
 
@@ -104,20 +95,12 @@ class ReshardPlan(ABC):
     def elements_moved(self) -> int:
         """Elements that cross between ranks."""
 
-    def rank_plan(self, rank: int) -> RankPlan | None:
-        """The sources of a rank's new block; None for a rank that takes no part."""
-        if not self.takes_part(rank):
-            return None
-        return RankPlan(self.box(rank), self.pieces(rank), self.neutral(rank))
-
-    @property
-    def ranks(self) -> tuple[RankPlan | None, ...]:
-        """The plan of every rank; together they may have as many pieces as the square of the number of ranks."""
-        return tuple(map(self.rank_plan, range(self.size)))
-
     def bytes_received(self, itemsize: int) -> int:
         """Bytes that cross between ranks."""
         return itemsize * self.elements_moved
+
+
+_box = functools.lru_cache(maxsize=8192)(Box)
 
 
 class Overlap(NamedTuple):
@@ -137,6 +120,8 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
     """
     if not want.size:
         return []
+    if not shape:
+        return [Overlap(0, want, want)]
     strides = strides_of(sizes)
     found: list[
         list[tuple[int, int, int, int]]
@@ -157,12 +142,8 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
             here.append((rank, start - b * step, start - lo, stop - start))
         found.append(here)
     return [
-        Overlap(
-            sum(p[0] for p in parts),
-            Box(tuple(p[1] for p in parts), tuple(p[3] for p in parts)),
-            Box(tuple(p[2] for p in parts), tuple(p[3] for p in parts)),
-        )
-        for parts in itertools.product(*found)
+        Overlap(sum(ranks), _box(source, lengths), _box(target, lengths))
+        for ranks, source, target, lengths in (zip(*parts, strict=True) for parts in itertools.product(*found))
     ]
 
 
@@ -172,9 +153,6 @@ def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
     for stride, n in steps:
         out += rank // stride % n * stride
     return out
-
-
-_box = functools.lru_cache(maxsize=8192)(Box)
 
 
 @functools.lru_cache(maxsize=8)

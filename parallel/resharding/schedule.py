@@ -210,14 +210,14 @@ def _plan_rounds(
             continue
         # A block of this process stands in for its replicas elsewhere.
         pieces = [p._replace(rank=me.has.get(plan.holds(p.rank), p.rank)) for p in plan.pieces(first)]
-        block = NewBlock(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
         spans = shared.spans(first)
         if relayed:
             for p in pieces:
                 if homes[p.rank] != process:
                     parcel = Parcel(p.rank, p.source)
                     deliveries[parcel] = (*deliveries.get(parcel, ()), Delivery(len(blocks), p.target.slices))
-            block = block._replace(parts=_parts([p for p in pieces if homes[p.rank] == process]))
+            pieces = [p for p in pieces if homes[p.rank] == process]
+        block = NewBlock(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
         for part in block.parts:
             at = tuple(homes[s.rank] for s in part.sources)
             joins.append(Joining(len(blocks), part, spans and spans[process], at))
@@ -255,33 +255,20 @@ def described(plan: ReshardPlan, dtype: np.dtype) -> str:
     return f"{name}, about {seconds * 1e3:.3g} ms"
 
 
-def _given(
-    plan: ReshardPlan, processes: Mapping[int, _Process], process: int, q: int, shared: _Shared | None = None
-) -> Iterator[tuple[int, list[list[Piece]]]]:
-    """The pieces that ``process`` sends to ``q``, part by part, for each new block of ``q``, named by a rank. Blocks
-    that are reduced along the tree are left out."""
-    other, mine = processes[q], processes[process].lanes
-    for first, lane in other.wants:
-        if shared is not None and shared.tree(first) is not None:
-            continue
-        found = [
-            p for s, held in mine.get(lane, ()) if held not in other.has and (p := plan.piece(s, first)) is not None
-        ]
-        if len(found) > 1:
-            found.sort(key=lambda p: (p.target.offset, p.term))
-            yield first, [list(same) for _, same in itertools.groupby(found, key=lambda p: p.target)]
-        else:
-            yield first, [found] if found else []
-
-
 def _sends(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
-    """The messages to other processes, in the order in which these join them: block by block, part by part."""
-    for q in processes:
-        if q == process:
-            continue
-        for first, parts in _given(plan, processes, process, q, shared):
-            spans = shared.spans(first) if parts else None
-            for pieces in parts:
+    """The messages to other processes, in the order in which these join them: block by block, part by part. Blocks that are reduced along
+    the tree are left out."""
+    mine = processes[process].lanes
+    for q, other in processes.items():
+        for first, lane in other.wants if q != process else ():
+            if shared.tree(first) is not None:
+                continue
+            found = [
+                p for s, held in mine.get(lane, ()) if held not in other.has and (p := plan.piece(s, first)) is not None
+            ]
+            found.sort(key=lambda p: (p.target.offset, p.term))
+            spans = shared.spans(first) if found else None
+            for _, pieces in itertools.groupby(found, key=lambda p: p.target):
                 yield Outgoing(q, tuple(BlockSource(p.rank, p.source.slices) for p in pieces), spans and spans[q])
 
 
@@ -302,9 +289,13 @@ def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process]) -> Callable[[
     def between(process: int, q: int) -> list[Parcel]:
         found = known.get((process, of[q]))
         if found is None:
-            given = _given(plan, processes, process, q)
-            found = [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
-            known[process, of[q]] = found
+            lanes, other = processes[process].lanes, processes[q]
+            found = known[process, of[q]] = [
+                Parcel(s, p.source)
+                for first, lane in other.wants
+                for s, held in lanes.get(lane, ())
+                if held not in other.has and (p := plan.piece(s, first)) is not None
+            ]
         return found
 
     return between

@@ -17,7 +17,7 @@ from ....arrays.core.op import Op
 from ....arrays.nn import convolution as c
 from ..factors import Avals, Dim, FactorRule, Letters, Outs, Params, PartCall, RankView, bilinear, rule
 from ..halos import Halo
-from ..sharded_indexing import part_op
+from ..ops import RankOp
 
 
 class _Channels(NamedTuple):
@@ -94,17 +94,13 @@ def _kernel_part(xp: Any, g: Any, x: Any, shape: tuple[int, ...], **params: Any)
     return c.CONV_KERNEL.bind(xp)(g, x, **params)
 
 
-CONV_PART = part_op("conv_part", ("x", "w"), _conv_part)
-IMAGE_PART = part_op("conv_image_part", ("g", "w"), _image_part)
-KERNEL_PART = part_op("conv_kernel_part", ("g", "x"), _kernel_part)
+CONV_PART = RankOp("conv_part", ("x", "w"), _conv_part)
+IMAGE_PART = RankOp("conv_image_part", ("g", "w"), _image_part)
+KERNEL_PART = RankOp("conv_kernel_part", ("g", "x"), _kernel_part)
 
 
-def _result_block(channels: _Channels, params: Params, view: RankView) -> Params:
-    return {**_own_groups(channels, None, params, view), "shape": view.results[0].shape}
-
-
-def _kernel_block(channels: _Channels, params: Params, view: RankView) -> Params:
-    return {**_own_groups(channels, 0, params, view), "shape": view.results[0].shape}
+def _block(channels: _Channels, operand: int | None, params: Params, view: RankView) -> Params:
+    return {**_own_groups(channels, operand, params, view), "shape": view.results[0].shape}
 
 
 def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
@@ -125,7 +121,7 @@ def _conv(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) ->
     batch = letters.new(x[0])
     channels = _channels(letters, x[1], w[0], params, "ins")
     kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:])
-    part = PartCall(_factors(places) | channels.groups, CONV_PART, functools.partial(_result_block, channels))
+    part = PartCall(_factors(places) | channels.groups, CONV_PART, functools.partial(_block, channels, None))
     image = _halo("conv", places, w[2:], params)
     return letters.rule(
         [(batch, channels.ins, *image), (channels.outs, channels.seen, *kernel)],
@@ -157,7 +153,7 @@ def _kernel(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) 
     batch = letters.new(y[0], reduce="sum")
     channels = _channels(letters, x[1], y[1], params, "none")
     kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:], reduce="sum")
-    part = PartCall(_factors(places) | channels.groups, KERNEL_PART, functools.partial(_kernel_block, channels))
+    part = PartCall(_factors(places) | channels.groups, KERNEL_PART, functools.partial(_block, channels, 0))
     image = _halo("conv", places, w[2:], params)
     return letters.rule(
         [(batch, channels.outs, *places), (batch, channels.ins, *image)],
