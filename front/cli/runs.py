@@ -73,7 +73,6 @@ def show(path: str, as_json: bool) -> bool:
     rows = []
     for s in run.steps:
         marks = [t for t, x in (("latest", latest), ("best", best)) if x is s]
-        marks += [] if s.base is None else [f"delta of {s.base.name}"]
         rows.append(
             {
                 "name": s.name,
@@ -108,7 +107,7 @@ def show(path: str, as_json: bool) -> bool:
                 human_bytes(r["nbytes"]),
                 r["branch"] if r["current"] or r["note"] else f"{r['branch']} (left)",
                 f"{r['metrics'][metric]:.6g}" if metric in r["metrics"] else "",
-                visible(r["note"] or ", ".join(r["marks"]), 200),
+                visible(r["note"] or ", ".join(r["marks"] + ([f"delta of {r['base']}"] if r["base"] else [])), 200),
             ]
             for r in rows
         ],

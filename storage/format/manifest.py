@@ -55,7 +55,7 @@ class Base(NamedTuple):
     def fault(self, found: object) -> str:
         """Why the manifest that is now at its place is not the one that was pinned; empty where it is."""
         if not isinstance(found, Manifest):
-            return f"its base {self.name} is not there any more"
+            return f"its base {self.name} {'is not there any more' if found is None else 'cannot be read'}"
         if found.identity != self.identity:
             return f"its base {self.name} is another by now: {self.identity} was pinned, and {found.identity} is there"
         return "" if found.base is None else f"its base {self.name} is a delta itself"

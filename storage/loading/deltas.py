@@ -47,19 +47,16 @@ def from_base(
     read_into(base, Box(offset, shape), inside.view(base.dtype))
     held = held.reshape(-1)
     np.subtract(data.view(kind), held, out=held)
-    sign = np.right_shift(held.view(f"i{kind.itemsize}"), 8 * kind.itemsize - 1).view(kind)
+    signed = np.dtype(f"i{kind.itemsize}")
+    sign = np.right_shift(held.view(signed), 8 * kind.itemsize - 1, out=_like(held).view(signed))
     np.left_shift(held, 1, out=held)
-    np.bitwise_xor(held, sign, out=held)
+    np.bitwise_xor(held, sign.view(kind), out=held)
     return held.view(np.uint8)
 
 
-def _add(held: np.ndarray, to: np.ndarray) -> None:
-    """Inverse of the difference, in place; ``held`` is used up."""
-    sign = np.bitwise_and(held, 1)
-    np.negative(sign, out=sign)
-    np.right_shift(held, 1, out=held)
-    np.bitwise_xor(held, sign, out=held)
-    np.add(to, held, out=to)
+def _like(held: np.ndarray) -> np.ndarray:
+    """Memory for as many elements: fresh pages would take as long as the arithmetic."""
+    return scratch("sign", held.nbytes).view(held.dtype).reshape(held.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +102,15 @@ class DeltaTensor(DerivedTensor):
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         base, stored = self.parts
-        held = scratch("difference", math.prod(box.shape) * self.dtype.itemsize).view(stored.dtype).reshape(box.shape)
-        nbytes = read_into(stored, box, held)[1] + read_into(base, box, out)[1]
-        _add(held, out.view(stored.dtype))
-        return nbytes
+        nbytes = math.prod(box.shape) * self.dtype.itemsize
+        held, below = (scratch(use, nbytes).view(stored.dtype).reshape(box.shape) for use in ("difference", "below"))
+        total = read_into(stored, box, held)[1] + read_into(base, box, below.view(self.dtype))[1]
+        sign = np.bitwise_and(held, 1, out=_like(held))
+        np.negative(sign, out=sign)
+        np.right_shift(held, 1, out=held)
+        np.bitwise_xor(held, sign, out=held)
+        np.add(below, held, out=out.view(stored.dtype))
+        return total
 
 
 def stored_of(tensor: Any) -> Any:

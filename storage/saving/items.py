@@ -122,7 +122,8 @@ def tasks_of(number: int, item: SaveItem, block: Box) -> list[Task]:
     if (alone := only_shard(item.grid)) is not None:
         file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
         like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
-        part, base = Box.whole(block.shape), item.base
+        part = Box.whole(block.shape)
+        base = None if item.base is None else item.base.only(Box.whole(item.shape))
         return [Task(number, part, item.grid, alone, file, item.compression, name, "", like, dual, base)]
     span = zip(block.offset, block.stop, item.grid.shard, strict=True)
     ranges = [range(a // s, -(-b // s)) for a, b, s in span]
