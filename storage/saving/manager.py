@@ -25,6 +25,7 @@ from ..loading.load import load
 from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
+from .dual_index import is_dual
 from .save import SaveReport, save, save_async
 
 
@@ -79,7 +80,7 @@ class CheckpointManager:
     when_busy
         The policy of `save` while an earlier one still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None
         and counts in ``skipped``).
-    compression, pack, dtype_fallback
+    compression, pack, dtype_fallback, layout
         As in `save`.
     share
         Files of shards that are the same as in the step before become second names of those, and are not written: see `save`. Any step
@@ -114,6 +115,7 @@ class CheckpointManager:
         compression: str | Codec | None = None,
         pack: bool | int | None = None,
         dtype_fallback: Literal["raw"] | None = None,
+        layout: Literal["dual"] | None = None,
         share: bool = True,
     ) -> None:
         numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
@@ -136,6 +138,8 @@ class CheckpointManager:
         self.share = share and not store.is_url(self.directory)
         packs.threshold(pack, self.directory)  # refused now, where it is no such number
         is_raw(dtype_fallback)
+        is_dual({"layout": layout, "compression": compression, "pack": pack})
+        self.layout = layout
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._branch: Branch | None = None  # that of this manager's saves; None: the current one when it saves
@@ -206,6 +210,7 @@ class CheckpointManager:
             kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
         options: dict[str, Any] = {
             "step": step,
+            "layout": self.layout,
             "metadata": kept,
             "documents": documents,
             "overwrite": overwrite,
