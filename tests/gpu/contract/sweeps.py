@@ -275,7 +275,33 @@ def values(_: str) -> dict[str, Any]:
         out[name] = list(found)
     with mt.use_device("cuda:0"):
         out["singular"] = text_of(lambda: mt.linalg.inv(mt.ones((3, 3))))
+    out["float8"] = _float8()
     return out | {"failures": FAKE.libraries.failures}
+
+
+def _float8() -> list[str]:
+    """Calls of float8 arrays whose bits are not those of the CPU."""
+    host = np.asarray([[1.0, -2.5, 0.3], [448.0, 1000.0, -0.01]], np.float32)
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "cast": lambda x, f8: x.astype(f8),
+        "back": lambda x, f8: x.astype(f8).astype(mt.float32),
+        "sum of two": lambda x, f8: x.astype(f8) + x.astype(f8)[::-1] * 2.0,
+        "view": lambda x, f8: mt.reshape(x.astype(f8).T[1:], (4,)),
+        "place": lambda x, f8: x.astype(f8).at[0, 1].set(3.0),
+        "reduction": lambda x, f8: mt.sum(x.astype(f8)[0]),
+        "zeros": lambda x, f8: mt.zeros_like(x, dtype=f8),
+        "gradient": lambda x, f8: mt.grad(lambda a: mt.sum((a * a).astype(mt.float32)))(x.astype(f8)),
+        "compiled": lambda x, f8: mt.compile(lambda a: a.astype(f8) + 1.0)(x),
+        "pickled": lambda x, f8: pickle.loads(pickle.dumps(x.astype(f8))),
+    }
+    out = []
+    for f8 in (mt.float8_e4m3fn, mt.float8_e5m2):
+        for name, call in calls.items():
+            got, want = (outcome(call, (mt.asarray(host, device=d), f8)) for d in ("cuda:0", "cpu"))
+            same = not isinstance(got, Exception) and (str(got[0].device), got[0].dtype) == ("cuda:0", want[0].dtype)
+            if not same or got[0].numpy().tobytes() != want[0].numpy().tobytes():
+                out.append(f"{name} of {f8.name}: {_said(got) if isinstance(got, Exception) else got}")
+    return out
 
 
 # ----- steps ----------------------------------------------------------------------------------------------------------
@@ -494,6 +520,21 @@ def _of_two_devices() -> dict[str, Any]:
     }
 
 
+def _of_frames() -> dict[str, int]:
+    """Python's calls inside of one call of ours on arrays of the current device, once it has been made before: what it costs the host."""
+    x, out = mt.ones(8), {}
+    for name, call in {"a + a": lambda: x + x, "a * 2.0": lambda: x * 2.0, "tanh": lambda: mt.tanh(x)}.items():
+        seen: list[str] = []
+        call()
+        sys.setprofile(lambda frame, event, _, to=seen: to.append(event) if event == "call" else None)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        out[name] = len(seen) - 1  # the call itself
+    return out
+
+
 def _of_bundles() -> int:
     from meshtape.parallel.dask.worker import Bundle
 
@@ -573,8 +614,8 @@ def promises(_: str = "") -> dict[str, Any]:
         out["2**x"] = names_of(mt.grad(lambda a: mt.sum(2.0**a))(x))
         out["solve"] = names_of([mt.linalg.solve(mt.ones((2, 3, 3)), x), mt.linalg.solve(x, mt.ones((2, 3, 1)))])
         out["float8"] = [
-            text_of(lambda f=f: f(mt.float8_e4m3fn))
-            for f in (x.astype, lambda d: mt.zeros(3, dtype=d), lambda d: mt.asarray([1.0], dtype=d))
+            text_of(lambda f=f: mt.compile(f, cuda_graph=True)(x))
+            for f in (lambda a: a.astype(mt.float8_e5m2), lambda a: a.astype(mt.float8_e5m2).astype(a.dtype) + a)
         ]
         out["power"] = text_of(lambda: mt.asarray([2, 3]) ** -1)
         out["complex"] = [
