@@ -164,7 +164,7 @@ def table(rows: list[Row], unit: str, scale: float = 1.0) -> str:
 PAGE = """# What training holds in memory
 
 Made by `python benchmarks/memory.py`: virtual ranks of one process, whose arrays `tracemalloc` counts. Of the recompute policies the figures are
-what one more block adds to the peak; `b` sequences of length `s`, width `w`, `h` heads, `f` hidden units. The formulae leave out
+what one more block adds to the peak; `b` sequences of length `s`, width `w`, `f` hidden units. The formulae leave out
 what is copied into another order of dimensions, and the tape itself.
 
 ## Inputs of stages that a pipeline holds

@@ -169,7 +169,7 @@ def apply(
     types
         Segment of each token, like ``ids``; 0 by default.
     key, plan, recompute
-        As for the decoder.
+        As for the decoder. With dropout the weights of attention are kept, unless ``recompute`` is ``"attention"``.
 
     Returns
     -------
