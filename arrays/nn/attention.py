@@ -73,7 +73,10 @@ def _tiles(
 ) -> Iterator[tuple[tuple[slice, ...], slice, slice]]:
     """Keys of the leading dimensions, of rows, and of the columns that these may see."""
     limit = SMALLEST_SHARED if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
-    step = max(1, min(rows, max(LEAST_ROWS, limit // max(cols, 1))))
+    step = min(rows, max(LEAST_ROWS, limit // max(cols, 1)))
+    if diagonal is not None:  # short tiles see few of the keys
+        step = min(step, max(LEAST_ROWS, -(-rows // 4)))
+    step = max(step, 1)
     room, ranges = max(1, limit // max(step * cols, 1)), []
     for n in reversed(lead):
         ranges.append([slice(i, i + room) for i in range(0, n, room)])
@@ -98,8 +101,13 @@ def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...],
         s = WHERE.bind(xp)(allowed, s, -math.inf)
     if diagonal is not None:
         first = max(0, min(seen.stop, rows.start + diagonal + 1))  # column that some row may not see
-        above = ~xp.tri(rows.stop - rows.start, seen.stop - first, rows.start + diagonal - first, dtype=bool)
-        xp.copyto(s[..., first:], -math.inf, where=above)
+        first = 0 if 2 * first < seen.stop else first  # few columns: rather all at once
+        below = xp.tri(rows.stop - rows.start, seen.stop - first, rows.start + diagonal - first, dtype=bool)
+        part = WHERE.bind(xp)(below, s[..., first:], -math.inf)
+        if first:
+            s[..., first:] = part
+        else:
+            s = part
     return SOFTMAX.bind(xp)(s, axis=s.ndim - 1, masked=bool(mask) or diagonal is not None)
 
 
@@ -114,13 +122,13 @@ def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
 def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
     shape, dtype = _infer(ATTENTION, operands, {})
     q, k, v, *mask = _spread(operands, len(shape), _wide(dtype))
-    out = xp.zeros(shape, dtype)
+    wide = xp.zeros(shape, _wide(dtype))
     for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
         if seen.stop:
             weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, at)[..., seen, :], mask, key, diagonal)
-            out[*at, rows] = xp.matmul(weights, _part(v, at)[..., seen, :])
-    return out
+            xp.matmul(weights, _part(v, at)[..., seen, :], out=wide[*at, rows])
+    return wide.astype(dtype, copy=False)
 
 
 def _add(x: Any, part: Any) -> None:

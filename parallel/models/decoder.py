@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +207,8 @@ def apply(
     plan
         The plan by which the arrays lie on their mesh (:func:`plan`); it moves activations. Not needed off a mesh.
     recompute
-        What the backward pass computes again instead of keeping it (Chen et al., 2016): ``"none"``; ``"attention"``, scores and weights,
-        which grow with the square of the sequence; ``"blocks"``, all but the input of each block.
+        What the backward pass computes again instead of keeping it (Chen et al., 2016): ``"none"``; ``"blocks"``, all but the
+        input of each block. ``"attention"`` is ``"none"``: scores and weights of attention are never kept.
     with_aux
         Also give the balance loss of the experts (0 for a dense decoder).
 
@@ -256,7 +255,7 @@ def blocks(
         block_key = None if key is None else random.fold_in(key, first + i)
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Any:
-            return _block(layer, x, config, tables, block_key, plan, recompute)
+            return _block(layer, x, config, tables, block_key, plan)
 
         x, loss = (checkpoint(run) if recompute == "blocks" else run)(layer, x)
         aux = aux + loss
@@ -281,11 +280,10 @@ def _block(
     tables: tuple[Array, Array],
     key: Array | None,
     plan: Plan | None,
-    recompute: str,
 ) -> tuple[Array, Any]:
     keys = None if key is None else Keys(key)
     h = constrained(plan, nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps), "region")
-    attended = _attention(p["attn"], h, c, tables, plan, recompute)
+    attended = _attention(p["attn"], h, c, tables, plan)
     x = x + constrained(plan, maybe_dropout(attended, c.dropout, keys), "residual")
     h = constrained(plan, nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps), "region")
     aux: Any = asarray(np.float32(0))
@@ -297,7 +295,7 @@ def _block(
     return x + constrained(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
 
 
-def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: Plan | None, recompute: str) -> Array:
+def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: Plan | None) -> Array:
     # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
     q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), *tables)
     k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), *tables)
@@ -306,8 +304,7 @@ def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: P
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:
         out = ring_attention(q, k, v, axis=AXES["cp"], is_causal=True)
     else:
-        attend = partial(nn.scaled_dot_product_attention, is_causal=True)
-        out = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
+        out = nn.scaled_dot_product_attention(q, k, v, is_causal=True)
     return linear(join_heads(out), p["o"])
 
 
