@@ -190,6 +190,11 @@ ELEMENTS: Rows = {
     **binary("bitwise_and bitwise_or bitwise_xor", 0, 7, "i8 ? i8+i1", 5),
     **binary("bitwise_left_shift bitwise_right_shift", 0, 4, "i8 i8+i1", 2),
     **binary("ldexp", 1, 4, "f8+i8 f4+i8 i1+i8", 2),
+    "swiglu": [
+        *each(mt.nn.swiglu, TWO, low=-2.0, high=0.9),
+        *each(mt.nn.swiglu, ".; 3 4, 4", kind="c16", high=0.9)[1:],
+    ],
+    "swiglu_backward": each(op("swiglu_backward"), "5, 5, 5; N 2, 2, N 2; 2 3 4, 3 1, 4; 0 3, 3, 0 3", high=0.9),
     "gelu_backward": each(op("gelu_backward"), TWO),
     "round_to": each(lambda x: mt.round(x, 1), "N 2; .; 0 3") + each(lambda x: mt.round(x, -1), "5 i8; 5"),
     "where": [
@@ -218,6 +223,7 @@ def more(name: str, *samples: Sample) -> None:
 more("abs", *each(mt.abs, ".; 3 4", kind="c16"))
 more("sigmoid", fixed(mt.nn.sigmoid, [-800.0, 800.0]))
 more("silu", fixed(mt.nn.silu, [-800.0, 800.0]))
+more("swiglu", fixed(mt.nn.swiglu, [-800.0, 800.0], [1.0, 1.0]))
 more("cbrt", fixed(mt.cbrt, [-8.0, 2.0]))
 more("logaddexp", fixed(mt.logaddexp, [800.0, -800.0], [799.0, -799.5]))  # exp would overflow
 more("atan2", fixed(mt.atan2, [0.2, -0.3], [-1.0, -2.0]))

@@ -33,6 +33,7 @@ from .activations import (
     softsign,
     squared_relu,
     straight_above,
+    swiglu,
 )
 from .attention import scaled_dot_product_attention
 from .convolution import conv1d, conv2d, pool
@@ -90,6 +91,7 @@ __all__ = [
     "softplus",
     "softsign",
     "squared_relu",
+    "swiglu",
 ]
 
 

@@ -289,7 +289,7 @@ def _block(
     aux: Any = asarray(np.float32(0))
     if c.experts is None:
         f = p["ffn"]
-        out = linear(nn.silu(linear(h, f["gate"])) * linear(h, f["up"]), f["down"])
+        out = linear(nn.swiglu(linear(h, f["gate"]), linear(h, f["up"])), f["down"])
     else:
         out, aux = moe.apply(p["ffn"], h, c.experts, plan=plan)
     return x + constrained(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux

@@ -39,7 +39,8 @@ TABLES = {
     """,
     "steps": """
     others: 0 0 0;
-    decoder: 552 2 3; decoder, compiled: 171 0 0; experts: 681 8 19; layers: 46 0 0; layers, compiled: 34 0 0;
+    adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 8 0 0; clipping: 44 1 0;
+    decoder: 243 2 3; decoder, compiled: 160 0 0; experts: 342 8 19; layers: 46 0 0; layers, compiled: 33 0 0;
     layers, graphs: 13 0 0;
     """,
 }
