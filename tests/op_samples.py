@@ -620,6 +620,23 @@ def to_experts(n: str, e: int) -> tuple[str | In, ...]:
     return f"{n} 4", In(shape(f"{n} 2"), "i8", 0, e), weights, In((e,), "i8", 0, e)
 
 
+# Query, key and value, and masks of truth values and of numbers.
+ATTENDED: Any = (
+    ("N 3, 4 3, 4 2", None),
+    ("2 4 3, 1 5 3, 5 2", 0),
+    ("2 2 3 2, 2 1 4 2, 2 1 4 2, 2 1 1 4 b1", None),
+    ("4 3, 6 3, 6 2, 4 6 b1", -1),
+    ("2 4 3, 2 N 3, 2 N 2, N", None),
+    ("2 4 3, 1 5 3, 2 5 2, 4 5", 1),
+)
+
+
+def out(operands: str) -> str:
+    """The shape of the result of attention."""
+    q, _, v, *_ = operands.split(", ")
+    return f"{q.rsplit(' ', 1)[0]} {v.rsplit(' ', 1)[1]}"
+
+
 SENT = [to_experts(*call) for call in (("N", 3), ("2 3", 2), ("0", 3), (".", 2))]
 
 
@@ -657,6 +674,16 @@ NETWORKS: Rows = {
     "softmax_backward": [on(op("softmax_backward", axis=a), s, In(shape(s), "f8", 0.25, 0.75)) for s, a in AXES],
     "log_softmax_backward": [
         on(op("log_softmax_backward", axis=a), s, In(shape(s), "f8", -2.0, -1.0)) for s, a in AXES
+    ],
+    "attention": [
+        *(on(op("attention", scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),
+        on(lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True), "2 4 3 2, 2 2 5 2, 2 2 5 2"),
+    ],
+    "attention_backward": [
+        on(op("attention_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600) for s, d in ATTENDED[:4]
+    ],
+    "attention_bias_backward": [
+        on(op("attention_bias_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600) for s, d in ATTENDED[4:]
     ],
     "cross_entropy": [on(op("cross_entropy", **p), x, labels(x, n)) for x, n in LABELS for p in LOSSES],
     "cross_entropy_backward": [

@@ -147,6 +147,11 @@ sigmoid_backward = partial(_elementwise_backward, "sigmoid_backward", WORTH_A_CA
 relu_backward = partial(_elementwise_backward, "relu_backward", WORTH_A_CALL)
 
 
+def add_product(x: np.ndarray, number: Any, total: np.ndarray) -> bool:
+    """``total += x * number`` with one rounding; False, and nothing is done, where no kernel takes the operands."""
+    return _takes(x) and run("add_product", (x, total), x.size, 1, value=float(number))
+
+
 # As which dtype numbers of so many bytes are chosen from: no bit changes.
 _VIEWS = {4: np.dtype(np.float32), 8: np.dtype(np.float64)}
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.backend import backend_of
 from ..backends.casts import cast
+from ..backends.float8 import FLOAT8, Float8
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
 from ..core.op import Cuda, Op, ShapeDtype, composite
+from ..kernels import float8
 from ..kernels.chains import one_launch
 from ..native import AVAILABLE, ops
 from ..native.calls import first
@@ -404,6 +407,11 @@ def _identity(xp: Any, x: Any) -> Any:
 
 
 def _astype(xp: Any, x: Any, dtype: np.dtype) -> Any:
+    if type(x) is Float8:
+        backend, x = x.backend, float8.widened(x.memory, x.dtype)
+        return Float8(backend, float8.narrowed(x, dtype), dtype) if dtype in FLOAT8 else cast(x, dtype)
+    if dtype in FLOAT8 and xp.__name__ == "cupy":
+        return Float8(backend_of(x), float8.narrowed(x, dtype), dtype)
     return cast(x, dtype)
 
 
@@ -412,6 +420,8 @@ def _infer_astype(op: Op, args: tuple[Any, ...], params: Any) -> Any:
 
 
 def _full_like(xp: Any, x: Any, value: Any, dtype: np.dtype) -> Any:  # (compiled, `float` would be a C double)
+    if dtype in FLOAT8:
+        return _astype(xp, xp.full(x.shape, value, np.float32), dtype)
     return xp.full(x.shape, value, dtype)
 
 

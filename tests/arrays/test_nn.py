@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import tracemalloc
 
 import numpy as np
 import pytest
+from op_samples import calls
 
 import meshtape
 from meshtape import arrays as mt
@@ -16,6 +18,7 @@ from meshtape.arrays.nn import losses
 from meshtape.errors import ArrayIndexError
 
 rng = np.random.default_rng(12)
+attention = sys.modules["meshtape.arrays.nn.attention"]
 nan, inf = math.nan, math.inf
 
 
@@ -342,6 +345,27 @@ def test_grouped_queries():
     np.testing.assert_allclose(n(got), attend(q, k.repeat(2, 1), v.repeat(2, 1)), atol=1e-12)
     with pytest.raises(ShapeError, match="4 heads"):
         mt.nn.scaled_dot_product_attention(mt.asarray(q), mt.ones((2, 3, 3, 5)), mt.ones((2, 3, 3, 5)))
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_backward", "attention_bias_backward"])
+def test_tiles_of_attention_are_parts_of_the_whole(name, monkeypatch):
+    op = mt.OPS[name]
+    monkeypatch.setattr(attention, "LEAST_ROWS", 2)
+    for args, params in calls(name):
+        wanted = op.decompose(*map(mt.asarray, args), **params)
+        for limit in (1, 12, 1000):
+            monkeypatch.setattr(attention, "SMALLEST_SHARED", limit)
+            found = op.numpy(*args, **params)
+            for f, w in zip(*(x if op.nout > 1 else (x,) for x in (found, wanted)), strict=True):
+                np.testing.assert_allclose(f, n(w), rtol=1e-9, atol=1e-9)
+
+
+def test_memory_of_attention_grows_with_the_length_and_not_with_its_square(peak_of, monkeypatch):
+    monkeypatch.setattr(attention, "SMALLEST_SHARED", 1 << 12)
+    step = meshtape.grad(lambda x: mt.sum(mt.nn.scaled_dot_product_attention(x, x, x)))
+    inputs = [mt.ones((s, 8), dtype=mt.float32) for s in (1024, 2048)]
+    short, long = (peak_of(lambda x=x: step(x)) for x in inputs)
+    assert long < 2.2 * short < 4 * 1024**2
 
 
 def test_attention_in_short_floats_and_with_dropout():

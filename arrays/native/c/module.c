@@ -111,6 +111,7 @@ static const Entry KERNELS[] = {
     ENTRY(tanh_backward, "gxo"),
     ENTRY(sigmoid_backward, "gxo"),
     ENTRY(relu_backward, "gxo"),
+    ENTRY(add_product, "xo"),
     ENTRY(where, "eemo"),
 };
 

@@ -107,6 +107,12 @@ PULL(sigmoid_backward, g * y * (1 - y))
 PULL(relu_backward, y > 0 ? g : y == y ? 0 : y)
 #undef PULL
 
+KERNEL(add_product) { /* x, total: plus x times a number, with one rounding */
+    const REAL *x = job->at[0], w = (REAL)job->value;
+    REAL *total = job->at[1];
+    EACH for (ptrdiff_t k = start; k < stop; k++) total[k] = FMA(x[k], w, total[k]);
+}
+
 KERNEL(where) { /* x, y, condition, out: NumPy takes a branch for each element, which costs ten times as much where it is guessed wrong */
     const ptrdiff_t n = job->width, run = job->one[2] ? n : (stop - start) * n;
     for (ptrdiff_t at = start * n; at < stop * n; at += run) {
