@@ -322,3 +322,15 @@ def test_a_model_in_files_of_torch(tmp_path):
     (two / files[names[0]]).unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match="1 files are missing"):
         open_checkpoint(two)
+
+
+def test_an_archive_in_an_object_store_takes_a_request_an_entry(s3):
+    """The table of contents and its end, and of each entry its two headers together; no more to list the arrays."""
+    held = {f"w{i}": np.full((100, 1 + i), i, np.float32) for i in range(60)}
+    data = io.BytesIO()
+    np.savez(data, **held)
+    store.at(s3.url).put("a.npz", [data.getvalue()])
+    s3.proxy.reset()
+    opened = open_checkpoint(f"{s3.url}/a.npz")
+    assert sum(method == "GET" for method, _ in s3.proxy.log) <= 60 + 6
+    assert all(np.array_equal(opened[n].read(), a) for n, a in held.items())

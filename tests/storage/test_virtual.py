@@ -561,6 +561,7 @@ HOSTILE = {
     "normalize as a number": expression(normalize=1),
     "nested too deeply": nested(40),
     "nested beyond Python": nested(100_000),
+    "a name twice": None,
     "version 0": lambda d: d.update(version=0),
     "version true": lambda d: d.update(version=True),
     "version 1.0": lambda d: d.update(version="1"),
@@ -580,7 +581,10 @@ def document(tmp_path):
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_document_is_refused(document, what):
-    if what == "nested beyond Python":
+    if what == "a name twice":
+        text = unsealed(Path(document).read_bytes())[0]
+        Path(document).write_bytes(sealed(text.replace(b'"normalize": ', b'"normalize": false, "normalize": ')))
+    elif what == "nested beyond Python":
         text = b'{"format": "meshtape.virtual", "version": 1, "parents": [], "expression": ' + b"[" * 100_000
         Path(document).write_bytes(text)
     else:
@@ -919,7 +923,9 @@ def test_the_command_line(tmp_path, monkeypatch):
         "quantize": [a, "--bits", "4"],
         "rules": [a, "--rules", "r.rules"],
         "rows": [a, "--rows", "w:1:2:1"],
+        "blend": ["blend.yml", "--seed", "3", "--keys", "w"],
     }
+    Path("blend.yml").write_text(f"merge_method: passthrough\nmodels: [{{model: {a}}}]\n")
 
     def run(*args, code=0):
         done = CliRunner().invoke(main, list(args))
