@@ -159,7 +159,7 @@ def apply(
     types
         Segment of each token, like ``ids``; 0 by default.
     key, plan, recompute
-        As for the decoder.
+        As for the decoder. With dropout the weights of attention are kept, unless ``recompute`` is ``"attention"``.
 
     Returns
     -------
@@ -229,7 +229,7 @@ def _block(
     rate = c.dropout if keys is not None else 0.0
     dropout_key = keys() if keys is not None and rate else None
     attend = partial(nn.scaled_dot_product_attention, mask=seen, dropout_rate=rate, dropout_key=dropout_key)
-    mixed = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
+    mixed = (checkpoint(attend) if recompute == "attention" and rate else attend)(q, k, v)
     out = maybe_dropout(_linear(join_heads(mixed), a["o"]), c.dropout, keys)
     x = constrained(plan, _norm(x + out, a["norm"], c), "residual")
     out = maybe_dropout(_linear(nn.gelu(_linear(constrained(plan, x, "region"), f["up"])), f["down"]), c.dropout, keys)
