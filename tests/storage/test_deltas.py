@@ -435,9 +435,9 @@ def test_fine_tuning_of_a_decoder(tmp_path, monkeypatch, dtype, most):
     monkeypatch.undo()  # chunks as they are
     chunk_grid.whole_grid.cache_clear()
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    from storage_deltas import run
+    from storage_deltas import ANCHOR, run
 
-    manager = CheckpointManager(tmp_path, keep=None, anchor_every=10, compression="weights")
+    manager = CheckpointManager(tmp_path, keep=None, anchor_every=ANCHOR, compression="weights")
     for step, params, state in run(np.dtype(dtype)):
         manager.save(step, {"p": params} if dtype == "bfloat16" else {"p": params, "s": state})
     files = [f for f in tmp_path.rglob("c*") if f.is_file()]  # without the metadata, which weigh in so small a model
