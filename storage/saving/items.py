@@ -60,6 +60,11 @@ class SaveItem:
         return sum(self.most(c) for c in self.grid.shards())
 
     @property
+    def whole(self) -> bool:
+        """Whether its files can only be written from their first byte to their last."""
+        return self.compression is not None or self.dual
+
+    @property
     def least_nbytes(self) -> int:
         """Bytes that its files will surely need."""
         return self.stored_nbytes if self.compression is None and not self.like else 0

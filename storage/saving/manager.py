@@ -25,6 +25,7 @@ from ..loading.load import load
 from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
+from .dual import is_dual
 from .rebase import rebase
 from .save import SaveReport, save, save_async
 
@@ -80,7 +81,7 @@ class CheckpointManager:
     when_busy
         The policy of `save` while an earlier one still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None
         and counts in ``skipped``).
-    compression, pack, dtype_fallback
+    compression, pack, dtype_fallback, layout
         As in `save`.
     anchor_every
         Store deltas: each such number of checkpoints begins with a plain one, the *anchor*, and the others hold differences from it (``base`` of `save`), which takes
@@ -119,6 +120,7 @@ class CheckpointManager:
         compression: str | Codec | None = None,
         pack: bool | int | None = None,
         dtype_fallback: Literal["raw"] | None = None,
+        layout: Literal["dual"] | None = None,
         share: bool = True,
         anchor_every: int | None = None,
     ) -> None:
@@ -143,6 +145,11 @@ class CheckpointManager:
         self.share = share and not store.is_url(self.directory)
         packs.threshold(pack, self.directory)  # refused now, where it is no such number
         is_raw(dtype_fallback)
+        if is_dual({"layout": layout, "compression": compression, "pack": pack}) and anchor_every is not None:
+            raise CheckpointError(
+                "layout='dual' stores rows as they are: leave out anchor_every=, which stores differences"
+            )
+        self.layout = layout
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._branch: Branch | None = None  # that of this manager's saves; None: the current one when it saves
@@ -218,6 +225,7 @@ class CheckpointManager:
             kept[numbered.DELTA] = number
         options: dict[str, Any] = {
             "step": step,
+            "layout": self.layout,
             "metadata": kept,
             "documents": documents,
             "overwrite": overwrite,
