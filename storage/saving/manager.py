@@ -145,10 +145,7 @@ class CheckpointManager:
         self.share = share and not store.is_url(self.directory)
         packs.threshold(pack, self.directory)  # refused now, where it is no such number
         is_raw(dtype_fallback)
-        if is_dual({"layout": layout, "compression": compression, "pack": pack}) and anchor_every is not None:
-            raise CheckpointError(
-                "layout='dual' stores rows as they are: leave out anchor_every=, which stores differences"
-            )
+        is_dual({"layout": layout, "compression": compression, "pack": pack, "anchor_every": anchor_every})
         self.layout = layout
         self.skipped = 0
         self._running: SaveHandle | None = None
@@ -255,16 +252,13 @@ class CheckpointManager:
         line = [c for c in self._branch.line(self._complete()) if c.path != target]
         if not line:
             return None, 0, newest
-        anchor = self._base_of(line[-1]) or line[-1].path
+        anchor = line[-1].base_path or line[-1].path
         number = line[-1].delta + 1
         return (anchor, number, newest) if number < self.anchor_every else (None, 0, anchor)
 
-    def _base_of(self, c: Numbered) -> str | None:
-        return None if c.base is None else store.join(self.directory, c.base.name)
-
     def _release(self, path: str) -> None:
         """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the others."""
-        needing = [c.path for c in self._complete() if self._base_of(c) == path]
+        needing = [c.path for c in self._complete() if c.base_path == path]
         for c in needing:
             rebase(c, None if c == needing[0] else needing[0])
 
@@ -515,7 +509,7 @@ class CheckpointManager:
             if c.path not in milestones:
                 kept.add(c.path)
         kept |= milestones
-        kept |= {base for c in complete if c.path in kept and (base := self._base_of(c)) is not None}
+        kept |= {c.base_path for c in complete if c.path in kept and c.base_path is not None}
         for c in sorted(complete, key=lambda c: c.base is None):  # no delta outlives its base
             if c.path in kept:
                 continue
