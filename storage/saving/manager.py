@@ -125,7 +125,7 @@ class CheckpointManager:
         anchor_every: int | None = None,
     ) -> None:
         numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
-        numbers["anchor_every"] = anchor_every
+        numbers |= {"anchor_every": anchor_every}
         for name, value in numbers.items():
             if (value is not None or name == "keep_best") and _whole(name, value) < 1:
                 raise CheckpointError(f"{name} must be at least 1, got {value}")
@@ -246,15 +246,12 @@ class CheckpointManager:
 
     def _earlier(self, target: str) -> tuple[str | None, int, str | None]:
         """(base of a save, or None where it is to be plain; its number since the anchor; the checkpoint whose files it may share)."""
-        newest = None if self._newest is None else self.path(self._newest)
-        if self.anchor_every is None or self._branch is None:
+        newest, every = None if self._newest is None else self.path(self._newest), self.anchor_every or 0
+        line = self._branch.line(self._complete()) if self._branch is not None and every else []
+        if not (line := [c for c in line if c.path != target]):
             return None, 0, newest
-        line = [c for c in self._branch.line(self._complete()) if c.path != target]
-        if not line:
-            return None, 0, newest
-        anchor = line[-1].base_path or line[-1].path
-        number = line[-1].delta + 1
-        return (anchor, number, newest) if number < self.anchor_every else (None, 0, anchor)
+        anchor, number = line[-1].base_path or line[-1].path, line[-1].delta + 1
+        return (anchor, number, newest) if number < every else (None, 0, anchor)
 
     def _release(self, path: str) -> None:
         """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the others."""
