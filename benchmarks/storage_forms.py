@@ -39,9 +39,11 @@ class TrainingRun:
 
         @mt.compile
         def step(params: Any, state: Any, batch: Any) -> Any:
-            value, grads = mt.value_and_grad(lambda new: de.loss(joined(params, new), batch, CONFIG)[0])(
-                trained(params)
-            )
+            def loss(new: Any) -> Any:
+                total, count = de.loss(joined(params, new), batch, CONFIG)
+                return total / count
+
+            value, grads = mt.value_and_grad(loss)(trained(params))
             new, state = optimizer.update(trained(params), grads, state)
             return value, joined(params, new), state
 
