@@ -23,6 +23,7 @@ PARTS = (
     "convert",
     "contents",
     "objects",
+    "deltas",
     "forms",
     "blend",
 )
@@ -47,6 +48,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import storage_deltas
 import storage_forms
 import storage_models
 import storage_transforms
@@ -66,6 +68,7 @@ ROWS = {
     "convert": storage_transforms.converting,
     "contents": storage_transforms.contents,
     "objects": storage_transforms.objects,
+    "deltas": storage_deltas.deltas,
     "forms": storage_forms.forms,
     "blend": storage_forms.blending,
 }

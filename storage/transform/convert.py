@@ -33,7 +33,7 @@ from ..rules.dequantized import dequantizes, is_quantized
 from ..rules.lazy_tensors import Converted, with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
-from ..saving.dual_index import choose_dual, is_dual
+from ..saving.dual import choose_dual, is_dual
 from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
 from ..stores.generations import Generation, Listed

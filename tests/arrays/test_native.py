@@ -51,6 +51,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gelu": ("gelu", "x", {}),
     "gelu_backward": ("gelu_backward", "gx", {}),
     "sigmoid": ("sigmoid", "x", {}),
+    "silu": ("silu", "x", {}),
+    "swiglu": ("swiglu", "xg", {}),
+    "swiglu_backward": ("swiglu_backward", "gxg", {}),
 }
 DTYPES = [np.float32, np.float64]
 ODD = [0.0, -0.0, 1e-45, 1e-38, -1.0, 1.0, 3.5, -87.5, 88.5, 1e30, -1e30, math.inf, -math.inf, math.nan]
@@ -106,7 +109,8 @@ SLOPES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def test_every_kernel_is_tested() -> None:
-    assert {op for op, _, _ in CASES.values()} | set(SLOPES) | {"where", "add_product"} == set(native._kernels.KERNELS)
+    ours = {op for op, _, _ in CASES.values()} - {"silu"} | set(SLOPES) | {"where", "add_product"}
+    assert ours == set(native._kernels.KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -151,8 +151,9 @@ def test_transforms_write_it(kit, quick, monkeypatch):
     ):
         with pytest.raises(mt.errors.CheckpointError, match=error):
             mt.convert(plain, quick / "bad", layout="dual", **options)
-    with pytest.raises(mt.errors.CheckpointError, match="pack="):
-        mt.CheckpointManager(quick / "bad", layout="dual", pack=True)
+    for name, value in (("pack", True), ("anchor_every", 3)):
+        with pytest.raises(mt.errors.CheckpointError, match=f"{name}="):
+            mt.CheckpointManager(quick / "bad", layout="dual", **{name: value})
     assert not (quick / "bad").exists()
     manager = mt.CheckpointManager(quick / "run", layout="dual")
     for step in (1, 2):

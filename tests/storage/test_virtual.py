@@ -821,7 +821,7 @@ def test_a_parent_that_changed_is_named(tmp_path, what):
     name = next(iter(open_checkpoint(where)))
     assert load(where)[name].tolist() == [2, 4]
     opened = open_checkpoint(where)
-    time.sleep(0.01)
+    time.sleep(0.02)  # more than the grain of a file system's clock
     change(tmp_path)
     for read in (open_checkpoint, load, verify, lambda p: merge(p, tmp_path / "out")):
         with pytest.raises(errors.ParentChanged, match=str(tmp_path / "[pq]")):
@@ -878,7 +878,9 @@ def test_a_writer_beside_readers_mixes_nothing(tmp_path):
     process.start()
     told, seen = 0, set()
     try:
-        for i in range(60):
+        for i in range(6000):
+            if i >= 60 and told + len(seen) > 3:  # on a busy machine the writer may not have had its turn
+                break
             try:
                 made = virtual.weighted_sum([fixed, moving], [1, 1])
                 if i % 3 == 0:
@@ -895,7 +897,7 @@ def test_a_writer_beside_readers_mixes_nothing(tmp_path):
             seen |= values
     finally:
         stop.set()
-        process.join(30)
+        process.join(200)
         process.kill()
     assert told + len(seen) > 3
 

@@ -27,7 +27,7 @@ from ...readers.compressed import digest
 from ...readers.dual_tensor import DualTensor
 from ...readers.reading import opened
 from ...rules.lazy_tensors import whole_of
-from ...saving.dual_bytes import DualBytes
+from ...saving.dual import DualBytes
 from ...saving.items import Record
 from ...stores.filesystem import active
 from .copy_chunks import CopiedShard, keeps_bytes
