@@ -330,6 +330,11 @@ def _decoder(**options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (params, update.init(params), mt.asarray(np.arange(24).reshape(2, 12) % 32))
 
 
+def _short(params: Any) -> tuple[Any, ...]:
+    params = mt.tree_map(lambda x: x.astype(mt.bfloat16), params)
+    return params, params, mt.optim.adamw(1e-2).init(params)
+
+
 def _layers(w: Any, x: Any, t: Any) -> Any:
     def loss(w: Any) -> Any:
         h = mt.layer_norm(mt.tanh(x @ w[0] + 1.0), w[0].shape[1])
@@ -351,6 +356,16 @@ def steps(_: str = "") -> dict[str, Any]:
     plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
     decoder, args = _decoder()
     made["decoder"], made["decoder, compiled"] = (decoder, args, plain), (decoder, args, compiled)
+    params, slots, _ = args
+    made["adamw"] = mt.optim.adamw(1e-2).update, (params, params, slots), plain
+    clipped = functools.partial(mt.optim.clip_by_global_norm, limit=1.0)
+    average = mt.optim.ema(0.9)
+    made["clipping"], made["averages"] = (
+        (clipped, (params,), plain),
+        (average.update, (params, average.init(params)), plain),
+    )
+    cosine = mt.optim.adamw(mt.optim.warmup_cosine(1e-2, 10, 100)).update
+    made["adamw, bfloat16, scheduled"] = cosine, _short(params), plain
     experts, args = _decoder(experts=mt.models.moe.Config(4, 2, capacity_factor=None, aux_weight=0.1))
     made["experts"] = experts, args, plain
     layers = _layer_arguments()
