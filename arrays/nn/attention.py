@@ -149,6 +149,8 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
         x, y, z, cotangent = _part(q, ours) * scale, *(_part(a, at)[..., seen, :] for a in (k, v)), g[ours]
         weights = _weights(xp, x, y, mask, key, diagonal)
         slopes = xp.matmul(cotangent, xp.swapaxes(z, -1, -2))
+        if slopes.shape != weights.shape:  # values may have more leading dimensions than keys
+            weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
         slopes = SOFTMAX_BACKWARD.bind(xp)(slopes, weights, axis=slopes.ndim - 1)
         _add(_part(sums[0], ours), xp.matmul(slopes, y) * scale)
         _add(_part(sums[1], at)[..., seen, :], xp.matmul(xp.swapaxes(slopes, -1, -2), x))
@@ -254,7 +256,7 @@ def scaled_dot_product_attention(
     """Mean of the values, weighted by ``softmax(query @ key.T * scale)`` (Vaswani et al., 2017).
 
     The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not with its square.
-    With dropout, in derivatives of higher order, and where the keys are split over ranks, the matrix of the weights is held whole.
+    The matrix of the weights is held whole with dropout, by ``jvp`` and derivatives of higher order, and where keys are split over ranks.
 
     Parameters
     ----------
