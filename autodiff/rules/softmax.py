@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ...arrays.nn import attention as a
 from ...arrays.nn import cross_entropy as ce
+from ...arrays.nn import linear_cross_entropy as lce
 from ...arrays.nn import softmax as s
 from .registry import call, defvjp, defvjp_all
 
@@ -30,3 +31,11 @@ def _attention(xp, g, query, key, value, mask, scale, diagonal):
 
 
 defvjp_all(a.ATTENTION, _attention)
+
+
+def _linear_cross_entropy(xp, g, hidden, weight, labels, ans, ignore_index, label_smoothing):
+    params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return *call(xp, lce.LINEAR_CROSS_ENTROPY_BACKWARD, *g, hidden, weight, labels, ans[1], **params), None
+
+
+defvjp_all(lce.LINEAR_CROSS_ENTROPY, _linear_cross_entropy)

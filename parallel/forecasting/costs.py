@@ -57,6 +57,9 @@ def flops(s: LocalCall, avals: Mapping[int, ShapeDtype]) -> float:
         weights = [a for a in operands if len(a.shape) == 3]
         each = sum(math.prod(a.shape[1:]) for a in weights)
         return (2.0 if name == "experts" else 6.0) * rows * each
+    if name.startswith("linear_cross_entropy"):
+        *_, weight, labels = operands if name.endswith("y") else operands[:-1]
+        return (2.0 if name.endswith("y") else 6.0) * math.prod(labels.shape) * math.prod(weight.shape)
     size = max([out, *(math.prod(a.shape) for a in operands)])
     return float(size * s.op.flops)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from .layers import (
     rotate,
     split_heads,
 )
-from .plans import AXES, Plan, Stages, block_cuts, constrained, parse
+from .plans import AXES, Plan, Stages, block_cuts, constrained, parse, split_blocks
 
 PARAMETERS = {
     "tp": {"*attn.[qkv]": 1, "*attn.o": 0, "*ffn.gate": 1, "*ffn.up": 1, "*ffn.down": 0, "*experts.gate": 2}
@@ -149,13 +148,8 @@ class Config:
         if "num_local_experts" in c:
             experts = moe.Config(c["num_local_experts"], c["num_experts_per_tok"], capacity_factor=None)
         return cls(
-            vocab=c["vocab_size"],
-            width=c["hidden_size"],
-            layers=c["num_hidden_layers"],
-            heads=c["num_attention_heads"],
-            kv_heads=c["num_attention_heads"] if kv_heads is None else kv_heads,
-            ffn=c["intermediate_size"],
-            max_length=c["max_position_embeddings"],
+            **{ours: c[theirs] for ours, theirs in huggingface.SIZES.items()},
+            kv_heads=kv_heads,
             theta=float(c["rope_theta"]),
             rope=c["rope"],
             eps=c["rms_norm_eps"],
@@ -258,7 +252,7 @@ def blocks(
     aux: Any = 0.0
     tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta, config.rope)
     for i, layer in enumerate(layers):
-        block_key = None if key is None else _block_key(key, first + i)
+        block_key = None if key is None else random.fold_in(key, first + i)
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Any:
             return _block(layer, x, config, tables, block_key, plan)
@@ -270,12 +264,13 @@ def blocks(
 
 def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> Array:
     """The last stage: norm and head, to logits."""
+    return linear(*_head(params, x, config, plan))
+
+
+def _head(params: Any, x: Array, config: Config, plan: Plan | None) -> tuple[Array, Array]:
+    """The factors of the logits."""
     x = constrained(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
-    return linear(x, matrix_transpose(params["embed"]) if config.tied else params["head"])
-
-
-def _block_key(key: Array, i: int) -> Array:
-    return random.fold_in(key, i)
+    return x, matrix_transpose(params["embed"]) if config.tied else params["head"]
 
 
 def _block(
@@ -294,7 +289,7 @@ def _block(
     aux: Any = asarray(np.float32(0))
     if c.experts is None:
         f = p["ffn"]
-        out = linear(nn.silu(linear(h, f["gate"])) * linear(h, f["up"]), f["down"])
+        out = linear(nn.swiglu(linear(h, f["gate"]), linear(h, f["up"])), f["down"])
     else:
         out, aux = moe.apply(p["ffn"], h, c.experts, plan=plan)
     return x + constrained(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
@@ -327,8 +322,9 @@ def loss(
     ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not count.
     With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
-    logits, aux = apply(params, batch["ids"], config, key=key, plan=plan, recompute=recompute, with_aux=True)
-    return _balanced(*_token_loss(logits, batch["labels"]), aux, config)
+    x = embed(params, check_ids("decoder", batch["ids"], config.max_length), config, key=key, plan=plan)
+    x, aux = blocks(params["layers"], x, config, key=key, plan=plan, recompute=recompute)
+    return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
 
 
 def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Array, Array]:
@@ -336,10 +332,9 @@ def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Ar
     return (total if config.experts is None else total + config.experts.aux_weight * aux * weight), weight
 
 
-def _token_loss(logits: Array, labels: Any) -> tuple[Array, Array]:
+def _token_loss(params: Any, x: Array, labels: Any, config: Config, plan: Plan | None) -> tuple[Array, Array]:
     labels = asarray(labels)
-    wide = logits if logits.dtype.itemsize > 2 else astype(logits, np.float32)
-    total = nn.cross_entropy(wide, labels, reduction="sum", ignore_index=-100)
+    total = nn.linear_cross_entropy(*_head(params, x, config, plan), labels, reduction="sum", ignore_index=-100)
     return total, sum_(astype(labels != -100, total.dtype))
 
 
@@ -364,7 +359,7 @@ def stages(
             aux = before + aux
             if number < count - 1:
                 return x if config.experts is None else (x, aux)
-            return _balanced(*_token_loss(project(params, x, config, plan=plan), batch["labels"]), aux, config)
+            return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
 
         return run
 
@@ -373,15 +368,8 @@ def stages(
 
 def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], list[Any]]:
     """Parameters of the stages, and which are tied (the embedding, where the head is its transpose), for ``mt.training.Pipeline``."""
-    cuts = block_cuts("decoder", config.layers, count)
-    out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
-    out[0]["embed"] = params["embed"]
-    out[-1]["norm"] = params["norm"]
-    if not config.tied:
-        out[-1]["head"] = params["head"]
-        return out, []
-    out[-1]["embed"] = params["embed"]
-    return out, [((0, "embed"), (count - 1, "embed"))] if count > 1 else []
+    out = split_blocks("decoder", params, config.layers, count, ("norm", "embed" if config.tied else "head"))
+    return out, [((0, "embed"), (count - 1, "embed"))] if config.tied and count > 1 else []
 
 
 def staged(config: Config, *, plan: Plan | None = None, recompute: Recompute = "none") -> Stages:
