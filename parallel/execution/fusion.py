@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from ...arrays.backends.memory_pool import room
 from ...arrays.core.op import ShapeDtype
 from ...arrays.core.program import Entry, Program
-from ...autodiff.compiler import cuda_codegen, cuda_fusion
+from ...arrays.kernels import cuda_codegen
+from ...autodiff.compiler import cuda_fusion
 from ...autodiff.compiler.fusion import FusedRun, chains, executable, is_large, takers
 from ..base.device_memory import BlockMemory
 from ..partition.overlap import dropped, variables
