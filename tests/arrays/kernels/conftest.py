@@ -71,12 +71,19 @@ def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
     return compiled
 
 
-@pytest.fixture(params=["aligned, ascending", "unaligned, descending"])
+ORDERS = {
+    "aligned, ascending": ("start", False, 0),
+    "unaligned, random": ("end", False, 1),
+    "unaligned, descending": ("end", True, 0),
+    **{f"random {seed}": ("start", False, seed) for seed in range(2, 6)},
+}
+
+
+@pytest.fixture(params=[n if i < 2 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(ORDERS)])
 def emulator(request: pytest.FixtureRequest, emulation: ModuleType, library_cache: Path) -> Iterator[Any]:
-    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once with
-    results that are aligned to their elements only and threads in descending order."""
-    at, order = ("start", False) if request.param.startswith("aligned") else ("end", True)
-    runner = emulation.Emulator(library_cache, at, order)
+    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once with results
+    that are aligned to their elements only, threads and blocks in random order and races found; in slow runs in more orders."""
+    runner = emulation.Emulator(library_cache, *ORDERS[request.param])
     with running_on(runner):
         yield runner
 
