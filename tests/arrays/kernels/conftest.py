@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def library_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
-    """``machine_code(file, names, architecture)``: for each kernel what the compiler logged of it."""
+    """``machine_code(file, names, architecture)``: for each kernel what the compiler logged of it, and then its PTX."""
     try:
         from cupy.cuda import nvrtc
 
@@ -64,7 +65,14 @@ def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
             assert nvrtc.getCUBIN(program)
             parts = nvrtc.getProgramLog(program).split("Compiling entry function '")[1:]
             logs = {mangled: log for mangled, _, log in (p.partition("'") for p in parts)}
-            return {name: logs.get(nvrtc.getLoweredName(program, name), "") for name in names}
+            ptx = nvrtc.getPTX(program)
+            bodies = dict(
+                re.findall(
+                    r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", ptx.decode() if isinstance(ptx, bytes) else ptx, re.DOTALL
+                )
+            )
+            mangled = {name: nvrtc.getLoweredName(program, name) for name in names}
+            return {name: logs.get(m, "") + bodies[m] for name, m in mangled.items()}
         finally:
             nvrtc.destroyProgram(program)
 
