@@ -137,10 +137,7 @@ def ops(sources: str = "") -> dict[str, Any]:
                 if "Truth(" in key:
                     row.by_value += 1
                     continue
-                avals = [
-                    mt.arrays.core.op.ShapeDtype(a.shape, a.dtype) if isinstance(a, np.ndarray) else a for a in cast
-                ]
-                if [w.dtype for w in want] != [a.dtype for a in op.avals(tuple(avals), params)]:
+                if not every.by_its_rule(op, params, cast, want):
                     row.other_rule.append(described(cast))
                     continue
                 row.compare(row.on_gpu(call, placed(cast, "cuda:0"), described(cast)), want, described(cast))
