@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import MAX_GRID, RowPlan, ceil_div, ladder, persistent_grid, row_plan
+from .geometry import MAX_GRID, RowPlan, ceil_div, ladder, persistent_grid, row_plan, vector_length
 from .launch import contiguous, i64, named, runner, wide
 
 FILE = "row_norm.cu"
@@ -41,11 +41,10 @@ def variants() -> Iterator[tuple[str, str]]:
     for center in (True, False):
         for x, o in pairs():
             for vector in (1, 16 // x.itemsize):
-                for threads, items in ladder(o.itemsize, vector):
-                    for kernel in ("norm_forward", "norm_backward"):
+                for kernel in ("norm_forward", "norm_backward"):
+                    yield FILE, named(f"{kernel}_long", center, x, o, o, vector)
+                    for threads, items in ladder(o.itemsize, vector):
                         yield FILE, named(kernel, center, x, o, o, threads, items, vector)
-            yield FILE, named("norm_forward_long", center, x, o, o)
-            yield FILE, named("norm_backward_long", center, x, o, o)
             yield FILE, named("norm_columns", center, x, o)
     for d in KERNEL_FLOATS:
         for o in dict.fromkeys((d, wide(d))):
@@ -76,10 +75,12 @@ def _forward(center: bool, x: Any, weight: Any, bias: Any, naxes: int, eps: floa
     if x.size:
         rows = x.size // width
         numbers = (i64(rows), i64(width), np.float64(eps))
-        plan = row_plan(width, (d.itemsize, o.itemsize), [r.address(a) for a in (x, w, b, y)])
+        among = width, (d.itemsize, o.itemsize), [r.address(a) for a in (x, w, b, y)]
+        plan = row_plan(*among)
         if plan is None:
             grid, block = (min(rows, MAX_GRID), 1, 1), (_LONG_THREADS, 1, 1)
-            r.launch(FILE, named("norm_forward_long", center, d, o, o), grid, block, (x, w, b, y, *numbers))
+            kernel = named("norm_forward_long", center, d, o, o, vector_length(*among))
+            r.launch(FILE, kernel, grid, block, (x, w, b, y, *numbers))
         else:
             kernel = named("norm_forward", center, d, o, o, plan.threads, plan.items, plan.vector)
             r.launch(FILE, kernel, plan.grid(rows), plan.block, (x, w, b, y, *numbers))
@@ -98,7 +99,8 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, naxes: int, eps: float)
     dx = r.xp.empty(x.shape, d)
     rows = xs.size // width
     numbers = (i64(rows), i64(width), np.float64(eps))
-    plan = row_plan(width, (d.itemsize, o.itemsize), [r.address(v) for v in (gs, xs, w, dx)])
+    among = width, (d.itemsize, o.itemsize), [r.address(v) for v in (gs, xs, w, dx)]
+    plan = row_plan(*among)
     device = r.properties()
     if plan is not None and _shared(plan, kinds, a) <= device.shared_memory:
         shared = _shared(plan, kinds, a)
@@ -110,7 +112,7 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, naxes: int, eps: float)
         r.launch(FILE, kernel, (blocks, 1, 1), plan.block, (gs, xs, w, dx, partial, *numbers), shared)
     else:
         scales = r.xp.empty((rows, 2), a)
-        kernel = named("norm_backward_long", center, d, o, o)
+        kernel = named("norm_backward_long", center, d, o, o, vector_length(*among))
         r.launch(FILE, kernel, (min(rows, MAX_GRID), 1, 1), (_LONG_THREADS, 1, 1), (gs, xs, w, dx, scales, *numbers))
         tiles = ceil_div(width, 32)
         splits = max(1, min(ceil_div(rows, 64), ceil_div(8 * device.multiprocessors, tiles), 65535))

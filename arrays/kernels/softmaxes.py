@@ -9,7 +9,7 @@ import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import MAX_GRID, ladder, row_plan
+from .geometry import MAX_GRID, ladder, row_plan, vector_length
 from .launch import contiguous, i64, named, runner, wide
 
 FILE = "softmax.cu"
@@ -19,12 +19,13 @@ _LONG_THREADS = 512
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d in KERNEL_FLOATS:
-        sizes = [(t, i, v) for v in (1, 16 // d.itemsize) for t, i in ladder(d.itemsize, v)]
+        vectors = (1, 16 // d.itemsize)
+        sizes = [(t, i, v) for v in vectors for t, i in ladder(d.itemsize, v)]
         for kind in ("forward", "backward"):
             for log in (False, True):
-                yield FILE, named(f"softmax_{kind}_long", log, d)
+                yield from ((FILE, named(f"softmax_{kind}_long", log, d, v)) for v in vectors)
                 yield from ((FILE, named(f"softmax_{kind}", log, d, *s)) for s in sizes)
-            yield FILE, named(f"cross_entropy_{kind}_long", d)
+            yield from ((FILE, named(f"cross_entropy_{kind}_long", d, v)) for v in vectors)
             yield from ((FILE, named(f"cross_entropy_{kind}", d, *s)) for s in sizes)
 
 
@@ -34,10 +35,11 @@ def _rows(
     """Start a kernel of rows in its form for rows of this width; ``vectors`` are the arrays that it reads in vectors."""
     r = runner()
     d = vectors[0].dtype
-    plan = row_plan(width, [d.itemsize], [r.address(a) for a in vectors])
+    among = width, [d.itemsize], [r.address(a) for a in vectors]
+    plan = row_plan(*among)
     if plan is None:
         name, grid, block = (
-            named(f"{kernel}_long", *before, d),
+            named(f"{kernel}_long", *before, d, vector_length(*among)),
             (min(rows, MAX_GRID), 1, 1),
             (_LONG_THREADS, 1, 1),
         )

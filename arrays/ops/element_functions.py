@@ -106,10 +106,11 @@ def relu(xp: Any, x: Any) -> Any:
 
 
 def erf(xp: Any, x: Any) -> Any:
+    x = x.astype(np.float64) if x.dtype.kind in "biu" else x  # CuPy has no more than float32 of short integers
     if xp is np:
         if x.dtype == np.float32:
             return erf32(x)
-        if x.dtype.itemsize <= 2 and x.dtype.kind not in "biu":
+        if x.dtype.itemsize <= 2:
             return erf32(x.astype(np.float32)).astype(x.dtype)
         from scipy.special import erf as special_erf
     else:
@@ -118,7 +119,7 @@ def erf(xp: Any, x: Any) -> Any:
                 f"[erf] of {x.dtype.name} is computed on a CPU alone: move the array with x.to_device('cpu')"
             )
         from cupyx.scipy.special import erf as special_erf
-    if x.dtype.itemsize <= 2 and x.dtype.kind not in "biu":  # SciPy knows no float of one or two bytes but float16
+    if x.dtype.itemsize <= 2:  # SciPy knows no float of one or two bytes but float16
         return special_erf(x.astype(np.float32)).astype(x.dtype)
     return special_erf(x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,9 @@ def test_views_are_read_where_they_are() -> None:
         np.testing.assert_array_equal(f(v, w).numpy(), v.numpy() + 1)
 
 
-def test_more_than_two_to_the_31_elements() -> None:
+def test_more_than_two_to_the_31_elements(needs_memory: Callable[[int], None]) -> None:
     n = 2**31 + 8
+    needs_memory(3 * n)
     x = mt.zeros(n, dtype=mt.int8)
     x[-1] = 5
     y = mt.compile(lambda a: (a + 1) * 2)(x)

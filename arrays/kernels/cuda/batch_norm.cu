@@ -182,12 +182,17 @@ __global__ void __launch_bounds__(THREADS)
         const Vector<T, VEC> v = vector_at<VEC>(x + at);
         Vector<G, VEC> d;
         if constexpr (WITH_G) d = vector_at<VEC>(g + at);
+        constexpr int EACH = LAST ? VEC : 1;  // the channels of a vector
+        const A* f = factors + c;
+        const Vector<A, EACH> f0 = vector_at<EACH>(f), f1 = vector_at<EACH>(f + channels), f2 = vector_at<EACH>(f + 2 * channels);
+        Vector<A, EACH> f3;
+        if constexpr (WITH_G) f3 = vector_at<EACH>(f + 3 * channels);
         Vector<O, VEC> y;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-            const A* f = factors + c + (LAST ? k : 0);
-            A r = (wide(v.at[k]) - f[0]) * f[channels] + f[2 * channels];
-            if constexpr (WITH_G) r += wide(d.at[k]) * f[3 * channels];
+            const int n = LAST ? k : 0;
+            A r = (wide(v.at[k]) - f0.at[n]) * f1.at[n] + f2.at[n];
+            if constexpr (WITH_G) r += wide(d.at[k]) * f3.at[n];
             y.at[k] = narrow<O>(r);
         }
         store_vector<VEC>(out + at, y);

@@ -8,6 +8,12 @@ constexpr int EACH = 16;  // elements of a thread, side by side
 __device__ inline u32 truths(const bool* mask, i64 start, i64 size)
 {
     u32 bits = 0;
+    if (start + EACH <= size && is_aligned<EACH>(mask + start)) {
+        const auto all = vector_at<EACH>(mask + start);
+#pragma unroll
+        for (int k = 0; k < EACH; ++k) bits |= (u32)all.at[k] << k;
+        return bits;
+    }
 #pragma unroll
     for (int k = 0; k < EACH; ++k) bits |= (u32)(start + k < size && mask[start + k]) << k;
     return bits;

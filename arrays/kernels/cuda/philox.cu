@@ -84,6 +84,13 @@ struct Bernoulli {
     }
 };
 
+// Whether all of N elements are among those asked for, and lie where a vector may.
+template <int N, class T>
+__device__ inline bool is_whole(const T* p, i64 at, i64 count)
+{
+    return at >= 0 && at + N <= count && is_aligned<N>(p);
+}
+
 // Elements start … start + count - 1 of a key. A thread makes what comes of one block of four words.
 template <class Recipe, class T>
 __global__ void __launch_bounds__(THREADS)
@@ -96,13 +103,16 @@ __global__ void __launch_bounds__(THREADS)
     const i64 first = start / N, last = (start + count + N - 1) / N, step = (i64)gridDim.x * THREADS;
     for (i64 block = first + (i64)blockIdx.x * THREADS + threadIdx.x; block < last; block += step) {
         const Words w = philox((u64)block, stream, k0, k1);
-        T made[N];
+        Vector<T, N> made;
 #pragma unroll
-        for (int lane = 0; lane < 4; ++lane) Recipe::make(w, lane, limits, made + lane * Recipe::PER);
+        for (int lane = 0; lane < 4; ++lane) Recipe::make(w, lane, limits, made.at + lane * Recipe::PER);
         const i64 at = block * N - start;
+        if (is_whole<N>(out + at, at, count))
+            store_vector<N>(out + at, made);
+        else
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-            if (at + i >= 0 && at + i < count) out[at + i] = made[i];
+            for (int i = 0; i < N; ++i)
+                if (at + i >= 0 && at + i < count) out[at + i] = made.at[i];
     }
 }
 
@@ -125,12 +135,20 @@ __global__ void __launch_bounds__(THREADS)
     for (i64 block = first + (i64)blockIdx.x * THREADS + threadIdx.x; block < last; block += step) {
         const Words w = philox((u64)block, stream, k0, k1);
         const i64 at = block * N - start;
+        const auto made = [&](int i, T xi, T yi) {
+            const u64 bits = i % 2 ? w.at[i / 2] >> 32 : (u64)(u32)w.at[i / 2];
+            const A kept = bits < threshold ? quotient(wide(xi), (A)keep) : A(0);
+            return WITH_Y ? narrow<T>(sum(kept, wide(yi))) : narrow<T>(kept);
+        };
+        if (is_whole<N>(x + at, at, count) && is_aligned<N>(out + at) && (!WITH_Y || is_aligned<N>(y + at))) {
+            const Vector<T, N> xs = vector_at<N>(x + at), ys = vector_at<N>((WITH_Y ? y : x) + at);
+            Vector<T, N> all;
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-            if (at + i >= 0 && at + i < count) {
-                const u64 bits = i % 2 ? w.at[i / 2] >> 32 : (u64)(u32)w.at[i / 2];
-                const A kept = bits < threshold ? quotient(wide(x[at + i]), (A)keep) : A(0);
-                out[at + i] = WITH_Y ? narrow<T>(sum(kept, wide(y[at + i]))) : narrow<T>(kept);
-            }
+            for (int i = 0; i < N; ++i) all.at[i] = made(i, xs.at[i], ys.at[i]);
+            store_vector<N>(out + at, all);
+        } else
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (at + i >= 0 && at + i < count) out[at + i] = made(i, x[at + i], WITH_Y ? y[at + i] : T{});
     }
 }

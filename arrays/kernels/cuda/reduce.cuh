@@ -118,10 +118,11 @@ __device__ inline Moments<A> warp_moments(Moments<A> v)
         u.n = __shfl_xor_sync(WHOLE_WARP, v.n, o);
         u.mean = __shfl_xor_sync(WHOLE_WARP, v.mean, o);
         u.m2 = __shfl_xor_sync(WHOLE_WARP, v.m2, o);
-        // Both lanes of a pair merge in the same order: they get the same bits.
-        Moments<A> low = threadIdx.x & o ? u : v;
-        low.merge(threadIdx.x & o ? v : u);
-        v = low;
+        // Both lanes of a pair merge in the same order: they get the same bits. (Chosen number by number: whole sets would lie in memory.)
+        const bool upper = threadIdx.x & o;
+        const Moments<A> high{upper ? v.n : u.n, upper ? v.mean : u.mean, upper ? v.m2 : u.m2};
+        v = Moments<A>{upper ? u.n : v.n, upper ? u.mean : v.mean, upper ? u.m2 : v.m2};
+        v.merge(high);
     }
     return v;
 }

@@ -2,18 +2,6 @@
 #pragma once
 #include "reduce.cuh"
 
-template <int VEC, class T>
-__device__ inline Vector<T, VEC> vector_at(const T* p)
-{
-    return *reinterpret_cast<const Vector<T, VEC>*>(p);
-}
-
-template <int VEC, class T>
-__device__ inline void store_vector(T* p, const Vector<T, VEC>& v)
-{
-    *reinterpret_cast<Vector<T, VEC>*>(p) = v;
-}
-
 // f(j, column) for the vectors of a row that a thread has: neighbouring threads have neighbouring vectors.
 template <int THREADS, int ITEMS, int VEC, class F>
 __device__ inline void each_vector(int width, F f)
@@ -47,6 +35,29 @@ struct Row {
         });
     }
 };
+
+constexpr int LONG = 512;  // threads of a block that works through a row that no registers hold
+
+// f(column) for the vectors of such a row that a thread has.
+template <int VEC, class F>
+__device__ inline void each_long(i64 length, F f)
+{
+#pragma unroll 4
+    for (i64 column = (i64)threadIdx.x * VEC; column < length; column += LONG * VEC) f(column);
+}
+
+// row[column …] = f(k, column) rounded, a vector at a time, of such a row.
+template <int VEC, class O, class F>
+__device__ inline void store_long(O* row, i64 length, F f)
+{
+    each_long<VEC>(length, [&](i64 column) {
+        Vector<O, VEC> out;
+        const auto at = f(column);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) out.at[k] = narrow<O>(at(k));
+        store_vector<VEC>(row + column, out);
+    });
+}
 
 // row[column …] = f(j, k, column) rounded, a vector at a time.
 template <class O, int THREADS, int ITEMS, int VEC, class F>

@@ -112,23 +112,24 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>)
 
 // ----- rows of any length ---------------------------------------------------------------------------------------------
 
-constexpr int LONG = 512;  // threads of a block that works through a long row
-
-template <bool CENTER, class T>
+template <bool CENTER, int VEC, class T>
 __device__ inline Scale<Wide<T>> long_row_scale(const T* x, i64 length, double eps)
 {
     using A = Wide<T>;
-    constexpr int CHUNK = 8;
     if constexpr (CENTER) {
+        constexpr int EACH = 8 / VEC < 2 ? 2 : 8 / VEC;  // vectors at a time
         Moments<A> m = Moments<A>::none();
-        for (i64 start = threadIdx.x; start < length; start += LONG * CHUNK) {
-            A v[CHUNK];
+        for (i64 start = (i64)threadIdx.x * VEC; start < length; start += LONG * VEC * EACH) {
+            A v[EACH * VEC];
             int count = 0;
 #pragma unroll
-            for (int k = 0; k < CHUNK; ++k) {
-                const i64 i = start + k * LONG;
-                v[k] = i < length ? wide(x[i]) : A(0);
-                count += i < length;
+            for (int j = 0; j < EACH; ++j) {
+                const i64 at = start + j * LONG * VEC;
+                Vector<T, VEC> found;
+                if (at < length) found = vector_at<VEC>(x + at);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) v[j * VEC + k] = at < length ? wide(found.at[k]) : A(0);
+                count += at < length ? VEC : 0;
             }
             m.add(v, count);
         }
@@ -136,29 +137,34 @@ __device__ inline Scale<Wide<T>> long_row_scale(const T* x, i64 length, double e
         return Scale<A>{m.mean, A(1) / sqrt(m.m2 / A(length) + A(eps))};
     } else {
         A s = A(0);
-#pragma unroll 8
-        for (i64 i = threadIdx.x; i < length; i += LONG) s += wide(x[i]) * wide(x[i]);
+        each_long<VEC>(length, [&](i64 column) {
+            const Vector<T, VEC> v = vector_at<VEC>(x + column);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) s += wide(v.at[k]) * wide(v.at[k]);
+        });
         return Scale<A>{A(0), A(1) / sqrt(row_sum<LONG>(s) / A(length) + A(eps))};
     }
 }
 
-template <bool CENTER, class T, class G, class W>
+template <bool CENTER, class T, class G, class W, int VEC>
 __global__ void __launch_bounds__(LONG, 2)
     norm_forward_long(const T* x, const W* weight, const W* bias, G* y, i64 rows, i64 length, double eps)
 {
     using A = Wide<T>;
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* r = x + row * length;
-        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < length; i += LONG)
-            y[row * length + i] =
-                narrow<G>((wide(r[i]) - s.mean) * s.inverse * wide(weight[i]) + (CENTER ? wide(bias[i]) : A(0)));
+        const Scale<A> s = long_row_scale<CENTER, VEC>(r, length, eps);
+        store_long<VEC>(y + row * length, length, [&](i64 column) {
+            const Vector<W, VEC> b = CENTER ? vector_at<VEC>(bias + column) : Vector<W, VEC>{};
+            return [=, v = vector_at<VEC>(r + column), w = vector_at<VEC>(weight + column)](int k) {
+                return (wide(v.at[k]) - s.mean) * s.inverse * wide(w.at[k]) + (CENTER ? wide(b.at[k]) : A(0));
+            };
+        });
     }
 }
 
 // dx, and the statistics of each row for `norm_columns`.
-template <bool CENTER, class T, class G, class W>
+template <bool CENTER, class T, class G, class W, int VEC>
 __global__ void __launch_bounds__(LONG, 2) norm_backward_long(const G* g, const T* x, const W* weight, T* dx,
                                                            Wide<T>* scales, i64 rows, i64 length, double eps)
 {
@@ -166,21 +172,28 @@ __global__ void __launch_bounds__(LONG, 2) norm_backward_long(const G* g, const 
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* r = x + row * length;
         const G* c = g + row * length;
-        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
+        const Scale<A> s = long_row_scale<CENTER, VEC>(r, length, eps);
+        // Of the elements at a column: normalised, and the cotangent times the weight.
+        const auto pairs = [&](i64 column) {
+            return [=, v = vector_at<VEC>(r + column), d = vector_at<VEC>(c + column),
+                    w = vector_at<VEC>(weight + column)](int k) {
+                return Pair<A>{(wide(v.at[k]) - s.mean) * s.inverse, wide(d.at[k]) * wide(w.at[k])};
+            };
+        };
         A along_one = A(0), along_n = A(0);
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < length; i += LONG) {
-            const A gw = wide(c[i]) * wide(weight[i]);
-            along_one += gw;
-            along_n += gw * ((wide(r[i]) - s.mean) * s.inverse);
-        }
+        each_long<VEC>(length, [&](i64 column) {
+            const auto pair = pairs(column);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                along_one += pair(k).b;
+                along_n += pair(k).b * pair(k).a;
+            }
+        });
         const Pair<A> p = row_sums<LONG>(along_one, along_n);
         const A one = CENTER ? p.a / A(length) : A(0), slope = p.b / A(length);
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < length; i += LONG) {
-            const A n = (wide(r[i]) - s.mean) * s.inverse;
-            dx[row * length + i] = narrow<T>((wide(c[i]) * wide(weight[i]) - one - n * slope) * s.inverse);
-        }
+        store_long<VEC>(dx + row * length, length, [&](i64 column) {
+            return [=, pair = pairs(column)](int k) { return (pair(k).b - one - pair(k).a * slope) * s.inverse; };
+        });
         if (threadIdx.x == 0) {
             scales[2 * row] = s.mean;
             scales[2 * row + 1] = s.inverse;

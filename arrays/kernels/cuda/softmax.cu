@@ -133,53 +133,61 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
     }
 }
 
-constexpr int LONG = 512;  // threads of a block that works through a long row
-constexpr int CHUNK = 8;
-
-template <class T>
+template <int VEC, class T>
 __device__ inline Exponentials<Wide<T>> long_row_exponentials(const T* x, i64 length)
 {
     using A = Wide<T>;
+    constexpr int EACH = 8 / VEC < 2 ? 2 : 8 / VEC;  // vectors at a time
     Exponentials<A> e = Exponentials<A>::none();
-    for (i64 start = threadIdx.x; start < length; start += LONG * CHUNK) {
-        A v[CHUNK];
+    for (i64 start = (i64)threadIdx.x * VEC; start < length; start += LONG * VEC * EACH) {
+        A v[EACH * VEC];
 #pragma unroll
-        for (int k = 0; k < CHUNK; ++k) v[k] = start + k * LONG < length ? wide(x[start + k * LONG]) : -infinity<A>();
+        for (int j = 0; j < EACH; ++j) {
+            const i64 at = start + j * LONG * VEC;
+            Vector<T, VEC> found;
+            if (at < length) found = vector_at<VEC>(x + at);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) v[j * VEC + k] = at < length ? wide(found.at[k]) : -infinity<A>();
+        }
         e.add(v);
     }
     e = row_exponentials<LONG>(e);
     return Exponentials<A>{shift_of(e.maximum), e.total};
 }
 
-template <bool LOG, class T>
+template <bool LOG, class T, int VEC>
 __global__ void __launch_bounds__(LONG, 2) softmax_forward_long(const T* x, T* y, i64 rows, i64 length, bool masked)
 {
     using A = Wide<T>;
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* r = x + row * length;
-        const Exponentials<A> e = long_row_exponentials(r, length);
+        const Exponentials<A> e = long_row_exponentials<VEC>(r, length);
         const A scale = scale_of<LOG>(e.total, masked);
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < length; i += LONG)
-            y[row * length + i] = narrow<T>(weight_of<LOG>(wide(r[i]), e.maximum, scale));
+        store_long<VEC>(y + row * length, length, [&](i64 column) {
+            return [=, v = vector_at<VEC>(r + column)](int k) { return weight_of<LOG>(wide(v.at[k]), e.maximum, scale); };
+        });
     }
 }
 
-template <bool LOG, class T>
+template <bool LOG, class T, int VEC>
 __global__ void __launch_bounds__(LONG, 2) softmax_backward_long(const T* g, const T* y, T* dx, i64 rows, i64 length)
 {
     using A = Wide<T>;
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const T *c = g + row * length, *r = y + row * length;
         A s = A(0);
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < length; i += LONG) s += LOG ? wide(c[i]) : wide(c[i]) * wide(r[i]);
+        each_long<VEC>(length, [&](i64 column) {
+            const Vector<T, VEC> cs = vector_at<VEC>(c + column), rs = vector_at<VEC>(r + column);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) s += LOG ? wide(cs.at[k]) : wide(cs.at[k]) * wide(rs.at[k]);
+        });
         s = row_sum<LONG>(s);
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < length; i += LONG) {
-            const A ci = wide(c[i]), ri = wide(r[i]);
-            dx[row * length + i] = narrow<T>(LOG ? ci - exp(ri) * s : ri * (ci - s));
-        }
+        store_long<VEC>(dx + row * length, length, [&](i64 column) {
+            return [=, cs = vector_at<VEC>(c + column), rs = vector_at<VEC>(r + column)](int k) {
+                const A ck = wide(cs.at[k]), rk = wide(rs.at[k]);
+                return LOG ? ck - exp(rk) * s : rk * (ck - s);
+            };
+        });
     }
 }
 
@@ -268,7 +276,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
     }
 }
 
-template <class T>
+template <class T, int VEC>
 __global__ void __launch_bounds__(LONG, 2)
     cross_entropy_forward_long(const T* x, const i64* labels, Wide<T>* losses, i64 rows, i64 length, bool has_ignored,
                                i64 ignored, double smoothing)
@@ -277,11 +285,14 @@ __global__ void __launch_bounds__(LONG, 2)
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* r = x + row * length;
         const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const Exponentials<A> e = long_row_exponentials(r, length);
+        const Exponentials<A> e = long_row_exponentials<VEC>(r, length);
         A sum = A(0);
         if (smoothing != 0) {
-#pragma unroll 4
-            for (i64 i = threadIdx.x; i < length; i += LONG) sum += wide(r[i]) - e.maximum;
+            each_long<VEC>(length, [&](i64 column) {
+                const Vector<T, VEC> v = vector_at<VEC>(r + column);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) sum += wide(v.at[k]) - e.maximum;
+            });
             sum = row_sum<LONG>(sum);
         }
         if (threadIdx.x == 0) {
@@ -291,7 +302,7 @@ __global__ void __launch_bounds__(LONG, 2)
     }
 }
 
-template <class T>
+template <class T, int VEC>
 __global__ void __launch_bounds__(LONG, 2)
     cross_entropy_backward_long(const Wide<T>* g, const T* x, const i64* labels, T* dx, i64 rows, i64 length,
                                 bool has_ignored, i64 ignored, double smoothing)
@@ -300,13 +311,13 @@ __global__ void __launch_bounds__(LONG, 2)
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* r = x + row * length;
         const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const Exponentials<A> e = long_row_exponentials(r, length);
+        const Exponentials<A> e = long_row_exponentials<VEC>(r, length);
         const A scale = g[row], inverse = A(1) / e.total;
-#pragma unroll 4
-        for (i64 i = threadIdx.x; i < length; i += LONG) {
-            const A p = exp(wide(r[i]) - e.maximum) * inverse;
-            dx[row * length + i] =
-                narrow<T>(label.valid ? slope_of(p, i == label.at, scale, length, A(smoothing)) : A(0));
-        }
+        store_long<VEC>(dx + row * length, length, [&](i64 column) {
+            return [=, v = vector_at<VEC>(r + column)](int k) {
+                const A p = exp(wide(v.at[k]) - e.maximum) * inverse;
+                return label.valid ? slope_of(p, column + k == label.at, scale, length, A(smoothing)) : A(0);
+            };
+        });
     }
 }

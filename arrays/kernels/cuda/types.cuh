@@ -86,6 +86,38 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
     T at[N];
 };
 
+template <int VEC, class T>
+__device__ inline Vector<T, VEC> vector_at(const T* p)
+{
+    return *reinterpret_cast<const Vector<T, VEC>*>(p);
+}
+
+// The compiler would take the stores of a loop apart into elements.
+template <int VEC, class T>
+__device__ inline void store_vector(T* p, const Vector<T, VEC>& v)
+{
+#ifndef EMULATED
+    constexpr int BYTES = sizeof(v);
+    u32 w[BYTES / 4 + 1];
+    memcpy(w, &v, BYTES);
+    if constexpr (BYTES % 16 == 0)
+#pragma unroll
+        for (int i = 0; i < BYTES / 4; i += 4)
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<u32*>(p) + i), "r"(w[i]), "r"(w[i + 1]), "r"(w[i + 2]), "r"(w[i + 3]));
+    else if constexpr (BYTES == 8)
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(w[0]), "r"(w[1]));
+    else
+#endif
+        *reinterpret_cast<Vector<T, VEC>*>(p) = v;
+}
+
+// Whether a vector at `p` is one that the device can load.
+template <int VEC, class T>
+__device__ inline bool is_aligned(const T* p)
+{
+    return reinterpret_cast<u64>(p) % alignof(Vector<T, VEC>) == 0;
+}
+
 template <class T>
 __device__ T infinity();
 template <>

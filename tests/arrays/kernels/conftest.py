@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def library_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
-    """``machine_code(file, names, architecture)``: for each kernel what the compiler logged of it."""
+    """``machine_code(file, names, architecture)``: for each kernel what the compiler logged of it, and then its PTX."""
     try:
         from cupy.cuda import nvrtc
 
@@ -64,19 +65,33 @@ def machine_code() -> Callable[[str, Sequence[str], int], dict[str, str]]:
             assert nvrtc.getCUBIN(program)
             parts = nvrtc.getProgramLog(program).split("Compiling entry function '")[1:]
             logs = {mangled: log for mangled, _, log in (p.partition("'") for p in parts)}
-            return {name: logs.get(nvrtc.getLoweredName(program, name), "") for name in names}
+            ptx = nvrtc.getPTX(program)
+            bodies = dict(
+                re.findall(
+                    r"\.entry (\w+)\((.*?)(?=\.entry|\Z)", ptx.decode() if isinstance(ptx, bytes) else ptx, re.DOTALL
+                )
+            )
+            mangled = {name: nvrtc.getLoweredName(program, name) for name in names}
+            return {name: logs.get(m, "") + bodies[m] for name, m in mangled.items()}
         finally:
             nvrtc.destroyProgram(program)
 
     return compiled
 
 
-@pytest.fixture(params=["aligned, ascending", "unaligned, descending"])
+ORDERS = {
+    "aligned, ascending": ("start", False, 0),
+    "unaligned, random": ("end", False, 1),
+    "unaligned, descending": ("end", True, 0),
+    **{f"random {seed}": ("start", False, seed) for seed in range(2, 6)},
+}
+
+
+@pytest.fixture(params=[n if i < 2 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(ORDERS)])
 def emulator(request: pytest.FixtureRequest, emulation: ModuleType, library_cache: Path) -> Iterator[Any]:
-    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once with
-    results that are aligned to their elements only and threads in descending order."""
-    at, order = ("start", False) if request.param.startswith("aligned") else ("end", True)
-    runner = emulation.Emulator(library_cache, at, order)
+    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once with results
+    that are aligned to their elements only, threads and blocks in random order and races found; in slow runs in more orders."""
+    runner = emulation.Emulator(library_cache, *ORDERS[request.param])
     with running_on(runner):
         yield runner
 

@@ -2,8 +2,12 @@
 //
 // Each CUDA thread is a fiber. The fibers of a block run one after another, in ascending or descending order of their numbers,
 // until each waits: at a barrier, or in an exchange of its warp. What is read from shared memory before it was written is NaN,
-// so that a missing barrier shows in one order or the other. An access outside of what the test mapped, a misaligned vector
-// and a barrier that not all threads reach end the launch with an error that names the thread.
+// so that a missing barrier shows in one order or the other. An access outside of what the test mapped, a misaligned vector,
+// more threads than the launch bounds and a barrier that not all threads reach end the launch with an error that names the thread.
+//
+// With a seed several blocks are in flight, threads come in random order and stop at any access of memory, and at most atomic
+// operations. Compiled with -fsanitize=thread, each access is looked at: two threads that touch a byte with nothing that puts
+// one before the other, one of them writing and not both atomically, are a race, which is an error too.
 #pragma once
 #define EMULATED 1
 
@@ -16,6 +20,7 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -32,6 +37,8 @@ struct Index {
     unsigned x, y, z;
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
+
+#define UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
 namespace emulation {
 
@@ -56,8 +63,9 @@ struct Fiber {
     ucontext_t start;
     sigjmp_buf at;
     bool begun = false;
-    State state = READY;
+    State state = DONE;
     unsigned rounds = 0;  // exchanges of the warp so far: the parity says which set of slots is in use
+    unsigned syncs = 0;   // and those of them that order memory
     Index index;
 };
 struct Warp {
@@ -65,15 +73,39 @@ struct Warp {
     unsigned arrived = 0, alive = 0;
     Kind kind = NONE;
 };
+struct Block {
+    Index index;
+    unsigned number = 0, barriers = 0, done = 0, waiting = 0;
+};
 
-static std::vector<Fiber> fibers;
+constexpr size_t STACK = 64 << 10;
+constexpr unsigned IN_FLIGHT = 3;  // blocks at most, with a seed
+static std::vector<Fiber> fibers;  // of the blocks in flight, one block after another, each in whole warps
 static std::vector<Warp> warps;
-static unsigned current;
+static std::vector<Block> blocks;
+static unsigned current, width;  // of `fibers`: the one that runs, and how many a block has
 static sigjmp_buf scheduler, rescue;
 static void (*body)(void*);
 static void* body_arguments;
 static char message[256];
+static char* stacks;
+static size_t stack_bytes;
 static unsigned block_number;  // of this process: shared memory belongs to one block
+static unsigned long long chance;  // the state of the random numbers, 0 without a seed
+static bool watching;  // a seed was given, and the code of a kernel runs, not that of this file
+
+inline Block& block_of_thread() { return blocks[current / width]; }
+
+inline unsigned random_below(unsigned n)
+{
+    chance = chance * 6364136223846793005ULL + 1442695040888963407ULL;
+    return (unsigned)(chance >> 33) % n;
+}
+
+struct Unwatched {
+    UNSEEN Unwatched() { watching = false; }
+    UNSEEN ~Unwatched() { watching = chance != 0; }
+};
 
 [[noreturn]] inline void fail(const char* what)
 {
@@ -88,10 +120,12 @@ inline void yield()
     if (!sigsetjmp(f.at, 0)) siglongjmp(scheduler, 1);
 }
 
-inline void fiber_main()
+UNSEEN inline void fiber_main()
 {
     for (;;) {
+        watching = chance != 0;
         body(body_arguments);
+        watching = false;
         fibers[current].state = DONE;
         yield();
     }
@@ -102,6 +136,7 @@ inline void resume(unsigned t)
     Fiber& f = fibers[t];
     current = t;
     threadIdx = f.index;
+    blockIdx = block_of_thread().index;
     if (!sigsetjmp(scheduler, 0)) {
         if (f.begun) siglongjmp(f.at, 1);
         f.begun = true;
@@ -109,17 +144,27 @@ inline void resume(unsigned t)
     }
 }
 
-// Shared memory of one declaration: fresh, and full of NaN, in each block.
+inline void forget(const void* address, size_t n);
+
+// Shared memory of one declaration: fresh, and full of NaN, in each block. (Nothing is made when it is first met: that would be a race.)
 struct Shared {
-    std::vector<unsigned char> bytes;
-    unsigned owner = 0;
+    struct {
+        unsigned char* bytes;
+        size_t size;
+        unsigned owner;
+    } parts[IN_FLIGHT];
     void* get(size_t n)
     {
-        if (owner != block_number || bytes.size() < n + 16) {
-            bytes.assign(n + 16, 0xff);
-            owner = block_number;
+        const Unwatched here;
+        auto& p = parts[current / width];
+        if (p.owner != block_of_thread().number || p.size < n) {
+            p.bytes = (unsigned char*)std::realloc(p.bytes, n + 16);
+            std::memset(p.bytes, 0xff, n + 16);
+            p.size = n;
+            p.owner = block_of_thread().number;
+            forget(p.bytes, n + 16);
         }
-        return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(bytes.data()) + 15) & ~uintptr_t(15));
+        return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(p.bytes) + 15) & ~uintptr_t(15));
     }
 };
 static Shared dynamic;
@@ -129,6 +174,7 @@ template <class T>
 T exchange(Kind kind, unsigned mask, T value, unsigned source_lane)
 {
     static_assert(sizeof(T) <= 16, "a shuffle moves up to 16 bytes");
+    const Unwatched here;
     if (mask != 0xffffffffu) fail("a warp operation without the whole warp");
     Fiber& f = fibers[current];
     Warp& w = warps[current / 32];
@@ -136,6 +182,7 @@ T exchange(Kind kind, unsigned mask, T value, unsigned source_lane)
     if (w.alive != 32) fail("a warp operation of which some lanes have returned");
     if (w.arrived == 0) w.kind = kind;
     if (w.kind != kind) fail("different warp operations in one warp");
+    f.syncs += kind == SYNC;
     std::memcpy(w.slots[set][lane], &value, sizeof value);
     if (++w.arrived == 32) {
         w.arrived = 0;
@@ -178,41 +225,129 @@ struct Signals {  // the handlers of the process are put back after each launch
     }
 };
 
-constexpr size_t STACK = 64 << 10;
+// ----- races -----------------------------------------------------------------------------------------------------------
 
-inline void run_block(bool descending)
+struct Access {
+    unsigned block = 0, thread = 0, barriers = 0, syncs = 0;
+    bool before(const Access& o) const  // whether something puts it before a later one
+    {
+        return block == o.block && (thread == o.thread || barriers != o.barriers || (thread / 32 == o.thread / 32 && syncs != o.syncs));
+    }
+};
+enum Readers { NOBODY, ONE_THREAD, ONE_WARP, ONE_BLOCK, MANY_BLOCKS };
+struct Byte {
+    Access write, read;
+    bool atomic = false;  // the last write
+    Readers readers = NOBODY;  // since what the last write waited for; `read` is one of them
+};
+static std::unordered_map<uintptr_t, std::vector<Byte>> memory;  // by pages
+
+inline Byte& byte_at(uintptr_t p)
 {
-    const unsigned n = (unsigned)fibers.size();
-    ++block_number;
-    for (auto& f : fibers) f.state = READY, f.rounds = 0;
-    for (auto& w : warps) w.arrived = 0, w.alive = 32;
-    for (;;) {
-        bool ran = false;
-        unsigned done = 0, waiting = 0;
-        for (unsigned i = 0; i < n; ++i) {
-            const unsigned t = descending ? n - 1 - i : i;
-            if (fibers[t].state == READY) {
-                ran = true;
-                resume(t);
-                if (fibers[t].state == DONE) --warps[t / 32].alive;
+    static uintptr_t last;
+    static Byte* bytes;
+    if (memory.empty() || last != p >> 12) {
+        auto& page = memory[last = p >> 12];
+        if (page.empty()) page.resize(4096);
+        bytes = page.data();
+    }
+    return bytes[p & 4095];
+}
+inline void forget(const void* address, size_t n)
+{
+    for (size_t i = 0; chance && i < n; ++i) byte_at((uintptr_t)address + i) = Byte();
+}
+
+// Whether all that has read a byte comes before `now`.
+inline bool read_before(const Byte& b, const Access& now)
+{
+    Access any = b.read;
+    if (b.readers >= ONE_WARP) any.thread = b.readers == ONE_WARP && any.thread / 32 == now.thread / 32 ? now.thread ^ 1 : ~0u;
+    return b.readers == NOBODY || (b.readers < MANY_BLOCKS && any.before(now));
+}
+
+UNSEEN inline void access(const void* address, size_t n, bool write, bool atomic)
+{
+    const uintptr_t start = (uintptr_t)address;
+    if (!watching || start - (uintptr_t)stacks < stack_bytes) return;
+    if (address == &threadIdx || address == &blockIdx || address == &blockDim || address == &gridDim) return;
+    const Unwatched here;
+    const Access now{block_of_thread().number, current % width, block_of_thread().barriers, fibers[current].syncs};
+    for (uintptr_t p = start; p < start + n; ++p) {
+        Byte& b = byte_at(p);
+        const bool after_write = !b.write.block || b.write.before(now) || (atomic && b.atomic), after_reads = read_before(b, now);
+        if (!after_write || (write && !after_reads)) {
+            const Access& other = after_write ? b.read : b.write;
+            char text[96];
+            std::snprintf(text, sizeof text, "a race with thread %u of its block%s", other.thread,
+                          other.block == now.block ? "" : ", which is another one,");
+            fail(text);
+        }
+        if (write)
+            b.write = now, b.atomic = atomic, b.readers = NOBODY;
+        else {
+            if (after_reads) b.readers = ONE_THREAD;
+            else {
+                const bool block = b.read.block == now.block, warp = block && b.read.thread / 32 == now.thread / 32;
+                const Readers all = warp ? ONE_WARP : block ? ONE_BLOCK : MANY_BLOCKS;
+                if (b.readers < all) b.readers = all;
             }
+            b.read = now;
         }
-        for (auto& f : fibers) done += f.state == DONE, waiting += f.state == AT_BARRIER;
-        if (done == n) return;
-        if (!ran) {
-            if (waiting && done + waiting == n) {
+    }
+    if (random_below(atomic ? 2 : 32) == 0) yield();
+}
+UNSEEN inline void atomically(const void* p, size_t n) { access(p, n, true, true); }
+
+// ----- launches --------------------------------------------------------------------------------------------------------
+
+inline void bound_threads(unsigned most, unsigned = 0)
+{
+    if (blockDim.x * blockDim.y * blockDim.z > most) fail("more threads than the launch bounds");
+}
+
+inline void run_blocks(long long next, long long last, bool descending)
+{
+    const unsigned n = blockDim.x * blockDim.y * blockDim.z, total = (unsigned)fibers.size();
+    unsigned alive = 0;
+    const auto begin = [&](unsigned slot) {
+        if (next == last) return;
+        blocks[slot] = Block{{(unsigned)(next % gridDim.x), (unsigned)(next / gridDim.x % gridDim.y),
+                              (unsigned)(next / ((long long)gridDim.x * gridDim.y))}, ++block_number};
+        for (unsigned t = 0; t < n; ++t) fibers[slot * width + t].state = READY, fibers[slot * width + t].rounds = 0;
+        for (unsigned w = 0; w < width / 32; ++w) warps[slot * width / 32 + w].arrived = 0, warps[slot * width / 32 + w].alive = 32;
+        ++next, ++alive;
+    };
+    for (unsigned slot = 0; slot < blocks.size(); ++slot) begin(slot);
+    unsigned idle = 0;
+    for (unsigned at = descending ? total - 1 : 0; alive;) {
+        if (fibers[at].state == READY) {
+            idle = 0;
+            resume(at);
+            const unsigned slot = at / width;
+            Block& b = blocks[slot];
+            if (fibers[at].state == DONE) --warps[at / 32].alive, ++b.done;
+            if (fibers[at].state == AT_BARRIER) ++b.waiting;
+            if (b.done == n) {
+                --alive;
+                begin(slot);
+            } else if (b.waiting && b.done + b.waiting == n) {
 #ifndef RETURNED_THREADS_MISS_BARRIERS
-                if (done) fail("a barrier of which some threads have returned");
+                if (b.done) fail("a barrier of which some threads have returned");
 #endif
-                for (auto& f : fibers) f.state = READY;
-            } else
-                fail("a barrier or a warp operation that some threads never reach");
-        }
+                for (unsigned t = 0; t < n; ++t)
+                    if (fibers[slot * width + t].state == AT_BARRIER) fibers[slot * width + t].state = READY;
+                b.waiting = 0, ++b.barriers;
+            }
+        } else if (++idle > total)
+            fail("a barrier or a warp operation that some threads never reach");
+        // Now and then from anywhere on; else the next one, which is seldom far.
+        at = chance && !idle && random_below(8) == 0 ? random_below(total) : (at + (descending ? total - 1 : 1)) % total;
     }
 }
 
 inline int launch(void (*fn)(void*), void* arguments, const unsigned* grid, const unsigned* block, size_t shared,
-                  long long first, long long last, int descending)
+                  long long first, long long last, int descending, unsigned long long seed = 0)
 {
     const unsigned n = block[0] * block[1] * block[2];
     const Signals signals;
@@ -221,26 +356,29 @@ inline int launch(void (*fn)(void*), void* arguments, const unsigned* grid, cons
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     dynamic_size = shared;
-    char* stacks = (char*)mmap(nullptr, STACK * n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    fibers.assign(n, Fiber());
-    warps.assign((n + 31) / 32, Warp());
-    for (unsigned t = 0; t < n; ++t) {
-        Fiber& f = fibers[t];
+    chance = seed;
+    memory.clear();
+    width = (n + 31) / 32 * 32;
+    const long long in_flight = seed ? IN_FLIGHT : 1;
+    blocks.assign(last - first < in_flight ? last - first : in_flight, Block());
+    fibers.assign(width * blocks.size(), Fiber());
+    warps.assign(fibers.size() / 32, Warp());
+    stack_bytes = STACK * fibers.size();
+    stacks = (char*)mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (unsigned i = 0; i < fibers.size(); ++i) {
+        Fiber& f = fibers[i];
+        const unsigned t = i % width;
         f.index = {t % block[0], t / block[0] % block[1], t / (block[0] * block[1])};
         getcontext(&f.start);
-        f.start.uc_stack.ss_sp = stacks + STACK * t;
+        f.start.uc_stack.ss_sp = stacks + STACK * i;
         f.start.uc_stack.ss_size = STACK;
         f.start.uc_link = nullptr;
         makecontext(&f.start, fiber_main, 0);
     }
     message[0] = 0;
-    if (!sigsetjmp(rescue, 1))
-        for (long long b = first; b < last; ++b) {
-            blockIdx = {(unsigned)(b % grid[0]), (unsigned)(b / grid[0] % grid[1]),
-                        (unsigned)(b / ((long long)grid[0] * grid[1]))};
-            run_block(descending);
-        }
-    munmap(stacks, STACK * n);
+    if (!sigsetjmp(rescue, 1)) run_blocks(first, last, descending);
+    watching = false;
+    munmap(stacks, stack_bytes);
     return message[0] != 0;
 }
 
@@ -284,9 +422,9 @@ struct Entry<kernel> {
 
 #define KERNEL(number, ...)                                                                                             \
     extern "C" int launch_##number(void** a, const unsigned* grid, const unsigned* block, size_t shared, long long first, \
-                                   long long last, int descending)                                                      \
+                                   long long last, int descending, unsigned long long seed)                              \
     {                                                                                                                   \
-        return emulation::launch(emulation::Entry<&__VA_ARGS__>::run, a, grid, block, shared, first, last, descending); \
+        return emulation::launch(emulation::Entry<&__VA_ARGS__>::run, a, grid, block, shared, first, last, descending, seed); \
     }                                                                                                                   \
     extern "C" const char* signature_##number() { return emulation::Entry<&__VA_ARGS__>::signature(); }                 \
     extern "C" const unsigned char* sizes_##number() { return emulation::Entry<&__VA_ARGS__>::sizes(); }
@@ -295,6 +433,7 @@ extern "C" const char* launch_message() { return emulation::message; }
 
 inline void __syncthreads()
 {
+    const emulation::Unwatched here;
     emulation::fibers[emulation::current].state = emulation::AT_BARRIER;
     emulation::yield();
 }
@@ -326,6 +465,7 @@ inline unsigned __ballot_sync(unsigned mask, bool p)
 {
     unsigned out = 0;
     emulation::exchange(emulation::BALLOT, mask, p, 0);
+    const emulation::Unwatched here;
     const auto& f = emulation::fibers[emulation::current];
     const auto& w = emulation::warps[emulation::current / 32];
     for (unsigned i = 0; i < 32; ++i) out |= (unsigned)(w.slots[(f.rounds - 1) & 1][i][0] & 1) << i;
@@ -349,14 +489,33 @@ inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 
-template <class T>
-T atomicAdd(T* p, T v) { T old = *p; *p = (T)(old + v); return old; }
-template <class T>
-T atomicMax(T* p, T v) { T old = *p; *p = old > v ? old : v; return old; }
-template <class T>
-T atomicMin(T* p, T v) { T old = *p; *p = old < v ? old : v; return old; }
-template <class T>
-T atomicCAS(T* p, T compare, T v) { T old = *p; if (old == compare) *p = v; return old; }
+#define ATOMIC(name, ...)                             \
+    template <class T>                                \
+    T name                                            \
+    {                                                 \
+        emulation::atomically(p, sizeof(T));          \
+        const emulation::Unwatched here;              \
+        const T old = *p;                             \
+        __VA_ARGS__;                                  \
+        return old;                                   \
+    }
+ATOMIC(atomicAdd(T* p, T v), *p = (T)(old + v))
+ATOMIC(atomicMax(T* p, T v), *p = old > v ? old : v)
+ATOMIC(atomicMin(T* p, T v), *p = old < v ? old : v)
+ATOMIC(atomicCAS(T* p, T compare, T v), if (old == compare) *p = v)
+
+// The calls that -fsanitize=thread puts before each access.
+#define SEEN(name, n, write) \
+    extern "C" UNSEEN void __tsan_##name(void* p) { emulation::access(p, n, write, false); }
+#define SEEN_OF(n)            \
+    SEEN(read##n, n, false)   \
+    SEEN(write##n, n, true)   \
+    SEEN(unaligned_read##n, n, false) \
+    SEEN(unaligned_write##n, n, true)
+SEEN_OF(1) SEEN_OF(2) SEEN_OF(4) SEEN_OF(8) SEEN_OF(16)
+extern "C" UNSEEN void __tsan_read_range(void* p, unsigned long n) { emulation::access(p, n, false, false); }
+extern "C" UNSEEN void __tsan_write_range(void* p, unsigned long n) { emulation::access(p, n, true, false); }
+extern "C" void __tsan_init() {}
 
 using std::exp;
 using std::log;

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import weakref
@@ -25,11 +26,14 @@ from meshtape.arrays.kernels.launch import NAMES, Properties, source
 HEADER = Path(__file__).with_name("emulation.h")
 COMPILER = shutil.which("g++")
 FLAGS = (
-    *("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-std=c++17", "-O0", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
     *(
         "-fsanitize=alignment,shift,integer-divide-by-zero,signed-integer-overflow",
         "-fsanitize-undefined-trap-on-error",
     ),
+    # The emulation has what it calls at each access: no runtime of the compiler's is linked.
+    *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics"),
+    *("-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s"),
 )
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -109,14 +113,15 @@ class KernelError(RuntimeError):
 class Emulator:
     """A :class:`~meshtape.arrays.kernels.launch.Runner` without a GPU.
 
-    ``at`` says how what kernels write is aligned, ``descending`` in which order the threads of a block run. ``blocks`` limits
-    each launch to some blocks of its grid.
+    ``at`` says how what kernels write is aligned, ``descending`` in which order the threads of a block run; with a ``seed`` they
+    run in random order, several blocks at once, and races are errors. ``blocks`` limits each launch to some blocks of its grid.
     """
 
-    def __init__(self, cache: Path, at: str = "start", descending: bool = False) -> None:
+    def __init__(self, cache: Path, at: str = "start", descending: bool = False, seed: int = 0) -> None:
         self.xp = Namespace(at)
         self.cache = cache
         self.descending = descending
+        self.seed = seed
         self.device = Properties(multiprocessors=3, shared_memory=227 << 10)
         self.blocks: range | None = None
         self.launched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
@@ -160,6 +165,7 @@ class Emulator:
             ctypes.c_longlong(part.start),
             ctypes.c_longlong(min(part.stop, count)),
             int(self.descending),
+            ctypes.c_ulonglong(self.seed),
         ):
             raise KernelError(f"{kernel}: {text().decode()}")
 
@@ -190,6 +196,15 @@ def _like(kernel: str) -> str:
 _WORDS = frozenset(NAMES.values())
 
 
+_NESTED = r"(?:[^()]|\([^()]*\))*"
+_BOUNDS = re.compile(rf"__launch_bounds__\(({_NESTED})\)(\s*\w+\s*\({_NESTED}\)\s*\{{)")
+
+
+def _bounded(m: re.Match[str]) -> str:
+    """A kernel that looks at its launch bounds."""
+    return f"{m[2]} emulation::bound_threads({m[1]});"
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256((text + HEADER.read_text() + " ".join(FLAGS)).encode()).hexdigest()[:32]
 
@@ -216,7 +231,7 @@ def _header(cache: Path) -> Path:
 def _compile(cache: Path, file: str, kernels: Sequence[str]) -> None:
     """Compile and load kernels as one library, kept in ``cache`` by what it is made of."""
     entries = "".join(f"KERNEL({i}, {k})\n" for i, k in enumerate(kernels))
-    text = f"#include <{HEADER.name}>\n{source(file)}\n{entries}"
+    text = f"#include <{HEADER.name}>\n{_BOUNDS.sub(_bounded, source(file))}\n{entries}"
     library = cache / f"{_digest(text)}.so"
     if not library.exists():
         unit = cache / f"{library.stem}.{os.getpid()}.cpp"  # other runs may be compiling the same

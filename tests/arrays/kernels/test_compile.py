@@ -72,6 +72,57 @@ def test_every_variant_compiles_for_every_architecture(
     check(file, [n for f, n in VARIANTS if f == file], architecture)
 
 
+BUDGETS = """
+    batch_norm.cu | batch_moments<true, bfloat16>                                     | 64  0 11
+    batch_norm.cu | batch_sums<true, bfloat16, bfloat16>                              | 40  0 20
+    batch_norm.cu | linear<true, true, bfloat16, bfloat16, bfloat16, 8>               | 40 11  0
+    columns.cu    | sum_parts<float, bfloat16>                                        | 32  0  6
+    compact.cu    | count_true                                                        | 40  1 17
+    compact.cu    | write_true                                                        | 48  1 33
+    group_norm.cu | group_norm_backward<false, bfloat16, bfloat16, bfloat16, 8>       | 72 12 37
+    group_norm.cu | group_norm_forward<false, bfloat16, bfloat16, bfloat16, 8>        | 64  9  6
+    philox.cu     | dropout<true, bfloat16>                                           | 40  3 26
+    philox.cu     | philox_fill<Uniform<bfloat16>, bfloat16>                          | 32  1 10
+    row_norm.cu   | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>     | 96 20  2
+    row_norm.cu   | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>         | 64 43  2
+    row_norm.cu   | norm_columns<true, bfloat16, bfloat16>                            | 32  0 21
+    row_norm.cu   | norm_forward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>      | 64 16  0
+    row_norm.cu   | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>          | 56 22  0
+    scatter.cu    | add_atomically<bfloat16, float>                                   | 32  0 10
+    scatter.cu    | add_in_order<bfloat16, float>                                     | 40  0 64
+    scatter.cu    | join_chunks<bfloat16, float>                                      | 32  0 16
+    scatter.cu    | mark_last<int>                                                    | 16  0  1
+    scatter.cu    | write_kept<unsigned short>                                        | 32  0 80
+    softmax.cu    | cross_entropy_backward<bfloat16, 512, 32, 8>                      | 64  8  2
+    softmax.cu    | cross_entropy_backward_long<bfloat16, 8>                          | 64 12  2
+    softmax.cu    | cross_entropy_forward_long<bfloat16, 8>                           | 64  9  3
+    softmax.cu    | softmax_backward<true, bfloat16, 512, 32, 8>                      | 64 12  0
+    softmax.cu    | softmax_backward_long<true, bfloat16, 8>                          | 64 22  0
+    softmax.cu    | softmax_forward<true, bfloat16, 512, 32, 8>                       | 64  8  0
+    softmax.cu    | softmax_forward_long<true, bfloat16, 8>                           | 64 16  0
+"""
+"""File and kernel, on compute capability 9.0: registers at most, accesses of 16 bytes at least, and narrower ones at most. Element by
+element goes what is not aligned, and (0 of 16 bytes) what lies apart or has sums of its own."""
+_ACCESS = re.compile(r"(?:ld|st)\.global(?:\.nc)?\.(?:v(\d)\.)?[a-z](\d+)")
+
+
+def test_kernels_stay_within_their_budgets(machine_code: Callable[..., dict[str, str]]) -> None:
+    rows = [[cell.strip() for cell in line.split("|")] for line in BUDGETS.strip().splitlines()]
+    assert {file for file, *_ in rows} == {*FILES}
+    found = []
+    for file in FILES:
+        budgets = {name: tuple(map(int, numbers.split())) for f, name, numbers in rows if f == file}
+        for name, text in machine_code(file, [*budgets], 90).items():
+            registers, sizes = int(_USED.search(text)[3]), [int(n or 1) * int(b) // 8 for n, b in _ACCESS.findall(text)]
+            wide = sum(s >= 16 for s in sizes)
+            most, least, narrow = budgets[name]
+            if registers > most or wide < least or len(sizes) - wide > narrow:
+                found.append(f"{name}: {registers} {wide} {len(sizes) - wide}, the budget is {budgets[name]}")
+            if re.search(r"\b(ld|st)\.local|[1-9]\d* bytes stack frame", text):
+                found.append(f"{name}: an array is kept in memory, as its index is known only while it runs")
+    assert not found, "\n".join(found)
+
+
 def test_sources_need_no_header_of_a_toolkit() -> None:
     for file in FILES:
         assert "#include" not in launch.source(file), file

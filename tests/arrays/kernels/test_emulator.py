@@ -27,6 +27,7 @@ SOURCES = {
             if (threadIdx.x %% 32 == 0) y[threadIdx.x / 32] = v;
         }""",
     "touch": "template <int N> __global__ void k(const float* x, float* y) { %s }",
+    "bounded": "template <int N> __global__ void __launch_bounds__(N * 32, 2) k(const float* x, float* y) { %s }",
 }
 
 
@@ -66,6 +67,7 @@ def test_a_missing_barrier_shows_in_both_orders(run: Any) -> None:
         ("touch", "y[2] = x[0];", "illegal memory access"),
         ("touch", "y[0] = x[-1];", "illegal memory access"),
         ("touch", "y[0] = x[64];", "illegal memory access"),
+        ("bounded", "", "more threads than the launch bounds in thread"),
         ("touch", "y[0] = reinterpret_cast<const Vector<float, 4>*>(x + 1)->at[0];", "misaligned"),
     ],
 )
@@ -74,6 +76,63 @@ def test_mistakes_are_errors(run: Any, emulation: ModuleType, which: str, line: 
     with pytest.raises(emulation.KernelError, match=says):
         run(which, line, False, at)
     assert run("warp", "", False).tolist() == [496, 1520]  # and the next launch is sound
+
+
+SPEAK = "SHARED(float, s, 64); s[threadIdx.x] = x[threadIdx.x]; "
+COUNT = "unsigned* n = reinterpret_cast<unsigned*>(y); "
+ANOTHER = "a race with thread [0-9]+ of its block, which is another one"
+RACES = {
+    # Kernels of 5 blocks of 64 threads, and what is wrong with them.
+    SPEAK + "if (s[threadIdx.x ^ 1] < 0) y[0] = 1;": "a race with thread [0-9]+ of its block in",
+    SPEAK + "__syncwarp(); if (s[threadIdx.x ^ 1] < 0) y[0] = 1;": None,
+    SPEAK + "__syncwarp(); if (s[threadIdx.x ^ 32] < 0) y[0] = 1;": "a race with thread",
+    SPEAK + "__syncthreads(); if (s[63 - threadIdx.x] < 0) y[0] = 1;": None,
+    SPEAK + "if (s[threadIdx.x] < 0) y[0] = 1;": None,
+    "y[0] += x[threadIdx.x];": "a race with thread",
+    "if (threadIdx.x == 0) y[0] += 1;": ANOTHER,
+    "if (threadIdx.x == 0) y[blockIdx.x % 2] = x[blockIdx.x];": ANOTHER,
+    "if (threadIdx.x == 0 && blockIdx.x < 2) y[blockIdx.x] = x[0];": None,
+    "if (y[0] > 2 || (threadIdx.x == 0 && blockIdx.x == 1)) y[0] = 1;": "a race with thread",
+    COUNT + "atomicAdd(n, 1u); if (threadIdx.x == 5) y[1] = n[0];": "a race with thread",
+    COUNT + "atomicAdd(n, 1u);": None,
+    COUNT + "unsigned v = atomicAdd(n, 0u); atomicMax(n, v + 1);": None,  # a gap between the two, in which others come
+}
+
+
+@pytest.fixture
+def meet(emulation: ModuleType, library_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs one of these, by its place, in a random order."""
+    chain = " else ".join(f"if constexpr (N == {i}) {{ {body} }}" for i, body in enumerate(RACES))
+    text = f"{launch.source('types.cuh')}template <int N> __global__ void k(const float* x, float* y) {{ {chain} }}"
+    monkeypatch.setattr(emulation, "source", lambda _: text)
+    monkeypatch.setattr(emulation, "variants", lambda: [("races", f"k<{i}>") for i in range(len(RACES))])
+
+    def go(number: int, seed: int) -> np.ndarray:
+        x = emulation.guarded(64, np.float32, "start", np.arange(64, dtype=np.float32))
+        y = emulation.guarded(2, np.float32, "start", np.zeros(2, np.float32))
+        emulation.Emulator(library_cache, seed=seed).launch("races", f"k<{number}>", (5, 1, 1), (64, 1, 1), (x, y))
+        return y.view(np.uint32)
+
+    return go
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 20))])
+def test_races_are_errors(meet: Any, emulation: ModuleType, seed: int) -> None:
+    for number, says in enumerate(RACES.values()):
+        if says is None:
+            meet(number, seed)
+        else:
+            with pytest.raises(emulation.KernelError, match=says):
+                meet(number, seed)
+
+
+def test_atomic_operations_meet_others(meet: Any) -> None:
+    """Each alone is whole; into a gap between two of them others come, and what they did is lost."""
+    whole, gap = len(RACES) - 2, len(RACES) - 1
+    assert [meet(whole, s)[0] for s in (1, 2)] == [320, 320]
+    counts = [int(meet(gap, s)[0]) for s in (1, 2, 3)]
+    assert len({*counts}) > 1
+    assert max(counts) < 320
 
 
 def test_a_launch_is_checked_as_a_driver_would(emulation: ModuleType, library_cache: Path) -> None:

@@ -32,7 +32,10 @@ class CompilationError(RuntimeError):
 def _entries(text: str, names: Sequence[str], prefix: str) -> str:
     """A source in a namespace of its own, with what the driver asks for: each kernel, or each instance as ``t0``, ``t1``, …"""
     waits = re.search(r"__sync|__shfl|__ballot|__shared__|SHARED\(", text)
-    how = "FIBERS" if waits else "EACH" if re.search(r"threadIdx|blockIdx|blockDim|gridDim", text) else "ONE"
+    own = re.search(
+        r"threadIdx|blockIdx|blockDim|gridDim|\breturn;", text
+    )  # a thread that returns leaves the others' elements to them
+    how = "FIBERS" if waits else "EACH" if own else "ONE"
     kernels = dict.fromkeys(_KERNEL.findall(text))
     asked = [(f"t{i}", n) for i, n in enumerate(names)] or [(n, n) for n in kernels]
     text = re.sub(r"extern\s+__shared__\s+(.+?)\s+(\w+)\[\];", r"DYNAMIC_SHARED(\1, \2);", text)

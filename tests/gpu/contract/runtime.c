@@ -149,7 +149,7 @@ int fake_cudaHostAlloc(void **p, u n) { return posix_memalign(p, 512, n ? n : 1)
 int fake_cudaFree(void **p) { if (p) free(p[-1]); return 0; }
 int fake_cudaFreeAsync(void **p) { return fake_cudaFree(p); }
 int fake_cudaFreeHost(void *p) { free(p); return 0; }
-int fake_cudaMemGetInfo(u *free, u *total) { *free = 70ULL << 30; *total = 80ULL << 30; return 0; }
+int fake_cudaMemGetInfo(u *free, u *total) { *free = limit; *total = 80ULL << 30; return 0; }
 static const char *kinds[] = {"h2h", "h2d", "d2h", "d2d", "d2d"};
 int fake_cudaMemcpyAsync(void *to, const void *from, u n, int kind, u s) {
     note(kinds[kind], s, n);
