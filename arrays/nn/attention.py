@@ -35,10 +35,16 @@ LEAST_ROWS = 64
 """Rows of a tile, where the queries have so many: keys are read anew for each tile."""
 
 
-def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    q, k, v, *mask = args
+def _check(q: Any, k: Any, v: Any) -> None:
     if min(len(x.shape) for x in (q, k, v)) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise ShapeError(f"{NAME} query {q.shape}, key {k.shape} and value {v.shape} do not fit together")
+    if any(x.dtype.kind in "biuc" for x in (q, k, v)):
+        raise DTypeError(f"{NAME} query, key and value must be real floating")
+
+
+def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    q, k, v, *mask = args
+    _check(q, k, v)
     try:
         lead = np.broadcast_shapes(*(x.shape[:-2] for x in args))
     except ValueError:
@@ -134,7 +140,7 @@ def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> A
 
 
 def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
-    work = _wide(result_type(*(x.dtype for x in operands[:3])))
+    work = _wide(_infer(ATTENTION, operands, {}).dtype)
     g, *wide = _spread((g, *operands), g.ndim, work)
     q, k, v, *mask = wide
     sums: list[Any] = [None] * count
@@ -297,10 +303,7 @@ def scaled_dot_product_attention(
     Array([1., 0.], dtype=float64)
     """
     q, k, v = asarray(query), asarray(key), asarray(value)
-    if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        raise ShapeError(f"{NAME} query {q.shape}, key {k.shape} and value {v.shape} do not fit together")
-    if any(x.dtype.kind in "biuc" for x in (q, k, v)):
-        raise DTypeError(f"{NAME} query, key and value must be real floating")
+    _check(q, k, v)
     masks = [] if mask is None else [asarray(mask)]
     dtype = result_type(q.dtype, k.dtype, v.dtype)
     masks = [m if m.dtype.kind == "b" else astype(m, _wide(dtype), copy=False) for m in masks]
