@@ -113,16 +113,16 @@ def kept(layers: int, recompute: str, b: int, s: int, config: dict[str, int]) ->
 def recomputes(b: int = 16, s: int = 128, small: int = 2, large: int = 6) -> list[Row]:
     """Bytes that each further block keeps for the backward pass."""
     config = {"width": 64, "heads": 4, "ffn": 128}
-    w, h, f = config["width"], config["heads"], config["ffn"]
+    w, f = config["width"], config["ffn"]
     grown = {
         r: (kept(large, r, b, s, config) - kept(small, r, b, s, config)) / (large - small)
         for r in ("none", "attention", "blocks")
     }
-    hidden, weights = 4.0 * b * s * (8 * w + 4 * f), 4.0 * b * h * s * s
+    hidden = 4.0 * b * s * (8 * w + 4 * f)
     return [
         ("recompute blocks: a further block keeps", "b s w", 4.0 * b * s * w, grown["blocks"]),
         ("recompute attention", "b s (8 w + 4 f)", hidden, grown["attention"]),
-        ("recompute none", "b s (8 w + 4 f) + 2 b h s²", hidden + 2 * weights, grown["none"]),
+        ("recompute none", "b s (8 w + 4 f)", hidden, grown["none"]),
     ]
 
 
@@ -164,7 +164,7 @@ def table(rows: list[Row], unit: str, scale: float = 1.0) -> str:
 PAGE = """# What training holds in memory
 
 Made by `python benchmarks/memory.py`: virtual ranks of one process, whose arrays `tracemalloc` counts. Of the recompute policies the figures are
-what one more block adds to the peak; `b` sequences of length `s`, width `w`, `h` heads, `f` hidden units. The formulae leave out
+what one more block adds to the peak; `b` sequences of length `s`, width `w`, `f` hidden units. The formulae leave out
 what is copied into another order of dimensions, and the tape itself.
 
 ## Inputs of stages that a pipeline holds

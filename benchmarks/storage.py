@@ -12,7 +12,7 @@ import argparse
 
 import installed
 
-PARTS = ("save", "async", "load", "slices", "small", "models", "workers", "convert", "contents", "objects")
+PARTS = ("save", "async", "load", "slices", "small", "models", "workers", "convert", "contents", "objects", "deltas")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -33,6 +33,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import storage_deltas
 import storage_models
 import storage_transforms
 import storage_whole
@@ -51,6 +52,7 @@ ROWS = {
     "convert": storage_transforms.converting,
     "contents": storage_transforms.contents,
     "objects": storage_transforms.objects,
+    "deltas": storage_deltas.deltas,
 }
 
 

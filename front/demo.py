@@ -51,28 +51,8 @@ def logits(params: Any, x: Any) -> Any:
     return mt.nn.gelu(h) @ params["w2"] + params["b2"]
 
 
-def placements(name: str) -> dict[str, Any]:
-    """Tensor parallelism: the first layer is split by columns, the second by rows; everything else replicates."""
-    return {
-        "w1": {"model": mt.Shard(1)},
-        "norm.weight": {"model": mt.Shard(0)},
-        "norm.bias": {"model": mt.Shard(0)},
-        "w2": {"model": mt.Shard(0)},
-    }.get(name, {})
-
-
-def sharding_of(path: tuple[Any, ...], mesh: Any) -> Any:
-    """The sharding of a leaf of the training state, on a mesh that may lack an axis.
-
-    The optimizer's slots follow their parameter, whose path ends theirs.
-    """
-    keys = [str(k) for k in path]
-    for start in range(len(keys)):
-        found = placements(".".join(keys[start:]))
-        if found:
-            return mt.Sharding(mesh, **{axis: p for axis, p in found.items() if axis in mesh.names})
-    return mt.Sharding(mesh)
-
+PLAN = mt.models.Plan(("tp",), {"tp": {"w1": 1, "norm.*": 0, "w2": 0}})
+"""Tensor parallelism: the first layer is split by columns, the second by rows; everything else replicates."""
 
 optimizer = mt.optim.adamw(3e-3, weight_decay=0.02)
 
@@ -197,11 +177,7 @@ def run(
         say(f"[cyan]1[/] cluster up; {mesh}")
         manager = mt.CheckpointManager(home / "checkpoints", keep=2)  # not before: a cluster that fails leaves no files
         params = init(mt.random.key(seed), digits.x.shape[1])
-        state = {"params": params, "optimizer": optimizer.init(params)}
-        state = {
-            group: mt.tree.map_with_path(lambda path, x: mt.distribute(x, sharding_of(path, mesh)), tree)
-            for group, tree in state.items()
-        }
+        state = PLAN.distribute({"params": params, "optimizer": optimizer.init(params)}, mesh)
         say("  the first layer's weights, by rank:")
         console.print(mt.visualize(state["params"]["w1"]), highlight=False, markup=False)
         state, speed = _train(state, digits, mesh, 0, half, seed, manager, "2 training on data=2, model=2", console)
@@ -214,7 +190,7 @@ def run(
             f"[cyan]3[/] {'the same' if scheduler else 'another'} cluster; {mesh}; resuming from [green]{_near(latest)}[/]"
         )
         reading = mt.LoadReport()
-        state = mt.load(latest, shardings=lambda path, shape, dtype: sharding_of(path, mesh), report=reading)
+        state = mt.load(latest, shardings=lambda path, shape, dtype: PLAN.sharding(path, shape, mesh), report=reading)
         step = mt.open_checkpoint(latest).step
         report.add(
             "bytes read while resharding 2×2 → 3 ranks",
@@ -244,7 +220,7 @@ def run(
         f"{merged.total_size:,} in {len(merged.files)} file(s)",
         exported={"path": merged.path, "arrays": merged.arrays, "nbytes": merged.total_size, "written": merged.files},
     )
-    local = np.asarray(logits(_nested(mt.load(file)), mt.asarray(digits.test_x)))
+    local = np.asarray(logits(mt.load(file, like={"params": params})["params"], mt.asarray(digits.test_x)))
     foreign = _with_safetensors_alone(file, digits.test_x)
     say("[cyan]4[/] merged to safetensors; the same logits from the mesh, from meshtape alone, and without meshtape:")
     worst = {name: float(np.abs(on_mesh - other).max()) for name, other in (("meshtape", local), ("foreign", foreign))}
@@ -310,18 +286,6 @@ def _train(
                 manager.save(done, state, metadata={"loss": float(seen["loss"])})
     elapsed = time.perf_counter() - (warm or 0.0)
     return state, (last - first - 1) / elapsed if last - first > 1 else 0.0
-
-
-def _nested(flat: Any) -> Any:
-    """``{"params.norm.bias": …}`` as nested dicts, without the leading ``params``."""
-    out: dict[str, Any] = {}
-    for name, value in flat.items():
-        node = out
-        *parents, leaf = name.split(".")[1:]
-        for p in parents:
-            node = node.setdefault(p, {})
-        node[leaf] = value
-    return out
 
 
 def _with_safetensors_alone(file: Path, x: np.ndarray) -> np.ndarray:

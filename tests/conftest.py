@@ -69,11 +69,25 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression.
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """And what stays after the tests of a file (caches, clusters), or a search in the last files takes half a second."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
-    The longest test comes first: at the end, one process would run it while the other has nothing to do."""
-    items.sort(key=lambda item: "/chaos/" not in item.nodeid)
+
+ORDER = (
+    *("parallel/chaos/", "gpu/contract/", "docs/", "arrays/", "autodiff/", "storage/", "gpu/", "meshtape/"),
+    *("parallel/test_bounded_waits", "parallel/training/", "parallel/test_gang", "parallel/"),
+)
+"""The longest tests come first: at the end, one process would run them while the others have nothing to do. Those that start clusters come
+last: a cluster stays with its process, and takes time and memory of all that runs beside it."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests in order. Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression."""
+    items.sort(key=lambda item: next((i for i, part in enumerate(ORDER) if part in item.nodeid.partition("::")[0]), -1))
     if config.option.markexpr:
         return
     skip = pytest.mark.skip(reason="a long run, of which a sample runs by default; ask for it with -m slow")
@@ -131,21 +145,25 @@ def held_merge() -> Callable[[Path, Path], AbstractContextManager[Callable[[], N
     return _held_merge
 
 
-def _peak_of(fn: Callable[[], Any]) -> int:
+def _peak_of(fn: Callable[[], Any], below: float | None = None) -> int:
     """The most bytes that one call holds, beside what was there before it: its arrays, and Python's own objects.
 
-    Other threads of the process (a scheduler's, say) and what is imported or cached once can only add to what is counted, so the least
-    of two calls counts that agree, or of three. Sizes that are compared should still be of megabytes. Nothing comes from the pool meanwhile, nor stays in it.
+    Other threads of the process (a scheduler's, say) and what is imported or cached once can only add to what is counted, so it is the
+    least of up to three calls: they end with the first that is ``below``, or with two that agree. Sizes that are compared should still be
+    of megabytes. Nothing comes from the pool meanwhile, nor stays in it.
     """
     from meshtape.arrays.backends.memory_pool import POOL
+
+    def counts(peaks: list[int]) -> bool:
+        return peaks[-1] < below if below is not None else len(peaks) > 1 and max(peaks) <= 1.01 * min(peaks)
 
     kept, POOL.limit = POOL.limit, 0
     POOL.clear()
     try:
-        fn()
+        if below is None:
+            fn()
         peaks: list[int] = []
-        while len(peaks) < 2 or (len(peaks) < 3 and max(peaks) > 1.01 * min(peaks)):
-            gc.collect()
+        while len(peaks) < 3 and not (peaks and counts(peaks)):
             tracemalloc.start()
             try:
                 fn()
@@ -158,8 +176,8 @@ def _peak_of(fn: Callable[[], Any]) -> int:
 
 
 @pytest.fixture(scope="session")
-def peak_of() -> Callable[[Callable[[], Any]], int]:
-    """``peak_of(fn)``: the most bytes that a call of ``fn`` holds."""
+def peak_of() -> Callable[..., int]:
+    """``peak_of(fn)``: the most bytes that a call of ``fn`` holds. With ``below`` one call is enough that holds less than that."""
     return _peak_of
 
 

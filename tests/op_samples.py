@@ -190,6 +190,11 @@ ELEMENTS: Rows = {
     **binary("bitwise_and bitwise_or bitwise_xor", 0, 7, "i8 ? i8+i1", 5),
     **binary("bitwise_left_shift bitwise_right_shift", 0, 4, "i8 i8+i1", 2),
     **binary("ldexp", 1, 4, "f8+i8 f4+i8 i1+i8", 2),
+    "swiglu": [
+        *each(mt.nn.swiglu, TWO, low=-2.0, high=0.9),
+        *each(mt.nn.swiglu, ".; 3 4, 4", kind="c16", high=0.9)[1:],
+    ],
+    "swiglu_backward": each(op("swiglu_backward"), "5, 5, 5; N 2, 2, N 2; 2 3 4, 3 1, 4; 0 3, 3, 0 3", high=0.9),
     "gelu_backward": each(op("gelu_backward"), TWO),
     "round_to": each(lambda x: mt.round(x, 1), "N 2; .; 0 3") + each(lambda x: mt.round(x, -1), "5 i8; 5"),
     "where": [
@@ -218,6 +223,7 @@ def more(name: str, *samples: Sample) -> None:
 more("abs", *each(mt.abs, ".; 3 4", kind="c16"))
 more("sigmoid", fixed(mt.nn.sigmoid, [-800.0, 800.0]))
 more("silu", fixed(mt.nn.silu, [-800.0, 800.0]))
+more("swiglu", fixed(mt.nn.swiglu, [-800.0, 800.0], [1.0, 1.0]))
 more("cbrt", fixed(mt.cbrt, [-8.0, 2.0]))
 more("logaddexp", fixed(mt.logaddexp, [800.0, -800.0], [799.0, -799.5]))  # exp would overflow
 more("atan2", fixed(mt.atan2, [0.2, -0.3], [-1.0, -2.0]))
@@ -591,6 +597,7 @@ GROUPS = [("N 4 3", "4", 1, 2), ("3 4 5", "4", 1, 2), ("3 5 4", "4", 2, 2), ("2 
 AXES = [("N 2", 1), ("4 6", 0), ("2 3 5", 1), ("5", 0), ("0 3", 1), ("2 0", 0)]
 LOSSES: Any = ({"ignore_index": None, "label_smoothing": 0.0}, {"ignore_index": 2, "label_smoothing": 0.25})
 LABELS = [("N 3", "N"), ("2 3 5", "2 3"), ("5", "."), ("0 3", "0")]
+PROJECTED = [("N 3", "3 4", "N"), ("2 3 2", "2 5", "2 3"), ("2", "2 3", "."), ("0 2", "2 3", "0")]
 POSITIVE = In((2,), "f8", 0.5, 2.0)
 
 
@@ -598,9 +605,36 @@ def labels(x: str, n: str) -> In:
     return In(shape(n), "i8", 0, shape(x)[-1] - 1)
 
 
+def slopes(params: dict[str, Any]) -> Callable[..., Any]:
+    """The backward op of a linear cross-entropy, with the log-sum-exp that it expects."""
+
+    def call(g: Any, g_lse: Any, *operands: Any) -> Any:
+        lse = op("linear_cross_entropy", **params)(*operands)[1]
+        return op("linear_cross_entropy_backward", **params)(g, g_lse, *operands, lse)
+
+    return call
+
+
 def to_experts(n: str, e: int) -> tuple[str | In, ...]:
     weights = f"{n} 2, {e} 4 6, {e} 4 6, {e} 6 4"
     return f"{n} 4", In(shape(f"{n} 2"), "i8", 0, e), weights, In((e,), "i8", 0, e)
+
+
+# Query, key and value, and masks of truth values and of numbers.
+ATTENDED: Any = (
+    ("N 3, 4 3, 4 2", None),
+    ("2 4 3, 1 5 3, 5 2", 0),
+    ("2 2 3 2, 2 1 4 2, 2 1 4 2, 2 1 1 4 b1", None),
+    ("4 3, 6 3, 6 2, 4 6 b1", -1),
+    ("2 4 3, 2 N 3, 2 N 2, N", None),
+    ("2 4 3, 1 5 3, 2 5 2, 4 5", 1),
+)
+
+
+def out(operands: str) -> str:
+    """The shape of the result of attention."""
+    q, _, v, *_ = operands.split(", ")
+    return f"{q.rsplit(' ', 1)[0]} {v.rsplit(' ', 1)[1]}"
 
 
 SENT = [to_experts(*call) for call in (("N", 3), ("2 3", 2), ("0", 3), (".", 2))]
@@ -641,10 +675,24 @@ NETWORKS: Rows = {
     "log_softmax_backward": [
         on(op("log_softmax_backward", axis=a), s, In(shape(s), "f8", -2.0, -1.0)) for s, a in AXES
     ],
+    "attention": [
+        *(on(op("attention", scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),
+        on(lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True), "2 4 3 2, 2 2 5 2, 2 2 5 2"),
+    ],
+    "attention_backward": [
+        on(op("attention_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600) for s, d in ATTENDED[:4]
+    ],
+    "attention_bias_backward": [
+        on(op("attention_bias_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600) for s, d in ATTENDED[4:]
+    ],
     "cross_entropy": [on(op("cross_entropy", **p), x, labels(x, n)) for x, n in LABELS for p in LOSSES],
     "cross_entropy_backward": [
         on(op("cross_entropy_backward", **p), n, x, labels(x, n)) for x, n in LABELS for p in LOSSES
     ],
+    "linear_cross_entropy": [
+        on(op("linear_cross_entropy", **p), h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
+    ],
+    "linear_cross_entropy_backward": [on(slopes(p), n, n, h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES],
     "experts": [on(op("experts"), *sent, many=600) for sent in SENT],
     "experts_backward": [
         on(op("experts_backward"), sent[0], *sent, short="rounded weights of tokens") for sent in SENT

@@ -7,19 +7,20 @@ there; ``cupy`` is imported when the first CUDA device is used, never at import 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ..core.devices import CPU, Device, device
-from ..core.dispatch import Deferred, register_backends
+from ..core.dispatch import Deferred, register_backends, register_gpu
 from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import BackendError, DeviceError, DTypeError, OutOfMemory
 from ..core.formatting import human_bytes
 from ..core.op import Op
+from .float8 import FLOAT8, Float8
 
 _HELD = "are free, CuPy holds"
 
@@ -65,31 +66,46 @@ class CuPyBackend:
     name = "cupy"
 
     def __init__(self, cupy: ModuleType) -> None:
-        self.xp = cupy
+        self.xp, self._array, self._current = cupy, cupy.ndarray, cupy.cuda.runtime.getDevice
 
     def device_count(self) -> int:
         return int(self.xp.cuda.runtime.getDeviceCount())
 
     def run(self, op: Op, bufs: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
-        cp = self.xp
-        with self.at(next((b for b in bufs if isinstance(b, cp.ndarray)), None)):
-            out = op.bind(cp)(*bufs, **params)
-            # (Outside of the block it would be copied to the current device.)
-            return (cp.asarray(out),) if op.nout == 1 else tuple(map(cp.asarray, out))
+        for buf in bufs:
+            if isinstance(buf, self._array):
+                break
+        else:
+            buf = None
+        if buf is not None and (where := buf.device).id != self._current():
+            with where:
+                return self.run(op, bufs, params)
+        try:
+            fn = op.bind(self.xp)
+            out = fn(*bufs, **params) if params else fn(*bufs)
+        except (ValueError, MemoryError) as e:
+            self.explain(e)
+            raise
+        if op.nout == 1:
+            out = (out,)
+            if type(out[0]) is self._array or isinstance(out[0], Deferred):
+                return out
+        return tuple(map(self.xp.asarray, out))
 
-    @contextmanager
-    def at(self, buf: Any) -> Iterator[None]:
-        """A block that computes on the device of a buffer (None: on the current one)."""
-        with nullcontext() if buf is None else buf.device, self.memory():
-            yield
+    def at(self, buf: Any) -> AbstractContextManager[None]:
+        """A block that computes on the device of a buffer (None: on the current one), with errors as in :meth:`memory`."""
+        device = None if buf is None else buf.device
+        return _Block(self, None if device is None or device.id == self._current() else device)
 
     def device_of(self, buf: Any) -> Device:
-        return device(f"cuda:{buf.device.id}")
+        return _cuda_device(buf.device.id)
 
     def from_host(self, host: np.ndarray, where: Device) -> Any:
         if where.index >= self.device_count():
             raise DeviceError(f"there is no {where}: this machine has {self.device_count()} CUDA device(s)")
         with self.xp.cuda.Device(where.index), self.memory():
+            if host.dtype in FLOAT8 and self.xp.__name__ == "cupy":
+                return Float8(self, self.xp.asarray(host.view(np.uint8)), host.dtype)
             return self.xp.asarray(host)
 
     def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
@@ -99,27 +115,49 @@ class CuPyBackend:
         with self.xp.cuda.Device(where.index), self.memory():
             return self.xp.full(shape, value, dtype)
 
-    @contextmanager
-    def memory(self) -> Iterator[None]:
+    def memory(self) -> AbstractContextManager[None]:
         """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of the current device,
         and those of dtypes that CuPy lacks as `DTypeError`."""
-        try:
-            yield
-        except ValueError as e:
-            if str(e).startswith("Unsupported dtype"):
-                raise DTypeError(
-                    f"{str(e)[18:]} lives on a CPU alone, as CuPy lacks it: cast the array first"
-                ) from None
-            raise
-        except MemoryError as e:
-            if isinstance(e, OutOfMemory) and _HELD in str(e):
-                raise
+        return _Block(self, None)
+
+    def explain(self, error: BaseException | None) -> None:
+        if isinstance(error, ValueError) and str(error).startswith("Unsupported dtype"):
+            raise DTypeError(
+                f"{str(error)[18:]} lives on a CPU alone, as CuPy lacks it: cast the array first"
+            ) from None
+        if isinstance(error, MemoryError) and not (isinstance(error, OutOfMemory) and _HELD in str(error)):
             pool = self.xp.get_default_memory_pool()
             free, total = self.xp.cuda.runtime.memGetInfo()
-            raise OutOfMemory(memory_text(e, free, total, pool.total_bytes(), pool.used_bytes())) from e
+            raise OutOfMemory(memory_text(error, free, total, pool.total_bytes(), pool.used_bytes())) from error
 
     def to_host(self, buf: Any) -> np.ndarray:
         return self.xp.asnumpy(buf)
+
+
+class _Block:
+    """A block with another current device, unless that is None. (A generator would cost as much as the start of a kernel.)"""
+
+    __slots__ = ("_backend", "_device")
+
+    def __init__(self, backend: CuPyBackend, device: Any) -> None:
+        self._backend, self._device = backend, device
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            self._device.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if error is not None:
+                self._backend.explain(error)
+        finally:
+            if self._device is not None:
+                self._device.__exit__(kind, error, traceback)
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    return device(f"cuda:{index}")
 
 
 NUMPY = NumPyBackend()
@@ -136,7 +174,9 @@ def cupy_backend() -> CuPyBackend:
         ) from e
     if not cupy.is_available():
         raise BackendError("CuPy is installed, but no CUDA driver with a device answers on this machine")
-    return CuPyBackend(cupy)
+    backend = CuPyBackend(cupy)
+    register_gpu(backend, cupy.ndarray)
+    return backend
 
 
 def backend_for(where: Device) -> NumPyBackend | CuPyBackend:
@@ -151,7 +191,8 @@ def backend_of(buf: Any) -> NumPyBackend | CuPyBackend:
 
 def on_device_of(buf: Any) -> AbstractContextManager[None]:
     """A block that computes with a buffer beside any op: on its device, with errors of used-up memory as those of ops."""
-    return nullcontext() if isinstance(buf, np.ndarray | Deferred) else cupy_backend().at(buf)
+    buf = buf.memory if isinstance(buf, Deferred) else buf
+    return nullcontext() if buf is None or isinstance(buf, np.ndarray) else cupy_backend().at(buf)
 
 
 def devices() -> list[Device]:

@@ -72,6 +72,8 @@ class Deferred:
     host: ProgramHost | None
     priority = 0
     traced = False  # whether it only stands for a value that is not known yet
+    memory: Any = None
+    """The array of one GPU that holds the value, where there is one."""
     passing = False
     """Whether this replaces a buffer while another thread writes to it; ``value`` waits for the result."""
 
@@ -141,6 +143,16 @@ def register_asarray(fn: Callable[..., Array]) -> None:
     _asarray = fn
 
 
+_gpu: Any = None
+_gpu_array: Any = None
+
+
+def register_gpu(backend: Any, array: type) -> None:
+    """Called when the first GPU is used, with the backend of all of them and the type of its buffers."""
+    global _gpu, _gpu_array
+    _gpu, _gpu_array = backend, array
+
+
 def register_backends(fn: Callable[[Any], Any]) -> None:
     """Called once by the module of backends, with the function that gives that of a buffer."""
     global _backend_of
@@ -182,15 +194,15 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
         if type(a) is Array:
             buf = a._buf
             if type(buf) is not ndarray:
-                return _apply_general(op, args, params)
+                return apply_general(op, args, params)
             bufs.append(buf)
         elif type(a) in SCALARS:
             bufs.append(a)
             scalars = True
         else:
-            return _apply_general(op, args, params)
+            return apply_general(op, args, params)
     if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _strong_scalars(args))):
-        return _apply_general(op, args, params)
+        return apply_general(op, args, params)
     return invoke(op, args, bufs, params)
 
 
@@ -212,7 +224,50 @@ def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[s
     return result
 
 
-def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
+def _on_one_gpu(args: tuple[Any, ...]) -> list[Any] | None:
+    """Buffers and scalars of a call on arrays of one GPU that needs no more preparation than one on NumPy's (as in :func:`apply`)."""
+    bufs, scalars, buf = [], False, None
+    for a in args:
+        if type(a) is Array:
+            before, buf = buf, a._buf
+            if type(buf) is not _gpu_array:
+                return None
+            if before is not None and before is not buf and before.device.id != buf.device.id:
+                return None
+            bufs.append(buf)
+        elif type(a) in SCALARS:
+            bufs.append(a)
+            scalars = True
+        else:
+            return None
+    if scalars and (buf is None or buf.dtype.num >= FIRST_USER_DTYPE or (len(bufs) > 2 and _strong_scalars(args))):
+        return None
+    return bufs
+
+
+def _computed(backend: Any, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """The buffers of the results of a call on local values."""
+    try:
+        return backend.run(op, bufs, params)
+    except (ValueError, TypeError, OverflowError, MemoryError) as e:
+        _explain(op, args, params, e)
+        raise
+
+
+def _finished(
+    op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: Sequence[Any], params: Mapping[str, Any]
+) -> Any:
+    """The results of a call, once the recorders have seen it."""
+    result = wrap(outs[0]) if op.nout == 1 else tuple([wrap(o) for o in outs])
+    if state.recorders:
+        record(op, args, bufs, result, params)
+    return result
+
+
+def apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) -> Any:
+    """:func:`apply` to what is not all in NumPy's memory."""
+    if _gpu is not None and (bufs := _on_one_gpu(args)):
+        return _finished(op, args, bufs, _computed(_gpu, op, args, bufs, params), params)
     args = _coerced(op, args)
     if not any(type(a) is Array for a in args):
         return apply(op, tuple([as_array(a) for a in args]), params)
@@ -229,23 +284,20 @@ def _apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> 
         # A taker that computes leaves the value in its operand.
         bufs = tuple([a._buf if type(a) is Array else a for a in args])
     else:
-        devices = {a.device for a in args if type(a) is Array}
-        if len(devices) > 1:
-            raise DeviceError(
-                f"[{op.name}] the arrays are on different devices: {', '.join(sorted(map(str, devices)))}; "
-                f"move them to one with x.to_device(...)"
-            )
+        check_devices(op, args)
         first = next((b for a, b in zip(args, bufs, strict=True) if type(a) is Array), None)
-        try:
-            outs = _backend_of(first).run(op, bufs, params)
-        except (ValueError, TypeError, OverflowError, MemoryError) as e:
-            _explain(op, args, params, e)
-            raise
-    wrapped = tuple(wrap(o) for o in outs)
-    result = wrapped[0] if op.nout == 1 else wrapped
-    if state.recorders:
-        record(op, args, bufs, result, params)
-    return result
+        outs = _computed(_backend_of(first), op, args, bufs, params)
+    return _finished(op, args, bufs, outs, params)
+
+
+def check_devices(op: Op, args: tuple[Any, ...]) -> None:
+    """Raise where the arrays of a call are not all on one device."""
+    devices = {a.device for a in args if type(a) is Array}
+    if len(devices) > 1:
+        raise DeviceError(
+            f"[{op.name}] the arrays are on different devices: {', '.join(sorted(map(str, devices)))}; "
+            f"move them to one with x.to_device(...)"
+        )
 
 
 def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -298,7 +350,8 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
             args = tuple(a.operand(op, args) if isinstance(a, Symbol) else a for a in args)
             break
     where = next((a._buf for a in args if type(a) is Array), None)
-    if where is not None and type(where) is not ndarray and not isinstance(where, Deferred):
+    where = where.memory if isinstance(where, Deferred) else where
+    if where is not None and type(where) is not ndarray:
         backend = _backend_of(where)
         device = backend.device_of(where)
         args = tuple(wrap(backend.from_host(np.asarray(a), device)) if isinstance(a, np.generic) else a for a in args)

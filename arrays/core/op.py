@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from .dtypes import FIRST_USER_DTYPE, KERNEL_FLOATS
+from .dtypes import KERNEL_FLOATS
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 
@@ -167,6 +167,8 @@ class Op:
 
 
 _MOST_SIGNATURES = 512
+_ALIKE = frozenset(np.dtype(c).num for c in "bBhHiIlLqQefd")
+"""Numbers of the dtypes that NumPy and CuPy treat alike: integers, and NumPy's own floats."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -195,14 +197,18 @@ def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, tuple[Any, ...]] = {}  # the rule takes longer than the call that starts a kernel
 
     def run(*bufs: Any, **params: Any) -> Any:
-        dtypes = [getattr(b, "dtype", type(b)) for b in bufs]
-        for d in dtypes:
-            if type(d) is not type and (d.num >= FIRST_USER_DTYPE or d.kind in "cb"):
+        for b in bufs:
+            d = getattr(b, "dtype", None)
+            if d is not None and d.num not in _ALIKE:
                 break
         else:
-            return fn(*bufs, **params)
+            return fn(*bufs, **params) if params else fn(*bufs)
+        for b in bufs:
+            if hasattr(b, "compute"):  # a float8, which CuPy lacks
+                outs = b.compute(op, bufs, params)
+                return outs[0] if op.nout == 1 else outs
         try:
-            key = (*dtypes, *params.items())
+            key = (*[getattr(b, "dtype", type(b)) for b in bufs], *params.items())
             wanted = known.get(key)
         except TypeError:  # a parameter that cannot be a key
             key = wanted = None

@@ -11,7 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 from ..core.array import Array
-from ..core.dispatch import apply, invoke
+from ..core.dispatch import apply, apply_general, invoke
 from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.op import Op
 
@@ -29,7 +29,8 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
             y = other._buf
             if type(x) is ndarray and type(y) is ndarray:
                 return invoke(op, args, (x, y))
-        elif type(other) is float or type(other) is int:
+            return apply_general(op, args)
+        if type(other) is float or type(other) is int:
             if type(x) is ndarray and x.dtype.num < FIRST_USER_DTYPE:
                 return invoke(op, args, (other, x) if reflected else (x, other))
         elif not isinstance(other, _OPERANDS):

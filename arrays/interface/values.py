@@ -212,10 +212,10 @@ class Values:
         target = device(name)
         if isinstance(self._buf, Deferred) or self.device != target:
             refuse_watched("to_device", self, "move it before tape.watch(...)")
-        if isinstance(self._buf, Deferred):
-            return wrap(np.array(self._concrete())).to_device(target)
         if self.device == target:
             return self
+        if isinstance(self._buf, Deferred):
+            return wrap(np.array(self._concrete())).to_device(target)
 
         return wrap(backend_for(target).from_host(self._concrete(), target))
 
@@ -231,7 +231,8 @@ class Values:
         refuse_watched("pickle", self)
         # Read-only: out-of-band buffers are this array's own memory.
         value = (read_only(self._concrete()),)
-        return unpickle, value if isinstance(self._buf, np.ndarray | Deferred) else (*value, str(self.device))
+        of_host = self._buf.memory is None if isinstance(self._buf, Deferred) else isinstance(self._buf, np.ndarray)
+        return unpickle, value if of_host else (*value, str(self.device))
 
     # ----- display ----------------------------------------------------------------------------------------------------
 

@@ -114,6 +114,26 @@ def _elementwise(kernel: str, x: Any) -> Any:
 gelu, sigmoid = partial(_elementwise, "gelu"), partial(_elementwise, "sigmoid")
 
 
+def swiglu(gate: Any, up: Any) -> Any:
+    if not _takes(gate) or type(up) is not np.ndarray or up.shape != gate.shape:
+        return NotImplemented
+    out = result_like(gate)
+    return out if run("swiglu", (up, gate, out), gate.size, 1) else NotImplemented
+
+
+def swiglu_backward(g: Any, gate: Any, up: Any) -> Any:
+    if type(g) is float and _takes(gate):
+        g = np.broadcast_to(gate.dtype.type(g), gate.shape)
+    if not _takes(gate) or any(type(a) is not np.ndarray or a.shape != gate.shape for a in (g, up)):
+        return NotImplemented
+    out = result_like(gate)
+    return out if run("swiglu_backward", (g, gate, up, out), gate.size, 1) else NotImplemented
+
+
+def silu(x: Any) -> Any:
+    return swiglu(x, np.broadcast_to(x.dtype.type(1), x.shape)) if _takes(x) else NotImplemented
+
+
 def _elementwise_backward(kernel: str, least: int, g: Any, x: Any) -> Any:
     if not _takes(x) or type(g) is not np.ndarray or g.shape != x.shape or x.size < least:
         return NotImplemented
@@ -125,6 +145,11 @@ gelu_backward = partial(_elementwise_backward, "gelu_backward", 0)
 tanh_backward = partial(_elementwise_backward, "tanh_backward", WORTH_A_CALL)
 sigmoid_backward = partial(_elementwise_backward, "sigmoid_backward", WORTH_A_CALL)
 relu_backward = partial(_elementwise_backward, "relu_backward", WORTH_A_CALL)
+
+
+def add_product(x: np.ndarray, number: Any, total: np.ndarray) -> bool:
+    """``total += x * number`` with one rounding; False, and nothing is done, where no kernel takes the operands."""
+    return _takes(x) and run("add_product", (x, total), x.size, 1, value=float(number))
 
 
 # As which dtype numbers of so many bytes are chosen from: no bit changes.

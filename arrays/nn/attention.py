@@ -1,22 +1,241 @@
-"""Attention."""
+"""Attention as an op and its backward op, neither of which ever holds the square matrix of the weights.
+
+Both go through the queries in tiles of rows (Rabe and Staats, 2021): scores, softmax and products of a tile, over the keys that its
+rows may see, and then the next tile. The backward op computes the weights of a tile again (Dao et al., 2022). The
+decompositions hold the whole matrix. They serve derivatives of higher order, and keys that are split over ranks.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ..backends.row_blocks import wide as _wide
+from ..backends.threads import SMALLEST_SHARED
 from ..core.array import Array
+from ..core.dispatch import apply
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError, ShapeError
-from ..core.op import composite
+from ..core.op import Op, ShapeDtype, composite
 from ..ops.creation import asarray
-from ..ops.elementwise import logical_and
-from ..ops.manipulation import astype, matrix_transpose, repeat
+from ..ops.elementwise import POSITIONS, WHERE, logical_and
+from ..ops.manipulation import astype, expand_dims, matrix_transpose, repeat, reshape
 from ..ops.matmul import matmul
-from ..ops.triangles import lower_triangle
+from ..ops.param_kinds import LABEL, NUMBER
+from ..reductions.reductions import sum as sum_
 from .dropout import dropout
-from .norms.layer_norm import _wide
-from .softmax import softmax
+from .softmax import SOFTMAX, SOFTMAX_BACKWARD, softmax
+
+NAME = "[scaled_dot_product_attention]"
+LEAST_ROWS = 64
+"""Rows of a tile, where the queries have so many: keys are read anew for each tile."""
+
+
+def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+    q, k, v, *mask = args
+    if min(len(x.shape) for x in (q, k, v)) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise ShapeError(f"{NAME} query {q.shape}, key {k.shape} and value {v.shape} do not fit together")
+    try:
+        lead = np.broadcast_shapes(*(x.shape[:-2] for x in args))
+    except ValueError:
+        raise ShapeError(
+            f"{NAME} leading dimensions do not broadcast: {', '.join(str(x.shape) for x in args)}"
+        ) from None
+    square = q.shape[-2], k.shape[-2]
+    for m in mask:
+        if any(n not in (1, whole) for n, whole in zip(m.shape[-2:][::-1], square[::-1], strict=False)):
+            raise ShapeError(f"{NAME} mask {m.shape} does not broadcast to {(*lead, *square)}")
+    return ShapeDtype((*lead, q.shape[-2], v.shape[-1]), result_type(*(x.dtype for x in (q, k, v))))
+
+
+def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ...]:
+    g, *operands = args
+    out = _infer(op, tuple(operands), params)
+    if g.shape != out.shape:
+        raise ShapeError(f"{NAME} a cotangent of shape {g.shape} does not fit the result {out.shape}")
+    return tuple(ShapeDtype(x.shape, x.dtype) for x in operands[: op.nout])
+
+
+# ----- in tiles ---------------------------------------------------------------------------------------------------------
+
+
+def _part(x: Any, key: Sequence[slice]) -> Any:
+    """The part of ``x``, all of it along dimensions of length one, which broadcast."""
+    return x[tuple([slice(None) if n == 1 else s for n, s in zip(x.shape, key, strict=False)])]
+
+
+def _tiles(
+    xp: Any, lead: Sequence[int], rows: int, cols: int, diagonal: int | None
+) -> Iterator[tuple[tuple[slice, ...], slice, slice]]:
+    """Keys of the leading dimensions, of rows, and of the columns that these may see."""
+    limit = SMALLEST_SHARED if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
+    step = min(rows, max(LEAST_ROWS, limit // max(cols, 1)))
+    if diagonal is not None:  # short tiles see few of the keys
+        step = min(step, max(LEAST_ROWS, -(-rows // 4)))
+    step = max(step, 1)
+    room, ranges = max(1, limit // max(step * cols, 1)), []
+    for n in reversed(lead):
+        ranges.append([slice(i, i + room) for i in range(0, n, room)])
+        room = max(1, room // max(n, 1))
+    for at in itertools.product(*reversed(ranges)):
+        for i in range(0, rows, step):
+            stop = min(i + step, rows)
+            seen = cols if diagonal is None else max(0, min(cols, stop + diagonal))
+            yield at, slice(i, stop), slice(seen)
+
+
+def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...], diagonal: int | None) -> Any:
+    """The weights of a tile of scaled queries and the keys that it may see."""
+    at, rows, seen = key
+    s = xp.matmul(q, xp.swapaxes(k, -1, -2))
+    for m in mask:
+        m = _part(m, (*at, rows, seen))
+        allowed = m
+        if m.dtype.kind != "b":
+            allowed = m != -math.inf
+            s = s + m
+        s = WHERE.bind(xp)(allowed, s, -math.inf)
+    if diagonal is not None:
+        first = max(0, min(seen.stop, rows.start + diagonal + 1))  # column that some row may not see
+        first = 0 if 2 * first < seen.stop else first  # few columns: rather all at once
+        below = xp.tri(rows.stop - rows.start, seen.stop - first, rows.start + diagonal - first, dtype=bool)
+        part = WHERE.bind(xp)(below, s[..., first:], -math.inf)
+        if first:
+            s[..., first:] = part
+        else:
+            s = part
+    return SOFTMAX.bind(xp)(s, axis=s.ndim - 1, masked=bool(mask) or diagonal is not None)
+
+
+def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
+    """The operands with all leading dimensions, numbers in ``dtype``."""
+    return [
+        x.reshape((1,) * (ndim - x.ndim) + x.shape).astype(bool if x.dtype.kind == "b" else dtype, copy=False)
+        for x in arrays
+    ]
+
+
+def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
+    shape, dtype = _infer(ATTENTION, operands, {})
+    q, k, v, *mask = _spread(operands, len(shape), _wide(dtype))
+    wide = xp.zeros(shape, _wide(dtype))
+    for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
+        at, rows, seen = key
+        if seen.stop:
+            weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, at)[..., seen, :], mask, key, diagonal)
+            xp.matmul(weights, _part(v, at)[..., seen, :], out=wide[*at, rows])
+    return wide.astype(dtype, copy=False)
+
+
+def _add(x: Any, part: Any) -> None:
+    """``x += part``, summed over the dimensions along which ``x`` broadcasts."""
+    axes = tuple([i for i, n in enumerate(x.shape) if n == 1 < part.shape[i]])
+    x += part.sum(axis=axes, keepdims=True) if axes else part
+
+
+def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
+    work = _wide(result_type(*(x.dtype for x in operands[:3])))
+    g, q, k, v, *mask = _spread((g, *operands), g.ndim, work)
+    sums = [xp.zeros(x.shape, work) for x in (q, k, v, *mask)[:count]]
+    for key in _tiles(xp, g.shape[:-2], g.shape[-2], k.shape[-2], diagonal):
+        at, rows, seen = key
+        if not seen.stop:
+            continue
+        ours = *at, rows
+        x, y, z, cotangent = _part(q, ours) * scale, *(_part(a, at)[..., seen, :] for a in (k, v)), g[ours]
+        weights = _weights(xp, x, y, mask, key, diagonal)
+        slopes = xp.matmul(cotangent, xp.swapaxes(z, -1, -2))
+        slopes = SOFTMAX_BACKWARD.bind(xp)(slopes, weights, axis=slopes.ndim - 1)
+        _add(_part(sums[0], ours), xp.matmul(slopes, y) * scale)
+        _add(_part(sums[1], at)[..., seen, :], xp.matmul(xp.swapaxes(slopes, -1, -2), x))
+        _add(_part(sums[2], at)[..., seen, :], xp.matmul(xp.swapaxes(weights, -1, -2), cotangent))
+        for m in sums[3:]:
+            _add(_part(m, (*ours, seen)), slopes)
+    return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(sums, operands, strict=False)])
+
+
+# ----- the same in plain functions --------------------------------------------------------------------------------------
+
+
+def _whole_weights(q: Array, k: Array, mask: Sequence[Array], scale: float, diagonal: int | None) -> Array:
+    scores = matmul(q * scale, matrix_transpose(k))
+    allowed = None
+    for m in mask:
+        allowed = m
+        if m.dtype.kind != "b":
+            scores, allowed = scores + m, m != -math.inf
+    if diagonal is not None:
+        row, column = (apply(POSITIONS, (scores,), {"axis": scores.ndim - i, "start": 0}) for i in (2, 1))
+        below = row + diagonal >= column
+        allowed = below if allowed is None else logical_and(allowed, below)
+    return softmax(scores, where=allowed)
+
+
+def _widened(*arrays: Array) -> list[Array]:
+    work = _wide(result_type(*(x.dtype for x in arrays if x.dtype.kind != "b")))
+    return [x if x.dtype.kind == "b" else astype(x, work, copy=False) for x in arrays]
+
+
+def _composed(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Sequence[Array],
+    scale: float,
+    diagonal: int | None,
+    drop: Callable[[Array], Array] = lambda weights: weights,
+) -> Array:
+    dtype = result_type(q.dtype, k.dtype, v.dtype)
+    q, k, v, *mask = _widened(q, k, v, *mask)
+    return astype(matmul(drop(_whole_weights(q, k, mask, scale, diagonal)), v), dtype, copy=False)
+
+
+def _decompose(query: Array, key: Array, value: Array, *mask: Array, scale: float, diagonal: int | None) -> Array:
+    return _composed(query, key, value, mask, scale, diagonal)
+
+
+def _summed_to(x: Array, like: Array) -> Array:
+    extra = x.ndim - like.ndim
+    axes = tuple(i for i, n in enumerate(x.shape) if i < extra or like.shape[i - extra] == 1 < n)
+    return astype(reshape(sum_(x, axis=axes) if axes else x, like.shape), like.dtype, copy=False)
+
+
+def _decompose_backward(
+    count: int, g: Array, query: Array, key: Array, value: Array, *mask: Array, scale: float, diagonal: int | None
+) -> tuple[Array, ...]:
+    operands = query, key, value, *mask
+    g, q, k, v, *wide = _widened(g, *operands)
+    weights = _whole_weights(q, k, wide, scale, diagonal)
+    slopes = matmul(g, matrix_transpose(v))
+    slopes = weights * (slopes - sum_(weights * slopes, axis=-1, keepdims=True))
+    dk, dv = (matmul(matrix_transpose(x), y) for x, y in ((slopes, q * scale), (weights, g)))
+    found = matmul(slopes, k) * scale, dk, dv, slopes
+    return tuple(_summed_to(x, like) for x, like in zip(found[:count], operands, strict=False))
+
+
+def _backward_op(name: str, nout: int) -> Op:
+    def impl(*args: Any, **params: Any) -> Any:
+        return _backward(nout, *args, **params)
+
+    def decompose(*args: Any, **params: Any) -> Any:
+        return _decompose_backward(nout, *args, **params)
+
+    operands = ("g", "query", "key", "value", "*mask")
+    return Op(name, operands, impl, _infer_backward, nout=nout, decompose=decompose, params=PARAMS)
+
+
+# params: what the scores are multiplied by; and the last key that the first query may see (None: each sees all).
+PARAMS = {"scale": NUMBER, "diagonal": LABEL}
+ATTENTION = Op("attention", ("query", "key", "value", "*mask"), _attention, _infer, decompose=_decompose, params=PARAMS)
+ATTENTION_BACKWARD = _backward_op("attention_backward", 3)
+ATTENTION_BIAS_BACKWARD = _backward_op("attention_bias_backward", 4)  # of a mask that is added to the scores, too
+
+
+# ----- public function --------------------------------------------------------------------------------------------------
 
 
 @composite("scaled_dot_product_attention")
@@ -33,6 +252,9 @@ def scaled_dot_product_attention(
     dropout_key: Any = None,
 ) -> Array:
     """Mean of the values, weighted by ``softmax(query @ key.T * scale)`` (Vaswani et al., 2017).
+
+    The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not with its square.
+    With dropout, in derivatives of higher order, and where the keys are split over ranks, the matrix of the weights is held whole.
 
     Parameters
     ----------
@@ -61,31 +283,38 @@ def scaled_dot_product_attention(
     Array([1., 0.], dtype=float64)
     """
     q, k, v = asarray(query), asarray(key), asarray(value)
-    name = "[scaled_dot_product_attention]"
     if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        raise ShapeError(f"{name} query {q.shape}, key {k.shape} and value {v.shape} do not fit together")
+        raise ShapeError(f"{NAME} query {q.shape}, key {k.shape} and value {v.shape} do not fit together")
     if any(x.dtype.kind in "biuc" for x in (q, k, v)):
-        raise DTypeError(f"{name} query, key and value must be real floating")
-    if q.ndim > 2 and k.ndim > 2 and v.ndim > 2 and k.shape[-3] == v.shape[-3] not in (1, q.shape[-3]):
-        if q.shape[-3] % k.shape[-3]:
-            raise ShapeError(f"{name} {q.shape[-3]} heads of the query for {k.shape[-3]} of key and value")
-        k, v = (repeat(x, q.shape[-3] // k.shape[-3], axis=-3) for x in (k, v))
+        raise DTypeError(f"{NAME} query, key and value must be real floating")
+    masks = [] if mask is None else [asarray(mask)]
     dtype = result_type(q.dtype, k.dtype, v.dtype)
-    q, k, v = (astype(x, _wide(x.dtype), copy=False) for x in (q, k, v))
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = matmul(q * scale, matrix_transpose(k))
-    allowed = None
-    if mask is not None:
-        mask = asarray(mask)
-        if mask.dtype.kind == "b":
-            allowed = mask
-        else:
-            scores = scores + astype(mask, scores.dtype, copy=False)
-            allowed = mask != -math.inf
-    if is_causal:
-        seen = lower_triangle(scores)
-        allowed = seen if allowed is None else logical_and(allowed, seen)
-    weights = softmax(scores, where=allowed)
+    masks = [m if m.dtype.kind == "b" else astype(m, _wide(dtype), copy=False) for m in masks]
+    scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
+    if not isinstance(scale, int | float | np.number):  # an array, which may have a gradient
+        q, scale = astype(q, _wide(q.dtype), copy=False) * scale, 1.0
+    group, heads = 1, q.shape[-3] if q.ndim > 2 else 1
+    if q.ndim > 2 and k.ndim > 2 and v.ndim > 2 and k.shape[-3] == v.shape[-3] not in (1, heads):
+        if heads % k.shape[-3]:
+            raise ShapeError(f"{NAME} {heads} heads of the query for {k.shape[-3]} of key and value")
+        group = heads // k.shape[-3]
+        if q.sharding is None:
+            q, *masks = (_grouped(x, heads, group) for x in (q, *masks))
+            k, v = (expand_dims(x, axis=-3) for x in (k, v))
+        else:  # heads may be split over more ranks than key and value have heads
+            k, v, group = repeat(k, group, axis=-3), repeat(v, group, axis=-3), 1
+    params = {"scale": float(scale), "diagonal": 0 if is_causal else None}
     if dropout_rate:
-        weights = dropout(weights, dropout_rate, key=dropout_key)
-    return astype(matmul(weights, v), dtype, copy=False)
+        out = _composed(q, k, v, masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
+    else:
+        out = apply(ATTENTION, (q, k, v, *masks), params)
+    if group > 1:
+        out = reshape(out, (*out.shape[:-4], heads, *out.shape[-2:]))
+    return astype(out, dtype, copy=False)
+
+
+def _grouped(x: Array, heads: int, group: int) -> Array:
+    """The heads of a query or a mask as those of key and value, and the group that each serves."""
+    if x.ndim < 3 or x.shape[-3] == 1:
+        return x if x.ndim < 3 else expand_dims(x, axis=-3)
+    return reshape(x, (*x.shape[:-3], heads // group, group, *x.shape[-2:]))

@@ -9,7 +9,7 @@ import numpy as np
 from ..backends import host_sync
 from ..backends.backend import on_device_of
 from ..core.array import Array
-from ..core.dispatch import Deferred, apply, as_array, as_number
+from ..core.dispatch import Deferred, apply, argument_avals, as_array, as_number
 from ..core.dtypes import float64, result_type
 from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, ShapeError
 from ..core.op import composite
@@ -21,6 +21,7 @@ from ..ops.matmul import matmul
 from ..reductions.moments import mean
 from ..reductions.reductions import sum
 from .cross_entropy import CROSS_ENTROPY, all_classes
+from .linear_cross_entropy import LINEAR_CROSS_ENTROPY, WHOLE, linear
 from .norms.layer_norm import _wide
 from .regression_losses import check_reduction
 
@@ -67,7 +68,7 @@ def cross_entropy(
     Array(0.69314718, dtype=float64)
     """
     logits, labels = as_array(logits), as_array(labels)
-    shape, dtype, integer = logits.shape, logits.dtype, labels.dtype
+    shape, dtype = logits.shape, logits.dtype
     if not shape or shape[:-1] != labels.shape:
         remedy = (
             "labels are numbers of classes, one for each row of logits"
@@ -77,42 +78,97 @@ def cross_entropy(
             )
         )
         raise ShapeError(f"[cross_entropy] labels {labels.shape} do not match logits {shape}: {remedy}")
-    if integer.kind not in "iu":
-        raise DTypeError(f"[cross_entropy] labels must be integers, got {integer.name}")
-    if reduction != "mean":
-        check_reduction("cross_entropy", reduction)
-    if not 0 <= label_smoothing <= 1:
-        raise ArgumentError(f"[cross_entropy] label_smoothing must be between 0 and 1, got {label_smoothing}")
     if dtype.kind == "c":
         raise DTypeError(f"[cross_entropy] logits must be real, got {dtype.name}")
     if dtype.kind in "biu":
         logits, dtype = astype(logits, np.float64), float64
-    classes = shape[-1]
-    _check_labels(labels, classes, ignore_index)
-    if ignore_index is not None and integer.kind == "u" and ignore_index < 0:
-        ignore_index = None  # no label can be it
+    params = _checked("cross_entropy", labels, shape[-1], reduction, ignore_index, label_smoothing)
     # One a sample, in the wide dtype: NaN for a label that is no class, 0 for one that is ignored.
-    losses = apply(
-        CROSS_ENTROPY,
-        (logits, labels),
-        {
-            "ignore_index": ignore_index,
-            "label_smoothing": as_number("cross_entropy", "label_smoothing", label_smoothing),
-        },
-    )
-    if reduction == "none":
-        out = losses
-    elif reduction == "sum":
-        out = sum(losses)
-    elif ignore_index is None:
-        out = mean(losses)
-    else:
-        n = astype(sum(astype(labels != ignore_index, np.int64)), losses.dtype)
-        out = sum(losses) / where(n == 0, 1.0, n)
+    out = _reduced(apply(CROSS_ENTROPY, (logits, labels), params), labels, reduction, params["ignore_index"])
     return out if out.dtype is dtype else astype(out, dtype, copy=False)
 
 
-def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:
+@composite("linear_cross_entropy")
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    /,
+    *,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Array:
+    """:func:`cross_entropy` of the logits ``hidden @ weight``, of which no more than 64 MB are held at once.
+
+    Larger logits are made in tiles, and again in the backward pass, which takes a third more time for the products. On a mesh
+    whose ranks split the classes they are held in parts, as those of :func:`cross_entropy` are.
+
+    Parameters
+    ----------
+    hidden
+        Shape ``(*batch, d)``.
+    weight
+        Shape ``(d, classes)``; a transposed embedding is one without a copy.
+    labels, reduction, ignore_index, label_smoothing
+        As of :func:`cross_entropy`.
+
+    Returns
+    -------
+    Array
+        Of float32 at least, also where the operands are shorter floats.
+
+    Raises
+    ------
+    ArrayIndexError, ShapeError, DTypeError
+        As :func:`cross_entropy` does.
+
+    Examples
+    --------
+    >>> mt.nn.linear_cross_entropy(mt.ones((2, 3)), mt.zeros((3, 8)), mt.asarray([1, 7]))
+    Array(2.07944154, dtype=float64)
+    """
+    hidden, weight, labels = as_array(hidden), as_array(weight), as_array(labels)
+    hidden, weight = (astype(a, float64) if a.dtype.kind in "biu" else a for a in (hidden, weight))
+    # The shape rule raises for what does not fit.
+    loss, _ = LINEAR_CROSS_ENTROPY.avals(argument_avals((hidden, weight, labels)), {})
+    params = _checked("linear_cross_entropy", labels, weight.shape[1], reduction, ignore_index, label_smoothing)
+    split = weight.sharding is not None and weight.sharding.layout.axes_of(1)
+    if loss.nbytes * weight.shape[1] > WHOLE and not split:
+        losses, _ = apply(LINEAR_CROSS_ENTROPY, (hidden, weight, labels), params)
+    else:
+        losses = apply(CROSS_ENTROPY, (astype(linear(hidden, weight), loss.dtype, copy=False), labels), params)
+    return _reduced(losses, labels, reduction, params["ignore_index"])
+
+
+def _checked(
+    name: str, labels: Array, classes: int, reduction: str, ignore_index: int | None, label_smoothing: float
+) -> dict[str, Any]:
+    """The parameters of the op."""
+    if labels.dtype.kind not in "iu":
+        raise DTypeError(f"[{name}] labels must be integers, got {labels.dtype.name}")
+    if reduction != "mean":
+        check_reduction(name, reduction)
+    if not 0 <= label_smoothing <= 1:
+        raise ArgumentError(f"[{name}] label_smoothing must be between 0 and 1, got {label_smoothing}")
+    _check_labels(name, labels, classes, ignore_index)
+    if ignore_index is not None and labels.dtype.kind == "u" and ignore_index < 0:
+        ignore_index = None  # no label can be it
+    return {"ignore_index": ignore_index, "label_smoothing": as_number(name, "label_smoothing", label_smoothing)}
+
+
+def _reduced(losses: Array, labels: Array, reduction: str, ignore_index: int | None) -> Array:
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return sum(losses)
+    if ignore_index is None:
+        return mean(losses)
+    n = astype(sum(astype(labels != ignore_index, np.int64)), losses.dtype)
+    return sum(losses) / where(n == 0, 1.0, n)
+
+
+def _check_labels(name: str, labels: Array, classes: int, ignore_index: int | None) -> None:
     if isinstance(labels._buf, Deferred) or labels.size == 0:
         return
     buf = labels._buf
@@ -125,7 +181,7 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
             wrong &= buf != ignore_index
         if wrong.any():
             raise ArrayIndexError(
-                f"[cross_entropy] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index {ignore_index})"
+                f"[{name}] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index {ignore_index})"
             )
 
 

@@ -33,12 +33,13 @@ from .activations import (
     softsign,
     squared_relu,
     straight_above,
+    swiglu,
 )
 from .attention import scaled_dot_product_attention
 from .convolution import conv1d, conv2d, pool
 from .dropout import dropout, dropout_add
 from .gelu import GELU
-from .losses import cross_entropy, info_nce
+from .losses import cross_entropy, info_nce, linear_cross_entropy
 from .mixture_of_experts import experts
 from .norms.batch_norm import batch_norm
 from .norms.group_norm import group_norm, instance_norm
@@ -71,6 +72,7 @@ __all__ = [
     "l1_loss",
     "layer_norm",
     "leaky_relu",
+    "linear_cross_entropy",
     "log_sigmoid",
     "log_softmax",
     "logsumexp",
@@ -89,6 +91,7 @@ __all__ = [
     "softplus",
     "softsign",
     "squared_relu",
+    "swiglu",
 ]
 
 

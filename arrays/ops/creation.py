@@ -227,7 +227,7 @@ def ordered(name: str, x: Any) -> Array:
 
 def beside(x: Array) -> Device | None:
     """Where new arrays go that will meet ``x`` in an op: its device; None (anywhere) where it is traced or split."""
-    return None if isinstance(x._buf, Deferred) else x.device
+    return None if isinstance(x._buf, Deferred) and x._buf.memory is None else x.device
 
 
 def full(
@@ -375,7 +375,7 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
     if name == "full_like" and isinstance(value, int | float | complex):
         check_numbers(name, value, dtype)
-    if isinstance(x._buf, Deferred) and where is None:
+    if isinstance(x._buf, Deferred) and x._buf.memory is None and where is None:
         if not isinstance(value, int | float | complex | np.generic):
             value = asarray(value)
         if isinstance(value, Array):  # chosen everywhere, in an array that lies as `x` does

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.backend import backend_of
 from ..backends.casts import cast
+from ..backends.float8 import FLOAT8, Float8
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
 from ..core.op import NO_PARAMS, Cuda, Op, ShapeDtype, composite
+from ..kernels import float8
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from . import element_functions as fn
@@ -385,7 +388,65 @@ SIGMOID, sigmoid = unary(
     cuda="logistic({0})",
     flops=10,
 )
-SILU = Op("silu", ("x",), _silu, shape_rules.elementwise, flops=10, cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0})"))
+SILU = Op(
+    "silu",
+    ("x",),
+    _silu,
+    shape_rules.elementwise,
+    overrides={"numpy": first(ops.silu, _silu)},
+    flops=10,
+    cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0})"),
+)
+
+
+def _widened(*operands: Any) -> tuple[list[Any], np.dtype]:
+    """Short floats in float32, and the dtype of their result."""
+    dtype = np.result_type(*[a.dtype if hasattr(a, "dtype") else a for a in operands])
+    short = is_low_precision(dtype)
+    return [a.astype(np.float32) if short and hasattr(a, "dtype") else a for a in operands], dtype
+
+
+def _swiglu(xp: Any, gate: Any, up: Any) -> Any:
+    (gate, up), dtype = _widened(gate, up)
+    return (SILU.bind(xp)(gate) * up).astype(dtype, copy=False)
+
+
+def _swiglu_backward(xp: Any, g: Any, gate: Any, up: Any) -> Any:
+    (g, gate, up), dtype = _widened(g, gate, up)
+    s = SIGMOID.bind(xp)(gate)
+    # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
+    near = gate if gate.dtype.kind == "c" else xp.clip(gate, SILU_IS_ZERO, -SILU_IS_ZERO)
+    return (g * up * (s * (1.0 + near * (1.0 - s)))).astype(dtype, copy=False)
+
+
+def _decompose_swiglu_backward(g: Array, gate: Array, up: Array) -> Array:
+    s = sigmoid(gate)
+    near = gate if gate.dtype.kind == "c" else minimum(maximum(gate, SILU_IS_ZERO), -SILU_IS_ZERO)
+    return g * up * (s * (1.0 + near * (1.0 - s)))
+
+
+SWIGLU = Op(
+    "swiglu",
+    ("gate", "up"),
+    _swiglu,
+    shape_rules.elementwise,
+    overrides={"numpy": first(ops.swiglu, _swiglu)},
+    flops=12,
+    cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0}) * {1}"),
+)
+SWIGLU_BACKWARD = Op(
+    "swiglu_backward",
+    ("g", "gate", "up"),
+    _swiglu_backward,
+    shape_rules.elementwise,
+    overrides={"numpy": first(ops.swiglu_backward, _swiglu_backward)},
+    decompose=_decompose_swiglu_backward,
+    flops=16,
+    cuda=Cuda(
+        "{0} * {2} * (logistic({1}) * (({t})1 + smaller(larger({1}, ({t})-1e4), ({t})1e4) * (({t})1 - logistic({1}))))"
+    ),
+)
+"""The cotangent of the gate; that of the other operand is ``swiglu(gate, g)``."""
 
 # ----- identity with a meaning ----------------------------------------------------------------------------------------
 
@@ -395,6 +456,11 @@ def _identity(xp: Any, x: Any) -> Any:
 
 
 def _astype(xp: Any, x: Any, dtype: np.dtype) -> Any:
+    if type(x) is Float8:
+        backend, x = x.backend, float8.widened(x.memory, x.dtype)
+        return Float8(backend, float8.narrowed(x, dtype), dtype) if dtype in FLOAT8 else cast(x, dtype)
+    if dtype in FLOAT8 and xp.__name__ == "cupy":
+        return Float8(backend_of(x), float8.narrowed(x, dtype), dtype)
     return cast(x, dtype)
 
 
@@ -403,6 +469,8 @@ def _infer_astype(op: Op, args: tuple[Any, ...], params: Any) -> Any:
 
 
 def _full_like(xp: Any, x: Any, value: Any, dtype: np.dtype) -> Any:  # (compiled, `float` would be a C double)
+    if dtype in FLOAT8:
+        return _astype(xp, xp.full(x.shape, value, np.float32), dtype)
     return xp.full(x.shape, value, dtype)
 
 

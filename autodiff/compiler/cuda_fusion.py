@@ -17,7 +17,7 @@ import numpy as np
 from ...arrays.core.program import Entry, Program
 from ...arrays.kernels import launch
 from . import cuda_codegen
-from .fusion import Failed, FusedRun, Joins, fuse, grouped
+from .fusion import Failed, FusedRun, Joins, fuse, grouped, streams
 
 THREADS = 256
 LANES = 4
@@ -27,6 +27,9 @@ BLOCKS_EACH = 16
 
 PARAMETER_BYTES = 4000
 """A kernel's parameters take 4096 bytes at most on every device."""
+
+BATCH = 1 << 24
+"""Elements that the runs of one launch have together: with more, launches cost nothing beside the work."""
 
 FULL, ONE, STRIDED = "full", "one", "strided"
 """Layouts of an operand: that of the result, a single element, or any other."""
@@ -75,8 +78,67 @@ def _narrow(part: Entry | FusedRun, program: Program) -> list[Entry | FusedRun]:
     return out
 
 
-def source(group: FusedRun, program: Program, layouts: Sequence[str]) -> str:
-    """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads vectors."""
+def batched(parts: Sequence[Entry | FusedRun], program: Program) -> list[Entry | FusedRun]:
+    """The parts in order, with runs that do the same to different arrays, as an optimizer does to its leaves, made one.
+
+    A run waits for others until its results are read.
+    """
+    out: list[Entry | FusedRun] = []
+    waiting: dict[Any, list[FusedRun]] = {}
+    made: dict[int, Any] = {}  # keys of runs that wait, by what they make
+
+    def emit(key: Any) -> None:
+        runs = waiting.pop(key)
+        for v in (v for r in runs for v in r.outputs):
+            del made[v]
+        entries, inputs, outputs = (tuple(v for r in runs for v in r[k]) for k in range(3))
+        out.append(runs[0] if len(runs) == 1 else FusedRun(entries, inputs, outputs, runs[0].shape, tuple(runs)))
+
+    for part in parts:
+        for key in dict.fromkeys(made[v] for v in part.inputs if isinstance(v, int) and v in made):
+            emit(key)
+        pieces = [
+            grouped([p], set(part.outputs), program) if isinstance(p, Entry) else p for p in _pieces(part, program)
+        ]
+        for run in pieces:
+            key, each = _structure(run, program), 8 * (1 + len(run.inputs) + len(run.outputs))
+            held = waiting.setdefault(key, [])
+            size = sum(math.prod(r.shape) for r in (*held, run))
+            if held and ((len(held) + 1) * each > PARAMETER_BYTES or size > BATCH):
+                emit(key)
+            waiting.setdefault(key, []).append(run)
+            made.update(dict.fromkeys(run.outputs, key))
+        if not pieces:
+            out.append(part)
+    for key in list(waiting):
+        emit(key)
+    return out
+
+
+def _pieces(part: Entry | FusedRun, program: Program) -> list[Entry | FusedRun]:
+    """A run in parts that share no array; none, where it reads operands of other shapes."""
+    if not isinstance(part, FusedRun):
+        return []
+    shapes = {program.avals[v].shape for v in part.inputs}
+    return streams(part, program) if all(s == part.shape or math.prod(s) == 1 for s in shapes) else []
+
+
+def _structure(run: FusedRun, program: Program) -> Any:
+    """A key that runs have in common whose kernels have one text."""
+    avals, names = program.avals, {v: i for i, v in enumerate(run.inputs)}
+    key: list[Any] = [(avals[v].dtype, math.prod(avals[v].shape) == 1) for v in run.inputs]
+    for e in run.entries:
+        words = [names[v] if isinstance(v, int) else repr(v.value) for v in e.inputs]
+        names[e.outputs[0]] = len(names)
+        key.append((e.op, *words, avals[e.outputs[0]].dtype))
+    return (*key, *(names[v] for v in run.outputs))
+
+
+def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int = 1) -> str:
+    """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads vectors.
+
+    With a ``count`` it takes so many sets of arrays; the second coordinate of a block says which is its own.
+    """
     types = [launch.NAMES[program.avals[v].dtype] for v in group.inputs]
     held = [cuda_codegen.register_type(program.avals[v].dtype) for v in group.inputs]
     results = [launch.NAMES[program.avals[v].dtype] for v in group.outputs]
@@ -95,8 +157,14 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str]) -> str:
         body.append(f"    y{k} = {f'narrow<{results[k]}>({name[v]})' if short else f'({results[k]}){name[v]}'};")
 
     element = ", ".join([f"{h} x{i}" for i, h in enumerate(held)] + [f"{r}& y{k}" for k, r in enumerate(results)])
-    parameters = ["i64 n"]
-    parameters += [f"const {t}* in{i}" for i, t in enumerate(types)] + [f"{r}* out{k}" for k, r in enumerate(results)]
+    own = [("i64", "n"), *((f"const {t}*", f"in{i}") for i, t in enumerate(types))]
+    own += [(f"{r}*", f"out{k}") for k, r in enumerate(results)]
+    parameters, lines = [f"{t} {v}" for t, v in own], []
+    if count > 1:
+        parameters = [f"{t} {v}_{j}" for j in range(count) for t, v in own]
+        lines = [f"    {t} {v} = {v}_0;" for t, v in own] + ["    switch (blockIdx.y) {"]
+        lines += [f"    case {j}: {' '.join(f'{v} = {v}_{j};' for _, v in own)} break;" for j in range(1, count)]
+        lines.append("    }")
     strided = [i for i, how in enumerate(layouts) if how == STRIDED]
     if strided:
         parameters += [f"i64 n{d}" for d in range(1, ndim)] + [f"i64 s{i}_{d}" for i in strided for d in range(ndim)]
@@ -105,7 +173,7 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str]) -> str:
         read = f"in{i}[{place}]"
         return f"wide({read})" if types[i] in ("float16", "bfloat16") else read
 
-    lines = [f"    const {held[i]} one{i} = {load(i, '0')};" for i, how in enumerate(layouts) if how == ONE]
+    lines += [f"    const {held[i]} one{i} = {load(i, '0')};" for i, how in enumerate(layouts) if how == ONE]
     lines += [
         "    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x;",
         "    const i64 step = (i64)gridDim.x * blockDim.x;",
@@ -169,13 +237,17 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
 
     ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.compiler.fusion.executable`.
     """
-    shape, size = group.shape, math.prod(group.shape)
-    dtypes = [program.avals[v].dtype for v in group.outputs]
+    members = group.members or (group,)
+    first, shape, count = members[0], members[0].shape, len(members)
+    reads, writes = len(first.inputs), len(first.outputs)
+    sizes = [math.prod(m.shape) for m in members]
+    size = max(sizes)
+    results = [program.avals[v] for v in group.outputs]
     files: dict[tuple[str, ...], str] = {}
 
     def run(*inputs: Any, into: Sequence[Any] = (), failed: Failed | None = None) -> list[Any]:
         try:
-            return compute(inputs, into or [None] * len(dtypes))
+            return compute(inputs, into or [None] * len(results))
         except Exception as e:
             if failed is None:
                 raise
@@ -183,20 +255,26 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
 
     def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
-        outputs = [runner.xp.empty(shape, d) if o is None else o for o, d in zip(into, dtypes, strict=True)]
+        outputs = [runner.xp.empty(*a) if o is None else o for o, a in zip(into, results, strict=True)]
         if size == 0:
             return outputs
-        layouts = tuple(layout_of(a, shape) for a in inputs)
+        if count > 1:
+            inputs = [launch.contiguous(a) for a in inputs]
+        layouts = tuple(layout_of(a, shape) for a in inputs[:reads])
         file = files.get(layouts)
         if file is None:
-            text = source(group, program, layouts)
+            text = source(first, program, layouts, count)
             file = f"fused_{hashlib.sha256(text.encode()).hexdigest()[:24]}.cu"
             launch.GENERATED[file] = text
             files[layouts] = file
-        addresses = [runner.address(a) for a in (*inputs, *outputs)]
-        whole = [p for p, how in zip(addresses, layouts + (FULL,) * len(outputs), strict=True) if how == FULL]
-        vectors = STRIDED not in layouts and all(p % 16 == 0 for p in whole)
-        arguments = [np.int64(size), *map(np.uint64, addresses)]
+        arguments: list[Any] = []
+        vectors = STRIDED not in layouts
+        for j, n in enumerate(sizes):
+            own = (*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes])
+            addresses = [runner.address(a) for a in own]
+            whole = [p for p, how in zip(addresses, layouts + (FULL,) * writes, strict=True) if how == FULL]
+            vectors = vectors and all(p % 16 == 0 for p in whole)
+            arguments += [np.int64(n), *map(np.uint64, addresses)]
         if STRIDED in layouts:
             arguments += map(np.int64, shape[1:])
             for a, how in zip(inputs, layouts, strict=True):
@@ -204,10 +282,10 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
                     arguments += map(np.int64, strides_of(a, shape))
         each = LANES if vectors else 1
         blocks = min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH)
-        runner.launch(file, launch.named("fused", vectors), (max(blocks, 1), 1, 1), (THREADS, 1, 1), arguments)
+        runner.launch(file, launch.named("fused", vectors), (max(blocks, 1), count, 1), (THREADS, 1, 1), arguments)
         return outputs
 
     return run
 
 
-__all__ = ["chains", "executable", "layout_of", "source"]
+__all__ = ["batched", "chains", "executable", "layout_of", "source"]

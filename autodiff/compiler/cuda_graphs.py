@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from ...arrays.core.errors import DeviceError
+from ...arrays.backends.float8 import FLOAT8
+from ...arrays.core.errors import DeviceError, DTypeError
 from ...arrays.core.program import Const, Entry, Program
 from . import cuda_fusion
 from .fusion import FusedRun
@@ -225,6 +226,10 @@ def graphed(program: Program, device: Any) -> GraphedProgram:
     """The program as CUDA graphs for buffers on ``device``. Raises :class:`DeviceError` unless that is a CUDA device."""
     if getattr(device, "kind", None) != "cuda":
         raise DeviceError(f"[compile] cuda_graph=True needs arrays on one CUDA device, these are on {device}")
+    if any(a.dtype in FLOAT8 for a in program.avals.values()):
+        raise DTypeError(
+            "[compile] cuda_graph=True: float8 has no fixed memory in a graph: cast it outside of the function, or leave cuda_graph out"
+        )
     graphs = CudaGraphs(device.index)
     xp = graphs.xp
 
@@ -236,7 +241,7 @@ def graphed(program: Program, device: Any) -> GraphedProgram:
             return lambda *a: [xp.asarray(fn(*a, **params))]
         return lambda *a: [xp.asarray(r) for r in fn(*a, **params)]
 
-    return GraphedProgram(program, cuda_fusion.chains(program), bind, graphs)
+    return GraphedProgram(program, cuda_fusion.batched(cuda_fusion.chains(program), program), bind, graphs)
 
 
 __all__ = ["CaptureRefused", "CudaGraphs", "GraphedProgram", "Graphs", "graphed"]

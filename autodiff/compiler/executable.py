@@ -18,6 +18,7 @@ import numpy as np
 
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.memory_pool import LARGE, POOL
+from ...arrays.core.dispatch import Deferred
 from ...arrays.core.dtypes import float32, float64
 from ...arrays.core.errors import FOREIGN_ERRORS, type_of_ours
 from ...arrays.core.index_template import is_basic
@@ -25,7 +26,6 @@ from ...arrays.core.program import Entry, Program, last_uses
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
-from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.native.chains import as_operand
 from ...arrays.ops.matmul import MATMUL
 from . import cuda_fusion, fusion
@@ -70,7 +70,11 @@ def local_executable(
         return is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
 
     parts: list[Entry | FusedRun] = (
-        cuda_fusion.chains(program) if on_cuda else chains(program, joins) if xp is np else list(program.entries)
+        cuda_fusion.batched(cuda_fusion.chains(program), program)
+        if on_cuda
+        else chains(program, joins)
+        if xp is np
+        else list(program.entries)
     )
     slots: dict[Any, int] = {}
     initial: list[Any] = []
@@ -132,7 +136,8 @@ def local_executable(
         )
     inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]
     known = np.ndarray if xp is np else None
-    as_buffer = xp.asarray if not thin else lambda x: x if type(x) is SparseCotangent else np.asarray(x)
+    plain = xp is np and not thin
+    as_buffer = xp.asarray if plain else lambda x: x if isinstance(x, Deferred) else xp.asarray(x)  # sparse, or float8
 
     def run(buffers: Sequence[Any]) -> list[Any]:
         env = initial.copy()
@@ -150,7 +155,7 @@ def local_executable(
                 env[outputs[0]] = out if type(out) is known else as_buffer(out)
             else:
                 for i, o in zip(outputs, out, strict=True):
-                    env[i] = o if type(o) is known else xp.asarray(o)
+                    env[i] = o if type(o) is known else as_buffer(o)
             # A result that nobody reads is among these.
             for i in free:
                 env[i] = None
@@ -198,7 +203,8 @@ def _on_their_device(run: Callable[[Sequence[Any]], list[Any]], xp: Any) -> Call
     """Kernels start on the current device: that of the buffers."""
 
     def there(buffers: Sequence[Any]) -> list[Any]:
-        where = next((b.device for b in buffers if hasattr(b.device, "id")), None)
+        own = (b.memory if isinstance(b, Deferred) else b for b in buffers)
+        where = next((b.device for b in own if hasattr(b, "device") and hasattr(b.device, "id")), None)
         if where is None:
             return run(buffers)
         with where, cupy_backend().memory():

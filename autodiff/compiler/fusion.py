@@ -33,12 +33,16 @@ SMALLEST_RUN = 16_384
 
 
 class FusedRun(NamedTuple):
-    """A run of elementwise entries of one shape. ``inputs`` come from outside, ``outputs`` are used outside."""
+    """A run of elementwise entries of one shape. ``inputs`` come from outside, ``outputs`` are used outside.
+
+    Where it has ``members``, it is the same run on several sets of arrays, each of a shape of its own.
+    """
 
     entries: tuple[Entry, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     shape: tuple[int, ...]
+    members: tuple[FusedRun, ...] = ()
 
 
 def _is_elementwise(e: Entry) -> bool:

@@ -14,7 +14,7 @@ from ...arrays.core.array import Array
 from ...arrays.ops.creation import asarray, ones_like
 from ...arrays.ops.elementwise import where
 from ..tape.tape import is_differentiable
-from .parameters import check, counter, wide
+from .parameters import batched, check, counter, wide
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
         mean = trees.tree_map(lambda x: asarray(wide(x), copy=True) if isinstance(x, Array) else x, params)
         return {"step": zero, "skipped": zero, "mean": mean}
 
+    @batched
     def update(params: Any, state: Any, loss: Any = None) -> Any:
         if loss is None and threshold is not None:
             raise ValueError("[ema] with a threshold, update needs the loss")

@@ -10,7 +10,7 @@ from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import abs, clip, minimum, sqrt, square
 from ...arrays.ops.manipulation import stack
 from ...arrays.reductions.reductions import sum
-from .parameters import wide
+from .parameters import batched, wide
 
 
 def global_norm(grads: Any) -> Array:
@@ -19,6 +19,11 @@ def global_norm(grads: Any) -> Array:
     >>> float(mt.optim.global_norm([mt.asarray([3.0]), mt.asarray([4.0])]))
     5.0
     """
+    return _global_norm(grads)
+
+
+@batched
+def _global_norm(grads: Any) -> Array:
     # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers it loses digits.)
     squares = [
         square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [wide(asarray(x))]
@@ -52,8 +57,12 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
     if isinstance(limit, int | float) and not limit >= 0:
         raise ValueError(f"[clip_by_global_norm] limit must not be negative, got {limit}")
     norm = global_norm(grads) if norm is None else norm
-    scale = clip_scale(norm, limit)
-    return trees.tree_map(lambda g: scaled(g, scale), grads), norm
+    return _all_scaled(grads, clip_scale(norm, limit)), norm
+
+
+@batched
+def _all_scaled(grads: Any, scale: Array) -> Any:
+    return trees.tree_map(lambda g: scaled(g, scale), grads)
 
 
 def clip_by_value(grads: Any, limit: float) -> Any:

@@ -41,7 +41,7 @@ from ...arrays.ops.elementwise import sqrt
 from .averages import Average, ema
 from .clipping import clip_by_global_norm, clip_by_value, global_norm
 from .learning_rates import Schedule, constant, cosine, exponential, linear, warmup_cosine, warmup_linear
-from .parameters import check, counter, is_small, leaves_of, trains, wide
+from .parameters import batched, check, counter, is_small, leaves_of, trains, wide
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def _cast(scalar: Any, like: Array) -> Any:
 Rule = Callable[..., tuple[Any, ...]]
 
 
-def _optimizer(name: str, slots: tuple[str, ...], prepare: Callable[[Array], Rule]) -> Optimizer:
+def _optimizer(name: str, slots: tuple[str, ...], lr: Schedule, prepare: Callable[[Array, Any], Rule]) -> Optimizer:
     """An optimizer from the rule of one leaf.
 
-    ``prepare(step)`` is called once an update with the number of steps done, and gives ``rule(p, g, *slots)``, which gives the
+    ``prepare(step, rate)`` is called once an update with the number of steps done, and gives ``rule(p, g, *slots)``, which gives the
     new ``(p, *slots)``. Slots start at zero. All of them, ``p`` and ``g`` have one dtype, of four bytes or more.
     """
 
@@ -92,15 +92,21 @@ def _optimizer(name: str, slots: tuple[str, ...], prepare: Callable[[Array], Rul
         return state
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        ps, treedef = leaves_of(params)
         if not isinstance(state, Mapping) or not {"step", *slots} <= state.keys():
             held = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(
                 f"[{name}] the state must hold {', '.join(('step', *slots))}, it holds {held}: use init(params)"
             )
+        # A schedule of the user's may look at values: it runs outside of what is compiled.
+        theirs = callable(lr) and getattr(lr, "__module__", "") != constant.__module__
+        return run(params, grads, state, *([lr(state["step"])] if theirs else ()))
+
+    @batched
+    def run(params: Any, grads: Any, state: Any, rate: Any = lr) -> tuple[Any, Any]:
+        ps, treedef = leaves_of(params)
         columns = [_column(name, what, t, treedef) for what, t in (("grads", grads), *((s, state[s]) for s in slots))]
         masters = _column(name, "master", state["master"], treedef) if "master" in state else [None] * len(ps)
-        rule = prepare(state["step"])
+        rule = prepare(state["step"], rate(state["step"]) if callable(rate) else rate)
         rows = []
         for i, (p, g, *held) in enumerate(zip(ps, *columns, strict=True)):
             full = wide(p) if masters[i] is None else masters[i]
@@ -127,10 +133,6 @@ def _column(name: str, what: str, tree: Any, treedef: trees.TreeDef) -> list[Any
     if found != treedef:
         raise ValueError(f"[{name}] {what} has the structure {found}, the parameters {treedef}")
     return leaves
-
-
-def _rate(lr: Schedule, step: Array) -> Any:
-    return lr(step) if callable(lr) else lr
 
 
 def _check_rate(name: str, lr: Schedule) -> None:
@@ -184,9 +186,7 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
     if nesterov and not momentum:
         raise ValueError("[sgd] nesterov needs momentum > 0")
 
-    def prepare(step: Array) -> Rule:
-        rate = _rate(lr, step)
-
+    def prepare(step: Array, rate: Any) -> Rule:
         def rule(p: Array, g: Array, *velocity: Array) -> tuple[Array, ...]:
             if weight_decay:
                 g = g + weight_decay * p
@@ -197,7 +197,7 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
 
         return rule
 
-    return _optimizer("sgd", ("momentum",) if momentum else (), prepare)
+    return _optimizer("sgd", ("momentum",) if momentum else (), lr, prepare)
 
 
 def momentum(lr: Schedule, beta: float = 0.9, *, nesterov: bool = False, weight_decay: float = 0.0) -> Optimizer:
@@ -294,8 +294,7 @@ def _adam(
     check(name, eps=eps, weight_decay=weight_decay)
     check(name, most=math.nextafter(1.0, 0.0), b1=b1, b2=b2)
 
-    def prepare(step: Array) -> Rule:
-        rate = _rate(lr, step)
+    def prepare(step: Array, rate: Any) -> Rule:
         t = (step + 1).astype(np.float64)
         # Both means start at zero; the root and what the rate is divided by undo the bias towards it.
         root = sqrt(1.0 - b2**t)
@@ -315,7 +314,7 @@ def _adam(
 
         return rule
 
-    return _optimizer(name, ("mean", "square"), prepare)
+    return _optimizer(name, ("mean", "square"), lr, prepare)
 
 
 def chain(*stages: Any) -> Optimizer:

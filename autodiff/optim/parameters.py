@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -12,7 +14,9 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, number
 from ...arrays.core.errors import ArgumentError
+from ...arrays.core.op import state
 from ...arrays.ops.creation import asarray
+from ..compiler.compile import compile
 from ..tape.hidden import hides_arrays, is_foreign, refuse_foreign, refuse_hidden
 from ..tape.tape import is_differentiable
 
@@ -30,6 +34,22 @@ def leaves_of(tree: Any, trained: bool = True) -> tuple[list[Any], trees.TreeDef
     if [x for x in leaves if type(x) is not Array and hides_arrays(x)]:
         refuse_hidden("optim", tree, "a tree of parameters")
     return leaves, treedef
+
+
+def batched(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a function of trees. Where all leaves are arrays of a GPU and nothing records, it runs compiled: a launch or two for
+    all leaves of a dtype, where its calls are several for each leaf."""
+    compiled = compile(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **named: Any) -> Any:
+        here = not state.recorders and all(
+            type(x) is Array and not isinstance(x._buf, np.ndarray | Deferred) and x.device.kind == "cuda"
+            for x in trees.flatten((args, named))[0]
+        )
+        return (compiled if here else fn)(*args, **named)
+
+    return call
 
 
 def trains(x: Any) -> bool:

@@ -211,14 +211,12 @@ def _near(xp, x, far):
     return x if x.dtype.kind == "c" else xp.clip(x, -far, far)
 
 
-def _silu(xp, g, x):
-    s = call(xp, ew.SIGMOID, x)
-    # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
-    near = _near(xp, x, -ew.SILU_IS_ZERO)
-    return g * conj(xp, s * (1.0 + near * (1.0 - s)))
-
-
-defvjp(ew.SILU, x=_silu)
+defanalytic(ew.SILU, x=lambda xp, g, x: call(xp, ew.SWIGLU_BACKWARD, 1.0, x, g))
+defanalytic(
+    ew.SWIGLU,
+    gate=lambda xp, g, gate, up: call(xp, ew.SWIGLU_BACKWARD, g, gate, up),
+    up=lambda xp, g, gate: call(xp, ew.SWIGLU, gate, g),
+)
 
 
 def _gelu_slope(xp, g, dy, x):

@@ -227,6 +227,8 @@ class Tape(Recording):
             for x in pair:
                 bufs.append(x._buf)
                 wrapped = wrapped or (isinstance(x._buf, Deferred) and type(x._buf) is not SparseCotangent)
+        if bufs and type(bufs[1]) is not np.ndarray:  # rules on CuPy's own buffers meet no float8
+            wrapped = wrapped or any(d.itemsize == 1 for d in self.short.values())
         with nullcontext() if not bufs or type(bufs[1]) is np.ndarray else on_device_of(bufs[1]):
             before = state.recorders
             others = state.recorders = tuple([r for r in before if r is not self and not is_checker(r)])

@@ -20,6 +20,7 @@ _OPTIONS = {
     "quantize": {"bits", "keys"},
     "rules": {"rules"},
     "rows": {"ranges"},
+    "blend": {"seed", "keys"},
 }
 """The options of each kind that has any."""
 _NEEDED = {"weights", "decay", "dtype", "rules", "ranges"}
@@ -63,7 +64,7 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     "kind",
     metavar="KIND",
     type=click.Choice(
-        ["mean", "sum", "ema", "difference", "add", "lora", "cast", "quantize", "rules", "rows", "repin"]
+        ["mean", "sum", "ema", "difference", "add", "lora", "cast", "quantize", "rules", "rows", "blend", "repin"]
     ),
 )
 @click.argument("sources", type=CHECKPOINT, nargs=-1, required=True)
@@ -75,7 +76,8 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
 @click.option("--scale", type=float, help="add, lora: a factor of what is added.")
 @click.option("--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="cast: of floating arrays.")
 @click.option("--bits", type=click.Choice(["8", "4"]), help="quantize: of each value.")
-@click.option("--keys", multiple=True, metavar="PATTERN", help="quantize: only these arrays (may be repeated).")
+@click.option("--keys", multiple=True, metavar="PATTERN", help="quantize, blend: only these arrays (may be repeated).")
+@click.option("--seed", type=int, help="blend: of the random choices of dare and della.")
 @click.option("--rules", type=click.Path(exists=True, dir_okay=False), help="rules: a file of key rules.")
 @click.option(
     "--rows",
@@ -95,9 +97,9 @@ def derive(kind: str, sources: tuple[str, ...], out: str, overwrite: bool, as_js
 
     KIND is mean or sum, of checkpoints; ema, over the steps of a run or over checkpoints; difference, A - B; add, BASE + scale × DELTA;
     lora, of BASE and the directory of an adapter of PEFT; cast, quantize, rules or rows, of one checkpoint;
-    repin, a document whose parents are pinned as they are now.
+    blend, by a configuration of mergekit, whose file takes the place of SOURCES; repin, a document whose parents are pinned as they are now.
     """
-    from meshtape.storage import virtual
+    from meshtape.storage import blended, virtual
 
     options = {name: value for name, value in given.items() if value not in (None, ())}
     shown = {"ranges": "rows"}
@@ -112,7 +114,8 @@ def derive(kind: str, sources: tuple[str, ...], out: str, overwrite: bool, as_js
         options["bits"] = int(options["bits"])
     if "rules" in options:
         options["rules"] = key_rules(options["rules"])
-    function = getattr(virtual, {"sum": "weighted_sum", "rules": "with_rules"}.get(kind, kind))
+    named = {"sum": "weighted_sum", "rules": "with_rules"}.get(kind, kind)
+    function = blended if kind == "blend" else getattr(virtual, named)
     is_run = kind == "ema" and len(sources) == 1
     made = function(*([sources[0] if is_run else sources] if not wanted else sources), **options)
     where = virtual.write(out, made, overwrite=overwrite)

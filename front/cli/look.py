@@ -66,6 +66,7 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
         return
     how = "" if ckpt.compression is None else f", {ckpt.compression}"
     how += "" if ckpt.computed is None else f" {ckpt.computed.expression}"
+    how += "" if ckpt.base is None else f", delta of {ckpt.base.path}"
     step = "" if ckpt.step is None else f", step {ckpt.step}"
     mesh = "".join(f", saved from {' × '.join(f'{n}={s}' for n, s in m.items())}" for m in ckpt.meshes)
     write(
@@ -167,6 +168,7 @@ def _facts(ckpt: Any, rows: list[Any], total: int) -> dict[str, Any]:
         "kind": ckpt.kind,
         "step": ckpt.step,
         "computed": None if ckpt.computed is None else str(ckpt.computed.expression),
+        "base": None if ckpt.base is None else ckpt.base.path,
         "meshes": ckpt.meshes,
         "compression": None if ckpt.compression is None else str(ckpt.compression),
         "metadata": ckpt.metadata,

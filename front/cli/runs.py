@@ -84,6 +84,7 @@ def show(path: str, as_json: bool) -> bool:
                 "metrics": dict(s.metrics),
                 "note": s.note,
                 "marks": marks,
+                "base": None if s.base is None else s.base.name,
             }
         )
     if as_json:
@@ -106,7 +107,7 @@ def show(path: str, as_json: bool) -> bool:
                 human_bytes(r["nbytes"]),
                 r["branch"] if r["current"] or r["note"] else f"{r['branch']} (left)",
                 f"{r['metrics'][metric]:.6g}" if metric in r["metrics"] else "",
-                visible(r["note"] or ", ".join(r["marks"]), 200),
+                visible(r["note"] or ", ".join(r["marks"] + ([f"delta of {r['base']}"] if r["base"] else [])), 200),
             ]
             for r in rows
         ],
@@ -196,7 +197,7 @@ def du(path: str, as_json: bool) -> None:
     """Bytes on disk, and what deleting each step would free.
 
     PATH is a directory of checkpoints, or a checkpoint. Steps share the files of arrays that did not change: those count once in the total, and
-    are free when the last step that has them is deleted.
+    are free when the last step that has them is deleted. A base of deltas is replaced by the first of them when it is deleted: about that one's bytes are free then.
     """
     from ..storage import usage
     from ..storage.browse.model.text import visible
@@ -212,9 +213,16 @@ def du(path: str, as_json: bool) -> None:
             Column("arrays", number=True, rank=1),
             Column("files", number=True),
             Column("freed alone", number=True),
+            Column("delta of", rank=2),
         ],
         [
-            [visible(s.path, 10**5), human_bytes(s.arrays), human_bytes(s.files), human_bytes(s.freed)]
+            [
+                visible(s.path, 10**5),
+                human_bytes(s.arrays),
+                human_bytes(s.files),
+                human_bytes(s.freed),
+                visible(s.base or "", 200),
+            ]
             for s in found.steps
         ],
         title=visible(f"{found.path}: {human_bytes(found.nbytes)} on disk", 10**4),

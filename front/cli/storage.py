@@ -362,6 +362,9 @@ def merge(src: str, dst: str, **options: Any) -> None:
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=CHECKPOINT)
 @click.option("--format", type=click.Choice(["zarr", "safetensors", "dcp"]), required=True, help="What to write.")
+@click.option(
+    "--layout", type=click.Choice(["dual"]), help="For zarr: files that are at once shards and safetensors files."
+)
 @_MAX_SHARD
 @each(_MESH)
 @each(_STORED)

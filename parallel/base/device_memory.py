@@ -16,7 +16,8 @@ import numpy as np
 from ...arrays.backends.backend import CuPyBackend, cupy_backend
 from ...arrays.backends.memory_pool import POOL
 from ...arrays.core.devices import Device, device
-from ...arrays.core.errors import OutOfMemory
+from ...arrays.core.dispatch import Deferred
+from ...arrays.core.errors import DTypeError, OutOfMemory
 from ...arrays.core.op import Op
 from ...arrays.native.copies import is_large, stream
 
@@ -109,18 +110,19 @@ class CudaMemory:
             yield
 
     def bind(self, op: Op) -> Callable[..., Any]:
-        return op.bind(self.xp)
+        fn = op.bind(self.xp)
+        return fn if "dtype" not in op.params else lambda *bufs, **params: _block(fn(*bufs, **params))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return self.xp.empty(shape, dtype)
 
     def full(self, shape: tuple[int, ...], value: object, dtype: np.dtype) -> Any:
-        return self._backend.filled(shape, value, dtype, self._where)
+        return _block(self._backend.filled(shape, value, dtype, self._where))
 
     def put(self, a: Any) -> Any:
         if isinstance(a, self.xp.ndarray):
             return a
-        return self._backend.from_host(np.asarray(a), self._where)
+        return _block(self._backend.from_host(np.asarray(a), self._where))
 
     def copy(self, to: Any, source: Any) -> None:
         to[...] = source
@@ -139,6 +141,12 @@ class CudaMemory:
             return e
         except Exception:
             return error
+
+
+def _block(buf: Any) -> Any:
+    if isinstance(buf, Deferred):
+        raise DTypeError(f"{buf.dtype.name} has no blocks on a mesh of GPUs: cast the array, or use a mesh of CPUs")
+    return buf
 
 
 def memory_of(name: str) -> BlockMemory:

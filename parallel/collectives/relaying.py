@@ -9,6 +9,8 @@ systems, 1997).
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,22 +61,32 @@ def route(
     deliveries: Mapping[Parcel, tuple[Delivery, ...]],
 ) -> Route:
     """The route of one process. ``given(source, target)`` lists the parcels that one process has for another."""
-    n, here = len(processes), list(processes).index(process)
 
-    def carried(at: int, k: int) -> tuple[Parcel, ...]:
-        """The parcels that reach a place in round ``k``, whether they end there or go on."""
-        out: dict[Parcel, None] = {}
-        for way in range(1 << k, min(2 << k, n)):
-            source = (at - way) % n
-            for whole_way in range(way, n, 2 << k):
-                out.update(dict.fromkeys(given(processes[source], processes[(source + whole_way) % n])))
-        return tuple(out)
+    def carried(pairs: Sequence[tuple[int, int]]) -> tuple[Parcel, ...]:
+        lists = {id(found): found for s, t in pairs if (found := given(processes[s], processes[t]))}
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(lists.values())))
 
-    rounds = []
-    for k in range(depth(n)):
-        to, source = (here + (1 << k)) % n, (here - (1 << k)) % n
-        rounds.append(RelayRound(processes[to], carried(to, k), processes[source], carried(here, k)))
+    ways = _ways(len(processes), list(processes).index(process))
+    rounds = [
+        RelayRound(processes[to], carried(sent), processes[source], carried(got)) for to, sent, source, got in ways
+    ]
     return Route(tuple(rounds), deliveries)
+
+
+Pairs = list[tuple[int, int]]
+
+
+@functools.lru_cache(maxsize=8)
+def _ways(n: int, here: int) -> list[tuple[int, Pairs, int, Pairs]]:
+    """By round, for the process at place ``here`` of ``n``: the next place and the previous one, each with the (source, target) places of the
+    parcels that go there, or come from there, whether they end here or go on."""
+
+    def carried(at: int, k: int) -> Pairs:
+        sources = [((at - way) % n, way) for way in range(1 << k, min(2 << k, n))]
+        return [(s, (s + whole_way) % n) for s, way in sources for whole_way in range(way, n, 2 << k)]
+
+    steps = [(1 << k, k) for k in range(depth(n))]
+    return [((here + d) % n, carried((here + d) % n, k), (here - d) % n, carried(here, k)) for d, k in steps]
 
 
 class Relaying:

@@ -65,12 +65,8 @@ def jobs_of(scheduler: Any) -> list[dict[str, Any]]:
 # ----- rows of the page --------------------------------------------------------------------------------------------------
 
 
-def work_rows(work: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table of checkpoints that are being written: each with its share, bytes, rate, time and state."""
-    return [_work_row(a) for a in work]
-
-
-def _work_row(a: dict[str, Any]) -> dict[str, Any]:
+def work_row(a: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that is being written: its share, bytes, rate, time and state."""
     running, share = a["state"] == "running", a["done"] / a["total"] if a["total"] else 0.0
     rate = a["done"] / a["seconds"] if a["seconds"] > 0 else 0.0
     size, wrong = human_bytes(a["total"]), True
@@ -95,12 +91,8 @@ def _work_row(a: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def job_rows(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table of training jobs, as ``meshtape status`` shows them."""
-    return [_job_row(j) for j in jobs]
-
-
-def _job_row(j: dict[str, Any]) -> dict[str, Any]:
+def job_row(j: dict[str, Any]) -> dict[str, Any]:
+    """A training job, as ``meshtape status`` shows it."""
     gone = j.get("alive") is False and j["state"] in ("starting", "running", "restarting")
     loss, rate, steps = j.get("loss"), j.get("per_second"), j.get("steps")
     return {

@@ -32,7 +32,7 @@ from ...storage.browse.server.app import LOOPBACK
 from ...storage.browse.server.handlers import POLICY, Access, host_of
 from ...storage.browse.server.handlers import routes as _browse_routes
 from ...storage.browse.views.frame import Markup, Shown, href, page, template
-from .jobs_panel import job_rows, jobs_of, work_of, work_rows
+from .jobs_panel import job_row, jobs_of, work_of, work_row
 
 _ROUTES = "distributed.scheduler.http.routes"
 _EVENTS = 12
@@ -160,7 +160,7 @@ def _template() -> Any:
 
 def body_of(state: dict[str, Any], whole: bool = False) -> str:
     """The live part of the page, and the head above it where ``whole`` is true."""
-    jobs, work = job_rows(state["jobs"]), work_rows(state["writing"])
+    jobs, work = list(map(job_row, state["jobs"])), list(map(work_row, state["writing"]))
     return _template().render(state, whole=whole, job_rows=jobs, work_rows=work, every=EVERY)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...arrays.core.program import Entry
 from ..partition.overlap import Start, Wait, schedule
 from ..partition.rank_program import LocalCall, Move, Moves, RankProgram
-from ..resharding.expert_all_to_all import RaggedPlan
+from ..resharding.expert_all_to_all import ExpectedVolume
 from ..resharding.schedule import described
 from ..sharding.placement import dims_text
 from .executor import thin_values
@@ -69,7 +69,7 @@ def program_text(program: RankProgram, names: Sequence[str], cuda: bool = False)
 def _amount(program: RankProgram, m: Move) -> str:
     """How much a move moves, in words."""
     plan, itemsize = program.plan(m), program.avals[m.source].dtype.itemsize
-    if not isinstance(plan, RaggedPlan):
+    if not isinstance(plan, ExpectedVolume):
         how = described(plan, program.avals[m.source].dtype)
         return f"{plan.bytes_received(itemsize)} bytes" + (f", {how}" if how else "")
     return f"{plan.bytes_received(itemsize)} bytes where all are chosen alike, {plan.most * itemsize} at most"

@@ -46,11 +46,20 @@ def flops(s: LocalCall, avals: Mapping[int, ShapeDtype]) -> float:
         return 2.0 * out * math.prod(kernel) / max(kernel[0] if name == "conv" else kernel[1], 1)
     if name == "conv_kernel":
         return 2.0 * out * math.prod(operands[-1].shape) / max(operands[-1].shape[1], 1)
+    if name.startswith("attention"):
+        forward = name == "attention"
+        _, k, v = operands[:3] if forward else operands[1:4]
+        rows = avals[s.outputs[0]] if forward else operands[0]
+        products = k.shape[-1] + v.shape[-1] if forward else 3 * k.shape[-1] + 2 * v.shape[-1]
+        return 2.0 * math.prod(rows.shape[:-1]) * k.shape[-2] * products
     if name.startswith("experts"):
         rows = math.prod(operands[0].shape[:-1])
         weights = [a for a in operands if len(a.shape) == 3]
         each = sum(math.prod(a.shape[1:]) for a in weights)
         return (2.0 if name == "experts" else 6.0) * rows * each
+    if name.startswith("linear_cross_entropy"):
+        *_, weight, labels = operands if name.endswith("y") else operands[:-1]
+        return (2.0 if name.endswith("y") else 6.0) * math.prod(labels.shape) * math.prod(weight.shape)
     size = max([out, *(math.prod(a.shape) for a in operands)])
     return float(size * s.op.flops)
 

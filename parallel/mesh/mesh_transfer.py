@@ -18,7 +18,6 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.dispatch import apply
 from ...arrays.core.errors import ReshardError
-from ...arrays.core.op import Op, ShapeDtype
 from ..execution.runtime import HostValue, LocalRuntime
 from ..resharding.plan import overlaps
 from ..sharding.mesh_protocol import MeshProtocol
@@ -98,15 +97,7 @@ def plan_transfer(
 # ----- the op -----------------------------------------------------------------------------------------------------------
 
 
-def _nowhere(xp: Any, x: Any, source: Sharding, target: Sharding) -> Any:
-    return x
-
-
-def _same(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return args[0]
-
-
-TRANSFER = RankOp("transfer", ("x",), _nowhere, _same)
+TRANSFER = RankOp("transfer", ("x",), lambda xp, x, source, target: x)
 """The same value on another mesh. It is carried out at once."""
 
 
@@ -203,10 +194,10 @@ def _over_dask(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tupl
     args: dict[int, list[Any]] = {}
     for q in range(len(new.addresses)):
         payload = {
-            t: (block_box(target.layout, target.mesh.sizes, shape, t).shape, sources[0][0].dtype, boxes[t])
+            (0, t): (block_box(target.layout, target.mesh.sizes, shape, t).shape, sources[0][0].dtype, boxes[t])
             for t in new.hosted(q)
         }
-        args[q] = [payload, *futures.get(q, ())]
+        args[q] = [payload, 1, *futures.get(q, ())]
     return RemoteBlocks(new.kept(join_blocks, "transfer", args), 0)
 
 
@@ -214,24 +205,24 @@ def cut_parts(
     payloads: Mapping[int, Sequence[tuple[Any, Box]]], blocks: Mapping[int, Sequence[np.ndarray]]
 ) -> dict[Any, np.ndarray]:
     """On a worker of the old mesh: the parts that one worker of the new mesh gets, as bytes."""
-    return {
-        key: np.ascontiguousarray(blocks[rank][0][box.slices]).reshape(-1).view(np.uint8)
-        for rank, wanted in payloads.items()
-        for key, box in wanted
-    }
+    return {key: bytes_of(blocks[rank][0][box.slices]) for rank, wanted in payloads.items() for key, box in wanted}
 
 
-def join_parts(payloads: Mapping[int, Any], pieces: Mapping[Any, np.ndarray]) -> dict[int, np.ndarray]:
-    """On a worker of the new mesh: the blocks of its ranks."""
-    return {
-        t: _joined(shape, dtype, [(box, pieces[key].view(dtype).reshape(box.shape)) for key, box in wanted])
-        for t, (shape, dtype, wanted) in payloads.items()
-    }
+def bytes_of(block: Any) -> np.ndarray:
+    """The elements of a block in the memory of the host as bytes, which any connection carries."""
+    return np.ascontiguousarray(block).reshape(-1).view(np.uint8)
 
 
-def join_blocks(context: Any, payloads: Mapping[int, Any], *cuts: Mapping[Any, np.ndarray]) -> Any:
-    """On a worker of the new mesh: a bundle of the blocks of its ranks."""
+def join_blocks(
+    context: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]
+) -> Any:
+    """On a worker of the new mesh: a bundle of the blocks of its ranks, for ``count`` arrays. ``payloads`` has shape, dtype and parts of
+    each block, by array and rank; ``cuts`` the bytes of the parts."""
     from ..dask.worker import kept
 
     pieces = {key: part for cut in cuts for key, part in cut.items()}
-    return kept(context, {0: join_parts(payloads, pieces)})
+    slots: dict[int, dict[int, np.ndarray]] = {slot: {} for slot in range(count)}
+    for (slot, t), (shape, dtype, wanted) in payloads.items():
+        parts = [(box, pieces[key].view(dtype).reshape(box.shape)) for key, box in wanted]
+        slots[slot][t] = _joined(shape, dtype, parts)
+    return kept(context, slots)

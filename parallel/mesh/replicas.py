@@ -38,6 +38,7 @@ from ..execution.runtime import HostValue, LocalRuntime
 from ..sharding.placement import Sharding, block_box
 from .api import distribute, reshard
 from .mesh import Mesh
+from .mesh_transfer import bytes_of, join_blocks
 from .sharded_array import sharded_array
 
 log = logging.getLogger("meshtape")
@@ -153,7 +154,10 @@ class Replica:
     def _take(self, arrays: Mapping[int, Array], workers: Sequence[str]) -> None:
         sources: dict[Key, dict[str, tuple[Any, int, int]]] = {}  # block → worker → (handle, rank, process)
         holders: dict[Key, tuple[list[str], int]] = {}
-        for mesh, numbers in _by_mesh(arrays):
+        by_mesh: dict[Mesh, list[int]] = {}
+        for i, x in arrays.items():
+            by_mesh.setdefault(x.sharding.mesh, []).append(i)  # type: ignore[union-attr]
+        for mesh, numbers in by_mesh.items():
             runtime = mesh.runtime
             runtime._check_open()
             self._streams = runtime._streams
@@ -234,11 +238,7 @@ class Replica:
                 far[i] = s
             else:
                 out[i] = distribute(leaf.here, s) if leaf.here.sharding is None else reshard(leaf.here, s)
-        meshes: list[Mesh] = []
-        for s in far.values():
-            if not any(s.mesh is m for m in meshes):
-                meshes.append(s.mesh)
-        for mesh in meshes:
+        for mesh in dict.fromkeys(s.mesh for s in far.values()):
             mine = {i: s.check(self._leaves[i].shape, self._leaves[i].dtype) for i, s in far.items() if s.mesh is mesh}
             for i, x in self._on(mesh, mine).items():
                 out[i] = x
@@ -281,7 +281,7 @@ class Replica:
         for (keeper, q), cut_here in parts.items():
             cuts.setdefault(q, []).append(self._submit(cut_kept, keeper, "restore", cut_here, self._kept[keeper]))
         args = {q: [blocks.get(q, {}), len(wanted), *cuts.get(q, ())] for q in range(len(new.addresses))}
-        this = new.kept(join_kept, "restore", args)
+        this = new.kept(join_blocks, "restore", args)
         return {
             i: sharded_array(mesh, s.layout, self._leaves[i].aval, RemoteBlocks(this, slots[i]))
             for i, s in wanted.items()
@@ -328,18 +328,6 @@ def _here(x: Array) -> Any:
     if _remote(x):
         return asarray(np.asarray(x))
     return asarray(x, copy=True) if x.sharding is None else wrap(x._buf)
-
-
-def _by_mesh(arrays: Mapping[int, Array]) -> list[tuple[Mesh, list[int]]]:
-    groups: list[tuple[Mesh, list[int]]] = []
-    for i, x in arrays.items():
-        mesh = x.sharding.mesh  # type: ignore[union-attr]
-        found = next((g for m, g in groups if m is mesh), None)
-        if found is None:
-            groups.append((mesh, [i]))
-        else:
-            found.append(i)
-    return groups
 
 
 def _wanted(
@@ -395,25 +383,9 @@ def changed(_: Any, keys: Sequence[Key], kept: ReplicaBlocks) -> list[Key]:
 
 
 def _sum(block: Any) -> int:
-    return crc32c(np.ascontiguousarray(on_host(block)).reshape(-1).view(np.uint8))
+    return crc32c(bytes_of(on_host(block)))
 
 
 def cut_kept(_: Any, wanted: Sequence[tuple[Any, Key, Box]], kept: ReplicaBlocks) -> dict[Any, np.ndarray]:
     """The parts of kept blocks that one worker needs."""
-    return {n: np.asarray(kept.blocks[key][box.slices], order="C") for n, key, box in wanted}
-
-
-def join_kept(
-    context: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]
-) -> Any:
-    """Run on a worker of the new mesh: a bundle of its ranks' blocks."""
-    from ..dask.worker import kept
-
-    pieces = {name: part for c in cuts for name, part in c.items()}
-    slots: dict[int, dict[int, np.ndarray]] = {slot: {} for slot in range(count)}
-    for (slot, t), (shape, dtype, targets) in payloads.items():
-        block = np.empty(shape, dtype)
-        for name, box in targets:
-            block[box.slices] = pieces[name]
-        slots[slot][t] = block
-    return kept(context, slots)
+    return {n: bytes_of(on_host(kept.blocks[key])[box.slices]) for n, key, box in wanted}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ from .layers import (
     rotate,
     split_heads,
 )
-from .plans import AXES, Plan, Stages, block_cuts, constrained, parse
+from .plans import AXES, Plan, Stages, block_cuts, constrained, parse, split_blocks
 
 PARAMETERS = {
     "tp": {"*attn.[qkv]": 1, "*attn.o": 0, "*ffn.gate": 1, "*ffn.up": 1, "*ffn.down": 0, "*experts.gate": 2}
@@ -150,13 +148,8 @@ class Config:
         if "num_local_experts" in c:
             experts = moe.Config(c["num_local_experts"], c["num_experts_per_tok"], capacity_factor=None)
         return cls(
-            vocab=c["vocab_size"],
-            width=c["hidden_size"],
-            layers=c["num_hidden_layers"],
-            heads=c["num_attention_heads"],
-            kv_heads=c["num_attention_heads"] if kv_heads is None else kv_heads,
-            ffn=c["intermediate_size"],
-            max_length=c["max_position_embeddings"],
+            **{ours: c[theirs] for ours, theirs in huggingface.SIZES.items()},
+            kv_heads=kv_heads,
             theta=float(c["rope_theta"]),
             rope=c["rope"],
             eps=c["rms_norm_eps"],
@@ -214,8 +207,8 @@ def apply(
     plan
         The plan by which the arrays lie on their mesh (:func:`plan`); it moves activations. Not needed off a mesh.
     recompute
-        What the backward pass computes again instead of keeping it (Chen et al., 2016): ``"none"``; ``"attention"``, scores and weights,
-        which grow with the square of the sequence; ``"blocks"``, all but the input of each block.
+        What the backward pass computes again instead of keeping it (Chen et al., 2016): ``"none"``; ``"blocks"``, all but the
+        input of each block. ``"attention"`` is ``"none"``: scores and weights of attention are never kept.
     with_aux
         Also give the balance loss of the experts (0 for a dense decoder).
 
@@ -259,10 +252,10 @@ def blocks(
     aux: Any = 0.0
     tables = rotary_tables(np.arange(x.shape[1]), config.head_size, config.theta, config.rope)
     for i, layer in enumerate(layers):
-        block_key = None if key is None else _block_key(key, first + i)
+        block_key = None if key is None else random.fold_in(key, first + i)
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Any:
-            return _block(layer, x, config, tables, block_key, plan, recompute)
+            return _block(layer, x, config, tables, block_key, plan)
 
         x, loss = (checkpoint(run) if recompute == "blocks" else run)(layer, x)
         aux = aux + loss
@@ -271,12 +264,13 @@ def blocks(
 
 def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) -> Array:
     """The last stage: norm and head, to logits."""
+    return linear(*_head(params, x, config, plan))
+
+
+def _head(params: Any, x: Array, config: Config, plan: Plan | None) -> tuple[Array, Array]:
+    """The factors of the logits."""
     x = constrained(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
-    return linear(x, matrix_transpose(params["embed"]) if config.tied else params["head"])
-
-
-def _block_key(key: Array, i: int) -> Array:
-    return random.fold_in(key, i)
+    return x, matrix_transpose(params["embed"]) if config.tied else params["head"]
 
 
 def _block(
@@ -286,23 +280,22 @@ def _block(
     tables: tuple[Array, Array],
     key: Array | None,
     plan: Plan | None,
-    recompute: str,
 ) -> tuple[Array, Any]:
     keys = None if key is None else Keys(key)
     h = constrained(plan, nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps), "region")
-    attended = _attention(p["attn"], h, c, tables, plan, recompute)
+    attended = _attention(p["attn"], h, c, tables, plan)
     x = x + constrained(plan, maybe_dropout(attended, c.dropout, keys), "residual")
     h = constrained(plan, nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps), "region")
     aux: Any = asarray(np.float32(0))
     if c.experts is None:
         f = p["ffn"]
-        out = linear(nn.silu(linear(h, f["gate"])) * linear(h, f["up"]), f["down"])
+        out = linear(nn.swiglu(linear(h, f["gate"]), linear(h, f["up"])), f["down"])
     else:
         out, aux = moe.apply(p["ffn"], h, c.experts, plan=plan)
     return x + constrained(plan, maybe_dropout(out, c.dropout, keys), "residual"), aux
 
 
-def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: Plan | None, recompute: str) -> Array:
+def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: Plan | None) -> Array:
     # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
     q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), *tables)
     k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), *tables)
@@ -311,8 +304,7 @@ def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: P
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:
         out = ring_attention(q, k, v, axis=AXES["cp"], is_causal=True)
     else:
-        attend = partial(nn.scaled_dot_product_attention, is_causal=True)
-        out = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
+        out = nn.scaled_dot_product_attention(q, k, v, is_causal=True)
     return linear(join_heads(out), p["o"])
 
 
@@ -330,8 +322,9 @@ def loss(
     ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not count.
     With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
-    logits, aux = apply(params, batch["ids"], config, key=key, plan=plan, recompute=recompute, with_aux=True)
-    return _balanced(*_token_loss(logits, batch["labels"]), aux, config)
+    x = embed(params, check_ids("decoder", batch["ids"], config.max_length), config, key=key, plan=plan)
+    x, aux = blocks(params["layers"], x, config, key=key, plan=plan, recompute=recompute)
+    return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
 
 
 def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Array, Array]:
@@ -339,10 +332,9 @@ def _balanced(total: Array, weight: Array, aux: Any, config: Config) -> tuple[Ar
     return (total if config.experts is None else total + config.experts.aux_weight * aux * weight), weight
 
 
-def _token_loss(logits: Array, labels: Any) -> tuple[Array, Array]:
+def _token_loss(params: Any, x: Array, labels: Any, config: Config, plan: Plan | None) -> tuple[Array, Array]:
     labels = asarray(labels)
-    wide = logits if logits.dtype.itemsize > 2 else astype(logits, np.float32)
-    total = nn.cross_entropy(wide, labels, reduction="sum", ignore_index=-100)
+    total = nn.linear_cross_entropy(*_head(params, x, config, plan), labels, reduction="sum", ignore_index=-100)
     return total, sum_(astype(labels != -100, total.dtype))
 
 
@@ -367,7 +359,7 @@ def stages(
             aux = before + aux
             if number < count - 1:
                 return x if config.experts is None else (x, aux)
-            return _balanced(*_token_loss(project(params, x, config, plan=plan), batch["labels"]), aux, config)
+            return _balanced(*_token_loss(params, x, batch["labels"], config, plan), aux, config)
 
         return run
 
@@ -376,15 +368,8 @@ def stages(
 
 def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], list[Any]]:
     """Parameters of the stages, and which are tied (the embedding, where the head is its transpose), for ``mt.training.Pipeline``."""
-    cuts = block_cuts("decoder", config.layers, count)
-    out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
-    out[0]["embed"] = params["embed"]
-    out[-1]["norm"] = params["norm"]
-    if not config.tied:
-        out[-1]["head"] = params["head"]
-        return out, []
-    out[-1]["embed"] = params["embed"]
-    return out, [((0, "embed"), (count - 1, "embed"))] if count > 1 else []
+    out = split_blocks("decoder", params, config.layers, count, ("norm", "embed" if config.tied else "head"))
+    return out, [((0, "embed"), (count - 1, "embed"))] if config.tied and count > 1 else []
 
 
 def staged(config: Config, *, plan: Plan | None = None, recompute: Recompute = "none") -> Stages:

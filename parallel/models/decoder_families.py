@@ -7,17 +7,7 @@ from typing import Any
 from ...storage import Rules
 from . import huggingface
 
-_LLAMA = dict.fromkeys(
-    (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "max_position_embeddings",
-    ),
-    ...,
-) | {
+_LLAMA = dict.fromkeys(huggingface.SIZES.values(), ...) | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
     "num_key_value_heads": None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,7 @@ from .layers import (
     maybe_dropout,
     split_heads,
 )
-from .plans import Plan, Stages, block_cuts, constrained, parse
+from .plans import Plan, Stages, block_cuts, constrained, parse, split_blocks
 
 PARAMETERS = {
     "tp": {"*attn.[qkv].weight": 1, "*attn.[qkv].bias": 0, "*attn.o.weight": 0}
@@ -46,11 +45,10 @@ PARAMETERS = {
 ACTIVATIONS = {"tp": {"residual": -1}, "sp": {"residual": 1, "region": -1}}
 
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 FAMILIES = {
     "bert": huggingface.Family(
         "mt.models.encoder",
-        dict.fromkeys((*_SIZES, "max_position_embeddings"), ...) | {"type_vocab_size": 2, "layer_norm_eps": 1e-12},
+        dict.fromkeys(huggingface.SIZES.values(), ...) | {"type_vocab_size": 2, "layer_norm_eps": 1e-12},
         {
             "hidden_act": ("gelu",),
             "position_embedding_type": ("absolute",),
@@ -115,16 +113,8 @@ class Config:
     def from_huggingface(cls, path: str | Path) -> Config:
         """From the ``config.json`` of a BERT model. Raises :class:`UnsupportedModel` where it is of another kind; names each field."""
         c = huggingface.read(path, FAMILIES)
-        return cls(
-            vocab=c["vocab_size"],
-            width=c["hidden_size"],
-            layers=c["num_hidden_layers"],
-            heads=c["num_attention_heads"],
-            ffn=c["intermediate_size"],
-            max_length=c["max_position_embeddings"],
-            types=c["type_vocab_size"],
-            eps=c["layer_norm_eps"],
-        )
+        sizes = {ours: c[theirs] for ours, theirs in huggingface.SIZES.items()}
+        return cls(**sizes, types=c["type_vocab_size"], eps=c["layer_norm_eps"])
 
 
 def init(key: Array, config: Config, *, dtype: Any = np.float32) -> dict[str, Any]:
@@ -169,7 +159,7 @@ def apply(
     types
         Segment of each token, like ``ids``; 0 by default.
     key, plan, recompute
-        As for the decoder.
+        As for the decoder. With dropout the weights of attention are kept, unless ``recompute`` is ``"attention"``.
 
     Returns
     -------
@@ -239,7 +229,7 @@ def _block(
     rate = c.dropout if keys is not None else 0.0
     dropout_key = keys() if keys is not None and rate else None
     attend = partial(nn.scaled_dot_product_attention, mask=seen, dropout_rate=rate, dropout_key=dropout_key)
-    mixed = (checkpoint(attend) if recompute == "attention" else attend)(q, k, v)
+    mixed = (checkpoint(attend) if recompute == "attention" and rate else attend)(q, k, v)
     out = maybe_dropout(_linear(join_heads(mixed), a["o"]), c.dropout, keys)
     x = constrained(plan, _norm(x + out, a["norm"], c), "residual")
     out = maybe_dropout(_linear(nn.gelu(_linear(constrained(plan, x, "region"), f["up"])), f["down"]), c.dropout, keys)
@@ -341,6 +331,9 @@ def staged(
     """
     check_recompute(recompute)
 
+    def head(params: Any) -> list[str]:
+        return [n for n in params if n != "layers" and (tied or n != "embed")]
+
     def stage(number: int, cuts: list[int]) -> Callable[[Any, Any, Any, Any], Any]:
         def run(params: Any, x: Any, batch: Any, key: Any) -> Any:
             if number == 0:
@@ -354,7 +347,7 @@ def staged(
             x = _blocks(params["layers"], x, seen, config, cuts[number], key, plan, recompute)
             if number < len(cuts) - 2:
                 return x if mask is None else (x, mask)
-            return loss({n: v for n, v in params.items() if n != "layers" and (tied or n != "embed")}, x, batch, key)
+            return loss({n: params[n] for n in head(params)}, x, batch, key)
 
         return run
 
@@ -363,11 +356,7 @@ def staged(
         return [stage(i, cuts) for i in range(count)]
 
     def split(params: Any, count: int) -> list[Any]:
-        cuts = block_cuts("encoder", config.layers, count)
-        out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
-        out[0]["embed"] = params["embed"]
-        out[-1].update({n: v for n, v in params.items() if n != "layers" and (tied or n != "embed")})
-        return out
+        return split_blocks("encoder", params, config.layers, count, head(params))
 
     return Stages(functions, split)
 

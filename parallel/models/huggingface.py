@@ -16,6 +16,16 @@ from typing import Any
 from ...arrays.core.errors import UnsupportedModel
 from .layers import RopeScaling
 
+SIZES = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+    "max_length": "max_position_embeddings",
+}
+"""The sizes that every model has: our names of them, and theirs."""
+
 IGNORED = frozenset(
     re.findall(
         r"\w+",
@@ -124,7 +134,8 @@ def read(path: str | Path, families: Mapping[str, Family], *, max_length: int | 
             found["max_position_embeddings"], max_length or found["max_position_embeddings"]
         )
         if "rope_theta" in found:
-            _check_heads(found, wrong)
+            if (size := found["head_dim"]) is not None and size * found["num_attention_heads"] != found["hidden_size"]:
+                wrong["head_dim"] = WHY["head_dim"]
             _check_window(given, found, wrong)
             found["rope"] = _rope(given, found, wrong)
     if wrong:
@@ -135,11 +146,6 @@ def read(path: str | Path, families: Mapping[str, Family], *, max_length: int | 
             f"{path} describes a model that {family.model} would compute wrongly, or not at all:\n" + "\n".join(lines)
         )
     return found
-
-
-def _check_heads(found: Mapping[str, Any], wrong: dict[str, str]) -> None:
-    if found["head_dim"] is not None and found["head_dim"] * found["num_attention_heads"] != found["hidden_size"]:
-        wrong["head_dim"] = WHY["head_dim"]
 
 
 def _check_window(given: Mapping[str, Any], found: Mapping[str, Any], wrong: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
+from ...arrays.nn.linear_cross_entropy import linear as linear
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.manipulation import astype, flip, permute_dims, reshape
 from ..forecasting.specs import Spec
@@ -54,21 +55,6 @@ class Keys:
 def dense(key: Array, inputs: int, outputs: int, std: float, dtype: Any) -> Array:
     """A normal weight of shape ``(inputs, outputs)``, for ``x @ w``."""
     return astype(random.normal(key, (inputs, outputs), dtype=np.float32) * std, dtype, copy=False)
-
-
-def linear(x: Array, w: Array) -> Array:
-    """``x @ w`` for ``x`` of shape ``(b, s, inputs)``, as one product of matrices.
-
-    As a product of stacks the gradient of ``w`` would be one matrix a row of the batch, and their sum. Where rows of the flattened
-    ``x`` would not lie as those of ``x`` do (a split sequence, an uneven split of the batch) it stays a stack.
-    """
-    here = x.sharding
-    if here is not None:
-        parts = math.prod(here.mesh.sizes[a] for a in here.layout.axes_of(0))
-        if here.layout.axes_of(1) or x.shape[0] % parts:
-            return x @ w
-    b, s, inputs = x.shape
-    return reshape(reshape(x, (b * s, inputs)) @ w, (b, s, w.shape[1]))
 
 
 def maybe_dropout(x: Array, rate: float, key: Callable[[], Array] | None) -> Array:

@@ -191,6 +191,6 @@ def _with_places(
     dispatch, combine, first = route(probabilities, config)
     to_places = matrix_transpose(reshape(astype(dispatch, x.dtype, copy=False), (b, s, e * c)))
     inside = constrained(plan, reshape(to_places @ x, (b, e, c, width)), "expert_in")
-    hidden = nn.silu(inside @ experts["gate"]) * (inside @ experts["up"])
+    hidden = nn.swiglu(inside @ experts["gate"], inside @ experts["up"])
     outside = constrained(plan, hidden @ experts["down"], "expert_out")
     return reshape(astype(combine, x.dtype, copy=False), (b, s, e * c)) @ reshape(outside, (b, e * c, width)), first

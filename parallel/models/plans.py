@@ -21,8 +21,9 @@ A part whose axis the mesh lacks does nothing, so that one plan serves a laptop 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,6 +193,15 @@ def block_cuts(name: str, layers: int, count: int) -> list[int]:
         raise ShapeError(f"[{name}] {layers} blocks cannot be cut into {count} stages")
     small, more = divmod(layers, count)
     return [i * small + min(i, more) for i in range(count + 1)]
+
+
+def split_blocks(name: str, params: Any, layers: int, count: int, last: Iterable[str]) -> list[Any]:
+    """The tree of each stage: its blocks, with the embedding in the first and the branches ``last`` in the last one."""
+    cuts = block_cuts(name, layers, count)
+    out: list[Any] = [{"layers": params["layers"][a:b]} for a, b in itertools.pairwise(cuts)]
+    out[0]["embed"] = params["embed"]
+    out[-1].update({n: params[n] for n in last})
+    return out
 
 
 def widen(placed: Mapping[str, Placement], shape: Sequence[int], mesh: Mesh, axis: str) -> dict[str, Placement]:

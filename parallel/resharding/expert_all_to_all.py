@@ -19,18 +19,15 @@ memory has to hold them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...arrays.backends.row_blocks import wide
-from ...arrays.core.blocks import Box
-from ...arrays.core.op import Op, ShapeDtype
 from ..base.device_memory import BlockMemory, on_host
 from ..collectives.pieces import ArraySink
 from ..sharding.ops import RankOp
-from .plan import Piece, ReshardPlan
 
 # ----- local ops before and after the exchange ------------------------------------------------------------------------
 
@@ -45,10 +42,6 @@ def _route(xp: Any, chosen: Any, numbers: Any, bounds: Sequence[tuple[int, int]]
     return xp.concatenate(parts), xp.asarray([[len(p) for p in parts]], dtype=np.int64)
 
 
-def _pack(xp: Any, x: Any, order: Any) -> Any:
-    return _rows(x)[order]
-
-
 def _unpack(xp: Any, found: Any, order: Any, counts: Any, like: Any) -> Any:
     """Add received rows up at their sources; a row that was sent to several ranks comes back from each."""
     n, width = math.prod(like.shape[:-1]), found.shape[-1]
@@ -60,14 +53,10 @@ def _unpack(xp: Any, found: Any, order: Any, counts: Any, like: Any) -> Any:
     return out.reshape(*like.shape[:-1], width).astype(found.dtype, copy=False)
 
 
-def _no_shape(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return args[0]  # a rank finds it out
-
-
-ROUTE = RankOp("route", ("chosen", "numbers"), _route, _no_shape)
+ROUTE = RankOp("route", ("chosen", "numbers"), _route)
 ROUTE.nout = 2
-PACK = RankOp("pack", ("x", "order"), _pack, _no_shape)
-UNPACK = RankOp("unpack", ("found", "order", "counts", "like"), _unpack, _no_shape)
+PACK = RankOp("pack", ("x", "order"), lambda xp, x, order: _rows(x)[order])
+UNPACK = RankOp("unpack", ("found", "order", "counts", "like"), _unpack)
 
 
 # ----- the exchange ---------------------------------------------------------------------------------------------------
@@ -90,9 +79,9 @@ class AllToAllV(NamedTuple):
         """As in ``ragged_all_to_all(expert)``."""
         return f"ragged_all_to_all({'+'.join(names[a] for a in self.axes)})"
 
-    def plan(self, row: int) -> RaggedPlan:
+    def plan(self, row: int) -> ExpectedVolume:
         """The expected volume, for rows of ``row`` elements."""
-        return RaggedPlan(self, row)
+        return ExpectedVolume(self.likely * row, self.most * row)
 
     def share(self, homes: Sequence[int], process: int) -> AllToAllVShare:
         """The part of one process; ``homes`` gives the process of every rank."""
@@ -102,36 +91,16 @@ class AllToAllV(NamedTuple):
         return AllToAllVShare(self.back, place, tuple(homes), process, sends, receives)
 
 
-class RaggedPlan(ReshardPlan):
-    """The expected volume of a :class:`AllToAllV` move. It has no pieces, as these are found at run time."""
+class ExpectedVolume(NamedTuple):
+    """What a plan says of an :class:`AllToAllV` move, whose pieces are found at run time: elements that cross between ranks if all experts
+    are chosen equally often, and at most."""
 
-    reduce, terms, fill = None, 1, "sum"
+    elements_moved: int
+    most: int
 
-    def __init__(self, what: AllToAllV, row: int) -> None:
-        self.size = sum(map(len, what.groups))
-        self.elements_moved, self.most = what.likely * row, what.most * row  # type: ignore[misc]
-
-    elements_moved = 0
-
-    def takes_part(self, rank: int) -> bool:
-        return False
-
-    def box(self, rank: int) -> Box:
-        raise AssertionError("the block is found out at run time")
-
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        return ()
-
-    def piece(self, source: int, rank: int) -> Piece | None:
-        return None
-
-    def lane(self, rank: int) -> Hashable:
-        return rank
-
-    holds = same = group = lane
-
-    def partners(self, rank: int) -> Sequence[int]:
-        return (rank,)
+    def bytes_received(self, itemsize: int) -> int:
+        """Bytes that cross between ranks."""
+        return itemsize * self.elements_moved
 
 
 class AllToAllVShare(NamedTuple):

@@ -34,15 +34,6 @@ class Piece(NamedTuple):
     term: int
 
 
-class RankPlan(NamedTuple):
-    """The sources of one rank's new block: ``pieces``, in order. A ``neutral`` block is filled with the identity of a
-    pending reduction, whose value another rank's block carries."""
-
-    box: Box
-    pieces: tuple[Piece, ...]
-    neutral: bool
-
-
 class ReshardPlan(ABC):
     """The pieces that move between the blocks of ``size`` ranks.
 
@@ -104,20 +95,12 @@ class ReshardPlan(ABC):
     def elements_moved(self) -> int:
         """Elements that cross between ranks."""
 
-    def rank_plan(self, rank: int) -> RankPlan | None:
-        """The sources of a rank's new block; None for a rank that takes no part."""
-        if not self.takes_part(rank):
-            return None
-        return RankPlan(self.box(rank), self.pieces(rank), self.neutral(rank))
-
-    @property
-    def ranks(self) -> tuple[RankPlan | None, ...]:
-        """The plan of every rank; together they may have as many pieces as the square of the number of ranks."""
-        return tuple(map(self.rank_plan, range(self.size)))
-
     def bytes_received(self, itemsize: int) -> int:
         """Bytes that cross between ranks."""
         return itemsize * self.elements_moved
+
+
+_box = functools.lru_cache(maxsize=8192)(Box)
 
 
 class Overlap(NamedTuple):
@@ -137,6 +120,8 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
     """
     if not want.size:
         return []
+    if not shape:
+        return [Overlap(0, want, want)]
     strides = strides_of(sizes)
     found: list[
         list[tuple[int, int, int, int]]
@@ -157,12 +142,8 @@ def overlaps(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], want:
             here.append((rank, start - b * step, start - lo, stop - start))
         found.append(here)
     return [
-        Overlap(
-            sum(p[0] for p in parts),
-            Box(tuple(p[1] for p in parts), tuple(p[3] for p in parts)),
-            Box(tuple(p[2] for p in parts), tuple(p[3] for p in parts)),
-        )
-        for parts in itertools.product(*found)
+        Overlap(sum(ranks), _box(source, lengths), _box(target, lengths))
+        for ranks, source, target, lengths in (zip(*parts, strict=True) for parts in itertools.product(*found))
     ]
 
 
@@ -214,6 +195,8 @@ class Reshard(ReshardPlan):
         idle = [a for a in range(len(sizes)) if source.placement(a) == target.placement(a)]
         split = {a for _, axes in source.shards for a in axes}
         fixed = {a for a in idle if a not in split} | (self._aligned() if boxes is None else set())
+        cut_twice = any(source.axes_of(d) and target.axes_of(d) for d in range(len(shape)))
+        self._apart = boxes is None and not cut_twice
         self._open = tuple(a for a in range(len(sizes)) if a not in fixed)
         # Each class of ranks is a part of their numbers.
         self._free, self._kept, self._carried, self._idle = map(self._steps, (free, kept, carried, idle))
@@ -287,7 +270,12 @@ class Reshard(ReshardPlan):
             have = blocks[source, True] = block_box(self._source, self._sizes, self._shape, source)
         if (want := blocks.get((rank, False))) is None:
             want = blocks[rank, False] = self.box(rank)
-        found = have.meet(want)
+        if self._apart:
+            # One of the two is whole along each dimension, so that few boxes make all pieces.
+            common = tuple(map(min, have.shape, want.shape))
+            found = None if 0 in common else (_box(want.offset, common), _box(have.offset, common))
+        else:
+            found = have.meet(want)
         if found is None:
             return None
         term = 0

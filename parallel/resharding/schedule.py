@@ -129,19 +129,20 @@ def _parts(pieces: Sequence[Piece]) -> tuple[BlockPart, ...]:
 
 
 class _Process:
-    """The ranks of one process: by new block (``makes``), by lane (``lanes``), and one for each held block
-    (``has``)."""
+    """The ranks of one process by new block (``makes``); of each new block the first rank and its lane (``wants``); by lane the ranks and what
+    they hold (``lanes``); and a rank for each held block (``has``)."""
 
     def __init__(self, plan: ReshardPlan, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
         self.has: dict[Any, int] = {}
         self.makes: dict[Any, list[int]] = {}
-        self.lanes: dict[Any, list[int]] = {}
+        self.lanes: dict[Any, list[tuple[int, Any]]] = {}
         for r in ranks:
-            self.lanes.setdefault(plan.lane(r), []).append(r)
-            self.has.setdefault(plan.holds(r), r)
+            held = plan.holds(r)
+            self.lanes.setdefault(plan.lane(r), []).append((r, held))
+            self.has.setdefault(held, r)
             if plan.takes_part(r):
                 self.makes.setdefault(plan.same(r), []).append(r)
+        self.wants = [(same[0], plan.lane(same[0])) for same in self.makes.values()]
 
 
 @functools.lru_cache(maxsize=8)
@@ -209,14 +210,14 @@ def _plan_rounds(
             continue
         # A block of this process stands in for its replicas elsewhere.
         pieces = [p._replace(rank=me.has.get(plan.holds(p.rank), p.rank)) for p in plan.pieces(first)]
-        block = NewBlock(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
         spans = shared.spans(first)
         if relayed:
             for p in pieces:
                 if homes[p.rank] != process:
                     parcel = Parcel(p.rank, p.source)
                     deliveries[parcel] = (*deliveries.get(parcel, ()), Delivery(len(blocks), p.target.slices))
-            block = block._replace(parts=_parts([p for p in pieces if homes[p.rank] == process]))
+            pieces = [p for p in pieces if homes[p.rank] == process]
+        block = NewBlock(process, tuple(ranks), plan.box(first).shape, _parts(pieces), plan.neutral(first))
         for part in block.parts:
             at = tuple(homes[s.rank] for s in part.sources)
             joins.append(Joining(len(blocks), part, spans and spans[process], at))
@@ -254,50 +255,48 @@ def described(plan: ReshardPlan, dtype: np.dtype) -> str:
     return f"{name}, about {seconds * 1e3:.3g} ms"
 
 
-def _given(
-    plan: ReshardPlan, processes: Mapping[int, _Process], process: int, q: int, shared: _Shared | None = None
-) -> Iterator[tuple[int, list[list[Piece]]]]:
-    """The pieces that ``process`` sends to ``q``, part by part, for each new block of ``q``, named by a rank. Blocks
-    that are reduced along the tree are left out."""
-    other, mine = processes[q], processes[process].lanes
-    for ranks in other.makes.values():
-        first = ranks[0]
-        if shared is not None and shared.tree(first) is not None:
-            continue
-        found = [
-            p
-            for s in mine.get(plan.lane(first), ())
-            if plan.holds(s) not in other.has and (p := plan.piece(s, first)) is not None
-        ]
-        if len(found) > 1:
-            found.sort(key=lambda p: (p.target.offset, p.term))
-            yield first, [list(same) for _, same in itertools.groupby(found, key=lambda p: p.target)]
-        else:
-            yield first, [found] if found else []
-
-
 def _sends(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
-    """The messages to other processes, in the order in which these join them: block by block, part by part."""
-    for q in processes:
-        if q == process:
-            continue
-        for first, parts in _given(plan, processes, process, q, shared):
-            spans = shared.spans(first) if parts else None
-            for pieces in parts:
+    """The messages to other processes, in the order in which these join them: block by block, part by part. Blocks that are reduced along
+    the tree are left out."""
+    mine = processes[process].lanes
+    for q, other in processes.items():
+        for first, lane in other.wants if q != process else ():
+            if shared.tree(first) is not None:
+                continue
+            found = [
+                p for s, held in mine.get(lane, ()) if held not in other.has and (p := plan.piece(s, first)) is not None
+            ]
+            found.sort(key=lambda p: (p.target.offset, p.term))
+            spans = shared.spans(first) if found else None
+            for _, pieces in itertools.groupby(found, key=lambda p: p.target):
                 yield Outgoing(q, tuple(BlockSource(p.rank, p.source.slices) for p in pieces), spans and spans[q])
 
 
 def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process]) -> Callable[[int, int], list[Parcel]]:
     """A function (process, other process) that lists the parcels of one for the other, in a move without reduction."""
-    known: dict[Any, list[Parcel]] = {}  # an all-gather has the same for all that make the same blocks
-    wants = {q: tuple((same, plan.lane(ranks[0])) for same, ranks in p.makes.items()) for q, p in processes.items()}
+    # An all-gather has the same parcels for all that make the same blocks, and lack the same ones.
+    kinds = dict[Any, int]()
+    replicated = len(set().union(*(p.has for p in processes.values()))) < sum(len(p.has) for p in processes.values())
+    of = {
+        q: kinds.setdefault(
+            (*p.makes, *(lane for _, lane in p.wants), *(p.has if replicated else ())),
+            len(kinds),
+        )
+        for q, p in processes.items()
+    }
+    known: dict[tuple[int, int], list[Parcel]] = {}
 
     def between(process: int, q: int) -> list[Parcel]:
-        key = process, wants[q], *(processes[process].has.keys() & processes[q].has.keys())
-        if key not in known:
-            given = _given(plan, processes, process, q)
-            known[key] = [Parcel(p.rank, p.source) for _, parts in given for pieces in parts for p in pieces]
-        return known[key]
+        found = known.get((process, of[q]))
+        if found is None:
+            lanes, other = processes[process].lanes, processes[q]
+            found = known[process, of[q]] = [
+                Parcel(s, p.source)
+                for first, lane in other.wants
+                for s, held in lanes.get(lane, ())
+                if held not in other.has and (p := plan.piece(s, first)) is not None
+            ]
+        return found
 
     return between
 
@@ -313,7 +312,7 @@ def _relayed(
         return None
 
     def givers(q: int) -> set[int]:
-        return {homes[p.rank] for ranks in processes[q].makes.values() for p in plan.pieces(ranks[0])} - {q}
+        return {homes[p.rank] for first, _ in processes[q].wants for p in plan.pieces(first)} - {q}
 
     n, (first, second, *_) = len(processes), sorted(processes)
     given = givers(first)

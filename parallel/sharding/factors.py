@@ -25,7 +25,7 @@ and 0 × inf is NaN. ``made`` says that any block of the results can be made fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -102,8 +102,48 @@ class FactorRule:
     exchange: ExpertExchange | None = None
 
 
-Maker = Callable[[Op, Sequence[ShapeDtype | Any], Sequence[ShapeDtype], Mapping[str, Any]], FactorRule]
-"""``maker(op, avals, out_avals, params)``: the rule of a call on these operands."""
+class Letters:
+    """Collects factors while a rule is made."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+    def new(self, size: int, *, whole: bool = False, reduce: str | None = None) -> Dim:
+        self.factors.append(Factor(size, whole, reduce))
+        return Dim(len(self.factors) - 1)
+
+    def many(self, shape: Sequence[int], *, whole: bool = False, reduce: str | None = None) -> tuple[Dim, ...]:
+        return tuple(self.new(n, whole=whole, reduce=reduce) for n in shape)
+
+    def aligned(self, dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim | None]:
+        """Those of ``dims`` that an array of ``shape`` has which broadcasts with them: they align from the right."""
+        own = dims[len(dims) - len(shape) :]
+        return [d if n == self.factors[d.factor].size else None for d, n in zip(own, shape, strict=True)]
+
+    def turn(self, factors: Iterable[int], *, whole: bool = False, reduce: str | None = None) -> None:
+        """Change factors, but for those that are whole."""
+        for f in factors:
+            if not self.factors[f].whole:
+                self.factors[f] = Factor(self.factors[f].size, whole, reduce)
+
+    def rule(
+        self,
+        operands: Sequence[Sequence[Dim | None]],
+        results: Sequence[Sequence[Dim | None]],
+        linear: Sequence[Sequence[int]] = (),
+        localize: Localize | None = None,
+        **options: Any,
+    ) -> FactorRule:
+        """The rule with these factors; ``options`` are the other fields of a :class:`FactorRule`."""
+        dims, made = tuple(map(tuple, operands)), tuple(map(tuple, results))
+        return FactorRule(tuple(self.factors), dims, made, tuple(map(frozenset, linear)), localize, **options)
+
+
+Avals = Sequence[Any]
+Outs = Sequence[ShapeDtype]
+Params = Mapping[str, Any]
+Maker = Callable[[Letters, Op, Avals, Outs, Params], FactorRule]
+"""``maker(letters, op, avals, outs, params)``: the rule of a call on these operands, with these results."""
 
 RULES: dict[Op, Maker] = {}
 
@@ -119,45 +159,6 @@ def rule(*ops: Op) -> Callable[[Maker], Maker]:
         return maker
 
     return add
-
-
-class Letters:
-    """Collects factors while a rule is made."""
-
-    def __init__(self) -> None:
-        self.factors: list[Factor] = []
-
-    def new(self, size: int, *, whole: bool = False, reduce: str | None = None) -> Dim:
-        self.factors.append(Factor(size, whole, reduce))
-        return Dim(len(self.factors) - 1)
-
-    def many(self, shape: Sequence[int], *, whole: bool = False, reduce: str | None = None) -> tuple[Dim, ...]:
-        return tuple(self.new(n, whole=whole, reduce=reduce) for n in shape)
-
-    def rule(
-        self,
-        operands: Sequence[Sequence[Dim | None]],
-        results: Sequence[Sequence[Dim | None]],
-        linear: Sequence[Sequence[int]] = (),
-        localize: Localize | None = None,
-        made: bool = False,
-        part: PartCall | None = None,
-        valueless: bool = False,
-        choice: str = "",
-        exchange: ExpertExchange | None = None,
-    ) -> FactorRule:
-        return FactorRule(
-            tuple(self.factors),
-            tuple(map(tuple, operands)),
-            tuple(map(tuple, results)),
-            tuple(map(frozenset, linear)),
-            localize,
-            made,
-            part,
-            valueless,
-            choice,
-            exchange,
-        )
 
 
 def bilinear(out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
@@ -176,7 +177,7 @@ def replicated_rule(avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> Fa
 def rule_for(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
     """The rule of a call; everything whole for an op that is ``replicate_only``."""
     maker = RULES.get(op)
-    found = replicated_rule(avals, out_avals) if maker is None else maker(op, avals, out_avals, params)
+    found = replicated_rule(avals, out_avals) if maker is None else maker(Letters(), op, avals, out_avals, params)
     # Parts of a sum of integers may wrap around where the sum does not: they stay of the dtype in which they wrap alike.
     wraps = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype) and a.dtype.kind in "iu"}
     kept = tuple(g for g in found.linear if all(avals[i].dtype == out_avals[0].dtype for i in wraps.intersection(g)))

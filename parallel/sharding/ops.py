@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...arrays.core.op import Op
+from ...arrays.core.op import Infer, Op
 from ...arrays.core.shape_rules import same
 from ...arrays.ops.param_kinds import NOTHING
 from ...autodiff.rules import defvjp
 
-
-def _one_place(xp: Any, x: Any, layout: Any) -> Any:
-    return x
-
-
-RESHARD = Op("reshard", ("x",), _one_place, same, params={"layout": NOTHING}, view="always", linear=((0,),))
+RESHARD = Op(
+    "reshard", ("x",), lambda xp, x, layout: x, same, params={"layout": NOTHING}, view="always", linear=((0,),)
+)
 """The same value in another layout. On an array in one place it does nothing. The partitioner reads ``layout`` itself."""
 
 # The cotangent of a value needs no particular layout: its next use determines it.
@@ -32,12 +29,14 @@ def rank_op_named(name: str) -> Op:
 
 @dataclass(eq=False, repr=False, slots=True)
 class RankOp(Op):
-    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program.
+    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program. The shape of its result, where a rank
+    does not need it or finds it out, is that of its first operand.
 
     It may be a ``collective`` of this kind; ``invariant`` says whether all ranks of the axis then have the same result.
     """
 
     table: ClassVar[dict[str, Op]] = RANK_OPS
+    infer: Infer = same
     collective: str = ""
     invariant: bool = False
 

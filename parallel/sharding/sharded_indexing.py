@@ -8,7 +8,7 @@ array than it has. Indices are checked against the whole length first, as on one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ import numpy as np
 from ...arrays.backends import host_sync
 from ...arrays.core.errors import ArrayIndexError
 from ...arrays.core.index_template import result_shape
-from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.indexing import indexing as ix
 from ...arrays.indexing import keys
 from .factors import RankView
@@ -140,19 +139,10 @@ def _write(
     return write(x, v, *(xp.broadcast_to(a, common)[here] for a in own), template=inner)
 
 
-def _infer_none(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return args[0]
-
-
-def part_op(name: str, operands: tuple[str, ...], impl: Callable[..., Any]) -> RankOp:
-    """An op that ranks run on parts in place of another one."""
-    return RankOp(name, operands, impl, _infer_none)
-
-
 _WRITES = {op.name: op for op in (ix.INDEX_SET, ix.INDEX_ADD, ix.INDEX_MIN, ix.INDEX_MAX)}
-READ_PART = part_op("read_part", ("x", "*arrays"), _read)
-SCATTER_PART = part_op("scatter_part", ("g", "*arrays"), _add_to_zeros)
-WRITE_PART = part_op("write_part", ("x", "v", "*arrays"), _write)
+READ_PART = RankOp("read_part", ("x", "*arrays"), _read)
+SCATTER_PART = RankOp("scatter_part", ("g", "*arrays"), _add_to_zeros)
+WRITE_PART = RankOp("write_part", ("x", "v", "*arrays"), _write)
 
 
 # ----- parameters of one rank -------------------------------------------------------------------------------------------

@@ -49,10 +49,6 @@ def _shaped(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDt
     return ShapeDtype(params["shape"], args[0].dtype)
 
 
-def _like_first(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return args[0]
-
-
 def _collective(name: str, kind: str = "", invariant: bool = False) -> RankOp:
     return RankOp(name, ("x",), _together, _shaped, collective=kind or name, invariant=invariant)
 
@@ -64,7 +60,7 @@ AXIS_INDEX = RankOp(
     lambda op, a, p: ShapeDtype((), np.dtype(int)),
     nondifferentiable="integer result",
 )
-VARY = RankOp("vary", ("x",), lambda xp, x, axes: x, _like_first)
+VARY = RankOp("vary", ("x",), lambda xp, x, axes: x)
 ALL_REDUCE = _collective("all_reduce", invariant=True)
 ALL_REDUCE_BY = _collective("all_reduce_by", "all_reduce", invariant=True)
 ALL_GATHER = _collective("all_gather", invariant=True)

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ...arrays.core import tree as trees
@@ -17,12 +16,7 @@ from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import maximum, minimum, where
 from ...arrays.ops.manipulation import astype
 
-DTYPES = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
+DTYPES = {name: as_dtype(name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 LEAST = 2.0**-14
 """The smallest scale of a loss. The usual 2**15 reaches it after 29 bad steps in a row, so that then the loss itself is

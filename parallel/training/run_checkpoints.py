@@ -6,24 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ...storage import CheckpointManager, SaveHandle
+from ...storage import SaveHandle
+from .job.run import TrainingRun
 from .logging.progress import METADATA_KEY
-from .logging.reporting import Reporting
 from .nonfinite import NonFiniteStep
 
 
-class RunCheckpoints:
+class RunCheckpoints(TrainingRun):
     """Base of the trainer: at most one checkpoint is being written, and one counts once it is complete."""
 
-    checkpoints: CheckpointManager | None
-    report: Reporting
-    saved_at: int | None
     _saving: tuple[int, SaveHandle] | None
-    session: Any
     history: Any
-    callbacks: Any
     state: Any
-    position: Any
 
     def newest(self) -> str | None:
         """The newest checkpoint of this run."""

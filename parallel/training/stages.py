@@ -129,12 +129,6 @@ class StagedSession(Session):
                 )
         self.owner = [0 if s is None else s % self.ranks for s in owners]
 
-    def _pick(self, tree: Any, part: int) -> Any:
-        """A tree of parameters with None in place of those of other parts."""
-        return trees.unflatten(
-            self._form, [x if self.owner[k] == part else None for k, x in enumerate(_leaves(tree)[0])]
-        )
-
     def _walk(
         self, nodes: Sequence[Any], own: Callable[[int, list[Any]], Any], shared: Callable[[list[Any]], Any]
     ) -> Any:
@@ -149,12 +143,16 @@ class StagedSession(Session):
         rows = zip(*columns, strict=True)
         return trees.unflatten(forms[0], [None if row[0] is None else shared(list(row)) for row in rows])
 
+    def _whole(self, nodes: Sequence[Any]) -> Any:
+        """The tree of all parts, each leaf from its owner."""
+        return self._walk(nodes, lambda k, row: row[self.owner[k]], lambda row: row[0])
+
     @property
     def state(self) -> Any:
         """The whole state, its leaves on the parts that have them."""
         if not self._states:
             return None
-        return self._walk(self._states, lambda k, row: row[self.owner[k]], lambda row: row[0])
+        return self._whole(self._states)
 
     @state.setter
     def state(self, whole: Any) -> None:
@@ -183,7 +181,8 @@ class StagedSession(Session):
                 self.recipe.check(params)
                 check_meshes(params, part)
                 self._learn(params)
-            made.append(self._pick(params, r))
+            mine = [x if self.owner[k] == r else None for k, x in enumerate(_leaves(params)[0])]
+            made.append(trees.unflatten(self._form, mine))
         self._states = [self.recipe.begun(p, part) for p, part in zip(made, self.parts, strict=True)]
         self._steps = -1
 
@@ -230,7 +229,7 @@ class StagedSession(Session):
         if self._steps < 0:
             self._steps = int(np.asarray(self._states[0]["step"]))
         keys = sample_keys(random.fold_in(self.key, self._steps), batch.micro)
-        whole = self._walk([s["params"] for s in self._states], lambda k, row: row[self.owner[k]], lambda row: row[0])
+        whole = self._whole([s["params"] for s in self._states])
         trained = recipe.masked(whole)
         last = self.ranks - 1
         sums, grads = self._pipe.value_and_grad(
@@ -267,7 +266,7 @@ class StagedSession(Session):
         if self.recipe.ema is None:
             return super().average()
         values = [self.recipe.ema.value(s["ema"], s["params"]) for s in self._states]
-        return self._walk(values, lambda k, row: row[self.owner[k]], lambda row: row[0])
+        return self._whole(values)
 
     def _judge(self, params: Any) -> Callable[[Any], dict[str, Array]]:
         return partial(self._pipe.sums, self._given(params))

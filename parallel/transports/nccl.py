@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import BackendError, CollectiveTimeout, RankLost
-from ..collectives.pieces import ArraySink, BatchSink, chunks
+from ..collectives.pieces import ArraySink, BatchSink, chunks, expected
 from .group import LinkGroup, Receives, Sends
 
 
@@ -127,7 +127,10 @@ class NcclGroup:
     def _agree(self, step: int, what: str, batches: Mapping[int, Any], sinks: Mapping[int, list[BatchSink]]) -> None:
         """Check that all processes of the exchange are there, at the same step and with the same sizes."""
         mine = {p: [np.array([a.nbytes for b in found for a in b], np.int64)] for p, found in batches.items()}
-        want = {p: np.array([_size(s) for s in found for _ in range(s.width)], np.int64) for p, found in sinks.items()}
+        want = {
+            p: np.array([expected([s]) // s.width for s in found for _ in range(s.width)], np.int64)
+            for p, found in sinks.items()
+        }
         theirs = {p: np.full(len(w), -1, np.int64) for p, w in want.items()}
         self._host.exchange(step, what, mine, {p: [t] for p, t in theirs.items()})
         for p, w in want.items():
@@ -180,10 +183,3 @@ class NcclGroup:
 
         threading.Thread(target=destroy, name="meshtape-nccl", daemon=True).start()
         self._host.close()
-
-
-def _size(sink: BatchSink) -> int:
-    n = sink.dtype.itemsize
-    for k in sink.shape:
-        n *= k
-    return n

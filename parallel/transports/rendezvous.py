@@ -192,30 +192,27 @@ class DataPlane:
         except (OSError, ValueError, struct.error):
             stream.close()
 
-    def _connect(
-        self, mesh: bytes, epoch: int, process: int, peer: int, address: Address, share: bool, timeout: float
-    ) -> Link:
+    def _connect(self, group: LinkGroup, peer: int, address: Address, share: bool, timeout: float) -> Link:
         for pause in _PAUSES:
             try:
-                return self._connect_once(mesh, epoch, process, peer, address, share, timeout)
+                return self._connect_once(group, peer, address, share, timeout)
             except (_PeerRefused, ConnectionRefusedError):
                 raise
             except ConnectionError:
                 # A crowded listener may have closed it, to let others in.
                 time.sleep(pause)
-        return self._connect_once(mesh, epoch, process, peer, address, share, timeout)
+        return self._connect_once(group, peer, address, share, timeout)
 
-    def _connect_once(
-        self, mesh: bytes, epoch: int, process: int, peer: int, address: Address, share: bool, timeout: float
-    ) -> Link:
-        secret = self._secrets.get(mesh)
+    def _connect_once(self, group: LinkGroup, peer: int, address: Address, share: bool, timeout: float) -> Link:
+        secret = self._secrets.get(group.mesh)
         if secret is None:
             raise _PeerRefused("the mesh was closed")
         stream = self._dial(address, timeout)
         try:
             nonce = stream.read(32, timeout)
+            me = group.mesh, group.epoch, group.process
             here = memory.host_id(), memory.process_id()
-            hello = _HELLO.pack(_MAGIC, mesh, epoch, process, os.urandom(32), *here, share, memory.BUDGET.processes)
+            hello = _HELLO.pack(_MAGIC, *me, os.urandom(32), *here, share, memory.BUDGET.processes)
             theirs = hello[32:64]
             stream.write(hello + _proof(secret, b"connect", nonce, hello), timeout)
             if not hmac.compare_digest(stream.read(32, timeout), _proof(secret, b"accept", theirs, hello)):
@@ -274,7 +271,7 @@ class DataPlane:
                 self._arrived.pop(stale).close()
         for key_old in [k for k in self._groups if k[0] == mesh and k[1] != epoch]:
             self._groups.pop(key_old).close()
-        memory.BUDGET.share(1 + sum(_same_host(self.address, a) for a in peers.values()))
+        memory.BUDGET.share(1 + [*map(_host_of, peers.values())].count(_host_of(self.address)))
         if key in self._stopped or mesh in self._left:  # meanwhile
             group.shutdown()
         return group
@@ -300,7 +297,7 @@ class DataPlane:
             while True:
                 left = deadline - time.monotonic()
                 try:
-                    return self._connect(mesh, epoch, process, p, peers[p], share, min(left, group.silence))
+                    return self._connect(group, p, peers[p], share, min(left, group.silence))
                 except TimeoutError:
                     if left <= group.silence or not group.lives(p):
                         raise _unanswered(ranks[p]) from None
@@ -359,7 +356,7 @@ class DataPlane:
             with self._changed:
                 asked = time.monotonic() + group.silence
                 while (mesh, epoch, p) not in self._arrived:
-                    if (mesh, epoch) in self._stopped or mesh in self._left or mesh not in self._secrets:
+                    if self.ended(mesh, epoch):
                         raise RankLost(f"{ranks[p]} left before it joined the mesh")
                     now = time.monotonic()
                     if deadline <= now or self._closed:
@@ -388,17 +385,15 @@ def _offer(stream: PeerStream, peer: int, host: bytes, process_id: bytes, share:
         if stream.read(1, wait) == b"+":
             return SlotLink(peer, stream, out, back)
         memory.take_local(key)
-    elif share and host == memory.host_id():
-        segment = None
+        return StreamLink(peer, stream)
+    segment = None
+    if share and host == memory.host_id():
         with contextlib.suppress(OSError):
             segment = memory.SharedSegment.create()
-        if segment is not None:
-            return _share(stream, peer, segment)
-        stream.write(_OFFER.pack(_PLAIN, b""), wait)
-        stream.read(1, wait)
-    else:
-        stream.write(_OFFER.pack(_PLAIN, b""), wait)
-        stream.read(1, wait)
+    if segment is not None:
+        return _share(stream, peer, segment)
+    stream.write(_OFFER.pack(_PLAIN, b""), wait)
+    stream.read(1, wait)
     return StreamLink(peer, stream)
 
 
@@ -474,8 +469,8 @@ def _unanswered(rank: str) -> CollectiveTimeout:
     return CollectiveTimeout(f"no answer from {rank}, whose process is stopped or cut off")
 
 
-def _same_host(a: Address, b: Address) -> bool:
-    return _text(a).rpartition(":")[0] == _text(b).rpartition(":")[0]
+def _host_of(address: Address) -> str:
+    return _text(address).rpartition(":")[0]
 
 
 def _text(address: Address) -> str:

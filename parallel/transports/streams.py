@@ -11,7 +11,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from . import frames
@@ -135,30 +135,26 @@ class TlsStream(SocketStream):
         secure.do_handshake()
         super().__init__(secure)
         self._secure = secure
-        self._crossed = 0  # what the other direction waits for while TLS itself talks
+        self._crossed = 0  # what the last call waits for, which may be the other direction while TLS itself talks
 
     def events(self, read: bool, write: bool) -> int:
         return super().events(read, write) | (self._crossed if read or write else 0)
 
     def send(self, views: Sequence[memoryview]) -> int:
-        self._crossed = 0
-        try:
-            return self._secure.send(views[0])
-        except ssl.SSLWantWriteError:
-            raise BlockingIOError from None
-        except ssl.SSLWantReadError:
-            self._crossed = select.POLLIN
-            raise BlockingIOError from None
+        return self._tried(self._secure.send, views[0])
 
     def recv_into(self, view: memoryview) -> int:
+        return self._tried(self._secure.recv_into, view)
+
+    def _tried(self, call: Callable[[memoryview], int], view: memoryview) -> int:
         self._crossed = 0
         try:
-            return self._secure.recv_into(view)
+            return call(view)
         except ssl.SSLWantReadError:
-            raise BlockingIOError from None
+            self._crossed = select.POLLIN
         except ssl.SSLWantWriteError:
             self._crossed = select.POLLOUT
-            raise BlockingIOError from None
+        raise BlockingIOError
 
     def shutdown(self) -> None:
         # Of the connection below: the TLS object belongs to the thread that uses it.

@@ -1,19 +1,21 @@
-"""`blend`: models merged as a configuration says, streaming; and `blended`, the same as a lazy checkpoint."""
+"""`blend`: models merged as a configuration says, streaming; and `blended`, the same as a virtual checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
-from ...arrays.core.errors import CheckpointError
+from ...arrays.core.errors import CheckpointError, NotACheckpoint
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format.documents import Documents, with_dtype
 from ..stores import store
-from ..stores.generations import JointGeneration
 from ..transform.convert import ConvertReport, TransformOptions, convert
+from ..virtual import expressions as ex
+from ..virtual.derive import Sources, lora
+from ..virtual.document import build
 from . import layer_entries
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
@@ -94,17 +96,69 @@ def blended(
     return _blended(read_config(config), seed, keys, drop)[0]
 
 
+@dataclass(frozen=True)
+class Blend(ex.Node):
+    """The models of a configuration, blended. Operands are its models in the order of `BlendConfig.models`, whatever it calls them."""
+
+    config: Mapping[str, Any]
+    seed: int
+    keys: tuple[str, ...] | None
+    drop: tuple[str, ...]
+    parsed: BlendConfig | None = field(default=None, compare=False)  # with the text of a file
+    plans: list[Planner] = field(default_factory=list, compare=False, repr=False)  # of `apply`
+
+    kind = "blend"
+    operands = (1, ex.MOST_READS)
+    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "config": lambda x: x,
+        "seed": lambda x: x,
+        "keys": lambda x: None if x is None else ex.texts(x),
+        "drop": ex.texts,
+    }
+
+    def check(self) -> None:
+        if not isinstance(self.config, Mapping) or type(self.seed) is not int:
+            raise CheckpointError(
+                f"config is a mapping and seed a whole number, got {self.config!r:.40} and {self.seed!r:.40}"
+            )
+        parsed = self.parsed or read_config(self.config)
+        if len(parsed.models()) != len(self.of):
+            raise CheckpointError(f"the configuration names {len(parsed.models())} models, got {len(self.of)}")
+        if len(parsed.slices) > ex.MOST_READS:
+            raise CheckpointError(
+                f"the configuration has {len(parsed.slices)} slices, at most {ex.MOST_READS} are allowed"
+            )
+        object.__setattr__(self, "parsed", parsed)
+
+    def __str__(self) -> str:
+        return self._told(self.kind, str(self.config["merge_method"]))
+
+    def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
+        assert self.parsed is not None
+        plan = Planner(self.parsed, made, self.seed, self.keys, self.drop)
+        self.plans.append(plan)
+        out = flat(str(self), "virtual", plan.tensors, {ex.LINEAGE: str(self)})
+        for a in out.arrays.values():
+            a.rule = str(self)
+        out.documents = _MadeDocuments(_documents(self.parsed, plan))
+        return out
+
+
+ex.NODES[Blend.kind] = Blend
+
+
 def _blended(
     config: BlendConfig, seed: int, keys: Iterable[str] | None, drop: Iterable[str] | None
 ) -> tuple[Checkpoint, Planner]:
-    if type(seed) is not int:
-        raise CheckpointError(f"seed is a whole number, got {seed!r}")
-    plan = Planner(config, seed, keys, drop)
-    names = ", ".join(map(str, config.models()))
-    ckpt = flat(f"blend of {names}", "Blend", plan.tensors)
-    ckpt.generation = JointGeneration.of_all(p.generation for p in plan.parents.values())
-    ckpt.documents = _MadeDocuments(_documents(config, plan))
-    return ckpt, plan
+    held = Sources()
+    try:
+        models = [held.add(m.path if m.lora is None else lora(m.path, m.lora)) for m in config.models()]
+    except NotACheckpoint as e:
+        hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
+        raise NotACheckpoint(f"{e}; {hint}") from None
+    chosen = [x if x is None else [x] if isinstance(x, str) else list(x) for x in (keys, drop or ())]
+    node = Blend(tuple(models), config.said, seed, *chosen, parsed=config)  # type: ignore[arg-type]
+    return build(node, held.parents), node.plans[-1]
 
 
 def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -116,6 +116,7 @@ class BlendConfig:
     tokenizer: Mapping[str, Any] | None
     chat_template: str | None
     text: str  # as YAML
+    said: Mapping[str, Any]  # its values
 
     def models(self) -> list[ModelRef]:
         """Every model that is named, the base first."""
@@ -175,7 +176,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
     out = _config(parsed, text, problems)
     problems.refuse(where)
     assert out is not None
-    return out
+    return replace(out, said=_plain(parsed))
 
 
 def _parsed(text: str) -> Any:
@@ -280,7 +281,16 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
             f"chat_template: is the text of a Jinja template, as in the chat_template.jinja of a model; names of templates and 'auto' are not known here, got {template!r}"
         )
     return BlendConfig(
-        method, tuple(slices), base, tuple(parameters), names["dtype"], names["out_dtype"], tokenizer, template, text
+        method,
+        tuple(slices),
+        base,
+        tuple(parameters),
+        names["dtype"],
+        names["out_dtype"],
+        tokenizer,
+        template,
+        text,
+        {},
     )
 
 

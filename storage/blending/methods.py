@@ -17,6 +17,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
+from ...arrays.native.ops import add_product
 from ...arrays.random.philox import BitTransform, draw
 from . import statistics
 from .statistics import Cut, Jobs
@@ -36,11 +37,10 @@ def rounded(a: np.ndarray, work: np.dtype) -> np.ndarray:
     return a.astype(work).astype(np.float32) if work.itemsize == 2 else a
 
 
-def fused(x: np.ndarray, w: Any, total: np.ndarray, short: bool = False) -> np.ndarray:
-    """``x * w + total`` with one rounding, as the processor's own instruction gives it. ``short``: ``x`` has values of 16 bits."""
-    # With weights such as 1, 0.5 and 0.75 the product alone is exact (at most 11 bits by 11), and no larger than x.
-    if short and abs(w) <= 1 and (1024 * float(w)).is_integer():
-        return x * w + total
+def fused(x: np.ndarray, w: Any, total: np.ndarray) -> np.ndarray:
+    """``x * w + total`` with one rounding, in the memory of ``total`` where a kernel does it."""
+    if add_product(x, w, total):
+        return total
     if total.dtype == np.float64:
         x_high, w_high = _high(x), _high(np.float64(w))
         x_low, w_low = x - x_high, w - w_high
@@ -48,7 +48,8 @@ def fused(x: np.ndarray, w: Any, total: np.ndarray, short: bool = False) -> np.n
         lost = ((x_high * w_high - product) + x_high * w_low + x_low * w_high) + x_low * w_low
         out = product + total
         back = out - product
-        return out + ((product - (out - back)) + (total - back) + lost)
+        rest = (product - (out - back)) + (total - back) + lost
+        return out + np.where(np.isfinite(rest), rest, 0)
     out, flat, sums = np.empty(x.shape, np.float32), x.reshape(-1), total.reshape(-1)
     for i in range(0, flat.size, _CACHED):
         part = slice(i, i + _CACHED)
@@ -120,7 +121,7 @@ class Linear(Formula):
         kind = real(piece.work).type
         out, whole = piece.held[0] * kind(self.weights[0]) + kind(0), kind(self.weights[0])
         for x, w in zip(piece.held[1:], self.weights[1:], strict=True):
-            out = fused(x, kind(w), out, piece.work.itemsize == 2)
+            out = fused(x, kind(w), out)
             whole += kind(w)
         return out / whole if self.normalize else out
 
@@ -226,7 +227,8 @@ def signs_agree(deltas: Sequence[np.ndarray], work: np.dtype) -> list[np.ndarray
     for d in deltas:
         total += d
     positive = rounded(total, work) >= 0
-    return [np.where(positive, d > 0, d < 0) for d in deltas]
+    # Not by `where`, which takes a branch for each element.
+    return [((d > 0) & positive) | ((d < 0) & ~positive) for d in deltas]
 
 
 @dataclass(frozen=True, slots=True)

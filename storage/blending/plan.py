@@ -11,16 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError, NotACheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
-from ..loading.open import open_checkpoint
 from ..rules.lazy_tensors import Agreed, Converted, renamed
 from ..rules.measured import Measured
-from ..stores.generations import Generation
-from ..transform.convert import scaled, source_generation
-from ..virtual.derive import lora
+from ..transform.convert import scaled
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
@@ -58,7 +55,6 @@ class Parent:
 
     ckpt: Checkpoint
     tensors: dict[str, Any]
-    generation: Generation
     loose: dict[str, str] = field(default_factory=dict)
     layers: dict[int, dict[tuple[str, str], str]] = field(default_factory=dict)
 
@@ -68,15 +64,9 @@ class Parent:
         return {name for name, _ in scaled(self.tensors)}
 
     @classmethod
-    def of(cls, model: ModelRef) -> Parent:
-        try:
-            ckpt = open_checkpoint(model.path)
-            made = ckpt if model.lora is None else lora(ckpt, model.lora)
-        except NotACheckpoint as e:
-            hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
-            raise NotACheckpoint(f"{e}; {hint}") from None
-        tensors = {n: a.tensor for n, a in made.arrays.items()}
-        out = cls(ckpt, tensors, source_generation(made))
+    def of(cls, ckpt: Checkpoint) -> Parent:
+        tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
+        out = cls(ckpt, tensors)
         for n in tensors:
             if found := _LAYER.search(n):
                 key = n[: found.start()], n[found.end() :]
@@ -117,13 +107,19 @@ class Faults:
 
 
 class Planner:
-    """The tensors of a configuration, in the order of the first source."""
+    """The tensors of a configuration, in the order of the first source. ``made`` has the models, as the configuration names them."""
 
-    def __init__(self, config: BlendConfig, seed: int, keys: Any = None, drop: Any = None) -> None:
+    def __init__(
+        self,
+        config: BlendConfig,
+        made: Sequence[Checkpoint],
+        seed: int,
+        keys: Sequence[str] | None,
+        drop: Sequence[str],
+    ) -> None:
         self.config, self.seed = config, seed
-        self._keys = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-        self._drop = [] if drop is None else [drop] if isinstance(drop, str) else list(drop)
-        self.parents = {m: Parent.of(m) for m in config.models()}
+        self._keys, self._drop = keys, drop
+        self.parents = {m: Parent.of(c) for m, c in zip(config.models(), made, strict=True)}
         self.names: list[str] = []  # of all arrays, wanted or not
         self.tensors: dict[str, Any] = {}
         self.arrays: dict[str, BlendedArray] = {}

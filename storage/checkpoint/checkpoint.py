@@ -183,6 +183,7 @@ class Checkpoint(Mapping[str, StoredArray]):
         default_factory=dict
     )  # names of what its files hold and no reader here can give, and why
     computed: Computed | None = None  # of a virtual one
+    base: Checkpoint | None = None  # from which arrays of it are deltas
     whole: bool = True  # false for a part of a checkpoint, and for what rules made of one
 
     def belongs_to(self, generation: Generation) -> None:
@@ -191,6 +192,8 @@ class Checkpoint(Mapping[str, StoredArray]):
             self.generation = JointGeneration.of_all([self.generation, generation])
             return
         self.generation = generation
+        if self.base is not None:
+            self.base.belongs_to(generation)
         if isinstance(self.documents, Documents):
             self.documents.generation = generation
         for a in self.arrays.values():
@@ -215,8 +218,8 @@ class Checkpoint(Mapping[str, StoredArray]):
     @property
     def places(self) -> set[str]:
         """Its own place, and those of all checkpoints from which it is computed."""
-        parents = () if self.computed is None else self.computed.parents.values()
-        return {self.path}.union(*(p.places for p in parents))
+        parents = [] if self.computed is None else list(self.computed.parents.values())
+        return {self.path}.union(*(p.places for p in (*parents, *filter(None, [self.base]))))
 
     def __contains__(self, name: object) -> bool:
         return name in self.arrays

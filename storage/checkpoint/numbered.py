@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ...arrays.core.errors import CheckpointError
 from ..format import manifest
@@ -15,6 +17,8 @@ from .branches import Branch
 
 METRICS = "meshtape.metrics"
 """The key of a step's metrics in the metadata of its manifest."""
+DELTA = "meshtape.delta"
+"""The key of the number of saves since the anchor, as a manager counts them, in the metadata of a delta."""
 _NAME = re.compile(r"\Astep-(\d{8,})\Z")
 _LOOKS = 100  # at a directory, while another process rotates it
 
@@ -27,6 +31,8 @@ class Numbered:
     path: str
     metrics: dict[str, float]
     branch: Branch
+    base: manifest.Base | None = None  # from which it is a delta
+    delta: int = 0  # saves since the anchor
 
 
 def name(step: int) -> str:
@@ -46,7 +52,10 @@ def of_manifest(path: str, held: manifest.Manifest) -> Numbered:
     step = int(store.split(path)[1].partition("-")[2]) if held.step is None else held.step
     metrics = held.metadata.get(METRICS)
     branch = branches.of_plain(held.metadata.get(branches.KEY))
-    return Numbered(step, path, metrics if isinstance(metrics, dict) else {}, branch)
+    delta = held.metadata.get(DELTA)
+    return Numbered(
+        step, path, metrics if isinstance(metrics, dict) else {}, branch, held.base, delta if type(delta) is int else 0
+    )
 
 
 def _manifest(path: str) -> manifest.Manifest | CheckpointError | None:
@@ -63,6 +72,13 @@ def step_at(path: str) -> int | None:
     return of_manifest(path, held).step if isinstance(held, manifest.Manifest) else None
 
 
+def _orphans(directory: str, held: Mapping[str, Any]) -> dict[str, str]:
+    """The deltas whose base is not what they pin, and why."""
+    bases = {n: m.base for n, m in held.items() if isinstance(m, manifest.Manifest) and m.base is not None}
+    beside = {b.name: _manifest(store.join(directory, b.name)) for b in bases.values() if b.name not in held}
+    return {n: why for n, b in bases.items() if (why := b.fault({**beside, **held}[b.name]))}
+
+
 def _dead_links(directory: str) -> list[str]:
     """The links of a local directory that have the name of a checkpoint, and lead to nothing."""
     entries = [] if store.is_url(directory) or not os.path.isdir(directory) else os.listdir(directory)
@@ -75,20 +91,25 @@ def complete(directory: str, warn: bool = False) -> list[Numbered]:
     there = store.at(directory)
     names = listed(there.folders())
     held: dict[str, manifest.Manifest | CheckpointError | None] = {}
+    orphans: dict[str, str] = {}
     for _ in range(_LOOKS):
         held = {n: held.get(n) or _manifest(store.join(directory, n)) for n in names}
         absent = {n for n, m in held.items() if m is None}
-        # Another process may have rotated one away for a newer one that is not listed yet: list again.
-        if not absent or absent <= (names := listed(there.folders())).keys():
+        before = orphans.keys()
+        orphans = _orphans(directory, held)
+        # Another process may have rotated one away for a newer one that is not listed yet, or have given a delta another base: list again.
+        if orphans.keys() == before and (not absent or absent <= (names := listed(there.folders())).keys()):
             break
+        if orphans:
+            held, names = {}, listed(there.folders())
     found: list[Numbered] = []
     for n, m in held.items():
         target = store.join(directory, n)
-        if isinstance(m, manifest.Manifest):
+        if isinstance(m, manifest.Manifest) and n not in orphans:
             found.append(of_manifest(target, m))
         elif warn and n in names:
-            incomplete = f"it has no {manifest.FILE}, so it is incomplete"
-            warnings.warn(f"skipped {target}: {m or incomplete}", stacklevel=4)
+            incomplete = orphans.get(n) or m or f"it has no {manifest.FILE}, so it is incomplete"
+            warnings.warn(f"skipped {target}: {incomplete}", stacklevel=4)
     for n in _dead_links(directory) if warn else ():
         warnings.warn(f"skipped {store.join(directory, n)}: the link leads nowhere, or to itself", stacklevel=4)
     own = {c.step for c in found if c.path == store.join(directory, name(c.step))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...arrays.core.errors import NotACheckpoint
 from ..format import manifest
@@ -16,13 +16,17 @@ from . import numbered
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """Bytes of a checkpoint: of its arrays, of its files, and those that deleting it alone would free."""
+    """Bytes of a checkpoint: of its arrays, of its files, and those that deleting it alone would free; and the name of its base where it is a delta.
+
+    A base is replaced by the first of its deltas when it is deleted: about as many bytes are free as that one has.
+    """
 
     path: str
     step: int | None
     arrays: int
     files: int
     freed: int
+    base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,15 @@ def usage(directory: str | os.PathLike[str]) -> Usage:
         root = atomic_directory.resolve(path)
         held = manifest.read(root)
         if held is not None:
-            steps.append(StepUsage(path, held.step, sum(a.nbytes for a in held.arrays), *_files(root)))
+            steps.append(
+                StepUsage(
+                    path, held.step, sum(a.nbytes for a in held.arrays), *_files(root), held.base and held.base.name
+                )
+            )
+    first: dict[str | None, int] = {}
+    for s in steps:
+        first.setdefault(s.base, s.freed)
+    steps = [replace(s, freed=first.get(store.split(s.path)[1], s.freed)) for s in steps]
     if not steps:
         raise NotACheckpoint(f"{where} holds no complete checkpoint of meshtape")
     return Usage(where, _files(where)[0], steps)

@@ -21,6 +21,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, NotACheckpoint
 from ..base import names
 from ..base.scratch import room
+from ..base.threads import UPLOADS
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, flat
 from ..format import dtypes
 from ..format.manifest import Leaf, encode_json
@@ -38,6 +39,7 @@ from .dcp import (
     damage,
     described,
     described_tensor,
+    entry_heads,
     entry_start,
 )
 from .torch_pickle import PickledName, PickledObject
@@ -45,6 +47,7 @@ from .torch_pickle import PickledName, PickledObject
 SINGLE = "arr_0"  # the name that NumPy gives an array without one
 _MAX_PICKLE = 64 << 20
 _MAX_NPY_HEADER = 64 << 10
+_HEAD = 1 << 10  # bytes that have the header of an array, but for odd ones
 _NOWHERE = ChunkLocation(0, 0, (), (0, 0), 0)
 
 
@@ -153,6 +156,20 @@ def _strides(shape: tuple[int, ...], fortran: bool) -> tuple[int, ...]:
     return tuple(math.prod(max(n, 1) for n in (shape[:d] if fortran else shape[d + 1 :])) for d in dims)
 
 
+def _prefix(reader: Reader, head: bytes, start: int, most: int) -> bytes:
+    """The first bytes of a file of NumPy's in ``most`` bytes from ``start`` on, with its whole header; ``head`` has some of them."""
+    version, length = head[6:7], head[8:12]
+    needed = 12 + int.from_bytes(length[:2] if version == b"\1" else length, "little")
+    if len(head) < min(needed, most, _MAX_NPY_HEADER):
+        longer = bytearray(min(needed, most, _MAX_NPY_HEADER))
+        head = bytes(longer[: reader.readv([longer], start)])
+    return head[:most]
+
+
+def _threads(path: str) -> int:
+    return UPLOADS if store.is_url(path) else 1
+
+
 def _parted(path: str) -> tuple[str, str, int]:
     root, file = store.split(path)
     with opened(path, "the arrays") as reader:
@@ -189,32 +206,37 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             raise CorruptCheckpoint(f"{path}: an entry occurs twice")
         tensors: dict[str, PlacedTensor] = {}
         skipped: dict[str, str] = {}
-        for info in archive.infolist():
+        entries = archive.infolist()
+        for info, head in zip(entries, entry_heads(reader, entries, more=_HEAD, threads=_threads(path)), strict=True):
             name = info.filename.removesuffix(".npy")
             where = f"{path}, key {name!r}"
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise CorruptCheckpoint(f"{where}: compressed by a method that NumPy does not use")
-            with archive.open(info) as f:
-                try:
-                    shape, fortran, dtype, prefix = _npy_header(f.read(_MAX_NPY_HEADER), where)
-                except CheckpointDTypeError as e:
-                    skipped[name] = str(e)
-                    continue
+            stored = info.compress_type == zipfile.ZIP_STORED
+            start = entry_start(head, info, where) if stored else 0
+            if stored and start + info.file_size > size:
+                raise CorruptCheckpoint(f"{where}: elements beyond the file")
+            try:
+                if stored:
+                    prefix = _prefix(reader, head[start - info.header_offset :], start, info.file_size)
+                else:
+                    with archive.open(info) as f:
+                        prefix = f.read(_MAX_NPY_HEADER)
+                shape, fortran, dtype, at = _npy_header(prefix, where)
+            except CheckpointDTypeError as e:
+                skipped[name] = str(e)
+                continue
             nbytes = math.prod(shape) * dtype.itemsize
-            if prefix + nbytes != info.file_size:
-                raise CorruptCheckpoint(f"{where}: {info.file_size} bytes, its array needs {prefix + nbytes}")
+            if at + nbytes != info.file_size:
+                raise CorruptCheckpoint(f"{where}: {info.file_size} bytes, its array needs {at + nbytes}")
             chunk, strides = DcpChunk(Box.whole(shape), file, 0, size), _strides(shape, fortran)
             held = (root, name, shape, dtype, (chunk,), verify)
-            if info.compress_type != zipfile.ZIP_STORED:
-                place = ChunkLocation(prefix, size, strides, (0, 0), 0)
+            if not stored:
+                place = ChunkLocation(at, size, strides, (0, 0), 0)
                 tensors[name] = DeflatedTensor(*held[:-1], True, held=place, entry=info.filename)
                 continue
-            start = entry_start(reader, info, 0, where)
-            if start + info.file_size > size:
-                raise CorruptCheckpoint(f"{where}: elements beyond the file")
-            head = bytearray(prefix)
-            reader.readv([head], start)
-            place = ChunkLocation(start + prefix, size, strides, (start + prefix, nbytes), info.CRC, zlib.crc32(head))
+            start += at
+            place = ChunkLocation(start, size, strides, (start, nbytes), info.CRC, zlib.crc32(prefix[:at]))
             tensors[name] = PlacedTensor(*held, held=place)
     return flat(path, "NumPy", tensors, skipped=skipped)
 
@@ -223,6 +245,9 @@ def _open_torch(
     path: str, whole: DcpChunk, root: str, reader: Reader, archive: zipfile.ZipFile, verify: bool
 ) -> Checkpoint:
     top, folder = described(path, archive, whole.nbytes, _MAX_PICKLE, lenient=True)
+    entries = [i for i in archive.infolist() if i.filename.startswith(f"{folder}data/")]
+    starts = entry_heads(reader, entries, threads=_threads(path))
+    heads = {i.filename: head for i, head in zip(entries, starts, strict=True)}
     arrays: dict[str, StoredArray] = {}
     skipped: dict[str, str] = {}
 
@@ -234,7 +259,7 @@ def _open_torch(
         if info.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{where}: compressed elements")
         check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
-        start = entry_start(reader, info, 0, where)
+        start = entry_start(heads[info.filename], info, where)
         if start + info.file_size > whole.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond the file")
         at = start + first * dtype.itemsize

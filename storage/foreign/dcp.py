@@ -40,6 +40,8 @@ from ..stores.generations import NONE, Generation
 from .torch_pickle import Persistent, PickledName, PickledObject, read_values
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_AT_ONCE = 256  # heads of entries that are held in memory
+_UNREADABLE = 0x61  # flags of encrypted and of patched entries
 _END = struct.Struct("<4s6xH10x")  # of an archive: its mark, and how many entries it has
 _SUMS = re.compile(rb'\{"meshtape\.crc32c": "(crc32c:[0-9a-f]+)"\}')
 _MARKS = (b'{"meshtape.', b'": "crc32c:')  # of which a damaged byte leaves one
@@ -338,14 +340,32 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def entry_start(reader: Reader, info: zipfile.ZipInfo, base: int, where: str) -> int:
-    """Where the bytes of an entry begin, counted as in its archive."""
-    head = bytearray(_LOCAL_HEADER.size)
-    reader.readv([head], base + info.header_offset)
-    fields = _LOCAL_HEADER.unpack(head)
-    if fields[0] != b"PK\x03\x04":
-        raise CorruptCheckpoint(f"{where}: no header where the archive says")
+def entry_heads(
+    reader: Reader, entries: Sequence[zipfile.ZipInfo], base: int = 0, more: int = 0, threads: int = 1
+) -> Iterator[bytes]:
+    """The header of each entry of an archive at ``base``, and ``more`` bytes; in an object store each is a request, so many are under way
+    at a time."""
+
+    def head(info: zipfile.ZipInfo) -> bytes:
+        out = bytearray(_LOCAL_HEADER.size + len(_name(info)) + more)
+        return bytes(out[: reader.readv([out], base + info.header_offset)])
+
+    for first in range(0, len(entries), _AT_ONCE):
+        yield from in_threads(head, entries[first : first + _AT_ONCE], threads)
+
+
+def entry_start(head: bytes, info: zipfile.ZipInfo, where: str) -> int:
+    """Where the bytes of an entry with this ``head`` begin, counted as in its archive."""
+    fields = _LOCAL_HEADER.unpack_from(head.ljust(_LOCAL_HEADER.size, b"\0"))
+    if fields[0] != b"PK\x03\x04" or head[_LOCAL_HEADER.size :][: fields[9]] != _name(info):
+        raise CorruptCheckpoint(f"{where}: no header of this entry where the archive says")
+    if info.flag_bits & _UNREADABLE:
+        raise CorruptCheckpoint(f"{where}: an encrypted or patched entry")
     return info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+
+
+def _name(info: zipfile.ZipInfo) -> bytes:
+    return info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
 
 
 @lru_cache(maxsize=4096)
@@ -367,7 +387,8 @@ def _place(root: str, chunk: DcpChunk, name: str, dtype: np.dtype, tag: str | No
         if info.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{where}: compressed elements")
         check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
-        start = chunk.offset + entry_start(reader, info, chunk.offset, where)
+        (head,) = entry_heads(reader, [info], chunk.offset)
+        start = chunk.offset + entry_start(head, info, where)
         if start + info.file_size > chunk.offset + chunk.nbytes:
             raise CorruptCheckpoint(f"{where}: elements beyond their archive")
     return ChunkLocation(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,13 +36,29 @@ from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
 # An earlier version is still written where it has all that is needed, so that older readers read it. Version 2 has packs, and version 3 the
-# layout dual and more compressions.
-MIGRATIONS: list[Step] = [lambda document: document, lambda document: document]
+# layout dual and more compressions; version 4 has deltas.
+MIGRATIONS: list[Step] = [lambda document: document] * 3
 VERSION = len(MIGRATIONS) + 1
 
 MAX_DEPTH = 200
 _MAX_NDIM = 64
+MOST_DELTA = 8  # bytes of an item
 _KEYS = frozenset([str, int])
+
+
+class Base(NamedTuple):
+    """The checkpoint from which deltas are taken: the name of a folder beside their own, and the identity that it had."""
+
+    name: str
+    identity: str
+
+    def fault(self, found: object) -> str:
+        """Why the manifest that is now at its place is not the one that was pinned; empty where it is."""
+        if not isinstance(found, Manifest):
+            return f"its base {self.name} {'is not there any more' if found is None else 'cannot be read'}"
+        if found.identity != self.identity:
+            return f"its base {self.name} is another by now: {self.identity} was pinned, and {found.identity} is there"
+        return "" if found.base is None else f"its base {self.name} is a delta itself"
 
 
 @dataclass
@@ -58,6 +74,7 @@ class Manifest:
     documents: dict[str, tuple[int, str]] = field(default_factory=dict)  # crc32c, and file beside the arrays
     sums: str | None = None  # the file of the table of checksums
     zarr: int | None = None  # crc32c of the group's ``zarr.json``
+    base: Base | None = None  # of the arrays that are deltas
     structure: Any = None
     crc32c: int | None = field(default=None, compare=False)  # of the text that it was read from
 
@@ -65,7 +82,12 @@ class Manifest:
     def version(self) -> int:
         """The version of its text."""
         needed = {3 if a.dual else 1 if a.compression is None else a.compression.since for a in self.arrays}
-        return max([2 if self.packs else 1, *needed])
+        return max([4 if self.base else 2 if self.packs else 1, *needed])
+
+    @property
+    def identity(self) -> str:
+        """A short text that changes where the content does: the manifest's checksum, as it binds every chunk."""
+        return f"meshtape:{self.crc32c or 0:08x}"
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
@@ -80,6 +102,7 @@ class Manifest:
             **({"documents": {n: [f"{c:08x}", f] for n, (c, f) in self.documents.items()}} if self.documents else {}),
             **({} if self.sums is None else {"sums": self.sums}),
             **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
+            **({} if self.base is None else {"base": list(self.base)}),
             **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
             "arrays": [a.to_json() for a in self.arrays],
         }
@@ -216,6 +239,13 @@ def _section(x: Any, grid: ChunkGrid) -> Section | None:
     return first, _crc(crc)
 
 
+def _base(x: Any) -> Base:
+    name, identity = x
+    if not isinstance(identity, str) or not 0 < len(identity) < 100:
+        raise ValueError(f"{str(x)[:80]} is no base")
+    return Base(name, identity)
+
+
 _Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compression, bool]
 """Checked data that most arrays of a large checkpoint share: grid, dtype, number of shards, mesh, sharding, compression, whether packed."""
 
@@ -268,6 +298,9 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         dual = get("dual", False)
         if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
             raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
+        delta = get("delta", False)
+        if type(delta) is not bool or (delta and (dual or compression is None or dtype.itemsize > MOST_DELTA)):
+            raise ValueError("a delta is compressed, of items of at most 8 bytes, and not of layout 'dual'")
         directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
@@ -278,7 +311,7 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
     except (ValueError, TypeError, AttributeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
     own = tuple(path), directory, grid, dtype, mesh, sharding, objects, source, compression
-    return ArrayEntry(*own, sums, zarr, packs if packed else None, dual)
+    return ArrayEntry(*own, sums, zarr, packs if packed else None, dual, delta)
 
 
 def loads(data: bytes, source: str) -> Manifest:
@@ -349,16 +382,20 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
     try:
         documents = {n: (_crc(crc), str(file)) for n, (crc, file) in top.get("documents", {}).items()}
         sums, zarr = top.get("sums"), _crc(top["zarr"]) if "zarr" in top else None
-        for file in [*(file for _, file in documents.values()), *([] if sums is None else [sums])]:
+        base = _base(top["base"]) if "base" in top else None
+        beside = [sums, None if base is None else base.name]
+        for file in [*(file for _, file in documents.values()), *(f for f in beside if f is not None)]:
             if len(names.plain(file, source)) > 1:
                 raise ValueError(f"{file!r} is not one name")
     except CorruptCheckpoint:
         raise
     except (TypeError, ValueError, AttributeError) as e:
-        raise CorruptCheckpoint(f"{source}: malformed documents: {e}") from None
+        raise CorruptCheckpoint(f"{source}: malformed documents or base: {e}") from None
     if sums is None and any(e.sums for e in entries):
         raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
-    held = step, decode_json(metadata), described, packs, documents, sums, zarr
+    if any(e.delta for e in entries) != (base is not None):
+        raise CorruptCheckpoint(f"{source}: deltas and a base are only there together")
+    held = step, decode_json(metadata), described, packs, documents, sums, zarr, base
     return Manifest(entries, top["tree"], *held, structure)
 
 

@@ -64,6 +64,7 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
     zarr: int | None = None  # crc32c of its ``zarr.json``
     packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
     dual: bool = False  # its files are safetensors files, too (see ``zarr_format``)
+    delta: bool = False  # its files hold differences from the array of the same name in the manifest's base
     name: str = field(init=False)
     _last: tuple[tuple[int, ...], StoredObject] | None = field(init=False, default=None)
     _elsewhere: dict[str, int] | None = field(init=False, default=None)
@@ -165,6 +166,7 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
             "shard": list(self.grid.shard),
             "chunk": list(self.grid.chunk),
             **({"dual": True} if self.dual else {}),
+            **({"delta": True} if self.delta else {}),
             **({} if self.compression is None else {"compression": self.compression.plain()}),
             "nbytes": self.nbytes,
             "mesh": self.mesh,

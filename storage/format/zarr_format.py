@@ -17,7 +17,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from . import dtypes, tensor_sums
 from .chunk_grid import TARGET, ChunkGrid, divisors, place_of
 from .compression import Codec, Compression
 
+DELTA_CODEC = "meshtape.delta"
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
 _ABSENT = np.uint64(2**64 - 1)
 _BATCH = (
@@ -87,11 +88,13 @@ def array_metadata(
     raw: bool = False,
     dual: bool = False,
     said: str = "",
+    base: Sequence[str] | None = None,
 ) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
 
     ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
-    ``said``: attributes and names of dimensions of another writer, as members of a JSON object.
+    ``said``: attributes and names of dimensions of another writer, as members of a JSON object. ``base``: name and identity of the checkpoint from
+    which the array is a delta, in a codec that readers of Zarr refuse by its name.
     """
     before, behind = _array_template(grid, dtype, compression, raw, dual)
     text = f"{before}{json.dumps(own_names(name, len(grid.shape)))}{behind}"
@@ -99,6 +102,11 @@ def array_metadata(
         node, others = json.loads(text), json.loads(said)
         others["attributes"] |= node.get("attributes", {})
         text = json.dumps(node | others)
+    if base is not None:
+        node = json.loads(text)
+        codec = {"name": DELTA_CODEC, "configuration": dict(zip(("base", "identity"), base, strict=True))}
+        node["codecs"][0]["configuration"]["codecs"].insert(0, codec)
+        text = json.dumps(node)
     return text.encode()
 
 
@@ -164,6 +172,8 @@ class ShardBytes:
     The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
     followed by their crc32c have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
 
+    ``delta`` is given the index of a chunk in the shard, and its bytes, and gives those that are compressed in their place.
+
     ``threads`` compress at a time. A frame depends on its chunk alone, so the bytes are the same for any number; in memory are as many chunks, and
     one more.
     """
@@ -176,9 +186,10 @@ class ShardBytes:
         wrote: Callable[[int], None] | None = None,
         compression: Compression = None,
         threads: int = 1,
+        delta: Callable[[tuple[int, ...], np.ndarray], np.ndarray] | None = None,
     ) -> None:
         self.block, self.grid, self.coord, self.compression = block, grid, coord, compression
-        self.threads = threads
+        self.threads, self.delta = threads, delta
         self.wrote = wrote  # told of the bytes of each batch, before compression, when the next one is asked for
         self.nbytes = self.digest = 0
         self.sums: list[int] = []
@@ -240,15 +251,19 @@ class ShardBytes:
         """Each chunk compressed, in order."""
         count = math.prod(self.grid.present(self.coord))
         threads = min(self.threads, count)
-        compress = partial(codec.compress, itemsize=self.block.dtype.itemsize)
+
+        def compress(index: tuple[int, ...], data: np.ndarray) -> bytes:
+            data = data if self.delta is None else self.delta(index, data)
+            return codec.compress(data, self.block.dtype.itemsize)
+
         if threads < 2 or count * math.prod(self.grid.chunk) * self.block.dtype.itemsize < _WORTH:
-            yield from map(compress, self._chunks(1))
+            yield from map(compress, chunk_coords(self.grid, self.coord), self._chunks(1))
             return
         coming: deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(threads, thread_name_prefix="meshtape-zstd") as pool:
             # While a chunk is made ready, those that the threads have are not written to: one slot more.
-            for data in self._chunks(threads + 1):
-                coming.append(pool.submit(compress, data))
+            for index, data in zip(chunk_coords(self.grid, self.coord), self._chunks(threads + 1), strict=True):
+                coming.append(pool.submit(compress, index, data))
                 if len(coming) > threads:
                     yield coming.popleft().result()
             while coming:

@@ -24,6 +24,7 @@ from ..format import dtypes
 from ..format.manifest import scalar_leaves
 from ..readers.tensor import ChunkedTensor
 from ..rules.lazy_tensors import Converted, InMemoryTensor, Joined
+from .deltas import stored_of
 from .report import LoadReport, listed
 
 Chooser = Callable[[Path, tuple[int, ...], np.dtype], BlockSharding | None]
@@ -275,7 +276,7 @@ def resharded(targets: Mapping[str, LoadTarget]) -> list[str]:
     """Names of the arrays for which some rank needs a block that is not stored as one."""
     out = []
     for name, t in targets.items():
-        tensor = t.source.tensor
+        tensor = stored_of(t.source.tensor)
         if t.sharding is None:
             continue
         blocks = (

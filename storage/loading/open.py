@@ -20,6 +20,7 @@ from ...arrays.core.errors import (
     CorruptCheckpoint,
     IncompleteCheckpoint,
     NotACheckpoint,
+    ParentChanged,
     StoreError,
 )
 from ..base import names, strict_json
@@ -42,6 +43,7 @@ from ..stores import atomic_directory, generations, icechunk_store
 from ..stores import store as stores
 from ..stores.contract import Store, recording
 from ..stores.generations import Generation
+from . import deltas
 
 OPENERS: dict[bytes, Callable[[str], Checkpoint]] = {}
 """Files that rooms above this one open, by the 24 bytes with which they begin."""
@@ -80,7 +82,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
     CheckpointReplaced
         Writers replaced it again and again while it was opened.
     ParentChanged
-        It is virtual, and a checkpoint from which it is computed is another by now.
+        It is virtual or a delta, and a checkpoint from which it is computed is gone, or another by now.
     UnsupportedVersion
         A later meshtape wrote it.
     StoreError
@@ -108,7 +110,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
                 generation = Generation(tags())
                 if len(generation.tags) > 1:  # all of them were there when the first of these looks again
                     generation.check()
-            except (CorruptCheckpoint, IncompleteCheckpoint):
+            except (CorruptCheckpoint, IncompleteCheckpoint, ParentChanged):
                 with contextlib.suppress(CheckpointReplaced):
                     Generation(tags()).check()
                     raise
@@ -251,13 +253,22 @@ def _refusal(store: Store) -> CheckpointError:
 def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
     for pack in m.packs:
         names.inside(root, pack.file, root)
+    base = None if m.base is None else _open_base(root, m.base, verify)
     arrays = {}
     for e in m.arrays:
         text = mesh = placements = None
         if e.sharding is not None and e.mesh is not None:
             mesh, placements = m.meshes[e.mesh], tuple(e.sharding)
             text = ", ".join(f"{axis}={placement}" for axis, placement in zip(mesh, placements, strict=False))
-        arrays[e.name] = StoredArray(e.path, _tensor(root, e, m.sums, verify), text, mesh, placements, e.name)
+        stored = _tensor(root, e, m.sums, verify)
+        found = arrays[e.name] = StoredArray(e.path, stored, text, mesh, placements, e.name)
+        if base is not None and m.base is not None and e.delta:
+            of = deltas.base_of(base, e.name, e.shape, e.dtype)
+            if of is None:
+                raise CorruptCheckpoint(
+                    f"{root}: its base {base.path} has no array {e.name!r} of the same shape and dtype"
+                )
+            found.tensor, found.rule = deltas.DeltaTensor(e.name, e.dtype, (of, stored)), f"{m.base.name} + differences"
     return Checkpoint(
         root,
         "meshtape",
@@ -268,12 +279,28 @@ def _from_manifest(root: str, m: manifest.Manifest, verify: bool) -> Checkpoint:
         m.meshes,
         documents=documents.Documents(root, m.documents),
         manifest=m,
+        base=base,
     )
+
+
+def _open_base(root: str, base: manifest.Base, verify: bool) -> Checkpoint:
+    # Where a link leads to the checkpoint, the base lies beside either.
+    linked = [] if stores.is_url(root) else [os.path.realpath(root)]
+    for path in (root, *linked):
+        where = atomic_directory.resolve(stores.join(stores.split(path)[0], base.name))
+        if (found := manifest.read(where)) is not None:
+            break
+    if why := base.fault(found):
+        raise ParentChanged(
+            f"{root} holds differences from {where}, and {why}; restore that, or load another checkpoint"
+        )
+    assert found is not None
+    return _from_manifest(where, found, verify)
 
 
 def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) -> ChunkedTensor:
     """The array of an entry, whose list of objects is checked only when it is read."""
-    held = (root, e.name, e.dtype, e.grid, e, verify)
+    held = (root, e.name, deltas.unsigned(e.dtype) if e.delta else e.dtype, e.grid, e, verify)
     if e.packs is not None:
         return PackedBlocks(*held)
     sums = None if e.sums is None else StoredSums(root, table or "", e.sums, e.grid, e.name)

@@ -23,6 +23,7 @@ from ..readers.dual_tensor import DualTensor, form_faults
 from ..readers.reading import opened, run
 from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
+from .deltas import stored_of
 from .open import open_checkpoint
 from .verifying_others import verify_others
 
@@ -58,7 +59,7 @@ def verify(path: str | os.PathLike[str] | Checkpoint) -> VerifyReport:
     """Check every stored byte of a checkpoint that has checksums: chunks, indices, lengths and metadata.
 
     These are a checkpoint of `save`, and safetensors files that meshtape wrote, with their index and documents. The
-    report names all other files there, which are not compared. Of a virtual checkpoint all parents are checked.
+    report names all other files there, which are not compared. Of a virtual checkpoint all parents are checked, and of deltas their base.
 
     Raises
     ------
@@ -109,7 +110,7 @@ def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False)
         return VerifyReport(
             ckpt.path, len(ckpt), len(files), nbytes, time.perf_counter() - started, rest, list(ckpt.skipped)
         )
-    tensors = [a.tensor for a in ckpt.arrays.values()]
+    tensors = [stored_of(a.tensor) for a in ckpt.arrays.values()]
     with stores.listed_once():
         for t in tensors:
             t.check()
@@ -140,7 +141,11 @@ def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False)
     ckpt.generation.check()
     known = {manifest.FILE, "zarr.json", held.sums, *(a.directory for a in held.arrays), *(p.file for p in held.packs)}
     rest = _others(ckpt.path, known | form | {file for _, file in held.documents.values()})
-    count, seconds = len(jobs) + len(ckpt.documents), time.perf_counter() - started
+    count = len(jobs) + len(ckpt.documents)
+    if ckpt.base is not None:
+        below = _verify(ckpt.base, ckpt.base.path, started)
+        count, nbytes = count + below.files, nbytes + below.nbytes
+    seconds = time.perf_counter() - started
     return VerifyReport(ckpt.path, len(tensors), count, nbytes, seconds, rest)
 
 

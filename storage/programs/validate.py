@@ -86,6 +86,11 @@ def _like_labels(op: Op, call: OpCall) -> bool:
     return bool(g.shape == labels.shape == logits.shape[:-1])
 
 
+def _linear_losses(op: Op, call: OpCall) -> bool:
+    g, g_lse, _, _, labels, lse = call.args
+    return bool(g.shape == g_lse.shape == labels.shape == lse.shape)
+
+
 def _dropped(op: Op, call: OpCall) -> bool:
     x, *others, key = call.args
     check_key(op.name, key)
@@ -114,6 +119,7 @@ AGREEMENTS: dict[str, Callable[[Op, OpCall], bool]] = {
     **dict.fromkeys(("conv", "conv_image", "conv_kernel"), _convolved),
     **dict.fromkeys(("experts", "experts_backward"), _experts),
     "cross_entropy_backward": _like_labels,
+    "linear_cross_entropy_backward": _linear_losses,
     **dict.fromkeys(("dropout", "dropout_add"), _dropped),
     "random_choice": _chosen,
     "full_like": _filled,

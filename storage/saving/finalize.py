@@ -15,7 +15,7 @@ from ..format.compression import fits
 from ..format.documents import marked
 from ..format.zarr_format import array_metadata, group_metadata
 from ..stores import atomic_directory, store
-from . import dual_index
+from . import dual
 from .items import Record, SaveItem
 
 
@@ -44,7 +44,7 @@ def finish_directory(
         + sum(map(len, documents.values()))
         + _write_metadata(folder, items, head)
     )
-    nbytes += dual_index.write(folder, head)
+    nbytes += dual.write(folder, head)
     data = head.dumps(check=store.join(target, manifest.FILE))  # never commit what could not be read again
     folder.put(manifest.FILE, data)
     folder.settle()
@@ -99,6 +99,7 @@ def _entries(
                 sums=(first // 4, crc32c(bytes(table[first:]))) if len(table) > first else None,
                 packs=packs if item.packed else None,
                 dual=item.dual,
+                delta=item.base is not None,
             )
         )
     if lost or written:
@@ -111,7 +112,12 @@ def _entries(
 def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head: manifest.Manifest) -> int:
     """Zarr's own files, and the sync of every directory; the manifest is told their checksums."""
     held = [i for i in items if not i.packed]
-    texts = {i.directory: array_metadata(i.grid, i.dtype, i.name, i.compression, i.raw, i.dual, i.said) for i in held}
+    texts = {
+        i.directory: array_metadata(
+            i.grid, i.dtype, i.name, i.compression, i.raw, i.dual, i.said, None if i.base is None else head.base
+        )
+        for i in held
+    }
 
     def write(directory: str) -> None:
         folder.put(f"{directory}/zarr.json", texts[directory])

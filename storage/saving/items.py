@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.blocks import BlockSharding, Box
+from ...arrays.core.errors import CheckpointError
 from ...arrays.core.tree import Path
 from ..base import names
-from ..format.chunk_grid import ChunkGrid
-from ..format.compression import Compression, most_nbytes
+from ..checkpoint.checkpoint import Checkpoint
+from ..format.chunk_grid import ChunkGrid, only_shard, place_of
+from ..format.compression import Compression, ShuffledZstd, most_nbytes
+from ..format.manifest import Base
 from ..format.stored_objects import Pack
 from ..format.zarr_format import dual_shard
+from ..loading.deltas import base_of
+from ..loading.open import open_checkpoint
+from ..stores import store
 
 
 @dataclass(slots=True)
@@ -35,6 +43,7 @@ class SaveItem:
     like: str = ""  # a folder of an array with the same grid, dtype and compression, whose files may be shared
     dual: bool = False  # see ``zarr_format``
     said: str = ""  # see ``array_metadata``
+    base: Any = None  # the tensor from which the array is a delta
 
     name: str = field(init=False)
 
@@ -51,6 +60,11 @@ class SaveItem:
         return sum(self.most(c) for c in self.grid.shards())
 
     @property
+    def whole(self) -> bool:
+        """Whether its files can only be written from their first byte to their last."""
+        return self.compression is not None or self.dual
+
+    @property
     def least_nbytes(self) -> int:
         """Bytes that its files will surely need."""
         return self.stored_nbytes if self.compression is None and not self.like else 0
@@ -60,6 +74,34 @@ class SaveItem:
         if self.dual:
             return dual_shard(self.name, self.dtype, self.grid, coord).nbytes
         return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBase:
+    """The checkpoint from which arrays become deltas, and its entry in the manifest of those."""
+
+    ckpt: Checkpoint
+    entry: Base
+
+    @classmethod
+    def at(cls, where: str, target: str) -> DeltaBase:
+        """The base at a place, opened, for a checkpoint at another."""
+        home, name = store.split(where)
+        if where == target or home != store.split(target)[0]:
+            raise CheckpointError(f"base={where} is no other checkpoint in the folder of {target}")
+        ckpt = open_checkpoint(where)
+        if ckpt.manifest is None or ckpt.base is not None:
+            raise CheckpointError(f"base={where} is a delta itself, or none of mt.save: deltas have a plain base")
+        return cls(ckpt, Base(name, ckpt.manifest.identity))
+
+    def given_to(self, items: Iterable[SaveItem]) -> Base | None:
+        """Make arrays that the base has, too, deltas; gives the entry, or None where there are none."""
+        found = False
+        for item in items:
+            item.base = None if item.packed else base_of(self.ckpt, item.name, item.shape, item.dtype)
+            if item.base is not None:
+                item.compression, found = ShuffledZstd(), True
+        return self.entry if found else None
 
 
 @dataclass(slots=True)
@@ -76,6 +118,30 @@ class Task:
     pack: str = ""  # the file in which it lies with others
     like: str = ""  # a file to share where it has the same bytes
     dual: str | None = None  # the name of an array of layout "dual"
+    base: Any = None  # the tensor from which the array is a delta
+
+
+def tasks_of(number: int, item: SaveItem, block: Box) -> list[Task]:
+    """The shards that make up one block."""
+    name, dual = item.name if item.packed else None, item.name if item.dual else None
+    if (alone := only_shard(item.grid)) is not None:
+        file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
+        like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
+        part = Box.whole(block.shape)
+        base = None if item.base is None else item.base.only(Box.whole(item.shape))
+        return [Task(number, part, item.grid, alone, file, item.compression, name, "", like, dual, base)]
+    span = zip(block.offset, block.stop, item.grid.shard, strict=True)
+    ranges = [range(a // s, -(-b // s)) for a, b, s in span]
+    sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
+    out = []
+    for k in sub.shards():
+        coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
+        part = item.grid.shard_box(coord).within(block)
+        key = item.grid.key(coord)
+        file, like = f"{item.directory}/{key}", os.path.join(item.like, key) if item.like else ""
+        base = None if item.base is None else item.base.only(item.grid.shard_box(coord))
+        out.append(Task(number, part, item.grid, coord, file, item.compression, name, "", like, dual, base))
+    return out
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ from ..loading.load import load
 from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
+from .dual import is_dual
+from .rebase import rebase
 from .save import SaveReport, save, save_async
 
 
@@ -79,8 +81,12 @@ class CheckpointManager:
     when_busy
         The policy of `save` while an earlier one still runs: ``"wait"`` for it, or ``"skip"`` this one (it returns None
         and counts in ``skipped``).
-    compression, pack, dtype_fallback
+    compression, pack, dtype_fallback, layout
         As in `save`.
+    anchor_every
+        Store deltas: each such number of checkpoints begins with a plain one, the *anchor*, and the others hold differences from it (``base`` of `save`), which takes
+        a tenth to two thirds of the bytes. Each opens by two reads. An anchor stays as long as a checkpoint that is kept needs it, and does not count towards
+        ``keep``; `delete` gives those that need it another one first.
     share
         Files of shards that are the same as in the step before become second names of those, and are not written: see `save`. Any step
         can be deleted. On disks only; in object stores every step has its own objects.
@@ -114,9 +120,12 @@ class CheckpointManager:
         compression: str | Codec | None = None,
         pack: bool | int | None = None,
         dtype_fallback: Literal["raw"] | None = None,
+        layout: Literal["dual"] | None = None,
         share: bool = True,
+        anchor_every: int | None = None,
     ) -> None:
         numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
+        numbers["anchor_every"] = anchor_every
         for name, value in numbers.items():
             if (value is not None or name == "keep_best") and _whole(name, value) < 1:
                 raise CheckpointError(f"{name} must be at least 1, got {value}")
@@ -128,7 +137,7 @@ class CheckpointManager:
             raise CheckpointError(f"when_busy must be 'wait' or 'skip', got {when_busy!r}")
         self.directory = store.location(directory)
         store.at(self.directory).refuse_writes()
-        self.keep = keep
+        self.keep, self.anchor_every = keep, anchor_every
         self.every_steps, self.every_minutes, self.keep_every = every_steps, every_minutes, keep_every
         self.best_metric, self.best_is, self.keep_best = best, best_is, keep_best
         self.asynchronous, self.when_busy = asynchronous, when_busy
@@ -136,6 +145,11 @@ class CheckpointManager:
         self.share = share and not store.is_url(self.directory)
         packs.threshold(pack, self.directory)  # refused now, where it is no such number
         is_raw(dtype_fallback)
+        if is_dual({"layout": layout, "compression": compression, "pack": pack}) and anchor_every is not None:
+            raise CheckpointError(
+                "layout='dual' stores rows as they are: leave out anchor_every=, which stores differences"
+            )
+        self.layout = layout
         self.skipped = 0
         self._running: SaveHandle | None = None
         self._branch: Branch | None = None  # that of this manager's saves; None: the current one when it saves
@@ -204,15 +218,22 @@ class CheckpointManager:
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
             kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
+        if overwrite:
+            self._release(target)
+        base, number, earlier = self._earlier(target)
+        if base is not None:
+            kept[numbered.DELTA] = number
         options: dict[str, Any] = {
             "step": step,
+            "layout": self.layout,
             "metadata": kept,
             "documents": documents,
             "overwrite": overwrite,
             "compression": self.compression,
             "pack": self.pack,
             "dtype_fallback": self.dtype_fallback,
-            "share": self.path(self._newest) if self.share and self._newest is not None else None,
+            "share": earlier if self.share else None,
+            "base": base,
         }
         if not self.asynchronous:
             report = save(target, tree, **options)
@@ -225,6 +246,27 @@ class CheckpointManager:
         self._saved(step)
         self._running = handle
         return handle
+
+    def _earlier(self, target: str) -> tuple[str | None, int, str | None]:
+        """(base of a save, or None where it is to be plain; its number since the anchor; the checkpoint whose files it may share)."""
+        newest = None if self._newest is None else self.path(self._newest)
+        if self.anchor_every is None or self._branch is None:
+            return None, 0, newest
+        line = [c for c in self._branch.line(self._complete()) if c.path != target]
+        if not line:
+            return None, 0, newest
+        anchor = self._base_of(line[-1]) or line[-1].path
+        number = line[-1].delta + 1
+        return (anchor, number, newest) if number < self.anchor_every else (None, 0, anchor)
+
+    def _base_of(self, c: Numbered) -> str | None:
+        return None if c.base is None else store.join(self.directory, c.base.name)
+
+    def _release(self, path: str) -> None:
+        """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the others."""
+        needing = [c.path for c in self._complete() if self._base_of(c) == path]
+        for c in needing:
+            rebase(c, None if c == needing[0] else needing[0])
 
     def _place(self, step: int, overwrite: bool) -> dict[str, Any]:
         """The branch entry of a step's manifest; a new branch begins here where the run has gone back."""
@@ -316,6 +358,8 @@ class CheckpointManager:
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step: all of it, or nothing that a reader notices.
 
+        Deltas from it are rewritten first: the oldest of them becomes plain, and the base of the others. A kill leaves each step whole.
+
         Refused for the only complete one of the current branch, and where its directory holds what is not the checkpoint's.
 
         Examples
@@ -335,6 +379,7 @@ class CheckpointManager:
                 f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or roll back to another first"
             )
         contents.refuse_strangers(c.path, contents.beside(c.path), "only a checkpoint is deleted")
+        self._release(c.path)
         protocol_of(c.path).discard(c.path)
         self._branch = None  # its newest step may be another now
 
@@ -400,7 +445,7 @@ class CheckpointManager:
             try:
                 c = self._of_step(step)
             except NotACheckpoint:
-                if numbered.step_at(target) is not None:  # it is one of another step
+                if numbered.step_at(target) not in (None, step):  # it is one of another step
                     raise
                 return load(target, **load_arguments)  # raises what is wrong with it
             tree = load(c.path, **load_arguments)
@@ -469,8 +514,10 @@ class CheckpointManager:
                 break
             if c.path not in milestones:
                 kept.add(c.path)
-        for c in complete:
-            if c.path in kept | milestones:
+        kept |= milestones
+        kept |= {base for c in complete if c.path in kept and (base := self._base_of(c)) is not None}
+        for c in sorted(complete, key=lambda c: c.base is None):  # no delta outlives its base
+            if c.path in kept:
                 continue
             # Another process may rotate the same directory, and a full deletion can wait for the next start.
             with contextlib.suppress(OSError):

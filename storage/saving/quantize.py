@@ -90,16 +90,24 @@ def quantize(
 
 
 def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
-    levels = LEVELS[bits]
     wide = astype(asarray(x), float32)
-    largest = largest_of(absolute(wide), axis=-1, keepdims=True)
-    # A row of zeros, and one that is not finite, must not divide by what it has.
-    scale = where(isfinite(largest) & (largest > 0), largest / levels, ones_like(largest))
-    q = astype(clip(rounded(wide / scale), -levels, levels), int8)
+    scale = row_scales(wide, LEVELS[bits])
+    q = row_integers(wide, scale, LEVELS[bits])
     length = int(x.shape[-1])
     if bits == 4:
         q = asarray(pack(np.asarray(q)))
     return {MARK: bits, "q": q, "scale": scale, "dtype": np.dtype(x.dtype).name, "length": length, "times": times}
+
+
+def row_scales(wide: Any, levels: int) -> Any:
+    """The scale of each row of a float32 array: its largest magnitude over ``levels``; 1 for one of zeros, and one that is not finite."""
+    largest = largest_of(absolute(wide), axis=-1, keepdims=True)
+    return where(isfinite(largest) & (largest > 0), largest / levels, ones_like(largest))
+
+
+def row_integers(wide: Any, scale: Any, levels: int) -> Any:
+    """Rows in units of their scale, as int8."""
+    return astype(clip(rounded(wide / scale), -levels, levels), int8)
 
 
 def pack(q: np.ndarray) -> np.ndarray:

@@ -17,9 +17,10 @@ from ..base import activity
 from ..base.threads import SYNCS, UPLOADS, compressors, in_threads, writers
 from ..format.chunk_sums import packed
 from ..format.zarr_format import ShardBytes
+from ..loading.deltas import from_base
 from ..stores import atomic_directory, store
 from ..stores.filesystem import active
-from .dual_bytes import DualBytes
+from .dual import DualBytes
 from .items import Record, Task
 from .packs import laid_out
 from .sharing import write_or_share
@@ -91,7 +92,8 @@ def _file(job: _Job, helpers: int) -> tuple[Callable[[], Generator[list[Any]]], 
         if task.dual is not None:
             shard = DualBytes(part, task.grid, task.coord, wrote, task.dual)
         else:
-            shard = ShardBytes(part, task.grid, task.coord, wrote, task.compression, helpers)
+            delta = None if task.base is None else partial(from_base, task.base, task.grid, task.coord)
+            shard = ShardBytes(part, task.grid, task.coord, wrote, task.compression, helpers, delta)
         return shard.batches, lambda: [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))]
     records, body = laid_out(*job[1:])
 

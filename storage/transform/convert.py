@@ -33,6 +33,7 @@ from ..rules.dequantized import dequantizes, is_quantized
 from ..rules.lazy_tensors import Converted, with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
+from ..saving.dual import choose_dual, is_dual
 from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
 from ..stores.generations import Generation, Listed
@@ -258,7 +259,12 @@ def dcp_sink(held: Selection, max_shard_bytes: int | None) -> DcpSink:
 
 
 def zarr_sink(
-    held: Selection, choice: ShardingChoice, compression: Compression = None, pack: int = 0, raw: bool = False
+    held: Selection,
+    choice: ShardingChoice,
+    compression: Compression = None,
+    pack: int = 0,
+    raw: bool = False,
+    dual: bool = False,
 ) -> ZarrSink:
     """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
@@ -271,6 +277,8 @@ def zarr_sink(
             SaveItem(held.paths[name], None, shape, dtype, sharding, grid, directory, mesh, compression, raw=raw)
         )
         items[-1].said = said.get(name, "")
+        if dual:
+            choose_dual(items[-1])
         if not items[-1].said:  # a pack has no place for it
             packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
@@ -305,6 +313,7 @@ def convert(
     pack: bool | int | None = None,
     dtype_fallback: Literal["raw"] | None = None,
     documents: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: Literal["dual"] | None = None,
 ) -> ConvertReport:
     """Write a checkpoint in another format, streaming; a run that was interrupted goes on where it stopped.
 
@@ -358,6 +367,8 @@ def convert(
     documents
         Documents beside those of the source, and in place of those of the same name: by name, as in `save`, or the directory of a model whose
         config, tokenizer and the like go along. Its ``config.json`` then names the dtype of the weights that are written, where they have one.
+    layout
+        For Zarr, as in `save`. The source is read twice, as each file begins with the checksum of its rows, and nothing is compressed.
 
     Returns
     -------
@@ -391,6 +402,9 @@ def convert(
     target = store.location(dst)
     if compression != KEEP:
         chosen(compression)  # refused before the source is opened
+    dual = is_dual({"layout": layout, "pack": pack, "compression": compression != KEEP and compression})
+    if dual and format != "zarr":
+        raise CheckpointError(f'layout="dual" is of format="zarr", not of {format!r}')
     if missing not in ("error", "fill"):
         raise CheckpointError(f"missing is 'error' or 'fill', got {missing!r}")
     if documents is not None and format == "dcp":
@@ -415,10 +429,9 @@ def convert(
     elif format == "zarr":
         if max_shard_bytes is not None:
             raise CheckpointError("max_shard_bytes is for safetensors and DCP; Zarr files follow the block layout")
-        stored = held.compression if compression == KEEP else chosen(compression)
-        sink = zarr_sink(
-            held, ShardingChoice(mesh, shardings), stored, packs.threshold(pack, target), is_raw(dtype_fallback)
-        )
+        stored = None if dual else held.compression if compression == KEEP else chosen(compression)
+        limit = 0 if dual else packs.threshold(pack, target)
+        sink = zarr_sink(held, ShardingChoice(mesh, shardings), stored, limit, is_raw(dtype_fallback), dual)
     else:
         raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
     if target in held.ckpt.places:

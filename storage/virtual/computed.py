@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...arrays import asarray
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
 from ..format import dtypes
@@ -20,7 +21,7 @@ from ..readers.reading import Job
 from ..readers.tensor import read_into, rows_of
 from ..rules.casting import cast, watched
 from ..rules.lazy_tensors import Agreed, DerivedTensor, of_source
-from ..saving.quantize import pack
+from ..saving.quantize import pack, row_integers, row_scales
 
 _FACTORS = 4 << 20  # bytes of the factors of a product that a piece holds at once
 
@@ -189,13 +190,8 @@ class RowScales(DerivedTensor):
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         held, nbytes = _at_work(self.source, self.needs(box), np.dtype(np.float32))
-        out[...] = _scales(held, self.levels)
+        out[...] = np.asarray(row_scales(asarray(held, copy=False), self.levels))
         return nbytes
-
-
-def _scales(rows: np.ndarray, levels: int) -> np.ndarray:
-    largest = np.abs(rows).max(axis=-1, keepdims=True)
-    return np.where(np.isfinite(largest) & (largest > 0), largest / np.float32(levels), np.float32(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +208,9 @@ class RowIntegers(RowScales):
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         rows, nbytes = _at_work(self.source, self.needs(box), np.dtype(np.float32))
+        wide = asarray(rows, copy=False)
         with np.errstate(invalid="ignore"):
-            q = np.clip(np.round(rows / _scales(rows, self.levels)), -self.levels, self.levels).astype(np.int8)
+            q = np.asarray(row_integers(wide, row_scales(wide, self.levels), self.levels))
         held = q if self.levels > 7 else pack(q)
         out[...] = held[..., box.offset[-1] : box.stop[-1]]
         return nbytes

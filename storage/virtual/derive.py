@@ -35,7 +35,7 @@ _OTHERS = (
 _BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")  # of factors beside a base that stays as it is
 
 
-class _Sources:
+class Sources:
     """The operands of an expression: nodes, and the checkpoints behind them."""
 
     def __init__(self) -> None:
@@ -47,10 +47,6 @@ class _Sources:
         if not ckpt.whole:
             raise CheckpointError(
                 f"{ckpt.path} is a part of a checkpoint, or was made of one by rules; give the whole, and virtual.with_rules"
-            )
-        if ckpt.kind == "Blend":
-            raise CheckpointError(
-                f"a blend lies nowhere that a virtual checkpoint could name; write it with storage.blend first ({ckpt.path})"
             )
         if ckpt.computed is not None and not ckpt.computed.identity:
             self.parents |= ckpt.computed.parents
@@ -64,7 +60,7 @@ class _Sources:
 
 
 def _made(kind: type[ex.Node], sources: Iterable[Source], **params: Any) -> Checkpoint:
-    held = _Sources()
+    held = Sources()
     return build(kind(tuple(held.add(s) for s in sources), **params), held.parents)
 
 
@@ -197,7 +193,7 @@ def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> C
     CheckpointError
         The configuration is missing, malformed, or of another method (DoRA, QALoRA, aLoRA, …).
     """
-    held = _Sources()
+    held = Sources()
     nodes = held.add(base), held.add(adapter)
     where = store.location(adapter) if not isinstance(adapter, Checkpoint) else adapter.path
     ckpt = held.parents[nodes[1]] if isinstance(nodes[1], ex.Parent) else None
@@ -217,7 +213,7 @@ def _config(where: str) -> dict[str, Any]:
     file = store.join(where, "adapter_config.json")
     try:
         at, name = store.holding(file)
-        config = strict_json.loads(at.get(name))
+        config = strict_json.loads(at.get(name), unique=True)
         if not isinstance(config, dict):
             raise TypeError("it is no object")
         for key in ("r", "lora_alpha"):
@@ -271,7 +267,7 @@ def repin(document: str | os.PathLike[str]) -> Checkpoint:
     """
     where = store.location(document)
     node = loads(read_document(where), where)
-    held = _Sources()
+    held = Sources()
     known = {p: held.add(p.path) for p in dict.fromkeys(ex.parents_of(node))}
 
     def again(x: Any) -> Any:

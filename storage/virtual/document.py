@@ -97,7 +97,7 @@ def loads(data: bytes, where: str) -> Node:
     """
     text, _, fits = unsealed(data)
     try:
-        top = strict_json.loads(text)
+        top = strict_json.loads(text, unique=True)
         if not isinstance(top, dict) or top.get("format") != FORMAT:
             raise ValueError(f"it does not say format {FORMAT!r}")
         if top.get("version") == len(MIGRATIONS) + 1 and not fits:

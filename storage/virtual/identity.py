@@ -37,7 +37,7 @@ def identity_of(ckpt: Checkpoint) -> str:
     if ckpt.computed is not None:
         return ckpt.computed.identity
     if ckpt.manifest is not None:
-        return f"meshtape:{ckpt.manifest.crc32c or 0:08x}"
+        return ckpt.manifest.identity
     tensors: dict[str, Any] = {n: a.tensor for n, a in ckpt.arrays.items()}
     rows = [[n, list(map(int, t.shape)), t.dtype.name] for n, t in tensors.items()]
     if tensors and all(isinstance(t, RawTensor) and t.summed for t in tensors.values()):

@@ -113,6 +113,9 @@ TABLE: dict[str, list[Row]] = {
         (lambda w: nn.layer_norm(mt.ones((2, 6)), 6, w), (Z,), "refused"),
     ],
     "leaky_relu": [(nn.leaky_relu, (Z,), "refused")],
+    "linear_cross_entropy": [
+        (lambda x: nn.linear_cross_entropy(x, mt.ones((6, 3)), mt.asarray([0, 1, 2, 2])), (PAIRS,), "refused")
+    ],
     "log_sigmoid": [(nn.log_sigmoid, (Z,), "refused")],
     "log_softmax": [(nn.log_softmax, (Z,), "refused")],
     "logsumexp": [
@@ -145,6 +148,7 @@ TABLE: dict[str, list[Row]] = {
     "softplus": [(nn.softplus, (Z,), "refused"), (lambda x: nn.softplus(x, beta=2.0), (Z,), "refused")],
     "softsign": [(nn.softsign, (Z,), lambda z: z / (1 + np.abs(z)))],
     "squared_relu": [(nn.squared_relu, (Z,), "refused")],
+    "swiglu": [(nn.swiglu, (Z, Z[::-1].copy()), lambda x, y: x * sigmoid(x) * y)],
 }
 ROWS = [pytest.param(*row, id=f"{name}{i or ''}") for name, rows in TABLE.items() for i, row in enumerate(rows)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 import warnings
 from typing import Any
 
@@ -73,7 +72,7 @@ def skipped(name: str, dtype: str) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_they_take_little_memory(dtype):
+def test_they_take_little_memory(dtype, peak_of):
     itemsize = mt.zeros(1, dtype=dtype).nbytes
     x = filled(dtype, (20 * MIB // itemsize // 1024, 1024))
     assert x.nbytes > BEYOND
@@ -81,13 +80,7 @@ def test_they_take_little_memory(dtype):
         if skipped(name, dtype):
             continue
         axis = (None, 0, 1)[turn % 3]  # over the dtypes, each function has each of them
-        tracemalloc.start()
-        try:
-            before = tracemalloc.get_traced_memory()[0]
-            fn(x, axis=axis)
-            peak = tracemalloc.get_traced_memory()[1] - before
-        finally:
-            tracemalloc.stop()
+        peak = peak_of(lambda fn=fn, axis=axis: fn(x, axis=axis), below=BEYOND)
         assert peak < BEYOND, (name, axis, f"{peak / MIB:.0f} MiB beyond an array of 20")
 
 

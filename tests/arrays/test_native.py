@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ from meshtape.arrays import native
 from meshtape.arrays.backends import threads
 from meshtape.arrays.core.op import OPS, Op
 from meshtape.arrays.native import copies, ops
+from meshtape.storage.blending import methods
 
 pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the kernels in C are not built here")
 
@@ -49,6 +51,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gelu": ("gelu", "x", {}),
     "gelu_backward": ("gelu_backward", "gx", {}),
     "sigmoid": ("sigmoid", "x", {}),
+    "silu": ("silu", "x", {}),
+    "swiglu": ("swiglu", "xg", {}),
+    "swiglu_backward": ("swiglu_backward", "gxg", {}),
 }
 DTYPES = [np.float32, np.float64]
 ODD = [0.0, -0.0, 1e-45, 1e-38, -1.0, 1.0, 3.5, -87.5, 88.5, 1e30, -1e30, math.inf, -math.inf, math.nan]
@@ -104,7 +109,8 @@ SLOPES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def test_every_kernel_is_tested() -> None:
-    assert {op for op, _, _ in CASES.values()} | set(SLOPES) | {"where"} == set(native._kernels.KERNELS)
+    ours = {op for op, _, _ in CASES.values()} - {"silu"} | set(SLOPES) | {"where", "add_product"}
+    assert ours == set(native._kernels.KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -296,6 +302,28 @@ def test_where_is_numpys(dtype: str, data: st.DataObject) -> None:
         want, got = np.where(condition, x, y), OPS["where"].numpy(condition, x, y)
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_is_added_with_one_rounding(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x, total, w = *(rng.integers(1 << 20, 1 << 24, (2, 2000)) / dtype(1 << 22)), dtype(1 + 2.0**-11)
+    x, total = x.astype(dtype), np.ldexp(total.astype(dtype), rng.integers(-30, 30, 2000))
+    got = total.copy()
+    assert ops.add_product(x, w, got)
+    assert not ops.add_product(x.astype(ml_dtypes.bfloat16), w, got)
+    for a, b, c in zip(x, total, got, strict=True):
+        exact = Fraction(float(a)) * Fraction(float(w)) + Fraction(float(b))
+        near = min(abs(Fraction(float(n)) - exact) for n in (np.nextafter(c, dtype(0)), np.nextafter(c, dtype(np.inf))))
+        assert abs(Fraction(float(c)) - exact) <= near
+    odd = np.repeat(np.asarray([v for v in ODD if abs(v) != 1e-45 and abs(v) != 1e-38], dtype), len(ODD))
+    beside = np.resize(np.asarray(ODD, dtype), odd.shape)
+    for p, q in ((odd, beside), (x, total)):
+        with np.errstate(all="ignore"):
+            want = methods.fused(p, w, q.copy())
+            with monkeypatch.context() as m:
+                m.setattr(methods, "add_product", lambda *_: False)  # as where no kernel is
+                np.testing.assert_array_equal(methods.fused(p, w, q.copy()), want)
 
 
 def test_where_takes_the_kernel_for_masks_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
+from op_samples import calls
 
 import meshtape
 from meshtape import arrays as mt
 from meshtape.arrays.core.errors import DTypeError, ShapeError
+from meshtape.arrays.nn import linear_cross_entropy as lce
+from meshtape.arrays.nn import losses
 from meshtape.errors import ArrayIndexError
 
 rng = np.random.default_rng(12)
+attention = sys.modules["meshtape.arrays.nn.attention"]
 nan, inf = math.nan, math.inf
 
 
@@ -113,6 +119,54 @@ def test_labels_that_are_no_class():
         mt.nn.cross_entropy(x, mt.asarray([0, 0, 0]))
     assert mt.nn.cross_entropy(x, mt.asarray([0, 1], dtype=mt.uint8)).dtype == mt.float64
     assert mt.nn.cross_entropy(mt.zeros((2, 3), dtype=mt.bfloat16), mt.asarray([0, 1])).dtype == mt.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_linear_cross_entropy_in_tiles(monkeypatch, dtype):
+    """Tiles of a few rows and classes give the loss and the gradients of the logits; labels are in all of them, in none, and ignored."""
+    monkeypatch.setattr(lce, "TILE", {"numpy": 100})
+    hidden, weight = (mt.asarray(rng.normal(size=s)).astype(dtype) for s in ((3, 11, 4), (17, 4)))
+    y = rng.integers(0, 17, (3, 11))
+    y[0, :2] = 3, -100
+    hidden[0, 1] = nan  # an ignored sample
+    options = {"ignore_index": -100, "label_smoothing": 0.2}
+
+    def whole(h, w):
+        return mt.nn.cross_entropy(h.astype(mt.float64) @ w.mT.astype(mt.float64), y, **options)
+
+    def tiled(h, w):
+        return mt.nn.linear_cross_entropy(h, w.mT, y, **options)
+
+    def results(fn):
+        loss, slopes = meshtape.value_and_grad(lambda p: fn(*p))((hidden, weight))
+        return [n(x).astype(np.float64) for x in (loss, *slopes)]
+
+    for kept in (1 << 26, 0):
+        monkeypatch.setattr(losses, "WHOLE", kept)
+        for got, want in zip(results(tiled), results(whole), strict=True):
+            tol = {"float64": 1e-13, "float32": 1e-5, "bfloat16": 2e-2}[dtype]
+            np.testing.assert_allclose(got, want, rtol=tol, atol=tol / 20)
+    assert meshtape.compile(tiled)(hidden, weight).tolist() == tiled(hidden, weight).tolist()
+    if dtype == "float64":
+        hidden[0, 1] = 0
+        meshtape.check_grads(tiled, hidden, weight, order=2)
+        far = mt.nn.linear_cross_entropy(mt.full((1, 1), 1e4), mt.asarray([[1.0, 1.0 + 1e-4]]), mt.asarray([0]))
+        assert float(far) == pytest.approx(math.log1p(math.e), rel=1e-9)
+        for labels, error in ((y[:1], ShapeError), (y + 0.5, DTypeError), (y + 17, ArrayIndexError)):
+            with pytest.raises(error, match=r"\[linear_cross_entropy\]"):
+                mt.nn.linear_cross_entropy(hidden, weight.mT, mt.asarray(labels))
+
+
+def test_linear_cross_entropy_holds_no_logits():
+    hidden, weight = mt.zeros((4096, 2), dtype=mt.float32), mt.zeros((2, 6000), dtype=mt.float32)
+    step = meshtape.value_and_grad(lambda p: mt.nn.linear_cross_entropy(*p, mt.zeros(4096, dtype=mt.int64)))
+    tracemalloc.start()
+    try:
+        loss, _ = step((hidden, weight))
+        assert tracemalloc.get_traced_memory()[1] < 4096 * 6000 * 4 * 0.7
+    finally:
+        tracemalloc.stop()
+    assert float(loss) == pytest.approx(math.log(6000))
 
 
 def test_info_nce():
@@ -291,6 +345,27 @@ def test_grouped_queries():
     np.testing.assert_allclose(n(got), attend(q, k.repeat(2, 1), v.repeat(2, 1)), atol=1e-12)
     with pytest.raises(ShapeError, match="4 heads"):
         mt.nn.scaled_dot_product_attention(mt.asarray(q), mt.ones((2, 3, 3, 5)), mt.ones((2, 3, 3, 5)))
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_backward", "attention_bias_backward"])
+def test_tiles_of_attention_are_parts_of_the_whole(name, monkeypatch):
+    op = mt.OPS[name]
+    monkeypatch.setattr(attention, "LEAST_ROWS", 2)
+    for args, params in calls(name):
+        wanted = op.decompose(*map(mt.asarray, args), **params)
+        for limit in (1, 12, 1000):
+            monkeypatch.setattr(attention, "SMALLEST_SHARED", limit)
+            found = op.numpy(*args, **params)
+            for f, w in zip(*(x if op.nout > 1 else (x,) for x in (found, wanted)), strict=True):
+                np.testing.assert_allclose(f, n(w), rtol=1e-9, atol=1e-9)
+
+
+def test_memory_of_attention_grows_with_the_length_and_not_with_its_square(peak_of, monkeypatch):
+    monkeypatch.setattr(attention, "SMALLEST_SHARED", 1 << 12)
+    step = meshtape.grad(lambda x: mt.sum(mt.nn.scaled_dot_product_attention(x, x, x)))
+    inputs = [mt.ones((s, 8), dtype=mt.float32) for s in (1024, 2048)]
+    short, long = (peak_of(lambda x=x: step(x)) for x in inputs)
+    assert long < 2.2 * short < 4 * 1024**2
 
 
 def test_attention_in_short_floats_and_with_dropout():

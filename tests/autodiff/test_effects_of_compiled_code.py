@@ -10,6 +10,7 @@ import json
 import logging
 import queue
 import random
+import re
 import threading
 import warnings
 from types import SimpleNamespace
@@ -253,9 +254,8 @@ def test_a_value_that_changes_at_each_call_is_named_once(make, kind):
         warnings.simplefilter("always")
         for k in range(20):
             call(fast, k)
-    assert [str(w.message) for w in told] == [str(told[0].message)]
-    with pytest.warns(RuntimeWarning, match=rf"was traced 8 times in succession: {text}"):
-        warnings.warn(told[0].message, stacklevel=1)
+    (said,) = [str(w.message) for w in told if "was traced" in str(w.message)]  # other threads may warn of their own
+    assert re.search(rf"was traced 8 times in succession: {text}", said)
 
 
 def test_what_is_no_such_value():

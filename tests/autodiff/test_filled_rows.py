@@ -144,7 +144,8 @@ def test_a_gradient_writes_to_as_many_arrays_however_many_writes_there_are(fill,
 @pytest.mark.parametrize("fill", [_by_item, _by_at, _by_recurrence, _by_sines, _by_extrema])
 def test_what_a_tape_keeps_grows_with_what_is_read_and_written(fill, peak_of):
     a = mt.asarray(np.random.default_rng(0).normal(size=(100, 250)))
-    assert peak_of(lambda: mt.grad(_loss(fill))(a)) < 40 * a.nbytes  # kept whole at each write, it would be 100 times
+    most = 40 * a.nbytes  # kept whole at each write, it would be 100 times
+    assert peak_of(lambda: mt.grad(_loss(fill))(a), most) < most
 
 
 def test_a_write_to_a_row_of_a_row_is_refused_under_a_tape_too():

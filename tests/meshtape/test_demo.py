@@ -25,7 +25,7 @@ def start(mesh: mt.Mesh | None) -> dict:
     state = {"params": params, "optimizer": demo.optimizer.init(params)}
     if mesh is None:
         return state
-    return mt.tree.map_with_path(lambda path, x: mt.distribute(x, demo.sharding_of(path, mesh)), state)
+    return demo.PLAN.distribute(state, mesh)
 
 
 @pytest.mark.parametrize("axes", [{"data": 2, "model": 2}, {"model": 3}, {"data": 3}], ids=str)
@@ -43,7 +43,7 @@ def test_training_on_a_mesh_equals_training_without(axes: dict[str, int], digits
     for (path, a), (_, b) in zip(mt.tree.flatten_with_path(split), mt.tree.flatten_with_path(plain), strict=True):
         # Adam divides by the root of tiny second moments: rounding of the sums is what may differ.
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-5, err_msg=str(path))
-        assert a.sharding == demo.sharding_of(path, mesh), path
+        assert a.sharding == demo.PLAN.sharding(path, a.shape, mesh), path
     assert step.signatures == 2
 
 

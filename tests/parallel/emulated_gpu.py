@@ -380,6 +380,7 @@ def make(count: int = 2) -> Namespace:
         get_current_stream=Stream,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         runtime=SimpleNamespace(
+            getDevice=lambda: current.device,
             getDeviceCount=lambda: count,
             memGetInfo=lambda: (1 << 20, 1 << 30),
             getDeviceProperties=lambda i: {"name": b"emulated", "uuid": bytes([i]) * 16},

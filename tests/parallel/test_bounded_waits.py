@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +218,13 @@ def _ends(client: Client, mesh: mt.Mesh, x: Any, address: str, folder: Path) -> 
     assert isinstance(said[-1], mt.errors.ClusterError)
     for e in said:
         assert not isinstance(e, mt.errors.ClusterError) or f"the scheduler at {address} " in str(e)
-    for asks in BESIDE:
+
+    def asked(asks: Callable[[Client, Path], Any]) -> None:
         with contextlib.suppress(mt.errors.MeshtapeError):
             asks(client, folder)
+
+    with ThreadPoolExecutor(len(BESIDE)) as pool:  # each has its own wait
+        list(pool.map(asked, BESIDE))
     with contextlib.suppress(mt.errors.MeshtapeError):
         mesh.close()
     with pytest.raises(mt.errors.MeshtapeError):

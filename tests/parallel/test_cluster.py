@@ -227,8 +227,8 @@ def test_memory_is_freed_when_arrays_are_dropped(processes, eventually):
 
 
 def test_programs_that_nobody_runs_are_forgotten(processes):
-    def programs(dask_worker: Any) -> int:
-        return len(mesh_worker._STATES[dask_worker.address].programs)
+    def programs(dask_worker: Any) -> set[Any]:
+        return set(mesh_worker._STATES[dask_worker.address].programs)
 
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         x = mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
@@ -237,11 +237,12 @@ def test_programs_that_nobody_runs_are_forgotten(processes):
         before = processes.run(programs)
         step = mt.compile(lambda x: x * 2)
         mt.compute(step(x))
-        assert processes.run(programs) == {a: n + 1 for a, n in before.items()}
+        new = {a: found - before[a] for a, found in processes.run(programs).items()}  # earlier tests' may go meanwhile
+        assert [len(n) for n in new.values()] == [1, 1]
         del step
         gc.collect()
         mt.compute(tick(x))  # said with the next run
-        assert processes.run(programs) == before
+        assert not any(new[a] & found for a, found in processes.run(programs).items())
 
 
 def test_many_runs_are_in_flight_and_errors_do_not_get_lost(processes):

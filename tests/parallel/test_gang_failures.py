@@ -126,7 +126,7 @@ def test_errors_that_cannot_be_read_keep_their_text(processes):
 
     for work, text in ((needs_two, "Strange: 1 and 2 do not meet"), (unpicklable, "ValueError: .*it holds.*lock")):
         with pytest.raises(mt.errors.RankLost, match=rf"rank \d failed: {text}") as e:
-            mt.gang(processes, work, 1).result(LIMIT)
+            mt.gang(processes, work, 1, ranks=1).result(LIMIT)
         assert e.value.__cause__ is None
 
 
@@ -148,9 +148,9 @@ def test_values_that_cannot_be_read_or_sent(processes):
         return threading.Lock()
 
     with pytest.raises(mt.errors.RankLost, match=r"rank \d failed: .*pickle"):
-        mt.gang(processes, lock).result(LIMIT)
+        mt.gang(processes, lock, ranks=1).result(LIMIT)
     with pytest.raises(mt.errors.RankLost, match=r"what rank 0 gave cannot be read in this process: .*not here"):
-        mt.gang(processes, elsewhere).result(LIMIT)
+        mt.gang(processes, elsewhere, ranks=1).result(LIMIT)
 
 
 def _fails_here() -> Callable[[], None]:

@@ -62,11 +62,12 @@ def test_every_element_has_exactly_one_source_in_each_contribution(sizes, shape)
     for source, target in itertools.product(layouts(len(shape), len(sizes), ("sum",)), layouts(len(shape), len(sizes))):
         plan = plan_reshard(shape, sizes, source, target)
         assert plan.terms == math.prod(sizes[a] for a, _ in source.partials)
-        for rank, rp in enumerate(plan.ranks):
-            assert rp.box == block_box(target, sizes, shape, rank)
-            assert min(rp.box.shape, default=0) >= 0
-            count = np.zeros((plan.terms, *rp.box.shape), int)
-            for p in rp.pieces:
+        for rank in range(plan.size):
+            box = plan.box(rank)
+            assert box == block_box(target, sizes, shape, rank)
+            assert min(box.shape, default=0) >= 0
+            count = np.zeros((plan.terms, *box.shape), int)
+            for p in plan.pieces(rank):
                 assert p.source.shape == p.target.shape
                 inside = Box.whole(block_box(source, sizes, shape, p.rank).shape)
                 assert p.source.intersect(inside) == p.source  # within the block that the rank has
@@ -76,7 +77,7 @@ def test_every_element_has_exactly_one_source_in_each_contribution(sizes, shape)
 
 def test_a_rank_takes_its_own_block_before_another_ones():
     plan = plan_reshard((4,), (4,), Layout(), make_layout({0: [0]}))
-    assert [[p.rank for p in r.pieces] for r in plan.ranks] == [[0], [1], [2], [3]]
+    assert [[p.rank for p in plan.pieces(r)] for r in range(plan.size)] == [[0], [1], [2], [3]]
     assert plan.bytes_received(8) == 0
 
 
@@ -84,7 +85,7 @@ def test_among_equal_blocks_a_rank_takes_that_of_its_own_coordinates():
     """Groups of a collective keep to themselves: nobody sends to another row of the mesh what that has."""
     source = make_layout({0: [1]})
     plan = plan_reshard((8,), (3, 4), source, Layout())
-    assert [[p.rank for p in r.pieces] for r in plan.ranks] == [
+    assert [[p.rank for p in plan.pieces(r)] for r in range(plan.size)] == [
         [4 * row + i for i in range(4)] for row in range(3) for _ in range(4)
     ]
 

@@ -403,7 +403,7 @@ def test_what_runs_beside_is_as_the_client_is_configured(processes):
             np.testing.assert_allclose(g, np.asarray(e), 1e-12, 1e-12)
 
 
-def test_a_failure_beside_and_one_in_front(planes, monkeypatch):
+def test_a_failure_beside_and_one_in_front(planes, eventually):
     """Whichever fails, both processes end with an error, and no thread stays."""
     program, inputs = layers(4)
 
@@ -421,7 +421,7 @@ def test_a_failure_beside_and_one_in_front(planes, monkeypatch):
 
     with dask.config.set({"meshtape.bucket": 1, "meshtape.overlap": 1}), pytest.raises(RankLost):
         in_processes(planes, program, (0, 1), inputs, failing)
-    assert not any(t.name.startswith("meshtape-collectives") for t in threading.enumerate())
+    eventually(lambda: not any(t.name.startswith("meshtape-collectives") for t in threading.enumerate()))
 
 
 # ----- memory ---------------------------------------------------------------------------------------------------------

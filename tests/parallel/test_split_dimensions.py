@@ -10,6 +10,7 @@ import pytest
 
 import meshtape as mt
 from meshtape import errors
+from meshtape.arrays.nn import losses
 from meshtape.parallel.execution.explain import program_text
 from meshtape.parallel.sharding.halos import Halo
 
@@ -121,7 +122,7 @@ def test_the_place_of_the_largest(mesh):
             assert "all_gather" not in text(fn, x)
 
 
-def test_vocabulary_parallel_cross_entropy(mesh):
+def test_vocabulary_parallel_cross_entropy(mesh, monkeypatch):
     rng = np.random.default_rng(0)
     logits = mt.distribute(mt.asarray(rng.normal(size=(6, 50))), mesh, data=mt.Shard(0), model=mt.Shard(1))
     labels = mt.distribute(mt.asarray(rng.integers(0, 50, 6)), mesh, data=mt.Shard(0))
@@ -134,6 +135,21 @@ def test_vocabulary_parallel_cross_entropy(mesh):
     lines = text(gradient, logits, labels)
     assert "all_gather" not in lines, lines
     assert program(gradient, logits, labels).moved_bytes() < 6 * 50 * 8
+
+    # Of the factors of the logits: rows alone in tiles on each rank, split classes as they are above.
+    monkeypatch.setattr(losses, "WHOLE", 0)
+    hidden, weight = mt.asarray(rng.normal(size=(6, 8))), mt.asarray(rng.normal(size=(8, 50)))
+
+    def slopes(h, w, labels):
+        dh, dw = mt.grad(lambda p: mt.nn.linear_cross_entropy(*p, labels))((h, w))
+        return dh @ dw
+
+    for places, tiled in (({}, True), ({"model": mt.Shard(1)}, False), ({"model": mt.Shard(0)}, False)):
+        h, w = mt.distribute(hidden, mesh, data=mt.Shard(0)), mt.distribute(weight, mesh, **places)
+        same(slopes, h, w, labels)
+        lines = text(slopes, h, w, labels)
+        assert ("linear_cross_entropy_backward" in lines) is tiled
+        assert "all_gather" not in lines, lines
 
 
 # ----- slices and their like --------------------------------------------------------------------------------------------

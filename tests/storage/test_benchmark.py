@@ -44,7 +44,10 @@ OF_THE_PACKAGE = ["arrays.py", "autodiff.py", "storage.py", "train.py"]
 
 def run(name, *options, python=()):
     return subprocess.run(
-        [sys.executable, *python, str(ROOT / "benchmarks" / name), *options], capture_output=True, text=True, timeout=60
+        [sys.executable, *python, str(ROOT / "benchmarks" / name), *options],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError, Lossy
-from meshtape.storage import blend, blended, extract_lora, save, save_safetensors, virtual
+from meshtape.errors import (
+    CheckpointError,
+    CheckpointKeyError,
+    CheckpointShapeError,
+    CorruptCheckpoint,
+    Lossy,
+    ParentChanged,
+)
+from meshtape.storage import blend, blended, diff, extract_lora, save, save_safetensors, virtual
+from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.blending.config import METHODS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -693,11 +701,53 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_virtual_checkpoint_of_a_blend_is_refused(tmp_path: Path) -> None:
-    lazy = blended(config("linear", [model(tmp_path / "a", {"w": [1.0]})]))
-    for derive in (lambda: virtual.cast(lazy, "float16"), lambda: virtual.mean([lazy, tmp_path / "a"])):
-        with pytest.raises(CheckpointError, match=r"a blend lies nowhere .* write it with storage\.blend first"):
-            derive()
+@pytest.mark.parametrize("method", ["linear", "ties", "della"])
+def test_a_blend_has_a_document(tmp_path: Path, method: str) -> None:
+    rng = np.random.default_rng(3)
+    held = [{"layers.0.w": rng.normal(size=(64, 48)).astype(np.float32), "norm.weight": [1.0, i]} for i in range(3)]
+    places = [model(tmp_path / n, h) for n, h in zip("abc", held, strict=True)]
+    base = None if method == "linear" else places[2]
+    said = config(method, places[:2], base, **({} if method == "linear" else {"density": 0.5}))
+    lazy = blended(said, seed=4)
+    wanted = {n: a.read() for n, a in lazy.items()}
+    where = virtual.write(tmp_path / "blend.json", lazy)
+    made = mt.open_checkpoint(where)
+    assert made.kind == "virtual"
+    assert list(made) == list(wanted)
+    assert made.documents["mergekit_config.yml"] == lazy.documents["mergekit_config.yml"]
+    assert np.array_equal(made["layers.0.w"][5:9, 3], wanted["layers.0.w"][5:9, 3])
+    assert mt.verify(where).files == (3 if base is None else 4)
+    assert diff(where, mt.merge(where, tmp_path / "out").path).same
+    assert diff(where, blend(said, tmp_path / "blended", seed=4).path).same
+    nested = virtual.write(
+        tmp_path / "n.json", virtual.mean([virtual.cast(lazy, "float64"), virtual.cast(where, "float64")])
+    )
+    np.testing.assert_array_equal(mt.load(nested)["layers.0.w"], wanted["layers.0.w"].astype(np.float64))
+    top = json.loads(unsealed(Path(where).read_bytes())[0])
+    for change, told in (
+        ({"seed": 1.5}, "whole number"),
+        ({"config": "/etc/hostname"}, "config is a mapping"),
+        ({"config": {**top["expression"]["config"], "merge_method": "magic"}}, "no merge_method"),
+        ({"config": config("linear", ["x"])}, "names 1 models"),
+    ):
+        text = json.dumps({**top, "expression": {**top["expression"], **change}})
+        (tmp_path / "bad.json").write_bytes(sealed(text.encode()))
+        with pytest.raises(CorruptCheckpoint, match=told):
+            mt.open_checkpoint(tmp_path / "bad.json")
+    save_safetensors(tmp_path / "a" / "model.safetensors", {**held[0], "norm.weight": np.ones(2)}, overwrite=True)
+    with pytest.raises(ParentChanged, match=str(tmp_path / "a")):
+        mt.open_checkpoint(where)
+
+
+def test_a_blend_with_an_adapter_has_a_document(tmp_path: Path) -> None:
+    base = model(tmp_path / "base", {"m.weight": np.zeros((2, 3), np.float32)})
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    factors = {"m.lora_A.weight": np.ones((1, 3), np.float32), "m.lora_B.weight": np.ones((2, 1), np.float32)}
+    save_safetensors(lora / "adapter_model.safetensors", factors)
+    (lora / "adapter_config.json").write_text(json.dumps({"r": 1, "lora_alpha": 2}))
+    where = virtual.write(tmp_path / "d.json", blended(config("linear", [f"{base}+{lora}", base])))
+    assert (mt.load(where)["m.weight"] == 1).all()
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)

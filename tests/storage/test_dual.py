@@ -125,6 +125,45 @@ def test_transforms_and_replacing(tmp_path):
         save(where, overwrite=True)
 
 
+def test_transforms_write_it(kit, quick, monkeypatch):
+    plain, where = quick / "p", save(quick / "c", step=3)
+    mt.save(plain, TREE, step=3)
+    whole = {p.relative_to(where): p.read_bytes() for p in sorted(where.rglob("*")) if p.is_file()}
+    for i, options in enumerate(
+        ({}, {"memory_limit": 1, "threads": 1}, {"mesh": {"m": 3}, "shardings": {"*w": {"m": 0}}})
+    ):
+        out = quick / f"o{i}"
+        mt.convert(plain, out, format="zarr", layout="dual", **options)
+        assert not mt.storage.verify(out).uncovered
+        for name, want in FLAT.items():
+            same(mt.open_checkpoint(out)[name].read(), want, name)
+        if i < 2:
+            assert {p.relative_to(out): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()} == whole
+    for n in (3, 30, 60, 90, 120, 150):
+        out = quick / f"k{n}"
+        kit.die_at(n, lambda out=out: mt.convert(plain, out, format="zarr", layout="dual"), True)
+        mt.convert(plain, out, format="zarr", layout="dual", overwrite=out.exists())
+        assert not mt.storage.verify(out).uncovered
+    for options, error in (
+        ({"format": "safetensors"}, "of format"),
+        ({"format": "zarr", "compression": "zstd"}, "compression="),
+        ({"format": "zarr", "mesh": {"m": 2}, "shardings": {"embed": {"m": 1}}}, "whole rows"),
+    ):
+        with pytest.raises(mt.errors.CheckpointError, match=error):
+            mt.convert(plain, quick / "bad", layout="dual", **options)
+    for name, value in (("pack", True), ("anchor_every", 3)):
+        with pytest.raises(mt.errors.CheckpointError, match=f"{name}="):
+            mt.CheckpointManager(quick / "bad", layout="dual", **{name: value})
+    assert not (quick / "bad").exists()
+    manager = mt.CheckpointManager(quick / "run", layout="dual")
+    for step in (1, 2):
+        manager.save(step, TREE)
+    same(mt.storage.load_safetensors(quick / "run" / "step-00000002" / "embed" / "c.0.0")["embed"], TREE["embed"])
+    mt.convert(plain, "memory://dual/c", format="zarr", layout="dual")
+    mt.storage.verify("memory://dual/c")
+    same(mt.open_checkpoint("memory://dual/c")["embed"].read(), TREE["embed"])
+
+
 def test_blocks_of_a_mesh(tmp_path):
     mesh = mt.Mesh({"data": 2, "model": 2})
     x = mt.asarray(TREE["embed"])

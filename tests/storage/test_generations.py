@@ -54,7 +54,7 @@ def writing(layout, path):
         yield process
     finally:
         stop.set()
-        process.join(30)
+        process.join(200)
         process.kill()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from meshtape.storage import ShuffledZstd, load, open_checkpoint, verify
+from meshtape.storage import ShuffledZstd, load, load_safetensors, open_checkpoint, verify
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -19,6 +19,18 @@ def test_version_3(kit):
     assert kit.same(tree["layers"][0]["w"], w)
     assert kit.same(tree["layers"][1], w.astype(ml_dtypes.bfloat16))
     assert kit.same(tree["scalar"], np.float64(1.5))
+
+
+def test_version_3_of_layout_dual(kit):
+    where = GOLDEN / "v3-dual"
+    assert verify(where).uncovered == []
+    w = np.arange(600, dtype="f4").reshape(20, 30) / 8
+    held = {n: a for file in where.glob("*.safetensors") for n, a in load_safetensors(file).items()}
+    for tree in (load(where), held):
+        assert kit.same(tree["w"], w)
+        assert kit.same(tree["short"], w[:, 0].astype(ml_dtypes.bfloat16))
+        assert kit.same(tree["scalar"], np.float64(1.5))
+    assert kit.same(load_safetensors(where / "w" / "c.0.0")["w"], w)
 
 
 def test_version_1(kit):

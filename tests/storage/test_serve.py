@@ -34,7 +34,7 @@ def small(monkeypatch):
 
 def ask(url, method="GET", **headers):
     parts = urlsplit(url)
-    c = http.client.HTTPConnection(parts.hostname, parts.port, timeout=20)
+    c = http.client.HTTPConnection(parts.hostname, parts.port, timeout=200)
     c.request(method, parts.path, headers={k.replace("_", "-"): v for k, v in headers.items()})
     answer = c.getresponse()
     data = answer.read()

@@ -561,6 +561,7 @@ HOSTILE = {
     "normalize as a number": expression(normalize=1),
     "nested too deeply": nested(40),
     "nested beyond Python": nested(100_000),
+    "a name twice": None,
     "version 0": lambda d: d.update(version=0),
     "version true": lambda d: d.update(version=True),
     "version 1.0": lambda d: d.update(version="1"),
@@ -580,7 +581,10 @@ def document(tmp_path):
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_document_is_refused(document, what):
-    if what == "nested beyond Python":
+    if what == "a name twice":
+        text = unsealed(Path(document).read_bytes())[0]
+        Path(document).write_bytes(sealed(text.replace(b'"normalize": ', b'"normalize": false, "normalize": ')))
+    elif what == "nested beyond Python":
         text = b'{"format": "meshtape.virtual", "version": 1, "parents": [], "expression": ' + b"[" * 100_000
         Path(document).write_bytes(text)
     else:
@@ -817,7 +821,7 @@ def test_a_parent_that_changed_is_named(tmp_path, what):
     name = next(iter(open_checkpoint(where)))
     assert load(where)[name].tolist() == [2, 4]
     opened = open_checkpoint(where)
-    time.sleep(0.01)
+    time.sleep(0.02)  # more than the grain of a file system's clock
     change(tmp_path)
     for read in (open_checkpoint, load, verify, lambda p: merge(p, tmp_path / "out")):
         with pytest.raises(errors.ParentChanged, match=str(tmp_path / "[pq]")):
@@ -874,7 +878,9 @@ def test_a_writer_beside_readers_mixes_nothing(tmp_path):
     process.start()
     told, seen = 0, set()
     try:
-        for i in range(60):
+        for i in range(6000):
+            if i >= 60 and told + len(seen) > 3:  # on a busy machine the writer may not have had its turn
+                break
             try:
                 made = virtual.weighted_sum([fixed, moving], [1, 1])
                 if i % 3 == 0:
@@ -891,7 +897,7 @@ def test_a_writer_beside_readers_mixes_nothing(tmp_path):
             seen |= values
     finally:
         stop.set()
-        process.join(30)
+        process.join(200)
         process.kill()
     assert told + len(seen) > 3
 
@@ -917,7 +923,9 @@ def test_the_command_line(tmp_path, monkeypatch):
         "quantize": [a, "--bits", "4"],
         "rules": [a, "--rules", "r.rules"],
         "rows": [a, "--rows", "w:1:2:1"],
+        "blend": ["blend.yml", "--seed", "3", "--keys", "w"],
     }
+    Path("blend.yml").write_text(f"merge_method: passthrough\nmodels: [{{model: {a}}}]\n")
 
     def run(*args, code=0):
         done = CliRunner().invoke(main, list(args))

@@ -18,6 +18,7 @@ vectors without leave to reorder anything else, and keeps more digits. NaN and i
 #define LN2_LOW 1.42860682030941723212e-6f
 #define SQRT sqrtf
 #define LOG logf
+#define FMA fmaf
 #else
 #define REAL double
 #define INTEGER int64_t
@@ -33,6 +34,7 @@ vectors without leave to reorder anything else, and keeps more digits. NaN and i
 #define LN2_LOW 1.90821492927058770002e-10
 #define SQRT sqrt
 #define LOG log
+#define FMA fma
 #endif
 
 #define LANES (128 / (int)sizeof(REAL))

@@ -106,9 +106,12 @@ static const Entry KERNELS[] = {
     ENTRY(gelu, "xo"),
     ENTRY(gelu_backward, "gxo"),
     ENTRY(sigmoid, "xo"),
+    ENTRY(swiglu, "gxo"),
+    ENTRY(swiglu_backward, "gxxo"),
     ENTRY(tanh_backward, "gxo"),
     ENTRY(sigmoid_backward, "gxo"),
     ENTRY(relu_backward, "gxo"),
+    ENTRY(add_product, "xo"),
     ENTRY(where, "eemo"),
 };
 

@@ -51,12 +51,35 @@ KERNEL(gelu_backward) { /* g, x, out */
     else FN(gelu_pull)(job, start, stop, 1);
 }
 
-KERNEL(sigmoid) { /* x, out: one exponential, of a number that is not positive, so that neither sign overflows */
+/* One exponential, of a number that is not positive, so that neither sign overflows. */
+static INLINE REAL FN(logistic)(REAL v) {
+    const REAL e = FN(exponential)(v < 0 ? v : -v);
+    return (v < 0 ? e : 1) / (1 + e);
+}
+
+KERNEL(sigmoid) { /* x, out */
     const REAL *x = job->at[0];
     REAL *out = job->at[1];
+    EACH for (ptrdiff_t k = start; k < stop; k++) out[k] = FN(logistic)(x[k]);
+}
+
+KERNEL(swiglu) { /* up, gate, out */
+    const REAL *up = job->at[0], *x = job->at[1];
+    REAL *out = job->at[2];
+    const int step = !job->repeated;
     EACH for (ptrdiff_t k = start; k < stop; k++) {
-        const REAL v = x[k], e = FN(exponential)(v < 0 ? v : -v);
-        out[k] = (v < 0 ? e : 1) / (1 + e);
+        const REAL v = x[k] < -10000 ? -10000 : x[k]; /* there the sigmoid is 0 */
+        out[k] = v * FN(logistic)(v) * up[k * step];
+    }
+}
+
+KERNEL(swiglu_backward) { /* g, gate, up, out: of the gate */
+    const REAL *g = job->at[0], *x = job->at[1], *up = job->at[2];
+    REAL *out = job->at[3];
+    const int step = !job->repeated;
+    EACH for (ptrdiff_t k = start; k < stop; k++) {
+        const REAL low = x[k] < -10000 ? -10000 : x[k], v = low > 10000 ? 10000 : low, s = FN(logistic)(v);
+        out[k] = g[k * step] * up[k] * (s * (1 + v * (1 - s)));
     }
 }
 
@@ -83,6 +106,12 @@ PULL(tanh_backward, g * (1 - y * y))
 PULL(sigmoid_backward, g * y * (1 - y))
 PULL(relu_backward, y > 0 ? g : y == y ? 0 : y)
 #undef PULL
+
+KERNEL(add_product) { /* x, total: plus x times a number, with one rounding */
+    const REAL *x = job->at[0], w = (REAL)job->value;
+    REAL *total = job->at[1];
+    EACH for (ptrdiff_t k = start; k < stop; k++) total[k] = FMA(x[k], w, total[k]);
+}
 
 KERNEL(where) { /* x, y, condition, out: NumPy takes a branch for each element, which costs ten times as much where it is guessed wrong */
     const ptrdiff_t n = job->width, run = job->one[2] ? n : (stop - start) * n;

@@ -14,5 +14,6 @@
 #undef LN2_LOW
 #undef SQRT
 #undef LOG
+#undef FMA
 #undef LANES
 #undef SUM

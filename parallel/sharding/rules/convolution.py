@@ -8,19 +8,16 @@ kernel's derivative) leaves a pending sum. Where there are several groups of cha
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....arrays.core.op import Op, ShapeDtype
+from ....arrays.core.op import Op
 from ....arrays.nn import convolution as c
-from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
+from ..factors import Avals, Dim, FactorRule, Letters, Outs, Params, PartCall, RankView, bilinear, rule
 from ..halos import Halo
-from ..sharded_indexing import part_op
-
-Avals = Sequence[Any]
-Params = Mapping[str, Any]
+from ..ops import RankOp
 
 
 class _Channels(NamedTuple):
@@ -56,10 +53,10 @@ def _reaches(kernel: Sequence[int], params: Params) -> list[int]:
     return [d * (k - 1) + 1 for k, d in zip(kernel, params["dilation"], strict=True)]
 
 
-def _halo(places: Sequence[Dim], kernel: Sequence[int], params: Params) -> list[Dim]:
-    """The image's dims as the result's places see them."""
-    numbers = zip(params["stride"], _reaches(kernel, params), strict=True)
-    return [Dim(p.factor, 1, Halo("conv", (s, r))) for p, (s, r) in zip(places, numbers, strict=True)]
+def _halo(kind: str, places: Sequence[Dim], kernel: Sequence[int], params: Params, *more: Sequence[int]) -> list[Dim]:
+    """The dims of an image as the places of a result see them, or the other way round."""
+    numbers = zip(params["stride"], _reaches(kernel, params), *more, strict=True)
+    return [Dim(p.factor, 1, Halo(kind, n)) for p, n in zip(places, numbers, strict=True)]
 
 
 def _factors(dims: Sequence[Dim]) -> frozenset[int]:
@@ -97,17 +94,13 @@ def _kernel_part(xp: Any, g: Any, x: Any, shape: tuple[int, ...], **params: Any)
     return c.CONV_KERNEL.bind(xp)(g, x, **params)
 
 
-CONV_PART = part_op("conv_part", ("x", "w"), _conv_part)
-IMAGE_PART = part_op("conv_image_part", ("g", "w"), _image_part)
-KERNEL_PART = part_op("conv_kernel_part", ("g", "x"), _kernel_part)
+CONV_PART = RankOp("conv_part", ("x", "w"), _conv_part)
+IMAGE_PART = RankOp("conv_image_part", ("g", "w"), _image_part)
+KERNEL_PART = RankOp("conv_kernel_part", ("g", "x"), _kernel_part)
 
 
-def _result_block(channels: _Channels, params: Params, view: RankView) -> Params:
-    return {**_own_groups(channels, None, params, view), "shape": view.results[0].shape}
-
-
-def _kernel_block(channels: _Channels, params: Params, view: RankView) -> Params:
-    return {**_own_groups(channels, 0, params, view), "shape": view.results[0].shape}
+def _block(channels: _Channels, operand: int | None, params: Params, view: RankView) -> Params:
+    return {**_own_groups(channels, operand, params, view), "shape": view.results[0].shape}
 
 
 def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
@@ -123,55 +116,48 @@ def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
 
 
 @rule(c.CONV)
-def _conv(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    x, w, y = avals[0].shape, avals[1].shape, out_avals[0].shape
+def _conv(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    x, w, y = avals[0].shape, avals[1].shape, outs[0].shape
     batch = letters.new(x[0])
     channels = _channels(letters, x[1], w[0], params, "ins")
     kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:])
-    part = PartCall(_factors(places) | channels.groups, CONV_PART, functools.partial(_result_block, channels))
-    image = _halo(places, w[2:], params)
+    part = PartCall(_factors(places) | channels.groups, CONV_PART, functools.partial(_block, channels, None))
+    image = _halo("conv", places, w[2:], params)
     return letters.rule(
         [(batch, channels.ins, *image), (channels.outs, channels.seen, *kernel)],
         [(batch, channels.outs, *places)],
-        bilinear(out_avals),
+        bilinear(outs),
         part=part,
     )
 
 
 @rule(c.CONV_IMAGE)
-def _image(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    y, w, x = avals[0].shape, avals[1].shape, out_avals[0].shape
+def _image(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    y, w, x = avals[0].shape, avals[1].shape, outs[0].shape
     batch = letters.new(y[0])
     channels = _channels(letters, x[1], y[1], params, "outs")
     kernel, image = letters.many(w[2:], whole=True), letters.many(x[2:])
-    reach = _reaches(w[2:], params)
-    places = [
-        Dim(d.factor, 1, Halo("conv_transpose", (s, r, n)))
-        for d, s, r, n in zip(image, params["stride"], reach, y[2:], strict=True)
-    ]
+    places = _halo("conv_transpose", image, w[2:], params, y[2:])
     part = PartCall(_factors(image) | channels.groups, IMAGE_PART, functools.partial(_image_block, channels))
     return letters.rule(
         [(batch, channels.outs, *places), (channels.outs, channels.seen, *kernel)],
         [(batch, channels.ins, *image)],
-        bilinear(out_avals),
+        bilinear(outs),
         part=part,
     )
 
 
 @rule(c.CONV_KERNEL)
-def _kernel(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    y, x, w = avals[0].shape, avals[1].shape, out_avals[0].shape
+def _kernel(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    y, x, w = avals[0].shape, avals[1].shape, outs[0].shape
     batch = letters.new(y[0], reduce="sum")
     channels = _channels(letters, x[1], y[1], params, "none")
     kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:], reduce="sum")
-    part = PartCall(_factors(places) | channels.groups, KERNEL_PART, functools.partial(_kernel_block, channels))
-    image = _halo(places, w[2:], params)
+    part = PartCall(_factors(places) | channels.groups, KERNEL_PART, functools.partial(_block, channels, 0))
+    image = _halo("conv", places, w[2:], params)
     return letters.rule(
         [(batch, channels.outs, *places), (batch, channels.ins, *image)],
         [(channels.outs, channels.seen, *kernel)],
-        bilinear(out_avals),
+        bilinear(outs),
         part=part,
     )

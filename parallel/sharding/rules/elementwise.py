@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ....arrays.core.op import OPS, Op, ShapeDtype
 from ....arrays.core.shape_rules import elementwise as elementwise_shape
 from ....arrays.indexing.lazy_adam import LAZY_ADAM
 from ....arrays.ops import elementwise as ew
-from ..factors import FactorRule, Letters, rule
+from ..factors import Avals, FactorRule, Letters, Outs, Params, rule
 from ..ops import RESHARD
 
 
-def _linear(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype]) -> list[tuple[int, ...]]:
+def _linear(op: Op, avals: Sequence[Any], out_avals: Outs) -> list[tuple[int, ...]]:
     """The linear sets for these arguments. (A scalar that is added to a pending sum would be added once a rank.)"""
     arrays = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)}
     out = []
@@ -44,20 +44,10 @@ def _scales(factor: Any) -> bool:
     return not isinstance(factor, ShapeDtype | complex) and 0 < factor < math.inf
 
 
-def _elementwise(
-    op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]
-) -> FactorRule:
-    letters = Letters()
-    shape = out_avals[0].shape
-    out = letters.many(shape)
-    operands = []
-    for a in avals:
-        if not isinstance(a, ShapeDtype):
-            operands.append(())
-            continue
-        lead = len(shape) - len(a.shape)
-        operands.append(tuple(out[lead + i] if n == shape[lead + i] else None for i, n in enumerate(a.shape)))
-    return letters.rule(operands, [out] * op.nout, _linear(op, avals, out_avals), valueless=op.name == "full_like")
+def _elementwise(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    out = letters.many(outs[0].shape)
+    operands = [letters.aligned(out, a.shape) if isinstance(a, ShapeDtype) else () for a in avals]
+    return letters.rule(operands, [out] * op.nout, _linear(op, avals, outs), valueless=op.name == "full_like")
 
 
 ELEMENTWISE = tuple(

@@ -6,15 +6,11 @@ an axis splits rows and experts alike, rows are sent to the ranks of their exper
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ....arrays.core.op import Op, ShapeDtype
+from ....arrays.core.op import Op
 from ....arrays.nn import mixture_of_experts as e
-from ..factors import Dim, ExpertExchange, FactorRule, Letters, rule
-
-Avals = Sequence[Any]
-Params = Mapping[str, Any]
+from ..factors import Avals, Dim, ExpertExchange, FactorRule, Letters, Outs, Params, rule
 
 
 def _operands(letters: Letters, avals: Avals, reduce: str | None) -> list[tuple[Dim, ...]]:
@@ -33,15 +29,13 @@ def _exchange(operands: Sequence[tuple[Dim, ...]], chosen: int) -> ExpertExchang
 
 
 @rule(e.EXPERTS)
-def _experts(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _experts(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     operands = _operands(letters, avals, None)
     return letters.rule(operands, [operands[0]], exchange=_exchange(operands, 1))
 
 
 @rule(e.EXPERTS_BACKWARD)
-def _experts_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _experts_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     operands = _operands(letters, avals[1:], "sum")
     x, _, weights, gate, up, down, _ = operands
     return letters.rule([x, *operands], [x, weights, gate, up, down], exchange=_exchange(operands, 2))

@@ -9,8 +9,8 @@ looked up by itself. For writes they may not, as writes of different ranks to on
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,12 +18,9 @@ from ....arrays.core.index_template import result_shape
 from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.indexing import indexing as ix
 from ....arrays.indexing import keys
-from ..factors import Dim, Factor, FactorRule, Letters, PartCall, rule
+from ..factors import Avals, Dim, FactorRule, Letters, Outs, Params, PartCall, rule
 from ..halos import Halo
 from ..sharded_indexing import READ_PART, SCATTER_PART, WRITE_PART, local_read, local_scatter, local_write
-
-Avals = Sequence[Any]
-Params = Mapping[str, Any]
 
 
 class _Dims(NamedTuple):
@@ -90,19 +87,8 @@ def _dims(
     if advanced:
         at = front if together and front is not None else 0
         out[at:at] = common
-    index_dims: list[list[Dim | None]] = []
-    for s in index_shapes:
-        lead = len(common) - len(s)
-        index_dims.append(
-            [common[lead + i] if n == letters.factors[common[lead + i].factor].size else None for i, n in enumerate(s)]
-        )
+    index_dims = [letters.aligned(common, s) for s in index_shapes]
     return _Dims(array, index_dims, out, frozenset(looked_up), frozenset(sliced), tuple(common))
-
-
-def _summed(letters: Letters, factors: frozenset[int] | set[int]) -> None:
-    for f in factors:
-        if not letters.factors[f].whole:
-            letters.factors[f] = Factor(letters.factors[f].size, False, "sum")
 
 
 # Places and values that are this many times smaller than the array are gathered, and not added up by rank. (The array may be split
@@ -111,34 +97,28 @@ FEW = 8
 
 
 @rule(ix.GETITEM)
-def _getitem(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _getitem(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     shape = avals[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=True)
-    _summed(letters, found.looked_up if avals[0].dtype.kind != "b" else frozenset())
-    if avals[0].dtype.kind == "b":
-        for f in found.looked_up:
-            letters.factors[f] = Factor(letters.factors[f].size, False, "any")
+    letters.turn(found.looked_up, reduce="any" if avals[0].dtype.kind == "b" else "sum")
     part = PartCall(found.looked_up | found.sliced, READ_PART, functools.partial(local_read, tuple(shape)))
     return letters.rule([found.array, *found.indices], [found.part], [(0,)], part=part)
 
 
 @rule(ix.SCATTER)
-def _scatter(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+def _scatter(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     # The transpose of getitem: a split dimension of the index arrays leaves every rank with some of the additions.
     # Their sum sends the whole array. Where few places were read, it is cheaper to gather these and their values on all
     # ranks.
-    letters = Letters()
-    shape = out_avals[0].shape
+    shape = outs[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=False)
     common = {d.factor for d in found.common}
     choice = ""
-    if FEW * sum(a.nbytes for a in avals) <= out_avals[0].nbytes:
-        for f in common:
-            letters.factors[f] = Factor(letters.factors[f].size, True)
+    if FEW * sum(a.nbytes for a in avals) <= outs[0].nbytes:
+        letters.turn(common, whole=True)
         choice = "as few places are read: they travel, and not sums of the whole table"
     else:
-        _summed(letters, common)
+        letters.turn(common, reduce="sum")
     split = found.looked_up | found.sliced | {d.factor for d in found.array if d is not None}
     part = PartCall(split, SCATTER_PART, functools.partial(local_scatter, tuple(shape)), found.looked_up)
     return letters.rule([found.part, *found.indices], [found.array], [(0,)], part=part, choice=choice)
@@ -148,12 +128,10 @@ _ADDING = (ix.INDEX_SET, ix.INDEX_ADD)
 
 
 @rule(*_ADDING, ix.INDEX_MIN, ix.INDEX_MAX)
-def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _index_write(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     shape, index_shapes = avals[0].shape, [a.shape for a in avals[2:]]
     found = _dims(letters, params["template"], shape, index_shapes, reading=False)
-    for d in found.common:
-        letters.factors[d.factor] = Factor(letters.factors[d.factor].size, True)
+    letters.turn({d.factor for d in found.common}, whole=True)
     value = avals[1]
     part = PartCall(found.looked_up | found.sliced, WRITE_PART, functools.partial(local_write, tuple(shape), op.name))
     if not isinstance(value, ShapeDtype):
@@ -167,16 +145,13 @@ def _index_write(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: 
 
 
 @rule(ix.LAST_WRITES)
-def _last_writes(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _last_writes(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     shape = avals[0].shape
     found = _dims(letters, params["template"], shape, [a.shape for a in avals[1:]], reading=True)
     # Which write came last is known only where all of them, and all that they may hit, are seen.
-    for f in {*(d.factor for d in found.common), *found.looked_up}:
-        letters.factors[f] = Factor(letters.factors[f].size, True)
+    letters.turn({*(d.factor for d in found.common), *found.looked_up}, whole=True)
     part = PartCall(found.sliced, READ_PART, functools.partial(local_read, tuple(shape)))
     if not keys.is_basic(params["template"]):
-        for f in found.sliced:
-            letters.factors[f] = Factor(letters.factors[f].size, True)
+        letters.turn(found.sliced, whole=True)
         part = None
     return letters.rule([found.array, *found.indices], [found.part], [(0,)], part=part)

@@ -6,13 +6,10 @@ draw is first replicated, and a rank that needs a part of one makes just that pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from ....arrays import random as r
 from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn import dropout
-from ..factors import FactorRule, Letters, RankView, replicated_rule, rule
+from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, replicated_rule, rule
 
 DRAWS = (
     r.BITS,
@@ -29,29 +26,27 @@ DRAWS = (
 )
 
 
-def _local_block(params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+def _local_block(params: Params, view: RankView) -> Params:
     box = view.results[0]
     return {**params, "shape": box.shape, "offset": box.offset}
 
 
 @rule(*DRAWS)
-def _draw(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
-    letters = Letters()
+def _draw(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     operands = [letters.many(a.shape, whole=True) if isinstance(a, ShapeDtype) else () for a in avals]
-    return letters.rule(operands, [letters.many(out_avals[0].shape)], localize=_local_block, made=True)
+    return letters.rule(operands, [letters.many(outs[0].shape)], localize=_local_block, made=True)
 
 
 @rule(r.FOLD_IN)
-def _key(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
-    return replicated_rule(avals, out_avals)
+def _key(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    return replicated_rule(avals, outs)
 
 
 @rule(dropout.DROPOUT, dropout.DROPOUT_ADD)
-def _dropout(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
-    letters = Letters()
-    x, key = letters.many(out_avals[0].shape), letters.many(avals[-1].shape, whole=True)
+def _dropout(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    x, key = letters.many(outs[0].shape), letters.many(avals[-1].shape, whole=True)
 
-    def local(params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
+    def local(params: Params, view: RankView) -> Params:
         return {**params, "offset": view.results[0].offset}
 
     arrays = len(avals) - 1

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from ....arrays.core.op import Op, ShapeDtype
+from ....arrays.core.op import Op
 from ....arrays.reductions import reduction_ops as r
-from ..factors import FactorRule, Letters, rule
+from ..factors import Avals, FactorRule, Letters, Outs, Params, rule
 
 # Ranks divide by the number of all elements, so that the mean is the sum of their contributions.
 _REDUCE = {r.SUM: "sum", r.MEAN: "sum", r.PROD: "prod", r.MAX: "max", r.MIN: "min", r.ANY: "any", r.ALL: "all"}
 
 
 @rule(*_REDUCE)
-def _reduction(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
-    letters = Letters()
+def _reduction(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     axis, keepdims = params["axis"], params["keepdims"]
     # Products of complex numbers are made in order: of infinite ones another order is NaN, and so is a product with 1.
     whole = op is r.PROD and avals[0].dtype.kind == "c"
@@ -28,8 +24,7 @@ def _reduction(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], pa
 
 
 @rule(r.ARGMAX, r.ARGMIN)
-def _arg(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], params: Mapping[str, Any]) -> FactorRule:
-    letters = Letters()
+def _arg(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     axis, keepdims = params["axis"], params["keepdims"]
     dims = tuple(letters.new(n, whole=i == axis) for i, n in enumerate(avals[0].shape))
     return letters.rule([dims], [[None if i == axis else d for i, d in enumerate(dims) if keepdims or i != axis]])

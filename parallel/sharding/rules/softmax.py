@@ -1,38 +1,47 @@
-"""Factor mappings of the softmax family. Rows stay whole; where their dimension is split, the op is decomposed."""
+"""Factor mappings of the softmax family and of attention. Rows stay whole; where their dimension is split, the op is decomposed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import numpy as np
 
-from ....arrays.core.op import Op, ShapeDtype
+from ....arrays.core.op import Op
+from ....arrays.nn import attention as a
 from ....arrays.nn import cross_entropy as ce
+from ....arrays.nn import linear_cross_entropy as lce
 from ....arrays.nn import softmax as s
-from ..factors import FactorRule, Letters, RankView, rule
-
-Avals = Sequence[Any]
-Params = Mapping[str, Any]
+from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, rule
 
 
 @rule(s.SOFTMAX, s.LOG_SOFTMAX, s.SOFTMAX_BACKWARD, s.LOG_SOFTMAX_BACKWARD)
-def _softmax(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    dims = tuple(letters.new(n, whole=i == params["axis"]) for i, n in enumerate(out_avals[0].shape))
+def _softmax(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    dims = tuple(letters.new(n, whole=i == params["axis"]) for i, n in enumerate(outs[0].shape))
     return letters.rule([dims] * len(avals), [dims], [(0,)] if len(avals) == 2 else [])
 
 
 @rule(ce.CROSS_ENTROPY)
-def _cross_entropy(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     batch, classes = letters.many(avals[1].shape), letters.new(avals[0].shape[-1], whole=True)
     return letters.rule([(*batch, classes), batch], [batch])
 
 
 @rule(ce.CROSS_ENTROPY_BACKWARD)
-def _cross_entropy_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _cross_entropy_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     batch, classes = letters.many(avals[2].shape), letters.new(avals[1].shape[-1], whole=True)
     return letters.rule([batch, (*batch, classes), batch], [(*batch, classes)], [(0,)])
+
+
+@rule(lce.LINEAR_CROSS_ENTROPY)
+def _linear_cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    batch, (width, classes) = letters.many(avals[2].shape), letters.many(avals[1].shape, whole=True)
+    return letters.rule([(*batch, width), (width, classes), batch], [batch, batch])
+
+
+@rule(lce.LINEAR_CROSS_ENTROPY_BACKWARD)
+def _linear_cross_entropy_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    batch = letters.many(avals[4].shape, reduce="sum")
+    width, classes = letters.many(avals[3].shape, whole=True)
+    hidden, weight = (*batch, width), (width, classes)
+    return letters.rule([batch, batch, hidden, weight, batch, batch], [hidden, weight], [(0, 1)])
 
 
 def _local_start(params: Params, view: RankView) -> Params:
@@ -40,7 +49,28 @@ def _local_start(params: Params, view: RankView) -> Params:
 
 
 @rule(ce.POSITIONS)
-def _positions(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _positions(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     dims = letters.many(avals[0].shape)
     return letters.rule([dims], [dims], localize=_local_start, valueless=True)
+
+
+@rule(a.ATTENTION, a.ATTENTION_BACKWARD, a.ATTENTION_BIAS_BACKWARD)
+def _attention(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    q, k, v, *_ = inputs = avals[op is not a.ATTENTION :]
+    lead = np.broadcast_shapes(*(x.shape[:-2] for x in inputs))
+    batch, rows = letters.many(lead, reduce="sum"), letters.new(q.shape[-2], reduce="sum")
+    cols, width, columns = (letters.new(n, whole=True) for n in (*k.shape[-2:], v.shape[-1]))
+    full = [(*batch, *last) for last in ((rows, width), (cols, width), (cols, columns), (rows, cols))]
+    operands = [letters.aligned(dims, x.shape) for x, dims in zip(inputs, full, strict=False)]
+    result = [*batch, rows, columns]
+    at = len(avals) - len(inputs)  # of the query
+
+    def local(params: Params, view: RankView) -> Params:
+        rows = view.operands[at]
+        if params["diagonal"] is None or rows is None:
+            return params
+        return {**params, "diagonal": params["diagonal"] + rows.offset[-2]}
+
+    if op is a.ATTENTION:
+        return letters.rule(operands, [result], localize=local)
+    return letters.rule([result, *operands], operands[: len(outs)], localize=local)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from ....arrays.core.op import Op, ShapeDtype
+from ....arrays.core.op import Op
 from ....arrays.nn.norms import batch_norm, group_norm, layer_norm
 from ....arrays.ops import manipulation as m
 from ....arrays.ops import matmul
-from ..factors import Dim, FactorRule, Letters, PartCall, RankView, bilinear, rule
+from ..factors import Avals, Dim, FactorRule, Letters, Outs, Params, PartCall, RankView, bilinear, rule
 from ..halos import Halo
-
-Avals = Sequence[Any]
-Params = Mapping[str, Any]
 
 # ----- shapes ---------------------------------------------------------------------------------------------------------
 
@@ -25,11 +21,10 @@ def _local_shape(params: Params, view: RankView) -> Params:
 
 
 @rule(m.RESHAPE)
-def _reshape(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+def _reshape(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     """Dimensions are matched in runs of equal products; the leading one of a run may stay split, where the split falls on whole
     rows of the rest of the run: 12 as 4×3 in four blocks of 3, 6×4 as 8×3 in two of 12."""
-    letters = Letters()
-    source, target = avals[0].shape, out_avals[0].shape
+    source, target = avals[0].shape, outs[0].shape
     src: list[Dim | None] = [None] * len(source)
     dst: list[Dim | None] = [None] * len(target)
     if math.prod(source):
@@ -67,20 +62,15 @@ def _groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[list[int
 
 
 @rule(m.PERMUTE_DIMS)
-def _permute(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _permute(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     dims = letters.many(avals[0].shape)
     return letters.rule([dims], [[dims[a] for a in params["axes"]]], [(0,)])
 
 
 @rule(m.BROADCAST_TO)
-def _broadcast(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    shape = out_avals[0].shape
-    out = letters.many(shape)
-    lead = len(shape) - len(avals[0].shape)
-    dims = [out[lead + i] if n == shape[lead + i] else None for i, n in enumerate(avals[0].shape)]
-    return letters.rule([dims], [out], [(0,)], _local_shape, made=True)
+def _broadcast(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    out = letters.many(outs[0].shape)
+    return letters.rule([letters.aligned(out, avals[0].shape)], [out], [(0,)], _local_shape, made=True)
 
 
 def _as_it_is(params: Params, view: RankView) -> Params:
@@ -88,9 +78,8 @@ def _as_it_is(params: Params, view: RankView) -> Params:
 
 
 @rule(m.FLIP)
-def _flip(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+def _flip(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     """A rank's block of the result is the mirror image of a part of the operand, which it fetches."""
-    letters = Letters()
     shape, axes = avals[0].shape, [d % len(avals[0].shape) for d in params["axis"]]
     out = letters.many(shape)
     dims = [
@@ -102,10 +91,9 @@ def _flip(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params)
 
 
 @rule(m.CONCAT)
-def _concat(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
+def _concat(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     """Each rank fetches those parts of the operands that its block of the result is made of."""
-    letters = Letters()
-    out = letters.many(out_avals[0].shape)
+    out = letters.many(outs[0].shape)
     axis, at = params["axis"] % len(out), 0
     operands = []
     for a in avals:
@@ -121,31 +109,23 @@ def _concat(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Param
 
 
 @rule(matmul.MATMUL)
-def _matmul(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _matmul(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     x, y = avals[0].shape, avals[1].shape
-    out_shape = out_avals[0].shape
+    out_shape = outs[0].shape
     k = letters.new(x[-1], reduce="sum")
     rows = (letters.new(x[-2]),) if len(x) > 1 else ()
     cols = (letters.new(y[-1]),) if len(y) > 1 else ()
     batch = letters.many(out_shape[: len(out_shape) - len(rows) - len(cols)])
-
-    def lead(shape: Sequence[int]) -> list[Dim | None]:
-        own = shape[:-2]
-        at = len(batch) - len(own)
-        return [batch[at + i] if n == letters.factors[batch[at + i].factor].size else None for i, n in enumerate(own)]
-
-    a = [*lead(x), *rows, k]
-    b = [*lead(y), k, *cols] if len(y) > 1 else [k]
-    return letters.rule([a, b], [[*batch, *rows, *cols]], bilinear(out_avals))
+    a = [*letters.aligned(batch, x[:-2]), *rows, k]
+    b = [*letters.aligned(batch, y[:-2]), k, *cols] if len(y) > 1 else [k]
+    return letters.rule([a, b], [[*batch, *rows, *cols]], bilinear(outs))
 
 
 # ----- norms ----------------------------------------------------------------------------------------------------------
 
 
 @rule(layer_norm.LAYER_NORM, layer_norm.RMS_NORM)
-def _row_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _row_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     shape, n = avals[0].shape, params["naxes"]
     batch = letters.many(shape[: len(shape) - n])
     inner = letters.many(shape[len(shape) - n :], whole=True)
@@ -153,13 +133,12 @@ def _row_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Par
 
 
 @rule(layer_norm.LAYER_NORM_BACKWARD, layer_norm.RMS_NORM_BACKWARD)
-def _row_norm_backward(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _row_norm_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     shape, n = avals[1].shape, params["naxes"]
     batch = letters.many(shape[: len(shape) - n], reduce="sum")
     inner = letters.many(shape[len(shape) - n :], whole=True)
     x = (*batch, *inner)
-    return letters.rule([x, x, inner], [x, *[inner] * (len(out_avals) - 1)])
+    return letters.rule([x, x, inner], [x, *[inner] * (len(outs) - 1)])
 
 
 def _image_dims(letters: Letters, shape: Sequence[int], params: Params, reduce: str | None) -> list[Dim]:
@@ -177,10 +156,9 @@ def _local_groups(inside: int, params: Params, view: RankView) -> Params:
 
 
 @rule(group_norm.GROUP_NORM, group_norm.GROUP_NORM_BACKWARD)
-def _group_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _group_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     forward, axis = op is group_norm.GROUP_NORM, params["axis"]
-    shape = out_avals[0].shape
+    shape = outs[0].shape
     x = _image_dims(letters, shape, params, None if forward else "sum")
     c = (x[axis],)
     local = functools.partial(_local_groups, max(shape[axis] // params["num_groups"], 1))
@@ -196,16 +174,14 @@ def _by_channel(letters: Letters, shape: Sequence[int], axis: int, whole: bool) 
 
 
 @rule(batch_norm.BATCH_NORM, batch_norm.BATCH_NORM_BACKWARD)
-def _batch_norm(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
-    x, c = _by_channel(letters, out_avals[0].shape, params["axis"], whole=True)
+def _batch_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    x, c = _by_channel(letters, outs[0].shape, params["axis"], whole=True)
     if op is batch_norm.BATCH_NORM:
         return letters.rule([x, c, c], [x, c, c])
     return letters.rule([x, c, c, x, c], [x, c, c])
 
 
 @rule(batch_norm.BATCH_NORM_INFERENCE)
-def _batch_norm_inference(op: Op, avals: Avals, out_avals: Sequence[ShapeDtype], params: Params) -> FactorRule:
-    letters = Letters()
+def _batch_norm_inference(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     x, c = _by_channel(letters, avals[0].shape, params["axis"], whole=False)
     return letters.rule([x, c, c, c, c], [x])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....arrays.core.errors import BackendError, DataError
-from .parts import PartedSource
+from .parts import PartedSource, Sized
 
 
 def _need_pyarrow(what: str) -> None:
@@ -78,7 +78,7 @@ class ParquetSource(PartedSource):
         return {n: _column(path, n, table.column(n)) for n in table.column_names}
 
 
-class ArrowSource:
+class ArrowSource(Sized):
     """Rows of an Arrow table, or of Arrow files (needs pyarrow). Workers read their own rows of files.
 
     Parameters
@@ -139,9 +139,6 @@ class ArrowSource:
                 raise DataError(f"{self._name} has no column {missing}; it has {self._held.column_names}")
             self._held = self._held.select(self.columns)
         return self._held
-
-    def __len__(self) -> int:
-        return self._size
 
     def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """See :class:`Source`."""

@@ -9,11 +9,12 @@ import numpy as np
 
 from ....arrays.core import tree as trees
 from ....arrays.core.errors import DataError
+from .parts import Sized
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
-class MapSource:
+class MapSource(Sized):
     """A data set of numbered samples, such as PyTorch's ``Dataset``, ``datasets.Dataset`` or a list of dicts.
 
     A sample is an array or a number, or a dict, a tuple, a named tuple or a dataclass of such; a list of numbers is an array. All samples have
@@ -46,9 +47,6 @@ class MapSource:
             raise DataError(f"the data set {self.name} is empty")
         first = self._leaves(0, self._samples([0])[0])
         self.first = [(path, x.shape, x.dtype) for path, x in first]
-
-    def __len__(self) -> int:
-        return self._size
 
     def _samples(self, ids: list[int]) -> list[Any]:
         many = getattr(self.data, "__getitems__", None)

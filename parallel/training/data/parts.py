@@ -12,7 +12,16 @@ import numpy as np
 from ....arrays.core import tree as trees
 
 
-class PartedSource:
+class Sized:
+    """Base of sources that find out their number of samples when they are made."""
+
+    _size: int
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class PartedSource(Sized):
     """A source whose samples lie in numbered parts, which ``_load`` reads; ``starts`` are the numbers of their first rows. It keeps
     ``cached`` parts."""
 
@@ -25,9 +34,6 @@ class PartedSource:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_held": OrderedDict()}
-
-    def __len__(self) -> int:
-        return self._size  # type: ignore[attr-defined]
 
     def _part(self, number: int) -> Any:
         if number not in self._held:

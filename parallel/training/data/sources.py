@@ -14,7 +14,7 @@ from ....arrays.core.errors import DataError
 from ...dask.workers import while_answering
 from .columnar import ArrowSource, ParquetSource
 from .mapping import MapSource, array_of, is_map_style
-from .parts import PartedSource
+from .parts import PartedSource, Sized
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Source(Protocol):
         """A tree of NumPy arrays whose first dimension runs over ``ids``."""
 
 
-class ArraySource:
+class ArraySource(Sized):
     """Samples in memory (or a memory map): a tree of arrays of one first dimension.
 
     >>> import numpy as np
@@ -52,15 +52,12 @@ class ArraySource:
             raise DataError(f"arrays of samples need one common first dimension, got lengths {lengths}")
         self._size = next(iter(lengths.values()))
 
-    def __len__(self) -> int:
-        return self._size
-
     def read(self, ids: np.ndarray) -> Any:
         """See :class:`Source`."""
         return trees.tree_map(lambda x: x[ids], self.tree)
 
 
-class TokenSource:
+class TokenSource(Sized):
     """Windows of a long row of tokens, for language models: ``ids`` and, one place later, ``labels``.
 
     Parameters
@@ -93,9 +90,6 @@ class TokenSource:
         if not self._size:
             raise DataError(f"{len(tokens)} tokens are too few for one window of {length} and its next token")
 
-    def __len__(self) -> int:
-        return self._size
-
     def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """See :class:`Source`."""
         places = (np.asarray(ids, np.int64) * self.stride)[:, None] + np.arange(self.length + 1)
@@ -103,7 +97,7 @@ class TokenSource:
         return {"ids": window[:, :-1], "labels": window[:, 1:]}
 
 
-class ZarrSource:
+class ZarrSource(Sized):
     """Samples in the arrays of a Zarr group, or in one Zarr array. Workers read their own rows.
 
     Parameters
@@ -145,9 +139,6 @@ class ZarrSource:
                     raise DataError(f"{self.path} has no array {missing}; it has {sorted(found)}")
                 self._open = {n: found[n] for n in self.columns or sorted(found)}
         return self._open
-
-    def __len__(self) -> int:
-        return self._size
 
     def read(self, ids: np.ndarray) -> Any:
         """See :class:`Source`."""

@@ -35,17 +35,14 @@ class JsonLines:
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Append the numbers of a step. NaN and infinities become texts, as JSON has none."""
-        line = {"step": step, **{n: v if not _odd(v) else repr(v) for n, v in numbers.items()}}
+        odd = {n: repr(v) for n, v in numbers.items() if isinstance(v, float) and not math.isfinite(v)}
+        line = {"step": step, **numbers, **odd}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _odd(v: Any) -> bool:
-    return isinstance(v, float) and not math.isfinite(v)
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import StoredArray
 from ...format.compression import compression_of
 from ...format.sharding_spec import AxisLayout
+from ...loading.deltas import stored_of
 from ...readers.compressed import CompressedTensor
 from ...readers.packed import PackedBlocks
 from ...readers.raw_tensor import RawTensor
@@ -107,10 +108,10 @@ def stored(array: StoredArray) -> StorageSummary:
     if isinstance(tensor, ZarrTensor):
         n = math.prod(-(-s // c) for s, c in zip(array.shape, tensor.chunk, strict=True)) if array.shape else 1
         return StorageSummary(tensor.how, n, None, tensor.chunk, None)
-    whole = whole_of(tensor)
+    whole = stored_of(whole_of(tensor))
     if not isinstance(whole, ChunkedTensor):
         return StorageSummary(tensor.how, len(getattr(tensor, "files", ())) or 1, None, tensor.chunk, None)
-    grid, how = whole.grid, whole.how
+    grid, how = whole.grid, whole_of(tensor).how
     nbytes = sum(o.nbytes for o in whole.objects.values())
     if (codec := compression_of(whole)) is not None:
         how += f", compressed with {codec} to {nbytes / max(array.nbytes, 1):.0%} of the array's bytes"
@@ -125,7 +126,7 @@ def chunk_map(
     With ``check``, chunks are read (at most `CHECK` bytes of them) and their checksums compared.
     """
     tensor = array.tensor
-    whole = whole_of(tensor)
+    whole = stored_of(whole_of(tensor))
     if not isinstance(whole, (ChunkedTensor, ZarrTensor)) or 0 in array.shape:
         return None
     chunk = tuple(max(1, c) for c in whole.chunk)

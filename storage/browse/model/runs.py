@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -35,6 +35,8 @@ class RunCheckpoint:
     metrics: tuple[tuple[str, float], ...] = ()
     note: str = ""
     branch: Branch = field(default_factory=Branch)
+    base: manifest.Base | None = None  # from which it is a delta
+    identity: str = ""
 
     def metric(self, name: str) -> float | None:
         return dict(self.metrics).get(name)
@@ -121,6 +123,15 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     """
     folders = _folders(directory)
     steps = [_step(directory, name) for name in list(numbered.listed(folders))[-_MOST:]]
+    held = {s.name: s.identity for s in steps}
+    if any(
+        s.base and held.get(s.base.name) != s.base.identity for s in steps
+    ):  # a base may have a name of another form
+        sound = {stores.split(c.path)[1] for c in numbered.complete(directory)}
+        lost = [s for s in steps if s.base and s.name not in sound]
+        steps = [
+            replace(s, note=f"its base {s.base.name} is gone, or another by now") if s in lost else s for s in steps
+        ]
     steps.sort(key=lambda s: (s.step, s.name))
     metrics = list(dict.fromkeys(name for s in steps for name, _ in s.metrics))
     remains = [e for e in folders if atomic_directory.KINDS.match(e)]
@@ -154,4 +165,6 @@ def _complete(root: str, name: str, saved: float = 0.0, *mark: int) -> RunCheckp
     said = numbered.of_manifest(stores.join(stores.split(root)[0], name), held)
     metrics = tuple((str(k), float(v)) for k, v in said.metrics.items() if type(v) in (int, float))
     nbytes = sum(a.nbytes for a in held.arrays)
-    return RunCheckpoint(name, said.step, len(held.arrays), nbytes, saved, metrics, branch=said.branch)
+    return RunCheckpoint(
+        name, said.step, len(held.arrays), nbytes, saved, metrics, "", said.branch, held.base, held.identity
+    )

@@ -1,4 +1,4 @@
-"""Shard files written from their first byte to their last: uploads and compressed shards.
+"""Shard files written from their first byte to their last: uploads, compressed shards and those of layout "dual".
 
 A chunk that is compressed has no place before those before it are known. So such a shard is one window of a transfer, whatever its length; it passes
 through memory in smaller ones.
@@ -21,10 +21,13 @@ from ...format import dtypes
 from ...format.chunk_grid import ChunkGrid, windows
 from ...format.chunk_sums import packed
 from ...format.compression import Compression
-from ...format.zarr_format import ShardBytes
+from ...format.stored_objects import StoredObject
+from ...format.zarr_format import ShardBytes, dual_shard
 from ...readers.compressed import digest
+from ...readers.dual_tensor import DualTensor
 from ...readers.reading import opened
 from ...rules.lazy_tensors import whole_of
+from ...saving.dual import DualBytes
 from ...saving.items import Record
 from ...stores.filesystem import active
 from .copy_chunks import CopiedShard, keeps_bytes
@@ -38,12 +41,15 @@ class _Windowed:
 
     def __init__(self, tensor: Any, box: Box, chunk: tuple[int, ...], limit: int) -> None:
         self.tensor, self.box, self.dtype = tensor, box, dtypes.little(tensor.dtype)
-        self._coming = windows(box.shape, chunk, tensor.dtype.itemsize, limit)
+        self._windows = lambda: windows(box.shape, chunk, tensor.dtype.itemsize, limit)
+        self._coming = self._windows()
         self._window, self._data = Box((0,) * len(box.shape), (0,) * len(box.shape)), np.empty(0, self.dtype)
 
     def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
         spans = [s.indices(n) for s, n in zip(index[:-1], self.box.shape, strict=True)]
         wanted = Box(tuple(a for a, _, _ in spans), tuple(b - a for a, b, _ in spans))
+        if not any(wanted.offset):  # from the first chunk on, perhaps once more
+            self._coming, self._data = self._windows(), self._data[:0]
         while wanted.intersect(self._window) != wanted or not self._data.size:
             self._window = next(self._coming)
             offset = tuple(a + b for a, b in zip(self.box.offset, self._window.offset, strict=True))
@@ -52,9 +58,21 @@ class _Windowed:
 
 
 def shard_of(
-    tensor: Any, grid: ChunkGrid, coord: Coord, compression: Compression, limit: int, threads: int = 1
-) -> ShardBytes | CopiedShard:
-    """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same, else made anew."""
+    tensor: Any,
+    grid: ChunkGrid,
+    coord: Coord,
+    compression: Compression,
+    limit: int,
+    threads: int = 1,
+    dual: str | None = None,
+) -> ShardBytes | CopiedShard | DualBytes:
+    """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same, else made anew.
+
+    ``dual``: the name of an array of that layout, whose tensor is read twice, as the header has the checksum of the rows.
+    """
+    if dual is not None:
+        rows: Any = _Windowed(tensor, grid.shard_box(coord), grid.chunk, limit)
+        return DualBytes(rows, grid, coord, lambda _: None, dual)
     stored = whole_of(tensor)
     if keeps_bytes(stored, grid, tensor.dtype, compression):
         return CopiedShard(stored, grid, coord)
@@ -72,6 +90,7 @@ class ShardWriter:
     compression: Compression
     limit: int
     threads: int = 1  # that compress
+    dual: str | None = None  # the name of an array of layout "dual"
 
     def _coord(self, window: Box) -> Coord:
         return tuple(o // s for o, s in zip(window.offset, self.grid.shard, strict=True))
@@ -81,7 +100,7 @@ class ShardWriter:
 
     def put(self, root: str, window: Box, tensor: Any) -> list[int]:
         fs, coord = active(), self._coord(window)
-        shard = shard_of(tensor, self.grid, coord, self.compression, self.limit, self.threads)
+        shard = shard_of(tensor, self.grid, coord, self.compression, self.limit, self.threads, self.dual)
         path = self._path(root, coord)
         for _ in range(8):
             # In place of what an interrupted run has left. A task that a lost worker left behind may be at the same.
@@ -96,6 +115,14 @@ class ShardWriter:
         path, coord = self._path(root, self._coord(window)), self._coord(window)
         if not os.path.exists(path) or len(sums) < 2:
             return False
+        if self.dual is not None:
+            stored = StoredObject(f"{self.directory}/{self.grid.key(coord)}", self.grid.shard_box(coord), *sums[:2])
+            start = len(dual_shard(self.dual, self.dtype, self.grid, coord).head)
+            objects = {coord: stored._replace(start=start)}
+            held = DualTensor(
+                root, self.dual, self.dtype, self.grid, objects, sums={coord: np.asarray(sums[2:], np.uint32)}
+            )
+            return not any(held.faults(coord))
         with opened(path, "a shard") as reader:
             try:
                 value, bad, found = digest(reader, self.grid, coord, sums[0], self.dtype.itemsize)
@@ -114,7 +141,7 @@ class ShardWriter:
         return Record(f"{self.directory}/{self.grid.key(coord)}", *sums[:2], packed(sums[2:]))
 
 
-def pieces_of(shard: ShardBytes | CopiedShard, stream: Any) -> Iterator[Any]:
+def pieces_of(shard: ShardBytes | CopiedShard | DualBytes, stream: Any) -> Iterator[Any]:
     """The bytes of a shard, for a `sinks.Stream`, which is told their length and checksums at the end."""
     yield from itertools.chain.from_iterable(shard.batches())
     stream.nbytes, stream.digest = shard.nbytes, [shard.digest, *shard.sums]

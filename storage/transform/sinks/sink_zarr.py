@@ -150,6 +150,7 @@ class ZarrSink:
                 i.dtype.name,
                 *([str(i.compression)] if i.compression else []),
                 *(["packed"] if i.packed else []),
+                *(["dual"] if i.dual else []),
             ]
             for i in self.items
         ]
@@ -160,7 +161,7 @@ class ZarrSink:
         for n, i in enumerate(self.items):
             if i.packed:
                 out += self._packs.units(n, limit)
-            elif i.compression is None:
+            elif not i.whole:
                 out += (Unit(n, box) for box in windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit))
             else:
                 out += (Unit(n, box) for box in map(i.grid.shard_box, i.grid.shards()))
@@ -178,6 +179,9 @@ class ZarrSink:
                 *(f"{i.directory}/zarr.json" for i in self.items if not i.packed),
             ],
         )
+        if any(i.dual for i in self.items):
+            files = [f for f in os.listdir(root) if os.path.isfile(os.path.join(root, f))]
+            clear(root, [f for f in files if f.startswith("model")])  # second names of shards, and their index
         self._packs.create(root)
         for i in self.items:
             if i.packed:
@@ -185,7 +189,7 @@ class ZarrSink:
             directory = os.path.join(root, i.directory)
             if not os.path.isdir(directory):
                 fs.mkdir(directory)
-            if i.compression is None:
+            if not i.whole:
                 for coord in i.grid.shards():
                     touch(fs, os.path.join(directory, i.grid.key(coord)))
 
@@ -193,8 +197,9 @@ class ZarrSink:
         item = self.items[array]
         if item.packed:
             return self._packs.writers[array]
-        if item.compression is not None:
-            return ShardWriter(item.directory, item.grid, item.dtype, item.compression, limit, self._helpers())
+        if item.whole:
+            dual = item.name if item.dual else None
+            return ShardWriter(item.directory, item.grid, item.dtype, item.compression, limit, self._helpers(), dual)
         return ZarrWriter(item.directory, item.grid, item.dtype)
 
     def _helpers(self) -> int:
@@ -217,7 +222,7 @@ class ZarrSink:
         jobs = [
             lambda i=i, held=held, coord=coord: self._complete(root, i, coord, held)
             for i, held in zip(self.items, table, strict=True)
-            if i.compression is None and not i.packed
+            if not i.whole and not i.packed
             for coord in i.grid.shards()
         ]
         jobs += [lambda w=w, unit=unit: w.sync(root, unit.box, sums[unit]) for w, unit in whole]
@@ -258,7 +263,7 @@ class ZarrSink:
                 f"{i.directory}/{i.grid.key(coord)}",
                 i.most(coord),
                 lambda stream, t=t, i=i, coord=coord: pieces_of(
-                    shard_of(t, i.grid, coord, i.compression, limit, helpers), stream
+                    shard_of(t, i.grid, coord, i.compression, limit, helpers, i.name if i.dual else None), stream
                 ),
             )
             for i, t in zip(self.items, tensors, strict=True)

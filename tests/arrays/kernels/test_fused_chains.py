@@ -295,6 +295,39 @@ def test_the_executor_makes_kernels_of_chains(place: Any, emulator: Any) -> None
     assert len(emulator.launched) == 2
 
 
+def test_an_optimizer_is_one_kernel_for_leaves_of_many_shapes(place: Any, emulator: Any, monkeypatch: Any) -> None:
+    """Leaves of one number, of none, of odd sizes and in another order; and no more of them in a launch than fit."""
+    opt = mt.optim.adamw(0.1)
+    shapes = [(3,), (4, 5), (), (0, 2), (1,), (300,), (2, 3, 4)]
+    leaves = [RNG.standard_normal(s).astype(np.float32) for s in shapes]
+    leaves[1] = np.asfortranarray(leaves[1])
+    params = [mt.asarray(x) for x in leaves]
+    slots = opt.update(params, params, opt.init(params))[1]
+    want = mt.tree.flatten(opt.update(params, params, slots))[0]
+    program = mt.compile(opt.update).program(params, params, slots)
+    hosts = [np.asarray(x) for x in mt.tree.flatten((params, params, slots))[0]]
+    for batch, launches in ((1 << 24, 4), (100, 6)):
+        emulator.launched.clear()
+        monkeypatch.setattr(cuda_fusion, "BATCH", batch)
+        got = local_executable(program, emulator.xp)([place(x) if x.flags.c_contiguous else x for x in hosts])
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w.numpy(), rtol=1e-6)
+        assert len(emulator.launched) == launches
+
+
+def test_runs_that_need_one_another_stay_apart(place: Any, emulator: Any) -> None:
+    def f(x: Any, y: Any) -> Any:
+        a, b = x * 2.0 + 1.0, y * 2.0 + 1.0
+        c = mt.sum(a) * 2.0 + 1.0
+        return b * c, a.mT * 2.0 + 1.0, mt.cumulative_sum(b)
+
+    x, y = RNG.standard_normal((4, 8)), RNG.standard_normal(8)
+    program = mt.compile(f).program(mt.asarray(x), mt.asarray(y))
+    got = local_executable(program, emulator.xp)([place(x), place(y)])
+    for g, w in zip(got, f(mt.asarray(x), mt.asarray(y)), strict=True):
+        np.testing.assert_allclose(g, w.numpy(), rtol=1e-15)
+
+
 def test_a_kernel_takes_no_more_parameters_than_cuda_allows(place: Any, emulator: Any) -> None:
     hosts = [RNG.standard_normal((4, 3)).T for _ in range(200)]
 

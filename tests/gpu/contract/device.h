@@ -69,7 +69,6 @@ inline float erfinv(float y) { return erfinv((double)y); }
 
 inline int __float_as_int(float x) { return (int)__float_as_uint(x); }
 inline float __int_as_float(int x) { return __uint_as_float((unsigned)x); }
-inline long long __double_as_longlong(double x) { long long u; std::memcpy(&u, &x, 8); return u; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }

@@ -272,7 +272,33 @@ def values(_: str) -> dict[str, Any]:
         out[name] = list(found)
     with mt.use_device("cuda:0"):
         out["singular"] = text_of(lambda: mt.linalg.inv(mt.ones((3, 3))))
+    out["float8"] = _float8()
     return out | {"failures": FAKE.libraries.failures}
+
+
+def _float8() -> list[str]:
+    """Calls of float8 arrays whose bits are not those of the CPU."""
+    host = np.asarray([[1.0, -2.5, 0.3], [448.0, 1000.0, -0.01]], np.float32)
+    calls: dict[str, Callable[[Any, Any], Any]] = {
+        "cast": lambda x, f8: x.astype(f8),
+        "back": lambda x, f8: x.astype(f8).astype(mt.float32),
+        "sum of two": lambda x, f8: x.astype(f8) + x.astype(f8)[::-1] * 2.0,
+        "view": lambda x, f8: mt.reshape(x.astype(f8).T[1:], (4,)),
+        "place": lambda x, f8: x.astype(f8).at[0, 1].set(3.0),
+        "reduction": lambda x, f8: mt.sum(x.astype(f8)[0]),
+        "zeros": lambda x, f8: mt.zeros_like(x, dtype=f8),
+        "gradient": lambda x, f8: mt.grad(lambda a: mt.sum((a * a).astype(mt.float32)))(x.astype(f8)),
+        "compiled": lambda x, f8: mt.compile(lambda a: a.astype(f8) + 1.0)(x),
+        "pickled": lambda x, f8: pickle.loads(pickle.dumps(x.astype(f8))),
+    }
+    out = []
+    for f8 in (mt.float8_e4m3fn, mt.float8_e5m2):
+        for name, call in calls.items():
+            got, want = (outcome(call, (mt.asarray(host, device=d), f8)) for d in ("cuda:0", "cpu"))
+            same = not isinstance(got, Exception) and (str(got[0].device), got[0].dtype) == ("cuda:0", want[0].dtype)
+            if not same or got[0].numpy().tobytes() != want[0].numpy().tobytes():
+                out.append(f"{name} of {f8.name}: {_said(got) if isinstance(got, Exception) else got}")
+    return out
 
 
 # ----- steps ----------------------------------------------------------------------------------------------------------
@@ -296,6 +322,11 @@ def _decoder(**options: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (params, update.init(params), mt.asarray(np.arange(24).reshape(2, 12) % 32))
 
 
+def _short(params: Any) -> tuple[Any, ...]:
+    params = mt.tree_map(lambda x: x.astype(mt.bfloat16), params)
+    return params, params, mt.optim.adamw(1e-2).init(params)
+
+
 def _layers(w: Any, x: Any, t: Any) -> Any:
     def loss(w: Any) -> Any:
         h = mt.layer_norm(mt.tanh(x @ w[0] + 1.0), w[0].shape[1])
@@ -317,6 +348,16 @@ def steps(_: str = "") -> dict[str, Any]:
     plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
     decoder, args = _decoder()
     made["decoder"], made["decoder, compiled"] = (decoder, args, plain), (decoder, args, compiled)
+    params, slots, _ = args
+    made["adamw"] = mt.optim.adamw(1e-2).update, (params, params, slots), plain
+    clipped = functools.partial(mt.optim.clip_by_global_norm, limit=1.0)
+    average = mt.optim.ema(0.9)
+    made["clipping"], made["averages"] = (
+        (clipped, (params,), plain),
+        (average.update, (params, average.init(params)), plain),
+    )
+    cosine = mt.optim.adamw(mt.optim.warmup_cosine(1e-2, 10, 100)).update
+    made["adamw, bfloat16, scheduled"] = cosine, _short(params), plain
     experts, args = _decoder(experts=mt.models.moe.Config(4, 2, capacity_factor=None, aux_weight=0.1))
     made["experts"] = experts, args, plain
     layers = _layer_arguments()
@@ -491,6 +532,21 @@ def _of_two_devices() -> dict[str, Any]:
     }
 
 
+def _of_frames() -> dict[str, int]:
+    """Python's calls inside of one call of ours on arrays of the current device, once it has been made before: what it costs the host."""
+    x, out = mt.ones(8), {}
+    for name, call in {"a + a": lambda: x + x, "a * 2.0": lambda: x * 2.0, "tanh": lambda: mt.tanh(x)}.items():
+        seen: list[str] = []
+        call()
+        sys.setprofile(lambda frame, event, _, to=seen: to.append(event) if event == "call" else None)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        out[name] = len(seen) - 1  # the call itself
+    return out
+
+
 def _of_bundles() -> int:
     from meshtape.parallel.dask.worker import Bundle
 
@@ -570,8 +626,8 @@ def promises(_: str = "") -> dict[str, Any]:
         out["2**x"] = names_of(mt.grad(lambda a: mt.sum(2.0**a))(x))
         out["solve"] = names_of([mt.linalg.solve(mt.ones((2, 3, 3)), x), mt.linalg.solve(x, mt.ones((2, 3, 1)))])
         out["float8"] = [
-            text_of(lambda f=f: f(mt.float8_e4m3fn))
-            for f in (x.astype, lambda d: mt.zeros(3, dtype=d), lambda d: mt.asarray([1.0], dtype=d))
+            text_of(lambda f=f: mt.compile(f, cuda_graph=True)(x))
+            for f in (lambda a: a.astype(mt.float8_e5m2), lambda a: a.astype(mt.float8_e5m2).astype(a.dtype) + a)
         ]
         out["power"] = text_of(lambda: mt.asarray([2, 3]) ** -1)
         out["complex"] = [
@@ -585,6 +641,27 @@ def outcome_of(fn: Callable[[], Any]) -> Any:
         return fn()
     except Exception:
         return traceback.format_exc()[-1500:]
+
+
+def benchmark(to: str) -> dict[str, Any]:
+    """``benchmarks/gpu.py`` with tiny shapes, whose times say nothing here, and of whose ops one raises; then without any time; then what is left of it."""
+    module, out = beside("../../../benchmarks/gpu.py"), {}
+    given = module.op
+
+    def failing(name: str, **params: Any) -> Callable[..., Any]:
+        if name == "rms_norm":
+            raise RuntimeError("this one fails")
+        return given(name, **params)
+
+    def run(name: str, *options: str) -> None:
+        status = module.main(["--tiny", "--quick", "--json", f"{to}/{name}.json", *options])
+        out[name] = {"status": status, **json.loads(Path(f"{to}/{name}.json").read_text())}
+
+    module.op = failing
+    run("whole")
+    run("late", "--budget", "0")
+    run("resumed", "--resume", f"{to}/whole.json", "--only", "softmax")
+    return out
 
 
 # ----- our own kernels ------------------------------------------------------------------------------------------------

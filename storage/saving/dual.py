@@ -1,15 +1,19 @@
-"""The choice of layout "dual" for the arrays of a save, and the index by which Hugging Face loaders open the directory."""
+"""Layout "dual" of a save: its choice, the bytes of a file (see ``zarr_format``), and the index by which Hugging Face loaders open the directory."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError
+from ..base.checksums import combine, crc32c
 from ..format import dtypes, manifest
-from ..format.zarr_format import DUAL_INDEX, dual_grid
+from ..format.chunk_grid import ChunkGrid
+from ..format.zarr_format import DUAL_INDEX, chunk_coords, dual_grid, dual_shard
 from ..readers.dual_tensor import hugging_face_form
 from ..stores import store
 from ..stores.atomic_directory import Folder
@@ -22,7 +26,7 @@ def is_dual(given: Mapping[str, Any]) -> bool:
     layout = given.get("layout")
     if layout not in (None, "dual"):
         raise CheckpointError(f'layout={layout!r} is unknown; give "dual" or None')
-    for name in ("compression", "pack"):
+    for name in ("compression", "pack", "base"):
         if layout is not None and given.get(name):
             raise CheckpointError(
                 f"layout='dual' stores rows as they are, each array in files of its own: leave out {name}="
@@ -38,6 +42,39 @@ def choose_dual(item: SaveItem) -> None:
     if item.shape and math.prod(item.shape):
         item.grid = dual_grid(item.grid, item.dtype.itemsize, item.name)
         item.dual = True
+
+
+class DualBytes:
+    """As `ShardBytes`: when all `batches` are gone, ``nbytes`` is their length, ``digest`` the crc32c of the rows, and ``sums`` that of each chunk.
+
+    The header comes first and has the checksums in it, so the rows are gone through twice.
+    """
+
+    def __init__(
+        self, block: np.ndarray, grid: ChunkGrid, coord: tuple[int, ...], wrote: Callable[[int], None], name: str
+    ) -> None:
+        self.block, self.grid, self.coord, self.wrote = block, grid, coord, wrote
+        self.shard = dual_shard(name, dtypes.little(block.dtype), grid, coord)
+        self.nbytes, self.digest = self.shard.nbytes, 0
+        self.sums: list[int] = []
+
+    def batches(self) -> Generator[list[Any]]:
+        self.digest, self.sums = 0, []
+        for rows in self._chunks():
+            self.sums.append(crc32c(rows))
+            self.digest = combine(self.digest, self.sums[-1], rows.size)
+        yield [self.shard.sealed(self.digest)]
+        for rows in self._chunks():
+            yield [rows]
+            self.wrote(rows.size)
+        yield [self.shard.tail]
+        self.wrote(self.nbytes - self.shard.rows)
+
+    def _chunks(self) -> Iterator[np.ndarray]:
+        dtype = dtypes.little(self.block.dtype)
+        for index in chunk_coords(self.grid, self.coord):
+            part = self.block[(*(slice(i * c, (i + 1) * c) for i, c in zip(index, self.grid.chunk, strict=True)), ...)]
+            yield np.ascontiguousarray(part, dtype).reshape(-1).view(np.uint8)
 
 
 def write(folder: Folder, head: manifest.Manifest) -> int:

@@ -1,0 +1,90 @@
+// float8 e4m3fn (four bits of exponent, no infinity) and e5m2 (five), to and from other numbers, as ml_dtypes has them: rounded once, to the
+// nearest, ties to even; what is too large is NaN in e4m3fn and infinity in e5m2.
+#include "types.cuh"
+
+constexpr int THREADS = 256;
+
+template <int E>
+struct Format {
+    static constexpr int mantissa = 7 - E, bias = (1 << (E - 1)) - 1;
+    static constexpr u32 largest = E == 4 ? 0x7e : 0x7b, beyond = E == 4 ? 0x7f : 0x7c, nan = E == 4 ? 0x7f : 0x7e;
+};
+
+// Of a number by its sign (as that of the result), its other bits, and how many of these are its mantissa's.
+template <int E>
+__device__ inline unsigned char rounded(u32 sign, u64 bits, int mantissa, int bias)
+{
+    using F = Format<E>;
+    const int exponent = (int)(bits >> mantissa);
+    const u64 hidden = (u64)1 << mantissa, fraction = bits & (hidden - 1);
+    u32 found;
+    if (exponent == 2 * bias + 1) {
+        found = fraction ? F::nan : F::beyond;
+    } else {
+        const int e = exponent - bias + F::bias;
+        const int drop = mantissa - F::mantissa + (e < 1 ? 1 - e : 0);  // below the least exponent fewer places are kept
+        found = 0;
+        if (drop <= mantissa + 1) {
+            const u64 significand = fraction | (exponent ? hidden : 0);
+            const u64 kept = (significand + ((u64)1 << (drop - 1)) - 1 + ((significand >> drop) & 1)) >> drop;
+            // The hidden bit counts the exponent up by one, and so does what rounding carries.
+            found = (u32)kept + (e < 1 ? 0u : (u32)(e - 1) << F::mantissa);
+        }
+        if (found > F::largest) found = F::beyond;
+    }
+    return (unsigned char)(sign | found);
+}
+
+template <int E>
+__device__ inline unsigned char to_float8(float x)
+{
+    const u32 b = __float_as_uint(x);
+    return rounded<E>(b >> 24 & 0x80u, b & 0x7fffffffu, 23, 127);
+}
+template <int E>
+__device__ inline unsigned char to_float8(double x)
+{
+    const u64 b = (u64)__double_as_longlong(x);
+    return rounded<E>((u32)(b >> 56) & 0x80u, b & 0x7fffffffffffffffULL, 52, 1023);
+}
+// Integers that double does not hold are beyond all float8.
+template <int E, class T>
+__device__ inline unsigned char to_float8(T x)
+{
+    return to_float8<E>((double)x);
+}
+template <int E>
+__device__ inline unsigned char to_float8(float16 x)
+{
+    return to_float8<E>(wide(x));
+}
+template <int E>
+__device__ inline unsigned char to_float8(bfloat16 x)
+{
+    return to_float8<E>(wide(x));
+}
+
+template <int E>
+__device__ inline float from_float8(u32 b)
+{
+    using F = Format<E>;
+    const u32 sign = (b & 0x80u) << 24, bits = b & 0x7fu, fraction = bits & ((1u << F::mantissa) - 1);
+    const u32 exponent = bits >> F::mantissa;
+    if (bits > F::largest) return __uint_as_float(sign | (bits == F::beyond && F::beyond != F::nan ? 0x7f800000u : 0x7fc00000u));
+    if (exponent) return __uint_as_float(sign | (exponent + 127 - F::bias) << 23 | fraction << (23 - F::mantissa));
+    // A multiple of the smallest number, 2^-9 or 2^-16.
+    const float least = __uint_as_float((u32)(128 - F::bias - F::mantissa) << 23);
+    return __uint_as_float(sign | __float_as_uint((float)fraction * least));
+}
+
+template <int E>
+__global__ void __launch_bounds__(THREADS) widen(const unsigned char* x, float* y, i64 n)
+{
+    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += (i64)gridDim.x * THREADS) y[i] = from_float8<E>(x[i]);
+}
+
+template <int E, class T>
+__global__ void __launch_bounds__(THREADS) narrow_to(const T* x, unsigned char* y, i64 n)
+{
+    for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += (i64)gridDim.x * THREADS) y[i] = to_float8<E>(x[i]);
+}

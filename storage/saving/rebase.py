@@ -1,0 +1,99 @@
+"""`rebase`: a delta is written anew, in its place, as a plain checkpoint or as a delta from another base."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...arrays.core.blocks import Box
+from ..base import activity, names, strict_json
+from ..commit import contents
+from ..commit.protocol import protocol_of
+from ..format.compression import compression_of
+from ..format.zarr_format import GROUP_ATTRIBUTE, said_of
+from ..loading.open import open_checkpoint
+from ..readers.tensor import read_into
+from ..stores import atomic_directory, store
+from . import packs, sharing
+from .finalize import finish_directory
+from .items import DeltaBase, SaveItem, tasks_of
+from .write_shards import write_blocks
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    """The texts of a sharding, with the one method of it that the end of a save asks for."""
+
+    texts: list[str]
+
+    def describe(self) -> list[str]:
+        return self.texts
+
+
+@dataclass(frozen=True)
+class _LazyBlock:
+    """A block of a stored array, with the face of one in memory; chunks are read one by one."""
+
+    tensor: Any
+    box: Box
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
+        spans = [range(*s.indices(n)) for s, n in zip(index[:-1], self.shape, strict=True)]
+        part = Box(tuple(r.start for r in spans), tuple(len(r) for r in spans))
+        return read_into(self.tensor, part.shifted(self.box.offset))[0]
+
+
+def rebase(path: str, base: str | None) -> None:
+    """Write a delta anew, all or nothing: a reader finds the old one or the new one. None for ``base`` makes it plain."""
+    old = open_checkpoint(path)
+    assert old.manifest is not None
+    items, deltas = [], []
+    entries = old.manifest.arrays
+    for entry, directory in zip(entries, names.zarr_names([e.name for e in entries]), strict=True):
+        tensor = old.arrays[entry.name].tensor
+        compression = compression_of(tensor) if entry.delta else entry.compression
+        own: Any = entry.path, tensor, entry.shape, entry.dtype, _Sharding(entry.sharding) if entry.sharding else None
+        item = SaveItem(*own, entry.grid, directory, entry.mesh, compression, packed=entry.packs is not None)
+        if not item.packed:
+            node = strict_json.loads(store.at(old.path).get(f"{entry.directory}/zarr.json"))
+            item.raw = "dtype" in node.get("attributes", {}).get(GROUP_ATTRIBUTE, {})
+            item.said = said_of(node, item.name)
+        items.append(item)
+        deltas += [item] if entry.delta else []
+    documents = {name: old.documents.raw(name) for name in old.documents}
+    given = None if base is None else DeltaBase.at(base, path).given_to(deltas)
+    head = replace(old.manifest, base=given, sums=None, zarr=None)
+    if not store.is_url(path):
+        sharing.match(items, path)
+    with (
+        activity.under_way("Rewrite", path, sum(i.stored_nbytes for i in items)) as work,
+        atomic_directory.writing(path),
+        protocol_of(path).replacing(path, overwrite=True, tables=contents.SAVED) as folder,
+    ):
+        work.root = folder.root
+        tasks, blocks = [], []
+        for item in items:
+            item.directory += folder.suffix
+            if not item.packed:
+                folder.mkdir(item.directory)
+            for task in tasks_of(0, item, Box.whole(item.shape)) if math.prod(item.shape) else ():
+                box = item.grid.shard_box(task.coord)
+                block = _LazyBlock(item.array, box)
+                tasks.append(replace(task, array=len(blocks), part=Box.whole(box.shape)))
+                blocks.append(read_into(item.array, box)[0] if item.packed else block)
+        tasks = packs.dealt(tasks, [b.dtype.itemsize for b in blocks], "local", folder.suffix)
+        records = write_blocks({0: (folder.root, tasks)}, {0: blocks})
+        old.generation.check()
+        finish_directory(folder, path, head, items, records, documents)
+        folder.commit()

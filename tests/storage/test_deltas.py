@@ -1,0 +1,445 @@
+"""Delta checkpoints: differences from an anchor, which read as the values, stay whole whatever is deleted, and never pass for anything else."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshtape import errors
+from meshtape.cli.main import main
+from meshtape.storage import CheckpointManager, convert, gc, load, merge, open_checkpoint, save, usage, verify
+from meshtape.storage.base.sealed import sealed, unsealed
+from meshtape.storage.browse.model import layout
+from meshtape.storage.format import chunk_grid
+
+RNG = np.random.default_rng(7)
+W, B = RNG.normal(size=(40, 33)).astype(np.float32), RNG.normal(size=9)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    # Several chunks a shard, without megabytes.
+    monkeypatch.setattr(chunk_grid, "TARGET", 1 << 9)
+    monkeypatch.setattr(chunk_grid, "SHORTEST_ROW", 1 << 5)
+    chunk_grid.whole_grid.cache_clear()
+    yield
+    chunk_grid.whole_grid.cache_clear()
+
+
+def tree(step):
+    return {"w": W + np.float32(1e-4) * step, "b": [B + step], "n": np.int64(step)}
+
+
+def step_of(path, **kw):
+    """The step that all arrays of a checkpoint have."""
+    got = load(path, **kw)
+    (step,) = {int(got["n"]), *np.rint(np.asarray(got["b"][0]) - B).astype(int).tolist()}
+    assert np.array_equal(np.asarray(got["w"]), tree(step)["w"])
+    return step
+
+
+def filled(home, steps=7, every=3, **options):
+    manager = CheckpointManager(home, keep=None, anchor_every=every, **options)
+    for step in range(1, steps + 1):
+        manager.save(step, tree(step))
+    return manager
+
+
+def bases(manager):
+    """Step, and that of its base, of all complete checkpoints."""
+    found = {c.step: c.base and int(c.base.name[5:]) for c in manager._complete()}
+    for step in found:
+        assert step_of(manager.path(step)) == step
+        verify(manager.path(step))
+    return found
+
+
+# ----- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["disk", "memory", "packs"])
+def test_every_dtype_and_shape_on_meshes_to_the_bit(kit, tmp_path, where):
+    home = f"memory://deltas/{where}" if where == "memory" else str(tmp_path)
+    shapes = [*kit.SHAPES, (19, 37)]
+    first, then = (
+        {f"{d}-{'x'.join(map(str, s))}": kit.random(d, s, seed) for d in kit.DTYPES for s in shapes} for seed in (1, 2)
+    )
+    meshes = [kit.Sharding(kit.Host({"m": n}), (0,)) for n in (2, 3)]
+    big = kit.random(np.dtype("f4"), (19, 37), 3), kit.random(np.dtype("f4"), (19, 37), 4)
+    save(
+        f"{home}/a",
+        {**first, "split": kit.split(big[0], meshes[0]), "other": np.ones(3)},
+        compression="weights",
+        pack=False,
+    )
+    pack = 64 if where == "packs" else False
+    save(f"{home}/b", {**then, "split": kit.split(big[1], meshes[1]), "new": np.ones(4)}, base=f"{home}/a", pack=pack)
+    ckpt = open_checkpoint(f"{home}/b")
+    entries = {a.name: a.delta for a in ckpt.manifest.arrays}
+    assert entries["split"]
+    assert not entries["new"]
+    assert entries["float32-19x37"]
+    assert not entries["complex128-19x37"]
+    assert entries["bool-5"] is (where != "packs")
+    got = load(f"{home}/b")
+    assert all(kit.same(got[n], v) for n, v in then.items())
+    assert kit.same(got["split"], big[1])
+    assert kit.same(ckpt["float32-19x37"][3:17:5, 2:30:3], then["float32-19x37"][3:17:5, 2:30:3])
+    like = load(f"{home}/b", keys=["split"], shardings={"split": kit.Sharding(kit.Host({"m": 4}), (1,))})
+    assert kit.same(like["split"].whole(), big[1])
+    assert verify(ckpt).arrays == len(ckpt)
+    merge(f"{home}/b", str(tmp_path / "flat"), keys=["split"])
+    assert kit.same(load(tmp_path / "flat")["split"], big[1])
+    convert(f"{home}/b", str(tmp_path / "plain"), format="zarr")
+    plain = open_checkpoint(tmp_path / "plain")
+    assert plain.base is None
+    assert str(plain.compression) == "weights:1"
+    assert all(kit.same(plain[n][...], v) for n, v in then.items())
+
+
+def test_a_little_training_is_small(tmp_path):
+    moved = {"w": (W * np.float32(1 + 1e-6)).astype(np.float32), "frozen": np.tile(W, (20, 1))}
+    save(tmp_path / "a", {"w": W, "frozen": np.tile(W, (20, 1))})
+    save(tmp_path / "b", moved, base=tmp_path / "a")
+    sizes = {e: sum(f.stat().st_size for f in (tmp_path / "b" / e).glob("c*")) for e in moved}
+    assert sizes["w"] < 0.6 * W.nbytes
+    assert sizes["frozen"] < 0.25 * moved["frozen"].nbytes
+
+
+# ----- managers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_anchors_deletions_and_overwrites(tmp_path, where):
+    home = "memory://deltas/run" if where == "memory" else tmp_path
+    manager = filled(home, compression="zstd", asynchronous=True, pack=False)
+    manager.wait()
+    assert bases(manager) == {1: None, 2: 1, 3: 1, 4: None, 5: 4, 6: 4, 7: None}
+    manager.delete(1)  # the first of its deltas takes its place
+    assert bases(manager) == {2: None, 3: 2, 4: None, 5: 4, 6: 4, 7: None}
+    assert str(open_checkpoint(manager.path(2)).compression) == "zstd:3"
+    manager.save(4, tree(4), overwrite=True)
+    assert bases(manager)[5] is None
+    manager.delete(6)
+    manager.delete(5)
+    assert bases(manager) == {2: None, 3: 2, 4: 7, 7: None}  # of the newest anchor
+    manager.rollback(3)
+    manager.save(8, tree(8))
+    manager.wait()
+    assert bases(manager)[8] is None  # the third since the anchor of step 3
+    assert CheckpointManager(home, anchor_every=3).latest() == manager.path(8)
+
+
+def test_sharded_steps_keep_their_blocks_when_their_base_goes(kit, tmp_path):
+    mesh = kit.Sharding(kit.Host({"m": 3}), (0,))
+    manager = CheckpointManager(tmp_path, keep=None, anchor_every=4, dtype_fallback="raw")
+    import ml_dtypes
+
+    for step in (1, 2, 3):
+        half = (W + step).astype(ml_dtypes.bfloat16)
+        manager.save(step, {"w": kit.split(half, mesh), "t": "text"}, {"at": step}, documents={"config": {"s": step}})
+    before = {s: open_checkpoint(manager.path(s)) for s in (2, 3)}
+    manager.delete(1)
+    for step, old in before.items():
+        now = open_checkpoint(manager.path(step))
+        assert (now.meshes, now["w"].sharding_text, now.metadata) == (old.meshes, old["w"].sharding_text, old.metadata)
+        assert [a.grid for a in now.manifest.arrays] == [a.grid for a in old.manifest.arrays]
+        assert now.leaves == {"t": "text"}
+        assert now.documents["config"] == {"s": step}
+        assert json.loads((tmp_path / now.path / "w/zarr.json").read_text())["data_type"] == "uint16"
+        assert kit.same(now["w"][...], (W + step).astype(ml_dtypes.bfloat16))
+        with pytest.raises(errors.CheckpointReplaced):
+            old["w"][...]
+
+
+def test_rotation_keeps_the_anchor_that_is_needed(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=1, anchor_every=3)
+    seen = []
+    for step in range(1, 8):
+        manager.save(step, tree(step))
+        seen.append(manager.steps())
+        bases(manager)
+    assert seen == [[1], [1, 2], [1, 3], [4], [4, 5], [4, 6], [7]]
+
+
+def test_commands_tell_the_truth(tmp_path, capsys):
+    manager = filled(tmp_path, 5)
+
+    def run(*args):
+        with contextlib.suppress(SystemExit):
+            main([*args, "--json"], standalone_mode=False)
+        return json.loads(capsys.readouterr().out)
+
+    anchor = manager.path(1)
+    assert [s["base"] for s in run("ls", str(tmp_path))["steps"]] == [
+        None,
+        *["step-00000001"] * 2,
+        None,
+        "step-00000004",
+    ]
+    assert run("ls", manager.path(2))["base"] == anchor
+    assert run("show", manager.path(2), "w")["rule"] == "step-00000001 + differences"
+    told = usage(tmp_path)
+    assert [s["freed"] for s in run("du", str(tmp_path))["steps"]] == [s.freed for s in told.steps]
+    assert told.steps[0].freed == told.steps[1].freed < told.steps[0].files
+    array = open_checkpoint(manager.path(2))["w"]
+    assert "differences" in layout.stored(array).how
+    assert {c.state for c in layout.chunk_map(array, 0, 1, (0, 0), check=True).chunks} == {"sound"}
+    shutil.rmtree(anchor)
+    assert gc(tmp_path) == []
+    notes = [s["note"] for s in run("ls", str(tmp_path))["steps"]]
+    assert [bool(n) for n in notes] == [True, True, False, False]
+    assert "step-00000001" in notes[0]
+    assert [s["step"] for s in run("du", str(tmp_path))["steps"]] == [4, 5]
+    with pytest.warns(UserWarning, match="base step-00000001 is not there"):
+        assert manager.latest() == manager.path(5)
+    assert manager.steps() == [4, 5]
+    with pytest.raises(errors.ParentChanged, match="step-00000001"):
+        manager.restore(2)
+
+
+# ----- what must not pass ---------------------------------------------------------------------------------------------
+
+
+def edit(path, change):
+    file = path / "meshtape.json"
+    body = json.loads(unsealed(file.read_bytes())[0])
+    change(body)
+    file.write_bytes(sealed(json.dumps(body).encode()))
+
+
+def gone(home):
+    shutil.rmtree(home / "step-00000001")
+
+
+def replaced(home):
+    save(home / "step-00000001", tree(9), overwrite=True)
+
+
+def same_again(home):
+    save(home / "step-00000001", tree(1), step=1, overwrite=True)
+
+
+def a_file(home):
+    gone(home)
+    (home / "step-00000001").write_text("no checkpoint")
+
+
+def alone(home):
+    shutil.move(home / "step-00000002", home / "elsewhere")
+    os.mkdir(home / "step-00000002")
+    shutil.move(home / "elsewhere", home / "step-00000002" / "x")
+    for f in (home / "step-00000002" / "x").iterdir():
+        shutil.move(f, home / "step-00000002")
+    gone(home)
+
+
+def circle(home):
+    edit(home / "step-00000002", lambda b: b.update(base=["step-00000002", b["base"][1]]))
+
+
+def of_a_delta(home):
+    identity = open_checkpoint(home / "step-00000003").manifest.identity
+    edit(home / "step-00000002", lambda b: b.update(base=["step-00000003", identity]))
+
+
+def says(**said):
+    return lambda home: edit(home / "step-00000002", lambda b: b.update(said))
+
+
+def array_says(**said):
+    return lambda home: edit(home / "step-00000002", lambda b: b["arrays"][0].update(said))
+
+
+def without_base(home):
+    edit(home / "step-00000002", lambda b: b.pop("base"))
+
+
+BAD = {
+    "gone": (gone, errors.ParentChanged, "step-00000001.*not there"),
+    "replaced": (replaced, errors.ParentChanged, "step-00000001.*another by now"),
+    "replaced by the same tree": (same_again, errors.ParentChanged, "step-00000001.*another by now"),
+    "a file": (a_file, errors.ParentChanged, "step-00000001"),
+    "copied alone": (alone, errors.ParentChanged, "step-00000001"),
+    "circle": (circle, errors.ParentChanged, "step-00000002"),
+    "delta of a delta": (of_a_delta, errors.ParentChanged, "step-00000003 is a delta"),
+    "above": (says(base=["../x", "meshtape:00000000"]), errors.CorruptCheckpoint, "refused"),
+    "absolute": (says(base=["/etc", "meshtape:00000000"]), errors.CorruptCheckpoint, "refused"),
+    "below": (says(base=["a/b", "meshtape:00000000"]), errors.CorruptCheckpoint, "not one name"),
+    "no text": (says(base=["a", 7]), errors.CorruptCheckpoint, "no base"),
+    "one member": (says(base=["a"]), errors.CorruptCheckpoint, "base"),
+    "no base": (without_base, errors.CorruptCheckpoint, "only there together"),
+    "delta 1": (array_says(delta=1), errors.CorruptCheckpoint, "a delta is"),
+    "not compressed": (array_says(compression=None), errors.CorruptCheckpoint, "a delta is"),
+    "a later version": (says(version=99), errors.UnsupportedVersion, "99"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_delta_whose_base_is_not_the_one_is_refused(tmp_path, what):
+    filled(tmp_path, 3)
+    change, error, match = BAD[what]
+    change(tmp_path)
+    for use in (open_checkpoint, load, verify, lambda p: merge(p, tmp_path / "out")):
+        with pytest.raises(error, match=match):
+            use(tmp_path / "step-00000002")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bases_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
+    filled(tmp_path, 2)
+    save(tmp_path / "other" / "a", tree(1))
+    target = tmp_path / "step-00000003"
+    for base, options, match in [
+        ("step-00000002", {}, "a delta itself"),
+        ("step-00000003", {}, "no other checkpoint"),
+        ("other/a", {}, "in the folder"),
+        ("step-00000001", {"layout": "dual"}, "leave out base="),
+    ]:
+        with pytest.raises(errors.CheckpointError, match=match):
+            save(target, tree(3), base=tmp_path / base, **options)
+    with pytest.raises(errors.NotACheckpoint):
+        save(target, tree(3), base=tmp_path / "nothing")
+    with pytest.raises(errors.CheckpointError, match="anchor_every"):
+        CheckpointManager(tmp_path, anchor_every=0)
+    assert not target.exists()
+    # Another shape or dtype is stored plainly, and without any delta it is a plain checkpoint of a version that is read everywhere.
+    save(target, {"w": W[1:], "b": [B.astype(np.float32)]}, base=tmp_path / "step-00000001")
+    assert open_checkpoint(target).base is None
+    assert json.loads((target / "meshtape.json").read_text())["version"] == 1
+
+
+def test_other_readers_refuse_it_by_name(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    filled(tmp_path, 2)
+    assert json.loads((tmp_path / "step-00000002/meshtape.json").read_text())["version"] == 4
+    with pytest.raises(Exception, match=r"meshtape\.delta"):
+        zarr.open_array(tmp_path / "step-00000002" / "w", mode="r")
+    (tmp_path / "step-00000002" / "meshtape.json").unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match=r"meshtape\.json is missing"):
+        load(tmp_path / "step-00000002")
+    assert zarr.open_array(tmp_path / "step-00000001" / "w", mode="r")[3, 4] == tree(1)["w"][3, 4]
+
+
+@pytest.mark.parametrize("every", [89, pytest.param(7, marks=pytest.mark.slow)], ids=["some bytes", "many bytes"])
+def test_every_flipped_byte_of_a_delta_and_of_its_base_is_found(tmp_path, every):
+    filled(tmp_path, 2)
+    files = [f for f in sorted(tmp_path.rglob("*")) if f.is_file() and f.name != "meshtape-branch.json"]
+    rng = np.random.default_rng(0)
+    for file in files:
+        data = file.read_bytes()
+        for at in range(int(rng.integers(every)) % len(data), len(data), every):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1 << int(rng.integers(8))]) + data[at + 1 :])
+            with pytest.raises(errors.CheckpointError):
+                verify(tmp_path / "step-00000002")
+            with contextlib.suppress(errors.CheckpointError):
+                assert step_of(tmp_path / "step-00000002") == 2
+        file.write_bytes(data)
+    verify(tmp_path / "step-00000002")
+
+
+# ----- kills and races ------------------------------------------------------------------------------------------------
+
+
+def begin(home):
+    filled(home, 3, every=9)
+
+
+WORKS = {
+    "save": (lambda home: CheckpointManager(home, keep=None, anchor_every=9).save(4, tree(4)), 1),
+    "delete": (lambda home: CheckpointManager(home, anchor_every=9).delete(1), 2),
+    "overwrite": (lambda home: CheckpointManager(home, keep=None).save(1, tree(1), overwrite=True), 2),
+    "rotate": (lambda home: CheckpointManager(home, keep=1, anchor_every=3).save(4, tree(4)), 1),
+}
+
+
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every operation"])
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("what", WORKS)
+def test_killed_at_any_operation(kit, quick, what, exchange, every):
+    work, first = WORKS[what]
+    for n in range(1, 2000, every):
+        home = quick / str(n)
+        begin(home)
+        killed = kit.die_at(n, lambda home=home: work(home), exchange)
+        manager = CheckpointManager(home, keep=None, anchor_every=9)
+        steps = bases(manager)
+        if what != "rotate":
+            assert set(range(first, 4)) <= set(steps), steps
+        assert steps.keys() >= {4} or steps.keys() >= {2, 3}, steps
+        manager.save(5, tree(5))  # clears up, and goes on
+        assert 5 in bases(manager)
+        assert [e.name for e in home.iterdir() if not e.name.startswith("step-") or "." in e.name] == []
+        if not killed:
+            break
+    assert n > 20
+
+
+def keep_saving(home, stop):
+    for step in range(2, 10**6):
+        if stop.is_set():
+            return
+        manager = CheckpointManager(home, keep=4, anchor_every=3)
+        manager.save(step, tree(step))
+        if step % 3 == 2:
+            manager.delete(manager.steps()[0])
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_readers_beside_a_writer_that_deletes_bases(quick, seconds):
+    CheckpointManager(quick, anchor_every=3).save(1, tree(1))
+    context = multiprocessing.get_context("fork")
+    stop = context.Event()
+    process = context.Process(target=keep_saving, args=(quick, stop))
+    process.start()
+    seen, refused, until = set(), [], time.monotonic() + seconds
+    try:
+        reader = CheckpointManager(quick)
+        while time.monotonic() < until or len(seen) < 5:
+            assert process.is_alive()
+            with contextlib.suppress(errors.NotACheckpoint):  # it was rotated away
+                step = int(reader.restore()["n"])
+                paths = [c.path for c in reader._complete()]
+                assert paths
+                for path in paths[-3:]:
+                    try:
+                        ckpt = open_checkpoint(path)
+                        held = np.asarray(ckpt["w"][3]), int(ckpt["n"][...])
+                        assert np.array_equal(held[0], tree(held[1])["w"][3])
+                        seen.add(step_of(path))
+                    except errors.CheckpointError as e:
+                        refused.append(type(e))
+                assert np.array_equal(tree(step)["w"], tree(step)["w"])
+    finally:
+        stop.set()
+        process.join(60)
+        process.kill()
+    assert set(refused) <= {errors.CheckpointReplaced, errors.NotACheckpoint, errors.IncompleteCheckpoint}, refused
+    for path in [c.path for c in CheckpointManager(quick)._complete()]:
+        verify(path)
+
+
+# ----- a run of ours --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.2), ("float32", 0.7)])
+def test_fine_tuning_of_a_decoder(tmp_path, monkeypatch, dtype, most):
+    monkeypatch.undo()  # chunks as they are
+    chunk_grid.whole_grid.cache_clear()
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from storage_deltas import run
+
+    manager = CheckpointManager(tmp_path, keep=None, anchor_every=10, compression="weights")
+    for step, params, state in run(np.dtype(dtype)):
+        manager.save(step, {"p": params} if dtype == "bfloat16" else {"p": params, "s": state})
+    files = [f for f in tmp_path.rglob("c*") if f.is_file()]  # without the metadata, which weigh in so small a model
+    assert sum(f.stat().st_size for f in files) <= most * sum(s.arrays for s in usage(tmp_path).steps)
+    assert verify(manager.latest()).arrays
