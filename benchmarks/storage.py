@@ -12,7 +12,21 @@ import argparse
 
 import installed
 
-PARTS = ("save", "async", "load", "slices", "small", "models", "workers", "convert", "contents", "objects", "deltas")
+PARTS = (
+    "save",
+    "async",
+    "load",
+    "slices",
+    "small",
+    "models",
+    "workers",
+    "convert",
+    "contents",
+    "objects",
+    "deltas",
+    "forms",
+    "blend",
+)
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -20,6 +34,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chunks", type=int, default=1_000_000, help="in the table of contents that is listed")
     parser.add_argument("--count", type=int, default=100_000, help="small arrays")
+    parser.add_argument("--blend-megabytes", type=int, default=200, help="of each of the three models that are blended")
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--against", action="append", help="only peers whose name has this in it")
     parser.add_argument("--directory", help="where to write; a temporary directory by default")
@@ -34,6 +49,7 @@ import tempfile
 from pathlib import Path
 
 import storage_deltas
+import storage_forms
 import storage_models
 import storage_transforms
 import storage_whole
@@ -53,6 +69,8 @@ ROWS = {
     "contents": storage_transforms.contents,
     "objects": storage_transforms.objects,
     "deltas": storage_deltas.deltas,
+    "forms": storage_forms.forms,
+    "blend": storage_forms.blending,
 }
 
 
@@ -62,7 +80,7 @@ def main(options: argparse.Namespace) -> None:
     try:
         tree = arrays(options.megabytes)
         size = sum(a.nbytes for a in tree.values())
-        bench = Bench(options.rounds, options.against, options.chunks, options.count)
+        bench = Bench(options.rounds, options.against, options.chunks, options.count, options.blend_megabytes)
         bench.table.title = f"Storage: {len(tree)} float32 arrays, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, {options.rounds} rounds, {installed.kernels()}"
         if {"save", "async", "load", "convert"} & set(only):
             storage.save(home / "template", tree)

@@ -85,10 +85,10 @@ def measured(fn: Callable[[], Any]) -> tuple[Spent, Any]:
 class Bench:
     """Rows of a table; each candidate runs once a round, after its preparation."""
 
-    def __init__(self, rounds: int, against: list[str] | None, chunks: int, count: int) -> None:
+    def __init__(self, rounds: int, against: list[str] | None, chunks: int, count: int, blend: int) -> None:
         from rich.table import Table
 
-        self.rounds, self.against, self.chunks, self.count = rounds, against, chunks, count
+        self.rounds, self.against, self.chunks, self.count, self.blend = rounds, against, chunks, count, blend
         self.table = Table(title="Storage", title_justify="left")
         for column in (
             "work",

@@ -24,6 +24,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=15, help="steps a measurement")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32], help=f"rows of {LENGTH} tokens a step")
+    parser.add_argument(
+        "--resumed", type=int, default=400, help="steps before the resume from quantised states; 0: none"
+    )
     parser.add_argument("--one", action="store_true", help="leave out the rows of two processes")
     OPTIONS = installed.options(parser)
 
@@ -35,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from storage_forms import TrainingRun
 
 import meshtape as mt
 
@@ -229,7 +233,32 @@ def measured(rows: int, steps: int, torch: Any, mesh: Any) -> dict[str, float]:
         return timing.timed(candidates, seconds=0, rounds=steps)
 
 
+def resumed(steps: int) -> None:
+    """Print how far the losses after a resume from quantised optimizer states are from the exact ones."""
+    run = TrainingRun()
+    for _ in range(steps):
+        run.step()
+    params, state, rng = run.params, run.state, run.rng.bit_generator.state
+
+    def losses(held: Any) -> np.ndarray:
+        run.params, run.state, run.rng.bit_generator.state = params, held, rng
+        return np.asarray([run.step() for _ in range(6)])
+
+    exact = losses(state)
+    print(f"loss of six steps on resume after {steps}: {exact.min():.3f} to {exact.max():.3f}; away from that at most")
+    for bits, keys, told, bound in (
+        (8, ["*"], "int8, both moments", 0.01),
+        (8, ["mean*"], "int8, the mean", 0.001),
+        (4, ["mean*"], "int4, the mean", 0.005),
+    ):
+        small = mt.storage.quantize(state, bits=bits, keys=keys)
+        worst = np.abs(losses(mt.storage.dequantize(small)[0]) - exact).max()
+        print(f"  {told:<42} {worst:.5f} {'✓' if worst <= bound else '✗'}   (target ≤ {bound:g})")
+
+
 def main(options: argparse.Namespace) -> None:
+    if options.resumed:
+        resumed(options.resumed)
     torch = timing.peer("torch")
     if torch is not None:
         torch.set_num_threads(1)

@@ -625,16 +625,16 @@ ATTENDED: Any = (
     ("N 3, 4 3, 4 2", None),
     ("2 4 3, 1 5 3, 5 2", 0),
     ("2 2 3 2, 2 1 4 2, 2 1 4 2, 2 1 1 4 b1", None),
-    ("4 3, 6 3, 6 2, 4 6 b1", -1),
+    ("4 3, 6 3, 2 6 2, 4 6 b1", -1),
     ("2 4 3, 2 N 3, 2 N 2, N", None),
     ("2 4 3, 1 5 3, 2 5 2, 4 5", 1),
 )
 
 
 def out(operands: str) -> str:
-    """The shape of the result of attention."""
-    q, _, v, *_ = operands.split(", ")
-    return f"{q.rsplit(' ', 1)[0]} {v.rsplit(' ', 1)[1]}"
+    """The shape of the result of attention, whose values have all leading dimensions, or the query has."""
+    q, _, v, *_ = (x.split() for x in operands.split(", "))
+    return " ".join([*max(q[:-2], v[:-2], key=len), q[-2], v[-1]])
 
 
 SENT = [to_experts(*call) for call in (("N", 3), ("2 3", 2), ("0", 3), (".", 2))]

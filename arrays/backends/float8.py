@@ -46,9 +46,9 @@ class Float8(Deferred):
         avals = tuple([ShapeDtype(tuple(b.shape), b.dtype) if hasattr(b, "dtype") else b for b in bufs])
         wanted = op.avals(avals, params)
         with self.backend.at(self.memory):
-            if op.view and wanted[0].dtype == self.dtype:
-                if op.name == "astype":
-                    return (self,)
+            if op.name == "astype" and wanted[0].dtype == self.dtype:
+                return (self,)
+            if op.view == "always" and wanted[0].dtype == self.dtype:
                 moved = [b.memory if type(b) is Float8 else b for b in bufs]
                 return (Float8(self.backend, self.backend.run(op, moved, params)[0], self.dtype),)
             if params.get("dtype") in FLOAT8:

@@ -86,6 +86,19 @@ def _param_text(value: Any) -> str:
     return value.name if isinstance(value, np.dtype) else str(value) if isinstance(value, str) else repr(value)
 
 
+class FusedRun(NamedTuple):
+    """A run of elementwise entries of one shape. ``inputs`` come from outside, ``outputs`` are used outside.
+
+    Where it has ``members``, it is the same run on several sets of arrays, each of a shape of its own.
+    """
+
+    entries: tuple[Entry, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    shape: tuple[int, ...]
+    members: tuple[FusedRun, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A traced computation, ready to be read by an executor, the partitioner or a file.

@@ -10,9 +10,10 @@ from ..core.dispatch import apply
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
 from ..ops.creation import inexact, ordered
-from ..ops.elementwise import SWIGLU, abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
+from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
 from ..ops.manipulation import moveaxis
 from ..ops.wide_floats import in_float32
+from .swiglu import SWIGLU
 
 
 def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:

@@ -122,40 +122,54 @@ def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
 def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
     shape, dtype = _infer(ATTENTION, operands, {})
     q, k, v, *mask = _spread(operands, len(shape), _wide(dtype))
-    wide = xp.zeros(shape, _wide(dtype))
+    wide = xp.empty(shape, _wide(dtype))
     for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
         if seen.stop:
-            weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, at)[..., seen, :], mask, key, diagonal)
-            xp.matmul(weights, _part(v, at)[..., seen, :], out=wide[*at, rows])
+            weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
+            xp.matmul(weights, _part(v, (*at, seen)), out=wide[*at, rows])
+        else:
+            wide[*at, rows] = 0
     return wide.astype(dtype, copy=False)
-
-
-def _add(x: Any, part: Any) -> None:
-    """``x += part``, summed over the dimensions along which ``x`` broadcasts."""
-    axes = tuple([i for i, n in enumerate(x.shape) if n == 1 < part.shape[i]])
-    x += part.sum(axis=axes, keepdims=True) if axes else part
 
 
 def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
     work = _wide(result_type(*(x.dtype for x in operands[:3])))
-    g, q, k, v, *mask = _spread((g, *operands), g.ndim, work)
-    sums = [xp.zeros(x.shape, work) for x in (q, k, v, *mask)[:count]]
+    g, *wide = _spread((g, *operands), g.ndim, work)
+    q, k, v, *mask = wide
+    sums: list[Any] = [None] * count
+
+    def add(i: int, key: Sequence[slice], part: Any) -> None:
+        """Add to the cotangent of operand ``i``, summed over the dimensions along which that broadcasts."""
+        shape = wide[i].shape
+        axes = tuple([d for d, n in enumerate(shape) if n == 1 < part.shape[d]])
+        part = part.sum(axis=axes, keepdims=True) if axes else part
+        if sums[i] is None and part.shape == shape:
+            sums[i] = part
+            return
+        if sums[i] is None:
+            sums[i] = xp.zeros(shape, work)
+        into = _part(sums[i], key)
+        into += part
+
     for key in _tiles(xp, g.shape[:-2], g.shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
         if not seen.stop:
             continue
-        ours = *at, rows
-        x, y, z, cotangent = _part(q, ours) * scale, *(_part(a, at)[..., seen, :] for a in (k, v)), g[ours]
+        x, cotangent = _part(q, (*at, rows)) * scale, g[*at, rows]
+        y, z = (_part(a, (*at, seen)) for a in (k, v))
         weights = _weights(xp, x, y, mask, key, diagonal)
         slopes = xp.matmul(cotangent, xp.swapaxes(z, -1, -2))
+        if slopes.shape != weights.shape:  # values may have more leading dimensions than keys
+            weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
         slopes = SOFTMAX_BACKWARD.bind(xp)(slopes, weights, axis=slopes.ndim - 1)
-        _add(_part(sums[0], ours), xp.matmul(slopes, y) * scale)
-        _add(_part(sums[1], at)[..., seen, :], xp.matmul(xp.swapaxes(slopes, -1, -2), x))
-        _add(_part(sums[2], at)[..., seen, :], xp.matmul(xp.swapaxes(weights, -1, -2), cotangent))
-        for m in sums[3:]:
-            _add(_part(m, (*ours, seen)), slopes)
-    return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(sums, operands, strict=False)])
+        add(0, (*at, rows), xp.matmul(slopes, y) * scale)
+        add(1, (*at, seen), xp.matmul(xp.swapaxes(slopes, -1, -2), x))
+        add(2, (*at, seen), xp.matmul(xp.swapaxes(weights, -1, -2), cotangent))
+        if count > 3:
+            add(3, (*at, rows, seen), slopes)
+    found = [xp.zeros(x.shape, work) if s is None else s for s, x in zip(sums, wide, strict=False)]
+    return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(found, operands, strict=False)])
 
 
 # ----- the same in plain functions --------------------------------------------------------------------------------------
@@ -254,7 +268,7 @@ def scaled_dot_product_attention(
     """Mean of the values, weighted by ``softmax(query @ key.T * scale)`` (Vaswani et al., 2017).
 
     The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not with its square.
-    With dropout, in derivatives of higher order, and where the keys are split over ranks, the matrix of the weights is held whole.
+    The matrix of the weights is held whole with dropout, by ``jvp`` and derivatives of higher order, and where keys are split over ranks.
 
     Parameters
     ----------

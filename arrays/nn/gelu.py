@@ -17,7 +17,8 @@ import numpy as np
 
 from ..backends.erf import in_blocks
 from ..core import shape_rules
-from ..core.op import Op
+from ..core.op import Cuda, Op
+from ..kernels.chains import one_launch
 from ..native import ops
 from ..native.calls import first
 from ..ops.elementwise import ERF
@@ -157,12 +158,26 @@ def _gelu_backward(xp: Any, dy: Any, x: Any) -> Any:
     return out.astype(dtype, copy=False)
 
 
-GELU = Op("gelu", ("x",), _gelu, shape_rules.elementwise, overrides={"numpy": first(ops.gelu, _gelu)}, flops=16)
+_CUDA = "larger({0}, ({t})-40) * (({t})0.5 * erfc{f}({0} * ({t})-0.70710678118654752440))"
+_CUDA_BACKWARD = (
+    "{0} * (({t})0.5 * erfc{f}({x} * ({t})-0.70710678118654752440)"
+    " + {x} * (exp{f}(({t})-0.5 * {x} * {x}) * ({t})0.39894228040143267794))"
+).replace("{x}", "smaller(larger({1}, ({t})-40), ({t})40)")
+GELU = Op(
+    "gelu",
+    ("x",),
+    _gelu,
+    shape_rules.elementwise,
+    overrides={"numpy": first(ops.gelu, _gelu), "cupy": one_launch("gelu")},
+    flops=16,
+    cuda=Cuda(_CUDA),
+)
 GELU_BACKWARD = Op(
     "gelu_backward",
     ("dy", "x"),
     _gelu_backward,
     shape_rules.elementwise,
-    overrides={"numpy": first(ops.gelu_backward, _gelu_backward)},
+    overrides={"numpy": first(ops.gelu_backward, _gelu_backward), "cupy": one_launch("gelu_backward")},
     flops=24,
+    cuda=Cuda(_CUDA_BACKWARD),
 )

@@ -17,8 +17,9 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
-from ..core.op import NO_PARAMS, Cuda, Op, ShapeDtype, composite
+from ..core.op import Cuda, Op, ShapeDtype, composite
 from ..kernels import float8
+from ..kernels.chains import one_launch
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from . import element_functions as fn
@@ -384,7 +385,7 @@ SIGMOID, sigmoid = unary(
     "``1 / (1 + exp(-x))`` without overflow.",
     "[0.0, 1000.0] -> [0.5, 1. ]",
     fn.sigmoid,
-    overrides={"numpy": first(ops.sigmoid, fn.sigmoid)} if AVAILABLE else NO_PARAMS,
+    overrides={"numpy": first(ops.sigmoid, fn.sigmoid), "cupy": one_launch("sigmoid")},
     cuda="logistic({0})",
     flops=10,
 )
@@ -393,60 +394,10 @@ SILU = Op(
     ("x",),
     _silu,
     shape_rules.elementwise,
-    overrides={"numpy": first(ops.silu, _silu)},
+    overrides={"numpy": first(ops.silu, _silu), "cupy": one_launch("silu")},
     flops=10,
     cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0})"),
 )
-
-
-def _widened(*operands: Any) -> tuple[list[Any], np.dtype]:
-    """Short floats in float32, and the dtype of their result."""
-    dtype = np.result_type(*[a.dtype if hasattr(a, "dtype") else a for a in operands])
-    short = is_low_precision(dtype)
-    return [a.astype(np.float32) if short and hasattr(a, "dtype") else a for a in operands], dtype
-
-
-def _swiglu(xp: Any, gate: Any, up: Any) -> Any:
-    (gate, up), dtype = _widened(gate, up)
-    return (SILU.bind(xp)(gate) * up).astype(dtype, copy=False)
-
-
-def _swiglu_backward(xp: Any, g: Any, gate: Any, up: Any) -> Any:
-    (g, gate, up), dtype = _widened(g, gate, up)
-    s = SIGMOID.bind(xp)(gate)
-    # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
-    near = gate if gate.dtype.kind == "c" else xp.clip(gate, SILU_IS_ZERO, -SILU_IS_ZERO)
-    return (g * up * (s * (1.0 + near * (1.0 - s)))).astype(dtype, copy=False)
-
-
-def _decompose_swiglu_backward(g: Array, gate: Array, up: Array) -> Array:
-    s = sigmoid(gate)
-    near = gate if gate.dtype.kind == "c" else minimum(maximum(gate, SILU_IS_ZERO), -SILU_IS_ZERO)
-    return g * up * (s * (1.0 + near * (1.0 - s)))
-
-
-SWIGLU = Op(
-    "swiglu",
-    ("gate", "up"),
-    _swiglu,
-    shape_rules.elementwise,
-    overrides={"numpy": first(ops.swiglu, _swiglu)},
-    flops=12,
-    cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0}) * {1}"),
-)
-SWIGLU_BACKWARD = Op(
-    "swiglu_backward",
-    ("g", "gate", "up"),
-    _swiglu_backward,
-    shape_rules.elementwise,
-    overrides={"numpy": first(ops.swiglu_backward, _swiglu_backward)},
-    decompose=_decompose_swiglu_backward,
-    flops=16,
-    cuda=Cuda(
-        "{0} * {2} * (logistic({1}) * (({t})1 + smaller(larger({1}, ({t})-1e4), ({t})1e4) * (({t})1 - logistic({1}))))"
-    ),
-)
-"""The cotangent of the gate; that of the other operand is ``swiglu(gate, g)``."""
 
 # ----- identity with a meaning ----------------------------------------------------------------------------------------
 

@@ -160,7 +160,9 @@ def nonzero(x: Any, /) -> tuple[Array, ...]:
     if x.ndim == 0:
         raise ShapeError("[nonzero] a 0-d array has no indices")
     host_sync.note("nonzero elements are counted")
-    buf = x._buf.concrete() if isinstance(x._buf, Deferred) else x._buf
+    buf = x._buf
+    if isinstance(buf, Deferred):
+        buf = buf.concrete() if buf.memory is None else (x != 0)._buf
     with on_device_of(buf):
         return tuple(wrap(i) for i in (buf.nonzero() if type(buf) is np.ndarray else compact.true_places(buf != 0)))
 

@@ -1,57 +1,21 @@
-"""Elementwise chains of a compiled program as one CUDA kernel: the GPU's side of ``fusion``.
-
-For each chain, and for each way in which its operands lie in memory, a kernel is written, compiled once (CuPy keeps it on disk)
-and started on the current stream. Operands that are whole and without gaps are read in vectors where their addresses allow it;
-others through their strides, so that broadcasting and transposition cost no copy. Offsets have 64 bits.
-"""
+"""Elementwise chains of a compiled program that are one CUDA kernel each: the GPU's side of ``fusion``."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from ...arrays.core.program import Entry, Program
-from ...arrays.kernels import launch
-from . import cuda_codegen
-from .fusion import Failed, FusedRun, Joins, fuse, grouped, streams
-
-THREADS = 256
-LANES = 4
-"""Elements that a thread has in hand at once."""
-BLOCKS_EACH = 16
-"""Blocks for each multiprocessor: enough to hide the latency of memory, few enough that starting them costs nothing."""
+from ...arrays.core.program import Entry, FusedRun, Program
+from ...arrays.kernels import cuda_codegen
+from ...arrays.kernels.chains import executable, layout_of, source
+from .fusion import Joins, fuse, grouped, streams
 
 PARAMETER_BYTES = 4000
 """A kernel's parameters take 4096 bytes at most on every device."""
 
 BATCH = 1 << 24
 """Elements that the runs of one launch have together: with more, launches cost nothing beside the work."""
-
-FULL, ONE, STRIDED = "full", "one", "strided"
-"""Layouts of an operand: that of the result, a single element, or any other."""
-
-
-def layout_of(array: Any, shape: tuple[int, ...]) -> str:
-    """The layout of an operand beside a result of ``shape``.
-
-    >>> import numpy as np
-    >>> layout_of(np.ones((2, 3)), (2, 3)), layout_of(np.ones(1), (2, 3)), layout_of(np.ones(3), (2, 3))
-    ('full', 'one', 'strided')
-    """
-    if array.size == 1:
-        return ONE
-    return FULL if tuple(array.shape) == shape and array.flags.c_contiguous else STRIDED
-
-
-def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Steps in elements along each dimension of the result; 0 where the operand repeats."""
-    lead = len(shape) - array.ndim
-    own = tuple(0 if n == 1 else s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-    return (0,) * lead + own
 
 
 def chains(
@@ -132,160 +96,6 @@ def _structure(run: FusedRun, program: Program) -> Any:
         names[e.outputs[0]] = len(names)
         key.append((e.op, *words, avals[e.outputs[0]].dtype))
     return (*key, *(names[v] for v in run.outputs))
-
-
-def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int = 1) -> str:
-    """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads vectors.
-
-    With a ``count`` it takes so many sets of arrays; the second coordinate of a block says which is its own.
-    """
-    types = [launch.NAMES[program.avals[v].dtype] for v in group.inputs]
-    held = [cuda_codegen.register_type(program.avals[v].dtype) for v in group.inputs]
-    results = [launch.NAMES[program.avals[v].dtype] for v in group.outputs]
-    ndim = len(group.shape)
-    name = {v: f"x{i}" for i, v in enumerate(group.inputs)}
-
-    body = []
-    for e in group.entries:
-        v = e.outputs[0]
-        operands = [name[a] if isinstance(a, int) else None for a in e.inputs]
-        text = cuda_codegen.expression(e, program, operands)
-        name[v] = f"v{v}"
-        body.append(f"    const {cuda_codegen.register_type(program.avals[v].dtype)} v{v} = {text};")
-    for k, v in enumerate(group.outputs):
-        short = results[k] in ("float16", "bfloat16")
-        body.append(f"    y{k} = {f'narrow<{results[k]}>({name[v]})' if short else f'({results[k]}){name[v]}'};")
-
-    element = ", ".join([f"{h} x{i}" for i, h in enumerate(held)] + [f"{r}& y{k}" for k, r in enumerate(results)])
-    own = [("i64", "n"), *((f"const {t}*", f"in{i}") for i, t in enumerate(types))]
-    own += [(f"{r}*", f"out{k}") for k, r in enumerate(results)]
-    parameters, lines = [f"{t} {v}" for t, v in own], []
-    if count > 1:
-        parameters = [f"{t} {v}_{j}" for j in range(count) for t, v in own]
-        lines = [f"    {t} {v} = {v}_0;" for t, v in own] + ["    switch (blockIdx.y) {"]
-        lines += [f"    case {j}: {' '.join(f'{v} = {v}_{j};' for _, v in own)} break;" for j in range(1, count)]
-        lines.append("    }")
-    strided = [i for i, how in enumerate(layouts) if how == STRIDED]
-    if strided:
-        parameters += [f"i64 n{d}" for d in range(1, ndim)] + [f"i64 s{i}_{d}" for i in strided for d in range(ndim)]
-
-    def load(i: int, place: str) -> str:
-        read = f"in{i}[{place}]"
-        return f"wide({read})" if types[i] in ("float16", "bfloat16") else read
-
-    lines += [f"    const {held[i]} one{i} = {load(i, '0')};" for i, how in enumerate(layouts) if how == ONE]
-    lines += [
-        "    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x;",
-        "    const i64 step = (i64)gridDim.x * blockDim.x;",
-        "    i64 done = 0;",
-    ]
-    if not strided:
-        lines += [
-            "    if (VECTORS) {",
-            f"        done = n / {LANES} * {LANES};",
-            f"        for (i64 i = first; i < n / {LANES}; i += step) {{",
-        ]
-        for i, how in enumerate(layouts):
-            if how == FULL:
-                vector = f"Vector<{types[i]}, {LANES}>"
-                lines.append(f"            const {vector} a{i} = reinterpret_cast<const {vector}*>(in{i})[i];")
-        lines += [f"            Vector<{r}, {LANES}> r{k};" for k, r in enumerate(results)]
-        args = []
-        for i, how in enumerate(layouts):
-            at = f"a{i}.at[k]"
-            args.append(f"one{i}" if how == ONE else f"wide({at})" if types[i] in ("float16", "bfloat16") else at)
-        args += [f"r{k}.at[k]" for k in range(len(results))]
-        lines += ["#pragma unroll", f"            for (int k = 0; k < {LANES}; ++k) element({', '.join(args)});"]
-        lines += [
-            f"            reinterpret_cast<Vector<{r}, {LANES}>*>(out{k})[i] = r{k};" for k, r in enumerate(results)
-        ]
-        lines += ["        }", "    }"]
-    lines.append("    for (i64 i = done + first; i < n; i += step) {")
-    if strided:
-        lines.append("        i64 rest = i;")
-        for d in range(ndim - 1, 0, -1):
-            lines.append(f"        const i64 c{d} = rest % n{d};")
-            lines.append(f"        rest /= n{d};")
-        lines.append("        const i64 c0 = rest;")
-    args = []
-    for i, how in enumerate(layouts):
-        place = "i" if how == FULL else " + ".join(f"c{d} * s{i}_{d}" for d in range(ndim))
-        args.append(f"one{i}" if how == ONE else load(i, place))
-    args += [f"out{k}[i]" for k in range(len(results))]
-    lines += [f"        element({', '.join(args)});", "    }"]
-    return "\n".join(
-        [
-            '#include "types.cuh"',
-            cuda_codegen.PRELUDE,
-            f"__device__ inline void element({element})",
-            "{",
-            *body,
-            "}",
-            "",
-            "template <bool VECTORS>",
-            f"__global__ void fused({', '.join(parameters)})",
-            "{",
-            *lines,
-            "}",
-            "",
-        ]
-    )
-
-
-def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
-    """The group as a function of its input buffers that returns its output buffers, made by one kernel.
-
-    ``into`` and ``failed`` are those of the CPU's :func:`~meshtape.autodiff.compiler.fusion.executable`.
-    """
-    members = group.members or (group,)
-    first, shape, count = members[0], members[0].shape, len(members)
-    reads, writes = len(first.inputs), len(first.outputs)
-    sizes = [math.prod(m.shape) for m in members]
-    size = max(sizes)
-    results = [program.avals[v] for v in group.outputs]
-    files: dict[tuple[str, ...], str] = {}
-
-    def run(*inputs: Any, into: Sequence[Any] = (), failed: Failed | None = None) -> list[Any]:
-        try:
-            return compute(inputs, into or [None] * len(results))
-        except Exception as e:
-            if failed is None:
-                raise
-            raise failed(e, group.entries) from e
-
-    def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
-        runner = launch.runner()
-        outputs = [runner.xp.empty(*a) if o is None else o for o, a in zip(into, results, strict=True)]
-        if size == 0:
-            return outputs
-        if count > 1:
-            inputs = [launch.contiguous(a) for a in inputs]
-        layouts = tuple(layout_of(a, shape) for a in inputs[:reads])
-        file = files.get(layouts)
-        if file is None:
-            text = source(first, program, layouts, count)
-            file = f"fused_{hashlib.sha256(text.encode()).hexdigest()[:24]}.cu"
-            launch.GENERATED[file] = text
-            files[layouts] = file
-        arguments: list[Any] = []
-        vectors = STRIDED not in layouts
-        for j, n in enumerate(sizes):
-            own = (*inputs[j * reads : (j + 1) * reads], *outputs[j * writes : (j + 1) * writes])
-            addresses = [runner.address(a) for a in own]
-            whole = [p for p, how in zip(addresses, layouts + (FULL,) * writes, strict=True) if how == FULL]
-            vectors = vectors and all(p % 16 == 0 for p in whole)
-            arguments += [np.int64(n), *map(np.uint64, addresses)]
-        if STRIDED in layouts:
-            arguments += map(np.int64, shape[1:])
-            for a, how in zip(inputs, layouts, strict=True):
-                if how == STRIDED:
-                    arguments += map(np.int64, strides_of(a, shape))
-        each = LANES if vectors else 1
-        blocks = min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH)
-        runner.launch(file, launch.named("fused", vectors), (max(blocks, 1), count, 1), (THREADS, 1, 1), arguments)
-        return outputs
-
-    return run
 
 
 __all__ = ["batched", "chains", "executable", "layout_of", "source"]

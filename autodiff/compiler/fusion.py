@@ -20,7 +20,7 @@ import numpy as np
 
 from ...arrays.backends.memory_pool import fresh
 from ...arrays.backends.threads import SMALLEST_SHARED, share
-from ...arrays.core.program import Entry, Program
+from ...arrays.core.program import Entry, FusedRun, Program
 from ...arrays.core.shape_rules import elementwise
 from ...arrays.native.chains import ChainCall, run_of, takes
 from ...arrays.ops.elementwise import ASTYPE
@@ -30,19 +30,6 @@ BLOCK = 16_384
 # Below this size the arrays fit the cache anyway, and a block would cost more than it saves.
 SMALLEST = 65_536
 SMALLEST_RUN = 16_384
-
-
-class FusedRun(NamedTuple):
-    """A run of elementwise entries of one shape. ``inputs`` come from outside, ``outputs`` are used outside.
-
-    Where it has ``members``, it is the same run on several sets of arrays, each of a shape of its own.
-    """
-
-    entries: tuple[Entry, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    shape: tuple[int, ...]
-    members: tuple[FusedRun, ...] = ()
 
 
 def _is_elementwise(e: Entry) -> bool:

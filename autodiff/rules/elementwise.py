@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays.native import AVAILABLE
 from ...arrays.native import ops as native
-from ...arrays.nn import gelu
+from ...arrays.nn import gelu, swiglu
 from ...arrays.ops import elementwise as ew
 from .registry import call, conj, defanalytic, defvjp, same
 
@@ -211,11 +211,11 @@ def _near(xp, x, far):
     return x if x.dtype.kind == "c" else xp.clip(x, -far, far)
 
 
-defanalytic(ew.SILU, x=lambda xp, g, x: call(xp, ew.SWIGLU_BACKWARD, 1.0, x, g))
+defanalytic(ew.SILU, x=lambda xp, g, x: call(xp, swiglu.SWIGLU_BACKWARD, 1.0, x, g))
 defanalytic(
-    ew.SWIGLU,
-    gate=lambda xp, g, gate, up: call(xp, ew.SWIGLU_BACKWARD, g, gate, up),
-    up=lambda xp, g, gate: call(xp, ew.SWIGLU, gate, g),
+    swiglu.SWIGLU,
+    gate=lambda xp, g, gate, up: call(xp, swiglu.SWIGLU_BACKWARD, g, gate, up),
+    up=lambda xp, g, gate: call(xp, swiglu.SWIGLU, gate, g),
 )
 
 

@@ -192,7 +192,8 @@ def _found(
     owned.difference_update(outputs)
     own = hasattr(plan.op, "pull")
     wide = any(v in short for v in outputs)
-    if wide and (own or _sums_itself(r, tape.live, gs[0])):
+    narrowest = min((short[v].itemsize for v in outputs if v in short), default=0)
+    if wide and (own or (narrowest > 1 and _sums_itself(r, tape.live, gs[0]))):  # a float8 would not hold the sums
         gs = [cast(g, short[v]) if v in short and g is not None else g for g, v in zip(gs, outputs, strict=True)]
         wide = False
     # A user's function may be shown sparse cotangents.

@@ -113,6 +113,11 @@ class CudaMemory:
         fn = op.bind(self.xp)
         return fn if "dtype" not in op.params else lambda *bufs, **params: _block(fn(*bufs, **params))
 
+    def total(self) -> int:
+        """Bytes of the device."""
+        with self.xp.cuda.Device(self._where.index):
+            return self.xp.cuda.runtime.memGetInfo()[1]
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return self.xp.empty(shape, dtype)
 

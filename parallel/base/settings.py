@@ -14,6 +14,8 @@
 ``bucket``                bytes of gradients that are reduced together
 ``overlap``               the least bytes for which a collective runs beside the computation; 0: never
 ``pool``                  bytes of unused memory that a worker keeps for its blocks
+``device-memory``         share of a GPU that kept blocks may take before those not read for longest are moved to the host:
+                          a setting of the workers
 ``shared-memory``         bytes that the workers of one host share for messages among themselves, at most: a setting of
                           the workers
 ``loop``                  turns of ``mt.scan`` that one task runs
@@ -39,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
         "bucket": 4 << 20,
         "overlap": 1 << 20,
         "pool": 1 << 30,
+        "device-memory": 0.6,
         "shared-memory": 1 << 30,
         "loop": 64,
     }

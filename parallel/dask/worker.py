@@ -22,6 +22,7 @@ from distributed.protocol import to_serialize
 from ...arrays.backends.memory_pool import POOL
 from ...arrays.core.errors import ClusterError, RankLost
 from ...storage.base import activity
+from ..base.bundles import Bundle, make_room, register_with_dask_cuda
 from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
 from ..execution.executor import Prepared
 from ..transports.group import LinkGroup, Transport
@@ -37,32 +38,6 @@ _POOL_PART = 8  # the most of a worker's memory that it keeps unused for blocks
 
 Ranges = Sequence[tuple[int, int, int]]
 """Slots of bundles, as (number of the item that left the bundle, first slot, how many)."""
-
-
-class Bundle:
-    """Blocks that one run left on one worker: ``slots[slot][rank]``."""
-
-    def __init__(self, slots: dict[int, dict[int, np.ndarray]]) -> None:
-        self.slots = slots
-
-    def __sizeof__(self) -> int:
-        # Dask's memory accounting and dashboard show this. As Dask does for CuPy's arrays, memory of a device counts too.
-        return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values())
-
-    def __reduce__(self) -> Any:
-        # Dask puts values aside on disk: blocks of a device go as host memory, and come back to it.
-        devices = {str(b.device.id) for blocks in self.slots.values() for b in blocks.values() if not is_on_host(b)}
-        host = {i: {r: on_host(b) for r, b in blocks.items()} for i, blocks in self.slots.items()}
-        return _bundle_of, (host, f"cuda:{min(devices)}" if devices else "cpu")
-
-    def __repr__(self) -> str:
-        return f"<Bundle of {len(self.slots)} array(s), {self.__sizeof__()} bytes>"
-
-
-def _bundle_of(slots: dict[int, dict[int, np.ndarray]], device: str) -> Bundle:
-    memory = memory_of(device)
-    with memory.using():
-        return Bundle({i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})
 
 
 @dataclass
@@ -127,6 +102,7 @@ class MeshtapeWorker(WorkerPlugin):
     name = "meshtape"
 
     def setup(self, worker: Any) -> None:
+        register_with_dask_cuda()
         resident = Resident(
             worker, lambda client_session, message: _command(state, client_session, message), lambda c: state.left(c)
         )
@@ -438,6 +414,7 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
         given = unpacked(m["blocks"]) if m["blocks"] else ()
+        make_room(state.resident.in_memory(), bundles.values(), memory)
         inputs = list(_landed(m["sources"], bundles, given, memory))
         if context.peers:
             group = plane.group(mesh, epoch, context.process, context.peers, context.ranks, timeout, context.share)

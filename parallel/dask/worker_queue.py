@@ -385,6 +385,11 @@ class Resident:
         """A kept value."""
         return self._aside[key] if key in self._aside else self.worker.data[key]
 
+    def in_memory(self) -> list[Any]:
+        """The kept values that are not on disk."""
+        refs = self._in_memory.valuerefs()  # at once, as other threads store values
+        return [v for r in refs if (v := r()) is not None]
+
     def forget(self, key: str) -> None:
         """Drop a value."""
         self._aside.pop(key, None)

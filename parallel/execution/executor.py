@@ -20,7 +20,7 @@ import numpy as np
 from ...arrays.backends.memory_pool import SMALLEST, is_free, room
 from ...arrays.core.dtypes import is_low_precision
 from ...arrays.core.errors import FOREIGN_ERRORS, MeshtapeError, RankLost, type_of_ours
-from ...arrays.core.op import Op
+from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.indexing import sparse_ops
 from ...arrays.indexing.indexing import SCATTER
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
@@ -33,7 +33,7 @@ from ..resharding.expert_all_to_all import AllToAllV, AllToAllVShare, RaggedRunn
 from ..resharding.plan import ReshardPlan, plan_reshard
 from ..resharding.schedule import MoveRounds, plan_rounds
 from ..sharding.factors import RankView
-from ..sharding.placement import Layout, block_box, identity_of
+from ..sharding.placement import Layout, identity_of
 from ..sharding.sharded_indexing import SCATTER_PART
 from ..transports.group import Transport
 from .fusion import Chain, PreparedChain, fused
@@ -91,7 +91,7 @@ class PreparedLocal(NamedTuple):
     fills: Mapping[int, tuple[tuple[tuple[int, ...], np.dtype, Any], ...]]
     origin: str
     site: str
-    room: Mapping[int, tuple[tuple[int, ...], np.dtype]] | None
+    room: Mapping[int, ShapeDtype] | None
     """Shape and dtype of each rank's result, if the op can write it to given memory."""
     dying: tuple[int, ...]
     """Operands that nothing reads afterwards: the result may take their memory."""
@@ -123,11 +123,8 @@ class Prepared:
         self._all_here = len(self.hosted) == len(self.homes)
         # A gradient of a table stays sparse while only ops of one rank read it. It is dense when sent or returned.
         self._thin = thin_values(program) if memory.xp is np else frozenset()
-        actions = schedule(program, buckets) if not self._all_here else None
-        if actions is None:
-            pairs = list(zip(program.steps, program.frees, strict=True))
-        else:
-            pairs = [(a.what, a.frees) for a in actions]
+        alone = list(zip(program.steps, program.frees, strict=True))
+        pairs = alone if self._all_here else schedule(program, buckets)
         pairs = fused(program, pairs, cuda=memory.name != "cpu", apart=self._thin)
         self.overlaps = any(isinstance(s, Start) for s, _ in pairs)
         self._actions: list[tuple[Any, tuple[int, ...]]] = []
@@ -184,10 +181,9 @@ class Prepared:
         fn, room = self.memory.bind(s.op), None
         if self.memory.xp is np and s.op.takes_out and not s.params and p.inner.isdisjoint(s.outputs):
             (v,) = s.outputs
-            shapes = {r: block_box(p.layouts[v], p.sizes, p.avals[v].shape, r).shape for r in self.hosted}
-            dtype = p.avals[v].dtype
-            if any(math.prod(x) * dtype.itemsize >= SMALLEST for x in set(shapes.values())):
-                room = {r: (shape, dtype) for r, shape in shapes.items()}
+            blocks = {r: p.block(v, r) for r in self.hosted}
+            if any(b.nbytes >= SMALLEST for b in set(blocks.values())):
+                room = blocks
         inputs = [v for v in s.inputs if isinstance(v, int)]
         dying = tuple(v for v in inputs if v in frees and inputs.count(v) == 1)
         sparse = None if self._thin.isdisjoint(inputs) else s.op

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from ...arrays.backends.memory_pool import room
 from ...arrays.core.op import ShapeDtype
 from ...arrays.core.program import Entry, Program
-from ...autodiff.compiler import cuda_codegen, cuda_fusion
+from ...arrays.kernels import cuda_codegen
+from ...autodiff.compiler import cuda_fusion
 from ...autodiff.compiler.fusion import FusedRun, chains, executable, is_large, takers
 from ..base.device_memory import BlockMemory
 from ..partition.overlap import dropped, variables
 from ..partition.rank_program import LocalCall, RankProgram
-from ..sharding.placement import block_box
 
 Doing = tuple[Any, tuple[int, ...]]
 """A step, or the start or end of a round, and the variables that may be dropped after it."""
@@ -82,9 +82,7 @@ class BlockAvals(Mapping[int, ShapeDtype]):
     def __getitem__(self, v: int) -> ShapeDtype:
         found = self._known.get(v)
         if found is None:
-            p = self._program
-            shape, dtype = p.avals[v]
-            found = self._known[v] = ShapeDtype(block_box(p.layouts[v], p.sizes, shape, self._rank).shape, dtype)
+            found = self._known[v] = self._program.block(v, self._rank)
         return found
 
     def __iter__(self) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.op import ShapeDtype
 from ..execution.executor import thin_values
 from ..execution.fusion import BlockAvals, Chain, fused
 from ..partition.overlap import Buckets, Start, Wait, schedule
@@ -77,7 +76,7 @@ class Order:
         self.hosts = math.ceil(self.ranks / per_host)
         actions = schedule(program, buckets if self.ranks > 1 else Buckets(0, 0))
         thin = frozenset() if cuda else thin_values(program)
-        self.steps = fused(program, [(a.what, a.frees) for a in actions], cuda=cuda, apart=thin)
+        self.steps = fused(program, actions, cuda=cuda, apart=thin)
         self.overlaps = any(isinstance(s, Start) for s, _ in self.steps)
         self.makers: dict[int, str | None] = {}
         """The function that makes each variable; None for a collective."""
@@ -137,7 +136,7 @@ class Replay:
 
     def __init__(self, order: Order, rank: int) -> None:
         self.order, self.program, self.rank = order, order.program, rank
-        self.avals = _Avals(order.program, rank)
+        self.avals = BlockAvals(order.program, rank)
         self.traffic = Traffic(order.program, rank, order.names, order.ranks, order.hosts)
 
     # ----- memory -------------------------------------------------------------------------------------------------------
@@ -275,13 +274,6 @@ class Replay:
             rounds, nbytes = into.collectives.get(text, (0, 0))
             into.collectives[text] = rounds + 1, nbytes + sum(e.sent.values())
         return spent
-
-
-class _Avals(BlockAvals):
-    """Shape and dtype of a rank's blocks; those of per-rank code are their own."""
-
-    def __getitem__(self, v: int) -> ShapeDtype:
-        return self._program.avals[v] if v in self._program.inner else super().__getitem__(v)
 
 
 def _spread(program: RankProgram, kinds: Mapping[int, str]) -> dict[int, str]:

@@ -18,7 +18,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.sharded_array import IMPLICIT_LIMIT, ShardedBuffer, sharded_array
 from ..partition.partition import partition
 from ..partition.rank_program import RankProgram
-from ..sharding.placement import REPLICATED, Sharding
+from ..sharding.placement import REPLICATED, Replicate, Sharding
 from ..sharding.splat import spread
 
 Place = Callable[[trees.Path, Any, Mesh], Sharding | None]
@@ -155,17 +155,13 @@ def _on(sharding: Sharding, mesh: Mesh) -> Sharding:
     """The same placements, by the names of axes, on another mesh."""
     names, there = sharding.mesh.names, sharding.layout
     order = [names[a] for _, axes in there.shards for a in axes]
-    held = {n: p for n, p in sharding.placements.items() if not _replicates(p)}
+    held = {n: p for n, p in sharding.placements.items() if not isinstance(p, Replicate)}
     missing = [n for n in held if n not in mesh.names]
     if missing:
         raise MeshError(
             f"[forecast] an argument is split along {missing[0]!r}, and the mesh has {', '.join(map(repr, mesh.names))}"
         )
     return Sharding(mesh, **{n: held[n] for n in [*order, *held] if n in held})
-
-
-def _replicates(placement: Any) -> bool:
-    return type(placement).__name__ == "Replicate"
 
 
 def _kinds(

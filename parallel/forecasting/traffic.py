@@ -19,7 +19,6 @@ from ..execution.executor import Prepared
 from ..partition.overlap import Buckets, dropped, variables
 from ..partition.rank_program import Move, Moves, RankProgram
 from ..resharding.expert_all_to_all import AllToAllV
-from ..sharding.placement import block_box
 from ..transports.group import Receives, Sends
 
 
@@ -130,10 +129,7 @@ class Traffic:
         return transport.exchanges
 
     def _block(self, v: int) -> np.ndarray:
-        p = self._program
-        aval = p.avals[v]
-        shape = aval.shape if v in p.inner else block_box(p.layouts[v], p.sizes, aval.shape, self._rank).shape
-        return HOLLOW.empty(shape, aval.dtype)
+        return HOLLOW.empty(*self._program.block(v, self._rank))
 
     def _likely(self, m: Move, what: AllToAllV) -> TrafficRound:
         """Rows that are sent where run-time numbers say: as if all were chosen as often."""

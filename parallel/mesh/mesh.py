@@ -14,7 +14,7 @@ from ...arrays.core.devices import Device
 from ...arrays.core.dispatch import wrap
 from ...arrays.core.errors import MeshError
 from ...arrays.core.op import Op, ShapeDtype, not_recording
-from ...arrays.core.program import Const, Entry, Program
+from ...arrays.core.program import Const, Program, ProgramBuilder
 from ..base.device_memory import memory_of
 from ..execution.devices import local_device
 from ..execution.runtime import HostValue, LocalRuntime, Runtime, called
@@ -217,14 +217,11 @@ class Mesh:
             self.check_moves(op, avals, layouts, placed)
             return placed.results
         # The op will be decomposed: the layouts of its results are found by partitioning the decomposition.
-        inputs = tuple(i for i, a in enumerate(avals) if isinstance(a, ShapeDtype))
-        program = Program(
-            inputs=tuple(range(len(inputs))),
-            entries=(_entry(op, avals, inputs, len(out_avals), params),),
-            outputs=tuple(range(len(inputs), len(inputs) + len(out_avals))),
-            avals=dict(enumerate([*(avals[k] for k in inputs), *out_avals])),
-        )
-        done = partition(program, {i: layouts[k] for i, k in enumerate(inputs)}, self.sizes, settle=False)
+        builder = ProgramBuilder()
+        inputs = [builder.input(a) if isinstance(a, ShapeDtype) else Const(a) for a in avals]
+        program = builder.build(builder.add(op, inputs, params, out_avals))
+        given = {v: layout for v, layout in zip(inputs, layouts, strict=True) if isinstance(v, int)}
+        done = partition(program, given, self.sizes, settle=False)
         if is_explicit():
             refuse_moves_within(op.name, done, self.names)
         return tuple(done.layouts[v] for v in done.outputs)
@@ -326,13 +323,3 @@ class Mesh:
         self.runtime.check_memory(called(fn), arrays, self.sizes)
         handles = self.runtime.create(fn, payloads, len(specs))
         return [sharded_array(self, lay, a, handle) for (a, lay), handle in zip(arrays, handles, strict=True)]
-
-
-def _entry(op: Op, avals: Sequence[Any], inputs: Sequence[int], nout: int, params: Mapping[str, Any]) -> Any:
-    names = {k: i for i, k in enumerate(inputs)}
-    return Entry(
-        op,
-        tuple(names[k] if k in names else Const(a) for k, a in enumerate(avals)),
-        tuple(range(len(inputs), len(inputs) + nout)),
-        params,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from ...arrays import random
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
+from ...arrays.core.devices import Device, default_device
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
 from ...arrays.nn.linear_cross_entropy import linear as linear
@@ -119,11 +121,21 @@ def rotary_tables(
     """
     if d % 2:
         raise ShapeError(f"rotary positions need heads of even length, got {d}")
+    return _rotary_tables(tuple(positions.tolist()), d, theta, scaling, default_device())
+
+
+@functools.lru_cache(maxsize=8)
+def _rotary_tables(
+    positions: tuple[int, ...], d: int, theta: float, scaling: RopeScaling | None, device: Device
+) -> tuple[Array, Array]:
+    """Kept, so that a GPU is not sent them at every forward pass."""
     speeds = theta ** (-np.arange(0, d, 2) / d)
-    angles = np.outer(positions.astype(np.float64), speeds if scaling is None else scaling(speeds))
+    angles = np.outer(np.asarray(positions, np.float64), speeds if scaling is None else scaling(speeds))
     angles = np.concatenate([angles, angles], axis=1)
     sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
-    return asarray(np.cos(angles).astype(np.float32)), asarray((np.sin(angles) * sign).astype(np.float32))
+    made = np.cos(angles), np.sin(angles) * sign
+    cosines, sines = (asarray(t.astype(np.float32), device=device) for t in made)
+    return cosines, sines
 
 
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:

@@ -93,7 +93,7 @@ class RankProgramBuilder:
         if found is None and var in self.made and not layout.partials:
             made = self.made[var]
             if made.rule.made:
-                if not now.partials and all(layout.axes_of(d) == axes for d, axes in now.shards):
+                if now.is_cut_to(layout):  # no sum is pending, as none is in the new layout
                     found = self.moved[key] = self._made_as(made, var, layout, origin, why)
             elif (part := self.part_of(made, var, layout)) is not None:
                 found = self.moved[key] = self.moved_to(part, layout, origin, why)
@@ -105,7 +105,7 @@ class RankProgramBuilder:
             if var in self.due_targets:
                 self.flush()
             dtype = None if self.avals[var].dtype == short else short  # of the value that this stands for in float32
-            if _is_local(now, layout):
+            if now.is_cut_to(layout):
                 # Nothing is sent: no reason to carry out the reductions that can still wait.
                 self.steps.append(Moves((Move(var, found, origin, None, why),)))
             else:
@@ -152,7 +152,11 @@ class RankProgramBuilder:
         shape = self.avals[var].shape
         by_rank = {}
         for r in range(math.prod(self.sizes)):
-            view = RankView(_made_view(self, made, r), (block_box(between, self.sizes, shape, r),))
+            operands = (
+                block_box(self.layouts[v], self.sizes, self.avals[v].shape, r) if isinstance(v, int) else None
+                for v in made.inputs
+            )
+            view = RankView(tuple(operands), (block_box(between, self.sizes, shape, r),))
             by_rank[r] = rule.part.localize(made.params, view)
         out = self.new(self.avals[var], between)
         self.steps.append(made._replace(op=rule.part.op, outputs=(out,), rule=AS_IT_IS, by_rank=by_rank))
@@ -223,13 +227,6 @@ class RankProgramBuilder:
             self.flush()
 
 
-def _made_view(w: RankProgramBuilder, made: LocalCall, rank: int) -> tuple[Box | None, ...]:
-    """The blocks of a call's operands on one rank."""
-    return tuple(
-        block_box(w.layouts[v], w.sizes, w.avals[v].shape, rank) if isinstance(v, int) else None for v in made.inputs
-    )
-
-
 AS_IT_IS = FactorRule((), (), ())
 _FLOAT32 = np.dtype(np.float32)
 
@@ -255,11 +252,6 @@ def _between(now: Layout, then: Layout) -> Layout | None:
         first = {a for a, op in begins if op == begins[0][1]}
         return Layout(now.shards, tuple(p for p in then.partials if p[0] in first or p[0] in dict(now.partials)))
     return None
-
-
-def _is_local(now: Layout, then: Layout) -> bool:
-    """Whether each rank can cut its new block from its old one, without reductions or gathers."""
-    return now.partials == then.partials and all(then.axes_of(d) == axes for d, axes in now.shards)
 
 
 def _same_blocks(a: Layout, b: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

@@ -187,7 +187,7 @@ def _bytes(program: RankProgram, m: Move) -> int:
     aval = program.avals[m.source]
     if m.collective is not None:
         return aval.nbytes
-    if now.partials == then.partials and all(then.axes_of(d) == axes for d, axes in now.shards):
+    if now.is_cut_to(then):
         return 0
     parts = math.prod(program.sizes[a] for _, axes in now.shards for a in axes)
     return aval.nbytes // parts

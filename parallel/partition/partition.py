@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,11 @@ def partition(
     w = RankProgramBuilder(
         program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes
     )
-    reduce_early, readers = _reduced_anyway(program), _readers(program)
-    if wanted is not None:
-        reduce_early.update(v for v, lay in zip(program.outputs, wanted, strict=True) if not lay.partials)
-    elif settle:
-        reduce_early.update(program.outputs)
+    reduce_early = _reduced_anyway(program)
+    for i, v in enumerate(program.outputs):
+        whole = settle if wanted is None else not wanted[i].partials
+        if whole:
+            reduce_early.setdefault(v, "")
     renamed = _same_constants(program, w.layouts)
     for v in (*program.inputs, *program.constants):
         if v not in renamed and w.is_wide(w.avals[v].dtype, w.layouts[v]):
@@ -69,10 +70,8 @@ def partition(
         for v in e.outputs:
             r = renamed.get(v, v)
             if v in reduce_early and w.layouts[r].partials:
-                pending[v], renamed[v] = (
-                    r,
-                    w.moved_to(r, w.layouts[r].reduced(), e.origin, _reduced_for(v, program, readers)),
-                )
+                why = reduce_early[v] or "as results are whole"
+                pending[v], renamed[v] = r, w.moved_to(r, w.layouts[r].reduced(), e.origin, why)
     outputs = []
     for i, v in enumerate(program.outputs):
         r = renamed.get(v, v)
@@ -109,47 +108,25 @@ def _same_constants(program: Program, layouts: Mapping[int, Layout]) -> dict[int
     }
 
 
-def _reduced_anyway(program: Program) -> set[int]:
-    """Variables that some entry, or the caller, needs without a pending sum. Reducing them once, where they appear, serves
-    the entries that could have taken the pending sum as well."""
-    out: set[int] = set()
+def _reduced_anyway(program: Program) -> dict[int, str]:
+    """Variables that some entry, or the caller, needs without a pending sum, and why. Reducing them once, where they appear, serves the
+    entries that could have taken the pending sum as well."""
+    out: dict[int, str] = {}
     for e in program.entries:
         if e.op is RESHARD:
             continue  # a pending sum may become a reduce-scatter there
         if isinstance(e.op, ShardMapOp):
             taken = zip(e.inputs, e.params["code"].in_layouts, strict=False)
-            out.update(v for v, layout in taken if isinstance(v, int) and not layout.shards and not layout.partials)
+            out = {
+                v: "" for v, layout in taken if isinstance(v, int) and not layout.shards and not layout.partials
+            } | out
             continue
         avals = tuple(program.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
         rule = rule_for(e.op, avals, tuple(program.avals[v] for v in e.outputs), e.params)
-        if rule.valueless:
-            continue
-        groups = rule.linear
-        for i, v in enumerate(e.inputs):
-            if isinstance(v, int) and not any(i in g for g in groups):
-                out.add(v)
+        for i, v in enumerate(() if rule.valueless else e.inputs):
+            if isinstance(v, int) and not any(i in g for g in rule.linear):
+                out[v] = out.get(v) or f"as {e.origin or e.op.name} is not linear in it"
     return out
-
-
-def _readers(program: Program) -> dict[int, list[Entry]]:
-    """The calls that read each variable, in order."""
-    out: dict[int, list[Entry]] = {}
-    for e in program.entries:
-        for v in dict.fromkeys(v for v in e.inputs if isinstance(v, int)):
-            out.setdefault(v, []).append(e)
-    return out
-
-
-def _reduced_for(var: int, program: Program, readers: Mapping[int, Sequence[Entry]]) -> str:
-    """Why a pending value is reduced: the first call that cannot take it pending, or the caller."""
-    for e in readers.get(var, ()):
-        if e.op is RESHARD or isinstance(e.op, ShardMapOp):
-            continue
-        avals = tuple(program.avals[v] if isinstance(v, int) else v.value for v in e.inputs)
-        rule = rule_for(e.op, avals, tuple(program.avals[v] for v in e.outputs), e.params)
-        if not rule.valueless and not any(e.inputs.index(var) in g for g in rule.linear):
-            return f"as {e.origin or e.op.name} is not linear in it"
-    return "as results are whole"
 
 
 def _place_entry(w: RankProgramBuilder, e: Entry, renamed: dict[int, int]) -> None:
@@ -268,12 +245,10 @@ def _inline(w: RankProgramBuilder, e: Entry, avals: tuple[Any, ...], renamed: di
 def decomposition(op: Op, avals: tuple[Any, ...], params: Mapping[str, Any], origin: str) -> Program:
     """An op's decomposition as a program of its array operands."""
     trace = _Trace()
-    args: list[Any] = []
-    for a in avals:
-        if isinstance(a, ShapeDtype):
-            args.append(wrap(Tracer(trace, trace.builder.input(a), a, CPU, None, None)))
-        else:
-            args.append(a)
+    args = [
+        wrap(Tracer(trace, trace.builder.input(a), a, CPU, None, None)) if isinstance(a, ShapeDtype) else a
+        for a in avals
+    ]
     before, recorders = state.origin, state.recorders
     state.origin, state.recorders = origin, ()
     try:
@@ -297,15 +272,10 @@ def with_frees(p: RankProgram) -> RankProgram:
         needed.update(makes)
     steps.reverse()
     keep = needed | set(p.inputs) | set(p.constants)
-    return RankProgram(
-        p.sizes,
-        p.inputs,
-        tuple(steps),
-        p.outputs,
-        {v: a for v, a in p.avals.items() if v in keep},
-        {v: x for v, x in p.layouts.items() if v in keep},
-        p.constants,
-        p.name,
-        tuple(dropped(map(variables, steps), p.outputs)),
-        p.inner,
+    return replace(
+        p,
+        steps=tuple(steps),
+        avals={v: a for v, a in p.avals.items() if v in keep},
+        layouts={v: x for v, x in p.layouts.items() if v in keep},
+        frees=tuple(dropped(map(variables, steps), p.outputs)),
     )

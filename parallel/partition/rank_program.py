@@ -12,7 +12,7 @@ from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.core.program import Const
 from ..resharding.collective_plans import Collective, plan_collective
 from ..resharding.expert_all_to_all import AllToAllV
-from ..resharding.plan import Fetch, ReshardPlan, plan_reshard, reshard_text
+from ..resharding.plan import Fetch, plan_reshard, reshard_text
 from ..sharding.factors import FactorRule, RankView
 from ..sharding.placement import Layout, block_box
 
@@ -79,8 +79,8 @@ class RankProgram:
     inner: frozenset[int] = frozenset()
     """Variables of per-rank code: their avals are those of one rank's block."""
 
-    def plan(self, m: Move) -> ReshardPlan:
-        """The plan of a move."""
+    def plan(self, m: Move) -> Any:
+        """The plan of a move: a :class:`~meshtape.parallel.resharding.plan.ReshardPlan`, or the expected volume of one that is found at run time."""
         if isinstance(m.collective, Fetch):
             return m.collective.plan(self.sizes)
         if isinstance(m.collective, AllToAllV):
@@ -96,6 +96,13 @@ class RankProgram:
         if m.collective is not None:
             return m.collective.text(names)
         return reshard_text(self.layouts[m.source], self.layouts[m.target], names)
+
+    def block(self, v: int, rank: int) -> ShapeDtype:
+        """Shape and dtype of the block of a variable on one rank."""
+        shape, dtype = self.avals[v]
+        return ShapeDtype(
+            shape if v in self.inner else block_box(self.layouts[v], self.sizes, shape, rank).shape, dtype
+        )
 
     def view(self, step: LocalCall, rank: int) -> RankView:
         """The blocks of a call's operands and results on one rank."""

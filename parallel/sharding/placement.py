@@ -117,6 +117,10 @@ class Layout:
                 return Partial(op)
         return Replicate()
 
+    def is_cut_to(self, other: Layout) -> bool:
+        """Whether each rank can cut its block in the other layout from the one that it has, without reductions or gathers."""
+        return self.partials == other.partials and all(other.axes_of(d) == axes for d, axes in self.shards)
+
     def reduced(self) -> Layout:
         """The same blocks with nothing left to reduce."""
         return Layout(self.shards)

@@ -26,7 +26,7 @@ from ..mesh.api import distribute, reshard
 from ..mesh.mesh import Mesh
 from ..models.plans import Plan, of_any_model
 from ..sharding.placement import Sharding
-from ..transforms.pipeline_schedules import Schedule, ScheduleAction, schedule
+from ..transforms.pipeline_schedules import Schedule, ScheduleAction, all_forward_first, schedule
 from .data.loader import fitted
 from .step import merged, refuse_constant, weighted
 
@@ -150,13 +150,7 @@ class Pipeline:
         """
         if self.kind != "interleaved" or micros % self.ranks == 0:
             return schedule(self.kind, self.ranks, micros, chunks=self.chunks)
-        stages = [range(r, len(self.parts), self.ranks) for r in range(self.ranks)]
-        rows = (
-            [ScheduleAction("F", s, i) for s in mine for i in range(micros)]
-            + [ScheduleAction("B", s, i) for s in reversed(mine) for i in range(micros)]
-            for mine in stages
-        )
-        return Schedule("fthenb", len(self.parts), micros, tuple(map(tuple, rows)))
+        return all_forward_first(self.ranks, micros, self.chunks)
 
     def value_and_grad(
         self,
@@ -336,12 +330,7 @@ def _forward(stage: Stage) -> Callable[..., Any]:
 
 def _sums(stage: Stage) -> Callable[..., dict[str, Array]]:
     """Loss, weight and metrics of the last stage."""
-
-    def run(params: Any, x: Any, batch: Any) -> dict[str, Array]:
-        total, weight, metrics = weighted(stage(params, x, batch, None), batch)
-        return {"loss": total, "weight": weight, **metrics}
-
-    return run
+    return lambda params, x, batch: weighted(stage(params, x, batch, None), batch)
 
 
 def _loss_backward(stage: Stage) -> Callable[..., Any]:
@@ -349,10 +338,10 @@ def _loss_backward(stage: Stage) -> Callable[..., Any]:
 
     def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, scale: Any, unit: float | None) -> Any:
         def loss(params: Any, x: Any) -> Any:
-            total, weight, metrics = weighted(stage(_whole(params, frozen), x, batch, key), batch)
+            sums = weighted(stage(_whole(params, frozen), x, batch, key), batch)
+            total = sums["loss"]
             refuse_constant(total)
-            wanted = total if unit is None else total * astype(scale / unit, total.dtype, copy=False)
-            return wanted, {"loss": total, "weight": weight, **metrics}
+            return total if unit is None else total * astype(scale / unit, total.dtype, copy=False), sums
 
         (_, sums), (gp, gx) = value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
         return sums, _times(gp, unit), gx

@@ -238,19 +238,18 @@ class TrainingConfig:
 
         def loss(train: Any) -> tuple[Array, dict[str, Array]]:
             p = train if self.trainable is None else merged(train, params)
-            total, weight, metrics = weighted(self.loss(self.precision.cast(self.gathered(p)), batch, key), batch)
+            sums = weighted(self.loss(self.precision.cast(self.gathered(p)), batch, key), batch)
+            total, weight = sums["loss"], sums["weight"]
             refuse_constant(total)
-            wanted = total
             if scale is not None:
-                wanted = total * astype(scale / where(weight == 0, 1.0, weight), total.dtype, copy=False)
-            return wanted, {"loss": total, "weight": weight, **metrics}
+                total = total * astype(scale / where(weight == 0, 1.0, weight), total.dtype, copy=False)
+            return total, sums
 
         return loss
 
     def sums(self, params: Any, batch: Any) -> dict[str, Array]:
         """The sums of a micro-batch without gradients and dropout."""
-        total, weight, metrics = weighted(self.loss(self.precision.cast(self.gathered(params)), batch, None), batch)
-        return {"loss": total, "weight": weight, **metrics}
+        return weighted(self.loss(self.precision.cast(self.gathered(params)), batch, None), batch)
 
     def gathered(self, params: Any) -> Any:
         """Parameters in the shardings of computations: stage 3 gathers them, with a reduce-scatter as its gradient."""
@@ -297,9 +296,8 @@ def merged(train: Any, params: Any) -> Any:
     return trees.unflatten(treedef, [r if t is None else t for t, r in zip(chosen, rest, strict=True)])
 
 
-def weighted(found: Any, batch: Any) -> tuple[Array, Array, dict[str, Array]]:
-    """A loss function's result as (total, weight, metrics), in float32 at least."""
-    metrics: dict[str, Any] = {}
+def weighted(found: Any, batch: Any) -> dict[str, Array]:
+    """A loss function's result as sums, in float32 at least: ``loss``, ``weight`` and its metrics."""
     if isinstance(found, tuple):
         if len(found) not in (2, 3):
             raise TrainingError(
@@ -312,11 +310,8 @@ def weighted(found: Any, batch: Any) -> tuple[Array, Array, dict[str, Array]]:
         taken = {"loss", "weight", "grad_norm", "finite", "scale", "skipped", "rollbacks"} & set(metrics)
         if taken:
             raise TrainingError(f"metrics of a loss cannot be called {', '.join(sorted(taken))}")
-        return (
-            _wide("total", total),
-            _wide("weight", weight),
-            {n: _wide(f"metric {n}", v) for n, v in metrics.items()},
-        )
+        wide_metrics = {n: _wide(f"metric {n}", v) for n, v in metrics.items()}
+        return {"loss": _wide("total", total), "weight": _wide("weight", weight), **wide_metrics}
     rows = {len(x) for x in trees.flatten(batch)[0] if getattr(x, "ndim", 0)}
     if len(rows) != 1:
         raise TrainingError(
@@ -324,7 +319,7 @@ def weighted(found: Any, batch: Any) -> tuple[Array, Array, dict[str, Array]]:
         )
     mean = _wide("mean", found)
     n = asarray(np.asarray(next(iter(rows)), mean.dtype))
-    return mean * n, n, metrics
+    return {"loss": mean * n, "weight": n}
 
 
 def refuse_constant(total: Array) -> None:

@@ -20,7 +20,7 @@ kind                order                                         idle time, in 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -177,12 +177,18 @@ def schedule(kind: str, ranks: int, micros: int, *, chunks: int = 1) -> Schedule
         raise ValueError(f"chunks are for 'interleaved' schedules, got {chunks} with {kind!r}")
     if kind == "interleaved" and micros % ranks:
         raise ValueError(f"an interleaved schedule takes micro-batches in multiples of its {ranks} ranks, got {micros}")
-    make = {"fthenb": _fthenb, "1f1b": _one_each, "zerobubble": _zerobubble}.get(kind)
-    if make is None:
-        rows = [_interleaved(s, ranks, micros, chunks) for s in range(ranks)]
-    else:
-        rows = [make(s, ranks, micros) for s in range(ranks)]
-    return Schedule(kind, ranks * chunks, micros, tuple(map(tuple, rows)))
+    make = {"fthenb": _all_forward, "zerobubble": _zerobubble}.get(kind, _in_turn)
+    return _made(kind, make, ranks, micros, chunks)
+
+
+def all_forward_first(ranks: int, micros: int, chunks: int) -> Schedule:
+    """The schedule ``"fthenb"`` with several stages a rank."""
+    return _made("fthenb", _all_forward, ranks, micros, chunks)
+
+
+def _made(kind: str, make: Callable[..., list[ScheduleAction]], ranks: int, micros: int, chunks: int) -> Schedule:
+    rows = (tuple(make(s, ranks, micros, chunks)) for s in range(ranks))
+    return Schedule(kind, ranks * chunks, micros, tuple(rows))
 
 
 def warm_up(rank: int, ranks: int, micros: int) -> int:
@@ -194,22 +200,16 @@ def warm_up(rank: int, ranks: int, micros: int) -> int:
     return min(ranks - rank - 1, micros)
 
 
-def _fthenb(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
-    return [ScheduleAction("F", s, i) for i in range(micros)] + [ScheduleAction("B", s, i) for i in range(micros)]
+def _all_forward(s: int, ranks: int, micros: int, chunks: int) -> list[ScheduleAction]:
+    mine = range(s, ranks * chunks, ranks)
+    row = [ScheduleAction("F", stage, i) for stage in mine for i in range(micros)]
+    return row + [ScheduleAction("B", stage, i) for stage in reversed(mine) for i in range(micros)]
 
 
-def _one_each(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
-    start = warm_up(s, ranks, micros)
-    row = [ScheduleAction("F", s, i) for i in range(start)]
-    for i in range(micros - start):
-        row += [ScheduleAction("F", s, start + i), ScheduleAction("B", s, i)]
-    return row + [ScheduleAction("B", s, i) for i in range(micros - start, micros)]
-
-
-def _zerobubble(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
+def _zerobubble(s: int, ranks: int, micros: int, chunks: int) -> list[ScheduleAction]:
     row: list[ScheduleAction] = []
     put_off: list[ScheduleAction] = []
-    for a in _one_each(s, ranks, micros):
+    for a in _in_turn(s, ranks, micros, chunks):
         if a.kind == "F":
             row.append(a)
             continue
@@ -221,7 +221,7 @@ def _zerobubble(s: int, ranks: int, micros: int) -> list[ScheduleAction]:
     return row + put_off
 
 
-def _interleaved(s: int, ranks: int, micros: int, chunks: int) -> list[ScheduleAction]:
+def _in_turn(s: int, ranks: int, micros: int, chunks: int) -> list[ScheduleAction]:
     total = micros * chunks
 
     def nth(k: int, kind: str) -> ScheduleAction:

@@ -302,9 +302,7 @@ def _peak(p: RankProgram) -> int:
     """Peak bytes of live blocks on a virtual rank."""
 
     def size(v: int) -> int:
-        aval = p.avals[v]
-        shape = aval.shape if v in p.inner else block_box(p.layouts[v], p.sizes, aval.shape, 0).shape
-        return math.prod(shape) * aval.dtype.itemsize
+        return p.block(v, 0).nbytes
 
     alive = set(p.inputs) | set(p.constants)
     most = sum(map(size, alive))

@@ -137,9 +137,10 @@ class Blend(ex.Node):
         assert self.parsed is not None
         plan = Planner(self.parsed, made, self.seed, self.keys, self.drop)
         self.plans.append(plan)
-        out = flat(str(self), "virtual", plan.tensors, {ex.LINEAGE: str(self)})
+        label = str(self)
+        out = flat(label, "virtual", plan.tensors, {ex.LINEAGE: label})
         for a in out.arrays.values():
-            a.rule = str(self)
+            a.rule = label
         out.documents = _MadeDocuments(_documents(self.parsed, plan))
         return out
 

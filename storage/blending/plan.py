@@ -34,6 +34,7 @@ from .methods import (
     Trim,
     real,
 )
+from .selective import AgentMerging, ArceeFusion, NearSwap
 from .vocabulary import Vocabulary, is_embedding
 
 _LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
@@ -269,7 +270,7 @@ class Planner:
         except CheckpointError as e:
             self._faults.add(str(e), name)
             return
-        if isinstance(method, (Directions, SelectCalculateErase)) and work.itemsize == 2:
+        if isinstance(method, (Directions, SelectCalculateErase, ArceeFusion)) and work.itemsize == 2:
             work = np.dtype(np.float32)  # mergekit's angles and variances of short numbers have few right digits
         ordered = [parts[m] for m in order]
         if self._with_base(base) and base is not None and not isinstance(method, Scaled):
@@ -350,6 +351,12 @@ def _formula(
         return Scaled(each[0]["scale"])
     if method == "sce":
         return SelectCalculateErase(shared["select_topk"])
+    if method == "nearswap":
+        return NearSwap(shared["t"])
+    if method == "arcee_fusion":
+        return ArceeFusion()
+    if method.startswith("ram"):
+        return AgentMerging(**shared)
     if method == "slerp":
         return Directions("slerp", (shared["t"],))
     if method == "nuslerp":

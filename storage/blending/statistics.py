@@ -175,6 +175,15 @@ def _nonzero(tensor: Any, part: Box) -> int:
     return sum(int(np.count_nonzero(tensor.method.ranked(p)[0])) for p in _blocks(tensor, part, False))
 
 
+def shares(tensor: Any) -> Jobs:
+    """Sum of ``shares`` of the formula over all elements."""
+    return sum((yield from _over_parts(tensor, _shares)))
+
+
+def _shares(tensor: Any, part: Box) -> Any:
+    return sum(tensor.method.shares(p) for p in _blocks(tensor, part, False))
+
+
 def magnitudes(tensor: Any, cuts: Any) -> Jobs:
     """(sum of magnitudes of all elements, of the kept ones) of each task vector."""
     return sum((yield from _over_parts(tensor, _sums, cuts, np.abs)), np.zeros(()))

@@ -34,6 +34,10 @@ class Numbered:
     base: manifest.Base | None = None  # from which it is a delta
     delta: int = 0  # saves since the anchor
 
+    @property
+    def base_path(self) -> str | None:
+        return None if self.base is None else store.join(store.split(self.path)[0], self.base.name)
+
 
 def name(step: int) -> str:
     """The name of a step's folder."""

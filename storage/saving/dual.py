@@ -26,7 +26,7 @@ def is_dual(given: Mapping[str, Any]) -> bool:
     layout = given.get("layout")
     if layout not in (None, "dual"):
         raise CheckpointError(f'layout={layout!r} is unknown; give "dual" or None')
-    for name in ("compression", "pack", "base"):
+    for name in ("compression", "pack", "base", "anchor_every"):
         if layout is not None and given.get(name):
             raise CheckpointError(
                 f"layout='dual' stores rows as they are, each array in files of its own: leave out {name}="

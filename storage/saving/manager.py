@@ -125,7 +125,7 @@ class CheckpointManager:
         anchor_every: int | None = None,
     ) -> None:
         numbers = {"keep": keep, "every_steps": every_steps, "keep_every": keep_every, "keep_best": keep_best}
-        numbers["anchor_every"] = anchor_every
+        numbers |= {"anchor_every": anchor_every}
         for name, value in numbers.items():
             if (value is not None or name == "keep_best") and _whole(name, value) < 1:
                 raise CheckpointError(f"{name} must be at least 1, got {value}")
@@ -145,10 +145,7 @@ class CheckpointManager:
         self.share = share and not store.is_url(self.directory)
         packs.threshold(pack, self.directory)  # refused now, where it is no such number
         is_raw(dtype_fallback)
-        if is_dual({"layout": layout, "compression": compression, "pack": pack}) and anchor_every is not None:
-            raise CheckpointError(
-                "layout='dual' stores rows as they are: leave out anchor_every=, which stores differences"
-            )
+        is_dual({"layout": layout, "compression": compression, "pack": pack, "anchor_every": anchor_every})
         self.layout = layout
         self.skipped = 0
         self._running: SaveHandle | None = None
@@ -249,22 +246,16 @@ class CheckpointManager:
 
     def _earlier(self, target: str) -> tuple[str | None, int, str | None]:
         """(base of a save, or None where it is to be plain; its number since the anchor; the checkpoint whose files it may share)."""
-        newest = None if self._newest is None else self.path(self._newest)
-        if self.anchor_every is None or self._branch is None:
+        newest, every = None if self._newest is None else self.path(self._newest), self.anchor_every or 0
+        line = self._branch.line(self._complete()) if self._branch is not None and every else []
+        if not (line := [c for c in line if c.path != target]):
             return None, 0, newest
-        line = [c for c in self._branch.line(self._complete()) if c.path != target]
-        if not line:
-            return None, 0, newest
-        anchor = self._base_of(line[-1]) or line[-1].path
-        number = line[-1].delta + 1
-        return (anchor, number, newest) if number < self.anchor_every else (None, 0, anchor)
-
-    def _base_of(self, c: Numbered) -> str | None:
-        return None if c.base is None else store.join(self.directory, c.base.name)
+        anchor, number = line[-1].base_path or line[-1].path, line[-1].delta + 1
+        return (anchor, number, newest) if number < every else (None, 0, anchor)
 
     def _release(self, path: str) -> None:
         """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the others."""
-        needing = [c.path for c in self._complete() if self._base_of(c) == path]
+        needing = [c.path for c in self._complete() if c.base_path == path]
         for c in needing:
             rebase(c, None if c == needing[0] else needing[0])
 
@@ -515,7 +506,7 @@ class CheckpointManager:
             if c.path not in milestones:
                 kept.add(c.path)
         kept |= milestones
-        kept |= {base for c in complete if c.path in kept and (base := self._base_of(c)) is not None}
+        kept |= {c.base_path for c in complete if c.path in kept and c.base_path is not None}
         for c in sorted(complete, key=lambda c: c.base is None):  # no delta outlives its base
             if c.path in kept:
                 continue

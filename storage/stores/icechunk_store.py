@@ -51,7 +51,7 @@ def package() -> Any:
     except ImportError:
         raise StoreError("icechunk:// needs the package icechunk: pip install 'meshtape[icechunk]'") from None
     if ours:
-        icechunk.set_logs_filter("warn,icechunk::storage::object_store=error")
+        icechunk.set_logs_filter("warn,icechunk::storage::object_store=error,icechunk_arrow_object_store=error")
     return icechunk
 
 

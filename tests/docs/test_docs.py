@@ -39,6 +39,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(DOCS)))
 def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
     # A process of its own: a page may start workers, and what it leaves must not reach another.
@@ -49,7 +50,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Pa
     context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=runpy.run_path, args=(str(program), None, "__main__"))
     process.start()
-    process.join(240)
+    process.join(840)  # of a busy machine
     if process.exitcode is None:
         process.kill()
         process.join()

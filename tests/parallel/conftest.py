@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import dask
 import pytest
 from distributed import Client
 
 from meshtape.parallel.dask.cluster import local_cluster
 from meshtape.parallel.transports.rendezvous import DataPlane
+
+# Workers that import a library, or that a busy machine keeps waiting, are not to be taken for stopped: tests that stop one say how long they wait.
+dask.config.set({"meshtape.timeouts.silence": 60.0})
 
 MESH, SECRET = b"m" * 16, b"s" * 32
 """Of the mesh that the ``planes`` admit."""

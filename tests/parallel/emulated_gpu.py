@@ -62,8 +62,8 @@ class DeviceArray:
     base = property(lambda self: None if self._a.base is None else SimpleNamespace(nbytes=self._a.base.nbytes))
     T = property(lambda self: self._like(self._a.T))
     mT = property(lambda self: self._like(self._a.mT))
-    real = property(lambda self: self._like(self._a.real))
-    imag = property(lambda self: self._like(self._a.imag))
+    real = property(lambda self: self._like(self._a.real), lambda self, part: setattr(self._a, "real", part._a))
+    imag = property(lambda self: self._like(self._a.imag), lambda self, part: setattr(self._a, "imag", part._a))
     data = property(lambda self: SimpleNamespace(ptr=self._a.__array_interface__["data"][0]))
 
     def _like(self, a: Any) -> DeviceArray:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pickle
 import re
+import sys
+from types import ModuleType, SimpleNamespace
 
 import dask
 import numpy as np
 import pytest
 import zarr
+from dask.utils import Dispatch
 
 import meshtape as mt
 from meshtape import errors
 from meshtape.arrays.backends.backend import cupy_backend
 from meshtape.parallel.base.device_memory import memory_of
-from meshtape.parallel.dask.worker import _STATES, Bundle
+from meshtape.parallel.dask.worker import _STATES, Bundle, MeshtapeWorker, close_state
 from meshtape.parallel.execution.devices import DeviceChoice, Gpus, choose, visible
 
 # ----- which device ------------------------------------------------------------------------------------------------------
@@ -320,12 +323,36 @@ def test_a_rank_that_fails_ends_the_others_and_the_mesh_goes_on(cluster_mesh):
     np.testing.assert_array_equal(np.asarray(mt.sum(x)), 28.0)
 
 
-def test_blocks_that_dask_puts_aside_come_back_to_their_device(gpus):
+def test_kept_blocks_beyond_their_share_of_the_device_wait_in_host_memory(gpus, threads):
+    """Of a device with a share of 20,000 bytes; each array takes 8,000 of it a worker."""
+    with gpus(2), mt.Mesh({"a": 2}, client=threads, device="cuda:1") as mesh:
+        with dask.config.set({"meshtape.device-memory": 20_000 / (1 << 30)}):
+            xs = [mt.compute(mt.distribute(np.full((2, 1000), i), mesh, a=mt.Shard(0)) * 2.0) for i in range(5)]
+            held = [kinds(mesh, x) for x in xs]
+            assert held[0] == [{("ndarray", -1)}] * 2
+            assert held[4] == [{("DeviceArray", 1)}] * 2
+            total = mt.compute(xs[0] + xs[4])  # which takes it back, and sends another one
+            assert kinds(mesh, xs[0]) == [{("DeviceArray", 1)}] * 2
+            assert kinds(mesh, xs[3]) == [{("ndarray", -1)}] * 2
+        for i, x in enumerate(xs):
+            np.testing.assert_array_equal(np.asarray(x), np.full((2, 1000), i * 2.0))
+        np.testing.assert_array_equal(np.asarray(total), np.full((2, 1000), 8.0))
+
+
+def test_blocks_that_dask_puts_aside_come_back_to_their_device(gpus, monkeypatch):
     with gpus(2):
         memory = memory_of("cuda:1")
         with memory.using():
             bundle = Bundle({0: {3: memory.put(np.arange(4))}})
         assert bundle.__sizeof__() == 64 + 4 * 8  # what Dask puts aside to have that much less
+        cuda = ModuleType("dask_cuda.is_device_object")
+        cuda.is_device_object = Dispatch()
+        monkeypatch.setitem(sys.modules, "dask_cuda", ModuleType("dask_cuda"))
+        monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
+        MeshtapeWorker().setup(SimpleNamespace(address="tcp://nowhere", metrics={}, handlers={}))
+        close_state("tcp://nowhere")
+        assert cuda.is_device_object(bundle)
+        assert not cuda.is_device_object(Bundle({0: {3: np.arange(4)}}))
         again = pickle.loads(pickle.dumps(bundle))
         assert again.slots[0][3].device.id == 1
         np.testing.assert_array_equal(again.slots[0][3].get(), np.arange(4))

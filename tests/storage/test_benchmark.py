@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--megabytes", "4", "--rounds", "1", "--chunks", "2000", "--count", "50"]
+SMALL = ["--megabytes", "4", "--rounds", "1", "--chunks", "2000", "--count", "50", "--blend-megabytes", "1"]
 PARTS = {
     "save": "save, synced",
     "async": "save_async: the call",
@@ -16,6 +16,7 @@ PARTS = {
     "models": "bfloat16",
     "convert": "memory grows by",
     "contents": "metadata",
+    "blend": "blend 3 × 1 MB",
 }
 
 

@@ -119,6 +119,17 @@ KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
         [[0, 0], [2, 2]],
     ),
     "sce": ("sce", [0, 0, 0], [[1, 0, 0], [0, 3, 0]], {"select_topk": 0.5}, [0, 3, 0]),
+    "nearswap": ("nearswap", [0, 0, 1, 1], [[0.25, 2, 1, -1]], {"t": 0.5}, [0.25, 0.5, 1, 0.5]),
+    "fusion": (
+        "arcee_fusion",
+        [[0.0, 0, 0, 0], [0, 0, 0, 0]],
+        [[[1, 0, 0, 0], [0.5, 0.5, 0.5, 9]]],
+        {},
+        [[0] * 4, [0, 0, 0, 9]],
+    ),
+    "ram": ("ram", [1, 1, 1, 1], [[3, 1, 2, 1], [1, 5, 4, 1]], {}, [3, 5, 3, 1]),
+    "ram, small ones": ("ram", [0, 0], [[1, 0.25], [0, 2]], {"epsilon": 0.5}, [1, 2]),
+    "ram plus": ("ramplus_tl", [0, 0, 0, 0], [[2, 0, 4, 0], [0, 8, 4, 4]], {"r": 0.5, "alpha": 0.75}, [2.75, 10, 4, 5]),
     "passthrough": ("passthrough", None, [[1, 2]], {"scale": 0.5}, [0.5, 1]),
 }
 
@@ -265,6 +276,8 @@ def _parents(tmp_path: Path) -> list[str]:
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "slerp": {"t": [0, 0.5, 1]},
+    "nearswap": {"t": 0.1},
+    "ramplus_tl": {"epsilon": 0.2},
     "ties": {"density": 0.3},
     "dare_ties": {"density": 0.5},
     "dare_linear": {"density": 0.4},

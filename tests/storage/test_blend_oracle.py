@@ -84,6 +84,11 @@ def configs(home: Path, dtype: str) -> Iterator[tuple[str, dict[str, Any], float
     yield "della, density 1", of("della", weight=W, density=1.0), 0
     yield "sce", of("sce"), 1
     yield "sce, top 40 %", of("sce", parameters={"select_topk": 0.4}), 1 if dtype == "float32" else 2
+    yield "nearswap", of("nearswap", "a", parameters={"t": 0.005}), 0
+    # Its ranks are those of float64 sums here, and in a short dtype mergekit's divergences have few right digits.
+    yield "arcee_fusion", of("arcee_fusion", "a") | {"dtype": "float32", "out_dtype": dtype}, -1
+    yield "ram", of("ram", parameters={"epsilon": 0.01}), 0
+    yield "ramplus_tl", of("ramplus_tl", parameters={"epsilon": 0.01}) | {"out_dtype": dtype}, 0
     yield "slerp", of("slerp", "a", parameters={"t": gradient}), 1
     for name, options in (("", {}), (", by rows", {"nuslerp_flatten": False}), (", by columns", {"nuslerp_flatten": False, "nuslerp_row_wise": True})):  # fmt: skip
         yield f"nuslerp{name}", of("nuslerp", "ab", False, options, weight=[0.3, 0.7]), 1

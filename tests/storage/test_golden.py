@@ -45,3 +45,15 @@ def test_version_1(kit):
     assert kit.same(tree["a/b"], np.float64(1.5))
     assert tree["epoch"] == 3
     assert np.isnan(tree["lr"])
+
+
+def test_version_4(kit):
+    ckpt = open_checkpoint(GOLDEN / "v4/delta")
+    assert (ckpt.step, ckpt.base.step) == (8, 7)
+    verify(ckpt)
+    w = np.arange(600, dtype="f4").reshape(20, 30) / 8
+    for n, tree in enumerate([load(GOLDEN / "v4/base"), load(GOLDEN / "v4/delta")]):
+        assert kit.same(tree["layers"][0]["w"], w * np.float32(1 + n / 1024))
+        assert kit.same(tree["layers"][1], (w + n).astype(ml_dtypes.bfloat16))
+        assert kit.same(tree["count"], np.arange(5) - n)
+        assert kit.same(tree["scalar"], np.float64(1.5))

@@ -35,8 +35,15 @@ def read(root: Path) -> tuple[dict[str, Any], Any]:
     assert google_crc32c.value(raw[: tail.start()] + b"}") == int(tail[1], 16)
     manifest = json.loads(raw)
     assert manifest["format"] == "meshtape"
-    assert manifest["version"] in (1, 3)
+    assert manifest["version"] in (1, 3, 4)
     arrays = [array(root, a) for a in manifest["arrays"]]
+    if "base" in manifest:
+        name, identity = manifest["base"]
+        base = json.loads((root.parent / name / "meshtape.json").read_bytes())
+        assert identity == f"meshtape:{base['crc32c']}"
+        below = {tuple(a["path"]): array(root.parent / name, a) for a in base["arrays"]}
+        said = manifest["arrays"]
+        arrays = [added(below[tuple(a["path"])], x) if a.get("delta") else x for a, x in zip(said, arrays, strict=True)]
     for name, (crc, file) in manifest.get("documents", {}).items():
         assert google_crc32c.value((root / file).read_bytes()) == int(crc, 16), name
     return manifest, node(manifest["tree"], arrays)
@@ -55,6 +62,13 @@ def node(n: Any, arrays: list[np.ndarray]) -> Any:
         return tuple(items) if kind == "tuple" else items
     assert kind == "value"
     return plain(value)
+
+
+def added(base: np.ndarray, differences: np.ndarray) -> np.ndarray:
+    """Section 2.6."""
+    bits = f"u{base.dtype.itemsize}"
+    z = differences.view(bits)
+    return (base.view(bits) + ((z >> 1) ^ (np.zeros_like(z) - (z & 1)))).view(base.dtype)
 
 
 def array(root: Path, a: dict[str, Any]) -> np.ndarray:
@@ -115,7 +129,7 @@ def same(a: Any, b: Any) -> None:
         assert a == b or (a != a and b != b)
 
 
-@pytest.mark.parametrize("compression", [None, "zstd", "weights"])
+@pytest.mark.parametrize("compression", [None, "zstd", "weights", "delta"])
 def test_a_reader_made_from_the_text_reads_everything(tmp_path: Path, compression: str | None) -> None:
     rng = np.random.default_rng(0)
     mesh = mt.Mesh({"data": 2, "model": 3})
@@ -132,13 +146,16 @@ def test_a_reader_made_from_the_text_reads_everything(tmp_path: Path, compressio
         "on": True,
     }
     split = {**tree, "layers": [{**tree["layers"][0], "w": mt.distribute(w, mesh, data=mt.Shard(0), model=mt.Shard(1))}, (mt.distribute(odd, mesh, model=mt.Shard(0)), None)]}  # fmt: skip
+    if compression == "delta":
+        mt.save(tmp_path / "b", {**tree, "layers": [{"w": w + 1, "half": w.astype(ml_dtypes.bfloat16)}, (-odd, None)]})
     mt.save(
         tmp_path / "c",
         split,
         step=3,
         metadata={"loss": math.inf, "who": "é"},
         documents={"config.json": {"a": 1}},
-        compression=compression,
+        compression=None if compression == "delta" else compression,
+        base=tmp_path / "b" if compression == "delta" else None,
     )
     manifest, found = read(tmp_path / "c")
     expected = {**tree, "step": np.asarray(tree["step"])}

@@ -12,8 +12,8 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core.program import Program
-from meshtape.arrays.kernels import launch
-from meshtape.autodiff.compiler import cuda_codegen, cuda_fusion
+from meshtape.arrays.kernels import cuda_codegen, launch
+from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun
 
@@ -326,6 +326,22 @@ def test_runs_that_need_one_another_stay_apart(place: Any, emulator: Any) -> Non
     got = local_executable(program, emulator.xp)([place(x), place(y)])
     for g, w in zip(got, f(mt.asarray(x), mt.asarray(y)), strict=True):
         np.testing.assert_allclose(g, w.numpy(), rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_activations_are_one_launch(dtype: str, place: Any, emulator: Any) -> None:
+    """Also of infinities and NaN, of a number, and of operands that repeat; those of complex numbers stay composed."""
+    x, g = values(dtype, (3, 40)), values(dtype, (3, 40))
+    rows = {"gelu": [x], "gelu_backward": [g, x], "sigmoid": [x], "silu": [x], "swiglu": [x, g[:1]]}
+    for name, hosts in (rows | {"swiglu_backward": [1.0, x, g]}).items():
+        op = mt.arrays.OPS[name]
+        emulator.launched.clear()
+        got = op.overrides["cupy"](*[h if isinstance(h, float) else place(h) for h in hosts])
+        assert len(emulator.launched) == 1
+        with np.errstate(all="ignore"):
+            want = op.impl(np, *[h if isinstance(h, float) else h.astype(np.float64) for h in hosts])
+        tol = {"float32": 2e-6, "float64": 1e-13, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+        np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), tol, tol, err_msg=name)
 
 
 def test_a_kernel_takes_no_more_parameters_than_cuda_allows(place: Any, emulator: Any) -> None:

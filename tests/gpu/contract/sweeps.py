@@ -286,6 +286,11 @@ def _float8() -> list[str]:
         "view": lambda x, f8: mt.reshape(x.astype(f8).T[1:], (4,)),
         "place": lambda x, f8: x.astype(f8).at[0, 1].set(3.0),
         "reduction": lambda x, f8: mt.sum(x.astype(f8)[0]),
+        "rounded": lambda x, f8: mt.round(x.astype(f8)),
+        "nonzero": lambda x, f8: mt.nonzero(x.astype(f8)),
+        "products": lambda x, f8: mt.grad(lambda w: mt.sum((w.astype(f8) @ w.astype(f8).T).astype(mt.float32)))(
+            x[:, :1]
+        ),
         "zeros": lambda x, f8: mt.zeros_like(x, dtype=f8),
         "gradient": lambda x, f8: mt.grad(lambda a: mt.sum((a * a).astype(mt.float32)))(x.astype(f8)),
         "compiled": lambda x, f8: mt.compile(lambda a: a.astype(f8) + 1.0)(x),

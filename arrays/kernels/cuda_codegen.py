@@ -14,10 +14,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ...arrays.core.dtypes import KERNEL_FLOATS
-from ...arrays.core.op import Cuda
-from ...arrays.core.program import Const, Entry, Program
-from ...arrays.kernels.launch import NAMES, wide
+from ..core.dtypes import KERNEL_FLOATS
+from ..core.op import Cuda
+from ..core.program import Const, Entry, Program
+from .launch import NAMES, wide
 
 BOOL = np.dtype(np.bool_)
 _SHORT = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
