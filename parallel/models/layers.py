@@ -14,6 +14,7 @@ from ...arrays import random
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.devices import Device, default_device
+from ...arrays.core.dispatch import made, wrap
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
 from ...arrays.nn.linear_cross_entropy import linear as linear
@@ -121,21 +122,22 @@ def rotary_tables(
     """
     if d % 2:
         raise ShapeError(f"rotary positions need heads of even length, got {d}")
-    return _rotary_tables(tuple(positions.tolist()), d, theta, scaling, default_device())
+    cosines, sines = _rotary_tables(tuple(positions.tolist()), d, theta, scaling, default_device())
+    # What is traced has made them: they are constants, and nobody writes to them.
+    return made(wrap(cosines)), made(wrap(sines))
 
 
 @functools.lru_cache(maxsize=8)
 def _rotary_tables(
     positions: tuple[int, ...], d: int, theta: float, scaling: RopeScaling | None, device: Device
-) -> tuple[Array, Array]:
-    """Kept, so that a GPU is not sent them at every forward pass."""
+) -> tuple[Any, Any]:
+    """Buffers of the tables, kept, so that a GPU is not sent them at every forward pass."""
     speeds = theta ** (-np.arange(0, d, 2) / d)
     angles = np.outer(np.asarray(positions, np.float64), speeds if scaling is None else scaling(speeds))
     angles = np.concatenate([angles, angles], axis=1)
     sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
-    made = np.cos(angles), np.sin(angles) * sign
-    cosines, sines = (asarray(t.astype(np.float32), device=device) for t in made)
-    return cosines, sines
+    cosines, sines = (asarray(t.astype(np.float32), device=device) for t in (np.cos(angles), np.sin(angles) * sign))
+    return cosines._buf, sines._buf
 
 
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:
