@@ -238,7 +238,7 @@ class CheckpointReplaced(CheckpointError):
 
 
 class ParentChanged(CheckpointError):
-    """A virtual checkpoint pins another content of a parent than lies there now; names the parent and both."""
+    """A virtual checkpoint or a delta pins another content of a parent or base than lies there now; names it and both."""
 
 
 class CheckpointExists(CheckpointError, FileExistsError):

@@ -49,7 +49,7 @@ CURES = {
     "IncompleteCheckpoint": "Take the step before: `CheckpointManager.latest()` skips unfinished ones. Files that are missing must be copied again.",
     "CorruptCheckpoint": "`meshtape verify` lists all damage. Copy those files again, or take the step before; a damaged file is never used in part.",
     "CheckpointReplaced": "Open the checkpoint again; `mt.load` has tried that several times. For work that takes longer than a writer leaves a checkpoint alone, read steps that are kept (`CheckpointManager`).",
-    "ParentChanged": "Put the parent back as it was, or make the virtual checkpoint anew from what lies there now (`mt.storage.virtual`).",
+    "ParentChanged": "Put the parent back as it was, or make the virtual checkpoint anew from what lies there now (`mt.storage.virtual`). Of a delta, put its base beside it again, or load another step.",
     "CheckpointExists": "Choose another name, or say `overwrite=True` (`--overwrite`); move away what it names as not the checkpoint's.",
     "CheckpointKeyError": "Compare the names with `meshtape ls`; map them with key rules, or load with `strict=False` and read the report.",
     "CheckpointShapeError": "Make the model as it was saved, or let a key rule `pad`, `slice`, `permute` or `reshape`.",

@@ -44,7 +44,7 @@ from .sinks.sink_dcp import DcpSink
 from .sinks.sink_safetensors import HuggingFaceSink, split_files
 from .sinks.sink_zarr import ZarrSink
 from .transfer import MEMORY_LIMIT, THREADS, transfer
-from .workers import Executor
+from .workers import executor_of
 
 KEEP = "keep"  # the compression of the source
 
@@ -449,7 +449,7 @@ def convert(
             overwrite=overwrite,
             tables=CHECKPOINTS,
             progress=work.follow(progress),
-            executor=_executor(client),
+            executor=executor_of(client),
             allow_overflow=allow_overflow,
         )
     files = list(sink.files)
@@ -473,14 +473,6 @@ def convert(
         ],
         held.left_behind(),
     )
-
-
-def _executor(client: Any) -> Executor | None:
-    """The executor of a Dask client; an executor, or None, as it is."""
-    if client is None or not hasattr(client, "get_executor"):
-        return client
-    # Windows are written to fixed places, so a task that a lost worker leaves behind may simply run again.
-    return client.get_executor(pure=False)
 
 
 def reshard(

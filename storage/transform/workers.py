@@ -21,6 +21,14 @@ class Executor(Protocol):
         """Call ``fn(*args)`` somewhere; returns a future."""
 
 
+def executor_of(client: Any) -> Executor | None:
+    """The executor of a Dask client; an executor, or None, as it is."""
+    if client is None or not hasattr(client, "get_executor"):
+        return client
+    # Windows are written to fixed places, so a task that a lost worker leaves behind may simply run again.
+    return client.get_executor(pure=False)
+
+
 class Workers:
     """Parallel calls of a function on many items: in ``threads`` here, or by ``executor`` with as many calls in flight.
 

@@ -2,13 +2,12 @@
 
 ``pytest tests/gpu`` runs it with one command and prints a report of the device. What has never run on a GPU so far: all of
 it. The suite was written on machines without one; the logic that it shares with the CPU is tested there, and ``contract`` runs it over a
-fake CUDA, by real CuPy, but for values (``docs/development/gpu.md``).
+fake CUDA, by real CuPy, but for values, and ``MESHTAPE_EMULATED_GPU=FOLDER pytest tests/gpu`` with values (``docs/development/gpu.md``).
 
 Of the kernels (``arrays/kernels``) that means: every source has been compiled to machine code for compute capabilities 7.5, 8.0,
 9.0 and 10.0, and has been run, with the Python that starts it, under an emulation of CUDA's execution model on a CPU
 (``tests/arrays/kernels``), which knows barriers, shuffles, shared memory, misaligned and illegal accesses. What that cannot show,
-and nothing has shown: their speed (``benchmarks/gpu.py``), atomic operations under contention, the loading of modules through
-CuPy, streams, and the last places of CUDA's own ``exp``, ``log``, ``sqrt`` and contracted multiply-adds.
+and nothing has shown: their speed (``benchmarks/gpu.py``), the loading of modules through CuPy, streams, and the last places of CUDA's own ``exp``, ``log``, ``sqrt`` and contracted multiply-adds.
 
 Of compiled programs: the kernels that are written for elementwise chains have been compiled and emulated in the same way, operand
 by operand against NumPy. The splitting of a program into CUDA graphs and the calls between them has been run against a stand-in

@@ -79,6 +79,8 @@ BUDGETS = """
     columns.cu    | sum_parts<float, bfloat16>                                        | 32  0  6
     compact.cu    | count_true                                                        | 40  1 17
     compact.cu    | write_true                                                        | 48  1 33
+    float8.cu     | narrow_to<4, float>                                               | 32  0 10
+    float8.cu     | widen<4>                                                          | 32  0 10
     group_norm.cu | group_norm_backward<false, bfloat16, bfloat16, bfloat16, 8>       | 72 12 37
     group_norm.cu | group_norm_forward<false, bfloat16, bfloat16, bfloat16, 8>        | 64  9  6
     philox.cu     | dropout<true, bfloat16>                                           | 40  3 26

@@ -90,7 +90,7 @@ def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
     steps = sweep("steps")
     assert {name: row["differences"] for name, row in steps.items() if row["differences"]} == {}
     assert steps["layers, graphs"]["graphs"] == 5  # between the products, which CuPy refuses to capture
-    assert [row["told"] for row in steps.values() if row["cost"]["wait"] == 0] == [0] * 7
+    assert [name for name, row in steps.items() if row["told"] and row["cost"]["wait"] == 0] == []
 
 
 def test_examples_raise_nothing_else(sweep: Sweep) -> None:
