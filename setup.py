@@ -1,4 +1,5 @@
-"""Builds the kernels in C, in wheels and in editable installs; without a compiler the package does the same with NumPy alone.
+"""Builds the kernels in C, in wheels and in editable installs; without a compiler the package does the same with NumPy
+alone.
 
 All else about the package is in ``pyproject.toml``.
 """
@@ -28,9 +29,10 @@ KERNELS = Extension(
     ["arrays/native/c/module.c"],
     depends=sorted(map(str, Path("arrays/native/c").glob("*.h"))),  # a source distribution needs them
     include_dirs=[np.get_include()],
-    # No option lets the compiler reorder arithmetic; a product may be added to before it is rounded, which is as exact, and half the
-    # steps of a polynomial. Threading of jumps is for branches: of the limits of `exp` it makes three copies of what follows, each
-    # behind a mask, division and all. Nobody reads `errno` here, and a root that may have to write to it is taken number by number.
+    # No option lets the compiler reorder arithmetic; a product may be added to before it is rounded, which is as exact,
+    # and half the steps of a polynomial. Threading of jumps is for branches: of the limits of `exp` it makes three
+    # copies of what follows, each behind a mask, division and all. Nobody reads `errno` here, and a root that may have
+    # to write to it is taken number by number.
     extra_compile_args=["-O3", "-g0", "-std=c11", "-ffp-contract=fast", "-fno-thread-jumps", "-fno-math-errno"]
     if POSIX
     else ["/O2", "/std:c11"],

@@ -1,8 +1,9 @@
 """Arrays: the ``Array`` type, its ops, dtypes and devices; an array-API namespace with additions.
 
-Ops, the tape's entries and programs live here, at the one dispatch point that writes them, so that every package that reads
-them imports downwards. An op call goes one of three ways, by the kind of its buffers: it is computed at once (NumPy, CuPy),
-noted in a program (traced by ``mt.compile``), or noted in the pending program of a mesh (sharded arrays).
+Ops, the tape's entries and programs live here, at the one dispatch point that writes them, so that every package that
+reads them imports downwards. An op call goes one of three ways, by the kind of its buffers: it is computed at once
+(NumPy, CuPy), noted in a program (traced by ``mt.compile``), or noted in the pending program of a mesh (sharded
+arrays).
 """
 
 from __future__ import annotations

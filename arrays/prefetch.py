@@ -1,12 +1,13 @@
 """Prefetching (``mt.prefetch``): the next batches are made ready during the work on the current one.
 
-A thread of its own runs the iterable, a bounded number of items ahead. For a GPU it also copies them there, on a stream of its
-own: host memory goes through two pinned blocks of bounded size, and the stream that works on an item waits for the event behind
-its last copy, on the device.
+A thread of its own runs the iterable, a bounded number of items ahead. For a GPU it also copies them there, on a stream
+of its own: host memory goes through two pinned blocks of bounded size, and the stream that works on an item waits for
+the event behind its last copy, on the device.
 
-Memory is never taken back too early. CuPy's pool gives a block that nobody holds to the next array of *its* stream, here the
-copying one, although the working stream may still be reading it. So each block handed out stays held here until nobody else
-holds it; then an event is noted on the working stream, which the copying stream awaits before it may use the block again.
+Memory is never taken back too early. CuPy's pool gives a block that nobody holds to the next array of *its* stream,
+here the copying one, although the working stream may still be reading it. So each block handed out stays held here
+until nobody else holds it; then an event is noted on the working stream, which the copying stream awaits before it may
+use the block again.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def _holders_on_cuda(buf: Any) -> int:
 
 
 class _CudaCopier:
-    """Copies items to a CUDA device on a stream of its own. There is one for each device and size (:func:`_copier`), as what a consumer
-    still holds at the end of one prefetching must be awaited by the next. :meth:`copy` is called by the threads."""
+    """Copies items to a CUDA device on a stream of its own. There is one for each device and size (:func:`_copier`), as
+    what a consumer still holds at the end of one prefetching must be awaited by the next. :meth:`copy` is called by the
+    threads."""
 
     def __init__(self, where: Device, staging: int) -> None:
         self.backend: Any = backend_for(where)
@@ -160,7 +162,8 @@ class _CudaCopier:
                 self.returned.append((done, back))
 
     def end(self) -> None:
-        """Called by the consumer: what it has dropped so far goes back to the pool, the rest with the next prefetching."""
+        """Called by the consumer: what it has dropped so far goes back to the pool, the rest with the next
+        prefetching."""
         self._come_back()
         self._take_back()
 
@@ -193,8 +196,10 @@ class _Elsewhere:
     def record(self, op: Op, args: Sequence[Any], *rest: Any) -> None:
         if not op.nondifferentiable and any(isinstance(a, Array) and self.watches(a) for a in args):
             raise GradientError(
-                f"[prefetch] the iterable calls {op.name} on an array that is differentiated or traced, in a thread of its own that no "
-                "tape records: compute with that array where the items are taken, or pass mt.stop_gradient(x) if it is a constant"
+                f"[prefetch] the iterable calls {op.name} on an array that is differentiated or traced, in a thread of "
+                "its own that no "
+                "tape records: compute with that array where the items are taken, or pass mt.stop_gradient(x) if it is "
+                "a constant"
             )
 
 
@@ -212,7 +217,8 @@ class Prefetcher(Generic[T]):
             name="meshtape-prefetch",
             daemon=True,
         )
-        # The thread holds none of this object, which therefore goes when the consumer lets go of it, and ends the thread.
+        # The thread holds none of this object, which therefore goes when the consumer lets go of it, and ends the
+        # thread.
         self._finalize = weakref.finalize(self, _end, self._stop, self._ready)
         self._thread.start()
 
@@ -301,12 +307,12 @@ def prefetch(
     Parameters
     ----------
     items
-        Batches: trees (dicts, lists, tuples, dataclasses) whose arrays, NumPy's too, become Arrays on ``device``. It is iterated
-        by another thread.
+        Batches: trees (dicts, lists, tuples, dataclasses) whose arrays, NumPy's too, become Arrays on ``device``. It is
+        iterated by another thread.
     device
-        Where the arrays go; the default device if None. For a CUDA device they are copied on a stream of their own, while the
-        device works; the stream that is current where the next item is taken waits for them. Work on other streams that still
-        reads an item must be awaited before the item is let go of.
+        Where the arrays go; the default device if None. For a CUDA device they are copied on a stream of their own,
+        while the device works; the stream that is current where the next item is taken waits for them. Work on other
+        streams that still reads an item must be awaited before the item is let go of.
     depth
         How many items are ready at most, besides the one that is being made.
     staging_bytes
@@ -319,8 +325,8 @@ def prefetch(
     BackendError
         At once where the device does not exist. An error of ``items`` is raised in its place in the order of items.
     GradientError
-        In place of an item that was computed from an array that a gradient around this call is taken by: the tape does not see the other
-        thread.
+        In place of an item that was computed from an array that a gradient around this call is taken by: the tape does
+        not see the other thread.
 
     Examples
     --------

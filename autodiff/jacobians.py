@@ -1,9 +1,10 @@
 """Jacobians and Hessians: one pull back for each element of the value, in blocks of rows.
 
-One convention for complex numbers: a Jacobian ``J`` is the matrix of ``jvp(v) = J @ v``, of which the real part is taken where the
-value is real, and of ``vjp(c) = J^H @ c``, of which the real part is taken where the argument is. So ``J`` is complex where the value
-or the argument is, and holds ``f'(z)`` where both are. A complex function of complex numbers has such a matrix only if it is
-holomorphic; the derivative of others (``conj(z)``, ``z * abs(z)``) is no complex number, and asking for it is an error.
+One convention for complex numbers: a Jacobian ``J`` is the matrix of ``jvp(v) = J @ v``, of which the real part is
+taken where the value is real, and of ``vjp(c) = J^H @ c``, of which the real part is taken where the argument is. So
+``J`` is complex where the value or the argument is, and holds ``f'(z)`` where both are. A complex function of complex
+numbers has such a matrix only if it is holomorphic; the derivative of others (``conj(z)``, ``z * abs(z)``) is no
+complex number, and asking for it is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def jacobian_blocks(
     Yields
     ------
     slice, tree
-        Which elements of the flattened value, and their derivatives: the structure of ``x``, with leaves ``(rows, *leaf)``.
+        Which elements of the flattened value, and their derivatives: the structure of ``x``, with leaves ``(rows,
+        *leaf)``.
 
     Raises
     ------
@@ -73,7 +75,8 @@ def jacobian_blocks(
 
 
 def _row_of(who: str, value: Array, pull: Callable[[Array], Any], holomorphic: bool) -> Callable[[Array], Any]:
-    """From a seed, which is 1 at one element of the value, to that row of the Jacobian, by the convention of this module."""
+    """From a seed, which is 1 at one element of the value, to that row of the Jacobian, by the convention of this
+    module."""
     checked = value.dtype.kind != "c"
 
     def row(seed: Array) -> Any:
@@ -105,7 +108,8 @@ def _check_holomorphic(who: str, value: Array, pull: Callable[[Array], Any], pro
                 if promised:
                     return
                 raise GradientError(
-                    f"[{who}] a complex function of complex arguments has a Jacobian only if it is holomorphic, which cannot be "
+                    f"[{who}] a complex function of complex arguments has a Jacobian only if it is holomorphic, which "
+                    "cannot be "
                     "checked while it is traced: promise it with holomorphic=True"
                 )
             a, b = x._concrete() * 1j, y._concrete()
@@ -113,8 +117,10 @@ def _check_holomorphic(who: str, value: Array, pull: Callable[[Array], Any], pro
             size = np.abs(a[known]).max(initial=0)
             if np.abs(a[known] - b[known]).max(initial=0) > np.sqrt(np.finfo(a.dtype).eps) * size:
                 raise GradientError(
-                    f"[{who}] the function is not holomorphic, so that its derivative is no complex number: differentiate with "
-                    "respect to the real and the imaginary part, mt.jacobian(lambda a, b: fn(a + 1j * b), argnums=(0, 1)), or "
+                    f"[{who}] the function is not holomorphic, so that its derivative is no complex number: "
+                    "differentiate with "
+                    "respect to the real and the imaginary part, mt.jacobian(lambda a, b: fn(a + 1j * b), argnums=(0, "
+                    "1)), or "
                     "take products with mt.jvp and mt.vjp"
                 )
 
@@ -144,13 +150,14 @@ def jacobian(
 ) -> Callable[..., Any]:
     """Jacobian of a function from an array, or a tree of them, to an array, or a tree of them.
 
-    The result has the structure of the value, with the structure of the argument in place of each array; its leaves have the
-    shape ``(*output, *leaf)``. One pull back an output element; beside the result no more than ``block_size`` rows are kept.
-    For one that is too large to be kept whole, see :func:`jacobian_blocks`.
+    The result has the structure of the value, with the structure of the argument in place of each array; its leaves
+    have the shape ``(*output, *leaf)``. One pull back an output element; beside the result no more than ``block_size``
+    rows are kept. For one that is too large to be kept whole, see :func:`jacobian_blocks`.
 
-    With complex numbers the Jacobian ``J`` is the matrix of ``jvp(v) = J @ v`` (the real part of it, where the value is real), and
-    of ``vjp(c) = J^H @ c`` (the real part of it, where the argument is real). Of a holomorphic function it is ``f'(z)``. Of a real
-    function of complex numbers it is the conjugate of the gradient, since ``grad`` is ``vjp`` of 1.
+    With complex numbers the Jacobian ``J`` is the matrix of ``jvp(v) = J @ v`` (the real part of it, where the value is
+    real), and of ``vjp(c) = J^H @ c`` (the real part of it, where the argument is real). Of a holomorphic function it
+    is ``f'(z)``. Of a real function of complex numbers it is the conjugate of the gradient, since ``grad`` is ``vjp``
+    of 1.
 
     Parameters
     ----------
@@ -163,13 +170,14 @@ def jacobian(
     block_size
         Rows that are kept beside the result.
     holomorphic
-        A promise that complex values are holomorphic in complex arguments. It is checked at the point given, whether promised or not,
-        except where values are traced (``mt.compile``, ``mt.shard_map``): there the promise is needed.
+        A promise that complex values are holomorphic in complex arguments. It is checked at the point given, whether
+        promised or not, except where values are traced (``mt.compile``, ``mt.shard_map``): there the promise is needed.
 
     Raises
     ------
     GradientError
-        When the function returns anything but Arrays, and where a complex value is not holomorphic in a complex argument.
+        When the function returns anything but Arrays, and where a complex value is not holomorphic in a complex
+        argument.
 
     Examples
     --------
@@ -253,12 +261,14 @@ def hessian(
 ) -> Callable[..., Any]:
     """Hessian of a scalar function of one array (shape ``(*input, *input)``) or of a tree.
 
-    Of a tree it is a tree of trees: ``hessian(fn)(params)["w"]["b"]`` has the shape ``(*w, *b)``. For products with it alone, see
-    :func:`hvp`; for its rows block after block, ``jacobian_blocks(grad(fn), x)``. ``argnums``, ``has_aux`` and ``block_size`` are as
-    in :func:`jacobian`: of the arguments 0 and 1 it is ``h[0][1]``, with the shape ``(*first, *second)``.
+    Of a tree it is a tree of trees: ``hessian(fn)(params)["w"]["b"]`` has the shape ``(*w, *b)``. For products with it
+    alone, see :func:`hvp`; for its rows block after block, ``jacobian_blocks(grad(fn), x)``. ``argnums``, ``has_aux``
+    and ``block_size`` are as in :func:`jacobian`: of the arguments 0 and 1 it is ``h[0][1]``, with the shape ``(*first,
+    *second)``.
 
-    Of a complex value it is the second derivative, ``f''(z)`` where the argument is complex too. Of a real value it is the Jacobian of
-    the gradient; in complex arguments few gradients are holomorphic (that of ``abs(z)**2`` is), and the others are refused.
+    Of a complex value it is the second derivative, ``f''(z)`` where the argument is complex too. Of a real value it is
+    the Jacobian of the gradient; in complex arguments few gradients are holomorphic (that of ``abs(z)**2`` is), and the
+    others are refused.
 
     >>> mt.hessian(lambda x: (x ** 3).sum())(mt.asarray([1.0, 2.0]))
     Array([[ 6.,  0.],

@@ -73,15 +73,19 @@ def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int], 
                 known = isinstance(x, Array | np.ndarray | np.generic)
                 if not known and not is_integer(x):
                     raise GradientError(
-                        f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get no gradient. Make it a "
-                        f"dataclass, dict, list or tuple, call mt.tree.register({type(x).__name__}, flatten, unflatten), or pass it as an "
+                        f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get "
+                        "no gradient. Make it a "
+                        f"dataclass, dict, list or tuple, call mt.tree.register({type(x).__name__}, flatten, "
+                        "unflatten), or pass it as an "
                         "argument that argnums= leaves out or through the closure of the function"
                     )
                 if integers:
                     how = ".astype(float)" if known else "float(...)"
                     raise DTypeError(
-                        f"[{who}] argument {i}{leaf} is {x.dtype.name if known else type(x).__name__}, which has no derivatives: make it "
-                        f"floating with {how}, or pass it as an argument that argnums= leaves out, or through the closure of the function"
+                        f"[{who}] argument {i}{leaf} is {x.dtype.name if known else type(x).__name__}, which has no "
+                        "derivatives: make it "
+                        f"floating with {how}, or pass it as an argument that argnums= leaves out, or through the "
+                        "closure of the function"
                     )
 
 
@@ -92,7 +96,8 @@ def loss_and_aux(who: str, out: Any) -> tuple[Any, Any]:
 
 
 def gradients_of(tape: Tape, targets: Sequence[Any], seeds: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
-    """The gradients by the sources that :func:`watched` gave: zeros where nothing leads there, None for what has none."""
+    """The gradients by the sources that :func:`watched` gave: zeros where nothing leads there, None for what has
+    none."""
     found = tape.backward(targets, seeds, [x._id for x in sources if isinstance(x, Array)])
     grads = []
     for x in sources:
@@ -153,8 +158,8 @@ def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     Returns
     -------
     value, pull[, aux]
-        ``pull(cotangent)`` takes a tree like ``value`` and gives one tree for each primal; it can be called again.
-        With complex numbers it is ``J^H @ cotangent``, of which the real part is taken for real primals; ``J`` is that of
+        ``pull(cotangent)`` takes a tree like ``value`` and gives one tree for each primal; it can be called again. With
+        complex numbers it is ``J^H @ cotangent``, of which the real part is taken for real primals; ``J`` is that of
         :func:`jacobian`. (JAX's ``vjp`` gives ``J^T @ cotangent``.) Integers and booleans among the primals get None.
 
     Raises
@@ -230,8 +235,9 @@ def value_and_grad(
     Raises
     ------
     DTypeError
-        For arrays of integers or booleans in one of these arguments, and for Python's own ints. (One that is the whole argument,
-        as in ``grad(f)(3)``, counts as floating.) Token ids, masks, sizes and counters belong into other arguments.
+        For arrays of integers or booleans in one of these arguments, and for Python's own ints. (One that is the whole
+        argument, as in ``grad(f)(3)``, counts as floating.) Token ids, masks, sizes and counters belong into other
+        arguments.
     GradientError
         For an array of another library in one of them: make it an Array with ``mt.asarray``.
 
@@ -257,8 +263,8 @@ def value_and_grad(
 def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """A function that gives the gradient of ``fn`` (with ``has_aux``: the gradient and the rest that ``fn`` returned).
 
-    ``fn`` gives a real number. By a complex argument its gradient is ``dL/d(re z) + i dL/d(im z)``, the direction of steepest ascent as
-    in PyTorch, and the conjugate of JAX's.
+    ``fn`` gives a real number. By a complex argument its gradient is ``dL/d(re z) + i dL/d(im z)``, the direction of
+    steepest ascent as in PyTorch, and the conjugate of JAX's.
 
     >>> cube = lambda x: x * x * x
     >>> float(mt.grad(mt.grad(cube))(2.0))
@@ -275,12 +281,16 @@ def grad(fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: b
 
 
 def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Value of ``fn(*primals)`` and its derivative along ``tangents``, in which None stands beside integers, and may stand for zeros.
+    """Value of ``fn(*primals)`` and its derivative along ``tangents``.
 
-    The VJP is linear in its cotangent; pulling back through *it* pushes tangents forward, so that no op needs a second rule.
+    Among the tangents None stands beside integers, and may stand for zeros.
 
-    With complex numbers it is ``J @ tangents`` with the ``J`` of :func:`jacobian`, of which the real part is taken where the value is real.
-    For functions that are not holomorphic, which have no such ``J``, it is the derivative along the tangents just the same.
+    The VJP is linear in its cotangent; pulling back through *it* pushes tangents forward, so that no op needs a second
+    rule.
+
+    With complex numbers it is ``J @ tangents`` with the ``J`` of :func:`jacobian`, of which the real part is taken
+    where the value is real. For functions that are not holomorphic, which have no such ``J``, it is the derivative
+    along the tangents just the same.
 
     >>> y, dy = mt.jvp(lambda x: x * x, [mt.asarray(3.0)], [mt.asarray(2.0)])
     >>> float(y), float(dy)
@@ -290,7 +300,8 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, tuple | list):
             raise GradientError(
-                f"[jvp] {name} must be a tuple or a list with one entry for each argument, got {type(given).__name__}: write "
+                f"[jvp] {name} must be a tuple or a list with one entry for each argument, got {type(given).__name__}: "
+                "write "
                 "mt.jvp(fn, (x,), (v,))"
             )
     value, pull = _vjp("jvp", fn, primals)
@@ -304,7 +315,8 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
     for (path, t), like in zip(trees.flatten_with_path(tuple(tangents), is_leaf=_is_none), wanted, strict=True):
         if like is None and t is not None:
             raise DTypeError(
-                f"[jvp] primal {trees.path_name(path)} has no derivatives, so that its tangent must be None: make it floating with "
+                f"[jvp] primal {trees.path_name(path)} has no derivatives, so that its tangent must be None: make it "
+                "floating with "
                 ".astype(float), or pass it through the closure of the function"
             )
     (tangent_out,) = pull_again(trees.unflatten(wanted_def, map(_tangent, wanted, given)))
@@ -356,7 +368,8 @@ def check_grads(
 ) -> None:
     """Compare derivatives of ``fn`` with central differences, along random directions, up to ``order``.
 
-    Arguments are float64 or complex128 arrays. Reverse mode is checked against the differences, forward mode against reverse.
+    Arguments are float64 or complex128 arrays. Reverse mode is checked against the differences, forward mode against
+    reverse.
 
     Raises
     ------

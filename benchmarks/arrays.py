@@ -1,7 +1,8 @@
 """Arrays against NumPy and PyTorch, on one thread: ``python benchmarks/arrays.py``.
 
-Small arrays show what a call costs beside the work; large ones, that the work is NumPy's own. The row of NumPy against itself says
-how far two equal runs differ on this machine. Where there is a CUDA device and CuPy, the large rows run there too, against CuPy.
+Small arrays show what a call costs beside the work; large ones, that the work is NumPy's own. The row of NumPy against
+itself says how far two equal runs differ on this machine. Where there is a CUDA device and CuPy, the large rows run
+there too, against CuPy.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     meshtape run benchmarks/bytes_job.py --local 2 --mesh data=2 -- --steps 2000      # two workers
     meshtape run benchmarks/bytes_job.py --scheduler tcp://host:8786 --mesh data=4,model=2 -- --size large --plan dp+tp --steps 20000
 
-Every tenth module is held out. The model is judged in bits per byte on windows of its context's length, each on its own, beside what
-compressors make of the same windows (which is the same knowledge of the past) and of the whole text at once (which is more). ``--size large``
-has 10.7 million parameters. The rate rises, stays, and falls to nothing over the last ``--decay`` steps, so that a run that was stopped
-can be brought to its end at any length: the same command with another ``--steps``.
+Every tenth module is held out. The model is judged in bits per byte on windows of its context's length, each on its
+own, beside what compressors make of the same windows (which is the same knowledge of the past) and of the whole text at
+once (which is more). ``--size large`` has 10.7 million parameters. The rate rises, stays, and falls to nothing over the
+last ``--decay`` steps, so that a run that was stopped can be brought to its end at any length: the same command with
+another ``--steps``.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def sources(limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 def baselines(learn: np.ndarray, held: np.ndarray, length: int) -> dict[str, float]:
     """Bits per byte of general compressors on the held-out text: windows of ``length`` bytes one by one, and the whole.
 
-    For windows headers and checksums are left out (a raw deflate stream); in the last of those rows the compressor has read 32 kB of the
-    text that the model learns from, as many as deflate can look back.
+    For windows headers and checksums are left out (a raw deflate stream); in the last of those rows the compressor has
+    read 32 kB of the text that the model learns from, as many as deflate can look back.
     """
     windows = [held[i : i + length].tobytes() for i in range(0, len(held) - length + 1, length)]
     known = learn[-32768:].tobytes()
@@ -84,7 +85,8 @@ def baselines(learn: np.ndarray, held: np.ndarray, length: int) -> dict[str, flo
 
 
 def rate(peak: float, warmup: int, steps: int, decay: int) -> Callable[[Any], Any]:
-    """The learning rate: up from 0 in ``warmup`` steps, then level, then linearly down to 0 in the last ``decay`` of ``steps``."""
+    """The learning rate: up from 0 in ``warmup`` steps, then level, then linearly down to 0 in the last ``decay`` of
+    ``steps``."""
 
     def at(step: Any) -> Any:
         left = steps - step.astype(np.float64)

@@ -1,12 +1,13 @@
 """The report on the decoder of the standard library's bytes: ``python benchmarks/bytes_report.py forms|run|draw``.
 
-``forms`` takes the same first steps on one rank and on two in each form (data, tensor, pipeline), and writes the loss curves:
+``forms`` takes the same first steps on one rank and on two in each form (data, tensor, pipeline), and writes the loss
+curves:
 
     python benchmarks/bytes_report.py forms --size small --steps 300 --out docs/_static/bytes-small.json
     python benchmarks/bytes_report.py forms --size large --steps 60 --workers --out docs/_static/bytes-large.json
 
-``run`` judges the newest checkpoint of a run of ``bytes_job.py`` on the whole held-out text, beside the compressors, and writes that with
-the run's curve; ``draw`` makes the picture of all of them:
+``run`` judges the newest checkpoint of a run of ``bytes_job.py`` on the whole held-out text, beside the compressors,
+and writes that with the run's curve; ``draw`` makes the picture of all of them:
 
     python benchmarks/bytes_report.py run runs/bytes_job --size large --length 256 --out docs/_static/bytes-run.json
     python benchmarks/bytes_report.py draw docs/_static

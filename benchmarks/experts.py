@@ -1,7 +1,8 @@
-"""Drop-less experts whose tokens are sent to the ranks that need them, against ranks that gather all tokens: ``python benchmarks/experts.py``.
+"""Drop-less experts whose tokens are sent to the ranks that need them, against ranks that gather all tokens: ``python
+benchmarks/experts.py``.
 
-Forward and backward pass of one block on worker processes. Bytes are counted where processes send them, for routings that are even, skewed
-and all to one rank; the times of both forms are taken in turns.
+Forward and backward pass of one block on worker processes. Bytes are counted where processes send them, for routings
+that are even, skewed and all to one rank; the times of both forms are taken in turns.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def compare(report: timing.Report | None, client: Any, mesh: mt.Mesh, tokens: in
         assert np.isclose(*values, rtol=1e-5), values
         sent, gathered = (sent_bytes(client, lambda run=run, g=g: run(g)) for g in (False, True))
         print(
-            f"{ranks} ranks, {name}: {sent / 1e6:.2f} MB sent, {gathered / 1e6:.2f} MB where all is gathered: {sent / gathered:.2f}"
+            f"{ranks} ranks, {name}: {sent / 1e6:.2f} MB sent, {gathered / 1e6:.2f} MB where all is gathered: "
+            f"{sent / gathered:.2f}"
         )
         if report is not None:
             forms = {"gathered": (lambda run=run: run(True), None)}

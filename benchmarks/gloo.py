@@ -1,4 +1,5 @@
-"""PyTorch's gloo on processes of its own, two by default, driven from a benchmark: ``with Gloo() as g: g.run("all_reduce", 64 << 20, 10)``."""
+"""PyTorch's gloo on processes of its own, two by default, driven from a benchmark: ``with Gloo() as g:
+g.run("all_reduce", 64 << 20, 10)``."""
 
 from __future__ import annotations
 

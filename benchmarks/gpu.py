@@ -1,21 +1,25 @@
-"""The kernels against the memory of the GPU, and against PyTorch (eager and compiled), CuPy and JAX: ``python benchmarks/gpu.py``.
+"""The kernels against the memory of the GPU, and against PyTorch (eager and compiled), CuPy and JAX: ``python
+benchmarks/gpu.py``.
 
-For each row: the bytes that it must move (each input read once, each output written once) over its time, as a share of what a
-device-to-device copy moves in the same run (the roofline of all that computes little), and its time over that of each peer that can be imported.
+For each row: the bytes that it must move (each input read once, each output written once) over its time, as a share of
+what a device-to-device copy moves in the same run (the roofline of all that computes little), and its time over that of
+each peer that can be imported.
 
-Times are of the device alone: many calls, over inputs that together exceed the second-level cache several times, are captured in a CUDA
-graph, and the graph is timed between events. Calls that cannot be captured are queued behind a kernel that spins until all of
-them wait in the stream. Where a call waits for the device itself, neither works, and its time holds the host's too: "host" stands in the
-column "by". JAX has streams of its own: one jitted function makes the calls on all inputs, and the clock of the host is read.
-Candidates of a row are timed in turns.
+Times are of the device alone: many calls, over inputs that together exceed the second-level cache several times, are
+captured in a CUDA graph, and the graph is timed between events. Calls that cannot be captured are queued behind a
+kernel that spins until all of them wait in the stream. Where a call waits for the device itself, neither works, and its
+time holds the host's too: "host" stands in the column "by". JAX has streams of its own: one jitted function makes the
+calls on all inputs, and the clock of the host is read. Candidates of a row are timed in turns.
 
-``--quick`` takes fewer shapes and ends within 8 minutes: rows that no time is left for are named in the table as dropped. ``--only NAME`` takes the
-rows whose name contains it, ``--no-compile`` leaves ``torch.compile`` out, ``--json FILE`` writes all of it as JSON, ``--tiny`` takes shapes
-of a few elements, which shows that rows run and measures nothing. The status is 1 where a row of ours or a check of the clock failed.
+``--quick`` takes fewer shapes and ends within 8 minutes: rows that no time is left for are named in the table as
+dropped. ``--only NAME`` takes the rows whose name contains it, ``--no-compile`` leaves ``torch.compile`` out, ``--json
+FILE`` writes all of it as JSON, ``--tiny`` takes shapes of a few elements, which shows that rows run and measures
+nothing. The status is 1 where a row of ours or a check of the clock failed.
 
-Targets (H200): 90 % of the copy for rows of 1024 and more, forward, and 80 % backward; never slower than PyTorch; the deterministic gradient of an
-embedding within twice the atomic one; products 95 % of PyTorch's speed; no more than 2 microseconds over CuPy for an op on eight elements; a step of
-a hundred small ops as a CUDA graph five times faster than eager.
+Targets (H200): 90 % of the copy for rows of 1024 and more, forward, and 80 % backward; never slower than PyTorch; the
+deterministic gradient of an embedding within twice the atomic one; products 95 % of PyTorch's speed; no more than 2
+microseconds over CuPy for an op on eight elements; a step of a hundred small ops as a CUDA graph five times faster than
+eager.
 """
 
 from __future__ import annotations
@@ -98,7 +102,7 @@ def of_arrays(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *bufs: fn(*map(wrap, bufs))
 
 
-# ----- the clock --------------------------------------------------------------------------------------------------------
+# ----- the clock ------------------------------------------------------------------------------------------------------
 
 SPIN = """extern "C" __global__ void spin(unsigned long long ns) {
     unsigned long long start, now;
@@ -120,7 +124,8 @@ class Meter:
         self.copy = 0.0  # bytes a second, read and written
 
     def between(self, run: Callable[[], Any], ahead: float = 0.0) -> tuple[float, bool]:
-        """Seconds of the device from the first to the last call of ``run``, and whether all were queued before the first began.
+        """Seconds of the device from the first to the last call of ``run``, and whether all were queued before the
+        first began.
 
         With ``ahead``, a kernel spins for so many seconds before the first."""
         start, stop = self.cp.cuda.Event(), self.cp.cuda.Event()
@@ -189,7 +194,8 @@ class Meter:
 
 
 def checks(meter: Meter) -> list[dict[str, Any]]:
-    """Whether the clock can be believed: what was measured in two ways, or is known, and whether it agrees. Sets the speed of the copy."""
+    """Whether the clock can be believed: what was measured in two ways, or is known, and whether it agrees. Sets the
+    speed of the copy."""
     cp, out = meter.cp, []
     a, b = (cp.zeros(1 << (10 if meter.tiny else 28), cp.float32) for _ in range(2))
 
@@ -230,7 +236,7 @@ def checks(meter: Meter) -> list[dict[str, Any]]:
     return out
 
 
-# ----- peers ------------------------------------------------------------------------------------------------------------
+# ----- peers ----------------------------------------------------------------------------------------------------------
 
 
 def importable(name: str) -> Any:
@@ -308,7 +314,8 @@ class Torch:
         return self.both(self.calls, fn)
 
     def backward(self, fn: Callable[..., Any], wanted: Sequence[int]) -> dict[str, Peer]:
-        """The backward pass alone: the forward pass is made once for each set of inputs. The cotangent is the first array."""
+        """The backward pass alone: the forward pass is made once for each set of inputs. The cotangent is the first
+        array."""
 
         def peer(make: Callable[[], Callable[..., Any]]) -> Peer:
             def prepare(meter: Meter, sets: Inputs) -> Timed:
@@ -356,7 +363,7 @@ def jax_peer(jax: Any, fn: Callable[..., Any]) -> Peer:
     return prepare
 
 
-# ----- rows -------------------------------------------------------------------------------------------------------------
+# ----- rows -----------------------------------------------------------------------------------------------------------
 
 
 class Maker:
@@ -785,7 +792,7 @@ def all_rows(m: Maker, t: Torch | None, jax: Any, quick: bool, tiny: bool = Fals
         yield from guarded(random_rows, m, t, n, d)
 
 
-# ----- calls of the host ------------------------------------------------------------------------------------------------
+# ----- calls of the host ----------------------------------------------------------------------------------------------
 
 
 def overhead(cp: Any) -> dict[str, Any]:
@@ -821,7 +828,8 @@ def small_step(x: Any, w: Any, b: Any) -> Any:
 
 
 def graphs(cp: Any) -> dict[str, Any]:
-    """Microseconds of a step of a hundred small ops, to the end on the device: eager, compiled, and replayed as a CUDA graph."""
+    """Microseconds of a step of a hundred small ops, to the end on the device: eager, compiled, and replayed as a CUDA
+    graph."""
     args = [mt.asarray(np.ones(shape, np.float32), device="cuda:0") for shape in ((32, 128), (128,), (128,))]
 
     def step_time(fn: Callable[..., Any]) -> float:
@@ -842,7 +850,7 @@ def graphs(cp: Any) -> dict[str, Any]:
     return {"name": "a step of 100 small ops", "us": found, "target": "graph 5 times faster than eager", "met": met}
 
 
-# ----- the run ----------------------------------------------------------------------------------------------------------
+# ----- the run --------------------------------------------------------------------------------------------------------
 
 
 def sets_of(row: Row, cache: int) -> list[tuple[Any, ...]]:
@@ -919,7 +927,8 @@ class Run:
                 self.go_on_afresh(meter.cp)
 
     def go_on_afresh(self, cp: Any) -> None:
-        """An illegal access ends all that a process can do on its device: the rows that are left run in another in its place."""
+        """An illegal access ends all that a process can do on its device: the rows that are left run in another in its
+        place."""
         try:
             cp.cuda.Device().synchronize()
         except Exception:

@@ -1,7 +1,7 @@
 """The report of ``gpu_day.sh``: what each part left, in Markdown and JSON. Needs Python's own library alone.
 
-``config`` prints versions and the device; ``note`` and ``skip`` keep the end of a part; ``report`` gathers all parts, and its status is 1
-where one failed or did not run.
+``config`` prints versions and the device; ``note`` and ``skip`` keep the end of a part; ``report`` gathers all parts,
+and its status is 1 where one failed or did not run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs that lose a worker, against runs that lose none: ``python benchmarks/killed.py --runs 20 --out killed.json``.
 
-A small decoder learns on two worker processes, and at a step drawn at random one of them gets SIGKILL. Every other run begins without
-checkpoints, and goes on from the copy of its state in the other worker's memory. The last losses are compared with the spread of
-unbroken runs of several seeds.
+A small decoder learns on two worker processes, and at a step drawn at random one of them gets SIGKILL. Every other run
+begins without checkpoints, and goes on from the copy of its state in the other worker's memory. The last losses are
+compared with the spread of unbroken runs of several seeds.
 """
 
 from __future__ import annotations

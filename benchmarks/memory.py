@@ -1,8 +1,10 @@
-"""What training holds in memory, measured against the formulae: ``python benchmarks/memory.py --out docs/development/memory.md``.
+"""What training holds in memory, measured against the formulae: ``python benchmarks/memory.py --out
+docs/development/memory.md``.
 
-On virtual ranks of this process, where every block is an array of NumPy's, which tells ``tracemalloc`` of each. Three tables: inputs of stages
-by the schedule of a pipeline, what the backward pass of a decoder keeps by recompute policy, and the state by ZeRO stage. Bytes of one
-micro-batch, layer or rank are differences between two sizes, so that what does not grow (tables, code, the gradients) drops out.
+On virtual ranks of this process, where every block is an array of NumPy's, which tells ``tracemalloc`` of each. Three
+tables: inputs of stages by the schedule of a pipeline, what the backward pass of a decoder keeps by recompute policy,
+and the state by ZeRO stage. Bytes of one micro-batch, layer or rank are differences between two sizes, so that what
+does not grow (tables, code, the gradients) drops out.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Row = tuple[str, str, float, float]
 
 
 def peak(fn: Callable[[], Any]) -> int:
-    """Largest number of bytes that a call holds at a time beyond what was there, its result included; the least of three calls after a first.
+    """Largest number of bytes that a call holds at a time beyond what was there, its result included; the least of
+    three calls after a first.
 
     Other threads of the process (a scheduler's, a browser's) may hold something of their own meanwhile; that only adds.
     """
@@ -57,7 +60,8 @@ def peak(fn: Callable[[], Any]) -> int:
 def held_inputs(
     kind: str, ranks: int, micros: int, chunks: int = 1, rows: int = 64, width: int = 512
 ) -> tuple[list[int], float]:
-    """Inputs of stages that each rank of a pass holds at most; and the bytes of all ranks at the peak, in such inputs."""
+    """Inputs of stages that each rank of a pass holds at most; and the bytes of all ranks at the peak, in such
+    inputs."""
 
     def stage(w: Any, x: Any, batch: Any, key: Any) -> Any:
         return mt.tanh((batch["x"] if x is None else x) * w)
@@ -98,7 +102,8 @@ def pipelines(p: int = 4, m: int = 12) -> list[Row]:
 
 
 def kept(layers: int, recompute: str, b: int, s: int, config: dict[str, int]) -> int:
-    """Peak bytes of loss and gradient of a decoder whose activations outweigh its parameters: that is where the backward pass begins."""
+    """Peak bytes of loss and gradient of a decoder whose activations outweigh its parameters: that is where the
+    backward pass begins."""
     c = de.Config(vocab=64, layers=layers, max_length=s, **config)
     params = de.init(mt.random.key(0), c)
     ids = np.random.default_rng(0).integers(0, 64, (b, s))

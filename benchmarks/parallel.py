@@ -120,7 +120,8 @@ def collectives(report: timing.Report, mesh: mt.Mesh, g: Gloo | None, megabytes:
 
 
 def sharing(report: timing.Report, client: Any, mesh: mt.Mesh) -> None:
-    """Two clients on the same workers: what it costs that a lease goes from one to the other with every gang, and how fair it is."""
+    """Two clients on the same workers: what it costs that a lease goes from one to the other with every gang, and how
+    fair it is."""
     import threading
 
     from distributed import Client

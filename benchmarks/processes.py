@@ -1,7 +1,9 @@
-"""What a step costs by the number of worker processes, beside dask.array on the same ones and an all-reduce of PyTorch's gloo: ``python benchmarks/processes.py``.
+"""What a step costs by the number of worker processes, beside dask.array on the same ones and an all-reduce of
+PyTorch's gloo: ``python benchmarks/processes.py``.
 
-The scheduler is a process of its own, so that its processor time can be read: what it takes a call is beyond what it takes when nothing
-happens. Messages and bytes of a rank are those of the collectives, as a forecast counts them; a step is one message more to each worker.
+The scheduler is a process of its own, so that its processor time can be read: what it takes a call is beyond what it
+takes when nothing happens. Messages and bytes of a rank are those of the collectives, as a forecast counts them; a step
+is one message more to each worker.
 """
 
 from __future__ import annotations

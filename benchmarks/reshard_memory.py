@@ -1,7 +1,9 @@
-"""What a reshard holds in memory, against its bound: ``python benchmarks/reshard_memory.py --out docs/development/reshard-memory.md``.
+"""What a reshard holds in memory, against its bound: ``python benchmarks/reshard_memory.py --out
+docs/development/reshard-memory.md``.
 
-The bound: beside the blocks that are there, the new blocks and one block. On virtual ranks ``tracemalloc`` counts every array of all ranks
-together; in two worker processes it is the high-water mark of what each has in memory (Linux), by which chunks on their way count too, a MB or two.
+The bound: beside the blocks that are there, the new blocks and one block. On virtual ranks ``tracemalloc`` counts every
+array of all ranks together; in two worker processes it is the high-water mark of what each has in memory (Linux), by
+which chunks on their way count too, a MB or two.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Case = tuple[str, Moved]
 
 
 def cases(both: mt.Mesh, one: mt.Mesh, other: mt.Mesh, rows: int, columns: int) -> list[Case]:
-    """Reshards of an array of float64 within a mesh of one axis ``a``, to a part of it, to a larger one and to one beside it."""
+    """Reshards of an array of float64 within a mesh of one axis ``a``, to a part of it, to a larger one and to one
+    beside it."""
 
     def on(mesh: mt.Mesh, placement: Any, shape: tuple[int, ...]) -> mt.Array:
         (axis,) = mesh.names
@@ -70,7 +73,10 @@ def blocks(x: mt.Array) -> list[int]:
 def line(name: str, old: int, new: int, block: int, measured: int) -> str:
     """A row of a table: MB."""
     bound = new + block
-    return f"| {name} | {old / 1e6:.1f} | {new / 1e6:.1f} | {bound / 1e6:.1f} | {measured / 1e6:.1f} | {measured / bound:.2f} |"
+    return (
+        f"| {name} | {old / 1e6:.1f} | {new / 1e6:.1f} | {bound / 1e6:.1f} | {measured / 1e6:.1f} | "
+        f"{measured / bound:.2f} |"
+    )
 
 
 HEAD = "| reshard | there, MB | new blocks, MB | bound, MB | measured, MB | ratio |\n|---|---|---|---|---|---|"
@@ -148,11 +154,13 @@ def workers(rows: int = 2048) -> list[str]:
 def main() -> None:
     put = page.destination(__doc__)
     parts = [
-        "# What a reshard holds in memory\n\nMade by `python benchmarks/reshard_memory.py`. The bound is the new blocks and one more, beside what is "
+        "# What a reshard holds in memory\n\nMade by `python benchmarks/reshard_memory.py`. The bound is the new "
+        "blocks and one more, beside what is "
         "there; the ratio is of what was\nmeasured to the bound.\n",
         f"## Four virtual ranks of one process\n\nAll ranks together, counted by `tracemalloc`.\n\n{HEAD}\n"
         + "\n".join(virtual()),
-        "\n## Two worker processes\n\nThe fullest worker: what its high-water mark rose by, chunks on their way among it. There is the whole array, in MB; new blocks are those of "
+        "\n## Two worker processes\n\nThe fullest worker: what its high-water mark rose by, chunks on their way among "
+        "it. There is the whole array, in MB; new blocks are those of "
         f"one worker.\n\n{HEAD}\n" + "\n".join(workers()),
     ]
     put("\n".join(parts) + "\n")

@@ -44,8 +44,8 @@ RANKS = (8, 64, 512, 4096)
 
 
 def traced() -> tuple[Any, dict[int, Any], mt.Mesh]:
-    """The program of the gradients, the layouts of its inputs, and a small mesh of the same axes on which it was traced: what is
-    asked is what the number of ranks adds."""
+    """The program of the gradients, the layouts of its inputs, and a small mesh of the same axes on which it was
+    traced: what is asked is what the number of ranks adds."""
     small = mt.Mesh({"data": 2, "model": 4})
     x = mt.distribute(np.ones((4096, 64), np.float32), small, data=mt.Shard(0))
     params = [
@@ -97,8 +97,8 @@ def _moves(step: Any) -> Any:
 
 
 def turned(ranks: int) -> tuple[float, float, float, int, float]:
-    """An all-to-all of per-rank code: seconds of its tracing, of its partition, of making it ready in one of so many processes, the lines
-    of its plans there, and seconds of a run of all ranks in one process."""
+    """An all-to-all of per-rank code: seconds of its tracing, of its partition, of making it ready in one of so many
+    processes, the lines of its plans there, and seconds of a run of all ranks in one process."""
     mesh = mt.Mesh({"a": ranks})
     rows, columns = {"a": mt.Shard(0)}, {"a": mt.Shard(1)}
     x = mt.distribute(np.ones((ranks, ranks), np.int8), mesh, a=mt.Shard(0))
@@ -167,7 +167,8 @@ def main() -> None:
     print(
         "\n"
         "| ranks | mesh | entries | partition, s | rank program, kB | steps | bytes of all moves, s "
-        "| made ready in one of so many processes, s | lines of its plans | made ready for all ranks in one process, s |"
+        "| made ready in one of so many processes, s | lines of its plans | made ready for all ranks in one process, s "
+        "|"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     program, layouts, small = traced()
@@ -185,7 +186,8 @@ def main() -> None:
             flush=True,
         )
     print(
-        "\n| ranks | traced, s | partition, s | made ready in one of so many processes, s | lines of its plans | a run, s |"
+        "\n| ranks | traced, s | partition, s | made ready in one of so many processes, s | lines of its plans | a "
+        "run, s |"
     )
     print("|---|---|---|---|---|---|")
     for ranks in RANKS:

@@ -1,4 +1,5 @@
-"""Ranks as threads of one process, and queues in place of sockets: the executor's own collectives, delivered and counted."""
+"""Ranks as threads of one process, and queues in place of sockets: the executor's own collectives, delivered and
+counted."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Checkpoints against raw reads and writes and against other libraries: ``python benchmarks/storage.py [--megabytes 1000]``.
+"""Checkpoints against raw reads and writes and against other libraries: ``python benchmarks/storage.py [--megabytes
+1000]``.
 
-All candidates of a row run in turns, in one process, on the same arrays, and each round begins with another; the ratio is that of the shortest times.
-The shortest processor time of all threads and the fewest page faults stand beside it. Every writer ends with the same promise: its files and directories are synced (a library that does not sync gets
-that done for it, inside its time). *Warm* reads find the files in the page cache; for *cold* ones the kernel is asked to drop the pages of
-each file first. A library that is not installed is named as missing, one that fails with its error.
+All candidates of a row run in turns, in one process, on the same arrays, and each round begins with another; the ratio
+is that of the shortest times. The shortest processor time of all threads and the fewest page faults stand beside it.
+Every writer ends with the same promise: its files and directories are synced (a library that does not sync gets that
+done for it, inside its time). *Warm* reads find the files in the page cache; for *cold* ones the kernel is asked to
+drop the pages of each file first. A library that is not installed is named as missing, one that fails with its error.
 """
 
 from __future__ import annotations
@@ -81,7 +83,10 @@ def main(options: argparse.Namespace) -> None:
         tree = arrays(options.megabytes)
         size = sum(a.nbytes for a in tree.values())
         bench = Bench(options.rounds, options.against, options.chunks, options.count, options.blend_megabytes)
-        bench.table.title = f"Storage: {len(tree)} float32 arrays, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, {options.rounds} rounds, {installed.kernels()}"
+        bench.table.title = (
+            f"Storage: {len(tree)} float32 arrays, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, {options.rounds} "
+            f"rounds, {installed.kernels()}"
+        )
         if {"save", "async", "load", "convert"} & set(only):
             storage.save(home / "template", tree)
         for name in PARTS:

@@ -1,4 +1,5 @@
-"""Bytes of the steps of a real run: a small decoder learns the text of some modules of Python's library, and is then fine-tuned on others at rate 1e-5."""
+"""Bytes of the steps of a real run: a small decoder learns the text of some modules of Python's library, and is then
+fine-tuned on others at rate 1e-5."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from storage_table import Bench, measured
 import meshtape as mt
 from meshtape import storage
 
-BEFORE = "argparse ast calendar collections datetime difflib doctest enum fractions ftplib gettext inspect ipaddress locale mailbox optparse pickle platform"
+BEFORE = (
+    "argparse ast calendar collections datetime difflib doctest enum fractions ftplib gettext inspect ipaddress locale "
+    "mailbox optparse pickle platform"
+)
 AFTER = "random shutil smtplib socket statistics string subprocess tarfile tempfile textwrap threading typing zipfile"
 CONFIG = mt.models.decoder.Config(vocab=256, width=128, layers=3, heads=4, kv_heads=4, ffn=352, max_length=64)
 SETTLE, SAVES, ANCHOR = (

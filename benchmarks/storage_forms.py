@@ -1,4 +1,5 @@
-"""Rows of ``storage.py``: bytes and seconds of each form of a checkpoint on a real training run, and models blended beside mergekit."""
+"""Rows of ``storage.py``: bytes and seconds of each form of a checkpoint on a real training run, and models blended
+beside mergekit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ EVERY = 5  # steps from one checkpoint to the next
 
 
 class TrainingRun:
-    """A decoder of 3.3 million parameters that learns the text of this repository with AdamW. ``last``: its last layer alone."""
+    """A decoder of 3.3 million parameters that learns the text of this repository with AdamW. ``last``: its last layer
+    alone."""
 
     def __init__(self, last: bool = False, rate: float = 1e-3) -> None:
         sources = sorted(Path(__file__).parents[1].glob("*/*/*.py"))
@@ -63,7 +65,8 @@ class TrainingRun:
 
 
 def forms(bench: Bench, home: Path, tree: dict[str, np.ndarray], steps: int = 20) -> None:
-    """The checkpoints of a run of 20 steps in each form; *shared* is of a run that trains the last of four layers alone."""
+    """The checkpoints of a run of 20 steps in each form; *shared* is of a run that trains the last of four layers
+    alone."""
     out, found = home / "forms", dict[str, tuple[int, float, float]]()
     options: dict[str, Callable[[str | None], dict[str, Any]]] = {
         "plain": lambda before: {},

@@ -21,7 +21,8 @@ TORCH = timing.peer("safetensors.torch") if timing.peer("torch") is not None els
 
 
 def small(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
-    """Many arrays of a few numbers: what each costs beside its bytes. The files that Zarr needs for them are two and a directory each."""
+    """Many arrays of a few numbers: what each costs beside its bytes. The files that Zarr needs for them are two and a
+    directory each."""
     held = {f"layers.{i}.weight": np.full((8,), i, np.float32) for i in range(bench.count)}
     out, template = home / "out", home / "small-template"
     template.mkdir()
@@ -63,7 +64,8 @@ def small(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
 
 
 def decoder(megabytes: int, layers: int = 33) -> dict[str, np.ndarray]:
-    """About three hundred bfloat16 tensors with the names and the proportions of a decoder: four wide matrices, three wider ones, two scales a layer."""
+    """About three hundred bfloat16 tensors with the names and the proportions of a decoder: four wide matrices, three
+    wider ones, two scales a layer."""
     width = max(64, math.isqrt(megabytes * 1_000_000 // (2 * 12 * layers)) // 64 * 64)
     block = np.random.default_rng(0).standard_normal(1 << 20, np.float32).astype(ml_dtypes.bfloat16)
     shapes = {f"self_attn.{n}_proj.weight": (width, width) for n in "qkvo"}
@@ -81,7 +83,8 @@ def decoder(megabytes: int, layers: int = 33) -> dict[str, np.ndarray]:
 
 
 def models(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
-    """A model of three hundred tensors in bfloat16, as most are kept. Values that a peer maps are copied, so that all of them are read."""
+    """A model of three hundred tensors in bfloat16, as most are kept. Values that a peer maps are copied, so that all
+    of them are read."""
     held = decoder(sum(a.nbytes for a in tree.values()) // 1_000_000)
     out, ours, st = home / "out", home / "model", home / "bf16.safetensors"
     theirs: dict[str, Any] = {}
@@ -129,7 +132,8 @@ def models(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
 
 
 def workers(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
-    """A save by four worker processes, each of which holds a quarter of every matrix, against one process that holds all."""
+    """A save by four worker processes, each of which holds a quarter of every matrix, against one process that holds
+    all."""
     from meshtape.parallel.dask.cluster import local_cluster
 
     out, template = home / "out", home / "template"

@@ -1,4 +1,5 @@
-"""What ``storage.py`` compares with: plain system calls, and other libraries, each with the promise that its files are synced."""
+"""What ``storage.py`` compares with: plain system calls, and other libraries, each with the promise that its files are
+synced."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TENSORSTORE = timing.peer("tensorstore")
 
 
 def raw_write(path: Path, tree: dict[str, np.ndarray], template: Path) -> None:
-    """As many files and directories as ours, of the same lengths, written with plain calls and synced in the same places."""
+    """As many files and directories as ours, of the same lengths, written with plain calls and synced in the same
+    places."""
     path.mkdir()
     for name, a in tree.items():
         (path / name).mkdir()
@@ -48,7 +50,8 @@ def sync_dir(path: Path) -> None:
 
 
 def raw_read(path: Path, tree: dict[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
-    """The same bytes with ``preadv`` into new arrays: memory is given back before each, so both begin with pages that nobody has touched."""
+    """The same bytes with ``preadv`` into new arrays: memory is given back before each, so both begin with pages that
+    nobody has touched."""
     out = {name: np.empty_like(like) for name, like in tree.items()}
 
     def fill(name: str) -> None:

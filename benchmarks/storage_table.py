@@ -114,7 +114,8 @@ class Bench:
         prepare: Callable[[], Any] = lambda: None,
         cpu: bool = False,
     ) -> dict[str, float]:
-        """Measure and add a row; returns the seconds. With ``cpu`` the ratio and its target are of the processors' time."""
+        """Measure and add a row; returns the seconds. With ``cpu`` the ratio and its target are of the processors'
+        time."""
         peers = {n: p for n, p in peers.items() if self.wants(n)}
         runs = {"": ours, **{n: f for n, (f, _) in peers.items() if f is not None}}
         samples: dict[str, list[Spent]] = {n: [] for n in runs}

@@ -197,7 +197,8 @@ def loading(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
 
 
 def slices(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
-    """Every tenth row, a column, and both with steps, of one large matrix, from a file of safetensors and from a checkpoint."""
+    """Every tenth row, a column, and both with steps, of one large matrix, from a file of safetensors and from a
+    checkpoint."""
     size = sum(a.nbytes for a in tree.values())
     w = np.resize(next(iter(tree.values())), (max(100, size // 40_000), 10_000))
     st, ours = home / "one.safetensors", home / "one"

@@ -1,8 +1,8 @@
 """Timing for the benchmarks: ratios against peers, taken in one run on one machine.
 
-Absolute times drift with the machine; the candidates of a row are therefore timed in turns, round after round, and the ratio is
-that of the medians. A peer that is not importable is named as missing, never left out in silence. Import this module before
-NumPy: it sets one thread for everybody.
+Absolute times drift with the machine; the candidates of a row are therefore timed in turns, round after round, and the
+ratio is that of the medians. A peer that is not importable is named as missing, never left out in silence. Import this
+module before NumPy: it sets one thread for everybody.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def peer(name: str) -> Any:
 
 
 def timed(candidates: Mapping[str, Callable[[], Any]], *, seconds: float = 0.4, rounds: int = 9) -> dict[str, float]:
-    """Median seconds of one call of each candidate, over ``rounds`` rounds in turns of about ``seconds / rounds`` each."""
+    """Median seconds of one call of each candidate, over ``rounds`` rounds in turns of about ``seconds / rounds``
+    each."""
     counts = {}
     for name, fn in candidates.items():
         fn()
@@ -84,7 +85,8 @@ class Report:
         over: Mapping[str, float] = {},
         **options: Any,
     ) -> None:
-        """Time one row. ``peers`` maps a name to a function (None: not installed) and the largest ratio that meets the target.
+        """Time one row. ``peers`` maps a name to a function (None: not installed) and the largest ratio that meets the
+        target.
 
         Peers in ``over`` have a target of another kind: how much longer, in ``unit``, our call may take than theirs.
         """
@@ -103,7 +105,8 @@ class Report:
         unit: str = "ms",
         over: Mapping[str, float] = {},
     ) -> None:
-        """A row of times in seconds that were taken before; a peer of ``goals`` that is not among ``theirs`` is missing."""
+        """A row of times in seconds that were taken before; a peer of ``goals`` that is not among ``theirs`` is
+        missing."""
         factor = {"ms": 1e3, "us": 1e6}[unit] * scale
         if not goals:
             self.table.add_row(work, f"{ours * factor:.3g} {unit}", "", "", "", "")

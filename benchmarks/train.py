@@ -1,11 +1,13 @@
-"""A training step of a decoder of 10.7 million parameters, against PyTorch on the same threads: ``python benchmarks/train.py``.
+"""A training step of a decoder of 10.7 million parameters, against PyTorch on the same threads: ``python
+benchmarks/train.py``.
 
-One process against PyTorch's eager mode (the same architecture, the same numbers of rows and tokens, AdamW and clipping included), and
-two Dask workers against PyTorch's DistributedDataParallel and FSDP (ours: ZeRO 3) with gloo on two processes. Two processes give the
-scaling efficiency in both of its meanings: *weak*, at one batch per process (the time of one process with half the batch over that of two;
-as in Goyal et al., "Accurate, Large Minibatch SGD", arXiv:1706.02677), and *strong*, at one global batch (the time of one process over
-twice that of two). Two processes that make a step of half a batch each and exchange nothing say how much of either the machine allows.
-What is exchanged and what the optimizer does are the same for any batch, so that all of this is measured for several. Every process
+One process against PyTorch's eager mode (the same architecture, the same numbers of rows and tokens, AdamW and clipping
+included), and two Dask workers against PyTorch's DistributedDataParallel and FSDP (ours: ZeRO 3) with gloo on two
+processes. Two processes give the scaling efficiency in both of its meanings: *weak*, at one batch per process (the time
+of one process with half the batch over that of two; as in Goyal et al., "Accurate, Large Minibatch SGD",
+arXiv:1706.02677), and *strong*, at one global batch (the time of one process over twice that of two). Two processes
+that make a step of half a batch each and exchange nothing say how much of either the machine allows. What is exchanged
+and what the optimizer does are the same for any batch, so that all of this is measured for several. Every process
 computes on one thread.
 """
 
@@ -55,7 +57,8 @@ def batch(rows: int) -> dict[str, np.ndarray]:
 
 
 def ours(rows: int, mesh: Any = None, zero: int = 0, snapshots: bool = False) -> Callable[[], float]:
-    """A function that makes a step of ``mt.Trainer`` and waits for it. ``snapshots``: copies of the state in memory after each step."""
+    """A function that makes a step of ``mt.Trainer`` and waits for it. ``snapshots``: copies of the state in memory
+    after each step."""
     plan = de.plan("dp")
     trainer = mt.Trainer(
         lambda p, b, key: de.loss(p, b, CONFIG, plan=plan),
@@ -214,7 +217,8 @@ ZERO = (0, 2, 3)
 
 def measured(rows: int, steps: int, torch: Any, mesh: Any) -> dict[str, float]:
     """Seconds of a step of each candidate, by name; those of two processes only where there is a mesh."""
-    # All in turns, those of two processes included: what the machine gives differs by a third from one second to the next.
+    # All in turns, those of two processes included: what the machine gives differs by a third from one second to the
+    # next.
     candidates = {"one": ours(rows)}
     with contextlib.ExitStack() as stack:
         if torch is not None:

@@ -1,8 +1,9 @@
 """meshtape: a NumPy-like array library that differentiates, shards and checkpoints.
 
-``import meshtape as mt`` is all that a user writes. Everything is reached from here: the array namespace (``mt.asarray``,
-``mt.sum``, …), gradients (``mt.grad``), meshes (``mt.Mesh``) and checkpoints (``mt.save``). Dask, Zarr, CuPy and Rich are
-imported when they are first used, never by the import itself. Examples of docstrings assume that import.
+``import meshtape as mt`` is all that a user writes. Everything is reached from here: the array namespace
+(``mt.asarray``, ``mt.sum``, …), gradients (``mt.grad``), meshes (``mt.Mesh``) and checkpoints (``mt.save``). Dask,
+Zarr, CuPy and Rich are imported when they are first used, never by the import itself. Examples of docstrings assume
+that import.
 """
 
 from __future__ import annotations

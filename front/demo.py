@@ -169,7 +169,8 @@ def run(
     total = epochs * digits.steps_per_epoch
     half = total // 2
     say(
-        f"[bold]meshtape demo[/]: {len(digits.x)} handwritten digits to learn, {len(digits.test_x)} held out, {total} steps"
+        f"[bold]meshtape demo[/]: {len(digits.x)} handwritten digits to learn, {len(digits.test_x)} held out, {total} "
+        "steps"
     )
 
     # 1 and 2: two workers, four ranks; data parallel times tensor parallel.
@@ -187,7 +188,8 @@ def run(
     latest = manager.latest()
     with cluster(scheduler, 3) as client, mt.Mesh({"model": 3}, client=client) as mesh:
         say(
-            f"[cyan]3[/] {'the same' if scheduler else 'another'} cluster; {mesh}; resuming from [green]{_near(latest)}[/]"
+            f"[cyan]3[/] {'the same' if scheduler else 'another'} cluster; {mesh}; resuming from "
+            f"[green]{_near(latest)}[/]"
         )
         reading = mt.LoadReport()
         state = mt.load(latest, shardings=lambda path, shape, dtype: PLAN.sharding(path, shape, mesh), report=reading)
@@ -256,7 +258,8 @@ def _train(
     title: str,
     console: Any,
 ) -> tuple[Any, float]:
-    """Steps ``first … last-1`` with a progress bar; checkpoints half way and at the end. The state, and steps a second."""
+    """Steps ``first … last-1`` with a progress bar; checkpoints half way and at the end. The state, and steps a
+    second."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     step_fn = mt.compile(train_step)

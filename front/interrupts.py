@@ -1,4 +1,5 @@
-"""Ctrl-C while the command is still being imported ends it as it does later: quietly, with code 130. The first module that is imported."""
+"""Ctrl-C while the command is still being imported ends it as it does later: quietly, with code 130. The first module
+that is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def is_command() -> bool:
-    """Whether this process is ``meshtape`` or ``python -m meshtape``, whose program has no name yet when its package is imported."""
+    """Whether this process is ``meshtape`` or ``python -m meshtape``, whose program has no name yet when its package is
+    imported."""
     name = sys.argv[0] if sys.argv else ""
     return name == "-m" or PurePath(name).stem == "meshtape"
 

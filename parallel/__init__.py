@@ -1,15 +1,17 @@
 """Meshes, shardings, and the programs that run on them.
 
-A computation on sharded arrays is an ordinary program of ops on whole arrays. The propagator gives every value a sharding from
-the ops' factor mappings, the partitioner writes one program for all ranks with the collectives in it, and an executor runs that
-program in lockstep over the ranks that a process hosts. The virtual mesh hosts all ranks in this process; on a Dask cluster each
-worker hosts its share and a run is one task a worker, whatever the number of ops. Collectives go from worker to worker.
+A computation on sharded arrays is an ordinary program of ops on whole arrays. The propagator gives every value a
+sharding from the ops' factor mappings, the partitioner writes one program for all ranks with the collectives in it, and
+an executor runs that program in lockstep over the ranks that a process hosts. The virtual mesh hosts all ranks in this
+process; on a Dask cluster each worker hosts its share and a run is one task a worker, whatever the number of ops.
+Collectives go from worker to worker.
 
-Where that is not enough there is code for one rank at a time: ``shard_map`` with its collectives, and ``pipeline``. Data that does
-not fit in memory is worked on by ``stream``; Dask's arrays come and go by ``from_dask`` and ``x.to_dask()``.
+Where that is not enough there is code for one rank at a time: ``shard_map`` with its collectives, and ``pipeline``.
+Data that does not fit in memory is worked on by ``stream``; Dask's arrays come and go by ``from_dask`` and
+``x.to_dask()``.
 
-Local arrays of up to 1 MiB that meet sharded ones (labels, scalars, masks) are copied to every rank; larger ones must be
-distributed by name, but for those of one repeated value (zeros, ones), of which each rank makes its part.
+Local arrays of up to 1 MiB that meet sharded ones (labels, scalars, masks) are copied to every rank; larger ones must
+be distributed by name, but for those of one repeated value (zeros, ones), of which each rank makes its part.
 """
 
 from .forecasting import abstract, forecast

@@ -1,9 +1,11 @@
 """Checkpoints: open formats, written atomically, verified when read.
 
-`save` writes a tree of arrays as a Zarr v3 group with a manifest, every rank its own blocks; `load` reads it onto any other
-mesh; `open_checkpoint` shows it without reading it; `merge` turns it into Hugging Face safetensors; `verify` checks every
-byte; `CheckpointManager` keeps the last few. A place is a path, or a URL of an object store (``s3://``, ``gs://``, ``az://``; to read, ``http://``,
-``hf://`` and others of fsspec); in this package it is a plain text, as it comes from manifests and goes to system calls. Importing this package imports neither zarr nor dask nor a client of a cloud.
+`save` writes a tree of arrays as a Zarr v3 group with a manifest, every rank its own blocks; `load` reads it onto any
+other mesh; `open_checkpoint` shows it without reading it; `merge` turns it into Hugging Face safetensors; `verify`
+checks every byte; `CheckpointManager` keeps the last few. A place is a path, or a URL of an object store (``s3://``,
+``gs://``, ``az://``; to read, ``http://``, ``hf://`` and others of fsspec); in this package it is a plain text, as it
+comes from manifests and goes to system calls. Importing this package imports neither zarr nor dask nor a client of a
+cloud.
 
 >>> import numpy as np, tempfile, os
 >>> where = os.path.join(tempfile.mkdtemp(), "ckpt")
@@ -104,8 +106,8 @@ __all__ = [
 def register_zarr_dtypes() -> None:
     """Make zarr-python read and write bfloat16, float8_e4m3fn and float8_e5m2.
 
-    It is done by itself when zarr was imported before this package, and by every function here that uses zarr. The other
-    way round, a program that imports zarr afterwards calls this once.
+    It is done by itself when zarr was imported before this package, and by every function here that uses zarr. The
+    other way round, a program that imports zarr afterwards calls this once.
     """
     from .format.zarr_dtypes import register
 

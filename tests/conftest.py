@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 if sys.dont_write_bytecode:
-    # The tests start some hundred processes, and without bytecode each compiles for three seconds what it imports. Where none is to lie
-    # beside the sources, it is kept with what pytest keeps. It stands here since the imports below count too.
+    # The tests start some hundred processes, and without bytecode each compiles for three seconds what it imports.
+    # Where none is to lie beside the sources, it is kept with what pytest keeps. It stands here since the imports below
+    # count too.
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(
         Path(__file__).parents[1] / ".pytest_cache" / "d" / "bytecode"
     )
@@ -33,7 +34,8 @@ from hypothesis import HealthCheck, settings
 
 
 class _Shared:
-    """Finds what tests of several packages import. (A folder named ``meshtape`` lies beside it, so that this one is not on the path.)"""
+    """Finds what tests of several packages import. (A folder named ``meshtape`` lies beside it, so that this one is not
+    on the path.)"""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -47,8 +49,8 @@ sys.meta_path.append(_Shared)
 for _forced in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_forced, None)  # what is a terminal here the tests say themselves
 
-# Whether a change passes must not depend on luck: the same examples each time, and no limit on the time of one. To look for new ones:
-# pytest --hypothesis-profile=explore.
+# Whether a change passes must not depend on luck: the same examples each time, and no limit on the time of one. To look
+# for new ones: pytest --hypothesis-profile=explore.
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -71,8 +73,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """And what stays after the tests of a file (caches, clusters), or a search in the last files takes half a second. The next file finds
-    no memory that this one has left for use again: up to a gigabyte."""
+    """And what stays after the tests of a file (caches, clusters), or a search in the last files takes half a second.
+    The next file finds no memory that this one has left for use again: up to a gigabyte."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
@@ -84,12 +86,13 @@ ORDER = (
     *("parallel/chaos/", "gpu/contract/", "docs/", "arrays/", "autodiff/", "storage/", "gpu/", "meshtape/"),
     *("parallel/test_bounded_waits", "parallel/training/", "parallel/test_gang", "parallel/"),
 )
-"""The longest tests come first: at the end, one process would run them while the others have nothing to do. Those that start clusters come
-last: a cluster stays with its process, and takes time and memory of all that runs beside it."""
+"""The longest tests come first: at the end, one process would run them while the others have nothing to do. Those that
+start clusters come last: a cluster stays with its process, and takes time and memory of all that runs beside it."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests in order. Leave the long runs out unless they are asked for, with ``-m slow`` or any other expression."""
+    """Put the tests in order. Leave the long runs out unless they are asked for, with ``-m slow`` or any other
+    expression."""
     items.sort(key=lambda item: next((i for i, part in enumerate(ORDER) if part in item.nodeid.partition("::")[0]), -1))
     if config.option.markexpr:
         return
@@ -116,7 +119,8 @@ def _runs(client: Client) -> Iterator[list[str]]:
 
 @pytest.fixture
 def runs() -> Callable[[Client], AbstractContextManager[list[str]]]:
-    """``with runs(client) as done``: at its end, names of what the workers did for meshes meanwhile, once for each worker."""
+    """``with runs(client) as done``: at its end, names of what the workers did for meshes meanwhile, once for each
+    worker."""
     return _runs
 
 
@@ -144,16 +148,17 @@ def _held_merge(source: Path, target: Path) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def held_merge() -> Callable[[Path, Path], AbstractContextManager[Callable[[], None]]]:
-    """``with held_merge(source, target) as go:`` has a merge stand still in its middle until the block ends, or calls ``go()``."""
+    """``with held_merge(source, target) as go:`` has a merge stand still in its middle until the block ends, or calls
+    ``go()``."""
     return _held_merge
 
 
 def _peak_of(fn: Callable[[], Any], below: float | None = None) -> int:
     """The most bytes that one call holds, beside what was there before it: its arrays, and Python's own objects.
 
-    Other threads of the process (a scheduler's, say) and what is imported or cached once can only add to what is counted, so it is the
-    least of up to three calls: they end with the first that is ``below``, or with two that agree. Sizes that are compared should still be
-    of megabytes. Nothing comes from the pool meanwhile, nor stays in it.
+    Other threads of the process (a scheduler's, say) and what is imported or cached once can only add to what is
+    counted, so it is the least of up to three calls: they end with the first that is ``below``, or with two that agree.
+    Sizes that are compared should still be of megabytes. Nothing comes from the pool meanwhile, nor stays in it.
     """
     from meshtape.arrays.backends.memory_pool import POOL
 
@@ -180,14 +185,15 @@ def _peak_of(fn: Callable[[], Any], below: float | None = None) -> int:
 
 @pytest.fixture(scope="session")
 def peak_of() -> Callable[..., int]:
-    """``peak_of(fn)``: the most bytes that a call of ``fn`` holds. With ``below`` one call is enough that holds less than that."""
+    """``peak_of(fn)``: the most bytes that a call of ``fn`` holds. With ``below`` one call is enough that holds less
+    than that."""
     return _peak_of
 
 
 @pytest.fixture(scope="session")
 def ulps() -> Callable[[Any, Any, Any], float]:
-    """The largest difference of two arrays in units in the last place of a short dtype; of an element far below the largest, in those
-    of a sixteenth of that. What the dtype cannot hold is to be infinite, or NaN."""
+    """The largest difference of two arrays in units in the last place of a short dtype; of an element far below the
+    largest, in those of a sixteenth of that. What the dtype cannot hold is to be infinite, or NaN."""
     import ml_dtypes
     import numpy as np
 

@@ -1,7 +1,7 @@
 """Samples of every op: the one table that all suites over the ops read.
 
-A row is an op. A sample is a function of arrays that calls it, and its operands by shape, kind and domain, of which each suite makes
-arrays of its own: exact ones to split, smooth ones for differences, short floats in thousands.
+A row is an op. A sample is a function of arrays that calls it, and its operands by shape, kind and domain, of which
+each suite makes arrays of its own: exact ones to split, smooth ones for differences, short floats in thousands.
 """
 
 from __future__ import annotations
@@ -841,7 +841,8 @@ class Calls:
 
 @functools.cache
 def calls(name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments, of NumPy's arrays and numbers, and parameters of the op's own calls that the samples make, each kind of call once."""
+    """Arguments, of NumPy's arrays and numbers, and parameters of the op's own calls that the samples make, each kind
+    of call once."""
     found: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     rng = rng_of(name)
     for sample in samples("shapes", name):

@@ -1,4 +1,5 @@
-"""Programs of random steps: every elementwise op of the table of samples, and what moves, reduces and joins, of any shape."""
+"""Programs of random steps: every elementwise op of the table of samples, and what moves, reduces and joins, of any
+shape."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ def programs(largest: int, smallest: int = 1, smooth: bool = False) -> Any:
 
 
 def bound(program: list[Step], block: Callable[[Any], Any] = lambda f: f) -> Callable[..., list[Any]]:
-    """The program as a function from its inputs to these and all results: each step reads one or two of the values so far.
+    """The program as a function from its inputs to these and all results: each step reads one or two of the values so
+    far.
 
     ``block`` wraps every third step.
     """

@@ -1,7 +1,8 @@
 """``meshtape.arrays`` under a tape: its creation functions return watched arrays.
 
-This is the namespace that the public array-API suite is run on a second time, see docs/development/array-api.md: a tape must
-change no dtype, shape, value or aliasing. ``ARRAY_API_TESTS_MODULE=traced_namespace`` finds it by ``PYTHONPATH=tests``.
+This is the namespace that the public array-API suite is run on a second time, see docs/development/array-api.md: a tape
+must change no dtype, shape, value or aliasing. ``ARRAY_API_TESTS_MODULE=traced_namespace`` finds it by
+``PYTHONPATH=tests``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Backends: NumPy and CuPy behind one small interface.
 
-A backend runs ops on its buffers, makes buffers of its own from host memory, and gives host memory back. ``numpy`` is always
-there; ``cupy`` is imported when the first CUDA device is used, never at import time.
+A backend runs ops on its buffers, makes buffers of its own from host memory, and gives host memory back. ``numpy`` is
+always there; ``cupy`` is imported when the first CUDA device is used, never at import time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def memory_text(error: Any, free: int, total: int, held: int, used: int) -> str:
     """The message of an out-of-memory error: CuPy's text, and the sizes of memory and pool.
 
     >>> memory_text("Out of memory allocating 2,147,483,648 bytes", 2**28, 2**33, 2**32, 2**31)
-    'Out of memory allocating 2,147,483,648 bytes; 256.0 MiB of 8.0 GiB are free, CuPy holds 4.0 GiB, of which 2.0 GiB are in use'
+    'Out of memory allocating 2,147,483,648 bytes; 256.0 MiB of 8.0 GiB are free, CuPy holds 4.0 GiB, of which ...'
     """
     sizes = [human_bytes(n) for n in (free, total, held, used)]
     return f"{error}; {sizes[0]} of {sizes[1]} {_HELD} {sizes[2]}, of which {sizes[3]} are in use"
@@ -61,7 +61,8 @@ class NumPyBackend:
 
 
 class CuPyBackend:
-    """Buffers are ``cupy.ndarray``; each op runs on the device of its first array and on that device's current stream."""
+    """Buffers are ``cupy.ndarray``; each op runs on the device of its first array and on that device's current
+    stream."""
 
     name = "cupy"
 
@@ -93,7 +94,8 @@ class CuPyBackend:
         return tuple(map(self.xp.asarray, out))
 
     def at(self, buf: Any) -> AbstractContextManager[None]:
-        """A block that computes on the device of a buffer (None: on the current one), with errors as in :meth:`memory`."""
+        """A block that computes on the device of a buffer (None: on the current one), with errors as in
+        :meth:`memory`."""
         device = None if buf is None else buf.device
         return _Block(self, None if device is None or device.id == self._current() else device)
 
@@ -116,8 +118,8 @@ class CuPyBackend:
             return self.xp.full(shape, value, dtype)
 
     def memory(self) -> AbstractContextManager[None]:
-        """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of the current device,
-        and those of dtypes that CuPy lacks as `DTypeError`."""
+        """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of
+        the current device, and those of dtypes that CuPy lacks as `DTypeError`."""
         return _Block(self, None)
 
     def explain(self, error: BaseException | None) -> None:
@@ -135,7 +137,8 @@ class CuPyBackend:
 
 
 class _Block:
-    """A block with another current device, unless that is None. (A generator would cost as much as the start of a kernel.)"""
+    """A block with another current device, unless that is None. (A generator would cost as much as the start of a
+    kernel.)"""
 
     __slots__ = ("_backend", "_device")
 
@@ -190,7 +193,8 @@ def backend_of(buf: Any) -> NumPyBackend | CuPyBackend:
 
 
 def on_device_of(buf: Any) -> AbstractContextManager[None]:
-    """A block that computes with a buffer beside any op: on its device, with errors of used-up memory as those of ops."""
+    """A block that computes with a buffer beside any op: on its device, with errors of used-up memory as those of
+    ops."""
     buf = buf.memory if isinstance(buf, Deferred) else buf
     return nullcontext() if buf is None or isinstance(buf, np.ndarray) else cupy_backend().at(buf)
 

@@ -1,8 +1,9 @@
 """Casts of host memory with one rounding.
 
-ml_dtypes makes its narrow floats of float32, so that float64 and wide integers are rounded twice on the way: a value just above the middle of two
-neighbours is first rounded to the middle, then to the even one, which may be the wrong one. Rounded to odd first, a value keeps
-on which side of the middle it lies, and the second rounding is that of the value itself.
+ml_dtypes makes its narrow floats of float32, so that float64 and wide integers are rounded twice on the way: a value
+just above the middle of two neighbours is first rounded to the middle, then to the even one, which may be the wrong
+one. Rounded to odd first, a value keeps on which side of the middle it lies, and the second rounding is that of the
+value itself.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def array_of(values: Any, dtype: np.dtype | None, *, copy: bool = True) -> np.nd
 
 
 def _to_odd(a: np.ndarray) -> np.ndarray:
-    """float32 of float64 or integers: those that it holds as they are, and of the two neighbours of any other the one that ends in a 1."""
+    """float32 of float64 or integers: those that it holds as they are, and of the two neighbours of any other the one
+    that ends in a 1."""
     if a.dtype.kind != "f":
         if a.dtype.itemsize > 4:
             low = a.dtype.type((1 << 64 - _EXACT) - 1)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Let the garbage collector rest: it would walk the millions of small lists of a large manifest again and again while they are made."""
+    """Let the garbage collector rest: it would walk the millions of small lists of a large manifest again and again
+    while they are made."""
     was = gc.isenabled()
     gc.disable()
     try:

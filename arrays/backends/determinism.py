@@ -21,9 +21,10 @@ def is_deterministic() -> bool:
 def use_deterministic(mode: bool = True) -> Iterator[None]:
     """Add up in a fixed order on a GPU, or, with False, in whichever order is fastest, while the context is open.
 
-    It concerns what is added at repeated indices: gradients of reading rows (``table[ids]``, ``take``, ``embedding``) and
-    ``x.at[...].add``. With False each addition is an atomic operation, and the last digits of a sum change from run to run. On a
-    CPU, and in everything else on a GPU, the order is always the same. It holds for all threads of the process.
+    It concerns what is added at repeated indices: gradients of reading rows (``table[ids]``, ``take``, ``embedding``)
+    and ``x.at[...].add``. With False each addition is an atomic operation, and the last digits of a sum change from run
+    to run. On a CPU, and in everything else on a GPU, the order is always the same. It holds for all threads of the
+    process.
 
     >>> with mt.use_deterministic(False):
     ...     mt.is_deterministic()

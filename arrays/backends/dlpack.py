@@ -1,7 +1,9 @@
-"""DLPack with the dtypes that NumPy does not exchange, ``bfloat16`` and the two ``float8``, and memory marked read-only.
+"""DLPack with the dtypes that NumPy does not exchange, ``bfloat16`` and the two ``float8``, and memory marked
+read-only.
 
-A capsule tells dtype, shape and strides in a small C structure. NumPy makes and reads it for integers of the same width; here
-the dtype in the structure is changed on the way. The structure belongs to whoever holds the capsule, and nobody else reads it.
+A capsule tells dtype, shape and strides in a small C structure. NumPy makes and reads it for integers of the same
+width; here the dtype in the structure is changed on the way. The structure belongs to whoever holds the capsule, and
+nobody else reads it.
 
 Source: ``dlpack.h`` of https://github.com/dmlc/dlpack, version 1.1.
 """
@@ -68,7 +70,8 @@ def contents(capsule: Any) -> Any:
 
 
 def export(buf: Any, *, read_only: bool, **options: Any) -> Any:
-    """``buf.__dlpack__(**options)`` for a buffer of any of our dtypes, of NumPy or CuPy, which itself never says ``read_only``.
+    """``buf.__dlpack__(**options)`` for a buffer of any of our dtypes, of NumPy or CuPy, which itself never says
+    ``read_only``.
 
     A consumer that cannot be told so, because it asked for a capsule without versions, is refused.
     """
@@ -124,7 +127,8 @@ class _AsIntegers:
 
 
 def resolved(exporter: Any) -> Any:
-    """A tensor of PyTorch with its sign (``z.conj().imag`` holds it as a bit, which DLPack leaves out); anything else as it is."""
+    """A tensor of PyTorch with its sign (``z.conj().imag`` holds it as a bit, which DLPack leaves out); anything else
+    as it is."""
     return exporter.resolve_neg() if getattr(exporter, "is_neg", bool)() else exporter
 
 

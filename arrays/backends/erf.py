@@ -1,9 +1,9 @@
 """The error function of float32 numbers, vectorised.
 
-SciPy's loop takes one element at a time, 10 ns each. Here ``erf(x) = x P(x²) / Q(x²)`` with polynomials of degree 5, fitted for the
-smallest relative error (2e-8) on ``|x| < 3.93``, beyond which the function is 1 in float32. All coefficients are positive, so that
-nothing cancels: results are within 8 units in the last place. Blocks of a size that stays in the first caches, and scratch that is
-made once, make it four times as fast as SciPy's.
+SciPy's loop takes one element at a time, 10 ns each. Here ``erf(x) = x P(x²) / Q(x²)`` with polynomials of degree 5,
+fitted for the smallest relative error (2e-8) on ``|x| < 3.93``, beyond which the function is 1 in float32. All
+coefficients are positive, so that nothing cancels: results are within 8 units in the last place. Blocks of a size that
+stays in the first caches, and scratch that is made once, make it four times as fast as SciPy's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""float8 on a GPU. CuPy has no such dtypes: an array of bytes stands for the numbers, and all but views computes in float32, as on a CPU."""
+"""float8 on a GPU. CuPy has no such dtypes: an array of bytes stands for the numbers, and all but views computes in
+float32, as on a CPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Host synchronization: where the host waits for a device, and which checks may be left out to avoid it.
 
-A GPU works on while Python goes on; the host waits when it needs a value: for a number, for the shape of ``x[mask]``, for the
-check of an index. Each such place in this package says so here. They say it on a CPU too, where nothing waits, so that a step can
-be checked for waits on any machine.
+A GPU works on while Python goes on; the host waits when it needs a value: for a number, for the shape of ``x[mask]``,
+for the check of an index. Each such place in this package says so here. They say it on a CPU too, where nothing waits,
+so that a step can be checked for waits on any machine.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ SMALLEST = 64 << 10
 """Bytes below which arrays come from NumPy's own cache."""
 
 LINE = 64
-"""Bytes of a line of a cache: memory starts at one, as a vector of processors that lies in two lines takes two reads."""
+"""Bytes of a line of a cache: memory starts at one, as a vector of processors that lies in two lines takes two
+reads."""
 
 
 class Pool:

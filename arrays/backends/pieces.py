@@ -56,8 +56,8 @@ def reduced(
 ) -> np.ndarray:
     """A reduction of the first operand over ``axes``.
 
-    ``piece`` computes it of parts of the operands, with the reduced dimensions kept, and ``combine`` joins two of its results. The other
-    operands have the same number of dimensions, and are cut along those that are not of length one.
+    ``piece`` computes it of parts of the operands, with the reduced dimensions kept, and ``combine`` joins two of its
+    results. The other operands have the same number of dimensions, and are cut along those that are not of length one.
     """
     out = _over(piece, combine, axes, operands, PIECE)
     return out if keepdims else out.reshape(shape_rules.reduced_shape(operands[0].shape, axes, False))

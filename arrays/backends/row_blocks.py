@@ -11,10 +11,11 @@ import numpy as np
 
 from ..core.dtypes import is_low_precision
 
-# Rows are handled in blocks of about this many elements: operands, result and scratch of a block fit in a second-level cache.
+# Rows are handled in blocks of about this many elements: operands, result and scratch of a block fit in a second-level
+# cache.
 BLOCK = 32768
-# Above so many elements OpenBLAS updates a matrix with several threads. Those are SciPy's, beside NumPy's own, which still spin after
-# a product of matrices: waiting for them takes milliseconds where the update takes microseconds.
+# Above so many elements OpenBLAS updates a matrix with several threads. Those are SciPy's, beside NumPy's own, which
+# still spin after a product of matrices: waiting for them takes milliseconds where the update takes microseconds.
 ONE_THREAD = 8192
 
 
@@ -43,7 +44,8 @@ def row_blocks(xp: Any, shape: tuple[int, ...], axis: int) -> tuple[tuple[int, .
 
 
 def by_rows(xp: Any, fn: Callable[..., None], axis: int, dtype: np.dtype, *operands: Any) -> Any:
-    """An array of ``dtype``: ``fn(xp, out, *blocks)`` computes it in the wide dtype, with rows along dimension 1 of each block."""
+    """An array of ``dtype``: ``fn(xp, out, *blocks)`` computes it in the wide dtype, with rows along dimension 1 of
+    each block."""
     shape = operands[0].shape
     folded, keys = row_blocks(xp, shape, axis)
     out = xp.empty(shape, dtype)
@@ -85,7 +87,8 @@ def blocks_and_scratch(
 
 
 def aligned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """An empty array that starts with a cache line: passes over it take half of the time of those over what NumPy allocates."""
+    """An empty array that starts with a cache line: passes over it take half of the time of those over what NumPy
+    allocates."""
     if xp is not np:
         return xp.empty(shape, dtype)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -100,7 +103,8 @@ def with_zeros(xp: Any, row: Any) -> Any:
 
 
 def outer(xp: Any, column: Any, row: Any, out: Any) -> Any:
-    """``out = column * row``, and ``out``. The second column of zeros makes it a product that NumPy leaves to BLAS: a tenth of the time."""
+    """``out = column * row``, and ``out``. The second column of zeros makes it a product that NumPy leaves to BLAS: a
+    tenth of the time."""
     pair = xp.zeros((len(column), 2), column.dtype)
     pair[:, 0] = column
     return xp.matmul(pair, row, out=out)

@@ -41,7 +41,8 @@ if hasattr(os, "register_at_fork"):  # a child of a fork has none of the threads
 
 
 def share(count: int, work: Callable[[int, int], None], *, size: int, unit: int = 1) -> None:
-    """Call ``work(start, stop)`` until ``0 … count`` is done: on several threads where ``size``, in elements, is worth it.
+    """Call ``work(start, stop)`` until ``0 … count`` is done: on several threads where ``size``, in elements, is worth
+    it.
 
     Shares start at multiples of ``unit``. An error of one of the calls is raised. Work inside a share is not shared
     again, as all threads could then wait for each other.

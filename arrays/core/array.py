@@ -1,7 +1,7 @@
 """The ``Array`` type: a buffer, and its name on tapes.
 
-Operators, methods, indexing and display are attached to it from :mod:`meshtape.arrays.interface`, when the package is put together: no op
-needs them to make a result.
+Operators, methods, indexing and display are attached to it from :mod:`meshtape.arrays.interface`, when the package is
+put together: no op needs them to make a result.
 """
 
 from __future__ import annotations

@@ -123,10 +123,10 @@ class BlockHost(Protocol):
     ) -> list[Any]:
         """Call ``fn(payloads, blocks)`` once in each process that hosts a rank of ``payloads``.
 
-        ``fn`` sees the payloads and blocks of the ranks of its own process alone, keyed by rank; ``blocks[rank]`` lists that
-        rank's block of each of ``arrays``, in order. ``fn`` is an importable function, payloads and results can be pickled
-        (Dask carries them). The blocks are not to be changed. The results come in no particular order; an error raised by
-        one process is raised here, when all have ended.
+        ``fn`` sees the payloads and blocks of the ranks of its own process alone, keyed by rank; ``blocks[rank]`` lists
+        that rank's block of each of ``arrays``, in order. ``fn`` is an importable function, payloads and results can be
+        pickled (Dask carries them). The blocks are not to be changed. The results come in no particular order; an error
+        raised by one process is raised here, when all have ended.
         """
 
     def create(
@@ -137,8 +137,8 @@ class BlockHost(Protocol):
     ) -> list[Array]:
         """New split arrays with the given (shape, dtype, sharding), whose blocks ``fn`` makes where they will live.
 
-        ``fn(payloads)`` is called once in each process with the payloads of its ranks and returns, for each rank, its block
-        of each array, in the order of ``specs``.
+        ``fn(payloads)`` is called once in each process with the payloads of its ranks and returns, for each rank, its
+        block of each array, in the order of ``specs``.
         """
 
 

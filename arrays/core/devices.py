@@ -19,7 +19,10 @@ from .op import state
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device. ``kind`` is ``"cpu"`` or ``"cuda"``, ``index`` counts the devices of a kind. Made by :func:`device`."""
+    """One device, made by :func:`device`.
+
+    ``kind`` is ``"cpu"`` or ``"cuda"``, ``index`` counts the devices of a kind.
+    """
 
     kind: str
     index: int = 0

@@ -1,8 +1,8 @@
 """The one point through which every op call goes.
 
-``apply`` looks at the kind of the buffers, has the call computed (or noted, where a buffer only stands for a value), wraps the
-results, and shows the call to the recorders of this thread. The common case, NumPy arrays and Python scalars with nothing
-recording, is one loop and one call.
+``apply`` looks at the kind of the buffers, has the call computed (or noted, where a buffer only stands for a value),
+wraps the results, and shows the call to the recorders of this thread. The common case, NumPy arrays and Python scalars
+with nothing recording, is one loop and one call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class ProgramHost(Protocol):
     def place(
         self, op: Op, avals: Sequence[Any], shardings: Sequence[Any], params: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Shardings of the results of a call on arguments with these avals (or scalars) and shardings (None: replicated)."""
+        """Shardings of the results of a call on arguments with these avals (or scalars) and shardings (None:
+        replicated)."""
 
     def prepare(
         self, program: Program, shardings: Sequence[Any], name: str = "compiled"
@@ -176,7 +177,8 @@ def made(x: Array, of: Any = None) -> Array:
 
 
 def as_array(x: Any) -> Array:
-    """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import of its module."""
+    """``asarray(x)`` for the functions of this package: an Array is handed on without the call, and without an import
+    of its module."""
     if type(x) is Array:
         return x
     return _asarray(x)
@@ -207,7 +209,8 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
 
 
 def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any] = NO_PARAMS) -> Any:
-    """:func:`apply` to Arrays in NumPy's memory and Python scalars that need no preparation; ``bufs`` are the buffers and the scalars."""
+    """:func:`apply` to Arrays in NumPy's memory and Python scalars that need no preparation; ``bufs`` are the buffers
+    and the scalars."""
     try:
         out = op.numpy(*bufs, **params) if params else op.numpy(*bufs)
     except (ValueError, TypeError, OverflowError, MemoryError) as e:
@@ -225,7 +228,8 @@ def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[s
 
 
 def _on_one_gpu(args: tuple[Any, ...]) -> list[Any] | None:
-    """Buffers and scalars of a call on arrays of one GPU that needs no more preparation than one on NumPy's (as in :func:`apply`)."""
+    """Buffers and scalars of a call on arrays of one GPU that needs no more preparation than one on NumPy's (as in
+    :func:`apply`)."""
     bufs, scalars, buf = [], False, None
     for a in args:
         if type(a) is Array:
@@ -303,8 +307,8 @@ def check_devices(op: Op, args: tuple[Any, ...]) -> None:
 def _strong_scalars(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The arguments with real Python scalars as arrays, where the dtype they meet is one of ml_dtypes; else None.
 
-    NumPy's rule that a Python scalar never widens an array does not reach dtypes that others register: ``bfloat16 * 2.0`` would be
-    float32, and ``where(c, bfloat16, 0.0)`` float64.
+    NumPy's rule that a Python scalar never widens an array does not reach dtypes that others register: ``bfloat16 *
+    2.0`` would be float32, and ``where(c, bfloat16, 0.0)`` float64.
     """
     for a in args:
         if type(a) is Array and a._buf.dtype.num >= FIRST_USER_DTYPE:
@@ -361,7 +365,8 @@ def _coerced(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def coerce(op: Op, a: Any) -> Any:
-    """An operand as an ``Array`` or a Python scalar; a list is an array. Raises :class:`DTypeError` for anything else."""
+    """An operand as an ``Array`` or a Python scalar; a list is an array. Raises :class:`DTypeError` for anything
+    else."""
     t = type(a)
     if t is Array or t in SCALARS:
         return a
@@ -373,7 +378,8 @@ def coerce(op: Op, a: Any) -> Any:
         if isinstance(a, base):
             return base(a)
     raise NotNumbers(
-        f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array (mt.asarray makes one) or a Python number"
+        f"[{op.name}] cannot take {t.__module__}.{t.__qualname__}: pass an Array (mt.asarray makes one) or a Python "
+        "number"
     )
 
 
@@ -398,7 +404,8 @@ def refuse_watched(what: str, x: Array, instead: str = "pass mt.stop_gradient(x)
     """Raise where a tape watches ``x`` and ``what`` would cut its gradient off in silence."""
     if is_watched(x):
         raise GradientError(
-            f"[{what}] a tape watches this array (shape {tuple(x.shape)}), and what comes out would have no gradient: {instead}"
+            f"[{what}] a tape watches this array (shape {tuple(x.shape)}), and what comes out would have no gradient: "
+            f"{instead}"
         )
 
 
@@ -407,7 +414,8 @@ def refuse_history(what: str, x: Array, instead: str = "use a function of meshta
     if has_history(x):
         refuse_watched(what, x, f"{instead}, or pass mt.stop_gradient(x) if it is to be a constant")
         text = (
-            f"[{what}] takes values, and this array (shape {tuple(x.shape)}) only stands for one while the function is traced: "
+            f"[{what}] takes values, and this array (shape {tuple(x.shape)}) only stands for one while the function is "
+            "traced: "
             f"{instead}, or call it outside of the function"
         )
         for r in state.recorders:
@@ -417,7 +425,8 @@ def refuse_history(what: str, x: Array, instead: str = "use a function of meshta
 
 
 def as_number(name: str, what: str, value: Any) -> float:
-    """A parameter that is one number. Raises where it is an array whose history would be lost: the op has no derivative by it."""
+    """A parameter that is one number. Raises where it is an array whose history would be lost: the op has no derivative
+    by it."""
     if type(value) is Array:
         refuse_history(name, value, f"{what} is a number without a derivative")
     return float(value)
@@ -426,8 +435,8 @@ def as_number(name: str, what: str, value: Any) -> float:
 def call_site(depth: int = 2) -> Site | None:
     """The innermost line outside this package, which an error of the backward pass names.
 
-    ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to be made first.
-    A derivative, or a call that is made again, has the line of the call that it stands for.
+    ``depth`` is the number of frames, this one included, that are known to be ours: each frame that is looked at has to
+    be made first. A derivative, or a call that is made again, has the line of the call that it stands for.
     """
     if state.site is not None:
         return state.site
@@ -465,7 +474,8 @@ def check_unwritten(op: Op, args: tuple[Any, ...], bufs: Sequence[Any]) -> None:
 def written_to(op: Op) -> ConcurrentWriteError:
     """The error of a call whose operand has another value by the time that it is recorded."""
     return ConcurrentWriteError(
-        f"[{op.name}] another thread wrote to an operand in place while a tape recorded the call: let one thread write while no "
+        f"[{op.name}] another thread wrote to an operand in place while a tape recorded the call: let one thread write "
+        "while no "
         "other reads (with a lock), or give each a copy of its own"
     )
 

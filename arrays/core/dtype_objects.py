@@ -1,8 +1,9 @@
 """The dtypes as users name them: ``mt.float32``, ``mt.bfloat16``, …
 
-A dtype of an array (``x.dtype``) is a ``numpy.dtype``, which every library around arrays understands. As a *name* it has one
-flaw: NumPy takes ``None`` for its default dtype, so that ``numpy.dtype("float64") == None`` is true, and a table without an answer
-seems to answer float64. The names are therefore objects of their own, equal to the dtype that they name and to nothing else.
+A dtype of an array (``x.dtype``) is a ``numpy.dtype``, which every library around arrays understands. As a *name* it
+has one flaw: NumPy takes ``None`` for its default dtype, so that ``numpy.dtype("float64") == None`` is true, and a
+table without an answer seems to answer float64. The names are therefore objects of their own, equal to the dtype that
+they name and to nothing else.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _DELEGATED = (
 class DType:
     """A dtype by its name: ``mt.float32`` and its like.
 
-    It is equal to the ``numpy.dtype`` that it names and hashes as that does, so that both find the same entry of a dict; NumPy
-    takes it wherever it takes a dtype. Of a dtype's attributes it has those that say something of a number (``itemsize``,
-    ``kind``, …), none of those that would make it look like an array (``shape``, ``ndim``).
+    It is equal to the ``numpy.dtype`` that it names and hashes as that does, so that both find the same entry of a
+    dict; NumPy takes it wherever it takes a dtype. Of a dtype's attributes it has those that say something of a number
+    (``itemsize``, ``kind``, …), none of those that would make it look like an array (``shape``, ``ndim``).
 
     Attributes
     ----------

@@ -1,8 +1,9 @@
 """Dtypes: the objects, their kinds and limits, and the rules by which they combine.
 
-The standard's dtypes are NumPy's; ``float16``, ``bfloat16`` and the two ``float8`` come beside them (ml_dtypes). One table,
-``DTYPES``, names all of them; whatever asks "which dtypes are there" reads it. Inside the package a dtype is a ``numpy.dtype``;
-the names that users write are :class:`~meshtape.arrays.core.dtype_objects.DType` objects, which :func:`as_dtype` turns into these.
+The standard's dtypes are NumPy's; ``float16``, ``bfloat16`` and the two ``float8`` come beside them (ml_dtypes). One
+table, ``DTYPES``, names all of them; whatever asks "which dtypes are there" reads it. Inside the package a dtype is a
+``numpy.dtype``; the names that users write are :class:`~meshtape.arrays.core.dtype_objects.DType` objects, which
+:func:`as_dtype` turns into these.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def as_dtype(dtype: Any, name: str = "dtype") -> np.dtype:
     Raises
     ------
     DTypeError
-        For what is none of ours (``object``, text, ``longdouble``, …): an Array holds numbers that every backend and file
-        format knows.
+        For what is none of ours (``object``, text, ``longdouble``, …): an Array holds numbers that every backend and
+        file format knows.
 
     Examples
     --------

@@ -1,8 +1,8 @@
 """Every error that a user of meshtape can cause.
 
 Each type also derives from the closest built-in, so that ``except ValueError`` and ``except IndexError`` keep working.
-A message says what was wrong, where, and what would be right; it stays readable without a traceback, because the command
-line prints nothing else. Users write ``meshtape.errors``.
+A message says what was wrong, where, and what would be right; it stays readable without a traceback, because the
+command line prints nothing else. Users write ``meshtape.errors``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class DTypeError(MeshtapeError, TypeError):
 
 
 class TreeError(MeshtapeError, ValueError, TypeError):
-    """Trees differ in structure, or a container cannot be taken apart and rebuilt as it was; says how to register its class."""
+    """Trees differ in structure, or a container cannot be taken apart and rebuilt as it was; says how to register its
+    class."""
 
 
 class NotAFunction(MeshtapeError, TypeError):
@@ -72,7 +73,8 @@ class OutOfMemory(MeshtapeError, MemoryError):
 
 
 class LinAlgError(MeshtapeError, np.linalg.LinAlgError):
-    """A matrix has no inverse or no factorization of the kind, or an iteration does not converge; names op and shapes."""
+    """A matrix has no inverse or no factorization of the kind, or an iteration does not converge; names op and
+    shapes."""
 
 
 class DeviceError(MeshtapeError, ValueError):
@@ -84,12 +86,13 @@ class ArrayIndexError(MeshtapeError, IndexError):
 
 
 class TracedValueError(MeshtapeError, TypeError):
-    """A value was asked of an array that only stands for one (inside ``mt.compile``), or such an array was kept or written where it has
-    none."""
+    """A value was asked of an array that only stands for one (inside ``mt.compile``), or such an array was kept or
+    written where it has none."""
 
 
 class NondeterministicError(MeshtapeError, ValueError):
-    """A function was traced twice and gave two programs: it draws random numbers or reads a clock, beside ``mt.random``."""
+    """A function was traced twice and gave two programs: it draws random numbers or reads a clock, beside
+    ``mt.random``."""
 
 
 class DonatedArrayError(MeshtapeError, RuntimeError):
@@ -170,7 +173,8 @@ class PlanError(MeshtapeError, ValueError):
 
 
 class UnsupportedModel(MeshtapeError, ValueError):
-    """A ``config.json`` describes a model that the one here would compute wrongly; names each field, its value and the reason."""
+    """A ``config.json`` describes a model that the one here would compute wrongly; names each field, its value and the
+    reason."""
 
 
 class BatchSizeError(MeshtapeError, ValueError):
@@ -186,7 +190,8 @@ class TrainingError(MeshtapeError, RuntimeError):
 
 
 class NonFiniteError(TrainingError, FloatingPointError):
-    """A loss, gradients, or the parameters of a checkpoint are NaN or infinite; names the step, and what there is to go on from."""
+    """A loss, gradients, or the parameters of a checkpoint are NaN or infinite; names the step, and what there is to go
+    on from."""
 
 
 class DirectoryInUse(TrainingError):
@@ -194,11 +199,12 @@ class DirectoryInUse(TrainingError):
 
 
 class Interrupted(BaseException):
-    """SIGINT or SIGTERM ended a run, which saved what it had. ``result`` is what :meth:`Trainer.fit` would have returned.
+    """SIGINT or SIGTERM ended a run, which saved what it had. ``result`` is what :meth:`Trainer.fit` would have
+    returned.
 
-    No ``Exception``: what catches errors to go on must not catch this. It is a ``SystemExit`` too, which ends a script with the exit code 143 after
-    SIGTERM and 130 after SIGINT; after SIGINT also a ``KeyboardInterrupt``, and nothing but that in an interactive session, which it leaves as
-    it is.
+    No ``Exception``: what catches errors to go on must not catch this. It is a ``SystemExit`` too, which ends a script
+    with the exit code 143 after SIGTERM and 130 after SIGINT; after SIGINT also a ``KeyboardInterrupt``, and nothing
+    but that in an interactive session, which it leaves as it is.
     """
 
     def __init__(self, message: str, signal: int, result: Any) -> None:
@@ -234,11 +240,13 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class CheckpointReplaced(CheckpointError):
-    """A writer put another generation in the place of the one that was opened; names both. Nothing of either was mixed."""
+    """A writer put another generation in the place of the one that was opened; names both. Nothing of either was
+    mixed."""
 
 
 class ParentChanged(CheckpointError):
-    """A virtual checkpoint or a delta pins another content of a parent or base than lies there now; names it and both."""
+    """A virtual checkpoint or a delta pins another content of a parent or base than lies there now; names it and
+    both."""
 
 
 class CheckpointExists(CheckpointError, FileExistsError):
@@ -258,7 +266,8 @@ class CheckpointDTypeError(CheckpointError, TypeError):
 
 
 class Lossy(CheckpointDTypeError):
-    """A cast would lose values (to infinity, NaN, another integer); names the arrays, the first places and the counts."""
+    """A cast would lose values (to infinity, NaN, another integer); names the arrays, the first places and the
+    counts."""
 
 
 class UnsupportedVersion(CheckpointError):
@@ -306,7 +315,8 @@ FOREIGN_ERRORS = (ValueError, TypeError, ArithmeticError, LookupError, MemoryErr
 
 
 def type_of_ours(error: Exception) -> type[MeshtapeError] | None:
-    """The type of ours for an error; None for one that names its function, or is that of a function that a user passed."""
+    """The type of ours for an error; None for one that names its function, or is that of a function that a user
+    passed."""
     if str(error).startswith("[") or (isinstance(error, MeshtapeError) and type(error) not in _UNNAMED):
         return None
     if isinstance(error, FloatingPointError):  # numpy.errstate asked for it

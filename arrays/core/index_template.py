@@ -88,8 +88,8 @@ def is_basic(template: Template) -> bool:
 def result_shape(
     template: Template, shape: tuple[int, ...], index_shapes: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Shape of ``x[key]`` by NumPy's rules: index arrays broadcast together, ints beside them count as arrays, and their
-    dimensions come first unless all of them stand side by side."""
+    """Shape of ``x[key]`` by NumPy's rules: index arrays broadcast together, ints beside them count as arrays, and
+    their dimensions come first unless all of them stand side by side."""
     index_shapes = [*index_shapes, *((int(p.value),) for p in template if isinstance(p, Truth))]
     advanced = not is_basic(template)
     if advanced:

@@ -1,8 +1,8 @@
 """Ops: the units that everything else is written in, and the state of the current thread.
 
-The record of an op holds all that is plain data about it. Rules are functions, and live in the package that reads them: the VJP
-rule in ``autodiff.rules``, the sharding rule in ``parallel.sharding.rules``. A rule that an op lacks for a reason is declared here
-(``nondifferentiable``, ``replicate_only``), and a test walks the table.
+The record of an op holds all that is plain data about it. Rules are functions, and live in the package that reads them:
+the VJP rule in ``autodiff.rules``, the sharding rule in ``parallel.sharding.rules``. A rule that an op lacks for a
+reason is declared here (``nondifferentiable``, ``replicate_only``), and a test walks the table.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Cuda(NamedTuple):
     """An elementwise op as CUDA C++, for fused chains."""
 
     text: str
-    """The expression of the operands ``{0}``, ``{1}``, …: ``{t}`` is their type, ``{f}`` is "f" for float and nothing for double,
-    ``{zero}`` a zero of the type."""
+    """The expression of the operands ``{0}``, ``{1}``, …: ``{t}`` is their type, ``{f}`` is "f" for float and nothing
+    for double, ``{zero}`` a zero of the type."""
     kinds: str = "f"  # of the dtypes it serves
     integers: str | None = None  # the expression of integers, where that is another
     computed_in: str = "result"  # the dtype of the "result", of the "operands", or "bool"
@@ -67,13 +67,16 @@ class Op:
     name
         Unique; it is the name in printed programs, in messages and on disk.
     operands
-        Names of the array arguments, in order; VJP rules refer to them. A last name that starts with ``*`` takes any number.
+        Names of the array arguments, in order; VJP rules refer to them. A last name that starts with ``*`` takes any
+        number.
     impl
-        ``impl(xp, *buffers, **params)`` computes the value with the functions of ``xp`` (NumPy or CuPy), or the name of the
-        function of ``xp`` that does. It never changes its arguments. It is called by the dispatcher and by executors.
+        ``impl(xp, *buffers, **params)`` computes the value with the functions of ``xp`` (NumPy or CuPy), or the name of
+        the function of ``xp`` that does. It never changes its arguments. It is called by the dispatcher and by
+        executors.
     infer
-        ``infer(op, args, params)`` gives the :class:`ShapeDtype` of the result without computing it (a tuple of them where
-        ``nout > 1``); ``args`` are :class:`ShapeDtype` or Python scalars. It raises the same errors as ``impl`` would.
+        ``infer(op, args, params)`` gives the :class:`ShapeDtype` of the result without computing it (a tuple of them
+        where ``nout > 1``); ``args`` are :class:`ShapeDtype` or Python scalars. It raises the same errors as ``impl``
+        would.
     nondifferentiable
         Why the op has no derivative (``"integer result"``), or None. Its inputs then get no cotangent.
     replicate_only
@@ -86,16 +89,18 @@ class Op:
     takes_out
         Whether the NumPy form takes ``out=``, memory for its one result. NumPy's ufuncs do.
     params
-        The names of all parameters, with the kind of each (``ops.param_kinds``), which files of programs are checked by.
+        The names of all parameters, with the kind of each (``ops.param_kinds``), which files of programs are checked
+        by.
     view
-        Whether the result lies in the memory of the first operand: ``"always"``, ``"sometimes"``, or ``""`` for never. (Of
-        ``getitem`` for basic keys alone.)
+        Whether the result lies in the memory of the first operand: ``"always"``, ``"sometimes"``, or ``""`` for never.
+        (Of ``getitem`` for basic keys alone.)
     linear
         Sets of operands in which the op is jointly linear, whatever the others are. (Of floats a rule may know more.)
     zero_preserving
         Whether a sparse operand stays sparse: of zero the op makes zero.
     wide_sums
-        Whether its derivative is a call of another op that sums short floats in float32, as the matrix units of a GPU do.
+        Whether its derivative is a call of another op that sums short floats in float32, as the matrix units of a GPU
+        do.
     flops
         About how many floating-point operations an element takes.
     cuda
@@ -191,8 +196,8 @@ def _kernel_or_composed(kernel: Callable[..., Any], composed: Callable[..., Any]
 def _with_dtypes_of_rule(op: Op, fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` with the dtypes of the op's shape rule, and with its refusals, where CuPy might have others.
 
-    CuPy has no functions of its own for the floats that other libraries register: it computes them in float32, and many results
-    stay so. It takes dtypes that NumPy refuses, and drops imaginary parts on the way.
+    CuPy has no functions of its own for the floats that other libraries register: it computes them in float32, and many
+    results stay so. It takes dtypes that NumPy refuses, and drops imaginary parts on the way.
     """
     known: dict[Any, tuple[Any, ...]] = {}  # the rule takes longer than the call that starts a kernel
 
@@ -293,8 +298,8 @@ R = TypeVar("R")
 def composite(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator of a public function written in terms of other ops: its entries carry ``origin=name``.
 
-    The outermost name stays, so that profiles and errors speak the word that the user wrote. Lists, numbers and constants become arrays
-    on the device of the first array among the arguments.
+    The outermost name stays, so that profiles and errors speak the word that the user wrote. Lists, numbers and
+    constants become arrays on the device of the first array among the arguments.
     """
 
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:

@@ -1,7 +1,7 @@
 """Programs, and the entries that record computations.
 
-Everything a user computes is a call of an :class:`~meshtape.arrays.Op`. One call is one :class:`Entry`; a linear list of them
-is walked in reverse by the backward pass, and forward by the partitioner, and it is stored in a program file. A
+Everything a user computes is a call of an :class:`~meshtape.arrays.Op`. One call is one :class:`Entry`; a linear list
+of them is walked in reverse by the backward pass, and forward by the partitioner, and it is stored in a program file. A
 :class:`Program` is the frozen form: plain data, no values but its constants.
 """
 
@@ -55,8 +55,8 @@ def site_text(site: Site | None) -> str:
 class Entry(NamedTuple):
     """One call of an op.
 
-    ``inputs`` are variables (ints) or :class:`Const`; ``outputs`` are variables, each defined exactly once. ``params`` are
-    the static arguments. ``origin`` is the outermost public function that the call came from (``"layer_norm"``).
+    ``inputs`` are variables (ints) or :class:`Const`; ``outputs`` are variables, each defined exactly once. ``params``
+    are the static arguments. ``origin`` is the outermost public function that the call came from (``"layer_norm"``).
     """
 
     op: Op
@@ -174,7 +174,8 @@ class ProgramBuilder:
 class Traced(NamedTuple):
     """A program of a function, and the function's result: a tree in which an array stands for each output.
 
-    ``own_derivatives``: the function makes calls whose derivative is code of their own, which the program does not hold."""
+    ``own_derivatives``: the function makes calls whose derivative is code of their own, which the program does not
+    hold."""
 
     program: Program
     result: Any
@@ -210,7 +211,8 @@ def freeze(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return (type(value).__name__, *map(freeze, value))
     if isinstance(value, bool | int | float | complex):
-        # 1, 1.0 and True are equal in Python, and NaN is not equal to itself; it has a sign, too, that its text does not show.
+        # 1, 1.0 and True are equal in Python, and NaN is not equal to itself; it has a sign, too, that its text does
+        # not show.
         parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
         return (type(value).__name__, repr(value), *(math.copysign(1, v) for v in parts if v != v))
     if isinstance(value, slice | range):  # ranges of the same numbers are equal, whatever their ends
@@ -223,7 +225,8 @@ def freeze(value: Any) -> Any:
 def simplify(program: Program) -> Program:
     """Equal program without repeated and without unused entries.
 
-    All ops are pure (random numbers come from explicit keys), so two calls with the same op, inputs and parameters are one.
+    All ops are pure (random numbers come from explicit keys), so two calls with the same op, inputs and parameters are
+    one.
     """
     renamed: dict[int, int] = {}
     seen: dict[Any, tuple[int, ...]] = {}
@@ -261,7 +264,8 @@ def simplify(program: Program) -> Program:
 
 
 def last_uses(program: Program, parts: Sequence[Any] | None = None) -> list[tuple[int, ...]]:
-    """For each entry (or part, where entries were joined), the variables that no later one reads: an executor may free them there."""
+    """For each entry (or part, where entries were joined), the variables that no later one reads: an executor may free
+    them there."""
     needed = set(program.outputs)
     out: list[tuple[int, ...]] = []
     for e in reversed(program.entries if parts is None else parts):

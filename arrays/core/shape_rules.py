@@ -1,7 +1,7 @@
 """Shape and dtype rules shared by many ops: ``rule(op, args, params) -> ShapeDtype``.
 
-The dtype of an elementwise result is asked of the implementation itself, on one-element arrays, once for each combination of
-dtypes: the rule cannot drift from what the op does.
+The dtype of an elementwise result is asked of the implementation itself, on one-element arrays, once for each
+combination of dtypes: the rule cannot drift from what the op does.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def probed_dtype(op: Op, args: Sequence[Any], params: Mapping[str, Any]) -> np.d
 def result_dtype(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> np.dtype:
     """The dtype that ``op`` gives for arguments of these dtypes (scalars stay scalars).
 
-    Raises :class:`DTypeError` where the op is not defined for them, :class:`NumberRangeError` where a Python number does not
-    fit the dtype that it meets.
+    Raises :class:`DTypeError` where the op is not defined for them, :class:`NumberRangeError` where a Python number
+    does not fit the dtype that it meets.
     """
     dtypes = tuple(a.dtype if isinstance(a, ShapeDtype) else a for a in args)
     try:
@@ -83,7 +83,8 @@ def result_dtype(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> np
         arrays = {d.name for d in dtypes if isinstance(d, np.dtype)}
         numbers = [d for d in dtypes if not isinstance(d, np.dtype)]
         raise NumberRangeError(
-            f"[{op.name}] {', '.join(map(str, numbers))} is out of the range of {', '.join(arrays)}: cast the array first"
+            f"[{op.name}] {', '.join(map(str, numbers))} is out of the range of {', '.join(arrays)}: cast the array "
+            "first"
         ) from None
 
 
@@ -95,8 +96,8 @@ def elementwise(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Sha
 
 
 def normalize_axis(op_name: str, axis: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Axes as sorted, non-negative ints; None is all of them. Raises :class:`AxisError` out of range, :class:`ShapeError` when
-    repeated."""
+    """Axes as sorted, non-negative ints; None is all of them. Raises :class:`AxisError` out of range,
+    :class:`ShapeError` when repeated."""
     if axis is None:
         return tuple(range(ndim))
     if type(axis) is int and -ndim <= axis < ndim:

@@ -1,11 +1,13 @@
 """Nested containers of arrays ("trees"): dict, list, tuple, named tuple, dataclass and ``None``.
 
 Everything that takes "parameters" takes a tree. A leaf is whatever is not one of these containers. Dict keys keep their
-insertion order: two dicts with the same keys in another order have different structures, as the order of leaves matters.
+insertion order: two dicts with the same keys in another order have different structures, as the order of leaves
+matters.
 
-A tree is rebuilt with the types that it had. Subclasses of dict, list and tuple (``OrderedDict``, ``defaultdict``, ``Counter``, those of the
-user's) are read and filled by the methods of their base, whatever their own methods do, and keep their attributes; no constructor runs.
-A dataclass is rebuilt by its constructor. :func:`register` makes a container of any other class.
+A tree is rebuilt with the types that it had. Subclasses of dict, list and tuple (``OrderedDict``, ``defaultdict``,
+``Counter``, those of the user's) are read and filled by the methods of their base, whatever their own methods do, and
+keep their attributes; no constructor runs. A dataclass is rebuilt by its constructor. :func:`register` makes a
+container of any other class.
 
 >>> leaves, treedef = flatten({"w": 1, "b": [2, None]})
 >>> leaves
@@ -34,10 +36,11 @@ Path = tuple[str | int, ...]
 class TreeDef:
     """Structure of a tree without its leaves; hashable and comparable.
 
-    ``kind`` is ``"leaf"``, ``"none"``, ``"dict"``, ``"list"``, ``"tuple"``, ``"namedtuple"``, ``"dataclass"`` or ``"registered"``; ``keys``
-    are the names of the children, ``type`` the class to rebuild (None for dict, list and tuple themselves), ``rest`` what an instance
-    holds beside its children, ``size`` the number of leaves, and ``is_flat`` says that all children are leaves. ``objects`` are the classes
-    and the attributes in it, which a function that is given such a tree can read.
+    ``kind`` is ``"leaf"``, ``"none"``, ``"dict"``, ``"list"``, ``"tuple"``, ``"namedtuple"``, ``"dataclass"`` or
+    ``"registered"``; ``keys`` are the names of the children, ``type`` the class to rebuild (None for dict, list and
+    tuple themselves), ``rest`` what an instance holds beside its children, ``size`` the number of leaves, and
+    ``is_flat`` says that all children are leaves. ``objects`` are the classes and the attributes in it, which a
+    function that is given such a tree can read.
     """
 
     __slots__ = ("_hash", "children", "exact", "is_flat", "keys", "kind", "objects", "rest", "size", "type")
@@ -228,7 +231,8 @@ def _read_dataclass(x: Any) -> Children:
 
 
 def _rest(x: Any, keys: tuple[Any, ...] = (), children: Any = (), without: tuple[str, ...] = ()) -> Rest | None:
-    """The attributes of an instance but for those ``without``. Those that are one of the children, by its name, are among ``same``."""
+    """The attributes of an instance but for those ``without``. Those that are one of the children, by its name, are
+    among ``same``."""
     t = type(x)
     state = object.__getstate__(x)  # type: ignore[attr-defined]
     variables, slots = state if type(state) is tuple else (state, None)
@@ -247,8 +251,10 @@ def _rest(x: Any, keys: tuple[Any, ...] = (), children: Any = (), without: tuple
             same.append(name)
         elif any(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in flatten(value)[0]):
             raise TreeError(
-                f"a {t.__qualname__} holds an array in its attribute {name}, which is none of its {'fields' if without else 'elements'}, so "
-                f"that nothing would be done to it: put it among these, or call mt.tree.register({t.__qualname__}, flatten, unflatten)"
+                f"a {t.__qualname__} holds an array in its attribute {name}, which is none of its "
+                f"{'fields' if without else 'elements'}, so "
+                f"that nothing would be done to it: put it among these, or call mt.tree.register({t.__qualname__}, "
+                "flatten, unflatten)"
             )
         else:
             held[name] = value
@@ -262,15 +268,16 @@ def _rest(x: Any, keys: tuple[Any, ...] = (), children: Any = (), without: tuple
 def register(
     cls: Any, flatten: Callable[[Any], tuple[Any, Any]], unflatten: Callable[[Any, Any], Any] | None = None
 ) -> None:
-    """Make objects of exactly this class containers, such as those of ``types.SimpleNamespace`` or of an ``attrs`` class.
+    """Make objects of exactly this class containers, such as those of ``types.SimpleNamespace`` or of an ``attrs``
+    class.
 
     Parameters
     ----------
     cls
         The class itself, and none of its subclasses.
     flatten
-        From an object to ``(children, data)``: the children by name in a dict, or in a list or tuple, and whatever else it takes to
-        rebuild the object. Arrays belong to the children.
+        From an object to ``(children, data)``: the children by name in a dict, or in a list or tuple, and whatever else
+        it takes to rebuild the object. Arrays belong to the children.
     unflatten
         From ``(data, children)`` to an object. The children come in a dict or a list, as they were given.
 
@@ -295,7 +302,8 @@ def register(
         or not callable(unflatten)
     ):
         raise TreeError(
-            f"[tree.register] takes a class of yours or of a library, and two functions, got {cls!r}, {flatten!r} and {unflatten!r}"
+            f"[tree.register] takes a class of yours or of a library, and two functions, got {cls!r}, {flatten!r} and "
+            f"{unflatten!r}"
         )
 
     def read(x: Any) -> Children:
@@ -330,8 +338,8 @@ def _too_deep() -> TreeError:
     )
 
 
-# The walks below are functions of their own, not closures: a closure that calls itself is a reference cycle, which would keep
-# the leaves of every tree alive until the garbage collector runs.
+# The walks below are functions of their own, not closures: a closure that calls itself is a reference cycle, which
+# would keep the leaves of every tree alive until the garbage collector runs.
 
 
 def _walk(x: Any, path: Path, is_leaf: Callable[[Any], bool] | None, out: list[tuple[Path, Any]]) -> None:
@@ -429,7 +437,8 @@ def _instance(d: TreeDef, children: list[Any]) -> Any:
             if _takes(cls, named):
                 raise
             raise TreeError(
-                f"a {cls.__qualname__} cannot be rebuilt from its fields {list(d.keys)} ({e}): give it a constructor that takes "  # type: ignore[union-attr]
+                f"a {cls.__qualname__} cannot be rebuilt from its fields {list(d.keys)} ({e}): give it a constructor "
+                "that takes "  # type: ignore[union-attr]
                 f"these, or call mt.tree.register({cls.__qualname__}, flatten, unflatten)"  # type: ignore[union-attr]
             ) from None
     elif d.kind == "dict":

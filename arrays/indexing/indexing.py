@@ -63,7 +63,8 @@ def _index_add(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any
 
 
 def _index_extremum(name: str) -> Callable[..., Any]:
-    """``x`` with the smaller (larger) of itself and each written value at the index; repeated places meet all of theirs."""
+    """``x`` with the smaller (larger) of itself and each written value at the index; repeated places meet all of
+    theirs."""
 
     def impl(xp: Any, x: Any, v: Any, *arrays: Any, template: Template) -> Any:
         out = xp.array(x)
@@ -202,7 +203,8 @@ def is_plain(key: Any) -> bool:
 def one_array(x: Array, key: Array) -> Any:
     """The memory of a key that is an Array of ints or a mask; else None.
 
-    Reading and writing there is NumPy's business alone, as long as ``x`` has elements: NumPy does not look at indices that read nothing.
+    Reading and writing there is NumPy's business alone, as long as ``x`` has elements: NumPy does not look at indices
+    that read nothing.
     """
     at = key._buf
     if type(at) is not np.ndarray or not x._buf.size:
@@ -252,7 +254,8 @@ _STORES = {opcode.opmap[n] for n in ("STORE_SUBSCR", "STORE_SLICE") if n in opco
 
 
 def is_lost(buf: Any) -> bool:
-    """Whether a write to an array that only the writing statement has, and whose buffer this is, would in NumPy reach another array.
+    """Whether a write to an array that only the writing statement has, and whose buffer this is, would in NumPy reach
+    another array.
 
     (A call of ``__setitem__`` by its name has as many holders; it is no such statement.)
     """

@@ -1,7 +1,7 @@
 """The step of Adam (Kingma and Ba, 2015), and the op that takes it only where a gradient is not zero.
 
-The op is what makes a step on a large table of which few rows were read cost these rows: given a gradient that is kept sparse it
-computes at its places alone, in a compiled program and on the ranks of a mesh as well.
+The op is what makes a step on a large table of which few rows were read cost these rows: given a gradient that is kept
+sparse it computes at its places alone, in a compiled program and on the ranks of a mesh as well.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def adam_step(
 ) -> tuple[Any, Any, Any]:
     """The parameter and the means of the gradients and of their squares after a step.
 
-    ``size`` and ``eps`` have in them what undoes the bias of the means (Kingma and Ba, 2015, at the end of section 2): no element is divided
-    by it.
+    ``size`` and ``eps`` have in them what undoes the bias of the means (Kingma and Ba, 2015, at the end of section 2):
+    no element is divided by it.
     """
     m = b1 * m + (1.0 - b1) * g
     v = b2 * v + (1.0 - b2) * xp.square(g)

@@ -17,8 +17,8 @@ from ..core.index_template import Slot, Span, Template, Truth, is_basic
 
 
 class Rows(NamedTuple):
-    """Values at places. ``ids[i]`` is a place among the dimensions ``axes`` (ascending) taken as one, in C order; ``values[i]`` has
-    the elements of the other dimensions, in their order, as one."""
+    """Values at places. ``ids[i]`` is a place among the dimensions ``axes`` (ascending) taken as one, in C order;
+    ``values[i]`` has the elements of the other dimensions, in their order, as one."""
 
     axes: tuple[int, ...]
     ids: np.ndarray

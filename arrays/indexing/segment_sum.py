@@ -1,7 +1,7 @@
 """Segment sums: the sum of the rows of each index, for additions at repeated places.
 
-The sums are formed as the product of a sparse matrix of ones with the rows, which adds them in order, as ``np.add.at`` does, an
-order of magnitude faster.
+The sums are formed as the product of a sparse matrix of ones with the rows, which adds them in order, as ``np.add.at``
+does, an order of magnitude faster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _distinct(ids: np.ndarray, n: int, row_bytes: int) -> tuple[np.ndarray, np.n
 
 
 def sum_rows(ids: np.ndarray, rows: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct ids (of ``0 … n-1``) in ascending order, and for each the sum of its rows; ``rows`` has two dimensions.
+    """The distinct ids (of ``0 … n-1``) in ascending order, and for each the sum of its rows; ``rows`` has two
+    dimensions.
 
     Numbers of one or two bytes are summed in float32. The results may share memory with the arguments.
     """

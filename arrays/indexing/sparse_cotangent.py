@@ -1,9 +1,9 @@
 """Sparse cotangents: the cotangent of an array that was read at some places, as those places and their values.
 
 Reading 10⁵ of 10⁶ rows has a cotangent that is zero almost everywhere. With dense cotangents, a loop that reads
-``x[i]`` for every ``i`` would take quadratic time and memory. :class:`SparseCotangent` keeps the values of each read, and
-stands for the dense array until an op needs that. All reads have this one form: by slices, ints, masks, index arrays
-and mixtures of them. Optimizers and clipping only pay for the kept values.
+``x[i]`` for every ``i`` would take quadratic time and memory. :class:`SparseCotangent` keeps the values of each read,
+and stands for the dense array until an op needs that. All reads have this one form: by slices, ints, masks, index
+arrays and mixtures of them. Optimizers and clipping only pay for the kept values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ops on sparse cotangents, which only pay for the places that are not zero.
 
 The dispatcher, and the executors of compiled programs and of ranks, call this module where an operand is an
-:class:`~meshtape.arrays.indexing.sparse_cotangent.SparseCotangent`. :func:`sparse_values` tells before a program runs which of
-its values may be one.
+:class:`~meshtape.arrays.indexing.sparse_cotangent.SparseCotangent`. :func:`sparse_values` tells before a program runs
+which of its values may be one.
 """
 
 from __future__ import annotations

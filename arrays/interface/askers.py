@@ -21,7 +21,10 @@ _STORES = ("STORE_SUBSCR", "STORE_SLICE")
 _CALLS = ("CALL", "PRECALL", "CALL_KW")
 _PUSHES_NOTHING = ("PRECALL", "KW_NAMES", "PUSH_NULL", "NOP", "NOT_TAKEN", "CACHE", "EXTENDED_ARG")
 _WRITERS = ("numpy", "array", "_operator")
-REMEDY = "collect the elements and use mt.stack, or write to an Array (y = y.at[i].set(v)); write float(v) where it is to be a constant"
+REMEDY = (
+    "collect the elements and use mt.stack, or write to an Array (y = y.at[i].set(v)); write float(v) where it is to "
+    "be a constant"
+)
 
 
 @functools.lru_cache(maxsize=256)
@@ -32,7 +35,8 @@ def _steps(code: CodeType) -> tuple[list[dis.Instruction], dict[int, int]]:
 
 
 def writes_buffer(frame: FrameType) -> str | None:
-    """The expression by which the present line of a frame writes a number into foreign memory; None where it does not."""
+    """The expression by which the present line of a frame writes a number into foreign memory; None where it does
+    not."""
     code = frame.f_code
     ours = frame.f_globals.get("__name__", "").startswith("meshtape.")
     if ours or any(p in code.co_filename for p in _NOT_THE_USERS):

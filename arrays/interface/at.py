@@ -66,7 +66,8 @@ class AtIndex:
         if op is not INDEX_SET:
             check_fits(op.name, result_type(self._x.dtype, value), self._x.dtype)
         if op in (INDEX_MIN, INDEX_MAX) and is_basic(template):
-            # No place repeats: the tape keeps what is read and written, where the op would keep all of ``x``, before and after.
+            # No place repeats: the tape keeps what is read and written, where the op would keep all of ``x``, before
+            # and after.
             return self.set(astype(apply(_WITH[op], (self._x[self._key], value)), self._x.dtype, copy=False))
         return apply(op, (self._x, value, *arrays), {"template": template})
 
@@ -98,7 +99,8 @@ class AtIndex:
     def multiply(self, v: Any) -> Array:
         """A copy multiplied by ``v`` at the index; of repeated places by all of theirs.
 
-        Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced. (A mask with one number can.)
+        Which places repeat must be known: inside ``mt.compile`` the index arrays cannot be traced. (A mask with one
+        number can.)
 
         >>> mt.ones(3).at[[0, 0, 2]].multiply(mt.asarray([2.0, 5.0, 3.0]))
         Array([10.,  1.,  3.], dtype=float64)
@@ -117,7 +119,8 @@ class AtIndex:
         places = _places(self._x.shape, numpy_key(template, [a._concrete() for a in arrays]))
         lead = value.ndim - len(target)
         spread = broadcast_to(reshape(value, value.shape[lead:]) if lead > 0 else value, target)
-        # As if each were multiplied into the element, in the dtype of both; and products of many short floats are rounded once.
+        # As if each were multiplied into the element, in the dtype of both; and products of many short floats are
+        # rounded once.
         spread = astype(spread, wide(result_type(self._x.dtype, spread)), copy=False)
         where, factors = _joined(reshape(spread, (-1,)), places)
         flat = reshape(self._x, (-1,))
@@ -157,8 +160,8 @@ class AtIndex:
 
 
 def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | None:
-    """``x`` written with one number under a mask, as a selection: no place is counted, so that no host waits for a GPU, the mask
-    may be traced or split, and NaN under it reaches no gradient. None where it is no such write."""
+    """``x`` written with one number under a mask, as a selection: no place is counted, so that no host waits for a GPU,
+    the mask may be traced or split, and NaN under it reaches no gradient. None where it is no such write."""
     if isinstance(value, Array) and value.ndim:
         return None
     mask = mask_alone(x, key)
@@ -189,8 +192,8 @@ def _places(shape: tuple[int, ...], key: tuple[Any, ...]) -> np.ndarray:
 def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
     """The distinct places, and for each the product of its values.
 
-    Neighbours are multiplied pair by pair, in as many rounds as the longest run needs: no division, so that the derivative is
-    right where factors are zero.
+    Neighbours are multiplied pair by pair, in as many rounds as the longest run needs: no division, so that the
+    derivative is right where factors are zero.
     """
     order = np.argsort(places, kind="stable")
     values, places = values[order], places[order]

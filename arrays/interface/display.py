@@ -12,7 +12,8 @@ from ..core.formatting import human_bytes
 
 
 def array_text(x: Array) -> str:
-    """As NumPy prints it; with the dtype unless it is the default integer or boolean, the sharding, and the device if no CPU."""
+    """As NumPy prints it; with the dtype unless it is the default integer or boolean, the sharding, and the device if
+    no CPU."""
     buf = x._buf
     if isinstance(buf, Deferred) and buf.traced:
         return f"Array({buf.aval}, traced)"

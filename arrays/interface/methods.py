@@ -22,7 +22,7 @@ from ..reductions import reductions
 class Methods:
     """Methods of ``Array`` that are not just the function of the same name in the namespace (see :data:`FUNCTIONS`)."""
 
-    # ----- elements -----------------------------------------------------------------------------------------------------
+    # ----- elements ---------------------------------------------------------------------------------------------------
 
     @property
     def real(self) -> Array:
@@ -43,7 +43,7 @@ class Methods:
     def __contains__(self, value: Any) -> bool:
         return bool(reductions.any(ew.equal(self, value)))
 
-    # ----- rearranging --------------------------------------------------------------------------------------------------
+    # ----- rearranging ------------------------------------------------------------------------------------------------
 
     def astype(
         self, dtype: Any, order: str = "K", casting: Any = "unsafe", subok: bool = True, copy: bool = True
@@ -54,7 +54,8 @@ class Methods:
         return manipulation.astype(self, dtype, copy=copy)
 
     def copy(self, order: str = "C") -> Array:
-        """An Array of the same value; memory is shared until one side is written. (An ``order`` of it is not seen in a value.)"""
+        """An Array of the same value; memory is shared until one side is written. (An ``order`` of it is not seen in a
+        value.)"""
         return own_copy(self)
 
     def reshape(self, *shape: Any, order: str = "C") -> Array:
@@ -70,7 +71,8 @@ class Methods:
     ravel = flatten
 
     def transpose(self, *axes: Any) -> Array:
-        """See :func:`meshtape.permute_dims`; takes a tuple or the axes one by one, and reverses all of them without any."""
+        """See :func:`meshtape.permute_dims`; takes a tuple or the axes one by one, and reverses all of them without
+        any."""
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int | np.integer) else axes
         return manipulation.permute_dims(self, order or tuple(range(self.ndim))[::-1])
 

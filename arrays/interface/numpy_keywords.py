@@ -1,8 +1,9 @@
-"""The calls of our functions that Python or NumPy would refuse in words of their own: NumPy's keywords, and senseless arguments.
+"""The calls of our functions that Python or NumPy would refuse in words of their own: NumPy's keywords, and senseless
+arguments.
 
-``mt.sort(x, kind="stable")`` is taken as ``np.sort`` of an Array takes it. A keyword that has no effect here is passed over, and so is one
-with NumPy's default. Any other that our function lacks is refused by name. An argument that makes no sense is an :class:`ArgumentError` that
-shows the call.
+``mt.sort(x, kind="stable")`` is taken as ``np.sort`` of an Array takes it. A keyword that has no effect here is passed
+over, and so is one with NumPy's default. Any other that our function lacks is refused by name. An argument that makes
+no sense is an :class:`ArgumentError` that shows the call.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def _binds(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @functools.cache
 def _declared(fn: Callable[..., Any]) -> tuple[set[str], list[tuple[int, str]]]:
-    """The keywords of a function, and its parameters that are integers, with their positions. Read at its first call: signatures of all
-    functions take a tenth of the time of an import."""
+    """The keywords of a function, and its parameters that are integers, with their positions. Read at its first call:
+    signatures of all functions take a tenth of the time of an import."""
     parameters = list(_parameters(fn).values())
     own = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
     integers = [(i, p.name) for i, p in enumerate(parameters) if p.annotation in ("int", "int | None")]

@@ -1,9 +1,11 @@
-"""NumPy's functions on ``Array``s: ``np.sin(x)``, ``np.add.reduce(x)``, ``np.linalg.norm(x)`` call ours, which tapes and meshes know.
+"""NumPy's functions on ``Array``s: ``np.sin(x)``, ``np.add.reduce(x)``, ``np.linalg.norm(x)`` call ours, which tapes
+and meshes know.
 
-NEP 13 (``__array_ufunc__``) and NEP 18 (``__array_function__``) hand every call of a ufunc or a public function of NumPy with an
-Array among its arguments to that Array. The function of the same name in this package takes it, with NumPy's arguments translated. A
-function that this package lacks goes through NumPy where the values are plain and here; where a tape watches them, they are traced or
-split over a mesh, its result would have no history, and the call is refused by name.
+NEP 13 (``__array_ufunc__``) and NEP 18 (``__array_function__``) hand every call of a ufunc or a public function of
+NumPy with an Array among its arguments to that Array. The function of the same name in this package takes it, with
+NumPy's arguments translated. A function that this package lacks goes through NumPy where the values are plain and here;
+where a tape watches them, they are traced or split over a mesh, its result would have no history, and the call is
+refused by name.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _MAKERS = ("copy", "_like", "zeros", "ones", "full", "empty", "eye", "array")
 
 # They write into an argument.
 _WRITERS = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
-# They show or store an array, or read no value of it: nothing is computed from the result, so that its history does not matter.
+# They show or store an array, or read no value of it: nothing is computed from the result, so that its history does not
+# matter.
 _SHOWING = {
     "array2string",
     "array_repr",
@@ -106,7 +109,7 @@ def _special(ufunc: np.ufunc) -> Callable[..., Any] | None:
     return functools.reduce(getattr, path.split("."), _namespace())
 
 
-# ----- ufuncs ----------------------------------------------------------------------------------------------------------
+# ----- ufuncs ---------------------------------------------------------------------------------------------------------
 
 
 def array_ufunc(self: Array, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -228,7 +231,7 @@ _METHODS = {
 }
 
 
-# ----- functions -------------------------------------------------------------------------------------------------------
+# ----- functions ------------------------------------------------------------------------------------------------------
 
 
 def array_function(self: Array, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -366,7 +369,8 @@ def _refuse_arguments(name: str, given: Mapping[str, Any], harmless: Mapping[str
     wrong = [k for k, v in given.items() if k not in harmless or not _is_default(v, harmless[k])]
     if wrong:
         raise NumPyFunctionError(
-            f"[{name}] of meshtape arrays takes no {wrong[0]}=: leave it out, or compute with np.asarray(x), whose result is a "
+            f"[{name}] of meshtape arrays takes no {wrong[0]}=: leave it out, or compute with np.asarray(x), whose "
+            "result is a "
             f"NumPy array and has no gradient"
         )
 
@@ -384,7 +388,7 @@ def _svd(x: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
     return linalg.svd(x, full_matrices=full_matrices) if compute_uv else linalg.svdvals(x)
 
 
-# ----- both ------------------------------------------------------------------------------------------------------------
+# ----- both -----------------------------------------------------------------------------------------------------------
 
 
 def _is_ours(x: Any) -> bool:
@@ -445,7 +449,8 @@ def _refuse_part(name: str, x: Array) -> None:
     buf = x._buf
     if is_view(buf) and (isinstance(buf, Deferred) or _base_holders(buf) > _ALONE):
         raise NumPyFunctionError(
-            f"[{name}] writes into a part of another array, which would keep its value, as arrays are values: write y[i] = "
+            f"[{name}] writes into a part of another array, which would keep its value, as arrays are values: write "
+            "y[i] = "
             f"{name}(...), or give it a copy, y[i].copy()"
         )
 
@@ -458,7 +463,8 @@ def _through_numpy(name: str, fn: Any, args: Any, kwargs: Any, showing: bool = F
             refuse_history(name, x)
             if isinstance(x._buf, Deferred):
                 raise NumPyFunctionError(
-                    f"[{name}] meshtape has no such function, and this array is split over {x.device}: np.asarray(x) gathers it"
+                    f"[{name}] meshtape has no such function, and this array is split over {x.device}: np.asarray(x) "
+                    "gathers it"
                 )
             device = device or x.device
     out = fn(*map(_as_numpy, args), **{k: _as_numpy(v) for k, v in kwargs.items()})

@@ -20,7 +20,8 @@ _OPERANDS = (np.ndarray, np.generic, list, tuple, Number)
 
 
 def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
-    """The method of ``Array`` for a binary operator. An invalid operand is left to the other side's reflected method."""
+    """The method of ``Array`` for a binary operator. An invalid operand is left to the other side's reflected
+    method."""
 
     def method(self: Array, other: Any) -> Any:
         x = self._buf
@@ -41,7 +42,8 @@ def operator(op: Op, *, reflected: bool = False) -> Callable[[Any, Any], Any]:
 
 
 def comparison(op: Op, name: str) -> Callable[[Any, Any], Any]:
-    """The method for ``==`` or ``!=``. Where neither side knows how, Python compares identities, and would say that equal arrays differ.
+    """The method for ``==`` or ``!=``. Where neither side knows how, Python compares identities, and would say that
+    equal arrays differ.
 
     Raises `NotNumbers` for an array of another library.
     """

@@ -22,7 +22,8 @@ _KINDS_FOR_PANDAS = {"is_bool_indexer": "extension", "convert_to_list_like": "ex
 class Protocols:
     """Protocols of ``Array``: the array API, NumPy's protocols, DLPack, CUDA's array interface."""
 
-    # (``__array_ufunc__`` and ``__array_function__`` come from numpy_protocol, which needs the functions that need this class.)
+    # (``__array_ufunc__`` and ``__array_function__`` come from numpy_protocol, which needs the functions that need this
+    # class.)
     __array_priority__ = 1000
 
     def __array__(self: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -30,7 +31,8 @@ class Protocols:
         host = self._concrete()
         if copy is False and (not isinstance(self._buf, np.ndarray) or (dtype is not None and host.dtype != dtype)):
             raise ArgumentError(
-                f"{self.dtype.name} on {self.device} to {dtype or 'host memory'} takes a copy, and copy=False forbids it"
+                f"{self.dtype.name} on {self.device} to {dtype or 'host memory'} takes a copy, and copy=False forbids "
+                "it"
             )
         if dtype is not None and host.dtype != np.dtype(dtype):
             return host.astype(dtype)
@@ -68,10 +70,10 @@ class Protocols:
     ) -> Any:
         """A capsule for ``from_dlpack`` of another library.
 
-        Nobody writes through it: consumers of DLPack 1.0 and later get the memory itself, marked read-only; older ones, whose
-        capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write. That holds on a GPU
-        too. A consumer that does not heed the mark (PyTorch 2.13) can write to the Array's memory: there, clone first. Views
-        with negative strides are copied: PyTorch (2.13) aborts the process when it meets one.
+        Nobody writes through it: consumers of DLPack 1.0 and later get the memory itself, marked read-only; older ones,
+        whose capsules cannot say so, get a copy, unless they ask for ``copy=False`` and so promise not to write. That
+        holds on a GPU too. A consumer that does not heed the mark (PyTorch 2.13) can write to the Array's memory:
+        there, clone first. Views with negative strides are copied: PyTorch (2.13) aborts the process when it meets one.
         """
         refuse_watched("__dlpack__", self)
         buf = self._concrete() if isinstance(self._buf, Deferred) else self._buf
@@ -106,7 +108,8 @@ class Protocols:
 
     @property
     def __cuda_array_interface__(self: Array) -> dict[str, Any]:
-        """The memory on a GPU, marked read-only, for libraries that speak this older protocol; other arrays have no such attribute."""
+        """The memory on a GPU, marked read-only, for libraries that speak this older protocol; other arrays have no
+        such attribute."""
         buf = self._buf
         if isinstance(buf, np.ndarray | Deferred):
             raise AttributeError(f"__cuda_array_interface__: the array is on {self.device}")  # noqa: TRY004  hasattr is how it is asked for

@@ -23,13 +23,15 @@ def unpickle(host: np.ndarray, where: str | None = None) -> Array:
         return wrap(backend_for(target).from_host(host.copy() if target is CPU else host, target))
     except (BackendError, DeviceError) as e:
         raise type(e)(
-            f"[pickle] this array was pickled on {where}, and goes to {target}: {e}. Inside `with mt.use_device('cpu'):` it is "
+            f"[pickle] this array was pickled on {where}, and goes to {target}: {e}. Inside `with "
+            "mt.use_device('cpu'):` it is "
             "unpickled on the CPU; to send it anywhere, pickle x.to_device('cpu')"
         ) from None
 
 
 def _is_frozen(host: np.ndarray) -> bool:
-    """Whether nobody can write to an unpickled array's memory. Out-of-band buffers are read-only for us, but perhaps not for others."""
+    """Whether nobody can write to an unpickled array's memory. Out-of-band buffers are read-only for us, but perhaps
+    not for others."""
     owner: Any = host
     while owner.base is not None:
         if owner.flags.writeable:

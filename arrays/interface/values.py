@@ -1,9 +1,9 @@
 """The values of ``Array``: its attributes, conversions, indexing and operators.
 
-An Array is a value: nothing that is done to another array changes it. Views are made without copying and share memory until
-one side is written; the writer then copies (copy on write). Nobody keeps a list of who shares what: CPython's reference
-count of the buffer *is* the list. Every view, tape and export holds the buffer object, so that a write goes in place only
-when this Array is the one holder.
+An Array is a value: nothing that is done to another array changes it. Views are made without copying and share memory
+until one side is written; the writer then copies (copy on write). Nobody keeps a list of who shares what: CPython's
+reference count of the buffer *is* the list. Every view, tape and export holds the buffer object, so that a write goes
+in place only when this Array is the one holder.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Values:
         return buf.concrete() if isinstance(buf, Deferred) else backend_of(buf).to_host(buf)
 
     def numpy(self) -> np.ndarray:
-        """A NumPy copy of the value, which belongs to the caller. Raises :class:`GradientError` where a tape watches the array."""
+        """A NumPy copy of the value, which belongs to the caller. Raises :class:`GradientError` where a tape watches
+        the array."""
         refuse_watched("numpy", self)
         return np.array(self._concrete())
 
@@ -128,7 +129,8 @@ class Values:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def item(self, *index: Any) -> Any:
-        """The only element, or the one at an index (of the flattened array, or one for each dimension), as a Python number."""
+        """The only element, or the one at an index (of the flattened array, or one for each dimension), as a Python
+        number."""
         if index:
             place = index if len(index) > 1 else index[0]
             return (self[place] if isinstance(place, tuple) else self.ravel()[place]).item()
@@ -242,10 +244,11 @@ class Values:
     def _repr_html_(self) -> str:
         return array_html(self)
 
-    # ----- Dask: an array on a mesh is a collection of blocks, another one is none -------------------------------------
+    # ----- Dask: an array on a mesh is a collection of blocks, another one is none ------------------------------------
 
     def to_dask(self) -> Any:
-        """The array as a ``dask.array``: of the blocks where they are, one chunk a block, where it is split over a mesh.
+        """The array as a ``dask.array``: of the blocks where they are, one chunk a block, where it is split over a
+        mesh.
 
         >>> x = mt.distribute(mt.arange(5), mt.Mesh({"data": 2}), data=mt.Shard(0))
         >>> x.to_dask().chunks
@@ -293,8 +296,8 @@ class Values:
     __getitem__ = indexing.getitem
 
     def _write(self, put: Callable[[np.ndarray], None], value: Any = None, *key: Any) -> None:
-        """Have ``put`` write to the buffer of this Array alone, copied first where anybody else holds it. (Of NumPy memory.) Tapes are
-        then shown a write of ``value`` at ``key``: a template, and index arrays."""
+        """Have ``put`` write to the buffer of this Array alone, copied first where anybody else holds it. (Of NumPy
+        memory.) Tapes are then shown a write of ``value`` at ``key``: a template, and index arrays."""
         mine = None
         while mine is None:
             buf = settled(self)
@@ -317,7 +320,8 @@ class Values:
         buf = self._buf
         if sys.getrefcount(self) <= indexing.DROPPED and indexing.is_lost(buf):
             raise NumPyFunctionError(
-                "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay as it is. "
+                "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay "
+                "as it is. "
                 "Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"
             )
         if type(buf) is np.ndarray and not state.recorders:
@@ -325,7 +329,8 @@ class Values:
             known = type(value) in _REAL_NUMBERS
             if not known and type(value) is Array:
                 source = value._buf
-                # (Of shared memory the writer gets a copy of its own first, so that what is read is not what is written.)
+                # (Of shared memory the writer gets a copy of its own first, so that what is read is not what is
+                # written.)
                 known = type(source) is np.ndarray and (source.dtype.kind != "c" or buf.dtype.kind == "c")
             plain = known and indexing.is_plain(key)
             place = key if plain else indexing.one_array(self, key) if known and type(key) is Array else None

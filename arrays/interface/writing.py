@@ -77,7 +77,8 @@ class Writing(Deferred):
 
     def _error(self, what: str) -> ConcurrentWriteError:
         return ConcurrentWriteError(
-            f"[setitem] a write of another thread to this array (shape {self.shape}, {self.dtype.name}) {what}: let one thread "
+            f"[setitem] a write of another thread to this array (shape {self.shape}, {self.dtype.name}) {what}: let "
+            "one thread "
             "write while no other reads (with a lock), or give each a copy of its own"
         )
 
@@ -96,7 +97,8 @@ WATCHERS: dict[int, tuple[int, Any]] = {}
 """Tapes that were told to watch arrays and are recording, by id, with their threads."""
 
 _alone: list[int] = []
-"""The reference count of a buffer that only its array holds, measured at import: it depends on the version of Python."""
+"""The reference count of a buffer that only its array holds, measured at import: it depends on the version of
+Python."""
 
 _swap = threading.Lock()
 """The lock by which only one of two threads that write to an array takes the buffer."""
@@ -109,10 +111,11 @@ def settled(x: Any) -> Any:
 
 
 def take(x: Array, buf: np.ndarray, copy: bool = True) -> np.ndarray | None:
-    """``buf`` taken out of ``x`` for a write, or a copy of it where others hold it: the caller writes, and puts it back.
+    """``buf`` taken out of ``x`` for a write, or a copy of it where others hold it: the caller writes, and puts it
+    back.
 
-    None where another thread has it by now, and without ``copy`` where others hold it. Raises :class:`ConcurrentWriteError` where a tape of
-    another thread watches the array.
+    None where another thread has it by now, and without ``copy`` where others hold it. Raises
+    :class:`ConcurrentWriteError` where a tape of another thread watches the array.
     """
     mark = Writing(x, buf)
     with _swap:
@@ -167,6 +170,7 @@ def _refuse_watched(x: Array, buf: np.ndarray) -> None:
     for thread, tape in list(WATCHERS.values()):
         if thread != me and tape.watches(x):
             raise ConcurrentWriteError(
-                f"[setitem] a tape of another thread watches this array (shape {buf.shape}): the gradient it is to give is that "
+                f"[setitem] a tape of another thread watches this array (shape {buf.shape}): the gradient it is to "
+                "give is that "
                 "of the value it watched. Write to a copy, or after that thread has left its tape"
             )

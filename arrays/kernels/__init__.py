@@ -1,11 +1,12 @@
 """Fused CUDA kernels behind ops: one file of CUDA C++ and one module of Python a subject.
 
-``launch`` compiles and starts kernels, ``geometry`` decides how many threads do what, and the other modules give the functions
-that ops name in ``overrides={"cupy": ...}``. Importing this package imports neither CuPy nor compiles anything.
+``launch`` compiles and starts kernels, ``geometry`` decides how many threads do what, and the other modules give the
+functions that ops name in ``overrides={"cupy": ...}``. Importing this package imports neither CuPy nor compiles
+anything.
 
-A new kernel is a template in a ``.cu`` file of ``cuda/``, a function that starts it through ``launch.runner()``, and a row of that module's
-``variants()``: the tests compile every row for every architecture, and run the function on the CPU under an emulation of CUDA's
-execution model.
+A new kernel is a template in a ``.cu`` file of ``cuda/``, a function that starts it through ``launch.runner()``, and a
+row of that module's ``variants()``: the tests compile every row for every architecture, and run the function on the CPU
+under an emulation of CUDA's execution model.
 """
 
 from __future__ import annotations

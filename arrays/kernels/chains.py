@@ -1,8 +1,9 @@
 """Elementwise chains as one CUDA kernel each, which is generated.
 
-For each chain, and for each way in which its operands lie in memory, a kernel is written, compiled once (CuPy keeps it on disk)
-and started on the current stream. Operands that are whole and without gaps are read in vectors where their addresses allow it;
-others through their strides, so that broadcasting and transposition cost no copy. Offsets have 64 bits.
+For each chain, and for each way in which its operands lie in memory, a kernel is written, compiled once (CuPy keeps it
+on disk) and started on the current stream. Operands that are whole and without gaps are read in vectors where their
+addresses allow it; others through their strides, so that broadcasting and transposition cost no copy. Offsets have 64
+bits.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def strides_of(array: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int = 1) -> str:
-    """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads vectors.
+    """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads
+    vectors.
 
     With a ``count`` it takes so many sets of arrays; the second coordinate of a block says which is its own.
     """
@@ -204,7 +206,8 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
 
 
 def one_launch(name: str) -> Callable[..., Any]:
-    """The CUDA form of an elementwise op of that name as one kernel; as it is composed, for dtypes that kernels do not take."""
+    """The CUDA form of an elementwise op of that name as one kernel; as it is composed, for dtypes that kernels do not
+    take."""
 
     @functools.lru_cache(maxsize=256)
     def ready(numbers: str, *args: Any) -> Callable[..., Any]:

@@ -61,7 +61,8 @@ class ChannelLayout(NamedTuple):
 
 
 def layout(shape: tuple[int, ...], axis: int) -> ChannelLayout:
-    """How kernels see images of this shape. With one position a channel both forms are the same, and the last is faster.
+    """How kernels see images of this shape. With one position a channel both forms are the same, and the last is
+    faster.
 
     >>> layout((2, 3, 4, 5), 1), layout((2, 3), 1).last
     (ChannelLayout(samples=2, channels=3, spatial=20, last=False), True)

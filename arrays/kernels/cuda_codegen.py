@@ -1,8 +1,9 @@
 """The elementwise ops as CUDA C++: one entry of a program as an expression of one element.
 
-Every op computes in the dtype that NumPy computes it in; the short floats in float, rounded to themselves after each op. Products
-are made with the intrinsics that the compiler never contracts into a fused multiply-add. So the numbers of a fused chain are those
-of the same calls made one by one, but for the last places of the functions of the mathematical library.
+Every op computes in the dtype that NumPy computes it in; the short floats in float, rounded to themselves after each
+op. Products are made with the intrinsics that the compiler never contracts into a fused multiply-add. So the numbers of
+a fused chain are those of the same calls made one by one, but for the last places of the functions of the mathematical
+library.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def literal(value: Any, dtype: np.dtype) -> str:
     number = int(np.asarray(value).astype(dtype))
     if number == -(2**63):
         return "(-9223372036854775807ll - 1ll)"
-    return f"{number}{'ull' if dtype == np.dtype(np.uint64) else 'll' if dtype.itemsize == 8 else 'u' if dtype == np.dtype(np.uint32) else ''}"
+    suffix = "ll" if dtype.itemsize == 8 else ""
+    return f"{number}{'u' if dtype in (np.uint64, np.uint32) else ''}{suffix}"
 
 
 def _operand_dtypes(e: Entry, program: Program) -> list[np.dtype | None]:
@@ -175,8 +177,8 @@ def expressible(e: Entry, program: Program) -> bool:
 
 
 def expression(e: Entry, program: Program, names: Sequence[str | None]) -> str:
-    """The C++ of an entry for operands held in the variables ``names`` (None for Python numbers); of the register type of its
-    result."""
+    """The C++ of an entry for operands held in the variables ``names`` (None for Python numbers); of the register type
+    of its result."""
     rule = e.op.cuda
     assert rule is not None
     t = _computed_in(e, program, rule)

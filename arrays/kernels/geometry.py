@@ -20,7 +20,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def vector_length(width: int, itemsizes: Sequence[int], addresses: Sequence[int]) -> int:
-    """Elements that one load may take: as many as 16 bytes of the narrowest array hold, where everything is aligned; else 1.
+    """Elements that one load may take: as many as 16 bytes of the narrowest array hold, where everything is aligned;
+    else 1.
 
     >>> vector_length(1024, (4, 4), (0, 512))
     4
@@ -35,7 +36,8 @@ def vector_length(width: int, itemsizes: Sequence[int], addresses: Sequence[int]
 
 
 class RowPlan(NamedTuple):
-    """A row has ``threads`` threads with ``items`` elements each, read ``vector`` at a time; a block has ``rows`` rows."""
+    """A row has ``threads`` threads with ``items`` elements each, read ``vector`` at a time; a block has ``rows``
+    rows."""
 
     threads: int
     items: int
@@ -52,8 +54,8 @@ class RowPlan(NamedTuple):
 
 
 def ladder(itemsize: int, vector: int) -> tuple[tuple[int, int], ...]:
-    """The rungs for elements of this size: numbers of 8 bytes fill the registers sooner, and long rows that must be read
-    element by element are better off in the loop for rows of any length."""
+    """The rungs for elements of this size: numbers of 8 bytes fill the registers sooner, and long rows that must be
+    read element by element are better off in the loop for rows of any length."""
     top, items = LADDER[-1]
     if vector == 1:
         return LADDER[:-1]
@@ -78,7 +80,8 @@ def row_plan(width: int, itemsizes: Sequence[int], addresses: Sequence[int]) -> 
 def persistent_grid(blocks: int, multiprocessors: int, threads: int, shared: int, shared_per_sm: int) -> int:
     """Blocks that stay and loop over the rows, when each leaves a partial sum behind.
 
-    As many as are resident at once, but only as many as have some eight rows' work each: their partial sums cost traffic.
+    As many as are resident at once, but only as many as have some eight rows' work each: their partial sums cost
+    traffic.
 
     >>> persistent_grid(4096, 132, 256, 32 << 10, 227 << 10)
     512

@@ -1,9 +1,9 @@
 """Compilation and launch of kernels.
 
-A kernel is a template of a ``.cu`` file in ``cuda/``, named with its arguments as in C++: ``norm_forward<true, float, …>``.
-Each is compiled by NVRTC when it is first used (CuPy keeps the result on disk), for the current device, and starts on that
-device's current stream. All launches go through a :class:`Runner`, so that the tests can run the same host code and the
-same kernels on a machine without a GPU.
+A kernel is a template of a ``.cu`` file in ``cuda/``, named with its arguments as in C++: ``norm_forward<true, float,
+…>``. Each is compiled by NVRTC when it is first used (CuPy keeps the result on disk), for the current device, and
+starts on that device's current stream. All launches go through a :class:`Runner`, so that the tests can run the same
+host code and the same kernels on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Runner(Protocol):
         arguments: Sequence[Any],
         shared: int = 0,
     ) -> None:
-        """Start ``kernel`` of ``file``. Arguments are arrays of ``xp``, and NumPy scalars of the parameters' exact types."""
+        """Start ``kernel`` of ``file``. Arguments are arrays of ``xp``, and NumPy scalars of the parameters' exact
+        types."""
 
 
 class CudaRunner:

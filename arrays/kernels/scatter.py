@@ -1,8 +1,9 @@
 """Scatter kernels for CUDA: gradients of reads, ``at[...].add`` and ``at[...].set``.
 
-A key is made two numbers: the place of each row that is written, and how many elements a row has. Sums are added by atomic
-operations, in whatever order the threads come, or (:func:`~meshtape.arrays.backends.determinism.use_deterministic`, the default) in the
-order of the rows: sorted by place, and added up chunk by chunk. Of several rows written to one place the last one stays.
+A key is made two numbers: the place of each row that is written, and how many elements a row has. Sums are added by
+atomic operations, in whatever order the threads come, or
+(:func:`~meshtape.arrays.backends.determinism.use_deterministic`, the default) in the order of the rows: sorted by
+place, and added up chunk by chunk. Of several rows written to one place the last one stays.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def variants() -> Iterator[tuple[str, str]]:
 
 
 def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, int]:
-    """The place of each row that ``x[key]`` reads, in C order as a flat int64 array, and the number of elements of a row.
+    """The place of each row that ``x[key]`` reads, in C order as a flat int64 array, and the number of elements of a
+    row.
 
     Dimensions at the end that the key takes whole make up the rows; the places are those among all rows.
     """
@@ -72,8 +74,8 @@ def rows_of(template: Any, arrays: Sequence[Any], shape: tuple[int, ...]) -> tup
         places: Any = 0
         for p, n in zip(lead, shape, strict=False):
             a = arrays[p.n].astype(np.int64, copy=False)
-            # The remainder counts negative indices from the end. Where nobody has looked at the indices (traced ones, or checks
-            # that are switched off) it also keeps a bad one inside the array, as CuPy's own indexing does.
+            # The remainder counts negative indices from the end. Where nobody has looked at the indices (traced ones,
+            # or checks that are switched off) it also keeps a bad one inside the array, as CuPy's own indexing does.
             places = places * n + a % max(n, 1)
     else:
         every = xp.arange(math.prod(shape[:kept]), dtype=np.int64).reshape(shape[:kept])
@@ -257,8 +259,8 @@ def last_writes(g: Any, *arrays: Any, template: Any) -> Any:
 def index_extremum(name: str) -> Callable[..., Any]:
     """See :data:`meshtape.arrays.indexing.indexing.INDEX_MAX`.
 
-    CuPy's atomic forms lack short numbers, truths and complex ones, lose NaN, and compare float64 as float32. Here the writes are sorted
-    by place, and each meets its neighbours at growing distances.
+    CuPy's atomic forms lack short numbers, truths and complex ones, lose NaN, and compare float64 as float32. Here the
+    writes are sorted by place, and each meets its neighbours at growing distances.
     """
 
     def impl(x: Any, v: Any, *arrays: Any, template: Any) -> Any:

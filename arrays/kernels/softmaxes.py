@@ -32,7 +32,8 @@ def variants() -> Iterator[tuple[str, str]]:
 def _rows(
     kernel: str, before: tuple[Any, ...], rows: int, width: int, vectors: list[Any], arguments: list[Any]
 ) -> None:
-    """Start a kernel of rows in its form for rows of this width; ``vectors`` are the arrays that it reads in vectors."""
+    """Start a kernel of rows in its form for rows of this width; ``vectors`` are the arrays that it reads in
+    vectors."""
     r = runner()
     d = vectors[0].dtype
     among = width, [d.itemsize], [r.address(a) for a in vectors]

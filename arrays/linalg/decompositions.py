@@ -39,7 +39,9 @@ from .lapack import (
 
 
 def cholesky(x: Any, /, *, upper: bool = False) -> Array:
-    """The lower triangular ``L`` with ``x = L @ L^H`` for Hermitian, positive definite matrices (or the upper one, ``L^H``).
+    """The lower triangular ``L`` with ``x = L @ L^H`` (or the upper one, ``L^H``).
+
+    The matrices are Hermitian and positive definite.
 
     Only the lower triangle of ``x`` is read.
 
@@ -103,7 +105,9 @@ def matrix_power(x: Any, n: int, /) -> Array:
 
 
 def pinv(x: Any, /, rtol: Any = None) -> Array:
-    """Moore-Penrose inverse; singular values up to ``rtol`` times the largest count as zero (``max(m, n) * eps`` by default).
+    """Moore-Penrose inverse.
+
+    Singular values up to ``rtol`` times the largest count as zero (``max(m, n) * eps`` by default).
 
     >>> mt.linalg.pinv(mt.asarray([[2.0, 0.0], [0.0, 0.0]]))
     Array([[0.5, 0. ],
@@ -250,8 +254,8 @@ def qr(x: Any, /, mode: str = "reduced") -> QRResult:
 def svd(x: Any, /, full_matrices: bool = True) -> SVDResult:
     """Singular value decomposition, values descending.
 
-    With ``full_matrices`` (the standard's default) ``U`` and ``Vh`` are square; those of a matrix that is not have columns that
-    nothing determines, and no derivative.
+    With ``full_matrices`` (the standard's default) ``U`` and ``Vh`` are square; those of a matrix that is not have
+    columns that nothing determines, and no derivative.
 
     >>> mt.linalg.svd(mt.ones((3, 2)), full_matrices=False).U.shape
     (3, 2)

@@ -1,7 +1,7 @@
 """The ops of linear algebra: the routines of LAPACK (on a GPU, cuSOLVER), and checks of their arguments.
 
-LAPACK has two floats and their complex counterparts. Integers are computed in float64, floats of one or two bytes in float32 and
-rounded once.
+LAPACK has two floats and their complex counterparts. Integers are computed in float64, floats of one or two bytes in
+float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ _FAILURES = {
 
 
 def _called(xp: Any, name: str, *args: Any, **params: Any) -> Any:
-    """A function of ``xp.linalg``. CuPy's give numbers without meaning where cuSOLVER fails, unless they are told to look."""
+    """A function of ``xp.linalg``. CuPy's give numbers without meaning where cuSOLVER fails, unless they are told to
+    look."""
     fn = getattr(xp.linalg, name)
     if xp.__name__ != "cupy" or name in ("det", "slogdet"):  # a singular matrix has a determinant
         return fn(*args, **params)

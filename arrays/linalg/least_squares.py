@@ -36,7 +36,9 @@ class LstsqResult(NamedTuple):
 @composite("lstsq")
 @in_float32
 def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
-    """The ``x`` of least length with the least ``sum(abs(b - a @ x)**2)``, by the pseudo-inverse (so it differentiates).
+    """The ``x`` of least length with the least ``sum(abs(b - a @ x)**2)``.
+
+    It is found by the pseudo-inverse, so that it differentiates.
 
     Parameters
     ----------
@@ -45,7 +47,8 @@ def lstsq(a: Any, b: Any, /, *, rcond: float | None = None) -> LstsqResult:
     b
         Right-hand sides, shape ``(m,)`` or ``(m, k)``.
     rcond
-        Singular values below this fraction of the largest count as zero; machine precision times ``max(m, n)`` by default.
+        Singular values below this fraction of the largest count as zero; machine precision times ``max(m, n)`` by
+        default.
 
     Returns
     -------
@@ -106,7 +109,9 @@ def norm(
 
 @composite("cond")
 def cond(x: Any, /, p: float | str | None = None) -> Array:
-    """The condition of matrices: the norm ``p`` times that of the inverse; by default (2) the ratio of the singular values.
+    """The condition of matrices: the norm ``p`` times that of the inverse.
+
+    By default (2) it is the ratio of the singular values.
 
     That of a singular matrix is infinite.
 
@@ -130,7 +135,9 @@ def cond(x: Any, /, p: float | str | None = None) -> Array:
 
 @composite("multi_dot")
 def multi_dot(arrays: Sequence[Any], /) -> Array:
-    """The product of several matrices (the first and the last may be vectors), in the order that needs the fewest multiplications.
+    """The product of several matrices, in the order that needs the fewest multiplications.
+
+    The first and the last may be vectors.
 
     Source: Cormen et al., *Introduction to Algorithms*, 15.2.
 

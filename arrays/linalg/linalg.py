@@ -1,8 +1,8 @@
 """Linear algebra (``mt.linalg``): the extension of the array-API standard.
 
-Matrices are the last two dimensions; leading ones are batches. Integers are computed in float64, floats of one or two bytes
-in float32 and rounded once. Where a decomposition is not unique (signs and phases of vectors, bases of the space of a repeated
-value), gradients are those of functions that do not depend on the choice.
+Matrices are the last two dimensions; leading ones are batches. Integers are computed in float64, floats of one or two
+bytes in float32 and rounded once. Where a decomposition is not unique (signs and phases of vectors, bases of the space
+of a repeated value), gradients are those of functions that do not depend on the choice.
 """
 
 from __future__ import annotations

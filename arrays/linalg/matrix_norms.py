@@ -42,9 +42,9 @@ from .lapack import SVDVALS, back, matrices
 def vector_norm(x: Any, /, *, axis: int | Sequence[int] | None = None, keepdims: bool = False, ord: float = 2) -> Array:
     """``sum(abs(x)**ord)**(1/ord)`` over axes (all by default).
 
-    ``ord`` may be any number: ``inf`` and ``-inf`` give the largest and smallest magnitude, ``0`` counts what is not zero. The
-    gradient at a zero vector is zero. Elements may be as large or small as numbers are: powers of them do not overflow or vanish (Blue: A
-    portable Fortran program to find the Euclidean norm of a vector, 1978).
+    ``ord`` may be any number: ``inf`` and ``-inf`` give the largest and smallest magnitude, ``0`` counts what is not
+    zero. The gradient at a zero vector is zero. Elements may be as large or small as numbers are: powers of them do not
+    overflow or vanish (Blue: A portable Fortran program to find the Euclidean norm of a vector, 1978).
 
     >>> mt.linalg.vector_norm(mt.asarray([3.0, 4.0]))
     Array(5., dtype=float64)
@@ -130,8 +130,8 @@ def _scale(x: Array, axes: tuple[int, ...], ord: float) -> Array:
 def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: float | str | None = "fro") -> Array:
     """Norm of each matrix.
 
-    ``"fro"`` (Frobenius), ``"nuc"`` (sum of the singular values), ``2``/``-2`` (largest/smallest of them), ``1``/``-1`` (largest/
-    smallest sum of a column), ``inf``/``-inf`` (the same of a row).
+    ``"fro"`` (Frobenius), ``"nuc"`` (sum of the singular values), ``2``/``-2`` (largest/smallest of them), ``1``/``-1``
+    (largest/ smallest sum of a column), ``inf``/``-inf`` (the same of a row).
 
     >>> mt.linalg.matrix_norm(mt.asarray([[1.0, -2.0], [3.0, 4.0]]), ord=1)
     Array(6., dtype=float64)

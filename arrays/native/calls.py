@@ -13,7 +13,8 @@ from ..backends.threads import SMALLEST_SHARED, share
 from . import AVAILABLE, _kernels
 
 CHUNK = 64
-"""Rows that are summed before their sum is added to others: fewer roundings, and the same sum on any number of threads."""
+"""Rows that are summed before their sum is added to others: fewer roundings, and the same sum on any number of
+threads."""
 
 _NUMBERS = {name: i for i, name in enumerate(_kernels.KERNELS)} if _kernels is not None else {}
 
@@ -33,7 +34,8 @@ def run(
     ignored: int = 0,
     chunk: int = 1,
 ) -> bool:
-    """Run ``kernel`` over ``rows`` rows of ``width`` elements; False, and nothing is written, where it does not take the operands."""
+    """Run ``kernel`` over ``rows`` rows of ``width`` elements; False, and nothing is written, where it does not take
+    the operands."""
     number = _NUMBERS[kernel]
     if rows * width < SMALLEST_SHARED:
         return _kernels.call(number, operands, rows, width, 0, rows, chunk, value, flag, ignored)
@@ -65,7 +67,8 @@ def result_like(x: np.ndarray) -> np.ndarray:
 
 
 def first(kernel: Callable[..., Any], impl: Callable[..., Any]) -> Callable[..., Any]:
-    """The NumPy implementation of an op: ``kernel(*buffers, **params)``, and where that answers NotImplemented ``impl(numpy, …)``."""
+    """The NumPy implementation of an op: ``kernel(*buffers, **params)``, and where that answers NotImplemented
+    ``impl(numpy, …)``."""
     if not AVAILABLE:
         return functools.partial(impl, np)
 

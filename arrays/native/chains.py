@@ -1,7 +1,8 @@
 """Chains of elementwise steps as one call, which reads and writes each number once.
 
-Only steps with one correctly rounded operation for each number are among them, so that the bits are those of NumPy. (It warns of
-divisions by zero and the like in its own steps; a run does not. Where ``np.errstate`` asks for more than a warning, the steps are NumPy's.)
+Only steps with one correctly rounded operation for each number are among them, so that the bits are those of NumPy. (It
+warns of divisions by zero and the like in its own steps; a run does not. Where ``np.errstate`` asks for more than a
+warning, the steps are NumPy's.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _CODES: dict[Op, int] = {OPS[name]: code for code, name in enumerate(STEPS)}
 
 
 def takes(e: Entry, program: Program) -> bool:
-    """Whether the entry can be a step of a run: a known operation, all operands of the result's dtype, or numbers that fit it."""
+    """Whether the entry can be a step of a run: a known operation, all operands of the result's dtype, or numbers that
+    fit it."""
     if not AVAILABLE or e.op not in _CODES or e.params:
         return False
     dtype = program.avals[e.outputs[0]].dtype
@@ -72,7 +74,8 @@ def _is_strict() -> bool:
 
 
 def run_of(entries: Sequence[Entry], program: Program, read_later: set[int]) -> ChainCall | None:
-    """The entries as a run; None where it would need more room than there is. ``read_later`` are variables that others read."""
+    """The entries as a run; None where it would need more room than there is. ``read_later`` are variables that others
+    read."""
     made = {e.outputs[0] for e in entries}
     last = {v: i for i, e in enumerate(entries) for v in e.inputs if isinstance(v, int)}
     reads: dict[Any, Any] = {}  # by variable, or by number

@@ -1,7 +1,7 @@
 """Copies past the caches, for results that are larger than those.
 
-An ordinary store first reads the line that it writes, and puts it in the place of something that is needed again. A copy that is not
-read soon needs neither: on two busy cores it takes half the time.
+An ordinary store first reads the line that it writes, and puts it in the place of something that is needed again. A
+copy that is not read soon needs neither: on two busy cores it takes half the time.
 """
 
 from __future__ import annotations

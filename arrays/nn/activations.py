@@ -17,7 +17,8 @@ from .swiglu import SWIGLU
 
 
 def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
-    """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a gate that is 0 is NaN."""
+    """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a
+    gate that is 0 is NaN."""
     return where(x > 40.0, x, gated(clip(x, low, 40.0)))
 
 
@@ -46,7 +47,9 @@ def log_sigmoid(x: Any, /) -> Array:
 
 @composite("elu")
 def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
-    """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016); its derivatives at 0 are those of the latter.
+    """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016).
+
+    Its derivatives at 0 are those of the latter.
 
     >>> mt.nn.elu(mt.asarray([-1.0, 2.0]))
     Array([-0.63212056,  2.        ], dtype=float64)
@@ -68,7 +71,9 @@ def selu(x: Any, /) -> Array:
 
 @composite("celu")
 def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
-    """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere: smooth for every ``alpha`` (Barron, 2017).
+    """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron, 2017).
+
+    It is smooth for every ``alpha``.
 
     >>> mt.nn.celu(mt.asarray([-1.0, 2.0]), alpha=2.0)
     Array([-0.78693868,  2.        ], dtype=float64)
@@ -163,7 +168,7 @@ def swiglu(gate: Any, up: Any, /) -> Array:
     """``silu(gate) * up`` in one pass (Shazeer, 2020), and each of its gradients in one.
 
     >>> mt.nn.swiglu(mt.asarray([0.0, 100.0]), mt.asarray([3.0, 2.0]))
-    Array([  0., 200.])
+    Array([  0., 200.], dtype=float64)
     """
     return apply(SWIGLU, (inexact(gate), inexact(up)))
 

@@ -1,8 +1,9 @@
 """Attention as an op and its backward op, neither of which ever holds the square matrix of the weights.
 
-Both go through the queries in tiles of rows (Rabe and Staats, 2021): scores, softmax and products of a tile, over the keys that its
-rows may see, and then the next tile. The backward op computes the weights of a tile again (Dao et al., 2022). The
-decompositions hold the whole matrix. They serve derivatives of higher order, and keys that are split over ranks.
+Both go through the queries in tiles of rows (Rabe and Staats, 2021): scores, softmax and products of a tile, over the
+keys that its rows may see, and then the next tile. The backward op computes the weights of a tile again (Dao et al.,
+2022). The decompositions hold the whole matrix. They serve derivatives of higher order, and keys that are split over
+ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) ->
     return tuple(ShapeDtype(x.shape, x.dtype) for x in operands[: op.nout])
 
 
-# ----- in tiles ---------------------------------------------------------------------------------------------------------
+# ----- in tiles -------------------------------------------------------------------------------------------------------
 
 
 def _part(x: Any, key: Sequence[slice]) -> Any:
@@ -178,7 +179,7 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
     return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(found, operands, strict=False)])
 
 
-# ----- the same in plain functions --------------------------------------------------------------------------------------
+# ----- the same in plain functions ------------------------------------------------------------------------------------
 
 
 def _whole_weights(q: Array, k: Array, mask: Sequence[Array], scale: float, diagonal: int | None) -> Array:
@@ -255,7 +256,7 @@ ATTENTION_BACKWARD = _backward_op("attention_backward", 3)
 ATTENTION_BIAS_BACKWARD = _backward_op("attention_bias_backward", 4)  # of a mask that is added to the scores, too
 
 
-# ----- public function --------------------------------------------------------------------------------------------------
+# ----- public function ------------------------------------------------------------------------------------------------
 
 
 @composite("scaled_dot_product_attention")
@@ -273,17 +274,19 @@ def scaled_dot_product_attention(
 ) -> Array:
     """Mean of the values, weighted by ``softmax(query @ key.T * scale)`` (Vaswani et al., 2017).
 
-    The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not with its square.
-    The matrix of the weights is held whole with dropout, by ``jvp`` and derivatives of higher order, and where keys are split over ranks.
+    The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not
+    with its square. The matrix of the weights is held whole with dropout, by ``jvp`` and derivatives of higher order,
+    and where keys are split over ranks.
 
     Parameters
     ----------
     query, key, value
-        Shapes ``(..., q, d)``, ``(..., k, d)`` and ``(..., k, e)``; leading dimensions broadcast. With fewer heads (dimension
-        -3) in ``key`` and ``value`` than in ``query``, each serves as many neighbouring heads of the query (grouped queries).
+        Shapes ``(..., q, d)``, ``(..., k, d)`` and ``(..., k, e)``; leading dimensions broadcast. With fewer heads
+        (dimension -3) in ``key`` and ``value`` than in ``query``, each serves as many neighbouring heads of the query
+        (grouped queries).
     mask
-        Broadcasts to ``(..., q, k)``. Boolean: true where a query may look. Floating: added to the scores. A query that may
-        look nowhere gets zeros.
+        Broadcasts to ``(..., q, k)``. Boolean: true where a query may look. Floating: added to the scores. A query that
+        may look nowhere gets zeros.
     is_causal
         Query ``i`` looks at keys ``0 … i`` only.
     scale

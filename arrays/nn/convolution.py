@@ -1,7 +1,7 @@
 """Convolution and pooling over the last dimensions.
 
-Convolution is linear in the image and in the kernel. Its three forms, the convolution itself and its adjoints in either operand,
-are one op each, and each is the derivative of the others: derivatives of every order are closed among them.
+Convolution is linear in the image and in the kernel. Its three forms, the convolution itself and its adjoints in either
+operand, are one op each, and each is the derivative of the others: derivatives of every order are closed among them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The cross-entropy of integer labels as an op, and its backward op.
 
-Both go through the logits once, in blocks of rows that stay in cache; composed of other ops they are a dozen passes, and keep an
-array of the size of the logits for the backward pass. The decompositions serve derivatives of higher order, and logits whose
-classes are split over ranks: there each rank looks for the labels among its own classes.
+Both go through the logits once, in blocks of rows that stay in cache; composed of other ops they are a dozen passes,
+and keep an array of the size of the logits for the backward pass. The decompositions serve derivatives of higher order,
+and logits whose classes are split over ranks: there each rank looks for the labels among its own classes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dropout as an op: its mask is made where it is used, from the key and the place in the global array.
 
-It is linear in what it drops from, and its derivative is itself with the same key: no mask is kept for the backward pass, and
-every order is right. On a GPU the mask never reaches memory.
+It is linear in what it drops from, and its derivative is itself with the same key: no mask is kept for the backward
+pass, and every order is right. On a GPU the mask never reaches memory.
 """
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ def _check_rate(name: str, rate: float) -> None:
 def dropout(x: Any, rate: float, /, *, key: Any = None, training: bool = True) -> Array:
     """Each element set to 0 with probability ``rate``, the others divided by ``1 - rate`` (Srivastava et al., 2014).
 
-    The mask is a function of the key and of the place in the global array: it is the same however ``x`` is split, and in a
-    second forward pass with the same key. Keys of samples, of shape ``(n, 1, 2)``, give each of the ``n`` parts of the first dimension a mask
-    of its own, which is then the same however a batch is cut. With ``training=False``, or a rate of 0, it is ``x``, and takes no key.
+    The mask is a function of the key and of the place in the global array: it is the same however ``x`` is split, and
+    in a second forward pass with the same key. Keys of samples, of shape ``(n, 1, 2)``, give each of the ``n`` parts of
+    the first dimension a mask of its own, which is then the same however a batch is cut. With ``training=False``, or a
+    rate of 0, it is ``x``, and takes no key.
 
     >>> mt.nn.dropout(mt.ones(4), 1.0, key=mt.random.key(0))
     Array([0., 0., 0., 0.], dtype=float64)

@@ -1,11 +1,13 @@
 """``gelu`` and its derivative as ops of their own.
 
-Composed of other ops, the two are a dozen passes through memory. Here each block of float32 numbers goes through all steps while it
-is in the cache. The derivative of the derivative is written in ordinary functions, so that every order is right.
+Composed of other ops, the two are a dozen passes through memory. Here each block of float32 numbers goes through all
+steps while it is in the cache. The derivative of the derivative is written in ordinary functions, so that every order
+is right.
 
-In float32 the normal distribution function is ``Phi(-t) = exp(-t²/2) u P(u)`` with ``u = 1 / (1 + 0.26 t)`` and a polynomial of degree 8,
-fitted for the smallest relative error on ``0 < t < 14.5`` (3e-8, below rounding; beyond, it is 0 in float32). So small results keep
-their leading digits, which ``1 + erf`` cancels; in float64 the complementary error function keeps them.
+In float32 the normal distribution function is ``Phi(-t) = exp(-t²/2) u P(u)`` with ``u = 1 / (1 + 0.26 t)`` and a
+polynomial of degree 8, fitted for the smallest relative error on ``0 < t < 14.5`` (3e-8, below rounding; beyond, it is
+0 in float32). So small results keep their leading digits, which ``1 + erf`` cancels; in float64 the complementary error
+function keeps them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _FACTOR = np.asarray(_DENSITY, np.float32)
 
 
 def _is_single(xp: Any, *arrays: Any) -> bool:
-    """Whether the arrays are floating, of four bytes or fewer, and of one dtype and shape: computed in float32 blocks."""
+    """Whether the arrays are floating, of four bytes or fewer, and of one dtype and shape: computed in float32
+    blocks."""
     x = arrays[0]
     return (
         xp is np
@@ -124,7 +127,8 @@ def _cotangent_block(
 
 
 def cotangent(xp: Any, g: Any, x: Any, ans: Any) -> Any:
-    """The cotangent of ``x`` where ``ans`` is ``gelu(x)``: half the steps of :data:`GELU_BACKWARD`, which knows ``x`` alone."""
+    """The cotangent of ``x`` where ``ans`` is ``gelu(x)``: half the steps of :data:`GELU_BACKWARD`, which knows ``x``
+    alone."""
     # The kernel is faster than reading `ans` from memory.
     if xp is np and (out := ops.gelu_backward(g, x)) is not NotImplemented:
         return out

@@ -1,8 +1,9 @@
 """The cross-entropy of ``hidden @ weight`` as an op that never holds all logits, and its backward op.
 
-Both make the logits in tiles of some rows and some classes. The log-sum-exp of each row is kept, in float64: with it the backward op
-needs a tile alone for its part of the softmax, at the price of one more product. The decompositions are the product and the
-cross-entropy as they stand; they serve derivatives of higher order, and classes that are split over ranks.
+Both make the logits in tiles of some rows and some classes. The log-sum-exp of each row is kept, in float64: with it
+the backward op needs a tile alone for its part of the softmax, at the price of one more product. The decompositions are
+the product and the cross-entropy as they stand; they serve derivatives of higher order, and classes that are split over
+ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ WHOLE = 1 << 26
 def linear(x: Array, w: Array) -> Array:
     """``x @ w`` for ``x`` of shape ``(*batch, inputs)``, as one product of matrices.
 
-    As a product of stacks the gradient of ``w`` would be one matrix a row of the batch, and their sum. Where rows of the flattened
-    ``x`` would not lie as those of ``x`` do (a split sequence, an uneven split of the batch) it stays a stack.
+    As a product of stacks the gradient of ``w`` would be one matrix a row of the batch, and their sum. Where rows of
+    the flattened ``x`` would not lie as those of ``x`` do (a split sequence, an uneven split of the batch) it stays a
+    stack.
     """
     *batch, inputs = x.shape
     here = x.sharding

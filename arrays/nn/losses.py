@@ -45,18 +45,19 @@ def cross_entropy(
     labels
         Integers of shape ``(*batch,)``.
     reduction
-        ``"mean"`` (over the samples that are not ignored; 0 where all are), ``"sum"`` or ``"none"`` (one value a sample).
+        ``"mean"`` (over the samples that are not ignored; 0 where all are), ``"sum"`` or ``"none"`` (one value a
+        sample).
     ignore_index
-        A label that marks samples without a class (often -100): their loss is 0, and so is its gradient. By default there are
-        none, and the mean needs no count of them over the mesh.
+        A label that marks samples without a class (often -100): their loss is 0, and so is its gradient. By default
+        there are none, and the mean needs no count of them over the mesh.
     label_smoothing
         This part of each label is spread evenly over all classes (Szegedy et al., 2016).
 
     Raises
     ------
     ArrayIndexError
-        For a label that is neither a class nor ``ignore_index``. Traced labels and labels on a mesh are not looked at; there
-        such a sample has the loss NaN.
+        For a label that is neither a class nor ``ignore_index``. Traced labels and labels on a mesh are not looked at;
+        there such a sample has the loss NaN.
     ShapeError
         When the labels have another shape than the batch.
     DTypeError
@@ -101,8 +102,8 @@ def linear_cross_entropy(
 ) -> Array:
     """:func:`cross_entropy` of the logits ``hidden @ weight``, of which no more than 64 MB are held at once.
 
-    Larger logits are made in tiles, and again in the backward pass, which takes a third more time for the products. On a mesh
-    whose ranks split the classes they are held in parts, as those of :func:`cross_entropy` are.
+    Larger logits are made in tiles, and again in the backward pass, which takes a third more time for the products. On
+    a mesh whose ranks split the classes they are held in parts, as those of :func:`cross_entropy` are.
 
     Parameters
     ----------
@@ -181,7 +182,8 @@ def _check_labels(name: str, labels: Array, classes: int, ignore_index: int | No
             wrong &= buf != ignore_index
         if wrong.any():
             raise ArrayIndexError(
-                f"[{name}] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index {ignore_index})"
+                f"[{name}] label {int(buf[wrong][0])} is none of the {classes} classes (nor ignore_index "
+                f"{ignore_index})"
             )
 
 
@@ -198,8 +200,8 @@ def info_nce(
 ) -> Array:
     """Contrastive loss: each query against all keys, with its own key as the right one (van den Oord et al., 2018).
 
-    Query ``i`` belongs to key ``i * group_size``; the other keys of a group are hard negatives, as are those of all other
-    groups. ``scores = queries @ keys.T / temperature`` go to :func:`cross_entropy`.
+    Query ``i`` belongs to key ``i * group_size``; the other keys of a group are hard negatives, as are those of all
+    other groups. ``scores = queries @ keys.T / temperature`` go to :func:`cross_entropy`.
 
     Parameters
     ----------

@@ -105,11 +105,12 @@ def _experts_backward(
     )
 
 
-# ----- the same in plain functions: every expert for every row -------------------------------------------------------------
+# ----- the same in plain functions: every expert for every row --------------------------------------------------------
 
 
 def _dense(x: Array, chosen: Array, weights: Array, gate: Array, up: Array, numbers: Array) -> tuple[Any, ...]:
-    """Rows ``(n, width)``, choices ``(n, k, experts)``, weight of each expert ``(experts, n, 1)``, and its ``a, s, b``."""
+    """Rows ``(n, width)``, choices ``(n, k, experts)``, weight of each expert ``(experts, n, 1)``, and its ``a, s,
+    b``."""
     width, k = x.shape[-1], chosen.shape[-1]
     n = math.prod(x.shape[:-1])
     work = wide(x.dtype)
@@ -169,7 +170,9 @@ EXPERTS_BACKWARD = Op(
 
 @composite("experts")
 def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any) -> Array:
-    """Each row through the SwiGLU networks that it is sent to: the sum of ``(silu(x @ gate) * (x @ up)) @ down``, weighted.
+    """Each row through the SwiGLU networks that it is sent to.
+
+    The result is the weighted sum of ``(silu(x @ gate) * (x @ up)) @ down``.
 
     Parameters
     ----------
@@ -211,7 +214,8 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
         )
     if x.shape[-1] != stack[1] or chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
         raise ShapeError(
-            f"[experts] x {x.shape} must be (..., {stack[1]}), chosen {chosen.shape} and weights {weights.shape} (..., k) beside it"
+            f"[experts] x {x.shape} must be (..., {stack[1]}), chosen {chosen.shape} and weights {weights.shape} (..., "
+            "k) beside it"
         )
     numbers = arange(stack[0], dtype=chosen.dtype, device=beside(x))
     return apply(EXPERTS, (x, chosen, weights, gate, up, down, numbers), {})

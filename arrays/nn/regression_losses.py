@@ -103,7 +103,9 @@ def binary_cross_entropy(
 @composite("cosine_similarity")
 @in_float32
 def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -> Array:
-    """The cosine of the angle between vectors along ``axis``; lengths below ``eps`` count as that, so that a zero vector gives 0.
+    """The cosine of the angle between vectors along ``axis``.
+
+    Lengths below ``eps`` count as that, so that a zero vector gives 0.
 
     The other dimensions are broadcast.
 
@@ -113,7 +115,8 @@ def cosine_similarity(x: Any, y: Any, /, *, axis: int = -1, eps: float = 1e-8) -
     x, y = inexact(asarray(x)), inexact(asarray(y))
     if "c" in (x.dtype.kind, y.dtype.kind):
         raise DTypeError(
-            f"[cosine_similarity] x and y must be real, got {x.dtype.name} and {y.dtype.name}: two complex vectors have no one angle"
+            f"[cosine_similarity] x and y must be real, got {x.dtype.name} and {y.dtype.name}: two complex vectors "
+            "have no one angle"
         )
     lengths = [maximum(vector_norm(v, axis=axis, keepdims=True), eps) for v in (x, y)]
     return vecdot(x / lengths[0], y / lengths[1], axis=axis)

@@ -1,9 +1,9 @@
 """``softmax``, ``log_softmax`` and ``logsumexp``.
 
-The first two are ops of their own with backward ops of their own, computed in blocks that hold whole rows and stay in cache:
-composed of other ops they are five passes through memory, and as many temporaries. Each also knows how to decompose into plain
-functions: that form serves the derivatives of the backward ops, so that every order is right, and rows that are split over
-ranks, whose maxima and sums then become collectives (a vocabulary-parallel model).
+The first two are ops of their own with backward ops of their own, computed in blocks that hold whole rows and stay in
+cache: composed of other ops they are five passes through memory, and as many temporaries. Each also knows how to
+decompose into plain functions: that form serves the derivatives of the backward ops, so that every order is right, and
+rows that are split over ranks, whose maxima and sums then become collectives (a vocabulary-parallel model).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _log_softmax_backward(xp: Any, g: Any, y: Any, axis: int) -> Any:
     return by_rows(xp, block, axis, y.dtype, g, y)
 
 
-# ----- the same in plain functions --------------------------------------------------------------------------------------
+# ----- the same in plain functions ------------------------------------------------------------------------------------
 
 
 def _finite_max(x: Array, axis: Any) -> Array:
@@ -162,7 +162,7 @@ LOG_SOFTMAX_BACKWARD = Op(
 )
 
 
-# ----- public functions -------------------------------------------------------------------------------------------------
+# ----- public functions -----------------------------------------------------------------------------------------------
 
 
 def _floating(name: str, x: Any, axis: int) -> tuple[Array, int]:
@@ -182,7 +182,8 @@ def _mask(name: str, mask: Any) -> Array:
     return mask
 
 
-# (The derivative is made from the result: of one of two bytes the exponential would be off by several units in the last place.)
+# (The derivative is made from the result: of one of two bytes the exponential would be off by several units in the last
+# place.)
 @composite("log_softmax")
 @in_float32
 def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
@@ -203,9 +204,9 @@ def log_softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
 def softmax(x: Any, /, *, axis: int = -1, where: Any = None) -> Array:
     """Positive numbers that sum to one along an axis, in the ratios ``exp(x)``.
 
-    Where ``where`` is false an element has no part in it: its result and its gradient are 0, whatever it is. A row of which
-    nothing is left is 0. (A row that is -inf throughout is NaN: there the sum of the weights is zero.) Sums of float16 and
-    bfloat16 are made in float32.
+    Where ``where`` is false an element has no part in it: its result and its gradient are 0, whatever it is. A row of
+    which nothing is left is 0. (A row that is -inf throughout is NaN: there the sum of the weights is zero.) Sums of
+    float16 and bfloat16 are made in float32.
 
     Parameters
     ----------

@@ -1,4 +1,5 @@
-"""``silu(gate) * up`` and its derivative as ops of their own: each is one pass through memory, and one launch on a GPU."""
+"""``silu(gate) * up`` and its derivative as ops of their own: each is one pass through memory, and one launch on a
+GPU."""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def column_stack(arrays: Sequence[Any], /) -> Array:
 
 @composite("block")
 def block(arrays: Any, /) -> Array:
-    """An array of nested lists of blocks: the innermost lists join along the last dimension, the next along that before it.
+    """An array of nested lists of blocks.
+
+    The innermost lists join along the last dimension, the next along that before it.
 
     >>> mt.block([[mt.eye(2), mt.zeros((2, 1))], [mt.ones((1, 3))]])
     Array([[1., 0., 0.],
@@ -121,7 +123,8 @@ def _pieces(name: str, x: Any, where: int | Sequence[int], axis: int, uneven: bo
             raise ShapeError(f"[{name}] needs from 1 to {_MOST_PIECES:,} pieces, got {where}")
         if length % where and not uneven:
             raise ShapeError(
-                f"[{name}] an axis of length {length} does not divide into {where} equal pieces; array_split makes unequal ones"
+                f"[{name}] an axis of length {length} does not divide into {where} equal pieces; array_split makes "
+                "unequal ones"
             )
         each, longer = divmod(length, int(where))
         ends = np.cumsum([each + (i < longer) for i in range(int(where))]).tolist()
@@ -197,7 +200,9 @@ def dsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
 
 @composite("delete")
 def delete(x: Any, where: Any, /, axis: int | None = None) -> Array:
-    """Without the elements, rows, … at ``where`` (a number, several, a slice, or a mask) along ``axis``; flat without one.
+    """Without the elements, rows, … at ``where`` along ``axis``; flat without one.
+
+    ``where`` is a number, several, a slice, or a mask.
 
     >>> mt.delete(mt.arange(5), [0, -1])
     Array([1, 2, 3])

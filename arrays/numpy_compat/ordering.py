@@ -34,7 +34,9 @@ def _checked(name: str, x: Any, kth: int | Sequence[int], axis: int | None) -> t
 
 
 def partition(x: Any, kth: int | Sequence[int], /, axis: int | None = -1) -> Array:
-    """The ``kth`` elements where sorting would put them, smaller ones before and larger ones behind. All are sorted, in fact.
+    """The ``kth`` elements where sorting would put them, smaller ones before and larger ones behind.
+
+    All are sorted, in fact.
 
     >>> mt.partition(mt.asarray([3, 1, 2]), 1)[1]
     Array(2)
@@ -81,7 +83,9 @@ def unique(
     equal_nan: bool = True,
     sorted: bool = True,
 ) -> Any:
-    """The different elements, ascending; and, where asked for, their first places, which of them each element is, how often each occurs.
+    """The different elements, ascending.
+
+    Where asked for, also their first places, which of them each element is, and how often each occurs.
 
     All NaN are one, but with ``equal_nan=False``.
 

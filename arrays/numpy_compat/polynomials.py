@@ -46,7 +46,8 @@ def polyval(p: Any, x: Any, /) -> Array:
 def polyfit(x: Any, y: Any, deg: int, /, *, w: Any = None) -> Array:
     """Coefficients of the polynomial of degree ``deg`` with the least squares of differences from ``y`` at ``x``.
 
-    ``y`` may have several columns, each of which is fitted; ``w`` are weights of the differences, before they are squared.
+    ``y`` may have several columns, each of which is fitted; ``w`` are weights of the differences, before they are
+    squared.
 
     >>> mt.round(mt.polyfit([0.0, 1.0, 2.0], [1.0, 3.0, 5.0], 1), 6)
     Array([2., 1.], dtype=float64)
@@ -127,7 +128,9 @@ def polysub(p: Any, q: Any, /) -> Array:
 
 @composite("roots")
 def roots(p: Any, /) -> Array:
-    """The complex numbers where a polynomial is zero: eigenvalues of its companion matrix. The first coefficient must not be zero.
+    """The complex numbers where a polynomial is zero: eigenvalues of its companion matrix.
+
+    The first coefficient must not be zero.
 
     >>> mt.sort(mt.real(mt.roots([1.0, 0.0, -4.0])))
     Array([-2.,  2.], dtype=float64)

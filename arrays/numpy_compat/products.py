@@ -15,7 +15,9 @@ from ..ops.matmul import matmul, tensordot
 
 @composite("dot")
 def dot(x: Any, y: Any, /) -> Array:
-    """The last dimension of ``x`` with the last but one of ``y`` (its only one, where it is a vector); a product with a scalar.
+    """The last dimension of ``x`` with the last but one of ``y``; a product with a scalar.
+
+    Of a vector it is the only one.
 
     >>> mt.dot(mt.arange(3), mt.arange(3))
     Array(5)

@@ -158,7 +158,9 @@ def diagflat(x: Any, /, k: int = 0) -> Array:
 
 
 def rollaxis(x: Any, axis: int, /, start: int = 0) -> Array:
-    """The dimension ``axis`` moved to stand before the one that is now at ``start``; :func:`moveaxis` says where it comes to stand.
+    """The dimension ``axis`` moved to stand before the one that is now at ``start``.
+
+    :func:`moveaxis` says where it comes to stand.
 
     >>> mt.rollaxis(mt.ones((2, 3, 4)), 2).shape
     (4, 2, 3)
@@ -175,7 +177,9 @@ def rollaxis(x: Any, axis: int, /, start: int = 0) -> Array:
 
 @composite("resize")
 def resize(x: Any, shape: int | Sequence[int], /) -> Array:
-    """The elements in C order as an array of another shape: repeated from the first on, or cut off. Zeros where there are none.
+    """The elements in C order as an array of another shape: repeated from the first on, or cut off.
+
+    Zeros where there are none.
 
     >>> mt.resize(mt.asarray([1, 2, 3]), (2, 2))
     Array([[1, 2],

@@ -91,7 +91,7 @@ def extract(condition: Any, x: Any, /) -> Array:
 
 @composite("apply_along_axis")
 def apply_along_axis(function: Callable[..., Any], axis: int, x: Any, /, *args: Any, **kwargs: Any) -> Array:
-    """``function(vector, *args, **kwargs)`` of every vector along ``axis``; its results stand in the place of that dimension.
+    """``function(vector, *args, **kwargs)`` of every vector along ``axis``; its results replace that dimension.
 
     It is called once for each vector. A function that takes whole arrays is faster where there is one.
 
@@ -112,7 +112,9 @@ def apply_along_axis(function: Callable[..., Any], axis: int, x: Any, /, *args: 
 
 @composite("apply_over_axes")
 def apply_over_axes(function: Callable[[Array, int], Any], x: Any, axes: int | Sequence[int], /) -> Array:
-    """``function(array, axis)`` for one axis after the other, each of the result before. A dimension that it drops stays, with length one.
+    """``function(array, axis)`` for one axis after the other, each of the result before.
+
+    A dimension that it drops stays, with length one.
 
     >>> mt.apply_over_axes(mt.sum, mt.ones((2, 3)), [0, 1])
     Array([[6.]], dtype=float64)
@@ -127,7 +129,9 @@ def apply_over_axes(function: Callable[[Array, int], Any], x: Any, axes: int | S
 
 @composite("put_along_axis")
 def put_along_axis(x: Any, indices: Any, values: Any, /, axis: int | None, *, inplace: bool = True) -> Array:
-    """``x`` with ``values`` at the places that :func:`take_along_axis` reads; an array of its own, for which ``inplace=False`` asks.
+    """``x`` with ``values`` at the places that :func:`take_along_axis` reads.
+
+    The result is an array of its own, for which ``inplace=False`` asks.
 
     Raises
     ------

@@ -71,10 +71,13 @@ def size(x: Any, /, axis: int | None = None) -> int:
 def average(
     x: Any, /, axis: Axis = None, weights: Any = None, *, returned: bool = False, keepdims: bool = False
 ) -> Any:
-    """The mean, each element counted by its weight: an array of the shape of ``x``, or of that of the dimensions ``axis``.
+    """The mean, each element counted by its weight.
 
-    With ``returned`` the sum of the weights too. The mean is NaN where they add up to zero (NumPy raises `ZeroDivisionError`): so it is the
-    same inside a compiled function and of arrays that are split, whose values are not known.
+    The weights have the shape of ``x``, or that of its dimensions ``axis``.
+
+    With ``returned`` the sum of the weights too. The mean is NaN where they add up to zero (NumPy raises
+    `ZeroDivisionError`): so it is the same inside a compiled function and of arrays that are split, whose values are
+    not known.
 
     >>> mt.average(mt.asarray([1.0, 4.0]), weights=[2, 1])
     Array(2., dtype=float64)
@@ -282,7 +285,8 @@ def _nan_position(name: str, x: Any, axis: int | None, keepdims: bool, find: Any
 def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """The place of the largest element that is not NaN. Raises `ValueError` where all are.
 
-    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
+    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are
+    NaN.
 
     >>> mt.nanargmax(mt.asarray([mt.nan, 3.0, 1.0]))
     Array(1)
@@ -294,7 +298,8 @@ def nanargmax(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> 
 def nanargmin(x: Any, /, axis: int | None = None, *, keepdims: bool = False) -> Array:
     """The place of the smallest element that is not NaN. Raises `ValueError` where all are.
 
-    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are NaN.
+    Inside a compiled function, and of an array that is split, values are not known: there the place is -1 where all are
+    NaN.
 
     >>> mt.nanargmin(mt.asarray([mt.nan, 3.0, 1.0]))
     Array(2)

@@ -160,7 +160,9 @@ def angle(z: Any, /, deg: bool = False) -> Array:
 @composite("unwrap")
 @in_float32
 def unwrap(x: Any, /, discont: float | None = None, axis: int = -1, *, period: float = 2 * math.pi) -> Array:
-    """Angles along ``axis`` without jumps: where neighbours differ by more than half a ``period``, whole periods are added.
+    """Angles along ``axis`` without jumps.
+
+    Where neighbours differ by more than half a ``period``, whole periods are added.
 
     >>> mt.unwrap(mt.asarray([0.0, 3.0, -3.0]))
     Array([0.        , 3.        , 3.28318531], dtype=float64)

@@ -88,16 +88,16 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
     Parameters
     ----------
     obj
-        An Array, a NumPy array, a (nested) sequence of numbers, a number, or anything that NumPy converts. Arrays in a sequence are
-        stacked, and have their gradients.
+        An Array, a NumPy array, a (nested) sequence of numbers, a number, or anything that NumPy converts. Arrays in a
+        sequence are stacked, and have their gradients.
     dtype
         Wanted dtype; that of ``obj`` by default.
     device
         Where to put it; where ``obj`` is, or the default device.
     copy
-        A NumPy array is copied unless ``copy=False``: its owner may write to it later, and an Array's value never changes
-        behind its back. With ``copy=False`` the memory is shared as long as nobody writes to the Array, and the caller
-        promises not to write to ``obj``. An Array is never copied before one side is written.
+        A NumPy array is copied unless ``copy=False``: its owner may write to it later, and an Array's value never
+        changes behind its back. With ``copy=False`` the memory is shared as long as nobody writes to the Array, and the
+        caller promises not to write to ``obj``. An Array is never copied before one side is written.
 
     Raises
     ------
@@ -144,8 +144,8 @@ def asarray(obj: Any, /, dtype: Any = None, *, device: Device | str | None = Non
             return x if wanted is None and device is None else asarray(x, dtype=wanted, device=device)
     if isinstance(obj, list | tuple) and copy is not False and state.recorders and is_tracked(obj):
         return asarray(stacked(obj), dtype=wanted, device=device)
-    # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises where
-    # copy=False is asked of what holds no array.
+    # A copy always, also of what exports its memory (a memoryview, say), whose owner may write to it. NumPy raises
+    # where copy=False is asked of what holds no array.
     try:
         if wanted is not None and isinstance(obj, int | float | complex | list | tuple):
             check_numbers("asarray", obj, wanted)
@@ -191,7 +191,8 @@ def _of_numpy(obj: np.ndarray | np.generic, dtype: np.dtype | None, copy: bool |
 
 
 def elements(name: str, values: Any, dtype: np.dtype) -> Array:
-    """``values`` as elements of an array of ``dtype``: arrays are cast, as everywhere; Python numbers must have a place there."""
+    """``values`` as elements of an array of ``dtype``: arrays are cast, as everywhere; Python numbers must have a place
+    there."""
     if hasattr(values, "dtype") or is_tracked(values):
         return asarray(values).astype(dtype, copy=False)
     check_numbers(name, values, dtype)
@@ -434,9 +435,9 @@ def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | N
     device
         Where the Array goes; it stays where the data is by default.
     copy
-        As in :func:`asarray`: foreign memory is copied unless ``copy=False``, since its owner may write to it (and where PyTorch holds
-        a sign back, as in ``z.conj().imag``). With ``copy=False`` the memory is shared until the Array is written, and the caller
-        promises not to write to ``x``.
+        As in :func:`asarray`: foreign memory is copied unless ``copy=False``, since its owner may write to it (and
+        where PyTorch holds a sign back, as in ``z.conj().imag``). With ``copy=False`` the memory is shared until the
+        Array is written, and the caller promises not to write to ``x``.
 
     Examples
     --------

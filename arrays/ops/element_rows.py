@@ -54,7 +54,8 @@ def _row(
     nograd: str | None = None,
     **facts: Any,
 ) -> Any:
-    """An op and its public function. ``example`` has operands (or a call in full), an arrow, and the array that they give."""
+    """An op and its public function. ``example`` has operands (or a call in full), an arrow, and the array that they
+    give."""
     cuda = facts.get("cuda")
     if type(cuda) in (str, bool):  # True: the function of CUDA's library that has this name
         facts["cuda"] = Cuda(name + "{f}({0})" if cuda is True else cuda)

@@ -313,7 +313,9 @@ WHERE = Op(
 
 
 def where(condition: Any, x1: Any = None, x2: Any = None, /) -> Any:
-    """``x1`` where the condition holds, ``x2`` elsewhere; all three broadcast together. Of a condition alone, :func:`nonzero`.
+    """``x1`` where the condition holds, ``x2`` elsewhere; all three broadcast together.
+
+    Of a condition alone, :func:`nonzero`.
 
     >>> mt.where(mt.asarray([True, False]), 1.0, 2.0)
     Array([1., 2.], dtype=float64)

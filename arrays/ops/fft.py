@@ -1,8 +1,8 @@
 """Discrete Fourier transforms (``mt.fft``): the extension of the array-API standard.
 
-Three ops carry all of them: complex to complex, real to half a spectrum, and half a spectrum to real. Each keeps the precision
-of its input. ``norm`` says where the factor ``1/n`` stands: with the inverse (``"backward"``), with the forward transform
-(``"forward"``), or as ``1/sqrt(n)`` with both (``"ortho"``).
+Three ops carry all of them: complex to complex, real to half a spectrum, and half a spectrum to real. Each keeps the
+precision of its input. ``norm`` says where the factor ``1/n`` stands: with the inverse (``"backward"``), with the
+forward transform (``"forward"``), or as ``1/sqrt(n)`` with both (``"ortho"``).
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def astype(
 
 
 def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, order: str = "C") -> Array:
-    """The same elements, in C order, in another shape; one length may be -1. With ``order="F"`` the first index runs fastest.
+    """The same elements, in C order, in another shape; one length may be -1.
+
+    With ``order="F"`` the first index runs fastest.
 
     >>> mt.reshape(mt.arange(6), (2, -1)).shape
     (2, 3)
@@ -125,7 +127,8 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
     if order != "C":
         if order != "F":
             raise ArgumentError(
-                f"[reshape] order must be 'C' or 'F', got {order!r}: how the elements lie in memory is nobody's business"
+                f"[reshape] order must be 'C' or 'F', got {order!r}: how the elements lie in memory is nobody's "
+                "business"
             )
         full = tuple(shape) if isinstance(shape, Sequence) else (shape,)
         turned = permute_dims(x, tuple(range(as_array(x).ndim))[::-1])
@@ -220,7 +223,9 @@ def broadcast_arrays(*arrays: Any) -> tuple[Array, ...]:
 
 
 def broadcast_shapes(*shapes: Sequence[int | None]) -> tuple[int | None, ...]:
-    """The shape that arrays of these shapes have together. A length of None is unknown, and stays so unless another tells it.
+    """The shape that arrays of these shapes have together.
+
+    A length of None is unknown, and stays so unless another tells it.
 
     >>> mt.broadcast_shapes((3, 1), (1, 4))
     (3, 4)

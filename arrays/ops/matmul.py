@@ -42,8 +42,8 @@ _WORTH_A_LOOK = 1 << 14
 def product(x: np.ndarray, y: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """``np.matmul``; a stack of rows times one matrix is one product over all rows.
 
-    NumPy asks the BLAS for one for each matrix of the stack, and each prepares the right operand anew. ``out``, where it is given, is
-    memory without gaps that neither operand has.
+    NumPy asks the BLAS for one for each matrix of the stack, and each prepares the right operand anew. ``out``, where
+    it is given, is memory without gaps that neither operand has.
     """
     if y.ndim == 2 < x.ndim and x.dtype.num == y.dtype.num:
         k, n = y.shape

@@ -1,7 +1,8 @@
-"""Arrays among the numbers that another one is made of: where a tape watches them, or they are traced, they are not read as numbers.
+"""Arrays among the numbers that another one is made of: where a tape watches them, or they are traced, they are not
+read as numbers.
 
-``asarray([a, 2.0 * b])``, ``full(shape, a)`` and ``linspace(a, b)`` would otherwise give arrays without a history: a gradient of zero,
-and no word said.
+``asarray([a, 2.0 * b])``, ``full(shape, a)`` and ``linspace(a, b)`` would otherwise give arrays without a history: a
+gradient of zero, and no word said.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def filled(value: Array, shape: tuple[int, ...], dtype: np.dtype) -> Array:
 
 
 def linspace_from(start: Any, stop: Any, num: int, endpoint: bool, dtype: np.dtype | None) -> Array:
-    """:func:`numpy.linspace` by calls that tapes record, in the order in which NumPy computes: the numbers are the same."""
+    """:func:`numpy.linspace` by calls that tapes record, in the order in which NumPy computes: the numbers are the
+    same."""
     # Python numbers stay such, which widen nothing. NumPy takes other libraries' short floats to float64.
     given = [v.dtype if isinstance(v, Array) else v for v in (start, stop)]
     wide = np.result_type(*(np.dtype(float) if getattr(d, "kind", "") == "V" else d for d in given), 1.0)

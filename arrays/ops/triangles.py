@@ -18,7 +18,8 @@ LARGE = 1 << 20
 
 
 def lower_triangle(like: Array, k: int = 0) -> Array:
-    """Which elements of the matrices in ``like`` are on or below the ``k``-th diagonal: a mask that broadcasts against ``like``.
+    """Which elements of the matrices in ``like`` are on or below the ``k``-th diagonal: a mask that broadcasts against
+    ``like``.
 
     >>> lower_triangle(mt.zeros((2, 3))).tolist()
     [[True, False, False], [True, True, False]]

@@ -18,9 +18,11 @@ R = TypeVar("R")
 
 
 def in_float32(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: the steps of ``fn`` see float32 in place of floats of one and two bytes, and its results are rounded to these.
+    """Decorator: the steps of ``fn`` see float32 in place of floats of one and two bytes, and its results are rounded
+    to these.
 
-    A step that rounds would lose digits that the next one sums, and a float8 that overflows between two steps is lost for good.
+    A step that rounds would lose digits that the next one sums, and a float8 that overflows between two steps is lost
+    for good.
     """
 
     @functools.wraps(fn)

@@ -1,7 +1,7 @@
 """Random numbers that do not depend on how an array is split (``mt.random``).
 
-A draw is a pure function of a key and of the place of an element in the global array: the same key gives the same numbers on
-one device, on any mesh, and after a resume. Nothing is hidden: to draw again, make a new key.
+A draw is a pure function of a key and of the place of an element in the global array: the same key gives the same
+numbers on one device, on any mesh, and after a resume. Nothing is hidden: to draw again, make a new key.
 
 >>> key = mt.random.key(0)
 >>> mt.random.uniform(key, (2,))
@@ -13,10 +13,11 @@ Array([0.08723912, 0.85597221], dtype=float64)
 
 Use each key for one draw: two functions given one key see the same random words, so that their results are related.
 
-Every element takes a fixed number of random bits (no rejection), which is what makes it computable alone. The recipes, and the
-price of having no rejection, are stated with each function. Random words and everything made of them by integer arithmetic and
-single multiplications (``bits``, ``uniform``, ``integers``, ``bernoulli``, ``permutation``) are the same to the bit on every
-machine and device; what takes a logarithm or a cosine agrees to the last places of the mathematical library there.
+Every element takes a fixed number of random bits (no rejection), which is what makes it computable alone. The recipes,
+and the price of having no rejection, are stated with each function. Random words and everything made of them by integer
+arithmetic and single multiplications (``bits``, ``uniform``, ``integers``, ``bernoulli``, ``permutation``) are the same
+to the bit on every machine and device; what takes a logarithm or a cosine agrees to the last places of the mathematical
+library there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Transforms of random words to numbers: one a distribution, cached by dtype and parameters.
 
-Each recipe is a function of whole groups of words; see ``_philox.BitTransform``. They work in place: their words are theirs.
+Each recipe is a function of whole groups of words; see ``_philox.BitTransform``. They work in place: their words are
+theirs.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def uniform(
 ) -> Request:
     """Uniform numbers, ``low <= x < high``.
 
-    Multiples of ``2**-53`` (float64), ``2**-24`` (float32), ``2**-11`` (float16) or ``2**-8`` (bfloat16), which are exact in
-    their dtype, scaled to the interval.
+    Multiples of ``2**-53`` (float64), ``2**-24`` (float32), ``2**-11`` (float16) or ``2**-8`` (bfloat16), which are
+    exact in their dtype, scaled to the interval.
 
     Parameters
     ----------
@@ -56,8 +56,9 @@ def normal(
 ) -> Request:
     """Normal numbers.
 
-    By Box and Muller's transform of pairs: elements ``2j`` and ``2j + 1`` of the global array share two uniform numbers, of 53
-    bits for float64 and of 32 bits otherwise. The largest magnitude is 8.57 (float64) or 6.76 standard deviations.
+    By Box and Muller's transform of pairs: elements ``2j`` and ``2j + 1`` of the global array share two uniform
+    numbers, of 53 bits for float64 and of 32 bits otherwise. The largest magnitude is 8.57 (float64) or 6.76 standard
+    deviations.
 
     >>> x = mt.random.normal(mt.random.key(0), (10000,), mean=5.0, std=2.0)
     >>> round(float(mt.mean(x)), 1), round(float(mt.std(x)), 1)
@@ -80,8 +81,8 @@ def truncated_normal(
 ) -> Request:
     """Normal numbers given that they fall between two bounds: ``mean + std * z`` with ``lower <= z <= upper``.
 
-    By the inverse distribution function in float64, of the tail that is exact; rounding to a shorter dtype may round onto a
-    bound's neighbour.
+    By the inverse distribution function in float64, of the tail that is exact; rounding to a shorter dtype may round
+    onto a bound's neighbour.
 
     Raises
     ------
@@ -119,7 +120,9 @@ def exponential(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float
 
 @distribution(recipes.gumbel)
 def gumbel(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64) -> Request:
-    """Standard Gumbel numbers, ``-log(-log(u))``: the largest of ``logits + gumbel`` is a draw from ``softmax(logits)``.
+    """Standard Gumbel numbers, ``-log(-log(u))``.
+
+    The largest of ``logits + gumbel`` is a draw from ``softmax(logits)``.
 
     >>> mt.random.gumbel(mt.random.key(0), (3,)).shape
     (3,)

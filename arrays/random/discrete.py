@@ -53,7 +53,8 @@ def integers(
     shape
         Shape of the result.
     low, high
-        Bounds, which may be anything that fits the dtype (``high`` may be one more). With ``high=None``, ``0 … low - 1``.
+        Bounds, which may be anything that fits the dtype (``high`` may be one more). With ``high=None``, ``0 … low -
+        1``.
     dtype
         Any integer dtype.
 
@@ -85,8 +86,8 @@ def bernoulli(key: Any, p: Any = 0.5, shape: int | Sequence[int] | None = None) 
     key
         A key.
     p
-        A number between 0 and 1, taken to the nearest multiple of ``2**-32``; or a floating array of such, which broadcasts to
-        ``shape`` (numbers outside 0 … 1 mean 0 or 1 there).
+        A number between 0 and 1, taken to the nearest multiple of ``2**-32``; or a floating array of such, which
+        broadcasts to ``shape`` (numbers outside 0 … 1 mean 0 or 1 there).
     shape
         Shape of the result; that of ``p`` if None.
 

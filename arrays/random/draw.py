@@ -32,7 +32,8 @@ def check_key(name: str, key: Any) -> None:
     if not shaped or key.dtype != recipes.U64:
         what = f"{key.dtype.name} of shape {key.shape}" if isinstance(key, ShapeDtype) else type(key).__name__
         raise DTypeError(
-            f"[{name}] a key is uint64 of shape (2,), made by mt.random.key or split, and keys of n samples are of shape (n, 1, 2); "
+            f"[{name}] a key is uint64 of shape (2,), made by mt.random.key or split, and keys of n samples are of "
+            "shape (n, 1, 2); "
             f"got {what}"
         )
 
@@ -50,8 +51,8 @@ def as_key(name: str, key: Any) -> Array:
 def by_sample(key: Array, shape: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
     """The key of a draw, and the shape to draw in; with keys of samples, their number is its first dimension.
 
-    A draw whose first dimension is a multiple of the samples belongs to them, row by row. Any other one belongs to the batch: it takes
-    the key of the first sample.
+    A draw whose first dimension is a multiple of the samples belongs to them, row by row. Any other one belongs to the
+    batch: it takes the key of the first sample.
     """
     if key.ndim == 1:
         return key, shape
@@ -117,7 +118,8 @@ def op_of(
     flops: int = 1,
     **own: Kind,
 ) -> Op:
-    """An op whose elements are made each on its own; ``recipe`` takes the dtype and the op's own parameters, of these kinds.
+    """An op whose elements are made each on its own; ``recipe`` takes the dtype and the op's own parameters, of these
+    kinds.
 
     All have the shape and offset of the block that is made, the global shape of the array it belongs to, and the dtype.
     """

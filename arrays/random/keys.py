@@ -69,7 +69,8 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
     Returns
     -------
     Array
-        uint64 of shape ``(2,)``: an ordinary array, to be passed to compiled functions, saved and sharded like any other.
+        uint64 of shape ``(2,)``: an ordinary array, to be passed to compiled functions, saved and sharded like any
+        other.
 
     Examples
     --------
@@ -112,8 +113,8 @@ def fold_in(key: Any, data: Any) -> Array:
         A key.
     data
         An integer ``0 <= data < 2**64``, a 0-d integer array (a step counter inside a compiled function), or a string
-        (a named stream: by the first 8 bytes of its BLAKE2b hash). Integers and names never meet. A vector of n integers gives n keys, of
-        shape ``(n, 1, 2)``: the keys of n samples. Of such, each row is folded.
+        (a named stream: by the first 8 bytes of its BLAKE2b hash). Integers and names never meet. A vector of n
+        integers gives n keys, of shape ``(n, 1, 2)``: the keys of n samples. Of such, each row is folded.
 
     Examples
     --------
@@ -129,7 +130,8 @@ def fold_in(key: Any, data: Any) -> Array:
     elif isinstance(data, Array):
         if data.ndim > 1 or data.dtype.kind not in "iu":
             raise DTypeError(
-                f"[fold_in] data must be a 0-d integer array or a vector of integers, got {data.dtype.name} of shape {data.shape}"
+                f"[fold_in] data must be a 0-d integer array or a vector of integers, got {data.dtype.name} of shape "
+                f"{data.shape}"
             )
     else:
         try:

@@ -78,8 +78,8 @@ CHOICE = Op(
 def permutation(key: Any, x: Any, axis: int = 0) -> Array:
     """The numbers ``0 … x - 1`` in random order, or the slices of an array along ``axis`` in random order.
 
-    By sorting random 64-bit words; each device sorts all of them, also where the result is sharded. Orders are equally likely
-    up to the chance of two equal words, ``x**2 / 2**65``.
+    By sorting random 64-bit words; each device sorts all of them, also where the result is sharded. Orders are equally
+    likely up to the chance of two equal words, ``x**2 / 2**65``.
 
     >>> order = mt.random.permutation(mt.random.key(0), 5)
     >>> sorted(order.tolist())

@@ -1,10 +1,11 @@
 """Philox4x64-10 (Salmon, Moraes, Dror and Shaw, 2011), and how its words become the elements of a block.
 
-A draw is a function of a key and of the place of an element in the *global* array, and of nothing else. The words of a key are
-numbered 0, 1, 2, …: word ``n`` is lane ``n % 4`` of the cipher applied to the counter ``(n // 4, 0, 0, stream)``. A
-:class:`BitTransform` turns each aligned group of ``words`` words into a group of ``elements`` elements, so that element ``i`` of the
-C-ordered global array needs the words of group ``i // elements`` alone. :func:`draw` makes any rectangular block by that rule;
-whoever holds another block, on whatever backend, makes the very numbers that the whole array has there.
+A draw is a function of a key and of the place of an element in the *global* array, and of nothing else. The words of a
+key are numbered 0, 1, 2, …: word ``n`` is lane ``n % 4`` of the cipher applied to the counter ``(n // 4, 0, 0,
+stream)``. A :class:`BitTransform` turns each aligned group of ``words`` words into a group of ``elements`` elements, so
+that element ``i`` of the C-ordered global array needs the words of group ``i // elements`` alone. :func:`draw` makes
+any rectangular block by that rule; whoever holds another block, on whatever backend, makes the very numbers that the
+whole array has there.
 
 On a CPU the words come from NumPy's C generator, on a GPU from a kernel, and wherever single groups are wanted from
 :func:`philox4x64`, the same function written for any array namespace.
@@ -32,22 +33,25 @@ _ROUNDS = 10
 _MASK64 = (1 << 64) - 1
 _MASK256 = (1 << 256) - 1
 
-# Words made at a time: with the scratch of a transform a chunk stays in a second-level cache; kernels on a GPU want more.
+# Words made at a time: with the scratch of a transform a chunk stays in a second-level cache; kernels on a GPU want
+# more.
 _CHUNK = 1 << 14
 _GPU_CHUNK = 1 << 22
 
 # A run of at least this many elements is worth the fixed costs (some 15 microseconds) of a pass of its own.
 _LONG_RUN = 128
-# Shorter ones: making what lies between them too is cheaper than the array generator while it is at most so many times as much.
+# Shorter ones: making what lies between them too is cheaper than the array generator while it is at most so many times
+# as much.
 _COVER = 8
 
 
 class BitTransform(NamedTuple):
     """How words become elements.
 
-    ``transform(xp, w)`` is given a fresh, contiguous uint64 array of shape ``(n, words)``, which it may overwrite, and returns
-    ``(n, elements)``. Row ``r`` of the result depends on row ``r`` of ``w`` alone, by the same arithmetic wherever the row
-    stands. ``words`` divides 4. Where a kernel makes the same elements on a GPU, ``kernel`` is its kind and its numbers.
+    ``transform(xp, w)`` is given a fresh, contiguous uint64 array of shape ``(n, words)``, which it may overwrite, and
+    returns ``(n, elements)``. Row ``r`` of the result depends on row ``r`` of ``w`` alone, by the same arithmetic
+    wherever the row stands. ``words`` divides 4. Where a kernel makes the same elements on a GPU, ``kernel`` is its
+    kind and its numbers.
     """
 
     words: int
@@ -69,7 +73,8 @@ def _mulhilo(xp: Any, a: Any, m: int) -> tuple[Any, Any]:
 
 
 def philox4x64(xp: Any, counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """The four output words for arrays of counters and keys (all uint64; they broadcast together, at least one-dimensional)."""
+    """The four output words for arrays of counters and keys (all uint64; they broadcast together, at least
+    one-dimensional)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for r in range(_ROUNDS):
@@ -175,8 +180,8 @@ def draw(
 ) -> Any:
     """The block of ``shape`` that starts at ``offset`` of the global array.
 
-    Memory beyond the result is bounded by a chunk, whatever the shapes are. Keys of shape ``(n, 1, 2)`` are those of the rows of the
-    global array, each of which is an array of its own.
+    Memory beyond the result is bounded by a chunk, whatever the shapes are. Keys of shape ``(n, 1, 2)`` are those of
+    the rows of the global array, each of which is an array of its own.
     """
     if key.ndim == 3:
         rows = xp.empty(shape, dtype)

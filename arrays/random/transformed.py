@@ -1,4 +1,5 @@
-"""Distributions by transforms of other draws. Their parameters may be arrays, and have gradients (the random numbers have none)."""
+"""Distributions by transforms of other draws. Their parameters may be arrays, and have gradients (the random numbers
+have none)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Shape = int | Sequence[int] | None
 
 
 def _drawn(name: str, shape: Shape, dtype: Any, *parameters: Any) -> tuple[tuple[int, ...], np.dtype, np.dtype]:
-    """The shape of the result (that of the parameters together, by default), the dtype to compute in, and that of the result."""
+    """The shape of the result (that of the parameters together, by default), the dtype to compute in, and that of the
+    result."""
     wanted = floating(name, dtype)
     own = broadcast_shapes(*(asarray(p).shape for p in parameters))
     if shape is None:
@@ -170,7 +172,7 @@ def geometric(key: Any, p: Any, shape: Shape = None, dtype: Any = np.int64) -> A
 
 @composite("triangular")
 def triangular(key: Any, left: Any, mode: Any, right: Any, shape: Shape = None, dtype: Any = np.float64) -> Array:
-    """Numbers between ``left`` and ``right`` whose density rises on a straight line to ``mode`` and falls on one from there.
+    """Numbers between ``left`` and ``right`` whose density rises linearly to ``mode`` and falls from there.
 
     >>> x = mt.random.triangular(mt.random.key(0), -1.0, 0.0, 1.0, (1000,))
     >>> bool(mt.all(mt.abs(x) <= 1))

@@ -1,4 +1,5 @@
-"""Running sums and products along an axis, and differences of neighbours. Low-precision floats accumulate in float32."""
+"""Running sums and products along an axis, and differences of neighbours. Low-precision floats accumulate in
+float32."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def _infer_running(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 
 def _decompose_prod(x: Array, axis: int) -> Array:
-    """By doubling: after step k each place holds the product of the 2**k elements up to it. No division, so that zeros are
-    no special case for the derivative."""
+    """By doubling: after step k each place holds the product of the 2**k elements up to it. No division, so that zeros
+    are no special case for the derivative."""
     dtype = np.cumprod(np.ones(1, x.dtype)).dtype if x.dtype.kind in "biu" else x.dtype
     out = astype(x, np.float32 if is_low_precision(dtype) else dtype)
     lead = (slice(None),) * axis

@@ -1,7 +1,7 @@
 """Sums of products in Einstein's notation.
 
-A formula is parsed and planned once for the shapes it meets (``opt_einsum`` chooses the order of the products); each step is a
-transposition, a sum or a matrix product, so that gradients and shardings are theirs.
+A formula is parsed and planned once for the shapes it meets (``opt_einsum`` chooses the order of the products); each
+step is a transposition, a sum or a matrix product, so that gradients and shardings are theirs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def einsum(formula: Any, /, *operands: Any) -> Array:
     Parameters
     ----------
     formula
-        One group of letters an operand, separated by commas: ``"ij,jk->ik"``. A letter stands for one length everywhere; twice
-        in one group it takes the diagonal. ``...`` stands for dimensions that broadcast. Without ``->`` the result has the
-        letters that occur once, in alphabetic order, after the broadcast dimensions. Or, as NumPy has it, each operand is followed
-        by a list of numbers and ``...`` in place of letters, and the last one by that of the result: ``einsum(x, [0, 1], [1, 0])``.
+        One group of letters an operand, separated by commas: ``"ij,jk->ik"``. A letter stands for one length
+        everywhere; twice in one group it takes the diagonal. ``...`` stands for dimensions that broadcast. Without
+        ``->`` the result has the letters that occur once, in alphabetic order, after the broadcast dimensions. Or, as
+        NumPy has it, each operand is followed by a list of numbers and ``...`` in place of letters, and the last one by
+        that of the result: ``einsum(x, [0, 1], [1, 0])``.
     operands
         Arrays.
 
@@ -81,7 +82,8 @@ def _of_lists(given: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
         groups = ["".join("..." if n is ... else ascii_letters[index(n)] for n in g) for g in (*given[1::2], *groups)]
     except (TypeError, IndexError):
         raise ShapeError(
-            "[einsum] write a formula, 'ij,jk->ik', or behind each operand a list of numbers from 0 to 51: x, [0, 1], y, [1, 2]"
+            "[einsum] write a formula, 'ij,jk->ik', or behind each operand a list of numbers from 0 to 51: x, [0, 1], "
+            "y, [1, 2]"
         ) from None
     operands = given[: len(given) - len(given) % 2 : 2]
     left, result = groups[: len(operands)], groups[len(operands) :]
@@ -89,7 +91,8 @@ def _of_lists(given: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
 
 
 Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...]]
-"""A function, the values that it takes (by place: operands first, then the results of the steps), and its other arguments."""
+"""A function, the values that it takes (by place: operands first, then the results of the steps), and its other
+arguments."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -216,8 +219,8 @@ def _sum(x: Array, axes: tuple[int, ...]) -> Array:
 def _plan(
     formula: str, shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[Labels, ...], Labels, tuple[tuple[int, ...], ...]]:
-    """Labels of the operands and of the result, and which operands each step joins. The label of a broadcast dimension is
-    ``...3``, counted from the right; a dimension of length one that broadcasts has none (``""``)."""
+    """Labels of the operands and of the result, and which operands each step joins. The label of a broadcast dimension
+    is ``...3``, counted from the right; a dimension of length one that broadcasts has none (``""``)."""
     where = f"[einsum] {formula!r} of shapes {', '.join(map(str, shapes))}"
     text = formula.replace(" ", "")
     left, arrow, right = text.partition("->")

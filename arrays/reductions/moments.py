@@ -1,7 +1,7 @@
 """Means and variances: of all elements, of those that a mask selects, and of those that are not NaN.
 
-Low-precision floats are rounded once, when all parts are together; a sum of integers may overflow where their mean does not. Variances
-are computed in two passes, since a mean rounded to few digits would count as deviation.
+Low-precision floats are rounded once, when all parts are together; a sum of integers may overflow where their mean does
+not. Variances are computed in two passes, since a mean rounded to few digits would count as deviation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ NOT_NAN = "elements that are not NaN"
 
 
 def _dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
-    """In which dtype a moment of ``x`` is computed, and in which it is given where ``dtype`` is asked for (None: by that of ``x``)."""
+    """In which dtype a moment of ``x`` is computed, and in which it is given where ``dtype`` is asked for (None: by
+    that of ``x``)."""
     own = np.dtype(np.float64) if x.dtype.kind in "biu" else x.dtype
     out = own if dtype is None else as_dtype(dtype, name)
     if out.kind in "biu":
@@ -104,7 +105,8 @@ def mean_of(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any, mask: Any 
 
 
 def var_of(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
-    """The variance of what counts, divided by its number less ``correction``, but by no less than 0. NaN is divided by nothing."""
+    """The variance of what counts, divided by its number less ``correction``, but by no less than 0. NaN is divided by
+    nothing."""
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
     axes = shape_rules.normalize_axis(name, axis, x.ndim)
@@ -123,7 +125,8 @@ def var_of(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype:
 
 
 def std_of(name: str, x: Any, axis: Any, correction: Any, keepdims: bool, dtype: Any, mask: Any = None) -> Array:
-    """The root of :func:`var_of`, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at the origin."""
+    """The root of :func:`var_of`, rounded once. Its slope at 0 is 0: a deviation of nothing has the slope of a norm at
+    the origin."""
     x = as_array(x)
     wide, out = _dtypes(name, x, dtype)
     variance = var_of(name, x, axis, correction, keepdims, wide if out != wide else dtype, mask)
@@ -180,7 +183,8 @@ def std(
 ) -> Array:
     """Standard deviation: the root of :func:`var`; ``ddof`` and ``dtype`` are as there.
 
-    Its gradient where all elements are equal is 0, as that of a norm at the origin. (That of ``sqrt(var(x))`` is NaN there.)
+    Its gradient where all elements are equal is 0, as that of a norm at the origin. (That of ``sqrt(var(x))`` is NaN
+    there.)
 
     >>> mt.std(mt.asarray([1.0, 3.0]))
     Array(1., dtype=float64)

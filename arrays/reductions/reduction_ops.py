@@ -90,8 +90,8 @@ _BOOL = "boolean result"
 
 _OVER = {"axis": AXES, "keepdims": FLAG}
 SUM = Op("sum", ("x",), _accumulated("sum"), shape_rules.reduction, params=_OVER)
-# `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that, whose part of the
-# mean it gives.
+# `count` is how many elements there are for each mean. It is no property of the operand: a rank has a block of that,
+# whose part of the mean it gives.
 MEAN = Op("mean", ("x",), _mean_over, shape_rules.reduction, params={**_OVER, "count": COUNT})
 PROD = Op("prod", ("x",), _accumulated("prod"), shape_rules.reduction, params=_OVER)
 MAX = Op("max", ("x",), _extremum("max"), _infer_extremum, params=_OVER)
@@ -114,7 +114,8 @@ def _arg(name: str, extremum: Op) -> Op:
         return getattr(xp, name)(x, axis=axis, keepdims=keepdims)
 
     def decompose(x: Any, axis: int, keepdims: bool) -> Any:
-        """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is that."""
+        """The smallest of the places, along the whole dimension, that hold the extremum; NaN, where there is one, is
+        that."""
         n = x.shape[axis]
         best = apply(extremum, (x,), {"axis": (axis,), "keepdims": True})
         hit = x == best
@@ -142,7 +143,8 @@ def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
 
 
 def _reduce_in(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
-    """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut off."""
+    """The reduction computed, and given, in another dtype; small integers asked for are accumulated wide and cut
+    off."""
     dtype = as_dtype(dtype, op.name)
     if (buf := large(x, dtype)) is not None:
         axes, reduce = shape_rules.normalize_axis(op.name, axis, buf.ndim), _UFUNC_REDUCE[op.name]

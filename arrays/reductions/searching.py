@@ -68,7 +68,8 @@ _TAKE: Any = SimpleNamespace(name="take_along_axis")  # an op's name, for the me
 
 
 def along_axis(name: str, shape: tuple[int, ...], indices: Any, axis: int) -> tuple[Array, ...]:
-    """The key, of an array of ``shape``, of the places that have these indices along an axis and lie in the same row."""
+    """The key, of an array of ``shape``, of the places that have these indices along an axis and lie in the same
+    row."""
     indices = _indices(name, indices)
     axis = shape_rules.one_axis(name, axis, len(shape))
     if indices.ndim != len(shape):
@@ -92,7 +93,8 @@ def _searchsorted(xp: Any, x: Any, v: Any, side: str) -> Any:
 
 
 def _searchsorted_beyond(xp: Any, x: Any, v: Any, side: str) -> Any:
-    """Of uint64 among signed integers, or the reverse: no integer dtype holds both, and in floats neighbours would be equal."""
+    """Of uint64 among signed integers, or the reverse: no integer dtype holds both, and in floats neighbours would be
+    equal."""
     if x.dtype.kind == "u":
         inside = xp.searchsorted(x, xp.maximum(v, 0).astype(x.dtype), side=side)
         return xp.where(v < 0, 0, inside)

@@ -31,7 +31,8 @@ def _has_negative_zeros(xp: Any, x: Any) -> bool:
 
 
 def _restore_zeros(xp: Any, x: Any, ordered: Any) -> None:
-    """Zeros of both signs, which an unstable sort may mix, put back in their order. They stand together: no pass over all."""
+    """Zeros of both signs, which an unstable sort may mix, put back in their order. They stand together: no pass over
+    all."""
     zero = xp.asarray(0, ordered.dtype)  # of a number in another dtype a copy of the whole table would be made
     low, high = int(ordered.searchsorted(zero)), int(ordered.searchsorted(zero, "right"))
     zeros = ordered[low:high]

@@ -89,7 +89,8 @@ def _read_between(x: Array, xp: Array, fp: Array, first: Any, last: Any) -> Arra
 def convolve(a: Any, v: Any, /, mode: str = "full") -> Array:
     """Discrete convolution of two vectors: ``sum(a[m] * v[n - m])``.
 
-    ``mode`` is ``"full"`` (every overlap), ``"same"`` (the middle, as long as the longer one) or ``"valid"`` (whole overlaps).
+    ``mode`` is ``"full"`` (every overlap), ``"same"`` (the middle, as long as the longer one) or ``"valid"`` (whole
+    overlaps).
 
     >>> mt.convolve(mt.asarray([1, 2, 3]), mt.asarray([0, 1, 10]))
     Array([ 0,  1, 12, 23, 30])
@@ -139,8 +140,8 @@ def gradient(
     x
         Samples.
     spacing
-        Nothing (1), one step for all axes, or for each axis a step or the coordinates of its samples (one dimension, any
-        distances).
+        Nothing (1), one step for all axes, or for each axis a step or the coordinates of its samples (one dimension,
+        any distances).
     axis
         One axis, several in this order, or all (None).
     edge_order
@@ -212,7 +213,8 @@ def _end(x: Array, axis: int, steps: tuple[Any, Any], order: int, direction: int
         return x[(*(slice(None),) * axis, slice(i, i + 1))]
 
     def between(i: int) -> Array:
-        """The difference of two neighbours, in the order in which they lie: a difference of nothing is 0.0 at either end."""
+        """The difference of two neighbours, in the order in which they lie: a difference of nothing is 0.0 at either
+        end."""
         return at(i + 1) - at(i) if direction > 0 else at(i) - at(i + 1)
 
     h, k = steps

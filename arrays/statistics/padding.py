@@ -46,9 +46,10 @@ def pad(
     pad_width
         How many; also a dict from axes to numbers or pairs.
     mode
-        ``"constant"``; ``"empty"`` (anything); ``"edge"`` (the last element), ``"reflect"`` (mirrored at the last element),
-        ``"symmetric"`` (mirrored behind it), ``"wrap"`` (from the other end); ``"linear_ramp"`` (from the last element to an end
-        value); ``"maximum"``, ``"mean"``, ``"median"`` or ``"minimum"`` of the elements at that side.
+        ``"constant"``; ``"empty"`` (anything); ``"edge"`` (the last element), ``"reflect"`` (mirrored at the last
+        element), ``"symmetric"`` (mirrored behind it), ``"wrap"`` (from the other end); ``"linear_ramp"`` (from the
+        last element to an end value); ``"maximum"``, ``"mean"``, ``"median"`` or ``"minimum"`` of the elements at that
+        side.
     constant_values
         The values of ``"constant"``.
     end_values
@@ -122,7 +123,8 @@ def _pairs(what: str, value: Any, x: Array) -> list[tuple[Any, Any]]:
         pairs = [(r[0], r[-1]) for r in rows if r is not None]
         return pairs * x.ndim if len(pairs) == 1 else pairs
     raise ShapeError(
-        f"[pad] {what} {value} does not fit an array of shape {x.shape}: write a number, (before, after), or one pair an axis"
+        f"[pad] {what} {value} does not fit an array of shape {x.shape}: write a number, (before, after), or one pair "
+        "an axis"
     )
 
 

@@ -28,7 +28,8 @@ Places = Callable[[np.ndarray, int], np.ndarray]
 
 
 def _between(alpha: float, beta: float) -> Places:
-    """Where among ``n`` sorted elements the part ``q`` lies, by Hyndman and Fan's family (The American Statistician, 1996)."""
+    """Where among ``n`` sorted elements the part ``q`` lies, by Hyndman and Fan's family (The American Statistician,
+    1996)."""
     return lambda q, n: n * q + alpha + q * (1 - alpha - beta) - 1
 
 
@@ -200,10 +201,10 @@ def quantile(
     keepdims
         Whether the reduced dimensions stay, with length one.
     method
-        One of NumPy's: between two elements ``"linear"`` or ``"midpoint"``; one of them, in the dtype of ``x``: ``"lower"``,
-        ``"higher"``, ``"nearest"``, ``"inverted_cdf"``, ``"closest_observation"``; and the estimators of Hyndman and Fan
-        (1996): ``"averaged_inverted_cdf"``, ``"interpolated_inverted_cdf"``, ``"hazen"``, ``"weibull"``,
-        ``"median_unbiased"``, ``"normal_unbiased"``.
+        One of NumPy's: between two elements ``"linear"`` or ``"midpoint"``; one of them, in the dtype of ``x``:
+        ``"lower"``, ``"higher"``, ``"nearest"``, ``"inverted_cdf"``, ``"closest_observation"``; and the estimators of
+        Hyndman and Fan (1996): ``"averaged_inverted_cdf"``, ``"interpolated_inverted_cdf"``, ``"hazen"``,
+        ``"weibull"``, ``"median_unbiased"``, ``"normal_unbiased"``.
     weights
         The weight of each element, with ``method="inverted_cdf"``: of the shape of ``x``, or of that of the dimensions
         ``axis``. Traced weights that sum to zero give NaN.

@@ -1,7 +1,7 @@
 """Sets: distinct elements, and membership.
 
-How many distinct elements there are is known only when the array is computed; inside ``mt.compile`` the ``unique_*`` functions
-raise. Every NaN is distinct from every other.
+How many distinct elements there are is known only when the array is computed; inside ``mt.compile`` the ``unique_*``
+functions raise. Every NaN is distinct from every other.
 """
 
 from __future__ import annotations

@@ -182,11 +182,13 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
     x
         Integers that are not negative, in one dimension.
     weights
-        One number an element; the result is differentiable in them. Small integers sum in 64 bits, short floats in float32.
+        One number an element; the result is differentiable in them. Small integers sum in 64 bits, short floats in
+        float32.
     minlength
         The result is longer where an element asks for it.
     length
-        Of the result; the largest element and one by default, which must then be known. Elements beyond it are an error.
+        Of the result; the largest element and one by default, which must then be known. Elements beyond it are an
+        error.
 
     Examples
     --------
@@ -200,7 +202,8 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
         raise ArgumentError(f"[bincount] minlength must not be negative, got {minlength}")
     if length is None and getattr(x._buf, "traced", False):
         raise TracedValueError(
-            f"[bincount] how long the result is depends on the values of a {x._buf.aval} (minlength is the least), which mt.compile does "
+            f"[bincount] how long the result is depends on the values of a {x._buf.aval} (minlength is the least), "
+            "which mt.compile does "
             "not know: pass length="
         )
     host = x._concrete() if length is None or beside(x) is not None else None
@@ -237,8 +240,9 @@ def histogram(
     Parameters
     ----------
     bins
-        A number of bins of one width between the ends of ``range`` (the extremes of ``x`` by default), ascending edges, or the
-        name of one of NumPy's rules for the number (``"auto"``, ``"fd"``, ``"sturges"``, …), which looks at the values.
+        A number of bins of one width between the ends of ``range`` (the extremes of ``x`` by default), ascending edges,
+        or the name of one of NumPy's rules for the number (``"auto"``, ``"fd"``, ``"sturges"``, …), which looks at the
+        values.
     weights
         One number an element, summed instead of counted.
     density

@@ -1,4 +1,5 @@
-"""Guards of the captures of a traced function: one look at each tells whether all are unchanged; and the search that notes them."""
+"""Guards of the captures of a traced function: one look at each tells whether all are unchanged; and the search that
+notes them."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ class Captures:
         return next((path for i, path in reversed(self.paths) if i <= place), "what it reads")
 
 
-# ----- places: each has a guard and a part of the key, and leads to further places ---------------------------------------
+# ----- places: each has a guard and a part of the key, and leads to further places ------------------------------------
 
 
 NUMBERS = frozenset({bool, int, float, complex, str})

@@ -1,7 +1,8 @@
 """Writes of a traced function to objects around it, which its program would not repeat.
 
-A write to an argument, or of a traced array to something around the function, is refused. Other writes to what the function reads (a
-counter, a memo) are done at every call, as the function is then traced at every call, until it writes no more.
+A write to an argument, or of a traced array to something around the function, is refused. Other writes to what the
+function reads (a counter, a memo) are done at every call, as the function is then traced at every call, until it writes
+no more.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ class Arguments:
         path = next((p for p in {**old, **new} if old.get(p, self) is not new.get(p, self)), None)
         if path is not None or trees.flatten(tree)[1] != self.treedef:
             raise TracedValueError(
-                f"[compile] {self.name} writes to a container that is its argument, at {_named(path or (0, 'an empty container'))}: the "
+                f"[compile] {self.name} writes to a container that is its argument, at "
+                f"{_named(path or (0, 'an empty container'))}: the "
                 "caller's would stay as it was. Change a copy of it and return that"
             )
         for i, ((place, x), buffer) in enumerate(zip(self.leaves, self.buffers, strict=True)):
             if isinstance(x, Array) and x._buf is not buffer and i not in self.donated:
                 raise TracedValueError(
-                    f"[compile] {self.name} writes in place to its argument {_named(place)}: the caller's array would stay as it was. "
-                    "Write to a copy (x = mt.copy(x), x.at[key].set(value)) and return that, or give the argument up by donate="
+                    f"[compile] {self.name} writes in place to its argument {_named(place)}: the caller's array would "
+                    "stay as it was. "
+                    "Write to a copy (x = mt.copy(x), x.at[key].set(value)) and return that, or give the argument up "
+                    "by donate="
                 )
 
 
@@ -54,13 +58,15 @@ def _named(path: trees.Path) -> str:
 
 
 def restore(name: str, reads: Captures, trace: Any) -> None:
-    """Give arrays around the function, which it made traced ones by writing to them, their values back. Raises if there are any."""
+    """Give arrays around the function, which it made traced ones by writing to them, their values back. Raises if there
+    are any."""
     written = [(x, buffer) for x, buffer in reads.arrays if _is_of(x._buf, trace)]
     for x, buffer in written:
         x._buf = buffer
     if written:
         raise TracedValueError(
-            f"[compile] {name} writes in place to an array around it ({tuple(written[0][0].shape)}, {written[0][0].dtype}), a value that "
+            f"[compile] {name} writes in place to an array around it ({tuple(written[0][0].shape)}, "
+            f"{written[0][0].dtype}), a value that "
             "is only known when the program runs: pass the array as an argument and return the new one"
         )
 
@@ -70,7 +76,8 @@ def refuse_kept(name: str, now: Captures, trace: Any) -> None:
     for builder, path in now.traced:
         if builder is trace:
             raise TracedValueError(
-                f"[compile] {name} keeps a traced array in {path}, which has a value only while the program runs: return it instead"
+                f"[compile] {name} keeps a traced array in {path}, which has a value only while the program runs: "
+                "return it instead"
             )
 
 

@@ -44,7 +44,8 @@ class Term(NamedTuple):
     of: tuple[Any, ...] = ()
 
     def value(self, leaves: Sequence[Any]) -> Any:
-        """The number for these leaves. Raises :class:`OtherKind` where it is of another type than that of the traced call."""
+        """The number for these leaves. Raises :class:`OtherKind` where it is of another type than that of the traced
+        call."""
         if self.fn is None:
             found = leaves[self.leaf] if self.leaf >= 0 else self.of[0]
         else:

@@ -28,7 +28,8 @@ def is_plain(value: Any) -> bool:
     )
 
 
-# Modules whose classes read nothing of their objects that could be computed with, or are looked at in a way of their own.
+# Modules whose classes read nothing of their objects that could be computed with, or are looked at in a way of their
+# own.
 _MACHINERY = frozenset(
     (
         *("_io", "_thread", "abc", "asyncio", "builtins", "concurrent", "contextlib", "contextvars", "inspect", "io"),
@@ -203,7 +204,8 @@ def global_generator(module: Any) -> Any:
 
 
 def slot(get: Callable[[Any], Any], x: Any) -> Any:
-    """The value of a descriptor for an object, or ``ABSENT``, also where the object is one that the descriptor refuses."""
+    """The value of a descriptor for an object, or ``ABSENT``, also where the object is one that the descriptor
+    refuses."""
     try:
         return get(x)
     except (AttributeError, ValueError):
@@ -214,7 +216,8 @@ _CODE = FunctionType | staticmethod | classmethod | property
 
 
 def members_of(kind: type) -> tuple[list[type], set[str], set[str], set[str]]:
-    """The classes of the user behind a class, the names in them, and of these the plain ones and those that are looked up by no name."""
+    """The classes of the user behind a class, the names in them, and of these the plain ones and those that are looked
+    up by no name."""
     classes = [c for c in (*kind.__mro__, *type(kind).__mro__) if not is_library(module_of(c))]
     special = {n for c in classes for n, v in vars(c).items() if _is_special(n) and isinstance(v, _CODE)}
     # (Fields are asked of the class: an object may answer for names that it has not.)

@@ -47,7 +47,8 @@ class Retraces:
         path = trees.flatten_with_path(trees.unflatten(new.treedef, range(new.treedef.size)))[place][0]
         return (
             f"argument {trees.path_name(path[1:])} is another one each time (now {leaves[place]!r:.80}): "
-            "pass it as an array (mt.asarray), or let the code only calculate with a Python number, and neither compare nor index with it"
+            "pass it as an array (mt.asarray), or let the code only calculate with a Python number, and neither "
+            "compare nor index with it"
         )
 
 

@@ -36,7 +36,8 @@ def static(who: str, out: Any, around: Iterable[Any] = ()) -> Any:
         made = copy.deepcopy(out, dict(outside))
     except Exception as e:
         raise TracedValueError(
-            f"{who} makes and returns a {type(out).__name__}, of which a program cannot give each caller one of his own "
+            f"{who} makes and returns a {type(out).__name__}, of which a program cannot give each caller one of his "
+            "own "
             f"({type(e).__name__}: {e}): return arrays and plain values, and make the object outside"
         ) from e
     return out if made is out else _MadeResult(made, outside)
@@ -46,7 +47,8 @@ def refuse_traced(who: str, out: Any) -> None:
     """Raise where an object has arrays inside that only stand for values."""
     if not isinstance(out, Array) and any(getattr(x, "traced", True) for x in held_in(out, (Deferred, TracedNumber))):
         raise TracedValueError(
-            f"{who} returns a {type(out).__name__}, which is no tree: the arrays in it would have no value. Return arrays, in tuples, "
+            f"{who} returns a {type(out).__name__}, which is no tree: the arrays in it would have no value. Return "
+            "arrays, in tuples, "
             f"lists, dicts or dataclasses, or call mt.tree.register({type(out).__name__}, flatten, unflatten)"
         )
 

@@ -46,12 +46,15 @@ class Tracer(Deferred):
         who = _asker()
         if who is not None:
             self.builder.refuse(
-                f"[{who}] the result depends on the values of a {self.aval} for its shape or for Python numbers, and inside "
-                "mt.compile arrays only stand for values: call it outside, or use a function whose shape is known (mt.where)"
+                f"[{who}] the result depends on the values of a {self.aval} for its shape or for Python numbers, and "
+                "inside "
+                "mt.compile arrays only stand for values: call it outside, or use a function whose shape is known "
+                "(mt.where)"
             )
         self.builder.refuse(
             f"a value ({self.aval}) was asked for inside mt.compile, where arrays only stand for values: "
-            "use mt.where instead of `if`, keep printing and float(...) outside, pass the number as a Python scalar, or collect elements "
+            "use mt.where instead of `if`, keep printing and float(...) outside, pass the number as a Python scalar, "
+            "or collect elements "
             "with mt.stack instead of writing them to a NumPy array"
         )
 
@@ -122,8 +125,8 @@ class Result(NamedTuple):
 
 
 class Refusals:
-    """The errors of values that a trace does not have. They end the trace also where the function catches them: its program would
-    hold for good what the function does then, and not what it does with values."""
+    """The errors of values that a trace does not have. They end the trace also where the function catches them: its
+    program would hold for good what the function does then, and not what it does with values."""
 
     refusal: TracedValueError | None = None
     errors: Mapping[str, str]
@@ -143,10 +146,12 @@ class Refusals:
             raise self.refusal
 
     def refuse_errstate(self, op: Op) -> None:
-        """Raise where ``np.errstate`` asks for errors that it did not ask for around the trace: a run of the program would not see it."""
+        """Raise where ``np.errstate`` asks for errors that it did not ask for around the trace: a run of the program
+        would not see it."""
         if any(v in ("raise", "call") and v != self.errors[k] for k, v in np.geterr().items()):
             self.refuse(
-                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put it around the call"
+                f"[{op.name}] np.errstate inside a function that is traced does not reach the runs of its program: put "
+                "it around the call"
             )
 
 
@@ -189,7 +194,8 @@ class _Trace(Refusals):
         self.strangers: dict[int, tuple[Any, Site | None]] = {}  # by id; they are held, so that ids stay their own
 
     def note_call(self, outs: Sequence[Array], own: bool) -> None:
-        """Called where the function makes a call that tapes record as one (``checkpoint``, ``custom_vjp``, ``gradient_hook``)."""
+        """Called where the function makes a call that tapes record as one (``checkpoint``, ``custom_vjp``,
+        ``gradient_hook``)."""
         self.has_calls = True
         self.own_derivatives |= own
 
@@ -198,7 +204,7 @@ class _Trace(Refusals):
         pairs = [(s._buf, g._buf) for s, g in zip(sources, grads, strict=True) if g is not None]
         self.gradients += [(s.var, g.var) for s, g in pairs if isinstance(s, Tracer) and isinstance(g, Tracer)]
 
-    # ----- arrays of unknown origin -------------------------------------------------------------------------------------
+    # ----- arrays of unknown origin -----------------------------------------------------------------------------------
 
     def note_made(self, x: Array, of: Any) -> None:
         """Called where an array is made of a NumPy array, or of nothing."""
@@ -318,7 +324,8 @@ class _Trace(Refusals):
     def require_open(self) -> None:
         if not self.open:
             raise TracedValueError(
-                "an array that was traced by mt.compile is used after the function returned, where it has no value: return it from the "
+                "an array that was traced by mt.compile is used after the function returned, where it has no value: "
+                "return it from the "
                 "function instead of keeping it aside"
             )
 

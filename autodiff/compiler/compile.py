@@ -1,9 +1,9 @@
 """``mt.compile``: a function traced once for each signature, and replayed as a program.
 
-The function runs with arrays that only stand for values; every op call becomes an entry. Dead and repeated entries are dropped,
-and each value is freed at its last use. On split arrays the program goes to their mesh, which partitions it and runs it as one
-program a rank. Python code in the function runs while it is traced and not again: a ``print`` prints once. Its writes are
-another matter (:mod:`.lost_writes`).
+The function runs with arrays that only stand for values; every op call becomes an entry. Dead and repeated entries are
+dropped, and each value is freed at its last use. On split arrays the program goes to their mesh, which partitions it
+and runs it as one program a rank. Python code in the function runs while it is traced and not again: a ``print`` prints
+once. Its writes are another matter (:mod:`.lost_writes`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Compiled(Wrapper):
             numbers = []
         if ready.has_calls and ready.is_watched(inputs):
             if ready.is_watched(()) or any(map(is_checker, state.recorders)):
-                # Watched arrays that the code reads from around it are known to the code alone; faults are looked for there.
+                # Watched arrays that the code reads from around it are known to the code alone; faults are looked for
+                # there.
                 return self._fn(*args, **kwargs)
             return ready.rebuilt(ready.differentiable(self._fn, arrays, treedef)(*inputs))
         return ready(inputs, numbers)
@@ -130,7 +131,8 @@ class Compiled(Wrapper):
         donated: frozenset[int] = frozenset(),
         numbers: bool = False,
     ) -> _Ready:
-        """The program for these arguments; with ``numbers``, one that takes those numbers as inputs that only enter arithmetic."""
+        """The program for these arguments; with ``numbers``, one that takes those numbers as inputs that only enter
+        arithmetic."""
         reads = self._outside.look(read_too(arrays, treedef))
         key: Any = (treedef, leaf_keys(arrays, numbers), reads.key, state.device)
         free = [i for i, x in enumerate(arrays) if type(x) in KINDS] if numbers else []
@@ -174,7 +176,8 @@ class Compiled(Wrapper):
             )
         if self._unsettled == 2:
             warnings.warn(
-                f"[compile] {self._name} is traced at every call: it writes to {ready.changed}, or what is there cannot be compared. "
+                f"[compile] {self._name} is traced at every call: it writes to {ready.changed}, or what is there "
+                "cannot be compared. "
                 "Return the new value, and pass as an argument what is read (`signatures` counts the traces)",
                 RuntimeWarning,
                 stacklevel=3,
@@ -204,42 +207,45 @@ def compile(
 ) -> Compiled:
     """A function that is traced once for each signature and then replayed as a program.
 
-    Arguments and results are trees. Arrays (NumPy's too) are inputs, and so are Python numbers that only enter arithmetic: a
-    learning rate that changes at every call costs one trace. A number that the code compares, indexes or makes a shape with is
-    static, and so is everything else: a new value is a new signature. The signature is compared by equality: shapes, dtypes,
-    devices, shardings, and static arguments.
+    Arguments and results are trees. Arrays (NumPy's too) are inputs, and so are Python numbers that only enter
+    arithmetic: a learning rate that changes at every call costs one trace. A number that the code compares, indexes or
+    makes a shape with is static, and so is everything else: a new value is a new signature. The signature is compared
+    by equality: shapes, dtypes, devices, shardings, and static arguments.
 
     The values that the function captures are read again, and compared, at every call; where one changed, the function
     is traced again. These are all values that its code, and that of the functions it calls, can reach: closures,
     variables of modules, default arguments, attributes of objects and classes, elements of containers, arrays written
     in place. See the page on the tape for values that cannot be seen.
 
-    A function that writes to an argument is refused. Where it writes to attributes, variables or containers around it, it is traced at each
-    call until it leaves them as they were, and does what the plain function does.
+    A function that writes to an argument is refused. Where it writes to attributes, variables or containers around it,
+    it is traced at each call until it leaves them as they were, and does what the plain function does.
 
     A program is differentiated like the code it came from, at any order. Where that has a ``checkpoint``, a
-    ``custom_vjp`` or a ``gradient_hook``, its derivative becomes a second program, which computes the values again; Python code in
-    hooks runs while that is traced. (``compile(grad(f))`` has both in one program, and computes them once.)
+    ``custom_vjp`` or a ``gradient_hook``, its derivative becomes a second program, which computes the values again;
+    Python code in hooks runs while that is traced. (``compile(grad(f))`` has both in one program, and computes them
+    once.)
 
-    On a CPU results have the bits of eager ones, but for sums and products over large arrays that the function has turned
-    (``mt.sum(-x.T)``): a program lays these out in another order, in which they are then summed. They differ by rounding.
+    On a CPU results have the bits of eager ones, but for sums and products over large arrays that the function has
+    turned (``mt.sum(-x.T)``): a program lays these out in another order, in which they are then summed. They differ by
+    rounding.
 
     Parameters
     ----------
     fn
         The function. One that is compiled already is returned as it is.
     cache_size
-        How many programs are kept; beyond, the one that was not used for the longest time makes room, with the arrays that it holds.
+        How many programs are kept; beyond, the one that was not used for the longest time makes room, with the arrays
+        that it holds.
     cuda_graph
         Record the GPU work of the program and replay it: a step of many small kernels then costs the host one call for
         each stretch between those calls that CuPy cannot record (cuBLAS and the like). Its memory is kept between
         calls, and calls follow each other on the device.
     donate
-        Positions of arguments that the caller gives up: results may take the memory of their arrays, which cannot be used
-        afterwards. A step ``params, state = step(params, state, batch)`` then neither holds both generations nor, for a table of
-        which few rows are read, copies what it leaves as it was. Memory that something else shares (a view, a NumPy array) is
-        copied first, and nothing is given up where a tape watches. Arrays on a GPU or on a mesh are never given up: they stay what
-        they are, and results take memory of the pool that their programs share.
+        Positions of arguments that the caller gives up: results may take the memory of their arrays, which cannot be
+        used afterwards. A step ``params, state = step(params, state, batch)`` then neither holds both generations nor,
+        for a table of which few rows are read, copies what it leaves as it was. Memory that something else shares (a
+        view, a NumPy array) is copied first, and nothing is given up where a tape watches. Arrays on a GPU or on a mesh
+        are never given up: they stay what they are, and results take memory of the pool that their programs share.
 
     Raises
     ------
@@ -336,7 +342,8 @@ class _Ready:
         return trees.unflatten(self.out_def, filled(self.statics, arrays))
 
     def differentiable(self, fn: Callable[..., Any], arguments: Sequence[Any], treedef: trees.TreeDef) -> custom_vjp:
-        """The program as a function with a derivative of its own: a second program, traced from the derivative of the code.
+        """The program as a function with a derivative of its own: a second program, traced from the derivative of the
+        code.
 
         The first only has the calls inside a ``checkpoint``; the second has its derivative.
         """
@@ -363,7 +370,8 @@ class _Ready:
         return self._differentiable
 
     def _replay(self, inputs: Sequence[Array]) -> list[Array]:
-        """The program call by call, in view of the tapes of this thread: it is differentiated like the code it came from."""
+        """The program call by call, in view of the tapes of this thread: it is differentiated like the code it came
+        from."""
         env = {c.var: c.current() for c in self.lifted}
         env.update(zip(self.program.inputs, inputs, strict=True))
         outer, site = state.origin, state.site
@@ -453,7 +461,8 @@ def _recorded(
         outs, out_def = trees.flatten(result)
         if (used_up := next((o for o in outs if isinstance(o, Iterator)), None)) is not None:
             raise TracedValueError(
-                f"[compile] {name} returns a {type(used_up).__name__}, which is empty after its first reading: return a list or a tuple"
+                f"[compile] {name} returns a {type(used_up).__name__}, which is empty after its first reading: return "
+                "a list or a tuple"
             )
         outs = [o._read() if type(o) is TracedNumber else o for o in outs]
         densify(outs)

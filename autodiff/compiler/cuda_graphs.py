@@ -223,12 +223,14 @@ class GraphedProgram:
 
 
 def graphed(program: Program, device: Any) -> GraphedProgram:
-    """The program as CUDA graphs for buffers on ``device``. Raises :class:`DeviceError` unless that is a CUDA device."""
+    """The program as CUDA graphs for buffers on ``device``. Raises :class:`DeviceError` unless that is a CUDA
+    device."""
     if getattr(device, "kind", None) != "cuda":
         raise DeviceError(f"[compile] cuda_graph=True needs arrays on one CUDA device, these are on {device}")
     if any(a.dtype in FLOAT8 for a in program.avals.values()):
         raise DTypeError(
-            "[compile] cuda_graph=True: float8 has no fixed memory in a graph: cast it outside of the function, or leave cuda_graph out"
+            "[compile] cuda_graph=True: float8 has no fixed memory in a graph: cast it outside of the function, or "
+            "leave cuda_graph out"
         )
     graphs = CudaGraphs(device.index)
     xp = graphs.xp

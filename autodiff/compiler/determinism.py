@@ -136,14 +136,16 @@ def refuse_strangers(name: str, first: Mapping[int, tuple[Any, Site | None]], se
     for i, (x, site) in first.items():
         if i in second:
             raise TracedValueError(
-                f"[compile] {name} reads an array of {x.dtype.name}{list(x.shape)}, at {site_text(site)}, from where later changes "
+                f"[compile] {name} reads an array of {x.dtype.name}{list(x.shape)}, at {site_text(site)}, from where "
+                "later changes "
                 "would not be noticed (code that is not Python, or an object of a library): pass it as an argument"
             )
 
 
 def _error(name: str, what: str) -> NondeterministicError:
     return NondeterministicError(
-        f"[compile] {name} was traced twice and gave {what}. A program repeats what was drawn or read while it was traced: "
+        f"[compile] {name} was traced twice and gave {what}. A program repeats what was drawn or read while it was "
+        "traced: "
         "draw with mt.random from a key that is an argument, and pass times and numbers drawn elsewhere as arguments"
     )
 

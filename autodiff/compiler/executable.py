@@ -233,7 +233,8 @@ def _operand(value: Any, part: Entry, program: Program, xp: Any) -> Any:
 
 
 def _writes(part: Entry | FusedRun) -> bool:
-    """Whether the part is one call of a NumPy ufunc: its result is new memory, and it can be told to use other memory."""
+    """Whether the part is one call of a NumPy ufunc: its result is new memory, and it can be told to use other
+    memory."""
     return isinstance(part, Entry) and isinstance(part.op.numpy, np.ufunc)
 
 

@@ -137,10 +137,11 @@ def takers(group: FusedRun) -> tuple[tuple[int, ...], ...]:
 
 
 def late(program: Program, joins: Joins, shape_of: Callable[[int], Any]) -> list[Entry]:
-    """The entries with those that join a run moved to where their result is first read, if that is by one of the same shape.
+    """The entries with those that join a run moved to where their result is first read, if that is by one of the same
+    shape.
 
-    So gradients that are scaled, tree by tree, before an optimizer goes over them leaf by leaf, are scaled in its runs. An entry
-    waits only where its operands take no more memory than its result, give or take a table that is broadcast.
+    So gradients that are scaled, tree by tree, before an optimizer goes over them leaf by leaf, are scaled in its runs.
+    An entry waits only where its operands take no more memory than its result, give or take a table that is broadcast.
     """
     avals = program.avals
     fits = {e.outputs[0] for e in program.entries if joins(e, program)}

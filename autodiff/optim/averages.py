@@ -29,8 +29,8 @@ class Average:
 def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> Average:
     """Exponential moving average of parameters: ``mean = decay * mean + (1 - decay) * params``.
 
-    It starts as a copy of the parameters, and so needs no correction of a bias towards zero. Averages of parameters of one or
-    two bytes are kept in float32.
+    It starts as a copy of the parameters, and so needs no correction of a bias towards zero. Averages of parameters of
+    one or two bytes are kept in float32.
 
     Parameters
     ----------
@@ -39,14 +39,14 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
     interval
         Every how many calls of ``update`` the average moves.
     threshold
-        It moves only where the ``loss`` passed to ``update`` is smaller; a loss that is not finite never moves it. The state
-        counts such refusals under ``"skipped"``.
+        It moves only where the ``loss`` passed to ``update`` is smaller; a loss that is not finite never moves it. The
+        state counts such refusals under ``"skipped"``.
 
     Returns
     -------
     Average
-        ``state = avg.init(params)``, ``state = avg.update(params, state, loss)``, ``averaged = avg.value(state, params)``, which
-        has the dtypes of ``params``.
+        ``state = avg.init(params)``, ``state = avg.update(params, state, loss)``, ``averaged = avg.value(state,
+        params)``, which has the dtypes of ``params``.
 
     Examples
     --------

@@ -24,7 +24,8 @@ def global_norm(grads: Any) -> Array:
 
 @batched
 def _global_norm(grads: Any) -> Array:
-    # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers it loses digits.)
+    # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers
+    # it loses digits.)
     squares = [
         square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [wide(asarray(x))]
     ]

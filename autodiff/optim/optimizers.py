@@ -1,15 +1,16 @@
 """Optimizers (``mt.optim``): pure functions over trees.
 
-``state = opt.init(params)``; ``params, state = opt.update(params, grads, state)``. State is an ordinary tree: sharded, saved and
-resharded like anything else. All numbers that change from step to step are arrays in it, so that a step under ``mt.compile`` is
-traced once. Where a gradient is None (an integer leaf, a frozen one) the parameter stays as it is.
+``state = opt.init(params)``; ``params, state = opt.update(params, grads, state)``. State is an ordinary tree: sharded,
+saved and resharded like anything else. All numbers that change from step to step are arrays in it, so that a step under
+``mt.compile`` is traced once. Where a gradient is None (an integer leaf, a frozen one) the parameter stays as it is.
 
-Parameters of one or two bytes (bfloat16, float16, float8) are rounded views of *masters*: the state keeps them in float32 under
-``"master"``, the update happens there, and what ``update`` returns is the masters rounded. Without them a step smaller than half
-a unit in the last place would be lost. The update rules are PyTorch's.
+Parameters of one or two bytes (bfloat16, float16, float8) are rounded views of *masters*: the state keeps them in
+float32 under ``"master"``, the update happens there, and what ``update`` returns is the masters rounded. Without them a
+step smaller than half a unit in the last place would be lost. The update rules are PyTorch's.
 
-A gradient that is kept sparse (:func:`meshtape.sparse_gradient`) gives the very numbers that a dense one gives, in every optimizer,
-without being made dense unless weight decay is added to it; only :func:`lazy_adam` leaves alone what was not read.
+A gradient that is kept sparse (:func:`meshtape.sparse_gradient`) gives the very numbers that a dense one gives, in
+every optimizer, without being made dense unless weight decay is added to it; only :func:`lazy_adam` leaves alone what
+was not read.
 
 >>> opt = mt.optim.sgd(0.25)
 >>> params = {"w": mt.asarray([1.0, 2.0])}
@@ -74,8 +75,9 @@ Rule = Callable[..., tuple[Any, ...]]
 def _optimizer(name: str, slots: tuple[str, ...], lr: Schedule, prepare: Callable[[Array, Any], Rule]) -> Optimizer:
     """An optimizer from the rule of one leaf.
 
-    ``prepare(step, rate)`` is called once an update with the number of steps done, and gives ``rule(p, g, *slots)``, which gives the
-    new ``(p, *slots)``. Slots start at zero. All of them, ``p`` and ``g`` have one dtype, of four bytes or more.
+    ``prepare(step, rate)`` is called once an update with the number of steps done, and gives ``rule(p, g, *slots)``,
+    which gives the new ``(p, *slots)``. Slots start at zero. All of them, ``p`` and ``g`` have one dtype, of four bytes
+    or more.
     """
 
     def init(params: Any) -> Any:
@@ -216,7 +218,8 @@ def momentum(lr: Schedule, beta: float = 0.9, *, nesterov: bool = False, weight_
 def adam(
     lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> Optimizer:
-    """Adam (Kingma and Ba, 2015): steps of ``lr`` times the mean of the gradients over the root of the mean of their squares.
+    """Adam (Kingma and Ba, 2015): steps of ``lr`` times the mean of the gradients over the root of the mean of their
+    squares.
 
     Parameters
     ----------
@@ -243,7 +246,8 @@ def adam(
 def adamw(
     lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimizer:
-    """:func:`adam` with decoupled weight decay (Loshchilov and Hutter, 2019): ``p -= lr * weight_decay * p`` at each step.
+    """:func:`adam` with decoupled weight decay (Loshchilov and Hutter, 2019): ``p -= lr * weight_decay * p`` at each
+    step.
 
     >>> opt = mt.optim.adamw(0.1, weight_decay=0.5)
     >>> p = mt.asarray(2.0)
@@ -257,10 +261,11 @@ def adamw(
 def lazy_adam(lr: Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     r""":func:`adam` that moves nothing where the gradient is zero: neither the parameter nor its two means.
 
-    For large tables of which each step reads some rows. :func:`adam` lets the means of all other rows decay and steps by what is left
-    of them, at the price of the whole table; here (as in PyTorch's ``SparseAdam``) a step costs what was read, but for the copies of the
-    table and of its means that a pure function makes. A compiled step with ``donate=`` makes none. The bias of the means is corrected by
-    the number of all steps. The result does not depend on whether a gradient is kept sparse (see :func:`meshtape.sparse_gradient`).
+    For large tables of which each step reads some rows. :func:`adam` lets the means of all other rows decay and steps
+    by what is left of them, at the price of the whole table; here (as in PyTorch's ``SparseAdam``) a step costs what
+    was read, but for the copies of the table and of its means that a pure function makes. A compiled step with
+    ``donate=`` makes none. The bias of the means is corrected by the number of all steps. The result does not depend on
+    whether a gradient is kept sparse (see :func:`meshtape.sparse_gradient`).
 
     Parameters
     ----------
@@ -318,7 +323,8 @@ def _adam(
 
 
 def chain(*stages: Any) -> Optimizer:
-    """The last stage, an optimizer, fed with gradients that went through the stages before it, functions of the gradients.
+    """The last stage, an optimizer, fed with gradients that went through the stages before it, functions of the
+    gradients.
 
     >>> opt = mt.optim.chain(lambda g: mt.optim.clip_by_value(g, 1.0), mt.optim.sgd(0.5))
     >>> p = mt.asarray(0.0)

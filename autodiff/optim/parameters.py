@@ -26,8 +26,8 @@ def is_none(x: Any) -> bool:
 
 
 def leaves_of(tree: Any, trained: bool = True) -> tuple[list[Any], trees.TreeDef]:
-    """Leaves and structure; a None counts as a leaf. Raises :class:`GradientError` for objects that nobody would train the arrays of, and
-    where the leaves are to be ``trained`` for arrays of other libraries."""
+    """Leaves and structure; a None counts as a leaf. Raises :class:`GradientError` for objects that nobody would train
+    the arrays of, and where the leaves are to be ``trained`` for arrays of other libraries."""
     leaves, treedef = trees.flatten(tree, is_leaf=is_none)
     if trained and [x for x in leaves if type(x) is not Array and is_foreign(type(x))]:
         refuse_foreign("optim", tree, "a tree of parameters")
@@ -37,8 +37,8 @@ def leaves_of(tree: Any, trained: bool = True) -> tuple[list[Any], trees.TreeDef
 
 
 def batched(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a function of trees. Where all leaves are arrays of a GPU and nothing records, it runs compiled: a launch or two for
-    all leaves of a dtype, where its calls are several for each leaf."""
+    """Decorator of a function of trees. Where all leaves are arrays of a GPU and nothing records, it runs compiled: a
+    launch or two for all leaves of a dtype, where its calls are several for each leaf."""
     compiled = compile(fn)
 
     @functools.wraps(fn)

@@ -1,4 +1,5 @@
-"""The VJP rule of every differentiable op: tables, one a chapter of ops. Imports arrays. The legend is in registry.py."""
+"""The VJP rule of every differentiable op: tables, one a chapter of ops. Imports arrays. The legend is in
+registry.py."""
 
 from . import convolution, elementwise, experts, fft, linalg, random, reductions, softmax, sorting, structure
 from .registry import RULES, Need, VJPRule, defvjp, defvjp_all

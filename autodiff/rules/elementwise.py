@@ -16,7 +16,8 @@ from .registry import call, conj, defanalytic, defvjp, same
 
 
 def in_c(kernel: Callable[[Any, Any], Any], rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The rule; where the kernels in C are there, buffers of NumPy go through ``kernel`` first, which needs one pass over them."""
+    """The rule; where the kernels in C are there, buffers of NumPy go through ``kernel`` first, which needs one pass
+    over them."""
     if not AVAILABLE:
         return rule
 
@@ -38,7 +39,8 @@ defanalytic(ew.DIVIDE, x=lambda xp, g, y: g / y, y=lambda xp, g, y, ans: -g * (a
 
 # The quotient that the remainder was formed with; floor(x / y) may be off by one where x is close to a multiple of y.
 def _remainder_y(xp, g, x, y, ans):
-    # (By an infinite divisor `floor_divide` gives the limits of the quotient, while `remainder` was formed with 0 or -1.)
+    # (By an infinite divisor `floor_divide` gives the limits of the quotient, while `remainder` was formed with 0 or
+    # -1.)
     quotient = xp.where(xp.isinf(y), xp.where(ans == x, 0.0, -1.0), xp.floor_divide(x, y))
     return -g * xp.where(ans == ans, quotient, math.nan)
 
@@ -134,8 +136,8 @@ defanalytic(ew.LOG10, x=lambda xp, g, x: g / (x * math.log(10)))
 
 
 def _share(xp, g, x, y, difference):
-    # The part of x in the sum: a half of two equal infinities, whose difference is NaN. (At other ties the difference is 0 and has
-    # a slope, which the second derivative needs.)
+    # The part of x in the sum: a half of two equal infinities, whose difference is NaN. (At other ties the difference
+    # is 0 and has a slope, which the second derivative needs.)
     return g * call(xp, ew.SIGMOID, xp.where((x == y) & (difference != difference), 0.0, difference))
 
 

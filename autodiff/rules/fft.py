@@ -16,7 +16,8 @@ def _fft(xp, g, axes, norm, inverse):
 
 
 def _weights(n, axis, ndim, inner, dtype):
-    """Along ``axis``: 1 for frequency zero (and the highest one of an even ``n``), ``inner`` for those that stand for two."""
+    """Along ``axis``: 1 for frequency zero (and the highest one of an even ``n``), ``inner`` for those that stand for
+    two."""
     w = np.full(n // 2 + 1, inner, dtype)
     w[0] = 1
     if n % 2 == 0:

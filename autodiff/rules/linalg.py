@@ -1,8 +1,9 @@
 """Derivatives of linear algebra; legend in ``registry``.
 
-``A^H`` is the conjugate transpose. The formulas are those of Giles (2008) and Seeger et al. (2017), for complex numbers those
-that PyTorch uses. Eigenvectors and singular vectors of a repeated value have no derivative; the terms that would divide by the
-difference of two equal values are left out, which is right for every function that does not depend on the choice of basis.
+``A^H`` is the conjugate transpose. The formulas are those of Giles (2008) and Seeger et al. (2017), for complex numbers
+those that PyTorch uses. Eigenvectors and singular vectors of a repeated value have no derivative; the terms that would
+divide by the difference of two equal values are left out, which is right for every function that does not depend on the
+choice of basis.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ defvjp_all(la.EIG, _eig)
 def _svd(xp, g, ans, full_matrices):
     if full_matrices:
         raise GradientError(
-            "[svd] the square factors of a matrix that is not square have no derivative: call svd(x, full_matrices=False)"
+            "[svd] the square factors of a matrix that is not square have no derivative: call svd(x, "
+            "full_matrices=False)"
         )
     (gu, gs, gvh), (u, s, vh) = g, ans
     uh, v = _h(xp, u), _h(xp, vh)

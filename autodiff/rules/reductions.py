@@ -25,8 +25,8 @@ def _mean(xp, g, x_like, axis, keepdims, count):
 
 
 def _prod(xp, g, x, x_like, axis, keepdims):
-    # Products of all other elements, not ans / x: right where elements are zero. The left part accumulates from the front,
-    # the right part from the back, over the reduced axes laid out in a row.
+    # Products of all other elements, not ans / x: right where elements are zero. The left part accumulates from the
+    # front, the right part from the back, over the reduced axes laid out in a row.
     keep = tuple(i for i in range(len(x_like.shape)) if i not in axis)
     order = (*keep, *axis)
     front = tuple(x_like.shape[i] for i in keep)

@@ -1,7 +1,7 @@
 """Registry of VJP rules: the declaration of the derivative of an op.
 
-A rule maps the cotangent ``g`` of an op's result to the cotangents of its operands (a vector-Jacobian product). Rules are
-rows of tables in this package::
+A rule maps the cotangent ``g`` of an op's result to the cotangents of its operands (a vector-Jacobian product). Rules
+are rows of tables in this package::
 
     defanalytic(MULTIPLY, x=lambda xp, g, y: g * y, y=lambda xp, g, x: g * x)
 
@@ -14,12 +14,12 @@ A rule may take these arguments after ``xp`` and ``g``, in any order; the tape s
 anything else    the op's parameter of that name
 ===============  =======================================================================================
 
-``xp`` is NumPy or CuPy with raw buffers (first order), or ``meshtape.arrays`` with Arrays (higher orders, traced and sharded
-values): a rule uses only what they have in common. A rule never undoes broadcasting and never casts: the engine does both, in
-one place. Operands that are Python scalars appear as such.
+``xp`` is NumPy or CuPy with raw buffers (first order), or ``meshtape.arrays`` with Arrays (higher orders, traced and
+sharded values): a rule uses only what they have in common. A rule never undoes broadcasting and never casts: the engine
+does both, in one place. Operands that are Python scalars appear as such.
 
-Convention for complex numbers (that of PyTorch): the cotangent of ``z`` is the gradient ``dL/d(re z) + i dL/d(im z)`` of a real
-``L``, hence the conjugates: for a matrix product ``dA = G @ B^H``.
+Convention for complex numbers (that of PyTorch): the cotangent of ``z`` is the gradient ``dL/d(re z) + i dL/d(im z)``
+of a real ``L``, hence the conjugates: for a matrix product ``dA = G @ B^H``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def defvjp(op: Op, **by_operand: Callable[..., Any]) -> None:
 
 
 def defanalytic(op: Op, **by_operand: Callable[..., Any]) -> None:
-    """:func:`defvjp` of an op with a complex derivative: the rules are those of real numbers, and get complex values conjugated."""
+    """:func:`defvjp` of an op with a complex derivative: the rules are those of real numbers, and get complex values
+    conjugated."""
     _add(op, _rule_of(op, by_operand)._replace(analytic=True))
 
 

@@ -1,6 +1,7 @@
 """Derivatives of the softmax family and of attention; legend in ``registry``.
 
-The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every order.
+The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every
+order.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def _matmul_y(xp, g, x, y_like):
     if len(y_like.shape) == 1:
         return conj(xp, x) * xp.expand_dims(g, axis=-1)
     if len(y_like.shape) == 2 < len(x.shape) and getattr(x, "sharding", None) is getattr(g, "sharding", None) is None:
-        # One product over all rows: a stack of matrices, one for each row of the batch, would be made only to be summed. On a mesh
-        # the dimensions stay apart, as each may be split in its own way.
+        # One product over all rows: a stack of matrices, one for each row of the batch, would be made only to be
+        # summed. On a mesh the dimensions stay apart, as each may be split in its own way.
         rows = math.prod(x.shape[:-1])
         x, g = xp.reshape(x, (rows, x.shape[-1])), xp.reshape(g, (rows, g.shape[-1]))
     if xp is np:
@@ -138,7 +138,8 @@ def _batch_norm(xp, g, x, weight, axis, eps):
     return call(xp, batch_norm.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
 
 
-# The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every order.
+# The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every
+# order.
 defvjp_all(layer_norm.LAYER_NORM, _layer_norm)
 defvjp_all(layer_norm.RMS_NORM, _rms_norm)
 defvjp_all(group_norm.GROUP_NORM, _group_norm)

@@ -46,14 +46,16 @@ class Checker:
     ) -> None:
         if any(getattr(o._buf, "traced", False) for o in outs):
             raise TracedValueError(
-                "[detect_anomaly] inside a function that is traced there are no values to look at: put it around the call"
+                "[detect_anomaly] inside a function that is traced there are no values to look at: put it around the "
+                "call"
             )
         bad = _worst(outs)
         if bad is None or _rank(bad) <= _rank(_worst(args)):
             return
         k = next(i for i, o in enumerate(outs) if _kind(o) == bad)
         raise AnomalyError(
-            f"[{state.origin or op.name}] {op.name} gave the first {bad} ({_where(outs[k])}), called at {site_text(call_site())}"
+            f"[{state.origin or op.name}] {op.name} gave the first {bad} ({_where(outs[k])}), called at "
+            f"{site_text(call_site())}"
         )
 
 
@@ -70,7 +72,8 @@ def check_cotangents(r: Recorded, g: Any, found: Sequence[Any]) -> None:
     k = next(i for i, f in enumerate(found) if _kind(f) == bad)
     place = r.plan.wanted[k]
     raise AnomalyError(
-        f"[{r.name}] the derivative of {r.plan.op.name} gave the first {bad} (for operand {place}, {_where(found[k])}); "
+        f"[{r.name}] the derivative of {r.plan.op.name} gave the first {bad} (for operand {place}, "
+        f"{_where(found[k])}); "
         f"it was called at {site_text(r.site)}"
     )
 
@@ -120,9 +123,9 @@ def _where(x: Any) -> str:
 def detect_anomaly() -> Iterator[None]:
     """Inside, the first call that makes NaN or infinity out of finite numbers raises, and says where it was made.
 
-    That holds for the forward and for the backward pass; the message names the op and the line that called it. NaN out of
-    infinities counts as well; what is passed on from bad operands does not. Programs of ``mt.compile`` are run call by call,
-    and arrays on a mesh are computed at each call, so use it to find a fault, not to train.
+    That holds for the forward and for the backward pass; the message names the op and the line that called it. NaN out
+    of infinities counts as well; what is passed on from bad operands does not. Programs of ``mt.compile`` are run call
+    by call, and arrays on a mesh are computed at each call, so use it to find a fault, not to train.
 
     Raises
     ------
@@ -134,7 +137,7 @@ def detect_anomaly() -> Iterator[None]:
     >>> with mt.detect_anomaly():
     ...     mt.grad(lambda x: mt.sqrt(x).sum())(mt.zeros(2))  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    AnomalyError: [sqrt] the derivative of sqrt gave the first infinity (for operand 0, 2 of 2 elements, the first at (0,))
+    AnomalyError: [sqrt] the derivative of sqrt gave the first infinity (for operand 0, 2 of 2 elements, ...)
     """
     before = mode.on
     mode.on = True

@@ -1,7 +1,7 @@
 """The backward pass: cotangents pulled back through the records of a tape.
 
-Each cotangent is dropped as soon as its producer is done with it. Undoing broadcasting and casting a cotangent to the dtype of its
-value happen here, in :func:`fit`, and in no rule.
+Each cotangent is dropped as soon as its producer is done with it. Undoing broadcasting and casting a cotangent to the
+dtype of its value happen here, in :func:`fit`, and in no rule.
 
 The cotangents of floats of one or two bytes are kept, summed and pulled back in float32. They are rounded once, where
 they leave the engine: for a caller, a hook, a user's derivative, or an op whose own kernels take short operands and sum
@@ -54,12 +54,13 @@ def walk(
     owned: set[int] | None = None,
     make: TapeMaker,
 ) -> None:
-    """Pull the cotangents in ``cots`` (by name) back through the records of a tape (fields of :class:`Recorded`), last one first.
+    """Pull the cotangents in ``cots`` (by name) back through the records of a tape (fields of :class:`Recorded`), last
+    one first.
 
-    ``wrapped`` says that rules run on Arrays, and are recorded, instead of on the raw buffers of ``xp``. Cotangents of ``keep``
-    stay; records are dropped with their saved values when ``free``. ``hooks`` are called on the cotangents of their values, once
-    these are complete. ``owned`` are cotangents whose buffer nobody else can hold: they may be added to in place. ``make`` makes a
-    tape for calls that are recorded only now.
+    ``wrapped`` says that rules run on Arrays, and are recorded, instead of on the raw buffers of ``xp``. Cotangents of
+    ``keep`` stay; records are dropped with their saved values when ``free``. ``hooks`` are called on the cotangents of
+    their values, once these are complete. ``owned`` are cotangents whose buffer nobody else can hold: they may be added
+    to in place. ``make`` makes a tape for calls that are recorded only now.
     """
     hooks = dict(hooks)
     owned = set() if owned is None else owned
@@ -144,8 +145,8 @@ def _give(
 
 
 def _sums_itself(r: Recorded, live: Mapping[int, tuple[tuple[int, ...], np.dtype]], g: Any) -> bool:
-    # Where broadcasting is still to be undone, as it is beside a vector, the products of a product are summed outside of it. (One
-    # matrix beside a stack of them is multiplied with all rows together.)
+    # Where broadcasting is still to be undone, as it is beside a vector, the products of a product are summed outside
+    # of it. (One matrix beside a stack of them is multiplied with all rows together.)
     if r.plan.op is MATMUL:
         shapes = [(i, live[r.inputs[i]][0]) for i in r.plan.wanted]
         return all(len(s) == 2 if i else s[:-2] == g.shape[:-2] and len(s) > 1 for i, s in shapes)
@@ -257,7 +258,8 @@ def _expand(
 
     for v, name in zip(r.outputs, outputs, strict=True):
         move(v, name)
-    # Cotangents from others go before those of the inner calls, as in the plain backward pass: the sums have the same bits.
+    # Cotangents from others go before those of the inner calls, as in the plain backward pass: the sums have the same
+    # bits.
     names = [(r.inputs[p], operands[p]._id) for p in r.plan.wanted]
     for v, name in names:
         move(v, name)
@@ -267,8 +269,8 @@ def _expand(
 
 
 def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, make: TapeMaker) -> list[Any]:
-    """Cotangents of the watched operands by the rules, in the general case. ``wide``: short floats in float32; the memory of ``g`` may
-    be written to where it is ``mine``."""
+    """Cotangents of the watched operands by the rules, in the general case. ``wide``: short floats in float32; the
+    memory of ``g`` may be written to where it is ``mine``."""
     plan = r.plan
     if plan.pulls is None and plan.together is None:
         if hasattr(plan.op, "pull"):
@@ -290,7 +292,8 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, m
         found = rule(xp, g, *find(kept))
         return [found[p] for p in plan.wanted]
     found = dict.fromkeys(plan.wanted)
-    # The written value's first. Then nobody reads the array's again, and a loop of n writes copies it once, and not n times.
+    # The written value's first. Then nobody reads the array's again, and a loop of n writes copies it once, and not n
+    # times.
     for i, rule, find in reversed(plan.pulls or ()):
         if mine and plan.op is INDEX_SET and i == 0:
             index, template = find(kept)
@@ -320,8 +323,8 @@ def same_value(x: Array) -> Array:
 
 def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool, make: TapeMaker) -> list[Any]:
     """Derivative of an op through its decomposition: record that on a tape of its own and walk it."""
-    # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed twice
-    # would otherwise get the sum of both cotangents twice.
+    # Where outer tapes listen, each operand is an alias with a name of its own that they know: an array that is passed
+    # twice would otherwise get the sum of both cotangents twice.
     args = [
         b if type(v) is not int else (apply(ALIAS, (named(b, v),)) if wrapped else wrap(b))
         for b, v in zip(r.kept, r.inputs, strict=True)

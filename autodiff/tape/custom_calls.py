@@ -1,8 +1,9 @@
-"""Calls that a tape records as one, with a derivative of their own: ``checkpoint`` and ``gradient_hook``, and `.custom_vjp`.
+"""Calls that a tape records as one, with a derivative of their own: ``checkpoint`` and ``gradient_hook``, and
+`.custom_vjp`.
 
-The ops inside such a call are hidden from the tapes; each tape gets one record in their place, whose plan pulls cotangents
-back in its own way. A recorder takes part by a method ``record_call`` beside ``record``; one without it (the tracer of
-``mt.compile``) sees the ops inside as it sees any other.
+The ops inside such a call are hidden from the tapes; each tape gets one record in their place, whose plan pulls
+cotangents back in its own way. A recorder takes part by a method ``record_call`` beside ``record``; one without it (the
+tracer of ``mt.compile``) sees the ops inside as it sees any other.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def recording_tapes() -> list[Any]:
 
 
 def note_call_made(outs: Sequence[Array], own: bool = True) -> None:
-    """Tell the recorders that see the calls inside that they belong to such a call; ``own``: its derivative is not that of these."""
+    """Tell the recorders that see the calls inside that they belong to such a call; ``own``: its derivative is not that
+    of these."""
     for r in state.recorders:
         if hasattr(r, "note_call"):
             r.note_call(outs, own)
@@ -113,7 +115,8 @@ class Around:
         self.own.add(id(x))
 
     def name_results(self, outs: Sequence[Array], live: bool) -> tuple[int, ...]:
-        """The names of results; those that are ``live``, made from watched arrays, are found again while somebody holds them."""
+        """The names of results; those that are ``live``, made from watched arrays, are found again while somebody holds
+        them."""
         for o in outs:
             o._id = o._id or next_id()
         names = tuple(o._id for o in outs)
@@ -127,7 +130,8 @@ class Around:
         for x, name in self.seen.values():
             if x._id != name:
                 raise GradientError(
-                    f"[{where}] {fn} wrote in place to an array of shape {x.shape} that it did not make, which the tape around it "
+                    f"[{where}] {fn} wrote in place to an array of shape {x.shape} that it did not make, which the "
+                    "tape around it "
                     "cannot see: write to a copy (x = mt.asarray(x, copy=True)), or use x.at[...] and return the result"
                 )
 
@@ -234,8 +238,8 @@ class _Recomputed:
 
     def expand(self, r: Recorded, wrapped: bool, make: TapeMaker) -> tuple[Any, list[Array], list[int]]:
         """The calls made again: the tape that recorded them, their operands, and the results' names on it."""
-        # A barrier where others look on: compiled and pending programs share equal calls, and would keep the values of the
-        # forward pass alive for these, which is what recomputing them is there to avoid.
+        # A barrier where others look on: compiled and pending programs share equal calls, and would keep the values of
+        # the forward pass alive for these, which is what recomputing them is there to avoid.
         args = [apply(BARRIER, (named(b, v),)) if wrapped else wrap(b) for b, v in zip(r.kept, r.inputs, strict=True)]
         tape = make()
         with tape:
@@ -255,7 +259,8 @@ def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
     Examples
     --------
     >>> block = mt.checkpoint(lambda x: mt.exp(mt.sin(x)))
-    >>> float(mt.grad(lambda x: block(block(x)))(0.0)) == float(mt.grad(lambda x: mt.exp(mt.sin(mt.exp(mt.sin(x)))))(0.0))
+    >>> plain = mt.grad(lambda x: mt.exp(mt.sin(mt.exp(mt.sin(x)))))(0.0)
+    >>> float(mt.grad(lambda x: block(block(x)))(0.0)) == float(plain)
     True
     """
 

@@ -54,8 +54,10 @@ class _Guard(Around):
         for a in args:
             if type(a) is Array and a._id not in self.known and self.watches(a) and not op.nondifferentiable:
                 raise GradientError(
-                    f"[custom_vjp] {self.name} reads a watched array of shape {a.shape} from around it (by {op.name}, at "
-                    f"{site_text(call_site())}), which its own derivative cannot know of: pass it as an argument, or take "
+                    f"[custom_vjp] {self.name} reads a watched array of shape {a.shape} from around it (by {op.name}, "
+                    "at "
+                    f"{site_text(call_site())}), which its own derivative cannot know of: pass it as an argument, or "
+                    "take "
                     "mt.stop_gradient of it"
                 )
             if type(a) is Array and a._id not in self.known:
@@ -113,7 +115,8 @@ class _Left:
 
     def pull(self, r: Recorded, g: tuple[Any, ...], wrapped: bool) -> list[Any]:
         raise NonDifferentiableError(
-            f"[custom_vjp] the forward function of {self.name} left an array in an object, and the result depends on it, of which its own "
+            f"[custom_vjp] the forward function of {self.name} left an array in an object, and the result depends on "
+            "it, of which its own "
             "derivative cannot know: return the array as part of the value, or take mt.stop_gradient of it"
         )
 
@@ -129,7 +132,8 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
     if not isinstance(found, tuple) or len(found) != len(children):
         shown = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
         raise GradientError(
-            f"[custom_vjp] the backward function of {call.name} must return a tuple of {len(children)} cotangents, one for "
+            f"[custom_vjp] the backward function of {call.name} must return a tuple of {len(children)} cotangents, one "
+            "for "
             f"each positional argument, got {shown}"
         )
     leaves: list[Any] = []
@@ -137,7 +141,8 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
         given = [None] * child.size if cot is None else trees.flatten(cot, is_leaf=lambda x: x is None)[0]
         if len(given) != child.size:
             raise GradientError(
-                f"[custom_vjp] the backward function of {call.name} returned {len(given)} cotangent(s) for argument {i}, "
+                f"[custom_vjp] the backward function of {call.name} returned {len(given)} cotangent(s) for argument "
+                f"{i}, "
                 f"which has {child.size} leaves"
             )
         leaves += given
@@ -150,12 +155,14 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
         # (The broadcasting of a result is undone where all cotangents are: in `backward.fit`.)
         if g.shape != shape and not (g.shape in results and np.broadcast_shapes(g.shape, shape) == g.shape):
             raise GradientError(
-                f"[custom_vjp] the backward function of {call.name} returned a cotangent of shape {g.shape} for array {p} of the "
+                f"[custom_vjp] the backward function of {call.name} returned a cotangent of shape {g.shape} for array "
+                f"{p} of the "
                 f"arguments, which has shape {shape}"
             )
         if g.dtype.kind == "c" and dtype.kind != "c":
             raise GradientError(
-                f"[custom_vjp] the backward function of {call.name} returned a {g.dtype.name} cotangent for array {p} of the "
+                f"[custom_vjp] the backward function of {call.name} returned a {g.dtype.name} cotangent for array {p} "
+                "of the "
                 f"arguments, which is {dtype.name}: the cotangent of a real number is real, take mt.real of it"
             )
     return out if wrapped else [None if c is None else c._buf for c in out]
@@ -164,10 +171,11 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
 class custom_vjp(Wrapper):  # a decorator, used like a function
     """A function whose derivative is given by hand.
 
-    Used as a decorator; ``defvjp(forward, backward)`` declares the derivative. ``forward(*args)`` returns ``(value, residuals)``;
-    ``backward(residuals, cotangent)`` returns a tuple with one cotangent (a tree like the argument, or None for zero) for each
-    positional argument. Both are written with ordinary functions, which are recorded: derivatives of higher order are those of
-    ``backward`` and of the residuals. Keyword arguments are passed on and have no derivative.
+    Used as a decorator; ``defvjp(forward, backward)`` declares the derivative. ``forward(*args)`` returns ``(value,
+    residuals)``; ``backward(residuals, cotangent)`` returns a tuple with one cotangent (a tree like the argument, or
+    None for zero) for each positional argument. Both are written with ordinary functions, which are recorded:
+    derivatives of higher order are those of ``backward`` and of the residuals. Keyword arguments are passed on and have
+    no derivative.
 
     A function that reads a watched array from around it is refused, as its derivative could not know of it.
 
@@ -215,9 +223,9 @@ class custom_vjp(Wrapper):  # a decorator, used like a function
         given = [x for x in leaves if isinstance(x, Array)]
         arrays = as_they_are(given)
         call = _Custom(self, args_def, leaves, kwargs)
-        # A single tape never looks at its own backward pass, so that it needs nothing of the forward function. Of several, any
-        # may differentiate the residuals, which it must have seen come about. A forward function that calls this one again
-        # does so with one tape fewer each time.
+        # A single tape never looks at its own backward pass, so that it needs nothing of the forward function. Of
+        # several, any may differentiate the residuals, which it must have seen come about. A forward function that
+        # calls this one again does so with one tape fewer each time.
         inner = self in _active.owners
         shown = tapes if len(tapes) > 1 and not inner else tapes[:-1]
         before = _active.owners

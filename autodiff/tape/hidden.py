@@ -61,7 +61,8 @@ def is_foreign(kind: type) -> bool:
 def foreign_text(x: Any) -> str:
     """The end of a sentence about such an array, with the remedy."""
     return (
-        f"is a {type(x).__module__}.{type(x).__qualname__}, an array of another library, which would get no gradient: make it an Array "
+        f"is a {type(x).__module__}.{type(x).__qualname__}, an array of another library, which would get no gradient: "
+        "make it an Array "
         "with mt.asarray(...)"
     )
 
@@ -86,6 +87,7 @@ def refuse_hidden(who: str, tree: Any, what: str = "its result") -> None:
         if not isinstance(x, Array) and (isinstance(x, Iterator) or hides_arrays(x)):
             place = f"{trees.path_name(path)} of {what}" if path else what
             raise GradientError(
-                f"[{who}] {place} is a {type(x).__name__}, which is no tree: gradients of what is in it would be lost. Put arrays into tuples, "
+                f"[{who}] {place} is a {type(x).__name__}, which is no tree: gradients of what is in it would be lost. "
+                "Put arrays into tuples, "
                 f"lists, dicts or dataclasses, or call mt.tree.register({type(x).__name__}, flatten, unflatten)"
             )

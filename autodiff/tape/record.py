@@ -24,8 +24,8 @@ def is_differentiable(dtype: np.dtype) -> bool:
 class Recorded(NamedTuple):
     """One call on a tape. (A tape holds plain tuples of these fields, which are made in a fraction of the time.)
 
-    ``inputs`` has the names of all operands; a scalar is a ``Const``, or itself where it is a float. ``kept`` is what the plan keeps.
-    ``out_avals`` are given where there are several results.
+    ``inputs`` has the names of all operands; a scalar is a ``Const``, or itself where it is a float. ``kept`` is what
+    the plan keeps. ``out_avals`` are given where there are several results.
     """
 
     plan: VJPPlan
@@ -56,8 +56,8 @@ _const = functools.partial(tuple.__new__, Const)
 class Recording:
     """The record of the calls that watched arrays went into.
 
-    ``live`` has the values that have gradients, by name, with shape and dtype of their cotangents. ``short`` has the dtypes of those
-    among them that are floats of one or two bytes, whose cotangents are float32.
+    ``live`` has the values that have gradients, by name, with shape and dtype of their cotangents. ``short`` has the
+    dtypes of those among them that are floats of one or two bytes, whose cotangents are float32.
     """
 
     __slots__ = ("_records", "live", "short")

@@ -33,7 +33,8 @@ class SparseGradient:
     indices
         For each of them an integer array of shape ``(k,)``: the places, each once, in C order.
     values
-        Shape ``(k, *rest)``: at each place the elements along the other dimensions, in their order. A place may hold zeros.
+        Shape ``(k, *rest)``: at each place the elements along the other dimensions, in their order. A place may hold
+        zeros.
     shape
         Of the dense gradient.
     """
@@ -74,7 +75,8 @@ class SparseGradient:
         whole = math.prod(self.shape) * self.dtype.itemsize
         along = f"axis {self.axes[0]}" if len(self.axes) == 1 else f"axes {self.axes}"
         return (
-            f"SparseGradient(shape={self.shape}, dtype={self.dtype.name}, {len(self.values)} of {places} places along {along}, "
+            f"SparseGradient(shape={self.shape}, dtype={self.dtype.name}, {len(self.values)} of {places} places along "
+            f"{along}, "
             f"{human_bytes(self.nbytes)} instead of {human_bytes(whole)})"
         )
 
@@ -90,7 +92,8 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
     Parameters
     ----------
     g
-        A gradient; any array. One that is kept dense is searched for rows, along its first dimension, that are not zero.
+        A gradient; any array. One that is kept dense is searched for rows, along its first dimension, that are not
+        zero.
 
     Raises
     ------
@@ -128,13 +131,14 @@ def sparse_gradient(g: Any, /) -> SparseGradient:
 def gradient_rows(g: Any, /) -> tuple[Array, Array]:
     """The rows of a gradient that are not zero: their numbers, and the rows.
 
-    It is :func:`sparse_gradient` for the gradient of a table of which rows were read (``table[ids]``, an embedding): that is not made
-    dense by it.
+    It is :func:`sparse_gradient` for the gradient of a table of which rows were read (``table[ids]``, an embedding):
+    that is not made dense by it.
 
     Returns
     -------
     ids, rows
-        Ascending integers, and the part ``g[ids]``. Of a gradient that is kept otherwise, all rows with an element that is not zero.
+        Ascending integers, and the part ``g[ids]``. Of a gradient that is kept otherwise, all rows with an element that
+        is not zero.
 
     Examples
     --------

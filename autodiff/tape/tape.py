@@ -1,9 +1,9 @@
 """The tape, and the backward pass that reads it.
 
-A tape is the linear record of the op calls that its watched arrays went into. It keeps no Array: values are named by number,
-and of the buffers only those are kept that a rule said it needs. The backward pass walks the record in reverse. First-order
-gradients run the rules on raw NumPy or CuPy buffers; where another tape is listening, or the values are traced or sharded, the
-same rules run on Arrays and are themselves recorded.
+A tape is the linear record of the op calls that its watched arrays went into. It keeps no Array: values are named by
+number, and of the buffers only those are kept that a rule said it needs. The backward pass walks the record in reverse.
+First-order gradients run the rules on raw NumPy or CuPy buffers; where another tape is listening, or the values are
+traced or sharded, the same rules run on Arrays and are themselves recorded.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class Tape(Recording):
         Raises
         ------
         GradientError
-            For a target of several elements, or a complex one, without a seed, an integer target, a source that was not watched, a seed of
-            another shape, or a tape that was used up.
+            For a target of several elements, or a complex one, without a seed, an integer target, a source that was not
+            watched, a seed of another shape, or a tape that was used up.
         """
         if self._used:
             raise GradientError("this tape was used up by gradient(): make it with Tape(persistent=True) to ask again")
@@ -280,7 +280,8 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
             )
         if buf.dtype.kind == "c":
             raise GradientError(
-                f"[gradient] the target is {target.dtype.name}, and a gradient is that of a real number: take real(y) or abs(y), "
+                f"[gradient] the target is {target.dtype.name}, and a gradient is that of a real number: take real(y) "
+                "or abs(y), "
                 "or pass a seed"
             )
         if type(buf) is np.ndarray:

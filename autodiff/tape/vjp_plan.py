@@ -1,7 +1,7 @@
 """The VJP plan of a call: what a tape keeps of it, and how its rules find that again.
 
-A plan belongs to an op and to the set of its operands that a tape watches. It is worked out once, so that recording a call is a
-few look-ups.
+A plan belongs to an op and to the set of its operands that a tape watches. It is worked out once, so that recording a
+call is a few look-ups.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class VJPPlan:
     wanted
         The positions of the watched operands.
     saves
-        The positions of the values that are kept, among the operands and, after these, the results; ``pick`` takes them out. An op
-        without a rule is differentiated through its decomposition, for which all operands are kept.
+        The positions of the values that are kept, among the operands and, after these, the results; ``pick`` takes them
+        out. An op without a rule is differentiated through its decomposition, for which all operands are kept.
     rest
         What is kept beside values: shapes and dtypes of operands, and parameters.
     pulls
-        For each watched operand with a derivative its position, its rule and the function that finds the rule's arguments in what is
-        kept. ``together`` are the same two of a rule that answers for all operands.
+        For each watched operand with a derivative its position, its rule and the function that finds the rule's
+        arguments in what is kept. ``together`` are the same two of a rule that answers for all operands.
     simple
         Whether the backward pass may call the rules as they are: there is one result, and a rule for each operand.
     takes_sparse
@@ -131,8 +131,8 @@ def _conjugated(find: Callable[[tuple[Any, ...]], Sequence[Any]]) -> Callable[[t
 
 
 def plan_for(op: Op, mask: int) -> VJPPlan | None:
-    """The plan of a call, or None where no operand is watched. The first bit of ``mask`` is set, and of those after it each whose
-    operand is watched."""
+    """The plan of a call, or None where no operand is watched. The first bit of ``mask`` is set, and of those after it
+    each whose operand is watched."""
     if mask not in op.plans:
         count = mask.bit_length() - 1
         wanted = tuple(i for i in range(count) if mask >> (count - 1 - i) & 1)

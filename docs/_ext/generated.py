@@ -68,7 +68,8 @@ def issubclass_of_error(value: Any) -> bool:
 
 
 def _summary(module: types.ModuleType, names: list[str]) -> list[str]:
-    """A table of names and the first lines of their docstrings. ``autosummary`` would analyse every source a second time for it."""
+    """A table of names and the first lines of their docstrings. ``autosummary`` would analyse every source a second
+    time for it."""
     lines = [".. list-table::", "   :widths: 1 3", ""]
     for n in names:
         lines += [f"   * - `{n}`", f"     - {inspect.getdoc(getattr(module, n)).split(chr(10))[0]}"]

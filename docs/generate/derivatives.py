@@ -1,7 +1,7 @@
 """The page on the derivative of each op, from the op table, the rule tables and the samples that the tests run.
 
-``python docs/generate/derivatives.py`` writes ``docs/reference/derivatives.md``; with ``--check`` it only compares, and says by its
-exit status whether the page is up to date.
+``python docs/generate/derivatives.py`` writes ``docs/reference/derivatives.md``; with ``--check`` it only compares, and
+says by its exit status whether the page is up to date.
 """
 
 from __future__ import annotations

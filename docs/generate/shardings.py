@@ -1,7 +1,8 @@
-"""The page on how each op is sharded, from the factor mappings that the partitioner reads and the samples that the tests run.
+"""The page on how each op is sharded, from the factor mappings that the partitioner reads and the samples that the
+tests run.
 
-``python docs/generate/shardings.py`` writes ``docs/reference/shardings.md``; with ``--check`` it only compares, and says by its exit
-status whether the page is up to date.
+``python docs/generate/shardings.py`` writes ``docs/reference/shardings.md``; with ``--check`` it only compares, and
+says by its exit status whether the page is up to date.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Stubs for type checkers of what is put together when it runs: the class ``Array`` with its interface, the package, whose heavier names
-are imported when they are first used, and its namespaces."""
+"""Stubs for type checkers of what is put together when it runs: the class ``Array`` with its interface, the package,
+whose heavier names are imported when they are first used, and its namespaces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Stub:
         return "\n".join([head, "", *sorted(self.imports), "", *self.lines, ""])
 
     def _imported(self, name: str, rest: str, fn: Any) -> str:
-        """How an annotation of a function writes a name, and what follows it after a point. Types of libraries that are optional are Any."""
+        """How an annotation of a function writes a name, and what follows it after a point. Types of libraries that are
+        optional are Any."""
         scope = fn.__globals__
         value = scope.get(name, getattr(builtins, name, self))
         if keyword.iskeyword(name):

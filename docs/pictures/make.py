@@ -1,7 +1,8 @@
 """The pictures of the README and of these pages: ``python docs/pictures/make.py`` writes them to ``docs/_static``.
 
-Needs matplotlib, scikit-learn, Chromium with its driver, and Selenium. Nothing is drawn by hand: an array that is split over a mesh shows itself,
-a gradient is that of a network which this script trains, and the page is a photograph of ``meshtape browse``.
+Needs matplotlib, scikit-learn, Chromium with its driver, and Selenium. Nothing is drawn by hand: an array that is split
+over a mesh shows itself, a gradient is that of a network which this script trains, and the page is a photograph of
+``meshtape browse``.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def photographs(params: Any, run: Path) -> None:
             )
             page = Path(profile) / "split.html"
             page.write_text(
-                f"<!doctype html><meta charset=utf-8><body style='font: 14px system-ui; margin: 0; padding: 12px; width: max-content; color: {INK}'>{split._repr_html_()}"
+                "<!doctype html><meta charset=utf-8><body style='font: 14px system-ui; margin: 0; padding: 12px; "
+                f"width: max-content; color: {INK}'>{split._repr_html_()}"
             )
             browser.set_window_size(640, 520)
             browser.get(page.as_uri())

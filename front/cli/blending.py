@@ -32,7 +32,8 @@ from .storage import _MAX_SHARD, _TARGET, _patterns, _tell, _write
 def blend(config: str, out: str, listed: bool, **options: Any) -> None:
     """Blend models by a configuration of mergekit.
 
-    Streaming: memory is bounded by --memory-limit, whatever the size. A run that was interrupted goes on where it stopped.
+    Streaming: memory is bounded by --memory-limit, whatever the size. A run that was interrupted goes on where it
+    stopped.
     """
     import meshtape as mt
 
@@ -87,7 +88,8 @@ def lora_extract(tuned: str, base: str, dst: str, as_json: bool, **options: Any)
     _tell(
         r,
         as_json,
-        f"{r.path}: {len(r.ranks)} modules, rank at most {max(r.ranks.values())}, at least {kept:.1%} of each difference{left}",
+        f"{r.path}: {len(r.ranks)} modules, rank at most {max(r.ranks.values())}, at least {kept:.1%} of each "
+        f"difference{left}",
     )
 
 

@@ -44,10 +44,10 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
 
     Serves checkpoints, runs, or directories of them, until Ctrl-C.
 
-    Shows the tree of arrays, where the bytes are, values as heat maps, distributions, blocks over the ranks, chunks and their
-    checksums, the health of the whole, comparisons, and a run's metrics. Reads only the bytes that a page shows. Nothing
-    outside the given paths can be reached, nothing is changed, and no page loads anything from elsewhere. With --json, prints what the
-    first page of each path shows, and ends.
+    Shows the tree of arrays, where the bytes are, values as heat maps, distributions, blocks over the ranks, chunks and
+    their checksums, the health of the whole, comparisons, and a run's metrics. Reads only the bytes that a page shows.
+    Nothing outside the given paths can be reached, nothing is changed, and no page loads anything from elsewhere. With
+    --json, prints what the first page of each path shows, and ends.
     """
     import webbrowser
 
@@ -88,9 +88,10 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
 def serve(path: str, host: str, port: int, token: str | None, as_json: bool) -> None:
     """Serve the bytes of a checkpoint over HTTP, as safetensors and as Zarr.
 
-    Below the printed address, safetensors/ is a directory as Hugging Face has them, and zarr/ a Zarr v3 hierarchy, whatever the kind of the checkpoint.
-    Readers of either ask for the ranges that they need. Nothing is copied to a disk, nothing is changed, and nothing but this checkpoint can be reached.
-    Ends with Ctrl-C. With --json, prints the addresses as JSON and serves all the same.
+    Below the printed address, safetensors/ is a directory as Hugging Face has them, and zarr/ a Zarr v3 hierarchy,
+    whatever the kind of the checkpoint. Readers of either ask for the ranges that they need. Nothing is copied to a
+    disk, nothing is changed, and nothing but this checkpoint can be reached. Ends with Ctrl-C. With --json, prints the
+    addresses as JSON and serves all the same.
     """
     from meshtape.storage.serving.server import CheckpointServer
 

@@ -92,12 +92,13 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
 def derive(kind: str, sources: tuple[str, ...], out: str, overwrite: bool, as_json: bool, **given: Any) -> None:
     """Compute a checkpoint from others, when it is read.
 
-    Writes a small document that opens like any checkpoint: it is listed, loaded, verified, compared, browsed and merged, and its arrays
-    are computed meanwhile. It names its parents, and notices when they change.
+    Writes a small document that opens like any checkpoint: it is listed, loaded, verified, compared, browsed and
+    merged, and its arrays are computed meanwhile. It names its parents, and notices when they change.
 
-    KIND is mean or sum, of checkpoints; ema, over the steps of a run or over checkpoints; difference, A - B; add, BASE + scale × DELTA;
-    lora, of BASE and the directory of an adapter of PEFT; cast, quantize, rules or rows, of one checkpoint;
-    blend, by a configuration of mergekit, whose file takes the place of SOURCES; repin, a document whose parents are pinned as they are now.
+    KIND is mean or sum, of checkpoints; ema, over the steps of a run or over checkpoints; difference, A - B; add, BASE
+    + scale × DELTA; lora, of BASE and the directory of an adapter of PEFT; cast, quantize, rules or rows, of one
+    checkpoint; blend, by a configuration of mergekit, whose file takes the place of SOURCES; repin, a document whose
+    parents are pinned as they are now.
     """
     from meshtape.storage import blended, virtual
 

@@ -36,8 +36,8 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     PATH is a meshtape checkpoint, a safetensors file, a Hugging Face directory, or a Zarr group. Reads its table of
     contents alone. On a terminal the table fits its width; in a pipe every line is whole.
 
-    Of a directory of numbered checkpoints it lists these, with their branches and the leftovers of killed writers. Of an
-    icechunk repository, icechunk://PLACE without @REF, it lists branches, tags and the newest snapshots.
+    Of a directory of numbered checkpoints it lists these, with their branches and the leftovers of killed writers. Of
+    an icechunk repository, icechunk://PLACE without @REF, it lists branches, tags and the newest snapshots.
     """
     import meshtape as mt
 

@@ -1,7 +1,7 @@
 """The command line: ``meshtape demo | info | completion``, and the commands of the modules beside this one.
 
-An error that a user can cause is one message and exit code 1, without a traceback. A wrong call is click's message and code 2; Ctrl-C is
-code 130.
+An error that a user can cause is one message and exit code 1, without a traceback. A wrong call is click's message and
+code 2; Ctrl-C is code 130.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def main() -> None:
 def demo(scheduler: str | None, directory: str, epochs: int, seed: int, as_json: bool) -> None:
     """Train on two Dask clusters, export, check.
 
-    Two worker processes train a network on handwritten digits, on a mesh of 2 × 2 ranks (data × model), save a sharded checkpoint
-    and stop. Another cluster resumes on 3 ranks, finishes, and exports to safetensors, which is then read without meshtape. The
-    exit code is not 0 when the accuracy is too low or the readers disagree.
+    Two worker processes train a network on handwritten digits, on a mesh of 2 × 2 ranks (data × model), save a sharded
+    checkpoint and stop. Another cluster resumes on 3 ranks, finishes, and exports to safetensors, which is then read
+    without meshtape. The exit code is not 0 when the accuracy is too low or the readers disagree.
     """
     from ..demo import run
     from .tables import console

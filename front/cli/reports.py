@@ -1,7 +1,7 @@
 """The reports of ``storage`` as data for ``--json``, with common names in all commands.
 
-``arrays`` counts arrays and ``nbytes`` the bytes of their elements; ``file_nbytes`` are the bytes of files, which hold checksums, headers
-and tables of contents besides.
+``arrays`` counts arrays and ``nbytes`` the bytes of their elements; ``file_nbytes`` are the bytes of files, which hold
+checksums, headers and tables of contents besides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``meshtape run`` and ``meshtape status``: a training script as a job on a Dask cluster, and how it stands.
 
-The script is run in this process, which is the job's client; the workers compute. It asks for its mesh with ``mt.cluster_mesh()`` and
-needs to know nothing else of the cluster.
+The script is run in this process, which is the job's client; the workers compute. It asks for its mesh with
+``mt.cluster_mesh()`` and needs to know nothing else of the cluster.
 """
 
 from __future__ import annotations
@@ -98,9 +98,10 @@ def run(
 ) -> None:
     """Run a script as a job on a Dask cluster.
 
-    The script asks for its mesh with mt.cluster_mesh() and trains with mt.Trainer, which saves, resumes and stops by itself.
-    SIGINT and SIGTERM save a checkpoint after the step that is running and end the job; the same command goes on from there.
-    With --json the summary is the only thing on the standard output; what the script prints goes to the standard error.
+    The script asks for its mesh with mt.cluster_mesh() and trains with mt.Trainer, which saves, resumes and stops by
+    itself. SIGINT and SIGTERM save a checkpoint after the step that is running and end the job; the same command goes
+    on from there. With --json the summary is the only thing on the standard output; what the script prints goes to the
+    standard error.
 
     Exit codes: 0 done; 1 the script or the cluster failed; 2 wrong call;
     130 and 143 stopped by SIGINT or SIGTERM, with a checkpoint; otherwise the script's own.
@@ -233,7 +234,8 @@ def _wait_for_workers(client: Any, workers: int | None, seconds: float) -> None:
     except TimeoutError:
         have = len(known_workers(client))
         raise ClusterError(
-            f"the scheduler at {client.scheduler.address} has {have} worker(s) after {seconds:.0f} s, {wanted} are needed: start "
+            f"the scheduler at {client.scheduler.address} has {have} worker(s) after {seconds:.0f} s, {wanted} are "
+            "needed: start "
             "some with `dask worker ADDRESS --nthreads 1`"
         ) from None
 
@@ -246,7 +248,8 @@ def _same_versions(client: Any) -> None:
     for address, theirs in ask(client, _python_version, workers=list(known_workers(client))).items():
         if tuple(theirs) != mine:
             raise ClusterError(
-                f"worker {address} runs Python {theirs[0]}.{theirs[1]}, this process {mine[0]}.{mine[1]}: use one version everywhere"
+                f"worker {address} runs Python {theirs[0]}.{theirs[1]}, this process {mine[0]}.{mine[1]}: use one "
+                "version everywhere"
             )
 
 
@@ -256,8 +259,8 @@ def _python_version() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _as_started_by_python(script: str, args: tuple[str, ...]) -> Iterator[None]:
-    """``sys.argv`` and ``sys.path`` as in ``python script args``. Worker processes of this machine, which begin with the path that is in
-    force when they are started, find the script's neighbours as well."""
+    """``sys.argv`` and ``sys.path`` as in ``python script args``. Worker processes of this machine, which begin with
+    the path that is in force when they are started, find the script's neighbours as well."""
     before = sys.argv[:], sys.path[:]
     sys.argv, sys.path[:0] = [script, *args], [str(Path(script).absolute().parent)]
     try:
@@ -296,9 +299,9 @@ def _script(script: str, job: Any, summary: dict[str, Any]) -> int:
 def _run_as_main(script: str) -> None:
     """Run a script as the module ``__main__``, in this process alone.
 
-    A nanny starts a worker anew through multiprocessing, whose child first imports what is ``__main__`` in its parent: the script
-    would train once more inside the worker. A main module whose spec is named like a package's ``__main__`` is left alone
-    (``multiprocessing.spawn``), which is why this is not ``runpy.run_path``.
+    A nanny starts a worker anew through multiprocessing, whose child first imports what is ``__main__`` in its parent:
+    the script would train once more inside the worker. A main module whose spec is named like a package's ``__main__``
+    is left alone (``multiprocessing.spawn``), which is why this is not ``runpy.run_path``.
     """
     module = ModuleType("__main__")
     module.__file__ = script
@@ -387,7 +390,8 @@ def _show(facts: dict[str, Any]) -> None:
         "workers": ", ".join(facts.get("workers") or []) or "this process",
         "last checkpoint": facts.get("checkpoint") or "none",
         "restarts": str(facts.get("restarts", 0)),
-        "updated": f"{max(0.0, time.time() - facts.get('updated', time.time())):.0f} s ago by {facts.get('host')}:{facts.get('pid')}",
+        "updated": f"{max(0.0, time.time() - facts.get('updated', time.time())):.0f} s ago by "
+        f"{facts.get('host')}:{facts.get('pid')}",
     }
     if facts.get("error"):
         rows["error"] = facts["error"]

@@ -1,4 +1,5 @@
-"""Commands for directories of numbered checkpoints: steps and branches (``ls``), leftovers of dead writers (``gc``), bytes (``du``)."""
+"""Commands for directories of numbered checkpoints: steps and branches (``ls``), leftovers of dead writers (``gc``),
+bytes (``du``)."""
 
 from __future__ import annotations
 
@@ -196,8 +197,9 @@ def gc(path: str, dry_run: bool, older_than: float | None, parts: bool, as_json:
 def du(path: str, as_json: bool) -> None:
     """Bytes on disk, and what deleting each step would free.
 
-    PATH is a directory of checkpoints, or a checkpoint. Steps share the files of arrays that did not change: those count once in the total, and
-    are free when the last step that has them is deleted. A base of deltas is replaced by the first of them when it is deleted: about that one's bytes are free then.
+    PATH is a directory of checkpoints, or a checkpoint. Steps share the files of arrays that did not change: those
+    count once in the total, and are free when the last step that has them is deleted. A base of deltas is replaced by
+    the first of them when it is deleted: about that one's bytes are free then.
     """
     from ..storage import usage
     from ..storage.browse.model.text import visible

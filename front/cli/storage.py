@@ -1,7 +1,9 @@
-"""Commands that check and change checkpoints: ``tree``, ``verify``, ``diff``, ``estimate``, ``merge``, ``convert``, ``reshard``.
+"""Commands that check and change checkpoints: ``tree``, ``verify``, ``diff``, ``estimate``, ``merge``, ``convert``,
+``reshard``.
 
-A checkpoint is a path or a URL everywhere. The exit code is 0 when all went well; 1 for an error, for damage, and for checkpoints that
-differ; 2 for a wrong call; 130 after Ctrl-C. Results go to the standard output, progress to the standard error.
+A checkpoint is a path or a URL everywhere. The exit code is 0 when all went well; 1 for an error, for damage, and for
+checkpoints that differ; 2 for a wrong call; 130 after Ctrl-C. Results go to the standard output, progress to the
+standard error.
 """
 
 from __future__ import annotations
@@ -259,7 +261,8 @@ def _write(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar; print its report."""
+    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar;
+    print its report."""
     with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
         options |= {"client": client, "progress": progress, "overwrite": overwrite, "rules": key_rules(rules)}
         try:
@@ -300,8 +303,8 @@ def _tell(report: Any, as_json: bool, text: str) -> None:
 def verify(path: str, as_json: bool) -> None:
     """Check every byte against its checksums.
 
-    The exit code is 0 when all is well, and 1 with the list of damaged files when it is not. It is 1, too, for files of others that
-    have no checksums: they may be whole, but nothing tells.
+    The exit code is 0 when all is well, and 1 with the list of damaged files when it is not. It is 1, too, for files of
+    others that have no checksums: they may be whole, but nothing tells.
     """
     import meshtape as mt
 

@@ -1,8 +1,8 @@
 """Tables and sentences on a terminal and in a pipe.
 
-On a terminal a table fits its width: names lose their middle, but never what tells them apart, and columns that matter least are left
-out; a sentence is broken between words. In a pipe, or a file, every line is whole: one row a line, no frame, no colours, so that ``grep``
-and ``awk`` see everything.
+On a terminal a table fits its width: names lose their middle, but never what tells them apart, and columns that matter
+least are left out; a sentence is broken between words. In a pipe, or a file, every line is whole: one row a line, no
+frame, no colours, so that ``grep`` and ``awk`` see everything.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """A column. ``number`` sets it to the right; ``name`` may be shortened in the middle; of the columns with a ``rank``, the one with
-    the highest is left out first where a terminal is narrow."""
+    """A column. ``number`` sets it to the right; ``name`` may be shortened in the middle; of the columns with a
+    ``rank``, the one with the highest is left out first where a terminal is narrow."""
 
     title: str
     number: bool = False
@@ -160,9 +160,11 @@ def write(
     footer: Sequence[str] = (),
     on: Any = None,
 ) -> None:
-    """Print a table on ``on`` (a console of rich's; the standard output by default). ``footer`` is a last row, ruled off on a terminal.
+    """Print a table on ``on`` (a console of rich's; the standard output by default). ``footer`` is a last row, ruled
+    off on a terminal.
 
-    >>> write([Column("name", name=True), Column("bytes", number=True)], [("w", "96 B"), ("norm.bias", "8 B")], title="two")
+    >>> columns = [Column("name", name=True), Column("bytes", number=True)]
+    >>> write(columns, [("w", "96 B"), ("norm.bias", "8 B")], title="two")
     two
     name       bytes
     w           96 B
@@ -198,7 +200,8 @@ def write_text(text: str, on: Any = None) -> None:
 
 
 def write_lines(lines: Sequence[str], on: Any = None) -> None:
-    """Print lines that are no table: on a terminal each is one line of it, cut with an ellipsis where it is narrow; in a pipe they are whole.
+    """Print lines that are no table: on a terminal each is one line of it, cut with an ellipsis where it is narrow; in
+    a pipe they are whole.
 
     >>> write_lines(["a", "  b"])
     a
@@ -226,7 +229,8 @@ def _framed(on: Any, columns: Sequence[Column], body: list[list[str]], title: st
     names = [i for i in shown if columns[i].name]
 
     def room() -> int:
-        """Cells that are left for names: a cell has two of padding and one of the frame beside it, and the frame begins with one."""
+        """Cells that are left for names: a cell has two of padding and one of the frame beside it, and the frame begins
+        with one."""
         taken = sum(natural[i] for i in shown if i not in names) + 3 * len(shown) + 1
         return (on.width - taken) // max(1, len(names))
 

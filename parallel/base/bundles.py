@@ -34,14 +34,16 @@ class Bundle:
         return {id(b): b.nbytes for b in every if is_on_host(b) == host}
 
     def spill(self) -> None:
-        """Move its blocks to host memory, where Dask may put them aside on disk. A run that reads them takes them back."""
+        """Move its blocks to host memory, where Dask may put them aside on disk. A run that reads them takes them
+        back."""
         for i, blocks in list(self.slots.items()):
             host = {r: on_host(b) for r, b in blocks.items()}
             if self.slots.get(i) is blocks:  # slots may be dropped meanwhile
                 self.slots[i] = host
 
     def __sizeof__(self) -> int:
-        # Dask's memory accounting and dashboard show this. As Dask does for CuPy's arrays, memory of a device counts too.
+        # Dask's memory accounting and dashboard show this. As Dask does for CuPy's arrays, memory of a device counts
+        # too.
         return 64 + sum(b.nbytes for blocks in self.slots.values() for b in blocks.values())
 
     def __reduce__(self) -> Any:
@@ -61,8 +63,8 @@ def _bundle_of(slots: dict[int, dict[int, np.ndarray]], device: str) -> Bundle:
 
 
 def make_room(kept: Iterable[Any], needed: Iterable[Bundle], memory: BlockMemory) -> None:
-    """Spill bundles that no run has read for longest, until what is kept and what the next run needs takes no more than its share of
-    the device."""
+    """Spill bundles that no run has read for longest, until what is kept and what the next run needs takes no more than
+    its share of the device."""
     needed = {id(b): b for b in needed}
     for b in needed.values():
         b.read()

@@ -14,8 +14,8 @@
 ``bucket``                bytes of gradients that are reduced together
 ``overlap``               the least bytes for which a collective runs beside the computation; 0: never
 ``pool``                  bytes of unused memory that a worker keeps for its blocks
-``device-memory``         share of a GPU that kept blocks may take before those not read for longest are moved to the host:
-                          a setting of the workers
+``device-memory``         share of a GPU that kept blocks may take before those not read for longest are moved to
+                          the host: a setting of the workers
 ``shared-memory``         bytes that the workers of one host share for messages among themselves, at most: a setting of
                           the workers
 ``loop``                  turns of ``mt.scan`` that one task runs
@@ -23,8 +23,8 @@
 ``browse.hosts``          host names under which alone those pages answer; any where it is not set
 ========================  ==========================================================================================
 
-Like all of Dask's configuration it is read from files, from the environment (``DASK_MESHTAPE__TRANSPORT=comms``) and set by
-``dask.config.set``. The client's settings are those of its meshes.
+Like all of Dask's configuration it is read from files, from the environment (``DASK_MESHTAPE__TRANSPORT=comms``) and
+set by ``dask.config.set``. The client's settings are those of its meshes.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def register() -> None:
     """Tell Dask the defaults. Not when this module is imported: a virtual mesh needs no Dask."""
     import dask
 
-    # Again where they are gone: the end of a ``dask.config.set`` that was the first to name ``meshtape`` takes all of it away.
+    # Again where they are gone: the end of a ``dask.config.set`` that was the first to name ``meshtape`` takes all of
+    # it away.
     if not DEFAULTS["meshtape"].keys() <= dask.config.get("meshtape", {}).keys():
         dask.config.update_defaults(DEFAULTS)
 
 
 def number(name: str) -> float:
-    """A setting that is a number; bytes may be written as text (``"64 MiB"``). Raises :class:`MeshError` where it is none, or
-    negative."""
+    """A setting that is a number; bytes may be written as text (``"64 MiB"``). Raises :class:`MeshError` where it is
+    none, or negative."""
     import dask.utils
 
     register()

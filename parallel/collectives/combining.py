@@ -8,7 +8,8 @@ process below each, and joins them. Three collectives differ in the parts that a
 * *halving* (a reduce-scatter): its own part of the root, and at a node also the parts of processes that it serves
 higher up. A process
   sends each byte of its block once, less its own part, in one or two messages a level.
-* halving, then the same messages backwards (an all-reduce of many bytes): twice as many bytes, however many processes there are.
+* halving, then the same messages backwards (an all-reduce of many bytes): twice as many bytes, however many processes
+  there are.
 
 The lowest levels are between neighbours in the mesh, which are most often on one host. Only the last levels cross
 hosts, with a small part of a halved block (Thakur, Rabenseifner, Gropp: Optimization of collective communication
@@ -33,7 +34,8 @@ Run = tuple[int, int]
 
 
 class Merge(NamedTuple):
-    """A node's value from those of its children: parts of ``left`` and ``right`` that are here, or come from another process."""
+    """A node's value from those of its children: parts of ``left`` and ``right`` that are here, or come from another
+    process."""
 
     node: TreeNode
     runs: tuple[Run, ...]

@@ -51,8 +51,8 @@ class Costs(NamedTuple):
     only: str | None = None
 
     def reduction(self, n: int, nbytes: int, *, scatter: bool = False, hosts: int = 1, tree: bool = True) -> Ways:
-        """An all-reduce of blocks of ``nbytes`` between ``n`` processes; with ``scatter`` a reduce-scatter, whose parts make so many
-        bytes together. ``tree``: whether the algorithms along the tree apply.
+        """An all-reduce of blocks of ``nbytes`` between ``n`` processes; with ``scatter`` a reduce-scatter, whose parts
+        make so many bytes together. ``tree``: whether the algorithms along the tree apply.
 
         A tree crosses hosts in its last rounds only, as neighbours in the mesh are most often on one host.
 
@@ -78,8 +78,8 @@ class Costs(NamedTuple):
         )
 
     def movement(self, n: int, partners: int, gets: float, out: float, gives: float, hosts: int = 1) -> Ways:
-        """Blocks that go where they are needed, and are not joined. ``partners`` has the busiest process; it ``gets`` so many bytes,
-        or sends ``out``, among which ``gives`` are different.
+        """Blocks that go where they are needed, and are not joined. ``partners`` has the busiest process; it ``gets``
+        so many bytes, or sends ``out``, among which ``gives`` are different.
 
         >>> [COSTS.best(COSTS.movement(1024, 1023, 1023 * b, 1023 * b, b)) for b in (8, 1 << 20)]  # an all-gather
         ['relayed', 'direct']

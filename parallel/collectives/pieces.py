@@ -1,8 +1,8 @@
 """Pieces of messages: arrays in bounded chunks, so that no transport needs memory of their size.
 
-A message is a list of *batches*, each a tuple of arrays of one shape. Both sides cut a batch into the same chunks of at most
-:data:`QUANTUM` bytes, boxes of the array in C order, from its shape alone: a sender may pack from a strided view and a receiver
-unpack into another. Chunks that fit a processor's cache also keep copying fast.
+A message is a list of *batches*, each a tuple of arrays of one shape. Both sides cut a batch into the same chunks of at
+most :data:`QUANTUM` bytes, boxes of the array in C order, from its shape alone: a sender may pack from a strided view
+and a receiver unpack into another. Chunks that fit a processor's cache also keep copying fast.
 
 A *sink* takes the chunks of one batch: :class:`ArraySink` copies them into an array, :class:`Fold` joins contributions.
 """
@@ -94,11 +94,12 @@ class ArraySink:
 
 
 class Fold:
-    """Contributions joined in the order of :mod:`..reduction_tree`, chunk by chunk: the same bits however many processes there are.
+    """Contributions joined in the order of :mod:`..reduction_tree`, chunk by chunk: the same bits however many
+    processes there are.
 
     ``terms`` holds, in order, the arrays of this process and None for those of others, which go to :meth:`sink`.
-    ``wide`` joins in float32 and rounds once. Memory is ``out`` and a chunk for each value that waits for its sibling; a large result
-    is joined chunk by chunk in a place that stays in the cache, and copied from there past it.
+    ``wide`` joins in float32 and rounds once. Memory is ``out`` and a chunk for each value that waits for its sibling;
+    a large result is joined chunk by chunk in a place that stays in the cache, and copied from there past it.
     """
 
     def __init__(self, out: np.ndarray, terms: Sequence[np.ndarray | None], reducer: np.ufunc, wide: bool) -> None:
@@ -187,7 +188,8 @@ class FoldSink:
 
 
 class ChunkOrder:
-    """The chunks of a message in the order in which they travel: one by one, over batches, chunks and arrays of a batch."""
+    """The chunks of a message in the order in which they travel: one by one, over batches, chunks and arrays of a
+    batch."""
 
     def __init__(self, items: Sequence[Any], shapes: Sequence[tuple[tuple[int, ...], int, int]]) -> None:
         self._items, self._shapes = items, shapes

@@ -1,9 +1,9 @@
 """The reduction tree: one binary tree over the contributions, which fixes the order of a sum over ranks.
 
-With ``p`` the largest power of two up to ``n``, the first ``2 (n - p)`` of ``n`` contributions are joined in pairs, and the ``p``
-values that there are then by a perfect tree: neighbours, then neighbours of those. The left operand is always that of the lower mesh
-coordinates. Every algorithm, transport and placement of ranks on processes evaluates this tree, so that a result has the same bits
-everywhere; a process evaluates as much of it as its own ranks make up.
+With ``p`` the largest power of two up to ``n``, the first ``2 (n - p)`` of ``n`` contributions are joined in pairs, and
+the ``p`` values that there are then by a perfect tree: neighbours, then neighbours of those. The left operand is always
+that of the lower mesh coordinates. Every algorithm, transport and placement of ranks on processes evaluates this tree,
+so that a result has the same bits everywhere; a process evaluates as much of it as its own ranks make up.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ Pairs = list[tuple[int, int]]
 
 @functools.lru_cache(maxsize=8)
 def _ways(n: int, here: int) -> list[tuple[int, Pairs, int, Pairs]]:
-    """By round, for the process at place ``here`` of ``n``: the next place and the previous one, each with the (source, target) places of the
-    parcels that go there, or come from there, whether they end here or go on."""
+    """By round, for the process at place ``here`` of ``n``: the next place and the previous one, each with the (source,
+    target) places of the parcels that go there, or come from there, whether they end here or go on."""
 
     def carried(at: int, k: int) -> Pairs:
         sources = [((at - way) % n, way) for way in range(1 << k, min(2 << k, n))]

@@ -62,7 +62,7 @@ def jobs_of(scheduler: Any) -> list[dict[str, Any]]:
     return sorted(found, key=lambda f: -f.get("started", 0.0))[:_SHOWN]
 
 
-# ----- rows of the page --------------------------------------------------------------------------------------------------
+# ----- rows of the page -----------------------------------------------------------------------------------------------
 
 
 def work_row(a: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ One line of Dask's configuration mounts them::
 
     distributed.scheduler.http.routes: [..., meshtape.parallel.dashboard.pages]
 
-``/meshtape/`` is a live page of meshes, ranks and programs. ``/meshtape/browse/`` shows the checkpoints below ``meshtape.browse.roots``
-(`meshtape.storage.browse`). Both are as open as the dashboard itself; ``meshtape.browse.hosts`` may list the host names under which alone
-they answer.
+``/meshtape/`` is a live page of meshes, ranks and programs. ``/meshtape/browse/`` shows the checkpoints below
+``meshtape.browse.roots`` (`meshtape.storage.browse`). Both are as open as the dashboard itself;
+``meshtape.browse.hosts`` may list the host names under which alone they answer.
 
 The page shows only what the scheduler knows. Workers report with their heartbeats, twice a second at best: programs
 that wait, run and have run, and the last collective; a shorter one may never be seen. Collectives go from worker to
@@ -50,7 +50,8 @@ def access() -> Access:
 
 @contextlib.contextmanager
 def mounted(*roots: str) -> Iterator[None]:
-    """Schedulers that this process starts meanwhile show these pages, for this machine alone, with the checkpoints below ``roots``."""
+    """Schedulers that this process starts meanwhile show these pages, for this machine alone, with the checkpoints
+    below ``roots``."""
     given = dask.config.get(_ROUTES)
     here = {
         _ROUTES: [*given, *({__name__} - set(given))],

@@ -24,8 +24,8 @@ computations."""
 
 @contextmanager
 def connect(address: str, *, timeout: float | None = None, security: Any = None) -> Iterator[Any]:
-    """A client of the scheduler at ``address``; ``security`` is Dask's, for TLS. ``timeout`` is ``meshtape.timeouts.connect`` of Dask's
-    configuration where it is not given.
+    """A client of the scheduler at ``address``; ``security`` is Dask's, for TLS. ``timeout`` is
+    ``meshtape.timeouts.connect`` of Dask's configuration where it is not given.
 
     Raises
     ------
@@ -51,7 +51,8 @@ def connect(address: str, *, timeout: float | None = None, security: Any = None)
             found.append(client)
         except (OSError, TimeoutError, ValueError, TypeError) as e:
             found.append(e)
-            # Else the garbage collector does it, at times while Dask starts another event loop, under a lock that both need.
+            # Else the garbage collector does it, at times while Dask starts another event loop, under a lock that both
+            # need.
             with contextlib.suppress(Exception):
                 client.close()
 
@@ -65,7 +66,8 @@ def connect(address: str, *, timeout: float | None = None, security: Any = None)
     client = found[0] if found else TimeoutError(f"nothing was said in {timeout:.0f} s")
     if isinstance(client, TypeError) and address.startswith(("tls://", "wss://")):
         raise SchedulerUnreachable(
-            f"the Dask scheduler at {address} asks for certificates: give security=Security(…), or --tls-ca, --tls-cert and --tls-key"
+            f"the Dask scheduler at {address} asks for certificates: give security=Security(…), or --tls-ca, "
+            "--tls-cert and --tls-key"
         ) from client
     if isinstance(client, Exception):
         raise SchedulerUnreachable(
@@ -87,8 +89,8 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
     Raises
     ------
     ClusterError
-        For no workers, and where their processes do not start: each reads the main script anew, which must be a file that starts
-        workers under ``if __name__ == "__main__":`` alone.
+        For no workers, and where their processes do not start: each reads the main script anew, which must be a file
+        that starts workers under ``if __name__ == "__main__":`` alone.
     """
     if workers < 1:
         raise ClusterError(f"a cluster needs at least one worker, got {workers}")
@@ -99,8 +101,9 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
 
     of_workers = {
         "distributed.worker.memory.terminate": False,
-        # Dask's cluster looks, this long after a worker was lost, whether one of its name is there, and closes its nanny if not. Its 15 s
-        # let a worker that dies twice within them, and is just being started again, stay away for ever.
+        # Dask's cluster looks, this long after a worker was lost, whether one of its name is there, and closes its
+        # nanny if not. Its 15 s let a worker that dies twice within them, and is just being started again, stay away
+        # for ever.
         "distributed.deploy.lost-worker-timeout": "1 hour",
         **{key: ours for key, (theirs, ours) in SELDOM.items() if dask.config.get(key) == theirs},
     }
@@ -120,7 +123,8 @@ def local_cluster(workers: int, *, processes: bool = True, threads_per_worker: i
             )
         except RuntimeError as e:
             raise ClusterError(
-                f"the worker processes did not start: {e} Each reads the main script anew: that must be a file, in which what "
+                f"the worker processes did not start: {e} Each reads the main script anew: that must be a file, in "
+                "which what "
                 'starts workers stands under `if __name__ == "__main__":`'
             ) from e
         client = stack.enter_context(Client(cluster, set_as_default=False))

@@ -199,7 +199,8 @@ class RunQueue:
         )
         cause = errors[0]
         if isinstance(cause, MeshtapeError):
-            # The future keeps its error. Were that one raised, its traceback would hold the frames that hold the future.
+            # The future keeps its error. Were that one raised, its traceback would hold the frames that hold the
+            # future.
             return copy.copy(cause).with_traceback(cause.__traceback__)
         if isinstance(cause, RemoteError):
             return RankLost(f"a worker failed while it ran {this.what}: {cause}")

@@ -17,11 +17,11 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "1",
 }
-"""Environment of worker processes. A Dask nanny starts workers with a malloc that gives every freed temporary back to the system; each
-new NumPy array is then mapped and page-faulted in again, which costs up to three times the work itself. The first two are needed
-together, as one freezes the other; the third because programs run in a thread, whose own arena of glibc's cannot hold blocks of more
-than 32 MB. They must be there when the process starts: ``dask worker`` processes of other clusters need them in
-``distributed.nanny.pre-spawn-environ`` of Dask's configuration."""
+"""Environment of worker processes. A Dask nanny starts workers with a malloc that gives every freed temporary back to
+the system; each new NumPy array is then mapped and page-faulted in again, which costs up to three times the work
+itself. The first two are needed together, as one freezes the other; the third because programs run in a thread, whose
+own arena of glibc's cannot hold blocks of more than 32 MB. They must be there when the process starts: ``dask worker``
+processes of other clusters need them in ``distributed.nanny.pre-spawn-environ`` of Dask's configuration."""
 
 MEGABYTES = 32
 """Size of the temporaries that are measured: more than an arena of a thread takes."""
@@ -79,8 +79,8 @@ class Allocator(NamedTuple):
 def allocators(client: Any) -> list[Allocator]:
     """Whether each worker of a Dask cluster keeps the memory of temporaries, by measuring it there.
 
-    Workers that :func:`~meshtape.parallel.dask.cluster.local_cluster` and ``meshtape run`` start do. Others need :data:`ENVIRONMENT` in
-    Dask's configuration, before their nannies start them; a process that runs cannot be changed.
+    Workers that :func:`~meshtape.parallel.dask.cluster.local_cluster` and ``meshtape run`` start do. Others need
+    :data:`ENVIRONMENT` in Dask's configuration, before their nannies start them; a process that runs cannot be changed.
 
     Parameters
     ----------

@@ -361,8 +361,8 @@ class DaskRuntime:
         return self._queue.gather(Gang(name, list(self.submit(mesh_worker.call_on_blocks, name, args).values())))
 
     def reads(self, handles: Sequence[Any], process: int, ranks: Sequence[int]) -> list[Any]:
-        """For a function that a process is to call: the slots of arrays, as :func:`.worker.blocks_of` takes them, and the futures of
-        the bundles. Waits until these are there."""
+        """For a function that a process is to call: the slots of arrays, as :func:`.worker.blocks_of` takes them, and
+        the futures of the bundles. Waits until these are there."""
         gangs = list({h.gang.number: h.gang for h in handles if not isinstance(h, HostValue)}.values())
         for g in gangs:
             self._queue.wait(g)

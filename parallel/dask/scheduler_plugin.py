@@ -104,7 +104,8 @@ class MeshtapeScheduler(SchedulerPlugin):
             self._heard[name] = time.monotonic()
 
     async def holding(self, name: str, workers: Iterable[str]) -> list[tuple[str, list[str]]]:
-        """Which other clients have some of these workers or were first to ask for them, and the programs that they run."""
+        """Which other clients have some of these workers or were first to ask for them, and the programs that they
+        run."""
         wanted = set(workers)
         before = itertools.takewhile(lambda w: w.client != name, self.waiting)
         found = [(n, ws) for n, ws in self.holders.items() if n != name] + [(w.client, w.workers) for w in before]
@@ -181,7 +182,7 @@ class MeshtapeScheduler(SchedulerPlugin):
         except TimeoutError:
             return None
 
-    # ----- workers that a client cannot reach ---------------------------------------------------------------------------
+    # ----- workers that a client cannot reach -------------------------------------------------------------------------
 
     async def relay(self, comm: Any, client: str, session: str, address: str) -> Any:
         """Relay a client's stream to a worker through the scheduler."""
@@ -228,7 +229,8 @@ class MeshtapeScheduler(SchedulerPlugin):
             self.reports.popitem(last=False)
 
     def written(self, root: str) -> int:
-        """Bytes that all processes have written below a folder, as far as they have said so. Some are worker and client at once."""
+        """Bytes that all processes have written below a folder, as far as they have said so. Some are worker and client
+        at once."""
         said = [w.metrics.get("meshtape_written") for w in self.scheduler.workers.values()]
         said += [r["written"] for r in self.reports.values()]
         found: dict[str, int] = {}

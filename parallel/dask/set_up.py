@@ -60,8 +60,9 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
 
 
 def _beginning() -> Callable[..., Any]:
-    """A function for the scheduler and the workers. It imports meshtape in a thread, which may take long where disks are slow: an event
-    loop that stands still meanwhile counts as lost. It travels by value, as a function of a module would be imported by the loop."""
+    """A function for the scheduler and the workers. It imports meshtape in a thread, which may take long where disks
+    are slow: an event loop that stands still meanwhile counts as lost. It travels by value, as a function of a module
+    would be imported by the loop."""
 
     async def begin(dask_worker: Any) -> None:
         import asyncio

@@ -30,7 +30,8 @@ T = TypeVar("T")
 log = logging.getLogger("meshtape")
 
 _PAUSED = (
-    "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del x), or the worker "
+    "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del "
+    "x), or the worker "
     "has a larger limit"
 )
 
@@ -129,7 +130,7 @@ class WorkerStream:
         self._outbox = Outbox()
         self._tasks: list[asyncio.Task[None]] = []
 
-    # ----- any thread ---------------------------------------------------------------------------------------------------
+    # ----- any thread -------------------------------------------------------------------------------------------------
 
     def send(self, message: dict[str, Any]) -> None:
         """Put a message in the queue; :meth:`WorkerStreams.flush` sends it."""
@@ -140,7 +141,7 @@ class WorkerStream:
         self._outbox.put({"op": "drop", "numbers": (number,)})
         self.streams.flush_later(lambda: (self,))
 
-    # ----- the client's event loop --------------------------------------------------------------------------------------
+    # ----- the client's event loop ------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Connect, directly or through the scheduler. Raises :class:`ClusterError`."""
@@ -282,7 +283,8 @@ class WorkerStreams:
         return client
 
     def open(self, addresses: Sequence[str]) -> None:
-        """Connect to these workers, those that are lost too. Raises :class:`ClusterError` where one cannot be reached."""
+        """Connect to these workers, those that are lost too. Raises :class:`ClusterError` where one cannot be
+        reached."""
 
         async def one(address: str) -> None:
             stream = self._streams.get(address)
@@ -304,7 +306,7 @@ class WorkerStreams:
     def __getitem__(self, address: str) -> WorkerStream:
         return self._streams[address]
 
-    # ----- sending ------------------------------------------------------------------------------------------------------
+    # ----- sending ----------------------------------------------------------------------------------------------------
 
     def number(self) -> int:
         """The number of the next item. Called while :attr:`order` is held."""
@@ -382,7 +384,7 @@ class WorkerStreams:
         for s in streams.values():
             s.wake()
 
-    # ----- are they alive -------------------------------------------------------------------------------------------------
+    # ----- are they alive ---------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
         """Watch the workers until the client is closed or its event loop ends, and end the sessions with it."""
@@ -404,7 +406,8 @@ class WorkerStreams:
         return client is not None and client.status != "closed"
 
     def _ask(self, asking: asyncio.Task[Any] | None) -> tuple[list[WorkerStream], asyncio.Task[Any] | None]:
-        """Ping the workers that something waits for, and ask the scheduler where something waits for it: these workers, and the question."""
+        """Ping the workers that something waits for, and ask the scheduler where something waits for it: these workers,
+        and the question."""
         alive = [s for s in self._streams.values() if s.lost is None]
         fetching = [(f, n.stream) for s in alive for f in s.pending.values() for n in f._needs]
         for future, source in fetching:
@@ -440,7 +443,8 @@ class WorkerStreams:
                 future.finish("failed", ClusterError(f"worker {s.address} is {_PAUSED}, for {timeout:.0f} s"))
 
     def _give_up(self, future: WorkerFuture, source: WorkerStream) -> None:
-        """End an item that waits for the value of a lost worker, on its own worker too, where it keeps others waiting."""
+        """End an item that waits for the value of a lost worker, on its own worker too, where it keeps others
+        waiting."""
         if future.stream.pending.pop(future.number, None) is not None:
             future.finish("failed", RankLost(f"{future.name} waited for a value: {source.error()}"))
             future.stream.send({"op": "cancel", "numbers": (future.number,)})

@@ -168,8 +168,8 @@ def close_state(address: str) -> None:
 def open_plane(
     mesh: bytes, secret: bytes, transport: str, pool: int, client: str, dask_worker: Any
 ) -> tuple[Address, int | None]:
-    """Run on each worker (by ``Client.run``): open the data plane where there is none, admit the mesh; say the address, and the bytes
-    that the worker may use before Dask pauses it."""
+    """Run on each worker (by ``Client.run``): open the data plane where there is none, admit the mesh; say the address,
+    and the bytes that the worker may use before Dask pauses it."""
     manager = dask_worker.memory_manager
     limit = manager.memory_limit and int(manager.memory_limit * (manager.memory_pause_fraction or 1.0))
     POOL.limit = min(pool, limit // _POOL_PART) if limit else pool
@@ -391,9 +391,10 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
     Parameters
     ----------
     m
-        The client's message. ``program`` is sent until a run of it has succeeded; with ``loop`` the program runs several turns
-        (:mod:`.scan`): how many, how many outputs are carried, and the slots that the turns read, turn by turn; ``blocks`` are inputs
-        that come with the message; the inputs whose numbers are in ``keep`` stay in the bundle, after the outputs.
+        The client's message. ``program`` is sent until a run of it has succeeded; with ``loop`` the program runs
+        several turns (:mod:`.scan`): how many, how many outputs are carried, and the slots that the turns read, turn by
+        turn; ``blocks`` are inputs that come with the message; the inputs whose numbers are in ``keep`` stay in the
+        bundle, after the outputs.
     bundles
         Values of earlier items on this worker, by item number.
     """
@@ -453,8 +454,8 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
 
 
 def blocks_of(slots: Sequence[tuple[int, Any]], bundles: Sequence[Bundle]) -> list[Mapping[int, Any]]:
-    """The blocks of some arrays, by rank. ``slots`` gives the bundle of each and the slot in it; in place of the slot of bundle -1 stand
-    blocks that come with the call."""
+    """The blocks of some arrays, by rank. ``slots`` gives the bundle of each and the slot in it; in place of the slot
+    of bundle -1 stand blocks that come with the call."""
     return [slot if i < 0 else bundles[i].slots[slot] for i, slot in slots]
 
 

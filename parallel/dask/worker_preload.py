@@ -1,7 +1,7 @@
 """The preload of worker processes that are started here: it leaves the terminal to the job.
 
-Ctrl-C reaches every process of the terminal's group. The job saves its state at it, which lies on the workers: they must outlive the
-signal. They still end with the process that started them, since they watch a pipe to it.
+Ctrl-C reaches every process of the terminal's group. The job saves its state at it, which lies on the workers: they
+must outlive the signal. They still end with the process that started them, since they watch a pipe to it.
 """
 
 from __future__ import annotations

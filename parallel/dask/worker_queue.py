@@ -36,7 +36,10 @@ T = TypeVar("T")
 PREFIX = "meshtape."
 """Of the keys under which a worker keeps our values."""
 
-STOOD_STILL = "the scheduler gave the workers to others that waited, as this client stood still for longer than meshtape.timeouts.lease: call it again"
+STOOD_STILL = (
+    "the scheduler gave the workers to others that waited, as this client stood still for longer than "
+    "meshtape.timeouts.lease: call it again"
+)
 _NAMES = 50  # programs whose counts are told to the scheduler
 
 
@@ -62,8 +65,8 @@ def unpacked(message: Sequence[Any]) -> Any:
 
 
 def read_error(pickled: bytes) -> BaseException | None:
-    """An exception that another process has pickled; None where this one cannot make it: it has no such class, or one with arguments of
-    its own."""
+    """An exception that another process has pickled; None where this one cannot make it: it has no such class, or one
+    with arguments of its own."""
     try:
         error = loads(pickled)
     except Exception:
@@ -76,7 +79,8 @@ class RemoteError(Exception):
 
 
 def failure_message(error: BaseException) -> dict[str, Any]:
-    """An error for a message, which :func:`failure` reads. Dask's own messages show pickled bytes where one cannot be read."""
+    """An error for a message, which :func:`failure` reads. Dask's own messages show pickled bytes where one cannot be
+    read."""
     pickled = b""
     with contextlib.suppress(Exception):
         pickled = cloudpickle.dumps(error)
@@ -300,7 +304,8 @@ class ClientSession:
         source = self.resident.worker.rpc(ref.address)
         call = asyncio.ensure_future(source.meshtape_value(session=ref.session, number=ref.number))
         try:
-            # The client may reach both workers where they do not reach each other: by Dask's limit that shows after 30 s.
+            # The client may reach both workers where they do not reach each other: by Dask's limit that shows after 30
+            # s.
             while not (await asyncio.wait([call], timeout=LOOK))[0]:
                 await asyncio.wait_for(source.ping(), settings.number("timeout"))
             return answered(call.result())

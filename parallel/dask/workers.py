@@ -61,7 +61,8 @@ def check_running(client: Client) -> None:
     """Raise :class:`ClusterError` for a client that is closed, or whose scheduler is gone."""
     if is_forked(client):
         raise ClusterError(
-            "this process was forked from that of the Dask client, whose threads it does not have: start processes by spawn, and open a client "
+            "this process was forked from that of the Dask client, whose threads it does not have: start processes by "
+            "spawn, and open a client "
             "and a mesh in each"
         )
     status = client.status
@@ -77,7 +78,8 @@ def _address(client: Client) -> str:
 
 
 def check_known(workers: Sequence[str], there: Iterable[str]) -> list[str]:
-    """The workers that a user names, each once. Raises :class:`ClusterError` for those that the scheduler does not know."""
+    """The workers that a user names, each once. Raises :class:`ClusterError` for those that the scheduler does not
+    know."""
     if isinstance(workers, str) or not isinstance(workers, Iterable):
         raise MeshError(f"workers= takes a list of addresses, got {workers!r}")
     workers = list(workers)
@@ -89,8 +91,8 @@ def check_known(workers: Sequence[str], there: Iterable[str]) -> list[str]:
 
 
 def workers_with(there: Mapping[str, Any], resources: Mapping[str, float]) -> list[str]:
-    """Addresses of the workers that were started with these resources of Dask, of :func:`known_workers`. Raises :class:`ClusterError`
-    where there are none."""
+    """Addresses of the workers that were started with these resources of Dask, of :func:`known_workers`. Raises
+    :class:`ClusterError` where there are none."""
     has = {a: w.get("resources") or {} for a, w in sorted(there.items())}
     found = [a for a in has if all(has[a].get(k, 0) >= n for k, n in resources.items())]
     if not found and resources:
@@ -161,7 +163,8 @@ def while_answering(client: Client, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def silent(client: Client, addresses: Sequence[str]) -> list[str]:
-    """Workers that the scheduler still counts, but that do not answer within ``timeouts.silence``: stopped, or cut off."""
+    """Workers that the scheduler still counts, but that do not answer within ``timeouts.silence``: stopped, or cut
+    off."""
 
     async def ask_all() -> list[bool]:
         return list(await asyncio.gather(*(_answers(client, a) for a in addresses)))

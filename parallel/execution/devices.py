@@ -85,8 +85,8 @@ def _identity(backend: CuPyBackend, index: int) -> str:
 
 
 def local_device(wanted: str | Device | None) -> str:
-    """The device of a mesh whose ranks are all in this process: they share one. Raises :class:`DeviceError` for an unknown device or
-    one that is not here, :class:`BackendError` where CuPy or a driver is missing.
+    """The device of a mesh whose ranks are all in this process: they share one. Raises :class:`DeviceError` for an
+    unknown device or one that is not here, :class:`BackendError` where CuPy or a driver is missing.
 
     >>> local_device(None)
     'cpu'
@@ -102,9 +102,9 @@ def choose(
 ) -> DeviceChoice:
     """The device of each process, from what each sees (``found``, in the order of processes).
 
-    ``"cuda"`` is a GPU for each, shared where there are too few; ``"cuda:N"`` the N-th that each sees; None GPUs where each process has
-    one to itself, else the CPU. NCCL needs messages that are not encrypted (``plain``) and open ports (``ports``). Raises
-    :class:`DeviceError`, which names the process, where one has no such GPU.
+    ``"cuda"`` is a GPU for each, shared where there are too few; ``"cuda:N"`` the N-th that each sees; None GPUs where
+    each process has one to itself, else the CPU. NCCL needs messages that are not encrypted (``plain``) and open ports
+    (``ports``). Raises :class:`DeviceError`, which names the process, where one has no such GPU.
 
     >>> same_host = {"w0": Gpus(("A", "B")), "w1": Gpus(("A", "B"))}
     >>> choose("cuda", same_host).devices

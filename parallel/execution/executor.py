@@ -1,8 +1,9 @@
 """Running a rank program, in lockstep over the ranks that one process hosts.
 
-A program is prepared once: ops bound, shape parameters made local, reshards sorted into rounds of messages. A run is then one loop
-over actions, with the ranks of the process inside. Between processes only reshards communicate, through a ``Transport``; a process
-that hosts all ranks needs none. Rounds that start early (``overlap``) run in a thread of their own, one after the other.
+A program is prepared once: ops bound, shape parameters made local, reshards sorted into rounds of messages. A run is
+then one loop over actions, with the ranks of the process inside. Between processes only reshards communicate, through a
+``Transport``; a process that hosts all ranks needs none. Rounds that start early (``overlap``) run in a thread of their
+own, one after the other.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class PreparedMove(NamedTuple):
 
 
 class PreparedMoves(NamedTuple):
-    """Reshards that travel together. ``number`` names their first round to other processes, ``remote`` says whether it has any."""
+    """Reshards that travel together. ``number`` names their first round to other processes, ``remote`` says whether it
+    has any."""
 
     number: int
     moves: tuple[PreparedMove, ...]
@@ -102,8 +104,9 @@ class PreparedLocal(NamedTuple):
 
 
 class Prepared:
-    """A rank program made ready for one process: ``hosted`` are its ranks, ``homes`` the process of every rank, ``memory`` is
-    where their blocks are, ``buckets`` says which rounds run beside the computation, ``hosts`` counts the machines of the processes."""
+    """A rank program made ready for one process: ``hosted`` are its ranks, ``homes`` the process of every rank,
+    ``memory`` is where their blocks are, ``buckets`` says which rounds run beside the computation, ``hosts`` counts the
+    machines of the processes."""
 
     def __init__(
         self,
@@ -251,7 +254,8 @@ class Prepared:
     def run(
         self, inputs: Sequence[Mapping[int, np.ndarray]], transport: Transport | None = None
     ) -> list[dict[int, np.ndarray]]:
-        """Blocks of the outputs by rank, from the blocks of the inputs and constants by rank (in the program's order)."""
+        """Blocks of the outputs by rank, from the blocks of the inputs and constants by rank (in the program's
+        order)."""
         with self.memory.using(), self._beside(transport) as beside:
             return self._run(inputs, transport, beside)
 
@@ -263,8 +267,9 @@ class Prepared:
         each: Sequence[Sequence[Mapping[int, np.ndarray]]],
         transport: Transport | None = None,
     ) -> list[dict[int, np.ndarray]]:
-        """``turns`` runs: the first ``carried`` outputs are the next turn's first inputs, those after them are ``each[turn]``,
-        the rest of ``inputs`` stays. Gives the last of the carried and, of the other outputs, all turns stacked."""
+        """``turns`` runs: the first ``carried`` outputs are the next turn's first inputs, those after them are
+        ``each[turn]``, the rest of ``inputs`` stays. Gives the last of the carried and, of the other outputs, all turns
+        stacked."""
         carry, rest = list(inputs[:carried]), list(inputs[carried:])
         stacks: list[dict[int, np.ndarray]] = []
         with self.memory.using(), self._beside(transport) as beside:

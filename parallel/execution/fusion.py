@@ -1,4 +1,5 @@
-"""Elementwise chains of a rank program: the same pass as for compiled programs of one device, on the steps that ranks run.
+"""Elementwise chains of a rank program: the same pass as for compiled programs of one device, on the steps that ranks
+run.
 
 Partitioning comes first, so a chain is a run of calls on blocks of one split; pending reductions do not matter.
 Collectives keep their order and stay where their results are first read. A call may move past them to the call that

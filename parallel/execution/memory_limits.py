@@ -26,16 +26,15 @@ def check_memory(
     The count is a lower bound: each block of a process, once, however many of its ranks share it. Other memory of a
     program comes on top.
 
-    ``homes`` has the process of each rank, ``limits`` the bytes that each process may use (None without a limit), ``processes`` each
-    in words.
+    ``homes`` has the process of each rank, ``limits`` the bytes that each process may use (None without a limit),
+    ``processes`` each in words.
 
     >>> import numpy as np
     >>> rows = (ShapeDtype((8,), np.dtype("f8")), Layout(((0, (0,)),)))
     >>> check_memory("step", [rows], (4,), (0, 0, 1, 1), [32, 32], {0: "ranks 0-1", 1: "ranks 2-3"})
     >>> check_memory("step", [rows, rows], (4,), (0, 0, 1, 1), [None, 32], {0: "ranks 0-1", 1: "ranks 2-3"})
     Traceback (most recent call last):
-    meshtape.arrays.core.errors.OutOfMemory: [step] ranks 2-3 would hold 64 B of blocks at once, and may use 32 B: take more workers, \
-split what is replicated, give workers a larger memory_limit, or work block by block with mt.stream
+    meshtape.arrays.core.errors.OutOfMemory: [step] ranks 2-3 would hold 64 B of blocks at once, ...
     """
     values = list(values)
     least = min((n for n in limits if n), default=0)
@@ -56,8 +55,10 @@ split what is replicated, give workers a larger memory_limit, or work block by b
     for process, (n, limit) in enumerate(zip(need, limits, strict=True)):
         if limit and n > limit:
             raise OutOfMemory(
-                f"[{what}] {processes[process]} would hold {human_bytes(n)} of blocks at once, and may use {human_bytes(limit)}: "
-                "take more workers, split what is replicated, give workers a larger memory_limit, or work block by block with mt.stream"
+                f"[{what}] {processes[process]} would hold {human_bytes(n)} of blocks at once, and may use "
+                f"{human_bytes(limit)}: "
+                "take more workers, split what is replicated, give workers a larger memory_limit, or work block by "
+                "block with mt.stream"
             )
 
 

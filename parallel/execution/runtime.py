@@ -63,8 +63,9 @@ class LocalBlocks:
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Several turns of one program in one run: the first ``carried`` outputs are the first inputs of the next turn. ``each`` lists,
-    for each turn, handles of values of that turn alone, the inputs that come after the carried ones (or nothing at all)."""
+    """Several turns of one program in one run: the first ``carried`` outputs are the first inputs of the next turn.
+    ``each`` lists, for each turn, handles of values of that turn alone, the inputs that come after the carried ones (or
+    nothing at all)."""
 
     count: int
     carried: int
@@ -86,8 +87,8 @@ class Runtime(Protocol):
     def load(self, program: RankProgram, names: Sequence[str]) -> Callable[..., list[Any]]:
         """The program made ready: a function from the handles of inputs and constants to the handles of outputs.
 
-        Its second argument, :class:`Turns`, runs several turns; the handles are then those of all inputs but ``each``, and the
-        outputs that are not carried come back stacked, turn by turn.
+        Its second argument, :class:`Turns`, runs several turns; the handles are then those of all inputs but ``each``,
+        and the outputs that are not carried come back stacked, turn by turn.
         """
 
     def wait(self, handle: Any) -> None:

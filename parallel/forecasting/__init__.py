@@ -1,8 +1,9 @@
 """Forecasts: memory, messages and time of a step on a mesh of any size, from its program alone.
 
-No worker is asked and no array is made. The partitioner writes the rank program of thousands of virtual ranks, as it does for a run; the
-replay takes its steps as an executor would, and keeps account of blocks, messages and time. ``specs`` makes programs of shapes,
-``traffic`` counts messages, ``costs`` and ``figures`` say how long things take, ``report`` shows it. Imports mesh, execution and partition. Begin with replay.py.
+No worker is asked and no array is made. The partitioner writes the rank program of thousands of virtual ranks, as it
+does for a run; the replay takes its steps as an executor would, and keeps account of blocks, messages and time.
+``specs`` makes programs of shapes, ``traffic`` counts messages, ``costs`` and ``figures`` say how long things take,
+``report`` shows it. Imports mesh, execution and partition. Begin with replay.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def forecast(
 ) -> Forecast:
     """Memory, messages and time of a rank for ``step(*args)`` on a mesh of any size. Nothing is computed.
 
-    Every rank is a process with a device of its own. Bytes and messages are those that the executor would send. Times are
-    lower bounds by data sheets: calls take as long as their operations or their bytes (a roofline), rounds of messages a latency each
-    message and their bytes over the link, and rounds that start early run beside the computation.
+    Every rank is a process with a device of its own. Bytes and messages are those that the executor would send. Times
+    are lower bounds by data sheets: calls take as long as their operations or their bytes (a roofline), rounds of
+    messages a latency each message and their bytes over the link, and rounds that start early run beside the
+    computation.
 
     Parameters
     ----------
@@ -44,8 +46,8 @@ def forecast(
         Its arguments: trees of arrays, or of anything with ``shape`` and ``dtype`` and perhaps a ``sharding``
         (``mt.ShapeDtype``, results of :func:`abstract`). Values are not read, but for numbers that are no arrays.
     mesh_shape
-        Names and lengths of the axes. Arguments keep their placements by name; a mesh of their own may have other lengths. By default their
-        mesh.
+        Names and lengths of the axes. Arguments keep their placements by name; a mesh of their own may have other
+        lengths. By default their mesh.
     device
         A name (``"H100-80GB"``), or figures: ``{"flops": …, "bandwidth": …, "memory": …}``.
     links
@@ -81,7 +83,8 @@ def forecast(
     per_host = wires.ranks_per_host
     if mesh.size > per_host and mesh.size % per_host:
         raise MeshError(
-            f"[forecast] {mesh.size:,} ranks do not fill hosts of ranks_per_host={per_host}: take a multiple, or links={{'ranks_per_host': …}}"
+            f"[forecast] {mesh.size:,} ranks do not fill hosts of ranks_per_host={per_host}: take a multiple, or "
+            f"links={{'ranks_per_host': …}}"
         )
     order = Order(made.program, mesh.names, made.kinds, figures.cuda, Buckets.configured(), per_host)
 

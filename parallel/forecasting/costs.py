@@ -12,14 +12,16 @@ from ..partition.rank_program import LocalCall
 
 
 def is_view(s: LocalCall, in_order: bool) -> bool:
-    """Whether a call's result is memory of its first operand; ``in_order``: whether that lies in the order of its elements."""
+    """Whether a call's result is memory of its first operand; ``in_order``: whether that lies in the order of its
+    elements."""
     if s.op.name == "getitem":
         return is_basic(s.params["template"])
     return s.op.view == "always" and (in_order or s.op.name != "reshape")
 
 
 def held(s: LocalCall, out: ShapeDtype) -> int:
-    """Bytes of a result: those of its elements, but for places along a dimension, which are repeated along all others."""
+    """Bytes of a result: those of its elements, but for places along a dimension, which are repeated along all
+    others."""
     if s.op.name == "positions":
         return out.dtype.itemsize * out.shape[s.params["axis"]]
     return out.nbytes
@@ -35,7 +37,8 @@ def reorders(s: LocalCall, out: ShapeDtype) -> bool:
 
 
 def flops(s: LocalCall, avals: Mapping[int, ShapeDtype]) -> float:
-    """Floating-point operations of a call on blocks: exact for products, about right for all else, which memory bounds."""
+    """Floating-point operations of a call on blocks: exact for products, about right for all else, which memory
+    bounds."""
     operands = [avals[v] for v in s.inputs if isinstance(v, int)]
     out = sum(math.prod(avals[v].shape) for v in s.outputs)
     name = s.op.name

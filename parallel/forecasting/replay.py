@@ -139,7 +139,7 @@ class Replay:
         self.avals = BlockAvals(order.program, rank)
         self.traffic = Traffic(order.program, rank, order.names, order.ranks, order.hosts)
 
-    # ----- memory -------------------------------------------------------------------------------------------------------
+    # ----- memory -----------------------------------------------------------------------------------------------------
 
     def memory(self, into: RankForecast) -> None:
         """The peak, and the blocks that are alive then."""
@@ -222,7 +222,7 @@ class Replay:
     def _moved(self, moves: Sequence[Move]) -> str:
         return ", ".join(dict.fromkeys(self.program.move_text(m, self.order.names) for m in moves))
 
-    # ----- time ---------------------------------------------------------------------------------------------------------
+    # ----- time -------------------------------------------------------------------------------------------------------
 
     def time(self, device: DeviceFigures, links: LinkFigures, into: RankForecast) -> None:
         """The time of the step. Calls run one after the other, and early rounds in a line of their own beside them."""

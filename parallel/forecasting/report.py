@@ -80,7 +80,7 @@ class Forecast:
         """Whether the peak is within the memory of the device."""
         return self.device.memory is None or self.peak <= self.device.memory
 
-    # ----- faces --------------------------------------------------------------------------------------------------------
+    # ----- faces ------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: bytes, seconds, counts."""
@@ -172,13 +172,15 @@ def _bar(
     limit: float | None,
     width: int = 560,
 ) -> str:
-    """Parts side by side, each with its name as a title and, where there is room, as a label; and a line at the limit."""
+    """Parts side by side, each with its name as a title and, where there is room, as a label; and a line at the
+    limit."""
     out, x, scale = [], 0.0, width / max(whole, 1e-12)
     for i, (name, n) in enumerate(parts):
         w = n * scale
         title = f"{name}: {text(n)}"
         out.append(
-            f'<rect x="{x:.1f}" y="0" width="{w:.1f}" height="26" fill="{colour_of(i)}" stroke="#555" stroke-width="0.5">'
+            f'<rect x="{x:.1f}" y="0" width="{w:.1f}" height="26" fill="{colour_of(i)}" stroke="#555" '
+            'stroke-width="0.5">'
             f"<title>{escape(title)}</title></rect>"
         )
         if w > 6 * len(title):

@@ -85,7 +85,8 @@ class _Hollow(HostMemory):
 
 
 class Traffic:
-    """The rounds of one rank in each step of a rank program, where every rank is a process of its own. Equal moves are counted once."""
+    """The rounds of one rank in each step of a rank program, where every rank is a process of its own. Equal moves are
+    counted once."""
 
     def __init__(self, program: RankProgram, rank: int, names: Sequence[str], ranks: int, hosts: int) -> None:
         self._program, self._rank, self._names, self._hosts = program, rank, names, hosts

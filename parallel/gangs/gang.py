@@ -99,19 +99,19 @@ def gang(
     client
         Of a Dask cluster; workers need meshtape.
     fn
-        Called in each process as ``fn(*args, **kwargs)``. It and all arguments are pickled, but for arrays that are split over a mesh of
-        this client, wherever they lie in them: each rank gets its block, an :class:`Array` that hands over its memory by DLPack
-        (``torch.from_dlpack``).
+        Called in each process as ``fn(*args, **kwargs)``. It and all arguments are pickled, but for arrays that are
+        split over a mesh of this client, wherever they lie in them: each rank gets its block, an :class:`Array` that
+        hands over its memory by DLPack (``torch.from_dlpack``).
     ranks
-        How many processes; one a worker where it is not given. The ranks of a worker are consecutive. With split arrays it is the size of
-        their mesh.
+        How many processes; one a worker where it is not given. The ranks of a worker are consecutive. With split arrays
+        it is the size of their mesh.
     workers
         Addresses of the workers to use; all by default.
     resources
         Only workers that were started with these resources of Dask are used.
     env
-        Variables of the environment, beside ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-        ``MASTER_PORT`` (a free port of the first rank's host).
+        Variables of the environment, beside ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+        ``MASTER_ADDR`` and ``MASTER_PORT`` (a free port of the first rank's host).
 
     Returns
     -------
@@ -125,7 +125,8 @@ def gang(
     WorkerMismatch
         Where a worker or the scheduler has no meshtape, or another version.
     MeshError
-        For ``ranks`` below 1, or another number than the ranks of split arrays; arrays of several meshes, or of another client.
+        For ``ranks`` below 1, or another number than the ranks of split arrays; arrays of several meshes, or of another
+        client.
     NotAFunction, ArgumentError
         For ``fn`` that cannot be called; a call that cannot be pickled; ``env`` that is no environment; ``resources``
         that are no numbers.
@@ -259,8 +260,8 @@ class GangRun:
         Raises
         ------
         RankLost
-            Where a rank failed, with its error as the cause (None where this process cannot read it) and the end of its output; where it was
-            killed, or its worker is lost; where this process cannot read its result.
+            Where a rank failed, with its error as the cause (None where this process cannot read it) and the end of its
+            output; where it was killed, or its worker is lost; where this process cannot read its result.
         StorageFull, StoreError
             Where the blocks for the ranks of a worker could not be written there.
         TimeoutError

@@ -62,7 +62,8 @@ def distribute(tree: Any, target: Mesh | Sharding, /, **placements: Placement) -
     def put(x: Any) -> Array:
         if isinstance(x, int | float | complex) and sharding.layout.shards:
             raise ShardingConflict(
-                f"[distribute] {sharding} splits the number {x!r}: lists are trees of arrays here, so np.asarray(…) the list first"
+                f"[distribute] {sharding} splits the number {x!r}: lists are trees of arrays here, so np.asarray(…) "
+                "the list first"
             )
         x = asarray(x)
         densify((x,))
@@ -90,8 +91,8 @@ def _sharding(target: Any, placements: dict[str, Placement]) -> Sharding:
 def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement) -> Array:
     """The same values in another sharding; axes that are left out stay as they are. Differentiable.
 
-    A ``target`` may be of another mesh: a part of this one, a larger one, one beside it. The blocks then go from worker to worker,
-    at once, and not through this process.
+    A ``target`` may be of another mesh: a part of this one, a larger one, one beside it. The blocks then go from worker
+    to worker, at once, and not through this process.
 
     Raises
     ------
@@ -113,7 +114,8 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
     if wanted.mesh is not now.mesh:
         if isinstance(x._buf, Tracer):
             raise ReshardError(
-                f"[reshard] from {now.mesh} to {wanted.mesh}: a compiled function stays on one mesh; move the array outside"
+                f"[reshard] from {now.mesh} to {wanted.mesh}: a compiled function stays on one mesh; move the array "
+                "outside"
             )
         there = Sharding.of(wanted.mesh, wanted.layout.reduced())
         moved = moved_to_mesh(x, there)

@@ -16,9 +16,9 @@ Span = tuple[int, int]
 
 
 class Slab(NamedTuple):
-    """The blocks at one place of the leading dimensions, as a table: rows and columns are those of the last two dimensions (a
-    vector is one row), and ``ranks[i][j]`` hold the block in row ``i`` and column ``j``. ``place`` is that of the leading
-    dimensions, ``[0:2, 0:3, …]``; empty where none is split."""
+    """The blocks at one place of the leading dimensions, as a table: rows and columns are those of the last two
+    dimensions (a vector is one row), and ``ranks[i][j]`` hold the block in row ``i`` and column ``j``. ``place`` is
+    that of the leading dimensions, ``[0:2, 0:3, …]``; empty where none is split."""
 
     place: str
     rows: tuple[Span, ...]
@@ -78,7 +78,8 @@ def grid_of(shape: tuple[int, ...], sharding: Sharding) -> BlockGrid:
 def ranks_text(ranks: Sequence[int]) -> str:
     """``0-3, 6`` for many, in order; long lists in short.
 
-    >>> ranks_text([0, 1, 2, 3, 6]), ranks_text(range(0, 64, 4)), ranks_text([0, 1, 2, 8, 9, 10, 16, 17, 18, 24, 25, 26])
+    >>> threes = [0, 1, 2, 8, 9, 10, 16, 17, 18, 24, 25, 26]
+    >>> ranks_text([0, 1, 2, 3, 6]), ranks_text(range(0, 64, 4)), ranks_text(threes)
     ('0-3, 6', '0, 4, …, 60', '0-2, 8-10, …, 24-26')
     """
     runs: list[list[int]] = []

@@ -99,7 +99,7 @@ def exported(block: Any) -> Any:
     return read_only(block) if isinstance(block, np.ndarray) else block.copy()
 
 
-# ----- the collection protocol ------------------------------------------------------------------------------------------
+# ----- the collection protocol ----------------------------------------------------------------------------------------
 
 
 def as_collection(buf: ShardedLike) -> da.Array:

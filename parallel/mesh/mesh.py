@@ -42,14 +42,15 @@ class Mesh:
     axes
         Names and lengths, the outermost first: ``{"data": 2, "model": 4}`` has eight ranks, numbered in C order.
     client
-        A ``distributed.Client``: the ranks then live on its workers, in consecutive runs. Without it all ranks live in this
-        process, which needs no cluster and computes the same numbers.
+        A ``distributed.Client``: the ranks then live on its workers, in consecutive runs. Without it all ranks live in
+        this process, which needs no cluster and computes the same numbers.
     workers
         Addresses of the workers to use; all that the scheduler knows by default.
     device
-        What the ranks compute on: ``"cpu"``, or ``"cuda"`` for blocks on GPUs. A worker computes on one GPU, which its ranks share:
-        the first that it sees and the fewest others use (dask-cuda's workers: their own), or the N-th for ``"cuda:N"``. By default
-        GPUs where each worker has one to itself, else the CPU; without a client, the default device of this process.
+        What the ranks compute on: ``"cpu"``, or ``"cuda"`` for blocks on GPUs. A worker computes on one GPU, which its
+        ranks share: the first that it sees and the fewest others use (dask-cuda's workers: their own), or the N-th for
+        ``"cuda:N"``. By default GPUs where each worker has one to itself, else the CPU; without a client, the default
+        device of this process.
 
     Raises
     ------
@@ -124,7 +125,8 @@ class Mesh:
         return tuple(int(c) for c in np.unravel_index(rank, self.sizes)) if self.sizes else ()
 
     def submesh(self, **places: int) -> Mesh:
-        """The part of the mesh at these places along the named axes, with the axes that are left, on the workers of its ranks.
+        """The part of the mesh at these places along the named axes, with the axes that are left, on the workers of its
+        ranks.
 
         It is the same object each time, and closed with this mesh.
 
@@ -184,7 +186,8 @@ class Mesh:
 
     def __reduce__(self) -> Any:
         raise MeshError(
-            f"{self} has connections and blocks of this process, and cannot be pickled: make a mesh where it is needed, keep what arrays "
+            f"{self} has connections and blocks of this process, and cannot be pickled: make a mesh where it is "
+            "needed, keep what arrays "
             "have with mt.save, and let functions that are sent to workers take local arrays"
         )
 
@@ -197,7 +200,7 @@ class Mesh:
     def _repr_html_(self) -> str:
         return mesh_html(self)
 
-    # ----- programs (ProgramHost) ---------------------------------------------------------------------------------------
+    # ----- programs (ProgramHost) -------------------------------------------------------------------------------------
 
     def place_layouts(
         self,
@@ -259,7 +262,8 @@ class Mesh:
     def loaded(
         self, program: Program, shardings: Sequence[Any], name: str
     ) -> tuple[Callable[..., list[Any]], list[tuple[Layout, ShapeDtype]], list[ShardedBuffer]]:
-        """The program partitioned and loaded: its function of handles, the layouts and avals of its results, and its constants."""
+        """The program partitioned and loaded: its function of handles, the layouts and avals of its results, and its
+        constants."""
         p, constants = self._partitioned(program, shardings, name)
         return self.runtime.load(p, self.names), [(p.layouts[v], p.avals[v]) for v in p.outputs], constants
 
@@ -299,7 +303,7 @@ class Mesh:
             (out,) = self.pending.emit(RESHARD, (wrap(buf),), {"layout": layout})
         return out
 
-    # ----- blocks (BlockHost) -------------------------------------------------------------------------------------------
+    # ----- blocks (BlockHost) -----------------------------------------------------------------------------------------
 
     def settle(self, arrays: Sequence[Array]) -> list[Array]:
         """Equal arrays whose values are computed and whose shardings are not partial."""

@@ -43,7 +43,8 @@ class ShardedLike(Protocol):
 
 
 class TransferPart(NamedTuple):
-    """Part ``source`` of the block of rank ``rank`` becomes part ``target`` of the new block (boxes within the blocks)."""
+    """Part ``source`` of the block of rank ``rank`` becomes part ``target`` of the new block (boxes within the
+    blocks)."""
 
     rank: int
     source: Box
@@ -62,8 +63,8 @@ def plan_transfer(
     at: Sequence[int] | None = None,
     new_shape: tuple[int, ...] | None = None,
 ) -> tuple[tuple[TransferPart, ...], ...]:
-    """For each rank of the new mesh, the parts of its block. The old array begins at the offset ``at`` in the new one, of
-    ``new_shape``; what lies outside of it is not moved.
+    """For each rank of the new mesh, the parts of its block. The old array begins at the offset ``at`` in the new one,
+    of ``new_shape``; what lies outside of it is not moved.
 
     >>> rows = Layout(((0, (0,)),))
     >>> [[p.rank for p in parts] for parts in plan_transfer((6,), (3,), rows, (2,), rows)]
@@ -94,7 +95,7 @@ def plan_transfer(
     return tuple(out)
 
 
-# ----- the op -----------------------------------------------------------------------------------------------------------
+# ----- the op ---------------------------------------------------------------------------------------------------------
 
 
 TRANSFER = RankOp("transfer", ("x",), lambda xp, x, source, target: x)
@@ -112,8 +113,8 @@ def transferred(buf: ShardedLike, target: Sharding) -> Any:
 
 
 def assembled(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
-    """The handle of an array of this shape in a sharding, put together from arrays on other meshes, each of which begins at an
-    offset in it. An offset below zero leaves out the beginning of an array."""
+    """The handle of an array of this shape in a sharding, put together from arrays on other meshes, each of which
+    begins at an offset in it. An offset below zero leaves out the beginning of an array."""
     found = []
     for buf, at in sources:
         buf.computed()
@@ -150,7 +151,7 @@ def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, 
     return out
 
 
-# ----- between workers --------------------------------------------------------------------------------------------------
+# ----- between workers ------------------------------------------------------------------------------------------------
 
 
 def _over_dask(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
@@ -164,7 +165,8 @@ def _over_dask(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tupl
         old = buf.mesh.runtime
         if not (isinstance(old, DaskRuntime) and isinstance(new, DaskRuntime)) or old.client is not new.client:
             raise ReshardError(
-                f"[reshard] from {buf.mesh} to {target.mesh}: blocks go between meshes of one Dask client, or of this process; "
+                f"[reshard] from {buf.mesh} to {target.mesh}: blocks go between meshes of one Dask client, or of this "
+                "process; "
                 "use mt.distribute(np.asarray(x), mesh, …)"
             )
         plan = plan_transfer(
@@ -216,8 +218,8 @@ def bytes_of(block: Any) -> np.ndarray:
 def join_blocks(
     context: Any, payloads: Mapping[tuple[int, int], Any], count: int, *cuts: Mapping[Any, np.ndarray]
 ) -> Any:
-    """On a worker of the new mesh: a bundle of the blocks of its ranks, for ``count`` arrays. ``payloads`` has shape, dtype and parts of
-    each block, by array and rank; ``cuts`` the bytes of the parts."""
+    """On a worker of the new mesh: a bundle of the blocks of its ranks, for ``count`` arrays. ``payloads`` has shape,
+    dtype and parts of each block, by array and rank; ``cuts`` the bytes of the parts."""
     from ..dask.worker import kept
 
     pieces = {key: part for cut in cuts for key, part in cut.items()}

@@ -59,8 +59,9 @@ def plan_copies(
 ) -> tuple[dict[str, list[Key]], dict[tuple[str, str], list[Key]]]:
     """The blocks that each worker keeps of its own, and the blocks sent from a worker to another.
 
-    ``holders`` has the workers and the bytes of each block, ``workers`` the order of a ring. As many as :data:`COPIES` workers keep
-    a block, those with the fewest bytes so far; targets are on other hosts than the source where there are others.
+    ``holders`` has the workers and the bytes of each block, ``workers`` the order of a ring. As many as :data:`COPIES`
+    workers keep a block, those with the fewest bytes so far; targets are on other hosts than the source where there are
+    others.
 
     >>> half = [Key(0, Box((i,), (1,))) for i in range(2)]
     >>> keeps, sends = plan_copies({half[0]: (["a"], 8), half[1]: (["b"], 8)}, ["a", "b"])
@@ -118,9 +119,10 @@ class _ReplicaArray:
 class Replica:
     """A copy of the arrays of a tree, as they are now; ``tree`` has their shapes and dtypes.
 
-    The arrays are on any meshes of one Dask client, on meshes of this process, or local. With fewer than two workers they are copied
-    to this process. The call returns at once; :attr:`complete` tells when the copy can be used, and :meth:`wait` waits for that. Each
-    block has a crc32c from the moment when the copy was taken; one whose bytes have changed is never used.
+    The arrays are on any meshes of one Dask client, on meshes of this process, or local. With fewer than two workers
+    they are copied to this process. The call returns at once; :attr:`complete` tells when the copy can be used, and
+    :meth:`wait` waits for that. Each block has a crc32c from the moment when the copy was taken; one whose bytes have
+    changed is never used.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -149,7 +151,7 @@ class Replica:
         if not self._open:
             self._ended.set()
 
-    # ----- taking it ------------------------------------------------------------------------------------------------------
+    # ----- taking it --------------------------------------------------------------------------------------------------
 
     def _take(self, arrays: Mapping[int, Array], workers: Sequence[str]) -> None:
         sources: dict[Key, dict[str, tuple[Any, int, int]]] = {}  # block → worker → (handle, rank, process)
@@ -218,7 +220,7 @@ class Replica:
         self._ended.wait(timeout)
         return self.complete
 
-    # ----- using it -------------------------------------------------------------------------------------------------------
+    # ----- using it ---------------------------------------------------------------------------------------------------
 
     def available(self, workers: Sequence[str]) -> bool:
         """Whether the copy is complete and each block is on one of these workers, or in this process."""
@@ -226,8 +228,9 @@ class Replica:
         return self.complete and all(there & set(ws) for ws in self._keepers.values())
 
     def restore(self, shardings: Any) -> Any:
-        """The arrays of the copy, in the shardings of a tree like ``tree``. Raises :class:`RankLost` where a block is on no worker any
-        more, and :class:`ReshardError` where the copy is on workers, and a sharding of this process or of another Dask client."""
+        """The arrays of the copy, in the shardings of a tree like ``tree``. Raises :class:`RankLost` where a block is
+        on no worker any more, and :class:`ReshardError` where the copy is on workers, and a sharding of this process or
+        of another Dask client."""
         wanted, treedef = trees.flatten(shardings)
         if treedef != self._treedef:
             raise ReshardError(f"the copy has the structure {self._treedef}, the shardings {treedef}")
@@ -345,7 +348,7 @@ def _wanted(
     return out, futures
 
 
-# ----- on the workers -----------------------------------------------------------------------------------------------------
+# ----- on the workers -------------------------------------------------------------------------------------------------
 
 
 class ReplicaBlocks:

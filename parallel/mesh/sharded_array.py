@@ -158,7 +158,8 @@ class Pending:
             one = None
             if isinstance(buf, Deferred) or (a.nbytes > IMPLICIT_LIMIT and (one := repeated_element(buf)) is None):
                 raise MeshError(
-                    f"[{op.name}] a local array of shape {a.shape} ({human_bytes(a.nbytes)}) beside arrays on {self.mesh}: "
+                    f"[{op.name}] a local array of shape {a.shape} ({human_bytes(a.nbytes)}) beside arrays on "
+                    f"{self.mesh}: "
                     "only arrays up to 1 MiB are copied to every rank by themselves; use mt.distribute(x, mesh, …)"
                 )
             if one is not None:
@@ -287,7 +288,8 @@ class Pending:
 def two_meshes(op: str, a: MeshProtocol, b: MeshProtocol) -> MeshError:
     """The error of a call on arrays of two meshes."""
     return MeshError(
-        f"[{op}] arrays of two meshes in one op: {a} and {b}{_alike(a, b)}; move one first, with mt.reshard(x, y.sharding)"
+        f"[{op}] arrays of two meshes in one op: {a} and {b}{_alike(a, b)}; move one first, with mt.reshard(x, "
+        "y.sharding)"
     )
 
 
@@ -310,7 +312,7 @@ def handles_of(buffers: Sequence[ShardedBuffer]) -> list[Any]:
     return [b.computed().handle for b in buffers]
 
 
-# ----- elements, one after the other ------------------------------------------------------------------------------------
+# ----- elements, one after the other ----------------------------------------------------------------------------------
 
 
 def elements(x: Array, mesh: MeshProtocol) -> Iterator[Array]:

@@ -14,7 +14,8 @@ from ..sharding.placement import Sharding, make_layout
 from .block_grid import BlockGrid, Slab, Span, colour_of, grid_of, ranks_text
 
 MOST_ROWS, MOST_SLABS, MOST_CELLS = 16, 6, 64
-"""Rows of a table of text, tables, and rows and columns of a picture that are drawn; of more the first ones and the last one."""
+"""Rows of a table of text, tables, and rows and columns of a picture that are drawn; of more the first ones and the
+last one."""
 
 _Piece = tuple[str, int | None]
 """Text, and the rank whose colour it has."""
@@ -55,8 +56,9 @@ def visualize(x: Array, *, width: int = 100) -> Drawing:
     Returns
     -------
     Drawing
-        A text. ``rich.print`` shows it in colours, one for each rank; as the value of a notebook's cell it is a picture. Rows and
-        columns are those of the last two dimensions; where dimensions before them are split, each of their places has a table.
+        A text. ``rich.print`` shows it in colours, one for each rank; as the value of a notebook's cell it is a
+        picture. Rows and columns are those of the last two dimensions; where dimensions before them are split, each of
+        their places has a table.
 
     Examples
     --------
@@ -144,7 +146,8 @@ def _table(slab: Slab, width: int) -> Iterator[list[_Piece]]:
 
 
 def _ends(n: int, most: int) -> list[int | None]:
-    """Numbers from 0 to ``n`` - 1; of more than ``most`` the first ones and the last one, with None for those between."""
+    """Numbers from 0 to ``n`` - 1; of more than ``most`` the first ones and the last one, with None for those
+    between."""
     return list(range(n)) if n <= most else [*range(max(most - 2, 1)), None, n - 1]
 
 
@@ -240,8 +243,8 @@ def _svg(slab: Slab, shape: tuple[int, ...], width: int, height: int) -> str:
 
 
 def _places(spans: Sequence[Span], shown: Sequence[int | None], n: int, length: int) -> list[tuple[float, float]]:
-    """Where each row or column starts in a picture of this length, and how long it is: as in the array, or, where some are left
-    out, all alike."""
+    """Where each row or column starts in a picture of this length, and how long it is: as in the array, or, where some
+    are left out, all alike."""
     if len(shown) == len(spans):
         return [(a / n * length, (b - a) / n * length) for a, b in spans]
     return [(k * length / len(shown), length / len(shown)) for k in range(len(shown))]

@@ -1,8 +1,8 @@
 """Models (``mt.models``): pure functions over trees of parameters, with named sharding plans.
 
-Each module has a frozen ``Config``, ``init(key, config)``, ``apply(params, ids, config, …)``, ``plan(name)`` and ``rules(config)``
-(key rules from Hugging Face names). A plan says where each parameter lives and which activations are moved; the functions
-themselves are the same on one device and on any mesh.
+Each module has a frozen ``Config``, ``init(key, config)``, ``apply(params, ids, config, …)``, ``plan(name)`` and
+``rules(config)`` (key rules from Hugging Face names). A plan says where each parameter lives and which activations are
+moved; the functions themselves are the same on one device and on any mesh.
 
 - ``mt.models.decoder``: a GPT-style decoder (RoPE, grouped queries, RMSNorm, SwiGLU, tied head), dense or with experts.
 - ``mt.models.encoder``: a BERT-style encoder and its sentence embeddings.

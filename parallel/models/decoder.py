@@ -1,4 +1,5 @@
-"""A GPT-style decoder: RoPE, grouped queries, RMSNorm, SwiGLU, tied head; dense or with experts. Llama's architecture."""
+"""A GPT-style decoder: RoPE, grouped queries, RMSNorm, SwiGLU, tied head; dense or with experts. Llama's
+architecture."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ class Config:
         path
             Of the file.
         max_length
-            The longest sequence, where it is to be less than the model's: no longer than Mistral's sliding window, for example.
+            The longest sequence, where it is to be less than the model's: no longer than Mistral's sliding window, for
+            example.
 
         Raises
         ------
@@ -207,8 +209,8 @@ def apply(
     plan
         The plan by which the arrays lie on their mesh (:func:`plan`); it moves activations. Not needed off a mesh.
     recompute
-        What the backward pass computes again instead of keeping it (Chen et al., 2016): ``"none"``; ``"blocks"``, all but the
-        input of each block. ``"attention"`` is ``"none"``: scores and weights of attention are never kept.
+        What the backward pass computes again instead of keeping it (Chen et al., 2016): ``"none"``; ``"blocks"``, all
+        but the input of each block. ``"attention"`` is ``"none"``: scores and weights of attention are never kept.
     with_aux
         Also give the balance loss of the experts (0 for a dense decoder).
 
@@ -319,8 +321,8 @@ def loss(
 ) -> tuple[Array, Array]:
     """Sum of the next-token losses in nats, and the number of tokens that count, as ``mt.Trainer`` takes them.
 
-    ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not count.
-    With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
+    ``batch`` has ``"ids"`` and ``"labels"``, integers of one shape ``(batch, sequence)``; places labelled -100 do not
+    count. With experts their balance loss, times ``experts.aux_weight`` and the number of tokens, is in the sum.
     """
     x = embed(params, check_ids("decoder", batch["ids"], config.max_length), config, key=key, plan=plan)
     x, aux = blocks(params["layers"], x, config, key=key, plan=plan, recompute=recompute)
@@ -341,9 +343,11 @@ def _token_loss(params: Any, x: Array, labels: Any, config: Config, plan: Plan |
 def stages(
     config: Config, count: int, *, plan: Plan | None = None, recompute: Recompute = "none"
 ) -> list[Callable[[Any, Any, Any, Any], Any]]:
-    """The decoder cut into stages of a pipeline, for ``mt.training.Pipeline``; the last gives total and weight of the loss.
+    """The decoder cut into stages of a pipeline, for ``mt.training.Pipeline``; the last gives total and weight of the
+    loss.
 
-    Blocks are dealt evenly, the first stages getting one more. With experts the sum of their balance losses travels along.
+    Blocks are dealt evenly, the first stages getting one more. With experts the sum of their balance losses travels
+    along.
     """
     cuts = block_cuts("decoder", config.layers, count)
 
@@ -367,7 +371,8 @@ def stages(
 
 
 def split_stages(params: Any, config: Config, count: int) -> tuple[list[Any], list[Any]]:
-    """Parameters of the stages, and which are tied (the embedding, where the head is its transpose), for ``mt.training.Pipeline``."""
+    """Parameters of the stages, and which are tied (the embedding, where the head is its transpose), for
+    ``mt.training.Pipeline``."""
     out = split_blocks("decoder", params, config.layers, count, ("norm", "embed" if config.tied else "head"))
     return out, [((0, "embed"), (count - 1, "embed"))] if config.tied and count > 1 else []
 
@@ -433,10 +438,11 @@ def from_pretrained(
     allow_overflow: bool = False,
     max_length: int | None = None,
 ) -> tuple[dict[str, Any], Config]:
-    """Parameters and sizes of a Llama, Mistral or Mixtral model in a Hugging Face directory (``config.json`` and safetensors).
+    """Parameters and sizes of a Llama, Mistral or Mixtral model in a Hugging Face directory (``config.json`` and
+    safetensors).
 
-    With a mesh each rank reads its own blocks, as the plan says. ``dtype`` is that of the result; weights that it cannot hold are a
-    `Lossy` unless ``allow_overflow``. See also :meth:`Config.from_huggingface`.
+    With a mesh each rank reads its own blocks, as the plan says. ``dtype`` is that of the result; weights that it
+    cannot hold are a `Lossy` unless ``allow_overflow``. See also :meth:`Config.from_huggingface`.
     """
     directory = Path(directory)
     config = Config.from_huggingface(directory / "config.json", max_length=max_length)

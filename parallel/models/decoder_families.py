@@ -62,7 +62,8 @@ def rules(config: Any) -> Rules:
         }
         for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
             lines.append(
-                f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> layers.{{i}}.ffn.experts.{ours}, "
+                f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> "
+                f"layers.{{i}}.ffn.experts.{ours}, "
                 f"permute(), reshape([1, {', '.join(map(str, shapes[ours]))}]), concat(0)"
             )
     lines.append("model.layers.{i}.self_attn.rotary_emb.inv_freq -> _, optional()")

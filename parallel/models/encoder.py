@@ -111,7 +111,8 @@ class Config:
 
     @classmethod
     def from_huggingface(cls, path: str | Path) -> Config:
-        """From the ``config.json`` of a BERT model. Raises :class:`UnsupportedModel` where it is of another kind; names each field."""
+        """From the ``config.json`` of a BERT model. Raises :class:`UnsupportedModel` where it is of another kind; names
+        each field."""
         c = huggingface.read(path, FAMILIES)
         sizes = {ours: c[theirs] for ours, theirs in huggingface.SIZES.items()}
         return cls(**sizes, types=c["type_vocab_size"], eps=c["layer_norm_eps"])
@@ -202,7 +203,8 @@ def _blocks(
 ) -> Array:
     """Consecutive blocks, numbered from ``first``."""
     for i, layer in enumerate(layers, first):
-        # One key a block, drawn outside it: a block that is computed again draws the same. The first is the embedding's.
+        # One key a block, drawn outside it: a block that is computed again draws the same. The first is the
+        # embedding's.
         block_key = None if key is None else random.fold_in(key, i + 2)
 
         def run(layer: Any, x: Array, block_key: Any = block_key) -> Array:
@@ -275,7 +277,8 @@ def embed(
 
 
 def pool(x: Array, mask: Any, pooling: str = "mean") -> Array:
-    """``(batch, sequence, width) -> (batch, width)``; see :func:`embed`. A sentence of nothing but padding gives zeros."""
+    """``(batch, sequence, width) -> (batch, width)``; see :func:`embed`. A sentence of nothing but padding gives
+    zeros."""
     if pooling not in ("mean", "cls", "last"):
         raise ValueError(f"[encoder] pooling must be 'mean', 'cls' or 'last', got {pooling!r}")
     if pooling == "cls":
@@ -305,8 +308,8 @@ def staged(
 ) -> Stages:
     """The stages of an encoder, for the option ``stages`` of ``mt.Trainer``.
 
-    Batches have ``"ids"``, and where they are used ``"mask"`` and ``"types"``, as :func:`apply` takes them. Blocks are dealt evenly, the
-    first stages getting one more.
+    Batches have ``"ids"``, and where they are used ``"mask"`` and ``"types"``, as :func:`apply` takes them. Blocks are
+    dealt evenly, the first stages getting one more.
 
     Parameters
     ----------
@@ -367,7 +370,8 @@ def plan(name: str | Plan) -> Plan:
 
 
 def rules(config: Config | None = None) -> Rules:
-    """Key rules from the names of Hugging Face's ``BertModel`` to this tree; ``.inverse`` leads back. The pooler is dropped.
+    """Key rules from the names of Hugging Face's ``BertModel`` to this tree; ``.inverse`` leads back. The pooler is
+    dropped.
 
     They store weights as ``(outputs, inputs)``.
     """

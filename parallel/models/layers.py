@@ -159,5 +159,6 @@ def check_ids(name: str, ids: Any, length: int) -> Array:
 
 
 def residual_std(layers: int, std: float = 0.02) -> float:
-    """Deviation of weights that write into the residual stream: their sum over layers keeps its size (Radford et al., 2019)."""
+    """Deviation of weights that write into the residual stream: their sum over layers keeps its size (Radford et al.,
+    2019)."""
     return std / math.sqrt(2 * layers)

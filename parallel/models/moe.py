@@ -1,16 +1,18 @@
 """A mixture-of-experts block: each token goes to the ``top_k`` of many feed-forward networks that a router chooses.
 
 With a capacity factor the sequences of a batch are the routing groups (Lepikhin et al., 2021): an expert has
-``ceil(factor * top_k * s / experts)`` places a sequence, and tokens beyond it pass by the block (their output is 0; the residual
-connection carries them). Tokens compete for places with those of their own sequence only, so that the result does not depend on how the
-batch is split over ranks. They travel in a buffer ``(batch, expert, place, width)``; where the mesh has an ``expert`` axis, moving that
-buffer from split batches to split experts is the all-to-all, and moving it back the other one.
+``ceil(factor * top_k * s / experts)`` places a sequence, and tokens beyond it pass by the block (their output is 0; the
+residual connection carries them). Tokens compete for places with those of their own sequence only, so that the result
+does not depend on how the batch is split over ranks. They travel in a buffer ``(batch, expert, place, width)``; where
+the mesh has an ``expert`` axis, moving that buffer from split batches to split experts is the all-to-all, and moving it
+back the other one.
 
-Without one (drop-less) no token is lost and no place is padded: each expert computes the rows that were sent to it, however many
-(:func:`meshtape.nn.experts`; Gale et al., 2023). On an ``expert`` axis the ranks first tell each other how many tokens go where, and then
-send just those (:mod:`meshtape.parallel.resharding.expert_all_to_all`): a token goes once to each other rank that has one of its experts, to at most
-``top_k`` of them, and its sum comes back. Nothing is padded and nothing lost, but a rank may be sent all tokens, if the router sends
-them there: the capacity form bounds the memory, this one does not.
+Without one (drop-less) no token is lost and no place is padded: each expert computes the rows that were sent to it,
+however many (:func:`meshtape.nn.experts`; Gale et al., 2023). On an ``expert`` axis the ranks first tell each other how
+many tokens go where, and then send just those (:mod:`meshtape.parallel.resharding.expert_all_to_all`): a token goes
+once to each other rank that has one of its experts, to at most ``top_k`` of them, and its sum comes back. Nothing is
+padded and nothing lost, but a rank may be sent all tokens, if the router sends them there: the capacity form bounds the
+memory, this one does not.
 """
 
 from __future__ import annotations
@@ -103,8 +105,8 @@ def init(
 
 
 def choose(probabilities: Array, config: Config) -> tuple[list[Array], list[Array]]:
-    """The experts of each token from the likeliest on (of equal ones the first), one-hot ``(batch, s, experts)``; and the weights of
-    their outputs, ``(batch, s)``, which add up to one."""
+    """The experts of each token from the likeliest on (of equal ones the first), one-hot ``(batch, s, experts)``; and
+    the weights of their outputs, ``(batch, s)``, which add up to one."""
     left = probabilities
     chosen, gates = [], []
     for _ in range(config.top_k):
@@ -118,8 +120,9 @@ def choose(probabilities: Array, config: Config) -> tuple[list[Array], list[Arra
 def route(probabilities: Array, config: Config) -> tuple[Array, Array, Array]:
     """The routing of tokens to the places of experts, with a capacity: ``(dispatch, combine, first)``.
 
-    ``dispatch`` is 1 and ``combine`` the token's weight where a token has a place: ``(batch, s, experts, capacity)``. ``first`` marks
-    each token's first choice, ``(batch, s, experts)``. All first choices are seated before the second ones, in the order of the sequence.
+    ``dispatch`` is 1 and ``combine`` the token's weight where a token has a place: ``(batch, s, experts, capacity)``.
+    ``first`` marks each token's first choice, ``(batch, s, experts)``. All first choices are seated before the second
+    ones, in the order of the sequence.
     """
     places = arange(config.capacity(probabilities.shape[1]), dtype=np.int64)
     choices, gates = choose(probabilities, config)
@@ -152,8 +155,8 @@ def apply(params: Any, x: Array, config: Config, *, plan: Plan | None = None) ->
     Returns
     -------
     y, aux
-        ``y`` like ``x``; ``aux`` is ``experts * sum(share of first choices * mean probability)`` (Fedus et al., 2022): 1 when
-        all experts are equally used.
+        ``y`` like ``x``; ``aux`` is ``experts * sum(share of first choices * mean probability)`` (Fedus et al., 2022):
+        1 when all experts are equally used.
 
     Examples
     --------

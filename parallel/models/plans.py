@@ -58,8 +58,8 @@ class Plan:
     parameters
         By part: pattern of a parameter's name (as ``fnmatch`` takes it) → dimension to split. The first match counts.
     activations
-        By part: name that the model gives an activation → dimension to split. An activation that the parts in use do not
-        name is left to propagation.
+        By part: name that the model gives an activation → dimension to split. An activation that the parts in use do
+        not name is left to propagation.
 
     Examples
     --------
@@ -93,7 +93,8 @@ class Plan:
     # ----- parameters -------------------------------------------------------------------------------------------------
 
     def sharding(self, name: str | trees.Path, shape: Sequence[int], mesh: Mesh) -> Sharding:
-        """The sharding of the parameter ``name``, or of anything whose path ends in its name and which has as many dimensions.
+        """The sharding of the parameter ``name``, or of anything whose path ends in its name and which has as many
+        dimensions.
 
         So the slots of an optimizer and averages lie as their parameter does.
         """
@@ -139,7 +140,8 @@ class Plan:
         return math.prod(size for a, size in mesh.describe().items() if a in axes)
 
     def constrain(self, x: Array, name: str) -> Array:
-        """The activation ``name`` moved to where the plan wants it; ``x`` itself off a mesh or where no part names it."""
+        """The activation ``name`` moved to where the plan wants it; ``x`` itself off a mesh or where no part names
+        it."""
         here = x.sharding
         if here is None:
             return x
@@ -168,8 +170,9 @@ class Stages:
         stage and None between; ``key`` is for dropout, the same in all stages, and None without dropout. The last stage
         returns the result of a loss function: ``(total, weight)``, ``(total, weight, metrics)`` or a mean.
     split
-        ``split(params, count)``: the tree that each stage takes, put together from the leaves of the model's tree, in which those of
-        other stages may be missing (None). A leaf that stands in the trees of two stages is one parameter: it gets both gradients.
+        ``split(params, count)``: the tree that each stage takes, put together from the leaves of the model's tree, in
+        which those of other stages may be missing (None). A leaf that stands in the trees of two stages is one
+        parameter: it gets both gradients.
 
     Examples
     --------
@@ -205,9 +208,11 @@ def split_blocks(name: str, params: Any, layers: int, count: int, last: Iterable
 
 
 def widen(placed: Mapping[str, Placement], shape: Sequence[int], mesh: Mesh, axis: str) -> dict[str, Placement]:
-    """Placements with the largest dimension that is still whole split over ``axis`` too, if there is one that is long enough.
+    """Placements with the largest dimension that is still whole split over ``axis`` too, if there is one that is long
+    enough.
 
-    ZeRO (Rajbhandari et al., 2020) as a sharding: stage 1 widens optimizer slots, stage 2 gradients, stage 3 parameters.
+    ZeRO (Rajbhandari et al., 2020) as a sharding: stage 1 widens optimizer slots, stage 2 gradients, stage 3
+    parameters.
     """
     out = dict(placed)
     if axis not in mesh.names or isinstance(out.get(axis), Shard):
@@ -246,7 +251,8 @@ def of_any_model(given: str | Plan | None) -> Plan:
     unknown = [p for p in found.parts if p not in ("dp", "fsdp")]
     if unknown:
         raise PlanError(
-            f"which parameters {unknown[0]!r} splits only the model knows: pass its plan, such as mt.models.decoder.plan({given!r}), "
+            f"which parameters {unknown[0]!r} splits only the model knows: pass its plan, such as "
+            f"mt.models.decoder.plan({given!r}), "
             "or a Plan of your own"
         )
     return found

@@ -121,7 +121,8 @@ class RankProgramBuilder:
         return found
 
     def _made_as(self, made: LocalCall, var: int, layout: Layout, origin: str | None, why: str | None) -> int:
-        """A result that any rank can make any block of, made in the blocks of ``layout``; operands are cut as it is split."""
+        """A result that any rank can make any block of, made in the blocks of ``layout``; operands are cut as it is
+        split."""
         split = {x.factor: axes for d, axes in layout.shards if (x := made.rule.results[0][d]) is not None}
         inputs = []
         for v, dims in zip(made.inputs, made.rule.operands, strict=True):
@@ -135,7 +136,8 @@ class RankProgramBuilder:
         return found
 
     def part_of(self, made: LocalCall, var: int, layout: Layout) -> int | None:
-        """A result that was made replicated made again in the parts that ``layout`` wants, where the op can; pending sums stay."""
+        """A result that was made replicated made again in the parts that ``layout`` wants, where the op can; pending
+        sums stay."""
         rule, now = made.rule, self.layouts[var]
         assert rule.part is not None
         fresh = {

@@ -28,8 +28,9 @@ def explicit_sharding() -> Iterator[None]:
     Raises
     ------
     ShardingConflict
-        At the op, before anything runs; names the op, the operand, the mesh axes, and why it does not fit: dimensions that
-        are split along different axes, one that the op needs whole, or a split that falls between blocks which stay together.
+        At the op, before anything runs; names the op, the operand, the mesh axes, and why it does not fit: dimensions
+        that are split along different axes, one that the op needs whole, or a split that falls between blocks which
+        stay together.
 
     Examples
     --------
@@ -42,7 +43,7 @@ def explicit_sharding() -> Iterator[None]:
     ...     print(mt.reshape(x, (4, 3)).sharding)
     ...     mt.reshape(y, (4, 3))
     Traceback (most recent call last):
-    meshtape.arrays.core.errors.ShardingConflict: [reshape] operand 0, int64[12@a], would have to be gathered along 'a' (84 bytes a rank), as reshape keeps dimension 0 in 4 blocks of 3, which 8 ranks do not divide: reshard it by name, or split it otherwise
+    meshtape.arrays.core.errors.ShardingConflict: [reshape] operand 0, int64[12@a]...
     """
     before = _active.set(True)
     try:
@@ -102,8 +103,10 @@ def _refuse(
     count = plan_reshard(aval.shape, tuple(sizes), Layout(now.shards), Layout(then.shards)).elements_moved
     raise ShardingConflict(
         f"[{name}] {what}, {aval.dtype.name}[{dims_text(aval.shape, now, names)}], would have to be "
-        f"{'gathered' if gathered else 'exchanged'} along {', '.join(repr(names[a]) for axes, _ in moved for a in axes)} "
-        f"({count * aval.dtype.itemsize // math.prod(sizes)} bytes a rank), {why}: reshard it by name, or split it otherwise"
+        f"{'gathered' if gathered else 'exchanged'} along "
+        f"{', '.join(repr(names[a]) for axes, _ in moved for a in axes)} "
+        f"({count * aval.dtype.itemsize // math.prod(sizes)} bytes a rank), {why}: reshard it by name, or split it "
+        "otherwise"
     )
 
 

@@ -47,8 +47,8 @@ def partition(
 ) -> RankProgram:
     """The rank program of a program whose inputs and constants have these layouts.
 
-    Outputs get the layouts of ``wanted``, where it is given; else, with ``settle``, none is left with a pending reduction.
-    ``renames`` is filled with the variables of the program that have another number in the rank program.
+    Outputs get the layouts of ``wanted``, where it is given; else, with ``settle``, none is left with a pending
+    reduction. ``renames`` is filled with the variables of the program that have another number in the rank program.
     """
     w = RankProgramBuilder(
         program, {v: layouts.get(v, REPLICATED) for v in (*program.inputs, *program.constants)}, sizes
@@ -109,8 +109,8 @@ def _same_constants(program: Program, layouts: Mapping[int, Layout]) -> dict[int
 
 
 def _reduced_anyway(program: Program) -> dict[int, str]:
-    """Variables that some entry, or the caller, needs without a pending sum, and why. Reducing them once, where they appear, serves the
-    entries that could have taken the pending sum as well."""
+    """Variables that some entry, or the caller, needs without a pending sum, and why. Reducing them once, where they
+    appear, serves the entries that could have taken the pending sum as well."""
     out: dict[int, str] = {}
     for e in program.entries:
         if e.op is RESHARD:
@@ -222,7 +222,8 @@ def _place(w: RankProgramBuilder, e: Entry, placed: Placed, renamed: dict[int, i
 
 
 def _inline(w: RankProgramBuilder, e: Entry, avals: tuple[Any, ...], renamed: dict[int, int]) -> None:
-    """The entries of an op's decomposition, in place of the op: its sharded inner dimensions become collectives of sums."""
+    """The entries of an op's decomposition, in place of the op: its sharded inner dimensions become collectives of
+    sums."""
     program = decomposition(e.op, avals, e.params, e.origin or e.op.name)
     names: dict[int, int] = dict(zip(program.inputs, [v for v in e.inputs if isinstance(v, int)], strict=True))
     for v, value in program.constants.items():

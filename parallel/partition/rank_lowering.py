@@ -12,7 +12,8 @@ from ..spmd.per_rank_op import TracedShardMap
 
 
 def lower(w: Any, e: Entry, inputs: Sequence[int]) -> list[int]:
-    """Write the insides of a call into the rank program of ``w`` (the partitioner's writer); variables of the results."""
+    """Write the insides of a call into the rank program of ``w`` (the partitioner's writer); variables of the
+    results."""
     code: TracedShardMap = e.params["code"]
     p, sizes = code.program, code.mesh.sizes
     env = {v: inputs[i] for v, i in zip(p.inputs, code.operands, strict=True)}

@@ -80,7 +80,8 @@ class RankProgram:
     """Variables of per-rank code: their avals are those of one rank's block."""
 
     def plan(self, m: Move) -> Any:
-        """The plan of a move: a :class:`~meshtape.parallel.resharding.plan.ReshardPlan`, or the expected volume of one that is found at run time."""
+        """The plan of a move: a :class:`~meshtape.parallel.resharding.plan.ReshardPlan`, or the expected volume of one
+        that is found at run time."""
         if isinstance(m.collective, Fetch):
             return m.collective.plan(self.sizes)
         if isinstance(m.collective, AllToAllV):

@@ -17,8 +17,8 @@ from .rank_program import LocalCall, Move, Moves, RankProgram, Step
 
 
 class Pass(NamedTuple):
-    """A program without collectives. ``targets`` are the variables by which later passes know its outputs; None for the last pass,
-    whose outputs are those of the whole."""
+    """A program without collectives. ``targets`` are the variables by which later passes know its outputs; None for the
+    last pass, whose outputs are those of the whole."""
 
     program: RankProgram
     targets: tuple[int, ...] | None
@@ -87,8 +87,11 @@ def _refuse(p: RankProgram, m: Move, names: Sequence[str]) -> None:
     if m.collective is None and joined and (over[1] or not over[0]):
         return
     raise ShardingConflict(
-        f"[stream] the function needs {p.move_text(m, names)} ({m.why or m.origin or 'a result'}): block by block elements "
-        "cannot be gathered from all blocks, only what is reduced over them is joined. Split a dimension that the function works "
-        "along element by element (mt.from_zarr(path, mesh, axis=mt.Shard(dim))), or load the array (.load()) where the workers "
+        f"[stream] the function needs {p.move_text(m, names)} ({m.why or m.origin or 'a result'}): block by block "
+        "elements "
+        "cannot be gathered from all blocks, only what is reduced over them is joined. Split a dimension that the "
+        "function works "
+        "along element by element (mt.from_zarr(path, mesh, axis=mt.Shard(dim))), or load the array (.load()) where "
+        "the workers "
         "have the memory"
     )

@@ -1,7 +1,8 @@
 """Plans of per-rank collectives: the target of each piece of each rank's block.
 
 A :class:`Collective` is a small value in a rank program; each process makes the plan when it prepares the program. The
-plans are those of a reshard (:class:`~meshtape.parallel.resharding.plan.ReshardPlan`), so that one executor carries out both.
+plans are those of a reshard (:class:`~meshtape.parallel.resharding.plan.ReshardPlan`), so that one executor carries out
+both.
 """
 
 from __future__ import annotations

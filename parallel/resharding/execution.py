@@ -21,7 +21,8 @@ MOST_ROUNDS = 64
 
 
 def carry_out(running: Sequence[Any], exchange: Callable[[int, Messages, Messages], None]) -> None:
-    """Carry out some reshards together. ``exchange`` gets the number of the round, below :data:`MOST_ROUNDS`, and its messages."""
+    """Carry out some reshards together. ``exchange`` gets the number of the round, below :data:`MOST_ROUNDS`, and its
+    messages."""
     for i, (sends, receives) in enumerate(together([r.rounds() for r in running])):
         if sends or receives:
             exchange(i, sends, receives)
@@ -106,8 +107,8 @@ class ReshardExecution:
                 for s, h in zip(j.part.sources, j.homes, strict=True)
             ]
             if len(here) == 1 and here[0] is not None and j.part.shape == block.shape and j.span is None:
-                # The whole block from one place. Blocks are never written again, so that it may be the same memory; a part of
-                # a larger block is copied, or it would keep all of that alive.
+                # The whole block from one place. Blocks are never written again, so that it may be the same memory; a
+                # part of a larger block is copied, or it would keep all of that alive.
                 self._out[j.block] = here[0] if _is_all(here[0]) else here[0].copy()
                 continue
             self._join(j, here, self._part(j), receives)

@@ -1,10 +1,12 @@
 """The ragged all-to-all of experts: rows go to the ranks of their experts and back, with sizes found at run time.
 
-Where one mesh axis splits both the rows and the experts, each rank sends a row once to every rank that has one of its experts, and gets
-the weighted sum of that rank's experts back. This takes three kinds of steps, in an otherwise static program:
+Where one mesh axis splits both the rows and the experts, each rank sends a row once to every rank that has one of its
+experts, and gets the weighted sum of that rank's experts back. This takes three kinds of steps, in an otherwise static
+program:
 
 1. ``route`` lists the rows for each rank, and counts them; the counts are gathered (``p`` numbers a rank);
-2. ``ragged_all_to_all`` sends the rows. Every rank knows all counts by then, so that empty parts cost no message and nothing is padded;
+2. ``ragged_all_to_all`` sends the rows. Every rank knows all counts by then, so that empty parts cost no message and
+   nothing is padded;
 3. the op itself runs on the received rows, and the same exchange backwards returns its results.
 
 Rows are sent once for the forward and the backward pass: a rank keeps the received rows until their gradients are made.
@@ -92,8 +94,8 @@ class AllToAllV(NamedTuple):
 
 
 class ExpectedVolume(NamedTuple):
-    """What a plan says of an :class:`AllToAllV` move, whose pieces are found at run time: elements that cross between ranks if all experts
-    are chosen equally often, and at most."""
+    """What a plan says of an :class:`AllToAllV` move, whose pieces are found at run time: elements that cross between
+    ranks if all experts are chosen equally often, and at most."""
 
     elements_moved: int
     most: int
@@ -104,7 +106,8 @@ class ExpectedVolume(NamedTuple):
 
 
 class AllToAllVShare(NamedTuple):
-    """The part of one process. ``sends`` and ``receives`` are pairs of ranks (from, to), in the order of their messages."""
+    """The part of one process. ``sends`` and ``receives`` are pairs of ranks (from, to), in the order of their
+    messages."""
 
     back: bool
     place: Mapping[int, tuple[tuple[int, ...], int]]

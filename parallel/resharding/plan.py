@@ -25,8 +25,8 @@ from ..sharding.placement import Layout, Partial, Replicate, Shard, block_box, g
 
 
 class Piece(NamedTuple):
-    """Part of a target block: ``source`` is the part of rank ``rank``'s block, ``target`` the part of the new block, both as
-    boxes within their blocks. ``term`` numbers the contribution that it belongs to."""
+    """Part of a target block: ``source`` is the part of rank ``rank``'s block, ``target`` the part of the new block,
+    both as boxes within their blocks. ``term`` numbers the contribution that it belongs to."""
 
     rank: int
     source: Box
@@ -328,8 +328,8 @@ def plan_reshard(
 ) -> Reshard:
     """The plan from one layout to another, for an array of ``shape`` on a mesh of lengths ``sizes``.
 
-    With ``boxes_wanted`` each rank gets that part of the array instead of its block in ``target``. Raises :class:`ReshardError` when a
-    pending reduction would have to become another one.
+    With ``boxes_wanted`` each rank gets that part of the array instead of its block in ``target``. Raises
+    :class:`ReshardError` when a pending reduction would have to become another one.
 
     An all-reduce over 4,096 ranks is planned for the one rank that asks:
 

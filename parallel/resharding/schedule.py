@@ -10,8 +10,8 @@ same data.
 *direct*
     Every process gets the pieces of its blocks from all others at once, in one round.
 *scattered*
-    Where several processes need one and the same block, each takes a part of it, and the parts are then gathered: two rounds, and
-    twice the block in bytes, however many processes there are.
+    Where several processes need one and the same block, each takes a part of it, and the parts are then gathered: two
+    rounds, and twice the block in bytes, however many processes there are.
 *doubling*, *halving*
     Reductions along a tree (:mod:`meshtape.parallel.collectives.combining`): of few bytes in few messages, of many
     bytes with the volumes of a ring.
@@ -57,7 +57,8 @@ class BlockPart(NamedTuple):
 
 
 class NewBlock(NamedTuple):
-    """A new block, for the ranks of one process that need it. ``neutral``: filled with the identity of a pending reduction."""
+    """A new block, for the ranks of one process that need it. ``neutral``: filled with the identity of a pending
+    reduction."""
 
     process: int
     ranks: tuple[int, ...]
@@ -129,8 +130,8 @@ def _parts(pieces: Sequence[Piece]) -> tuple[BlockPart, ...]:
 
 
 class _Process:
-    """The ranks of one process by new block (``makes``); of each new block the first rank and its lane (``wants``); by lane the ranks and what
-    they hold (``lanes``); and a rank for each held block (``has``)."""
+    """The ranks of one process by new block (``makes``); of each new block the first rank and its lane (``wants``); by
+    lane the ranks and what they hold (``lanes``); and a rank for each held block (``has``)."""
 
     def __init__(self, plan: ReshardPlan, ranks: Sequence[int]) -> None:
         self.has: dict[Any, int] = {}
@@ -256,8 +257,8 @@ def described(plan: ReshardPlan, dtype: np.dtype) -> str:
 
 
 def _sends(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, shared: _Shared) -> Iterator[Outgoing]:
-    """The messages to other processes, in the order in which these join them: block by block, part by part. Blocks that are reduced along
-    the tree are left out."""
+    """The messages to other processes, in the order in which these join them: block by block, part by part. Blocks that
+    are reduced along the tree are left out."""
     mine = processes[process].lanes
     for q, other in processes.items():
         for first, lane in other.wants if q != process else ():

@@ -8,8 +8,8 @@ rank. Legend:
 * a factor that all results have may be split freely (*batch*);
 * a factor that a result lacks leaves that result ``Partial(op)`` when it is split, by the factor's ``reduce``;
 * a factor with ``whole=True`` must not be split: operands split there are gathered (or the op is decomposed);
-* a dimension can be made of a factor and an inner length: ``Dim(f, inner=3)`` is ``3 * size(f)`` long, so that it may be split
-  only where the split falls on multiples of 3 (*blocked*);
+* a dimension can be made of a factor and an inner length: ``Dim(f, inner=3)`` is ``3 * size(f)`` long, so that it may
+  be split only where the split falls on multiples of 3 (*blocked*);
 * a dimension can see a factor through a *window* (a slice, a concatenation, a convolution): each rank then fetches the
 range that its
   part of the factor needs (a *halo*).
@@ -85,8 +85,8 @@ class ExpertExchange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FactorRule:
-    """The mapping of one call. ``operands[i][d]`` is the :class:`Dim` of dimension ``d``, or None where it cannot be split
-    (a length-one dimension that broadcasts). Scalars have an empty tuple."""
+    """The mapping of one call. ``operands[i][d]`` is the :class:`Dim` of dimension ``d``, or None where it cannot be
+    split (a length-one dimension that broadcasts). Scalars have an empty tuple."""
 
     factors: tuple[Factor, ...]
     operands: tuple[tuple[Dim | None, ...], ...]
@@ -178,7 +178,8 @@ def rule_for(op: Op, avals: Sequence[Any], out_avals: Sequence[ShapeDtype], para
     """The rule of a call; everything whole for an op that is ``replicate_only``."""
     maker = RULES.get(op)
     found = replicated_rule(avals, out_avals) if maker is None else maker(Letters(), op, avals, out_avals, params)
-    # Parts of a sum of integers may wrap around where the sum does not: they stay of the dtype in which they wrap alike.
+    # Parts of a sum of integers may wrap around where the sum does not: they stay of the dtype in which they wrap
+    # alike.
     wraps = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype) and a.dtype.kind in "iu"}
     kept = tuple(g for g in found.linear if all(avals[i].dtype == out_avals[0].dtype for i in wraps.intersection(g)))
     return found if kept == found.linear else replace(found, linear=kept)

@@ -13,7 +13,8 @@ from ...autodiff.rules import defvjp
 RESHARD = Op(
     "reshard", ("x",), lambda xp, x, layout: x, same, params={"layout": NOTHING}, view="always", linear=((0,),)
 )
-"""The same value in another layout. On an array in one place it does nothing. The partitioner reads ``layout`` itself."""
+"""The same value in another layout. On an array in one place it does nothing. The partitioner reads ``layout``
+itself."""
 
 # The cotangent of a value needs no particular layout: its next use determines it.
 defvjp(RESHARD, x=lambda xp, g: g)
@@ -29,8 +30,8 @@ def rank_op_named(name: str) -> Op:
 
 @dataclass(eq=False, repr=False, slots=True)
 class RankOp(Op):
-    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program. The shape of its result, where a rank
-    does not need it or finds it out, is that of its first operand.
+    """An op that exists inside per-rank code alone: it is in no table of ops, and in no saved program. The shape of its
+    result, where a rank does not need it or finds it out, is that of its first operand.
 
     It may be a ``collective`` of this kind; ``invariant`` says whether all ranks of the axis then have the same result.
     """

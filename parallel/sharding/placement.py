@@ -54,8 +54,8 @@ class Replicate:
 class Partial:
     """Each rank of the mesh axis holds a contribution; the value is their reduction by ``op``.
 
-    ``op`` is ``"sum"``, ``"prod"``, ``"max"``, ``"min"``, ``"any"`` or ``"all"``; the last two take booleans, and ``"prod"`` no complex
-    numbers.
+    ``op`` is ``"sum"``, ``"prod"``, ``"max"``, ``"min"``, ``"any"`` or ``"all"``; the last two take booleans, and
+    ``"prod"`` no complex numbers.
     """
 
     op: str = "sum"
@@ -118,7 +118,8 @@ class Layout:
         return Replicate()
 
     def is_cut_to(self, other: Layout) -> bool:
-        """Whether each rank can cut its block in the other layout from the one that it has, without reductions or gathers."""
+        """Whether each rank can cut its block in the other layout from the one that it has, without reductions or
+        gathers."""
         return self.partials == other.partials and all(other.axes_of(d) == axes for d, axes in self.shards)
 
     def reduced(self) -> Layout:
@@ -160,7 +161,8 @@ def group_of(sizes: tuple[int, ...], axes: tuple[int, ...], rank: int) -> tuple[
 
 
 def block_box(layout: Layout, sizes: tuple[int, ...], shape: Sequence[int], rank: int) -> Box:
-    """The block of an array of ``shape`` that ``rank`` of a mesh of lengths ``sizes`` holds: that of ``ceil_blocks``."""
+    """The block of an array of ``shape`` that ``rank`` of a mesh of lengths ``sizes`` holds: that of
+    ``ceil_blocks``."""
     if not layout.shards:
         return Box.whole(shape)
     strides = strides_of(sizes)
@@ -191,8 +193,8 @@ class Sharding:
     mesh
         The mesh.
     placements
-        By axis name; axes that are left out replicate. Where several axes shard one dimension, the one named first is the
-        outer one.
+        By axis name; axes that are left out replicate. Where several axes shard one dimension, the one named first is
+        the outer one.
 
     Examples
     --------
@@ -281,7 +283,8 @@ class Sharding:
             if op == "prod" and dtype.kind == "c":
                 name = self.mesh.names[axis]
                 raise ShardingConflict(
-                    f"{self} of {dtype.name}: a product of complex numbers cannot stay pending, as times 1 an infinite one is NaN; "
+                    f"{self} of {dtype.name}: a product of complex numbers cannot stay pending, as times 1 an infinite "
+                    "one is NaN; "
                     f"replicate it, in mt.shard_map with mt.all_reduce(x, {name!r}, op='prod')"
                 )
         return Sharding.of(self.mesh, make_layout(fixed, dict(self.layout.partials)))

@@ -52,8 +52,8 @@ class Placed(NamedTuple):
 def move_bytes(aval: ShapeDtype, sizes: Sequence[int], source: Layout, axis: int, target: str, dim: int = -1) -> float:
     """Bytes that each rank sends when an operand changes along one mesh axis, all else equal.
 
-    With ``N`` the bytes of the block joined along the axis, of ``n`` ranks: gather and reduce-scatter ``N (n-1)/n``, all-reduce
-    twice that, all-to-all ``N (n-1)/n**2``, and slicing nothing.
+    With ``N`` the bytes of the block joined along the axis, of ``n`` ranks: gather and reduce-scatter ``N (n-1)/n``,
+    all-reduce twice that, all-to-all ``N (n-1)/n**2``, and slicing nothing.
     """
     n = sizes[axis]
     if n == 1:
@@ -112,8 +112,10 @@ def _tell_fallbacks(op: Op, layouts: Sequence[Layout | None], sizes: tuple[int, 
             if key not in _told:
                 _told.add(key)
                 log.warning(
-                    f"[{op.name}] dimension {d} is split over the mesh axes {list(axes)} of {[sizes[a] for a in axes]} ranks, which "
-                    f"do not divide the blocks that {op.name} keeps: it stays split over {list(kept)}, and its blocks move"
+                    f"[{op.name}] dimension {d} is split over the mesh axes {list(axes)} of {[sizes[a] for a in axes]} "
+                    "ranks, which "
+                    f"do not divide the blocks that {op.name} keeps: it stays split over {list(kept)}, and its blocks "
+                    "move"
                 )
 
 
@@ -248,7 +250,8 @@ def _splits(layout: Layout, axis: int) -> bool:
 
 
 def _shard_order(layouts: Iterable[Layout], axes: int) -> dict[int, int]:
-    """Place of each mesh axis in the order in which operands name them, outer ones first; the rest in the mesh's order."""
+    """Place of each mesh axis in the order in which operands name them, outer ones first; the rest in the mesh's
+    order."""
     named = [a for layout in layouts for _, nested in layout.shards for a in nested]
     return {a: i for i, a in enumerate(dict.fromkeys([*named, *range(axes)]))}
 

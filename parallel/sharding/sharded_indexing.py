@@ -145,7 +145,7 @@ SCATTER_PART = RankOp("scatter_part", ("g", "*arrays"), _add_to_zeros)
 WRITE_PART = RankOp("write_part", ("x", "v", "*arrays"), _write)
 
 
-# ----- parameters of one rank -------------------------------------------------------------------------------------------
+# ----- parameters of one rank -----------------------------------------------------------------------------------------
 
 
 def _parts(

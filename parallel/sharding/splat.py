@@ -40,7 +40,8 @@ def repeated_element(value: Any) -> np.ndarray | None:
 
 
 def spread(program: Program, limit: int) -> Program:
-    """An equal program that makes its constants of one repeated value, those of more than ``limit`` bytes, from that value."""
+    """An equal program that makes its constants of one repeated value, those of more than ``limit`` bytes, from that
+    value."""
     entries: list[Entry] = []
     avals, constants = dict(program.avals), dict(program.constants)
     for v, value in program.constants.items():

@@ -28,7 +28,8 @@ def _trace(name: str, axis: Axis) -> tuple[RankTrace, tuple[int, ...]]:
     trace = current.trace
     if trace is None:
         raise MeshError(
-            f"[{name}] is for per-rank code: call it inside a function that mt.shard_map runs (outside, arrays are whole, and "
+            f"[{name}] is for per-rank code: call it inside a function that mt.shard_map runs (outside, arrays are "
+            "whole, and "
             "mt.sum, mt.reshard, … do what is needed)"
         )
     names = (axis,) if isinstance(axis, str) else tuple(axis)
@@ -65,8 +66,10 @@ def _refuse_reduced(name: str, trace: RankTrace, axes: tuple[int, ...], x: Array
                 "; where each rank's part is meant, take it: mt.take(x, mt.axis_index(…) * k + mt.arange(k), axis=dim)"
             )
         raise MeshError(
-            f"[{name}] the value is the same on all ranks of {', '.join(map(repr, same))} already (replicated, or reduced before, "
-            f"as the gradient of what is replicated is); where the sum of equal values is meant, multiply by mt.axis_size{part}"
+            f"[{name}] the value is the same on all ranks of {', '.join(map(repr, same))} already (replicated, or "
+            "reduced before, "
+            "as the gradient of what is replicated is); where the sum of equal values is meant, multiply by "
+            f"mt.axis_size{part}"
         )
 
 
@@ -126,12 +129,11 @@ def all_reduce(x: Any, axis: Axis, *, op: str = "sum") -> Any:
     Raises
     ------
     MeshError
-        Outside :func:`shard_map`, or for a value that is the same on all ranks of the axis already: reducing it again, by
-        oversight, would multiply it.
+        Outside :func:`shard_map`, or for a value that is the same on all ranks of the axis already: reducing it again,
+        by oversight, would multiply it.
 
-    Notes
-    -----
-    The derivative of a sum costs no message; ties of ``max`` and ``min`` share the gradient, however many ranks hold them.
+    Notes ----- The derivative of a sum costs no message; ties of ``max`` and ``min`` share the gradient, however many
+    ranks hold them.
 
     Examples
     --------
@@ -235,10 +237,8 @@ def all_to_all(
     --------
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"model": 2})
-    >>> rows = mt.Shard(0)
-    >>> turn = mt.shard_map(
-    ...     lambda x: mt.all_to_all(x, "model", split_dim=1, concat_dim=0), mesh, {"model": rows}, {"model": mt.Shard(1)}
-    ... )
+    >>> rows, columns = {"model": mt.Shard(0)}, {"model": mt.Shard(1)}
+    >>> turn = mt.shard_map(lambda x: mt.all_to_all(x, "model", split_dim=1, concat_dim=0), mesh, rows, columns)
     >>> turn(mt.reshape(mt.arange(8), (2, 4)))
     Array([[0, 1, 2, 3],
            [4, 5, 6, 7]], sharding=Sharding(model=Shard(1)))
@@ -259,11 +259,13 @@ def all_to_all(
         for me in range(n):
             if sum(sizes.row(me)) != length:
                 raise ShapeError(
-                    f"[all_to_all] rank {me} of {axis!r} sends parts {list(sizes.row(me))} of a dimension of length {length}"
+                    f"[all_to_all] rank {me} of {axis!r} sends parts {list(sizes.row(me))} of a dimension of length "
+                    f"{length}"
                 )
             if (sum(sizes.column(me)) != length) if at == to else (len({k for row in sizes.rows for k in row}) > 1):
                 raise ShapeError(
-                    f"[all_to_all] rank {me} of {axis!r} would get parts {list(sizes.column(me))}, and other ranks more or less: "
+                    f"[all_to_all] rank {me} of {axis!r} would get parts {list(sizes.column(me))}, and other ranks "
+                    "more or less: "
                     "blocks of one shape are needed on all ranks"
                 )
         return ops.all_to_all(x, axes, at, to, sizes)
@@ -304,7 +306,8 @@ def broadcast(tree: Any, axis: Axis, *, source: int = 0) -> Any:
 
     >>> import meshtape as mt
     >>> mesh = mt.Mesh({"data": 3})
-    >>> first = mt.shard_map(lambda x: mt.broadcast({"x": x, "note": "hi"}, "data")["x"], mesh, {"data": mt.Shard(0)}, {})
+    >>> rows = {"data": mt.Shard(0)}
+    >>> first = mt.shard_map(lambda x: mt.broadcast({"x": x, "note": "hi"}, "data")["x"], mesh, rows, {})
     >>> first(mt.asarray([5, 6, 7]))
     Array([5], sharding=Sharding(data=Replicate()))
     """

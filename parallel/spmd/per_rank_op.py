@@ -96,8 +96,10 @@ class TracedShardMap:
             n = math.prod(self.mesh.sizes[a] for a in axes)
             if aval.shape[dim] % n:
                 raise ShardingConflict(
-                    f"[{self.name}] argument {i}: dimension {dim} of length {aval.shape[dim]} is divided over {n} ranks, which all run "
-                    f"the same code on blocks of one shape: pad it to a multiple of {n}, or write this with functions of whole arrays"
+                    f"[{self.name}] argument {i}: dimension {dim} of length {aval.shape[dim]} is divided over {n} "
+                    "ranks, which all run "
+                    f"the same code on blocks of one shape: pad it to a multiple of {n}, or write this with functions "
+                    "of whole arrays"
                 )
         return ShapeDtype(block_box(layout, self.mesh.sizes, aval.shape, 0).shape, aval.dtype)
 
@@ -114,7 +116,8 @@ class TracedShardMap:
             names = ", ".join(repr(self.mesh.names[a]) for a in wrong)
             raise ShardingConflict(
                 f"[{self.name}] {what} is to be Replicate() along {names}, but there ranks may hold different values: "
-                f"reduce it (mt.all_reduce, mt.all_gather, mt.broadcast), or give it Shard(dim) or Partial('sum') along "
+                "reduce it (mt.all_reduce, mt.all_gather, mt.broadcast), or give it Shard(dim) or Partial('sum') "
+                "along "
                 f"{names}"
             )
 
@@ -162,7 +165,8 @@ class TracedShardMap:
             for axis, op in self.out_layouts[i].partials:
                 if op != "sum":
                     raise GradientError(
-                        f"[{self.name}] result {i} is Partial({op!r}) along {self.mesh.names[axis]!r}, which has no derivative: "
+                        f"[{self.name}] result {i} is Partial({op!r}) along {self.mesh.names[axis]!r}, which has no "
+                        "derivative: "
                         f"reduce it inside with mt.all_reduce(x, {self.mesh.names[axis]!r}, op={op!r})"
                     )
         code = self._backward.get(smooth_out)

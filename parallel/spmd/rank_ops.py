@@ -19,8 +19,8 @@ forward                  type     backward                    remark
 ``broadcast``            V → I    zeros but on the source
 =======================  =======  ==========================  ==================================================
 
-The cotangent of an I value is I, that of a V value V: a gradient that still has to be reduced and one that is reduced already
-cannot be taken for one another (JAX, *Autodiff and sharding*; Megatron-LM, section 3).
+The cotangent of an I value is I, that of a V value V: a gradient that still has to be reduced and one that is reduced
+already cannot be taken for one another (JAX, *Autodiff and sharding*; Megatron-LM, section 3).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PERMUTE = _collective("permute")
 BROADCAST = _collective("broadcast", invariant=True)
 
 
-# ----- the ops on Arrays of a trace -------------------------------------------------------------------------------------
+# ----- the ops on Arrays of a trace -----------------------------------------------------------------------------------
 
 
 def trace_of(x: Array) -> BlockTrace:

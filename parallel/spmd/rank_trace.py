@@ -113,7 +113,8 @@ class RankTrace(Refusals):
             sharding = getattr(buf, "sharding", None)
             if sharding is not None and sharding.layout.shards:
                 raise MeshError(
-                    f"[shard_map] the function reads an array with {sharding} from around it: pass it as an argument, with "
+                    f"[shard_map] the function reads an array with {sharding} from around it: pass it as an argument, "
+                    "with "
                     "its placement"
                 )
             self.captured.append(Lifted(len(self.captured), x, buf))  # holding both keeps their ids their own

@@ -1,7 +1,7 @@
 """Training (``mt.Trainer``, ``mt.training``): data, steps, checkpoints, and jobs that survive the loss of workers.
 
-Imports models, transforms, mesh and storage, and its own rooms ``data``, ``job``, ``logging`` and ``methods``. Begin with trainer.py, then
-step.py and recovery.py.
+Imports models, transforms, mesh and storage, and its own rooms ``data``, ``job``, ``logging`` and ``methods``. Begin
+with trainer.py, then step.py and recovery.py.
 
 >>> import meshtape as mt
 >>> mt.training.batch_sizes(32, ranks=2, micro=4).accumulation

@@ -67,8 +67,8 @@ class Elastic:
             raise TrainingError(f"numbers of {self} cannot be negative, and a run needs a worker")
 
     def axes(self, first: dict[str, int], per_worker: int, workers: int, fits: Callable[[int], bool]) -> dict[str, int]:
-        """Axes of the next mesh, from the ``first`` ones and the ranks of a worker then. ``fits`` says whether the batch divides over so
-        many data ranks.
+        """Axes of the next mesh, from the ``first`` ones and the ranks of a worker then. ``fits`` says whether the
+        batch divides over so many data ranks.
 
         >>> Elastic().axes({"data": 4, "model": 2}, 1, 6, lambda n: 12 % n == 0)
         {'data': 3, 'model': 2}

@@ -39,12 +39,14 @@ def held(directory: Path) -> Iterator[None]:
         locked, before = try_lock(fd), _read(fd)
         if locked is False:
             raise DirectoryInUse(
-                f"{directory} belongs to another run, {_said(before)}: wait for its end, stop it, or give this one a directory of its own"
+                f"{directory} belongs to another run, {_said(before)}: wait for its end, stop it, or give this one a "
+                "directory of its own"
             )
         here = socket.gethostname()
         if before and before.get("host") != here:
             warnings.warn(
-                f"{directory} was not given back by {_said(before)}: see that it runs no more, if the file system has no locks between hosts",
+                f"{directory} was not given back by {_said(before)}: see that it runs no more, if the file system has "
+                "no locks between hosts",
                 stacklevel=5,
             )
         with writing(str(directory / FILE)):

@@ -73,7 +73,10 @@ class Watch:
             if row["finite"]:
                 self._in_a_row = 0
                 continue
-            said = f"at step {before[i].step + 1} the loss is {row['loss']} and the norm of the gradients {row['grad_norm']}"
+            said = (
+                f"at step {before[i].step + 1} the loss is {row['loss']} and the norm of the gradients "
+                f"{row['grad_norm']}"
+            )
             if not row["weight"] > 0:
                 said += f", and the weight {row['weight']}: a total has a mean over a positive weight alone"
             if self.policy != "skip" and not self.scales:

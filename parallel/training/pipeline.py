@@ -1,4 +1,5 @@
-"""Pipeline parallelism: the stages of a model on parts of the mesh, and micro-batches that pass through them by a schedule.
+"""Pipeline parallelism: the stages of a model on parts of the mesh, and micro-batches that pass through them by a
+schedule.
 
 A stage is a pure function ``stage(params, x, batch, key)``. ``x`` is the result of the stage before (None in the first
 one); the last stage returns the result of a loss function, such as ``(total, weight)``. The first and the last stage
@@ -44,7 +45,8 @@ class Pipeline:
     mesh
         A mesh with the axis; its other axes are those of every stage's part.
     kind
-        ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``; see ``meshtape.parallel.transforms.pipeline_schedules``.
+        ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``; see
+        ``meshtape.parallel.transforms.pipeline_schedules``.
     axis
         Name of the axis.
     chunks
@@ -102,7 +104,7 @@ class Pipeline:
         self._add = compile(lambda a, b: trees.tree_map(lambda x, y: wide(x) + wide(y), a, b))
         self.peak: tuple[int, ...] = ()
 
-    # ----- where things live ----------------------------------------------------------------------------------------------
+    # ----- where things live ------------------------------------------------------------------------------------------
 
     def place(self, params: Sequence[Any]) -> list[Any]:
         """Parameters of the stages, put on their parts."""
@@ -140,7 +142,7 @@ class Pipeline:
             return a
         return reshard(a, Sharding.of(part, here.layout.reduced()))
 
-    # ----- a step -----------------------------------------------------------------------------------------------------------
+    # ----- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, micros: int) -> Schedule:
         """The schedule for so many micro-batches.
@@ -206,7 +208,8 @@ class Pipeline:
         return grads
 
     def optimizer(self, optimizer: Optimizer) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """``init(params)`` and ``step(params, state, micro)`` of an optimizer on all stages; a step gives ``(params, state, loss)``.
+        """``init(params)`` and ``step(params, state, micro)`` of an optimizer on all stages; a step gives ``(params,
+        state, loss)``.
 
         The gradient is that of the mean over the weight of all micro-batches.
         """
@@ -248,7 +251,8 @@ class PipelineRun:
         self.frozen = [None] * len(params) if frozen is None else frozen
         self.scale = None if scale is None else pipe.to(scale, len(params) - 1)
         self.inputs: dict[tuple[int, int], Any] = {}  # inputs of stages until their backward pass is over
-        # Outputs and cotangents on their way to the next action: at first inputs of stage 0, at the end their cotangents.
+        # Outputs and cotangents on their way to the next action: at first inputs of stage 0, at the end their
+        # cotangents.
         self.arriving: dict[tuple[int, int], Any] = {(0, i): x for i, x in enumerate(xs)}
         self.grads: list[Any] = [None] * len(pipe.parts)
         self.sums: dict[str, Array] = {}
@@ -270,8 +274,8 @@ class PipelineRun:
         return float(max(math.prod(x.shape) for x in trees.flatten(self.micro[i])[0]))
 
     def all(self, plan: Schedule) -> None:
-        """Carry out a schedule, in the order of its simulated ends, which every rank can follow; on a cluster each part works through
-        its own actions by itself."""
+        """Carry out a schedule, in the order of its simulated ends, which every rank can follow; on a cluster each part
+        works through its own actions by itself."""
         for action in sorted(ends := plan.simulate().ends, key=lambda a: (ends[a], a.stage)):
             self.do(action)
 

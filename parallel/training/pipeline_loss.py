@@ -1,7 +1,7 @@
 """``mt.pipeline``: a loss whose model is one function in all stages of a pipeline, with stacked parameters.
 
-It has the derivative that :class:`.pipeline.Pipeline` computes by a schedule. Parameters, batches and gradients go between
-the mesh and its parts, each stage's to and from its own ranks.
+It has the derivative that :class:`.pipeline.Pipeline` computes by a schedule. Parameters, batches and gradients go
+between the mesh and its parts, each stage's to and from its own ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def pipeline(
     Parameters
     ----------
     stage
-        ``stage(params, x)``: one stage; the parameters are those of the stage alone, and the result is the next stage's ``x``. It is
-        compiled, and run on the ranks of the stage, over whose other axes its arrays may be split.
+        ``stage(params, x)``: one stage; the parameters are those of the stage alone, and the result is the next stage's
+        ``x``. It is compiled, and run on the ranks of the stage, over whose other axes its arrays may be split.
     loss
         ``loss(shared, x, y)``: the loss of one micro-batch (a mean over its samples), from the last stage's result.
     mesh
@@ -56,7 +56,8 @@ def pipeline(
     data_axis
         Name of an axis over which the batch is split beside; the loss is the mean over it.
     micros
-        Number of micro-batches that the batch is cut into, along its first dimension; it must divide the batch of each rank.
+        Number of micro-batches that the batch is cut into, along its first dimension; it must divide the batch of each
+        rank.
     kind
         A kind of :func:`~meshtape.parallel.transforms.pipeline_schedules.schedule`, or a schedule.
     chunks
@@ -65,11 +66,12 @@ def pipeline(
     Returns
     -------
     function
-        ``f(params, shared, x, y)``: the mean loss. The arrays of ``params`` have the stages as their first dimension, in order (with
-        ``chunks`` as the first two, ``(chunks, ranks)``); ``shared`` is a tree that the loss gets whole (a head); ``x`` and ``y``
-        are batches. It is differentiable once, with respect to ``params``, ``shared`` and ``x``, and the schedule is that of the
-        run which gives both the value and the gradient; called without a tape it runs forward alone. Its stages are programs of
-        their own, so that it is called outside of :func:`compile`. Parameters that are split over ``axis`` stay with their stage.
+        ``f(params, shared, x, y)``: the mean loss. The arrays of ``params`` have the stages as their first dimension,
+        in order (with ``chunks`` as the first two, ``(chunks, ranks)``); ``shared`` is a tree that the loss gets whole
+        (a head); ``x`` and ``y`` are batches. It is differentiable once, with respect to ``params``, ``shared`` and
+        ``x``, and the schedule is that of the run which gives both the value and the gradient; called without a tape it
+        runs forward alone. Its stages are programs of their own, so that it is called outside of :func:`compile`.
+        Parameters that are split over ``axis`` stay with their stage.
 
     Raises
     ------
@@ -169,19 +171,21 @@ def pipeline(
             shape = tuple(getattr(p, "shape", ()))
             if shape[: len(front)] != front:
                 raise ShapeError(
-                    f"[pipeline] params {trees.path_name(path)} of shape {shape}: the first dimension(s) must be the stages, {front}"
+                    f"[pipeline] params {trees.path_name(path)} of shape {shape}: the first dimension(s) must be the "
+                    f"stages, {front}"
                 )
         for path, a in trees.flatten_with_path((x, y)):
             n = getattr(a, "shape", (0,))[0]
             if n % (plan.micros * replicas):
                 raise ShapeError(
-                    f"[pipeline] the batch {trees.path_name(path)} of {n} does not divide into {plan.micros} micro-batches"
-                    + (f" on each of {replicas} ranks of {data_axis!r}" if replicas > 1 else "")
+                    f"[pipeline] the batch {trees.path_name(path)} of {n} does not divide into {plan.micros} "
+                    "micro-batches" + (f" on each of {replicas} ranks of {data_axis!r}" if replicas > 1 else "")
                 )
         given = trees.tree_map(lambda a: asarray(a), (params, shared, x, y))
         if any(isinstance(a._buf, Tracer) for a in trees.flatten(given)[0]):
             raise MeshError(
-                "[pipeline] stages are compiled programs of their own, on parts of the mesh: call a pipeline outside of mt.compile and "
+                "[pipeline] stages are compiled programs of their own, on parts of the mesh: call a pipeline outside "
+                "of mt.compile and "
                 "mt.shard_map, and compile what comes after it, such as the optimizer's step"
             )
         return run(*given)

@@ -1,4 +1,5 @@
-"""Mixed precision: the computation in 16 bits, parameters, optimizer and sums in float32; and the scaling of float16 losses."""
+"""Mixed precision: the computation in 16 bits, parameters, optimizer and sums in float32; and the scaling of float16
+losses."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ class Precision:
     scale
         The first factor of the loss, so that small gradients survive in float16; 1 for other dtypes.
     growth, every
-        The scale grows by this factor after so many good steps in a row, and halves at a step whose gradients are not finite;
-        that step is left out (Micikevicius et al., 2018). At a scale of 2**-14 ``on_nonfinite`` of the Trainer applies.
+        The scale grows by this factor after so many good steps in a row, and halves at a step whose gradients are not
+        finite; that step is left out (Micikevicius et al., 2018). At a scale of 2**-14 ``on_nonfinite`` of the Trainer
+        applies.
     """
 
     compute: str = "float32"
@@ -85,7 +87,7 @@ class Precision:
 
         return trees.tree_map(one, params)
 
-    # ----- the scaler: a small tree in the state ------------------------------------------------------------------------
+    # ----- the scaler: a small tree in the state ----------------------------------------------------------------------
 
     def init(self) -> dict[str, Any]:
         """The scaler's state."""

@@ -1,4 +1,5 @@
-"""Recovery of a run after a loss of workers, or with added ones: another mesh, the newest snapshot, the same order of samples."""
+"""Recovery of a run after a loss of workers, or with added ones: another mesh, the newest snapshot, the same order of
+samples."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Recovery:
         self._rolled = (-1, 0)  # the step of the last rollback, and how many have led there
 
     def take_snapshot(self) -> None:
-        """Begin a copy of the state in the memory of the workers; the one before is dropped when the next one begins."""
+        """Begin a copy of the state in the memory of the workers; the one before is dropped when the next one
+        begins."""
         t = self.trainer
         # One copy is under way at a time: a second would hold a third state in memory.
         complete = [(at, copy) for at, copy in self.snapshots if copy.wait(SNAPSHOT_LIMIT)]
@@ -53,7 +55,8 @@ class Recovery:
         self.snapshots = []
 
     def after(self, error: Exception) -> None:
-        """Go on after a loss, or after a step that was not finite; raise the error where it was none of these, or one too many."""
+        """Go on after a loss, or after a step that was not finite; raise the error where it was none of these, or one
+        too many."""
         if isinstance(error, NonFiniteStep):
             self._roll_back(error)
             return
@@ -95,7 +98,8 @@ class Recovery:
             and isinstance(error, MeshtapeError | OSError | RuntimeError)
         ):
             raise ClusterError(
-                f"the Dask scheduler at {self.scheduler} is gone, and its workers with it ({type(error).__name__}: {error}). The newest "
+                f"the Dask scheduler at {self.scheduler} is gone, and its workers with it ({type(error).__name__}: "
+                f"{error}). The newest "
                 f"checkpoint is {self.trainer.newest() or 'none'}; a run on another scheduler goes on from there"
             ) from error
 
@@ -107,7 +111,8 @@ class Recovery:
         self._failed_at = t.progress.step
         if self.restarts >= policy.max_restarts:
             raise RestartsExhausted(
-                f"workers were lost {self.restarts + 1} times, max_restarts is {policy.max_restarts}; the last loss, at step "
+                f"workers were lost {self.restarts + 1} times, max_restarts is {policy.max_restarts}; the last loss, "
+                "at step "
                 f"{t.progress.step}: {error}"
             ) from error
         self.restarts += 1
@@ -137,7 +142,8 @@ class Recovery:
         return True
 
     def _move(self, mesh: Mesh, saved: int | None) -> None:
-        """The run on another mesh, from the newest of: the snapshot in memory, the checkpoints up to ``saved``, the beginning."""
+        """The run on another mesh, from the newest of: the snapshot in memory, the checkpoints up to ``saved``, the
+        beginning."""
         t = self.trainer
         t.session.close()
         t.mesh = mesh
@@ -149,7 +155,8 @@ class Recovery:
         t.report.note("running", error=None)
 
     def _restore(self, saved: int | None) -> None:
-        """State and position of the newest of: the snapshot in memory, the checkpoints up to ``saved``, the beginning."""
+        """State and position of the newest of: the snapshot in memory, the checkpoints up to ``saved``, the
+        beginning."""
         t = self.trainer
         if not self._from_memory(saved or 0):
             t.session.start(t.init)
@@ -193,8 +200,8 @@ class Recovery:
         return max((s for s in t.checkpoints.branch() if s <= t.saved_at), default=None)
 
     def grow(self) -> bool:
-        """Right after a checkpoint or a snapshot: whether workers were added that a longer data axis, or ranks that share a worker, have use
-        for; the run is on them then."""
+        """Right after a checkpoint or a snapshot: whether workers were added that a longer data axis, or ranks that
+        share a worker, have use for; the run is on them then."""
         t = self.trainer
         mesh, client = t.session.mesh, client_of(t.session.mesh)
         if self.policy is None or client is None or mesh is None:

@@ -70,7 +70,8 @@ class RunCheckpoints(TrainingRun):
             c.on_save(self, self.checkpoints.path(step))
 
     def _let_land(self) -> None:
-        """Nothing is being written when the run ends. A run that ends well has waited before: this is for one that ends by another error."""
+        """Nothing is being written when the run ends. A run that ends well has waited before: this is for one that ends
+        by another error."""
         try:
             self.landed(wait=True)
         except Exception as e:

@@ -63,7 +63,7 @@ class Session:
         """Where batches go."""
         return self.mesh, None if self.mesh is None else self.recipe.plan.batch(self.mesh)
 
-    # ----- the state ----------------------------------------------------------------------------------------------------
+    # ----- the state --------------------------------------------------------------------------------------------------
 
     def start(self, init: Any) -> None:
         """The state before the first step, from parameters or from a function of a key."""
@@ -85,7 +85,7 @@ class Session:
         assert mesh is not None
         return trees.map_with_path(lambda path, x: self.recipe.sharding(path, x, mesh), tree)
 
-    # ----- work ---------------------------------------------------------------------------------------------------------
+    # ----- work -------------------------------------------------------------------------------------------------------
 
     def batches(self, consumed: int, epochs: int | None) -> Iterator[Batch]:
         """See :class:`Loader`."""
@@ -150,5 +150,6 @@ def check_meshes(params: Any, mesh: Mesh | None) -> None:
     for path, x in trees.flatten_with_path(params):
         if isinstance(x, Array) and x.sharding is not None and x.sharding.mesh is not mesh:
             raise MeshError(
-                f"the parameters lie on another mesh than {mesh}: {trees.path_name(path)} is on {x.sharding.mesh}; pass local ones"
+                f"the parameters lie on another mesh than {mesh}: {trees.path_name(path)} is on {x.sharding.mesh}; "
+                "pass local ones"
             )

@@ -65,7 +65,8 @@ def session_of(
         return Session(recipe, mesh, source, sampler, **sizes)
     if pipelining is None:
         raise PlanError(
-            f"the plan {recipe.plan} has 'pp' and {mesh} the axis {AXES['pp']!r}: give the Trainer stages=, which say how the model "
+            f"the plan {recipe.plan} has 'pp' and {mesh} the axis {AXES['pp']!r}: give the Trainer stages=, which say "
+            "how the model "
             "is cut (mt.models.decoder.staged)"
         )
     return StagedSession(recipe, mesh, source, sampler, pipelining=pipelining, **sizes)
@@ -84,7 +85,8 @@ class StagedSession(Session):
         micros = self.sizes.accumulation
         if pipelining.schedule == "interleaved" and micros % self.ranks:
             raise TrainingError(
-                f"an interleaved schedule takes micro-batches in multiples of its {self.ranks} ranks: accumulation is {micros}"
+                f"an interleaved schedule takes micro-batches in multiples of its {self.ranks} ranks: accumulation is "
+                f"{micros}"
             )
 
     def _feed(self) -> tuple[Mesh | None, Sharding | None]:
@@ -170,7 +172,7 @@ class StagedSession(Session):
         ]
         self._steps = -1
 
-    # ----- the state ----------------------------------------------------------------------------------------------------
+    # ----- the state --------------------------------------------------------------------------------------------------
 
     def start(self, init: Any) -> None:
         """See :meth:`Session.start`. Each part makes its own parameters."""
@@ -195,7 +197,7 @@ class StagedSession(Session):
 
         return self._walk([places], lambda k, row: on(self.owner[k], row[0]), lambda row: on(0, row[0]))
 
-    # ----- work ---------------------------------------------------------------------------------------------------------
+    # ----- work -------------------------------------------------------------------------------------------------------
 
     def _given(self, tree: Any) -> list[Any]:
         """The leaves of the parameters that each stage needs, on its part, as trees like the whole."""

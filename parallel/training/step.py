@@ -3,9 +3,10 @@
 A step whose loss or gradients are not finite changes nothing: parameters, slots, averages and masters stay the same, on
 all ranks, as all have the same norm of the gradients.
 
-The state is a tree: ``params``, ``optimizer``, ``step``, and where they are used ``ema`` and ``scaler``. Losses are sums with
-their weights (tokens, or samples), so that the gradient is that of the mean over the whole global batch, however unevenly it is
-cut. All micro-batches are in one program: gradients stay unreduced from micro-batch to micro-batch, and each is reduced once.
+The state is a tree: ``params``, ``optimizer``, ``step``, and where they are used ``ema`` and ``scaler``. Losses are
+sums with their weights (tokens, or samples), so that the gradient is that of the mean over the whole global batch,
+however unevenly it is cut. All micro-batches are in one program: gradients stay unreduced from micro-batch to
+micro-batch, and each is reduced once.
 
 ZeRO consists of shardings (Rajbhandari et al., 2020). Stage 1 splits the optimizer's slots over the data axis, stage 2
 the gradients too (a reduce-scatter takes the place of the all-reduce), stage 3 the parameters too, which are gathered
@@ -74,7 +75,8 @@ class TrainingConfig:
             pass
         except TypeError as e:
             raise TrainingError(
-                f"the loss is called as loss(params, batch, key), with the key None in an evaluation; it does not take that: {e}"
+                "the loss is called as loss(params, batch, key), with the key None in an evaluation; it does not take "
+                f"that: {e}"
             ) from None
         if not all(callable(getattr(self.optimizer, name, None)) for name in ("init", "update")):
             raise TrainingError(
@@ -92,7 +94,7 @@ class TrainingConfig:
         """Whether steps after a non-finite one change nothing until it is handled; not if the loss has a scale."""
         return self.on_nonfinite != "skip" and not self.precision.scales
 
-    # ----- shardings ----------------------------------------------------------------------------------------------------
+    # ----- shardings --------------------------------------------------------------------------------------------------
 
     def _whole(self, path: trees.Path, x: Any, mesh: Mesh) -> Sharding:
         """The sharding of a parameter in computations."""
@@ -126,7 +128,7 @@ class TrainingConfig:
 
         return trees.map_with_path(put, state)
 
-    # ----- the state ----------------------------------------------------------------------------------------------------
+    # ----- the state --------------------------------------------------------------------------------------------------
 
     def init(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
         """The state before the first step. On a mesh it is computed lazily."""
@@ -143,15 +145,18 @@ class TrainingConfig:
         for path, x in trees.flatten_with_path(self.masked(params)):
             if self.precision is UNSAID and isinstance(x, Array | np.ndarray) and x.dtype == np.float64:
                 warnings.warn(
-                    f"parameter {trees.path_name(path)} is float64, and the Trainer computes in float32: pass precision='float64' to compute "
-                    "with all digits, precision='float32' to be told no more, or parameters of float32 for half of the memory",
+                    f"parameter {trees.path_name(path)} is float64, and the Trainer computes in float32: pass "
+                    "precision='float64' to compute "
+                    "with all digits, precision='float32' to be told no more, or parameters of float32 for half of the "
+                    "memory",
                     stacklevel=2,
                 )
                 break
         for path, x in trees.flatten_with_path(self.masked(params)):
             if not trains(x):
                 raise TrainingError(
-                    f"parameter {trees.path_name(path)} is {getattr(x, 'dtype', type(x).__name__)}, which has no gradient: make it "
+                    f"parameter {trees.path_name(path)} is {getattr(x, 'dtype', type(x).__name__)}, which has no "
+                    "gradient: make it "
                     "floating, or name it among what is not trained, with trainable=lambda path: path != "
                     f"{tuple(path)!r}"
                 )
@@ -174,10 +179,11 @@ class TrainingConfig:
         chosen = self.trainable
         return trees.map_with_path(lambda path, x: x if chosen(path) else None, params)
 
-    # ----- the step -----------------------------------------------------------------------------------------------------
+    # ----- the step ---------------------------------------------------------------------------------------------------
 
     def step(self, state: Any, micro: Sequence[Any], key: Array, going: Any = None) -> tuple[Any, dict[str, Array]]:
-        """The state after one step, and numbers about it: ``loss``, ``weight``, ``grad_norm``, ``finite`` and the loss's own metrics.
+        """The state after one step, and numbers about it: ``loss``, ``weight``, ``grad_norm``, ``finite`` and the
+        loss's own metrics.
 
         ``going`` is ``finite`` of the step before, for a recipe that halts: where it is false the step changes nothing.
         """
@@ -315,7 +321,8 @@ def weighted(found: Any, batch: Any) -> dict[str, Array]:
     rows = {len(x) for x in trees.flatten(batch)[0] if getattr(x, "ndim", 0)}
     if len(rows) != 1:
         raise TrainingError(
-            f"the arrays of the batch have first dimensions {sorted(rows)}, so that a mean has no weight: return (total, weight)"
+            f"the arrays of the batch have first dimensions {sorted(rows)}, so that a mean has no weight: return "
+            "(total, weight)"
         )
     mean = _wide("mean", found)
     n = asarray(np.asarray(next(iter(rows)), mean.dtype))
@@ -326,7 +333,8 @@ def refuse_constant(total: Array) -> None:
     """Raise where a loss that is being differentiated was not computed from the parameters."""
     if not is_watched(total):
         raise TrainingError(
-            "the loss does not depend on the parameters, so that nothing would be trained: compute it from the params that it is given, by "
+            "the loss does not depend on the parameters, so that nothing would be trained: compute it from the params "
+            "that it is given, by "
             "functions of meshtape; float(...), mt.stop_gradient, comparisons and integers have no derivative"
         )
 
@@ -336,7 +344,8 @@ def _wide(what: str, x: Any) -> Array:
     if not single or getattr(x, "size", 1) != 1 or getattr(x, "dtype", np.dtype(float)).kind == "c":
         got = f"{x.dtype.name} of shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
         raise TrainingError(
-            f"the {what} that the loss gives is no single real number but {got}: a loss returns a mean over the batch, such as "
+            f"the {what} that the loss gives is no single real number but {got}: a loss returns a mean over the batch, "
+            "such as "
             "mt.mean(losses), or (total, weight), or (total, weight, metrics)"
         )
     x = asarray(x)

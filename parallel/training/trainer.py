@@ -54,41 +54,46 @@ class Trainer(RunCheckpoints):
     optimizer
         Of ``mt.optim``.
     data
-        Training samples: a tree of arrays with a common first dimension, a source of ``mt.training``, a Dask collection.
+        Training samples: a tree of arrays with a common first dimension, a source of ``mt.training``, a Dask
+        collection.
     batch
         Samples of a step, over all ranks.
     micro, accumulation
-        Samples that a rank computes at a time, or into how many micro-batches a step is cut; one of them or neither. All must
-        divide evenly. Random numbers belong to samples: they are the same however a batch is cut, and on every mesh.
+        Samples that a rank computes at a time, or into how many micro-batches a step is cut; one of them or neither.
+        All must divide evenly. Random numbers belong to samples: they are the same however a batch is cut, and on every
+        mesh.
     steps, epochs
         When to stop; at least one of them.
     mesh
         Where to run; this process without one.
     plan
-        Where parameters live and how batches are split: ``mt.models.decoder.plan("dp+tp")``, or a ``Plan`` of your own. By default
-        (``"dp"``) the batch is split over the axis ``data`` and parameters are replicated; with ``"fsdp"`` they are split too.
+        Where parameters live and how batches are split: ``mt.models.decoder.plan("dp+tp")``, or a ``Plan`` of your own.
+        By default (``"dp"``) the batch is split over the axis ``data`` and parameters are replicated; with ``"fsdp"``
+        they are split too.
     stages
-        How the model is cut where the plan has ``pp`` and the mesh an axis ``pipe``: ``mt.models.decoder.staged(config, plan=plan)``, or a
-        ``mt.models.Stages`` of your own. Micro-batches pass through the stages; ``accumulation`` says how many there are. The stages then
-        take the place of ``loss``, which is used on all other meshes.
+        How the model is cut where the plan has ``pp`` and the mesh an axis ``pipe``: ``mt.models.decoder.staged(config,
+        plan=plan)``, or a ``mt.models.Stages`` of your own. Micro-batches pass through the stages; ``accumulation``
+        says how many there are. The stages then take the place of ``loss``, which is used on all other meshes.
     schedule, chunks
-        Of the pipeline: ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``, and stages a rank for the third.
+        Of the pipeline: ``"fthenb"``, ``"1f1b"``, ``"interleaved"`` or ``"zerobubble"``, and stages a rank for the
+        third.
     zero
         ZeRO stage (0 to 3) over the axis ``data``.
     precision
-        ``"float32"`` (the default; it warns of float64 parameters), ``"float64"``, ``"bfloat16"`` or ``"float16"`` for the computation, or a
-        ``Precision``; parameters stay as they are.
+        ``"float32"`` (the default; it warns of float64 parameters), ``"float64"``, ``"bfloat16"`` or ``"float16"`` for
+        the computation, or a ``Precision``; parameters stay as they are.
     clip
         Largest global norm of the gradients.
     ema
         ``mt.optim.ema(…)``: an average of the parameters, kept in the state under ``"ema"``.
     on_nonfinite
-        After a step whose loss or gradients are NaN or infinite, which itself changes nothing: ``"raise"`` :class:`NonFiniteError` and stand
-        before it; ``"skip"`` it (30 in a row end the run); or ``"rollback"``: go on from the newest snapshot or checkpoint with the batch
-        after it (a fourth time to the same place ends the run). The log counts them. With float16 a smaller scale of
-        the loss is tried first.
+        After a step whose loss or gradients are NaN or infinite, which itself changes nothing: ``"raise"``
+        :class:`NonFiniteError` and stand before it; ``"skip"`` it (30 in a row end the run); or ``"rollback"``: go on
+        from the newest snapshot or checkpoint with the batch after it (a fourth time to the same place ends the run).
+        The log counts them. With float16 a smaller scale of the loss is tried first.
     trainable
-        ``trainable(path)`` says whether a parameter is trained; the others stay as they are and cost no optimizer state.
+        ``trainable(path)`` says whether a parameter is trained; the others stay as they are and cost no optimizer
+        state.
     seed
         Of the parameters, of dropout, and of the order of the samples.
     shuffle, drop_last
@@ -96,13 +101,15 @@ class Trainer(RunCheckpoints):
     ahead
         Batches that are read before they are needed.
     directory
-        Where checkpoints, ``metrics.jsonl``, events for TensorBoard (where tensorboardX is installed) and ``status.json`` go. Inside
-        ``meshtape run`` that of the job. Without one nothing is written.
+        Where checkpoints, ``metrics.jsonl``, events for TensorBoard (where tensorboardX is installed) and
+        ``status.json`` go. Inside ``meshtape run`` that of the job. Without one nothing is written.
     checkpoints
-        A ``CheckpointManager`` of your own, instead of one in ``directory/checkpoints``, which keeps two and writes in the background: one
-        at a time, from a copy that costs nothing, while steps go on. An error of it ends the run at the next step.
+        A ``CheckpointManager`` of your own, instead of one in ``directory/checkpoints``, which keeps two and writes in
+        the background: one at a time, from a copy that costs nothing, while steps go on. An error of it ends the run at
+        the next step.
     save_every
-        Steps between checkpoints; one is written at the end and at a signal in any case. The run waits for it before it ends.
+        Steps between checkpoints; one is written at the end and at a signal in any case. The run waits for it before it
+        ends.
     resume
         ``"auto"``: from the newest checkpoint if there is one; ``"never"``; or the path of a checkpoint.
     evaluate, eval_every
@@ -116,11 +123,12 @@ class Trainer(RunCheckpoints):
     elastic
         Go on when workers are lost or come; see :class:`Elastic`. Without it a loss ends the run.
     snapshot_every
-        Steps between copies of the state in the memory of the workers, each block on two of them, from which a run with ``elastic`` goes on
-        when they are newer than the last checkpoint. They are taken while the run computes, and cost up to twice the state's memory
-        each; while one is taken, the one before is kept.
+        Steps between copies of the state in the memory of the workers, each block on two of them, from which a run with
+        ``elastic`` goes on when they are newer than the last checkpoint. They are taken while the run computes, and
+        cost up to twice the state's memory each; while one is taken, the one before is kept.
     progress
-        Show it: True, False, or None for a bar on a terminal, and elsewhere lines in a job of ``meshtape run`` and else nothing.
+        Show it: True, False, or None for a bar on a terminal, and elsewhere lines in a job of ``meshtape run`` and else
+        nothing.
 
     Raises
     ------
@@ -258,7 +266,7 @@ class Trainer(RunCheckpoints):
         """End the run after this step; for callbacks."""
         self._reason = self._reason or reason
 
-    # ----- the run --------------------------------------------------------------------------------------------------------
+    # ----- the run ----------------------------------------------------------------------------------------------------
 
     def fit(self) -> TrainResult:
         """Run to the end; see the class. May be called again, to go on after ``steps`` was raised.
@@ -322,7 +330,10 @@ class Trainer(RunCheckpoints):
         if (job := current_job()) is not None:
             job.results.append(result)
         if result.stopped:
-            text = f"{reason} stopped the run after step {result.step}; the newest checkpoint is {result.checkpoint or 'none'}"
+            text = (
+                f"{reason} stopped the run after step {result.step}; the newest checkpoint is "
+                f"{result.checkpoint or 'none'}"
+            )
             raise interrupted(text, signal.Signals[reason], result)
         return result
 
@@ -366,7 +377,8 @@ class Trainer(RunCheckpoints):
             warnings.warn(f"skipped {path}: its parameters are not finite", stacklevel=3)
         if steps:
             raise NonFiniteError(
-                f"no checkpoint in {self.checkpoints.directory} has finite parameters (steps {', '.join(map(str, steps))}): begin anew "
+                f"no checkpoint in {self.checkpoints.directory} has finite parameters (steps "
+                f"{', '.join(map(str, steps))}): begin anew "
                 "with resume='never' and another directory"
             )
         return None
@@ -484,7 +496,7 @@ class Trainer(RunCheckpoints):
         for c in self.callbacks:
             c.on_stop(self, reason)
 
-    # ----- numbers --------------------------------------------------------------------------------------------------------
+    # ----- numbers ----------------------------------------------------------------------------------------------------
 
     def _read(self, meter: Meter) -> None:
         """Read the steps since the last read: log them, or raise their error."""
@@ -498,7 +510,8 @@ class Trainer(RunCheckpoints):
         if wrong is not None:
             self._let_land()  # what is being written counts
             wrong.args = (
-                f"{wrong}; the newest checkpoint is {self.newest() or 'none'}. A smaller learning rate or clip= may help; "
+                f"{wrong}; the newest checkpoint is {self.newest() or 'none'}. A smaller learning rate or clip= may "
+                "help; "
                 "mt.detect_anomaly() finds the op",
             )
             raise wrong

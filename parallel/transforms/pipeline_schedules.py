@@ -2,19 +2,20 @@
 
 A schedule is a matrix of actions, one row a rank: ``F3`` is the forward pass of micro-batch 3, ``B3`` its backward
 pass, ``I3`` and ``W3`` the two halves of that (the cotangent of the input, which the stage before waits for, and those
-of the parameters, for which no stage waits). With ``chunks`` a rank has several stages: stage ``c * ranks + rank`` is its ``c``-th.
+of the parameters, for which no stage waits). With ``chunks`` a rank has several stages: stage ``c * ranks + rank`` is
+its ``c``-th.
 
-==================  ============================================  ================================  ==========================
-kind                order                                         idle time, in stage times         stages' activations held
-==================  ============================================  ================================  ==========================
-``"fthenb"``        all forward, then all backward                ``(p-1)(F+B+W)``                  ``m``
-``"1f1b"``          forward and backward in turn, after a start   ``(p-1)(F+B+W)``                  ``min(m, p-s)``
-``"interleaved"``   the same over ``v`` chunks a rank             ``(p-1)(F+B+W)/v``                ``min(mv, 2(p-s-1)+(v-1)p+1)``
-``"zerobubble"``    1f1b whose ``W`` are put off                  ``(p-1)(F+B-W)``                  ``p``
-==================  ============================================  ================================  ==========================
+=================  =================================  =========================  ==============================
+kind               order                              idle time, in stage times  stages' activations held
+=================  =================================  =========================  ==============================
+``"fthenb"``       all forward, then all backward     ``(p-1)(F+B+W)``           ``m``
+``"1f1b"``         in turn, after a start             ``(p-1)(F+B+W)``           ``min(m, p-s)``
+``"interleaved"``  the same over ``v`` chunks a rank  ``(p-1)(F+B+W)/v``         ``min(mv, 2(p-s-1)+(v-1)p+1)``
+``"zerobubble"``   1f1b whose ``W`` are put off       ``(p-1)(F+B-W)``           ``p``
+=================  =================================  =========================  ==============================
 
-``p`` ranks, ``m`` micro-batches, ``v`` chunks, rank ``s``. Sources: GPipe (Huang et al., 2019), PipeDream-flush and interleaving
-(Narayanan et al., 2021), ZB-H1 (Qi et al., 2023).
+``p`` ranks, ``m`` micro-batches, ``v`` chunks, rank ``s``. Sources: GPipe (Huang et al., 2019), PipeDream-flush and
+interleaving (Narayanan et al., 2021), ZB-H1 (Qi et al., 2023).
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Schedule:
     rows: tuple[tuple[ScheduleAction, ...], ...]
 
     def check(self) -> Schedule:
-        """Itself. Raises ``ValueError`` where an action is missing, doubled or in vain, or ranks would wait for each other for
-        ever."""
+        """Itself. Raises ``ValueError`` where an action is missing, doubled or in vain, or ranks would wait for each
+        other for ever."""
         wanted = {("F", i, j) for i in range(self.stages) for j in range(self.micros)}
         halves = any(a.kind == "W" for row in self.rows for a in row)
         wanted |= {(k, i, j) for _, i, j in wanted for k in ("IW" if halves else "B")}
@@ -76,7 +77,8 @@ class Schedule:
         return self
 
     def simulate(self, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> Simulation:
-        """The schedule with these times of a rank's whole model part (``F``, ``I`` and ``W``; ``B`` is both), messages being free.
+        """The schedule with these times of a rank's whole model part (``F``, ``I`` and ``W``; ``B`` is both), messages
+        being free.
 
         >>> schedule("1f1b", 4, 8).simulate().time
         33.0

@@ -23,7 +23,8 @@ from .shard_map import shard_map
 def ring_attention(
     query: Array, key: Array, value: Array, *, axis: str, is_causal: bool = False, scale: float | None = None
 ) -> Array:
-    """:func:`mt.nn.scaled_dot_product_attention` with the sequence split over a mesh axis; no rank ever holds all of it.
+    """:func:`mt.nn.scaled_dot_product_attention` with the sequence split over a mesh axis; no rank ever holds all of
+    it.
 
     Each rank keeps its block of the queries. The blocks of keys and values go round, and their contributions are joined
     by a running maximum and sum, so that the result is that of the whole softmax. Peak memory of the scores falls with
@@ -32,8 +33,9 @@ def ring_attention(
     Parameters
     ----------
     query, key, value
-        Of dimensions ``(b, heads, …, s, d)`` on one mesh; ``s`` of all three is one number, a multiple of the axis. Leading dimensions
-        broadcast, as fewer key heads in a dimension of their own do. Splits of the first two dimensions stay.
+        Of dimensions ``(b, heads, …, s, d)`` on one mesh; ``s`` of all three is one number, a multiple of the axis.
+        Leading dimensions broadcast, as fewer key heads in a dimension of their own do. Splits of the first two
+        dimensions stay.
     axis
         Name of the mesh axis that splits the sequence.
     is_causal
@@ -66,7 +68,8 @@ def ring_attention(
     s, ranks = q.shape[-2], here.mesh.describe()[axis]
     if k.shape[-2] != s or v.shape[-2] != s or s % ranks:
         raise ShapeError(
-            f"[ring_attention] sequences of {s}, {k.shape[-2]} and {v.shape[-2]} must be one multiple of the {ranks} ranks of {axis!r}"
+            f"[ring_attention] sequences of {s}, {k.shape[-2]} and {v.shape[-2]} must be one multiple of the {ranks} "
+            f"ranks of {axis!r}"
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     placed: dict[str, Placement] = {}

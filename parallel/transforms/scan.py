@@ -44,21 +44,22 @@ def scan(
 ) -> tuple[Any, Any]:
     """Run ``state, out = step(state, x)`` for every ``x``, and stack the outputs.
 
-    The same as a Python loop around the compiled step, and written like ``jax.lax.scan``; on a mesh of Dask workers many turns are
-    one task a worker (``meshtape.loop`` in Dask's configuration, 64), so that a turn has no overhead of its own.
+    The same as a Python loop around the compiled step, and written like ``jax.lax.scan``; on a mesh of Dask workers
+    many turns are one task a worker (``meshtape.loop`` in Dask's configuration, 64), so that a turn has no overhead of
+    its own.
 
     Parameters
     ----------
     step
-        A function of the state and of the data of one turn, which gives the new state, of the same structure, shapes and dtypes,
-        and the output of the turn. It is compiled, see :func:`meshtape.compile`.
+        A function of the state and of the data of one turn, which gives the new state, of the same structure, shapes
+        and dtypes, and the output of the turn. It is compiled, see :func:`meshtape.compile`.
     init
         The first state: a tree of arrays and numbers. Its shardings stay the same.
     each
-        The data of the turns, in one of two forms. An array, or a dict, tuple or dataclass of arrays, has the turns as first dimension,
-        as in JAX: ``step`` gets the tree of rows. A list, generator or other iterable has a tree of arrays for each turn; it is read
-        ahead, while the turns before run. Arrays that were put on the mesh by :func:`meshtape.distribute` travel in blocks, others to
-        every rank.
+        The data of the turns, in one of two forms. An array, or a dict, tuple or dataclass of arrays, has the turns as
+        first dimension, as in JAX: ``step`` gets the tree of rows. A list, generator or other iterable has a tree of
+        arrays for each turn; it is read ahead, while the turns before run. Arrays that were put on the mesh by
+        :func:`meshtape.distribute` travel in blocks, others to every rank.
     length
         Number of turns. Without ``each``, ``step`` gets None.
 
@@ -72,8 +73,8 @@ def scan(
     Raises
     ------
     ShapeError
-        When ``step`` gives a state of another structure, shape or dtype, the arrays of ``each`` or ``length`` disagree about the number
-        of turns, or there is no turn.
+        When ``step`` gives a state of another structure, shape or dtype, the arrays of ``each`` or ``length`` disagree
+        about the number of turns, or there is no turn.
     RankLost, CollectiveTimeout
         When a turn failed on a worker.
 
@@ -135,7 +136,8 @@ def _turns(each: Any, length: int | None) -> Iterator[Any]:
     rows = {trees.path_name(path) or "each": x.shape[:1] for path, x in trees.flatten_with_path(arrays)}
     if () in rows.values():
         raise ShapeError(
-            f"[scan] {next(name for name in rows if not rows[name])} has no dimensions, the first of which would be the turns. Data of one "
+            f"[scan] {next(name for name in rows if not rows[name])} has no dimensions, the first of which would be "
+            "the turns. Data of one "
             "turn at a time come in a list or a generator; constants belong into the closure of the step"
         )
     turns = {name: n for name, (n,) in rows.items()} | ({} if length is None else {"length": length})

@@ -27,7 +27,8 @@ from ..spmd.rank_tracer import RankTracer
 
 
 class _DerivedNotes:
-    """Notices results that are computed, while the code is traced, from arrays around it: they are right for this call alone."""
+    """Notices results that are computed, while the code is traced, from arrays around it: they are right for this call
+    alone."""
 
     def __init__(self, known: Sequence[Array]) -> None:
         self.known = {id(x): x for x in known}
@@ -86,7 +87,8 @@ class ShardMapped(Wrapper):
                 self._cache[key] = found  # type: ignore[assignment]
             if self._unsettled == 2:
                 warnings.warn(
-                    f"[shard_map] {getattr(self._fn, '__name__', self._fn)} is traced at every call: it writes to {changed}. Return the new "
+                    f"[shard_map] {getattr(self._fn, '__name__', self._fn)} is traced at every call: it writes to "
+                    f"{changed}. Return the new "
                     "value, draw with mt.random, and pass as an argument what is read",
                     RuntimeWarning,
                     stacklevel=2,
@@ -199,21 +201,22 @@ def _sharding(mesh: Mesh, spec: Sharding | dict[str, Placement] | None, what: st
 def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any) -> Callable[..., Any]:
     """Code that is written for one rank, as a function of whole arrays.
 
-    Inside ``fn`` an array is one rank's block, and nothing moves between ranks but by the collectives: :func:`all_reduce`,
-    :func:`all_gather`, :func:`reduce_scatter`, :func:`all_to_all`, :func:`permute` and :func:`broadcast`. Outside it is an
-    ordinary function: it nests in ``mt.grad`` and ``mt.compile``, at any order, on virtual meshes and on Dask.
+    Inside ``fn`` an array is one rank's block, and nothing moves between ranks but by the collectives:
+    :func:`all_reduce`, :func:`all_gather`, :func:`reduce_scatter`, :func:`all_to_all`, :func:`permute` and
+    :func:`broadcast`. Outside it is an ordinary function: it nests in ``mt.grad`` and ``mt.compile``, at any order, on
+    virtual meshes and on Dask.
 
     Parameters
     ----------
     fn
-        Takes and returns trees of arrays. It is traced, like a compiled function: Python code in it runs once a signature, for all
-        ranks.
+        Takes and returns trees of arrays. It is traced, like a compiled function: Python code in it runs once a
+        signature, for all ranks.
     mesh
         Whose ranks run it.
     in_placements
         A tuple with the placements of each positional argument: ``{"data": mt.Shard(0)}``, ``{}`` for replicated, a
-        :class:`Sharding`, or a tree of these like the argument, of which a leaf may stand for a whole branch. One that is no
-        tuple serves for all arguments. Arguments that are elsewhere are moved. Keyword arguments replicate.
+        :class:`Sharding`, or a tree of these like the argument, of which a leaf may stand for a whole branch. One that
+        is no tuple serves for all arguments. Arguments that are elsewhere are moved. Keyword arguments replicate.
     out_placements
         The same for the results of ``fn``. ``Shard(dim)`` joins the ranks' results, ``Partial(op)`` leaves them
         pending, and a replicated result must be the same on all ranks.
@@ -226,16 +229,15 @@ def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placem
     Raises
     ------
     ShardingConflict
-        For a result that is declared replicated although ranks may hold different values (a reduction was forgotten), and for
-        arguments that are not divided in blocks of one shape.
+        For a result that is declared replicated although ranks may hold different values (a reduction was forgotten),
+        and for arguments that are not divided in blocks of one shape.
     MeshError
         For a value that is reduced twice, unknown axes, arrays of other meshes, collectives outside.
 
-    Notes
-    -----
-    The gradient of a replicated argument is the sum over the ranks: inside ``fn``, ``mt.grad`` gives it reduced already; from
-    outside it is left pending, and reduced late and together with others. See :mod:`meshtape.parallel.spmd.rank_ops` for the pairs of
-    forward and backward collectives, and for how values are typed (JAX, *Autodiff and sharding*).
+    Notes ----- The gradient of a replicated argument is the sum over the ranks: inside ``fn``, ``mt.grad`` gives it
+    reduced already; from outside it is left pending, and reduced late and together with others. See
+    :mod:`meshtape.parallel.spmd.rank_ops` for the pairs of forward and backward collectives, and for how values are
+    typed (JAX, *Autodiff and sharding*).
 
     Examples
     --------

@@ -71,8 +71,8 @@ def stream(
     memory
         Bytes that a rank may use for the blocks that it works on: a number, or a text such as ``"1 GiB"``.
     to
-        Path of a Zarr array to write the result to; a tree of paths, like the result, for several; None where a result is a
-        reduction, which is given back as an array.
+        Path of a Zarr array to write the result to; a tree of paths, like the result, for several; None where a result
+        is a reduction, which is given back as an array.
     scratch
         Directory (or address of a store) that every worker can use, for values that are split over other blocks later:
         sums of rows whose columns are split too. By default beside the first path of ``to``, or a temporary directory
@@ -88,8 +88,8 @@ def stream(
     GradientError
         Where a tape watches an array that ``fn`` takes or reads from around it: streams have no derivative.
     ShardingConflict
-        Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split has no
-        place to go; the message shows the step, and a remedy.
+        Where a value would have to be gathered from all blocks (a sort along the split dimension), or one that is split
+        has no place to go; the message shows the step, and a remedy.
     CheckpointExists
         Where something is already at a path of ``to``.
     StorageFull, StoreError
@@ -270,7 +270,8 @@ def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> t
             return found, parts
         if parts >= min(longest, MOST_PARTS):
             raise OutOfMemory(
-                f"[stream] the smallest blocks need {human_bytes(need)} a rank, and {human_bytes(limit)} are allowed: allow more, "
+                f"[stream] the smallest blocks need {human_bytes(need)} a rank, and {human_bytes(limit)} are allowed: "
+                "allow more, "
                 "or split another dimension"
             )
         parts = min(parts * 2, longest, MOST_PARTS)
@@ -282,7 +283,8 @@ def _over_blocks(layout: Layout, sizes: Sequence[int]) -> bool:
 
 
 def _first(x: Stored) -> tuple[int, int]:
-    """The dimension that is divided further (the first that is split, else the longest), and the length of a rank's part."""
+    """The dimension that is divided further (the first that is split, else the longest), and the length of a rank's
+    part."""
     if x.sharding.layout.shards:
         d = x.sharding.layout.shards[0][0]
     else:
@@ -351,7 +353,7 @@ def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh,
     return out
 
 
-# ----- on the workers -----------------------------------------------------------------------------------------------------
+# ----- on the workers -------------------------------------------------------------------------------------------------
 
 
 def _run_blocks(payloads: Mapping[int, _StreamJob], blocks: Any) -> dict[int, list[Any]]:

@@ -97,7 +97,8 @@ def from_zarr(path: Any, mesh: Mesh, /, **placements: Placement) -> Stored:
     Parameters
     ----------
     path
-        Of a Zarr array, which every worker can read: a directory, or any URL that checkpoints are read from, with its options.
+        Of a Zarr array, which every worker can read: a directory, or any URL that checkpoints are read from, with its
+        options.
     mesh
         The mesh.
     placements
@@ -252,7 +253,8 @@ def scratch_room(given: Any, paths: Sequence[str | None], mesh: Mesh, needed: bo
         room = f"{tempfile.gettempdir()}/meshtape-stream-{uuid.uuid4().hex}"
     else:
         raise ShardingConflict(
-            "[stream] values go from blocks to other blocks by way of a store: say where, with scratch=… that all workers can use"
+            "[stream] values go from blocks to other blocks by way of a store: say where, with scratch=… that all "
+            "workers can use"
         )
     room = stores.location(room)
     if not stores.is_url(room):
@@ -292,7 +294,7 @@ def _arrays_of_group(path: str) -> list[str] | None:
         return None
 
 
-# ----- Zarr's own calls: of a directory, or of an object store as checkpoints reach it ----------------------------------
+# ----- Zarr's own calls: of a directory, or of an object store as checkpoints reach it --------------------------------
 
 
 def _place(path: str, write: bool = True) -> dict[str, Any]:

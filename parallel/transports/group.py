@@ -47,10 +47,11 @@ class Transport(Protocol):
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
         """Send batches (or single arrays) to processes, and fill sinks (or arrays) with theirs, in equal order.
 
-        A process that is named here must name this one, with batches of the same shapes. ``step`` is the number of the exchange within
-        the program, the same in all processes; ``what`` its purpose in the user's words (``all_reduce(data) of mean``). Raises
-        :class:`RankLost` where a process left or stopped, :class:`CollectiveMismatch` where it is at another step or sends another
-        size, :class:`CollectiveTimeout`, which names the missing processes, where the exchange is not done in time.
+        A process that is named here must name this one, with batches of the same shapes. ``step`` is the number of the
+        exchange within the program, the same in all processes; ``what`` its purpose in the user's words
+        (``all_reduce(data) of mean``). Raises :class:`RankLost` where a process left or stopped,
+        :class:`CollectiveMismatch` where it is at another step or sends another size, :class:`CollectiveTimeout`, which
+        names the missing processes, where the exchange is not done in time.
         """
 
     def abort(self, reason: str) -> None:

@@ -83,7 +83,8 @@ class Listener:
             except OSError as e:
                 if self._closed or e.errno in (errno.EBADF, errno.EINVAL):
                     return
-                # ECONNABORTED and its like concern one connection. Without descriptors those that wait stay in the queue.
+                # ECONNABORTED and its like concern one connection. Without descriptors those that wait stay in the
+                # queue.
                 if e.errno in _STARVED:
                     self.starved += 1
                     time.sleep(_PAUSE)

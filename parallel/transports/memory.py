@@ -1,8 +1,9 @@
 """Slots of memory between two processes of one host, or two workers of one process.
 
-Shared memory is a file in ``/dev/shm`` that only its user can open. The ranks open it themselves, and it loses its name as soon as
-both have it: whatever ends a process, the memory goes with it. ``multiprocessing.shared_memory`` is not used, as its resource tracker
-removes segments that others still use when the first process ends (https://github.com/python/cpython/issues/82300).
+Shared memory is a file in ``/dev/shm`` that only its user can open. The ranks open it themselves, and it loses its name
+as soon as both have it: whatever ends a process, the memory goes with it. ``multiprocessing.shared_memory`` is not
+used, as its resource tracker removes segments that others still use when the first process ends
+(https://github.com/python/cpython/issues/82300).
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class SharedSlots:
 
 
 class SharedSegment:
-    """A piece of shared memory, slots in both directions: made by one process under a name of its own, opened by one other."""
+    """A piece of shared memory, slots in both directions: made by one process under a name of its own, opened by one
+    other."""
 
     def __init__(self, fd: int, name: str, size: int, taken: int = 0) -> None:
         self.name, self._taken = name, taken
@@ -126,8 +128,8 @@ class SharedSegment:
 
     @classmethod
     def create(cls) -> SharedSegment:
-        """A new one. Raises ``OSError`` where there is no room: all of it is there from the start, as a later lack would end
-        the process with a signal."""
+        """A new one. Raises ``OSError`` where there is no room: all of it is there from the start, as a later lack
+        would end the process with a signal."""
         _sweep()
         size = BUDGET.take()
         if not size:
@@ -182,7 +184,8 @@ def _sweep() -> None:
 
 
 class LocalSlots:
-    """Slots between two workers of one process: they refer to the sender's memory, which is copied once, by the receiver."""
+    """Slots between two workers of one process: they refer to the sender's memory, which is copied once, by the
+    receiver."""
 
     by_reference = True
     count = SLOTS

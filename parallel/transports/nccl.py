@@ -5,8 +5,8 @@ for ever where these differ, so it is only called when all agree, and failures r
 one exchange are one group of sends and receives, which NCCL carries out together. Contributions are then joined on the
 device in their fixed order, as on the host.
 
-It was written on machines without a GPU, from the documentation of NCCL 2 and of CuPy 14, and has run there against an emulation of
-both; ``tests/gpu`` runs it where there are two devices.
+It was written on machines without a GPU, from the documentation of NCCL 2 and of CuPy 14, and has run there against an
+emulation of both; ``tests/gpu`` runs it where there are two devices.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def nccl() -> Any:
 
 
 class NcclGroup:
-    """A ``Transport`` for arrays of one GPU a process. It shares epoch, sequence and fate with ``host``, the connections of the same
-    processes.
+    """A ``Transport`` for arrays of one GPU a process. It shares epoch, sequence and fate with ``host``, the
+    connections of the same processes.
 
-    All have to arrive within ``timeout`` seconds when the communicator is made, else a :class:`CollectiveTimeout` is raised. ``ended``
-    is called while the device works: whether another process has failed, so that nothing will come any more.
+    All have to arrive within ``timeout`` seconds when the communicator is made, else a :class:`CollectiveTimeout` is
+    raised. ``ended`` is called while the device works: whether another process has failed, so that nothing will come
+    any more.
     """
 
     def __init__(

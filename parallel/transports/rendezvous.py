@@ -56,10 +56,11 @@ def _proof(secret: bytes, role: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class DataPlane:
-    """One process's end of all its connections. Made by :func:`meshtape.parallel.dask.worker.open_plane` on each worker.
+    """One process's end of all its connections. Made by :func:`meshtape.parallel.dask.worker.open_plane` on each
+    worker.
 
-    Without a ``host`` it listens nowhere: connections come in by :meth:`greet`, through ``distributed``'s ``worker``. ``tls`` has the
-    contexts for accepting and for connecting.
+    Without a ``host`` it listens nowhere: connections come in by :meth:`greet`, through ``distributed``'s ``worker``.
+    ``tls`` has the contexts for accepting and for connecting.
     """
 
     def __init__(
@@ -247,8 +248,8 @@ class DataPlane:
     ) -> LinkGroup:
         """This process's place in a mesh, without connections: each is made when it is first used.
 
-        ``peers`` gives every process's address, ``ranks`` its name in messages. Each pair has one connection: the process
-        with the higher number connects. ``share`` allows shared memory.
+        ``peers`` gives every process's address, ``ranks`` its name in messages. Each pair has one connection: the
+        process with the higher number connects. ``share`` allows shared memory.
         """
         key = (mesh, epoch)
         found = self._groups.get(key)

@@ -21,8 +21,9 @@ LONGEST = 1e-3
 SHORTEST = 2e-5
 
 CROWDED = 1e-3
-"""Seconds between two looks from which others are taken to need the core: a scheduler's turn. Alone it is a microsecond; a thread of
-this process that has the interpreter meanwhile, like Dask's, makes it some tenths of a millisecond."""
+"""Seconds between two looks from which others are taken to need the core: a scheduler's turn. Alone it is a
+microsecond; a thread of this process that has the interpreter meanwhile, like Dask's, makes it some tenths of a
+millisecond."""
 
 _FEWEST, _MOST = 8, 32
 

@@ -1,7 +1,8 @@
 """Byte streams between two processes: plain sockets, and sockets under TLS.
 
 A stream in use never blocks: if nothing can be sent or received it raises ``BlockingIOError``, and
-:meth:`PeerStream.events` gives the events to poll its descriptor for. The handshake comes before, with a limit on its time.
+:meth:`PeerStream.events` gives the events to poll its descriptor for. The handshake comes before, with a limit on its
+time.
 """
 
 from __future__ import annotations

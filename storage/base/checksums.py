@@ -30,7 +30,8 @@ def _extend() -> Callable[[int, bytes], int]:
 def _native() -> Callable[[int, int, int], int] | None:
     """The C function behind google_crc32c, or None where its library hides it.
 
-    Called through ctypes it runs without the interpreter's lock, so threads that read also check; the package's own call holds the lock.
+    Called through ctypes it runs without the interpreter's lock, so threads that read also check; the package's own
+    call holds the lock.
     """
     import google_crc32c
 
@@ -96,5 +97,6 @@ def _advance(nbytes: int, polynomial: int) -> tuple[int, ...]:
 
 
 def combine(first: int, second: int, second_nbytes: int, polynomial: int = CASTAGNOLI) -> int:
-    """crc32c of two byte strings one after the other, from the checksum of each and the length of the second; CRC32 by ``ZIP``."""
+    """crc32c of two byte strings one after the other, from the checksum of each and the length of the second; CRC32 by
+    ``ZIP``."""
     return _times(_advance(second_nbytes, polynomial), first) ^ second

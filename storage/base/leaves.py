@@ -1,4 +1,5 @@
-"""Arrays of other libraries (PyTorch, JAX, CuPy, …) on their way into a checkpoint, taken through DLPack without a copy in host memory."""
+"""Arrays of other libraries (PyTorch, JAX, CuPy, …) on their way into a checkpoint, taken through DLPack without a copy
+in host memory."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ def taken(leaf: Any, where: str) -> Any:
         if hasattr(leaf, "__array__") and not hasattr(leaf, "detach"):  # JAX exports booleans and split arrays so alone
             return np.asarray(leaf)
         raise CheckpointDTypeError(
-            f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} of {getattr(leaf, 'dtype', 'no dtype')} cannot be taken through "
+            f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} of {getattr(leaf, 'dtype', 'no dtype')} "
+            "cannot be taken through "
             f"DLPack: {e}"
         ) from e

@@ -94,7 +94,8 @@ def check_distinct(paths: Sequence[Sequence[str | int]], named: Sequence[str]) -
 
 
 def plain(relative: object, source: str) -> list[str]:
-    """The parts of a name of a file below some directory; `CorruptCheckpoint` where untrusted text is none, or leads out of it."""
+    """The parts of a name of a file below some directory; `CorruptCheckpoint` where untrusted text is none, or leads
+    out of it."""
     if isinstance(relative, str) and _SIMPLE.fullmatch(relative):
         return relative.split("/")
     if not isinstance(relative, str) or not relative:
@@ -111,8 +112,8 @@ def inside(root: str, relative: object, source: str) -> str:
     """The path of a file that untrusted text ``relative`` names below ``root``.
 
     Absolute paths, ``..``, backslashes, NUL and links that leave the directory raise `CorruptCheckpoint` naming
-    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed, from any folder of a snapshot: the Hugging
-    Face cache is made of them.
+    ``source``, where the text stood. Links into ``blobs`` beside ``snapshots`` are followed, from any folder of a
+    snapshot: the Hugging Face cache is made of them.
     """
     parts = plain(relative, source)
     path = join(root, relative)

@@ -16,4 +16,7 @@ class Page:
         return f"<browse {self.what} at {self.url}>"
 
     def _repr_html_(self) -> str:
-        return f'<p>Browse <code>{escape(self.what)}</code> at <a href="{escape(self.url)}" target="_blank" rel="noopener">{escape(self.url)}</a></p>'
+        return (
+            f'<p>Browse <code>{escape(self.what)}</code> at <a href="{escape(self.url)}" target="_blank" '
+            f'rel="noopener">{escape(self.url)}</a></p>'
+        )

@@ -8,9 +8,11 @@ from typing import Any
 
 
 def loads(data: str | bytes, *, unique: bool = False) -> Any:
-    """The value of a JSON text. Raises `ValueError` for NaN and infinities too, which Python's own reader takes for numbers.
+    """The value of a JSON text. Raises `ValueError` for NaN and infinities too, which Python's own reader takes for
+    numbers.
 
-    ``unique``: also for an object that gives a name twice, of which Python's reader takes the last. Large texts take longer so.
+    ``unique``: also for an object that gives a name twice, of which Python's reader takes the last. Large texts take
+    longer so.
 
     >>> loads('{"shape": [2, 3]}')
     {'shape': [2, 3]}

@@ -23,8 +23,8 @@ _behind: ContextVar[bool] = ContextVar("behind", default=False)
 def give_way() -> None:
     """Give the training precedence over this thread from now on; its writes are then background work.
 
-    One processor is left to the training, and on Linux, where a priority is a thread's own, this thread and those that it starts step
-    back; elsewhere the first alone holds.
+    One processor is left to the training, and on Linux, where a priority is a thread's own, this thread and those that
+    it starts step back; elsewhere the first alone holds.
     """
     _behind.set(True)
     if sys.platform == "linux":

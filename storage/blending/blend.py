@@ -27,7 +27,8 @@ CONFIG = "mergekit_config.yml"  # the name under which readers of merged models 
 class BlendReport(ConvertReport):
     """Report of a blend: the fields of a conversion's report, and how each array was made.
 
-    >>> report = BlendReport("out", 1, [], 8, 8, 0, made={"w": BlendedArray("linear", ("a: w", "b: w"), {"normalize": True})})
+    >>> made = {"w": BlendedArray("linear", ("a: w", "b: w"), {"normalize": True})}
+    >>> report = BlendReport("out", 1, [], 8, 8, 0, made=made)
     >>> print(report.table())
     w: linear(normalize=True) of a: w; b: w
     """
@@ -68,8 +69,8 @@ def blended(
     config
         A configuration of mergekit: the path of its YAML, its text, or a dict.
     seed
-        Of the random numbers of ``dare`` and ``della``. They are a function of it, of the array's name, of the number of the model and of the place of the
-        element, so that they depend neither on workers nor on order.
+        Of the random numbers of ``dare`` and ``della``. They are a function of it, of the array's name, of the number
+        of the model and of the place of the element, so that they depend neither on workers nor on order.
     keys, drop
         Names or patterns of the arrays to take and to leave out; what is left out is not compared.
 
@@ -98,7 +99,8 @@ def blended(
 
 @dataclass(frozen=True)
 class Blend(ex.Node):
-    """The models of a configuration, blended. Operands are its models in the order of `BlendConfig.models`, whatever it calls them."""
+    """The models of a configuration, blended. Operands are its models in the order of `BlendConfig.models`, whatever it
+    calls them."""
 
     config: Mapping[str, Any]
     seed: int
@@ -208,15 +210,16 @@ def blend(
 ) -> BlendReport:
     """Blend models as mergekit's configuration says, streaming; a run that was interrupted goes on where it stopped.
 
-    The sources may have any layout that `open_checkpoint` opens. Memory is bounded by ``memory_limit``, whatever their size, and the result is the same
-    to the byte for any memory limit, threads and workers.
+    The sources may have any layout that `open_checkpoint` opens. Memory is bounded by ``memory_limit``, whatever their
+    size, and the result is the same to the byte for any memory limit, threads and workers.
 
     Parameters
     ----------
     config
         The path of a YAML file of mergekit, its text, or a dict.
     dst
-        The directory to make, all or nothing: a Hugging Face directory with the documents of the base model, or of the first.
+        The directory to make, all or nothing: a Hugging Face directory with the documents of the base model, or of the
+        first.
     seed
         As in `blended`.
     format
@@ -224,8 +227,9 @@ def blend(
     max_shard_bytes
         For safetensors: largest size of a file's arrays together; None puts all in one file.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``allow_overflow``, ``overwrite``, ``progress``,
-        ``client`` and the others of `convert`. Arrays that ``keys`` and ``drop`` leave out are not compared either.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``allow_overflow``,
+        ``overwrite``, ``progress``, ``client`` and the others of `convert`. Arrays that ``keys`` and ``drop`` leave out
+        are not compared either.
 
     Returns
     -------
@@ -235,7 +239,8 @@ def blend(
     Raises
     ------
     CheckpointError
-        The configuration is wrong, or the models do not fit each other: one error lists everything, and nothing was written.
+        The configuration is wrong, or the models do not fit each other: one error lists everything, and nothing was
+        written.
     Lossy
         A value is beyond the range of the dtype of the result, and ``allow_overflow`` is false.
     """

@@ -20,7 +20,8 @@ from .statistics import Jobs
 
 @dataclass(frozen=True, slots=True)
 class Blended(DerivedTensor):
-    """A tensor made of ``parts`` of its shape by the formula ``method``, which computes in ``work``, and stored as ``dtype``."""
+    """A tensor made of ``parts`` of its shape by the formula ``method``, which computes in ``work``, and stored as
+    ``dtype``."""
 
     name: str
     parts: tuple[Any, ...]

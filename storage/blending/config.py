@@ -19,7 +19,8 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """The inputs and parameters of a method: ``shared`` by all inputs, and of ``each`` (without the base, where ``base`` is not "ignored").
+    """The inputs and parameters of a method: ``shared`` by all inputs, and of ``each`` (without the base, where
+    ``base`` is not "ignored").
 
     ``least`` and ``most`` count the inputs beside the base; where it is "ignored", all.
     """
@@ -282,7 +283,8 @@ def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConf
     template = said.get("chat_template")
     if template is not None and not (isinstance(template, str) and "{" in template):
         problems.append(
-            f"chat_template: is the text of a Jinja template, as in the chat_template.jinja of a model; names of templates and 'auto' are not known here, got {template!r}"
+            "chat_template: is the text of a Jinja template, as in the chat_template.jinja of a model; names of "
+            f"templates and 'auto' are not known here, got {template!r}"
         )
     return BlendConfig(
         method,
@@ -333,7 +335,8 @@ def _sources(said: Any, method: str, problems: Problems, keys: tuple[str, ...]) 
         if model is not None:
             own = _settings(s, method, problems)
             problems.extend(
-                f"{method}: {p} holds for all models; give it under parameters: of a slice or of the configuration, not of {model}"
+                f"{method}: {p} holds for all models; give it under parameters: of a slice or of the configuration, "
+                f"not of {model}"
                 for p in own
                 if p in METHODS[method].shared or p in _WITHOUT_EFFECT
             )
@@ -374,7 +377,8 @@ def _check_count(method: str, s: Slice, base: ModelRef | None, problems: Problem
 
 
 def resolve(name: str, default: Any, settings: Sequence[Settings], tensor: str, t: float) -> Any:
-    """The value of a parameter for a tensor: the first of the ``settings`` that has one; ``t`` is the place in its slice, 0 to 1."""
+    """The value of a parameter for a tensor: the first of the ``settings`` that has one; ``t`` is the place in its
+    slice, 0 to 1."""
     for scope in settings:
         if name in scope:
             value = _evaluate(name, default, scope[name], tensor, t)

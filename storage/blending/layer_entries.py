@@ -40,7 +40,8 @@ def inner(config: Any) -> dict[str, Any]:
 
 
 def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]) -> list[str]:
-    """Change what a configuration says of layers to ``order``: the configuration that describes each layer, and its number there. Gives notes."""
+    """Change what a configuration says of layers to ``order``: the configuration that describes each layer, and its
+    number there. Gives notes."""
     notes = []
     for key in dict.fromkeys(k for c in (config, *(c for c, _ in order)) for k in c):
         held = [(c.get(key), i) for c, i in order]
@@ -56,7 +57,8 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
             config[key] = [k for k, (v, i) in enumerate(held) if i in v]
         elif not _holds(key, config, held):
             notes.append(
-                f"config.json: {key!r} speaks of layers by their numbers, which are others now; see whether {config.get(key)!r} is right"
+                f"config.json: {key!r} speaks of layers by their numbers, which are others now; see whether "
+                f"{config.get(key)!r} is right"
             )
     return notes
 

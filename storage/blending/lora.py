@@ -32,7 +32,8 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraReport:
-    """Report of an extraction: the ranks of the modules, the part of the energy of each difference that is kept, and what has no place in it."""
+    """Report of an extraction: the ranks of the modules, the part of the energy of each difference that is kept, and
+    what has no place in it."""
 
     path: str
     ranks: dict[str, int]
@@ -54,7 +55,8 @@ def extract_lora(
 ) -> LoraReport:
     """Write the LoRA adapter that comes nearest to the difference of two models, as a directory that PEFT loads.
 
-    Each matrix of a layer is approximated by a singular value decomposition, the best one of its rank; a matrix is held in memory at a time.
+    Each matrix of a layer is approximated by a singular value decomposition, the best one of its rank; a matrix is held
+    in memory at a time.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
 """The formulas of blending, on pieces of tensors held as float32 (float64 for float64).
 
-Each formula is a small picklable value: it is part of a lazy tensor, and its text part of the fingerprint of a transfer. ``combine`` gives the elements of
-a piece from those of the sources, by operations whose result for an element depends on that element and on what was ``measured`` of whole
-tensors alone, so that it is the same to the bit however the tensor is cut. Where mergekit computes in a short type, each operation here is
-rounded to it (`rounded`), and where PyTorch multiplies and adds with one rounding, so does `fused`.
+Each formula is a small picklable value: it is part of a lazy tensor, and its text part of the fingerprint of a
+transfer. ``combine`` gives the elements of a piece from those of the sources, by operations whose result for an element
+depends on that element and on what was ``measured`` of whole tensors alone, so that it is the same to the bit however
+the tensor is cut. Where mergekit computes in a short type, each operation here is rounded to it (`rounded`), and where
+PyTorch multiplies and adds with one rounding, so does `fused`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def real(work: np.dtype) -> np.dtype:
 
 
 def rounded(a: np.ndarray, work: np.dtype) -> np.ndarray:
-    """Values as ``work`` holds them; float32, float64 and float8, which has no arithmetic of its own, stay as they are."""
+    """Values as ``work`` holds them; float32, float64 and float8, which has no arithmetic of its own, stay as they
+    are."""
     return a.astype(work).astype(np.float32) if work.itemsize == 2 else a
 
 
@@ -187,7 +189,8 @@ class Outliers(Sparsifier):
 
 @dataclass(frozen=True, slots=True)
 class Drop(Sparsifier):
-    """Each with probability ``density`` (Yu et al., DARE, arXiv:2311.03099), by random numbers of a ``key`` and the element's place."""
+    """Each with probability ``density`` (Yu et al., DARE, arXiv:2311.03099), by random numbers of a ``key`` and the
+    element's place."""
 
     key: tuple[int, int] = (0, 0)
 
@@ -205,8 +208,8 @@ class Drop(Sparsifier):
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeDrop(Drop):
-    """Each with a probability that grows with its rank in its row, from ``density - epsilon`` to ``density + epsilon`` (Deep et al., DELLA,
-    arXiv:2406.11617). A row of one element has the probability ``density``."""
+    """Each with a probability that grows with its rank in its row, from ``density - epsilon`` to ``density + epsilon``
+    (Deep et al., DELLA, arXiv:2406.11617). A row of one element has the probability ``density``."""
 
     epsilon: float = 0.15
 
@@ -233,9 +236,11 @@ def signs_agree(deltas: Sequence[np.ndarray], work: np.dtype) -> list[np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class TaskVectors(Formula):
-    """The base plus a weighted sum of sparse differences from it (Ilharco et al., "Editing models with task arithmetic", arXiv:2212.04089).
+    """The base plus a weighted sum of sparse differences from it (Ilharco et al., "Editing models with task
+    arithmetic", arXiv:2212.04089).
 
-    With ``consensus`` of the elements that agree with the elected sign. ``rescale`` keeps the sum of magnitudes of each difference.
+    With ``consensus`` of the elements that agree with the elected sign. ``rescale`` keeps the sum of magnitudes of each
+    difference.
     """
 
     weights: tuple[float, ...]
@@ -308,7 +313,8 @@ def _scale(before: float, after: float, work: np.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SelectCalculateErase(Formula):
-    """SCE (Wan et al., "FuseChat", arXiv:2408.07990): the elements of largest variance, weighted by the square of each difference."""
+    """SCE (Wan et al., "FuseChat", arXiv:2408.07990): the elements of largest variance, weighted by the square of each
+    difference."""
 
     topk: float
     measures: ClassVar[bool] = True
@@ -357,7 +363,8 @@ class SelectCalculateErase(Formula):
 
 @dataclass(frozen=True, slots=True)
 class Directions(Formula):
-    """A linear combination whose coefficients follow from the scalar products of the sources: every formula on the sphere of all directions.
+    """A linear combination whose coefficients follow from the scalar products of the sources: every formula on the
+    sphere of all directions.
 
     ``relative``: of the differences from the first source. ``axis``: of each row (-1) or column (0) by itself, or None.
     """
@@ -376,7 +383,8 @@ class Directions(Formula):
             out = COEFFICIENTS[self.kind](products, self.weights, dict(self.options))
         if not np.isfinite(out).all():
             raise CheckpointError(
-                f"key {tensor.name!r}: {self.kind} has no result for these sources, which have no common direction (opposite or all zero)"
+                f"key {tensor.name!r}: {self.kind} has no result for these sources, which have no common direction "
+                "(opposite or all zero)"
             )
         return out
 
@@ -403,7 +411,8 @@ def _slerp(cos: np.ndarray, straight: np.ndarray, t: float) -> np.ndarray:
 
 
 def slerp(products: np.ndarray, weights: Sequence[float], options: dict[str, float]) -> np.ndarray:
-    """Shoemake, "Animating rotation with quaternion curves" (1985). Nearly parallel and opposite vectors are interpolated on a line."""
+    """Shoemake, "Animating rotation with quaternion curves" (1985). Nearly parallel and opposite vectors are
+    interpolated on a line."""
     length = _lengths(products)
     length = np.where(length > 1e-8, length, 1)
     cos = products[..., 0, 1] / length[..., 0] / length[..., 1]
@@ -434,7 +443,8 @@ def multislerp(products: np.ndarray, weights: Sequence[float], options: dict[str
 
 
 def karcher(products: np.ndarray, weights: Sequence[float], options: dict[str, float]) -> np.ndarray:
-    """The Riemannian centre of mass on the sphere (Karcher, 1977), in coefficients of the unit vectors; vectors of no length don't count."""
+    """The Riemannian centre of mass on the sphere (Karcher, 1977), in coefficients of the unit vectors; vectors of no
+    length don't count."""
     tol, n = options["tol"], len(products)
     length = _lengths(products)
     valid = length > tol

@@ -1,4 +1,5 @@
-"""The lazy tensors of a blend: names and layers of the sources matched, parameters resolved, everything checked before a byte is written."""
+"""The lazy tensors of a blend: names and layers of the sources matched, parameters resolved, everything checked before
+a byte is written."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ class Faults:
 
 
 class Planner:
-    """The tensors of a configuration, in the order of the first source. ``made`` has the models, as the configuration names them."""
+    """The tensors of a configuration, in the order of the first source. ``made`` has the models, as the configuration
+    names them."""
 
     def __init__(
         self,

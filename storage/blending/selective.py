@@ -16,7 +16,8 @@ from .statistics import Jobs
 
 @dataclass(frozen=True, slots=True)
 class NearSwap(Formula):
-    """The other model where it is within ``t`` of the base; beyond, the less of it the farther (Alchemonaut, "QuartetAnemoi", 2024)."""
+    """The other model where it is within ``t`` of the base; beyond, the less of it the farther (Alchemonaut,
+    "QuartetAnemoi", 2024)."""
 
     t: float
 
@@ -29,9 +30,11 @@ class NearSwap(Formula):
 
 @dataclass(frozen=True, slots=True)
 class ArceeFusion(Formula):
-    """The differences whose importance is above the median by 1.5 times the distance of the quartiles (Arcee AI, "Arcee Fusion", 2024).
+    """The differences whose importance is above the median by 1.5 times the distance of the quartiles (Arcee AI, "Arcee
+    Fusion", 2024).
 
-    Importance is the size of the difference times the Kullback-Leibler divergence of the softmax of its row from that of the base.
+    Importance is the size of the difference times the Kullback-Leibler divergence of the softmax of its row from that
+    of the base.
     """
 
     measures: ClassVar[bool] = True
@@ -64,10 +67,11 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class AgentMerging(Formula):
-    """The base plus each difference that one model has alone, and the mean of those that several have ("RAM", arXiv:2601.13572).
+    """The base plus each difference that one model has alone, and the mean of those that several have ("RAM",
+    arXiv:2601.13572).
 
-    With an ``alpha`` (RAM+, tensor-local), what a model has alone is enlarged by ``r`` times the ratio of the elements that it shares to those
-    that it has alone, which counts up to ``alpha``.
+    With an ``alpha`` (RAM+, tensor-local), what a model has alone is enlarged by ``r`` times the ratio of the elements
+    that it shares to those that it has alone, which counts up to ``alpha``.
     """
 
     epsilon: float  # a difference is one above it

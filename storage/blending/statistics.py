@@ -1,8 +1,9 @@
 """Numbers about whole tensors that formulas need: scalar products, order statistics, sums of magnitudes.
 
-They are computed from parts of the flat tensor, by streaming: a part is read block by block, its sums are float64 sums of fixed blocks, and the sums of parts
-are added in order. So they are the same to the bit for any windows, threads, workers and layouts of the sources. The k-th largest magnitude
-is found exactly, by histograms of the digits of the floats' bits (a radix selection), one pass for 16 bits.
+They are computed from parts of the flat tensor, by streaming: a part is read block by block, its sums are float64 sums
+of fixed blocks, and the sums of parts are added in order. So they are the same to the bit for any windows, threads,
+workers and layouts of the sources. The k-th largest magnitude is found exactly, by histograms of the digits of the
+floats' bits (a radix selection), one pass for 16 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ Jobs = Generator[list[tuple[Callable[..., Any], tuple[Any, ...]]], list[Any], An
 
 
 def flat_boxes(shape: Sequence[int], limit: int, rows: bool = False) -> Iterator[Box]:
-    """Boxes that are consecutive ranges of the flat array, of at most ``limit`` elements; of whole ``rows`` if so, then of one at least.
+    """Boxes that are consecutive ranges of the flat array, of at most ``limit`` elements; of whole ``rows`` if so, then
+    of one at least.
 
     >>> [(b.offset, b.shape) for b in flat_boxes((2, 3), 2)]
     [((0, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 0), (1, 2)), ((1, 2), (1, 1))]
@@ -59,7 +61,8 @@ def _keys(a: np.ndarray, work: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A number of the largest or smallest elements by magnitude: those beyond ``key``, and of those at it the first, up to ``position``."""
+    """A number of the largest or smallest elements by magnitude: those beyond ``key``, and of those at it the first, up
+    to ``position``."""
 
     largest: bool
     key: int | None  # None where the number is zero
@@ -128,7 +131,8 @@ def order_statistics(tensor: Any, wanted: Sequence[tuple[int, int, bool]]) -> Jo
 
 
 def _digits(tensor: Any, part: Box, looks: Sequence[tuple[int, int]], shift: int, first: bool) -> list[Any]:
-    """For each (ranked array, prefix): the 16-bit digits at ``shift`` of the keys with the prefix, and how often each occurs."""
+    """For each (ranked array, prefix): the 16-bit digits at ``shift`` of the keys with the prefix, and how often each
+    occurs."""
     counts = [np.zeros(1 << 16, np.int64) for _ in looks]
     for piece in _blocks(tensor, part, tensor.method.rows):
         ranked = tensor.method.ranked(piece)
@@ -159,7 +163,8 @@ def check_finite(tensor: Any, sums: Any) -> None:
     """Refuse sums that say nothing about any element of a tensor."""
     if not np.isfinite(sums).all():
         raise CheckpointError(
-            f"key {tensor.name!r}: a sum over the whole array is not finite: a source holds NaN or infinity, or values near the end of their range"
+            f"key {tensor.name!r}: a sum over the whole array is not finite: a source holds NaN or infinity, or values "
+            "near the end of their range"
         )
 
 
@@ -207,7 +212,8 @@ def _sums(tensor: Any, part: Box, cuts: Any, of: Any) -> np.ndarray:
 
 
 def products(tensor: Any, relative: bool, axis: int | None) -> Jobs:
-    """The scalar products of the sources, or of their differences from the first; with an ``axis`` those along it, for each place of the others."""
+    """The scalar products of the sources, or of their differences from the first; with an ``axis`` those along it, for
+    each place of the others."""
     if not tensor.shape or len(tensor.shape) == 1:
         axis = None
     if axis == 0:

@@ -1,9 +1,10 @@
 """Looking at checkpoints: one model, rendered on the server, with three faces.
 
-``inventory``, ``statistics``, ``slices``, ``layout``, ``health``, ``compare`` and ``runs`` say what a view shows, as plain data, and read only the
-bytes that it takes. ``view_*`` turn that into fragments of HTML in which everything from a file is escaped. Three faces show
-them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask dashboard, which mounts the same ``handlers``, and ``notebook``
-(``_repr_html_``), by the hook of notebooks that is filled here.
+``inventory``, ``statistics``, ``slices``, ``layout``, ``health``, ``compare`` and ``runs`` say what a view shows, as
+plain data, and read only the bytes that it takes. ``view_*`` turn that into fragments of HTML in which everything from
+a file is escaped. Three faces show them: ``server`` (``meshtape browse``, and `show` in a notebook), the Dask
+dashboard, which mounts the same ``handlers``, and ``notebook`` (``_repr_html_``), by the hook of notebooks that is
+filled here.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def _plan_index(index: Any, shape: tuple[int, ...]) -> tuple[tuple[range, ...], 
     for i in items:
         if i is not Ellipsis and not isinstance(i, slice) and not _is_integer(i):
             raise ArrayIndexError(
-                f"a stored array takes integers, slices and '...', got {type(i).__name__}; read it with np.asarray first"
+                f"a stored array takes integers, slices and '...', got {type(i).__name__}; read it with np.asarray "
+                "first"
             )
     given = sum(i is not Ellipsis for i in items)
     if given > len(shape):
@@ -281,7 +282,10 @@ class Checkpoint(Mapping[str, StoredArray]):
     def _title(self) -> str:
         step = "" if self.step is None else f", step {self.step}"
         of = "" if self.computed is None or not self.computed.identity else f" = {self.computed.expression}"
-        return f"{self.kind} checkpoint {self.path}{of}{step}: {count(len(self), 'array')}, {human_bytes(self.nbytes)}{self.unread()}"
+        return (
+            f"{self.kind} checkpoint {self.path}{of}{step}: {count(len(self), 'array')}, "
+            f"{human_bytes(self.nbytes)}{self.unread()}"
+        )
 
     def unread(self) -> str:
         """The names that cannot be read, as the end of a sentence; empty where all can."""
@@ -298,12 +302,14 @@ class Checkpoint(Mapping[str, StoredArray]):
         return DRAWINGS["checkpoint"](self)
 
     def browse(self) -> Page:
-        """Serve this checkpoint to a web browser from this process, on loopback: tree, values, distributions, chunks, health.
+        """Serve this checkpoint to a web browser from this process, on loopback: tree, values, distributions, chunks,
+        health.
 
         Returns
         -------
         Page
-            Shows itself as a link; ``page.url`` is its address. The server ends with the process, or with ``storage.browse.close()``.
+            Shows itself as a link; ``page.url`` is its address. The server ends with the process, or with
+            ``storage.browse.close()``.
         """
         if self.computed is not None and not self.computed.identity:
             raise CheckpointError(

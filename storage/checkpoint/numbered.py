@@ -101,7 +101,8 @@ def complete(directory: str, warn: bool = False) -> list[Numbered]:
         absent = {n for n, m in held.items() if m is None}
         before = orphans.keys()
         orphans = _orphans(directory, held)
-        # Another process may have rotated one away for a newer one that is not listed yet, or have given a delta another base: list again.
+        # Another process may have rotated one away for a newer one that is not listed yet, or have given a delta
+        # another base: list again.
         if orphans.keys() == before and (not absent or absent <= (names := listed(there.folders())).keys()):
             break
         if orphans:

@@ -16,7 +16,8 @@ from . import numbered
 
 @dataclass(frozen=True, slots=True)
 class StepUsage:
-    """Bytes of a checkpoint: of its arrays, of its files, and those that deleting it alone would free; and the name of its base where it is a delta.
+    """Bytes of a checkpoint: of its arrays, of its files, and those that deleting it alone would free; and the name of
+    its base where it is a delta.
 
     A base is replaced by the first of its deltas when it is deleted: about as many bytes are free as that one has.
     """
@@ -31,7 +32,8 @@ class StepUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes of all files in a place, each counted once whatever its names, and the `StepUsage` of each complete checkpoint."""
+    """Bytes of all files in a place, each counted once whatever its names, and the `StepUsage` of each complete
+    checkpoint."""
 
     path: str
     nbytes: int

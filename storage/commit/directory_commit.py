@@ -7,8 +7,8 @@ The protocol, for a target ``NAME``:
 3. The directories are synced. Then the *last* file is written and synced (the manifest, or an index): its presence is
    what makes the directory complete, so it must not be durable before what it vouches for.
 4. A new target: ``NAME.tmp-ID`` is renamed to ``NAME``; the parent directory is synced.
-5. A replaced target: the two names are exchanged in one step (Linux ``renameat2``). At every instant ``NAME`` is the old
-   generation or the new one. Where the system cannot exchange, ``NAME`` is renamed to ``NAME.old-ID``, then
+5. A replaced target: the two names are exchanged in one step (Linux ``renameat2``). At every instant ``NAME`` is the
+   old generation or the new one. Where the system cannot exchange, ``NAME`` is renamed to ``NAME.old-ID``, then
    ``NAME.tmp-ID`` to ``NAME``. Between the two, ``NAME`` does not exist; `resolve` makes a reader take ``NAME.old-ID``
    then, which is whole, and `recover` lets the next writer rename it back.
 6. The old generation is renamed to ``NAME.trash-ID`` and deleted from there, so that half a deletion is never taken for
@@ -45,7 +45,8 @@ def is_begun(root: str) -> bool:
 def replacing(target: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator[Folder]:
     """Give a directory to fill and `Folder.commit`; without the commit, nothing is left behind.
 
-    ``tables`` are the tables of contents of what may be replaced (see ``contents``): ``overwrite=True`` never deletes anything else.
+    ``tables`` are the tables of contents of what may be replaced (see ``contents``): ``overwrite=True`` never deletes
+    anything else.
     """
     fs = active()
     target = os.path.abspath(target)

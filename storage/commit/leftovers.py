@@ -22,8 +22,8 @@ PART = ".part"
 class Leftover:
     """Unfinished work of a writer. ``why`` says why its owner counts as dead; "" where it may live.
 
-    ``kind`` is ``"tmp"`` (half a save), ``"old"`` (a checkpoint that is being replaced), ``"trash"`` (half a deletion), ``"claim"`` (either, in
-    an object store), or ``"part"`` (an unfinished transfer, with which the same call goes on).
+    ``kind`` is ``"tmp"`` (half a save), ``"old"`` (a checkpoint that is being replaced), ``"trash"`` (half a deletion),
+    ``"claim"`` (either, in an object store), or ``"part"`` (an unfinished transfer, with which the same call goes on).
     """
 
     path: str

@@ -139,7 +139,8 @@ def remains(store: Store, silence: float | None = None) -> dict[str, tuple[list[
                 return True
             if mark:
                 return mark_of(name) == mark or name.partition("/")[0] in replaced
-            # Without a mark: a deletion, or a writer that came to an empty place. Another may have been faster, under marked names.
+            # Without a mark: a deletion, or a writer that came to an empty place. Another may have been faster, under
+            # marked names.
             own = not mark_of(name) and (_is_written(name, held) or name.partition("/")[0] in replaced)
             return own and (not known or (beaten and not is_kept(name)))
 
@@ -337,7 +338,8 @@ class ObjectFolder(Folder):
             if self._seen or self.suffix:
                 self._collect()
         except StoreError:
-            # The new generation is in place: this is no longer an error of the save. The claim stays, for `recover` to end the work.
+            # The new generation is in place: this is no longer an error of the save. The claim stays, for `recover` to
+            # end the work.
             self._unfinished = True
 
     def _collect(self) -> None:

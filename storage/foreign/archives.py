@@ -1,8 +1,10 @@
-"""Files that NumPy and PyTorch write, read-only and without pickle: ``.npy``, ``.npz``, and the archives of ``torch.save``.
+"""Files that NumPy and PyTorch write, read-only and without pickle: ``.npy``, ``.npz``, and the archives of
+``torch.save``.
 
-An ``.npz`` is a zip archive of ``.npy``; one of ``torch.save`` has the elements of each storage as an entry, and a description that ``torch_values`` reads
-as plain data. Entries that are not compressed are byte ranges, so any box is read from its part; their CRC32 is compared by
-whole reads and by ``verify``. A compressed entry is unpacked whole. Arrays and objects that have no form here are named as ``skipped``.
+An ``.npz`` is a zip archive of ``.npy``; one of ``torch.save`` has the elements of each storage as an entry, and a
+description that ``torch_values`` reads as plain data. Entries that are not compressed are byte ranges, so any box is
+read from its part; their CRC32 is compared by whole reads and by ``verify``. A compressed entry is unpacked whole.
+Arrays and objects that have no form here are named as ``skipped``.
 """
 
 from __future__ import annotations
@@ -134,7 +136,8 @@ class DeflatedTensor(PlacedTensor):
 
 
 def _npy_header(start: bytes, where: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """(shape, whether the first dimension is the fastest, dtype, the header's length); `CheckpointDTypeError` for elements that have no form here."""
+    """(shape, whether the first dimension is the fastest, dtype, the header's length); `CheckpointDTypeError` for
+    elements that have no form here."""
     f = io.BytesIO(start)  # no more: NumPy takes memory for any length that a file claims
     try:
         version = np.lib.format.read_magic(f)
@@ -157,7 +160,8 @@ def _strides(shape: tuple[int, ...], fortran: bool) -> tuple[int, ...]:
 
 
 def _prefix(reader: Reader, head: bytes, start: int, most: int) -> bytes:
-    """The first bytes of a file of NumPy's in ``most`` bytes from ``start`` on, with its whole header; ``head`` has some of them."""
+    """The first bytes of a file of NumPy's in ``most`` bytes from ``start`` on, with its whole header; ``head`` has
+    some of them."""
     version, length = head[6:7], head[8:12]
     needed = 12 + int.from_bytes(length[:2] if version == b"\1" else length, "little")
     if len(head) < min(needed, most, _MAX_NPY_HEADER):

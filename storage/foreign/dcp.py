@@ -1,9 +1,10 @@
 """Checkpoints of ``torch.distributed.checkpoint`` (DCP), read without PyTorch and without running code from files.
 
-``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in which the elements are
-stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of the chunks that it meets. Values that are
-not tensors (a step, a name) come along where they are plain; others are named as ``skipped``. An
-archive has a CRC32 of its elements: reads of a whole chunk, and `verify`, compare it. Of a part of a chunk only place and length are checked.
+``.metadata`` describes each tensor and where its chunks lie; a chunk is a zip archive inside a ``.distcp`` file, in
+which the elements are stored as they are. So a chunk is a byte range, and any box of a tensor is read from the parts of
+the chunks that it meets. Values that are not tensors (a step, a name) come along where they are plain; others are named
+as ``skipped``. An archive has a CRC32 of its elements: reads of a whole chunk, and `verify`, compare it. Of a part of a
+chunk only place and length are checked.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _END = struct.Struct("<4s6xH10x")  # of an archive: its mark, and how many entri
 _SUMS = re.compile(rb'\{"meshtape\.crc32c": "(crc32c:[0-9a-f]+)"\}')
 _MARKS = (b'{"meshtape.', b'": "crc32c:')  # of which a damaged byte leaves one
 _MAX_VALUE = 1 << 20  # bytes of a value that is no tensor
-# Functions by which PyTorch makes tensors, and which argument of each says how the elements are turned: by a function, for some kinds of dtypes.
+# Functions by which PyTorch makes tensors, and which argument of each says how the elements are turned: by a function,
+# for some kinds of dtypes.
 _REBUILDS = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
 _TURNS: dict[str, tuple[str, Any]] = {"conj": ("c", np.conjugate), "neg": ("iufcV", np.negative)}
 STORAGES = {
@@ -153,7 +155,8 @@ class DcpTensor:
 
     def _damaged(self, path: str, chunk: DcpChunk) -> CorruptCheckpoint:
         return CorruptCheckpoint(
-            f"{path}: the part of key {self.name!r} at {chunk.box.offset} does not fit its CRC32; restore the file or another checkpoint"
+            f"{path}: the part of key {self.name!r} at {chunk.box.offset} does not fit its CRC32; restore the file or "
+            "another checkpoint"
         )
 
     def verify(self) -> int:
@@ -237,7 +240,8 @@ def described(
 
 
 def archive_of(reader: Reader, chunk: DcpChunk) -> zipfile.ZipFile:
-    """The archive in a part of a file. zipfile does not count its entries: one of a wrong length would swallow those behind it."""
+    """The archive in a part of a file. zipfile does not count its entries: one of a wrong length would swallow those
+    behind it."""
     archive = zipfile.ZipFile(io.BufferedReader(_FileSlice(reader, chunk.offset, chunk.nbytes), 64 << 10))
     end = bytearray(_END.size)
     reader.readv([end], chunk.offset + chunk.nbytes - _END.size - len(archive.comment))
@@ -273,9 +277,11 @@ def damage(where: str) -> Iterator[None]:
 
 
 class ChunkLocation(NamedTuple):
-    """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is stored with it.
+    """Where a chunk lies: its first element, its strides in elements, and the (start, length) and CRC32 of all that is
+    stored with it.
 
-    ``seed`` is the CRC32 of what its entry holds before that. PyTorch stores the conjugate, or the negative, of ``turns``.
+    ``seed`` is the CRC32 of what its entry holds before that. PyTorch stores the conjugate, or the negative, of
+    ``turns``.
     """
 
     start: int
@@ -293,7 +299,8 @@ class ChunkLocation(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor as its description has it: the entry of its storage, its first element and strides there, and how it is turned."""
+    """A tensor as its description has it: the entry of its storage, its first element and strides there, and how it is
+    turned."""
 
     entry: str
     first: int
@@ -343,8 +350,8 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def entry_heads(
     reader: Reader, entries: Sequence[zipfile.ZipInfo], base: int = 0, more: int = 0, threads: int = 1
 ) -> Iterator[bytes]:
-    """The header of each entry of an archive at ``base``, and ``more`` bytes; in an object store each is a request, so many are under way
-    at a time."""
+    """The header of each entry of an archive at ``base``, and ``more`` bytes; in an object store each is a request, so
+    many are under way at a time."""
 
     def head(info: zipfile.ZipInfo) -> bytes:
         out = bytearray(_LOCAL_HEADER.size + len(_name(info)) + more)
@@ -434,7 +441,8 @@ def _stored(root: str, info: PickledObject) -> tuple[str, int, int]:
 
 
 def _value(root: str, name: str, info: PickledObject, crc: int | None) -> Any:
-    """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it is damaged."""
+    """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it
+    is damaged."""
     file, offset, nbytes = _stored(root, info)
     where = f"{root}/{file}, key {name!r}"
     chunk = DcpChunk(Box((), ()), file, offset, nbytes)

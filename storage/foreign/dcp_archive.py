@@ -1,8 +1,9 @@
-"""The archives and the metadata that ``torch.distributed.checkpoint`` reads, laid out before the elements are known; written without PyTorch.
+"""The archives and the metadata that ``torch.distributed.checkpoint`` reads, laid out before the elements are known;
+written without PyTorch.
 
-A chunk of a tensor, or a value, is a zip archive as of ``torch.save``. The CRC32 of the elements stands behind them, so that archives can be written
-in one pass and resumed. Lengths are multiples of 64 bytes: elements lie aligned in the file. ``.metadata`` has, in a field of free text, the
-crc32c of every archive and its own (see ``tensor_sums``).
+A chunk of a tensor, or a value, is a zip archive as of ``torch.save``. The CRC32 of the elements stands behind them, so
+that archives can be written in one pass and resumed. Lengths are multiples of 64 bytes: elements lie aligned in the
+file. ``.metadata`` has, in a field of free text, the crc32c of every archive and its own (see ``tensor_sums``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """The place of an archive: ``head``, then ``nbytes`` of elements, then the tail. The elements are of ``box`` of a tensor; a value has none."""
+    """The place of an archive: ``head``, then ``nbytes`` of elements, then the tail. The elements are of ``box`` of a
+    tensor; a value has none."""
 
     name: str
     head: bytes
@@ -121,7 +123,8 @@ def torch_dtype(dtype: np.dtype, name: str) -> PickledName:
 
 
 def flattened(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """(path, `Leaf` or value) as ``flatten_state_dict`` of PyTorch has them: a list without arrays and dicts is one value.
+    """(path, `Leaf` or value) as ``flatten_state_dict`` of PyTorch has them: a list without arrays and dicts is one
+    value.
 
     >>> list(flattened({"a": [{"b": 1}, None], "betas": [0.9, 0.99]}))
     [(('a', 0, 'b'), 1), (('a', 1), None), (('betas',), [0.9, 0.99])]

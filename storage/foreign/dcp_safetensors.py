@@ -1,8 +1,9 @@
 """Checkpoints of ``torch.distributed.checkpoint`` in its other layout: safetensors files with blocks of tensors.
 
-Files are named ``shard-00001-model-00001-of-00002.safetensors``; the metadata of each says under ``DCP_SHARDING_INFO`` where its blocks lie
-in their tensors. There is no index: all files of the directory count, and a tensor is as large as its blocks reach. A lost file at the end
-of a tensor can therefore not be told from a smaller tensor; a hole, an overlap, and a number missing between the first shard and the last are refused.
+Files are named ``shard-00001-model-00001-of-00002.safetensors``; the metadata of each says under ``DCP_SHARDING_INFO``
+where its blocks lie in their tensors. There is no index: all files of the directory count, and a tensor is as large as
+its blocks reach. A lost file at the end of a tensor can therefore not be told from a smaller tensor; a hole, an
+overlap, and a number missing between the first shard and the last are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A snapshot of an icechunk repository as a checkpoint: ours with its tree, step and metadata, others' as the Zarr hierarchies that they are."""
+"""A snapshot of an icechunk repository as a checkpoint: ours with its tree, step and metadata, others' as the Zarr
+hierarchies that they are."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from ..readers.tensor import ChunkedTensor
 
 @dataclass(slots=True, eq=False)
 class IcechunkTensor(ChunkedTensor):
-    """An array each of whose chunks is an object of its own: its bytes, then their crc32c. The attribute has the crc32c of each place."""
+    """An array each of whose chunks is an object of its own: its bytes, then their crc32c. The attribute has the crc32c
+    of each place."""
 
     node: str = ""
     summed: ClassVar[bool] = True

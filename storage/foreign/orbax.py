@@ -1,8 +1,10 @@
-"""Checkpoints that Orbax wrote, read-only, in its four layouts: Zarr v2 or v3, in files or in a database of TensorStore (OCDBT).
+"""Checkpoints that Orbax wrote, read-only, in its four layouts: Zarr v2 or v3, in files or in a database of TensorStore
+(OCDBT).
 
-``_METADATA`` is JSON: for each leaf its keys and what it was. In files, each leaf is a Zarr array in a folder named by its keys joined with dots, which
-`ZarrTensor` reads. OCDBT is a format of TensorStore alone, so the ``tensorstore`` package reads it, where it is installed. Numbers of the
-tree are arrays without dimensions, as Orbax stores them; texts come along as values.
+``_METADATA`` is JSON: for each leaf its keys and what it was. In files, each leaf is a Zarr array in a folder named by
+its keys joined with dots, which `ZarrTensor` reads. OCDBT is a format of TensorStore alone, so the ``tensorstore``
+package reads it, where it is installed. Numbers of the tree are arrays without dimensions, as Orbax stores them; texts
+come along as values.
 """
 
 from __future__ import annotations
@@ -157,7 +159,8 @@ def open_orbax(root: str) -> Checkpoint:
             "copy the directory to a disk" if stores.is_url(root) else "install meshtape[orbax], or tensorstore itself"
         )
         raise CheckpointError(
-            f"{root} is an Orbax checkpoint in OCDBT, a database of TensorStore: {what}, or save it anew with use_ocdbt=False"
+            f"{root} is an Orbax checkpoint in OCDBT, a database of TensorStore: {what}, or save it anew with "
+            "use_ocdbt=False"
         )
     driver = "zarr3" if isinstance(top, dict) and top.get("use_zarr3") else "zarr"
     arrays: dict[str, StoredArray] = {}
@@ -185,7 +188,8 @@ def open_orbax(root: str) -> Checkpoint:
     keyed = {n: impl for n, impl in _key_impls(store).items() if n in arrays}
     for n, impl in keyed.items():
         warnings.warn(
-            f"{root}: {n} holds keys of jax.random, and is read as their data; jax.random.wrap_key_data(data, impl={impl!r}) makes keys of it",
+            f"{root}: {n} holds keys of jax.random, and is read as their data; jax.random.wrap_key_data(data, "
+            f"impl={impl!r}) makes keys of it",
             stacklevel=5,
         )
     metadata = {"random_key_impl": keyed} if keyed else {}

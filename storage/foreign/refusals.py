@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _PICKLE = (
-    "was written by PyTorch with pickle, which runs code when it is read. meshtape runs none: it opens such a file itself, not its directory, where torch 1.6 "
+    "was written by PyTorch with pickle, which runs code when it is read. meshtape runs none: it opens such a file "
+    "itself, not its directory, where torch 1.6 "
     "or later wrote it. Convert others once, where you trust them:\n"
     "  import torch; from safetensors.torch import save_model, save_file\n"
-    '  save_file({{k: v.contiguous().clone() for k, v in torch.load({file!r}, weights_only=True).items()}}, "model.safetensors")'
+    "  save_file({{k: v.contiguous().clone() for k, v in torch.load({file!r}, weights_only=True).items()}}, "
+    '"model.safetensors")'
 )
 _GGUF = (
-    "is GGUF, whose quantised blocks no array type holds; take the safetensors of the same model, or let transformers write them: "
+    "is GGUF, whose quantised blocks no array type holds; take the safetensors of the same model, or let transformers "
+    "write them: "
     "AutoModel.from_pretrained(..., gguf_file={file!r}).save_pretrained(...)"
 )
 _KINDS = {

@@ -1,10 +1,12 @@
-"""Values from files that PyTorch wrote, without running anything: a reader of the pickle format that knows data and nothing else.
+"""Values from files that PyTorch wrote, without running anything: a reader of the pickle format that knows data and
+nothing else.
 
-``torch.save`` and ``torch.distributed.checkpoint`` describe tensors in pickles. Loading a pickle calls whatever it names. This module never
-does: it walks the operations with the standard library's parser (``pickletools``), which executes nothing, builds plain values, and puts
-an inert `PickledObject` in the place of every object. A name that is not in ``KNOWN`` is refused, so that a hostile file ends in an error; where the
-file holds many values (``lenient``), it is the name of an inert object like the others, which whoever asks for that value refuses. `dumps` writes
-what is read so.
+``torch.save`` and ``torch.distributed.checkpoint`` describe tensors in pickles. Loading a pickle calls whatever it
+names. This module never does: it walks the operations with the standard library's parser (``pickletools``), which
+executes nothing, builds plain values, and puts an inert `PickledObject` in the place of every object. A name that is
+not in ``KNOWN`` is refused, so that a hostile file ends in an error; where the file holds many values (``lenient``), it
+is the name of an inert object like the others, which whoever asks for that value refuses. `dumps` writes what is read
+so.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from typing import Any
 from ...arrays.core.errors import CheckpointDTypeError, CorruptCheckpoint
 
 _NAMES = {
-    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata "
+    "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties "
+    "ChunkStorageMetadata "
     "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.serialization": "_get_layout",
     "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter",
     "torch.storage": "UntypedStorage",
-    "torch": "Size FloatStorage DoubleStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage CharStorage ByteStorage "
-    "BoolStorage ComplexFloatStorage ComplexDoubleStorage float64 float32 float16 bfloat16 complex64 complex128 bool int64 int32 int16 "
+    "torch": "Size FloatStorage DoubleStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage "
+    "CharStorage ByteStorage "
+    "BoolStorage ComplexFloatStorage ComplexDoubleStorage float64 float32 float16 bfloat16 complex64 complex128 bool "
+    "int64 int32 int16 "
     "int8 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
     # dtypes without a form here, whose tensors are named and skipped
     "complex32 float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2 "
@@ -245,7 +250,8 @@ def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
 
 
 def dumps(value: Any) -> bytes:
-    """The pickle (protocol 2) of plain values and of what `read_values` gives: names, objects and persistent ids; its inverse.
+    """The pickle (protocol 2) of plain values and of what `read_values` gives: names, objects and persistent ids; its
+    inverse.
 
     An object without a state is the call of its name; one with a state is made bare, and the state set.
     """

@@ -86,7 +86,8 @@ class ShardPlace(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def place_of(grid: ChunkGrid, coord: tuple[int, ...], itemsize: int) -> ShardPlace:
-    """The place of a shard, kept, as most arrays of a large checkpoint are alike; ``KeyError`` where the grid has no such shard."""
+    """The place of a shard, kept, as most arrays of a large checkpoint are alike; ``KeyError`` where the grid has no
+    such shard."""
     counts = grid.counts
     if len(coord) != len(counts) or not all(0 <= i < n for i, n in zip(coord, counts, strict=True)):
         raise KeyError(coord)
@@ -169,8 +170,8 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
     """The grid in which each of ``boxes`` (the distinct blocks of an array) is a whole number of shards.
 
     Blocks that follow the ceil rule become one shard each. Blocks cut otherwise become several: the shard's length is
-    then the greatest one that every block starts at a multiple of. The chunks are those of the unsplit array where they divide the
-    shards: files for one mesh and for another then hold the same chunks, which a reshard copies as they are.
+    then the greatest one that every block starts at a multiple of. The chunks are those of the unsplit array where they
+    divide the shards: files for one mesh and for another then hold the same chunks, which a reshard copies as they are.
 
     >>> choose_grid((6, 4), 8, [Box((0, 0), (3, 4)), Box((3, 0), (3, 4))])
     ChunkGrid(shape=(6, 4), shard=(3, 4), chunk=(3, 4))

@@ -1,9 +1,10 @@
 """``meshtape.sums``: the crc32c of every inner chunk, by array and place.
 
-A checksum that lies beside its chunk tells that the chunk is whole, not that it is the one that belongs there. This table does: a
-chunk or a shard that was exchanged for another, or comes from another save, does not fit it. It is a list of little-endian unsigned 32-bit
-numbers. Each array whose shards hold several chunks has a section, shard by shard in the order of the grid and chunk by chunk in the order
-of the file; the manifest gives its place and its own crc32c. An array of one chunk a shard has none: the row of a shard says the same.
+A checksum that lies beside its chunk tells that the chunk is whole, not that it is the one that belongs there. This
+table does: a chunk or a shard that was exchanged for another, or comes from another save, does not fit it. It is a list
+of little-endian unsigned 32-bit numbers. Each array whose shards hold several chunks has a section, shard by shard in
+the order of the grid and chunk by chunk in the order of the file; the manifest gives its place and its own crc32c. An
+array of one chunk a shard has none: the row of a shard says the same.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class StoredSums(Mapping[Coord, np.ndarray]):
             ) from None
         if not count or done != out.nbytes or crc32c(out) != wanted:
             raise CorruptCheckpoint(
-                f"{where}: the checksums of the chunks of key {self._name!r} do not fit their own; restore the file, or load with verify=False"
+                f"{where}: the checksums of the chunks of key {self._name!r} do not fit their own; restore the file, "
+                "or load with verify=False"
             )
         return out
 

@@ -1,8 +1,8 @@
 """Compression of stored chunks: none, zstd, or byte-grouped zstd, as Zarr's codecs ``zstd`` and ``blosc``.
 
-A compressed chunk is one frame that says how long its content is: of Zstandard (RFC 8878), or of C-Blosc 1. The library is the one with which
-zarr-python reads it. Frames are hostile until proven otherwise: one that announces another length than its chunk has is refused before a byte of
-it is unpacked, and none can write beyond the memory of its chunk.
+A compressed chunk is one frame that says how long its content is: of Zstandard (RFC 8878), or of C-Blosc 1. The library
+is the one with which zarr-python reads it. Frames are hostile until proven otherwise: one that announces another length
+than its chunk has is refused before a byte of it is unpacked, and none can write beyond the memory of its chunk.
 
 Another compression is one more class with the attributes and methods of these two, in `KINDS`.
 """
@@ -62,10 +62,9 @@ class Zstd(_Levelled):
     CheckpointError
         There is no such level.
 
-    Notes
-    -----
-    Zstandard: RFC 8878. Trained weights are nearly noise: float32 shrinks by some 8 %, bfloat16 by some 20 %, at a fraction of a disk's speed. Masks, indices,
-    counts, embeddings with unused rows and the states of sparse optimizers shrink to a small part.
+    Notes ----- Zstandard: RFC 8878. Trained weights are nearly noise: float32 shrinks by some 8 %, bfloat16 by some 20
+    %, at a fraction of a disk's speed. Masks, indices, counts, embeddings with unused rows and the states of sparse
+    optimizers shrink to a small part.
 
     Examples
     --------
@@ -107,22 +106,23 @@ class Zstd(_Levelled):
 
 @dataclass(frozen=True, slots=True)
 class ShuffledZstd(_Levelled):
-    """Group the bytes of a chunk's elements by their place, then compress each group with Zstandard: Zarr's codec ``blosc``.
+    """Group the bytes of a chunk's elements by their place, then compress each group with Zstandard: Zarr's codec
+    ``blosc``.
 
     Parameters
     ----------
     level
-        1 (fast) to 9, of Zstandard. Weights are smallest with 1: higher ones look for repetitions that noise only seems to have.
+        1 (fast) to 9, of Zstandard. Weights are smallest with 1: higher ones look for repetitions that noise only seems
+        to have.
 
     Raises
     ------
     CheckpointError
         There is no such level.
 
-    Notes
-    -----
-    The exponents of trained weights are few and repeat, their mantissas are noise. Each group is a stream of its own, where Blosc's library has
-    one for all: the exponents compress to their entropy nearly, and the noise is stored as it is. Any reader of Blosc unpacks both. Format:
+    Notes ----- The exponents of trained weights are few and repeat, their mantissas are noise. Each group is a stream
+    of its own, where Blosc's library has one for all: the exponents compress to their entropy nearly, and the noise is
+    stored as it is. Any reader of Blosc unpacks both. Format:
     https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
 
     Examples
@@ -235,7 +235,8 @@ Compression = Codec | None
 
 
 def chosen(given: Any) -> Compression:
-    """The compression that a user names: None, ``"zstd"``, ``"weights"``, either with ``":LEVEL"``, or an object of the two classes.
+    """The compression that a user names: None, ``"zstd"``, ``"weights"``, either with ``":LEVEL"``, or an object of the
+    two classes.
 
     Raises `CheckpointError` for anything else.
 

@@ -1,7 +1,8 @@
 """The small files of a checkpoint that are no arrays: an architecture, a generation config, a tokenizer.
 
-They lie beside the arrays under their own names, byte for byte as they were given, so that a directory is enough to run the model, and
-other tools find them where they look (``config.json``, ``generation_config.json``). The manifest holds their checksums.
+They lie beside the arrays under their own names, byte for byte as they were given, so that a directory is enough to run
+the model, and other tools find them where they look (``config.json``, ``generation_config.json``). The manifest holds
+their checksums.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _is_json(data: bytes) -> bool:
 
 
 def is_kept(name: str) -> bool:
-    """Whether a file of a checkpoint's directory is a document of its user, which stays where the checkpoint is replaced.
+    """Whether a file of a checkpoint's directory is a document of its user, which stays where the checkpoint is
+    replaced.
 
     >>> [is_kept(n) for n in ("README.md", "tokenizer.model", "meshtape.json", "old.safetensors", "run/notes.txt")]
     [True, True, False, False, False]
@@ -144,7 +146,8 @@ def marked(file: str, suffix: str) -> str:
 
 
 class Documents(Mapping[str, Any]):
-    """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text, or bytes where it is none."""
+    """Documents of an opened checkpoint: by file name, or without ``.json``; JSON is parsed, the rest is text, or bytes
+    where it is none."""
 
     def __init__(
         self,
@@ -156,7 +159,8 @@ class Documents(Mapping[str, Any]):
     ) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
         self._weights = frozenset(weights)
-        # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify` compares.
+        # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify`
+        # compares.
         self._exported, self._index = dict(exported or {}), index
         self._edits: dict[str, list[Callable[[bytes], bytes]]] = {}
         self.generation = NONE
@@ -225,12 +229,14 @@ class Documents(Mapping[str, Any]):
                 nbytes += len(data)
                 if wanted != [crc32c(data)]:
                     faults.append(
-                        f"{where} does not fit its crc32c: it is damaged or was edited; merge the directory anew to keep an edit"
+                        f"{where} does not fit its crc32c: it is damaged or was edited; merge the directory anew to "
+                        "keep an edit"
                     )
         return {*self._exported, *([self._index] if self._index else [])}, nbytes, faults
 
     def others(self) -> list[str]:
-        """The other entries of a directory of safetensors, neither documents nor the weights that are read; folders end in ``/``."""
+        """The other entries of a directory of safetensors, neither documents nor the weights that are read; folders end
+        in ``/``."""
         store = stores.at(self._root)
         held = [*store.files(), *(f"{f}/" for f in store.folders())] if store.lists else []
         own = self._sums.keys() | self._weights
@@ -259,7 +265,8 @@ def given(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str
 
 
 def beside(root: str, weights: Iterable[str], exported: Mapping[str, str] | None = None, index: str = "") -> Documents:
-    """The documents in a directory without a manifest: its small files that belong to a model, code and licence included.
+    """The documents in a directory without a manifest: its small files that belong to a model, code and licence
+    included.
 
     ``weights``: the files of its arrays. ``exported``: the checksums of such files in an ``index`` that has its own.
     """

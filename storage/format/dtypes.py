@@ -36,8 +36,8 @@ class StoredDType:
 def little(dtype: np.dtype) -> np.dtype:
     """The little-endian form of ``dtype``: how every element is stored.
 
-    Where that is the machine's own, it is NumPy's one object for the type: of another that is equal, a buffer says ``<f`` where readers
-    of buffers expect ``f``, and whoever asks which of two dtypes it has must compare them.
+    Where that is the machine's own, it is NumPy's one object for the type: of another that is equal, a buffer says
+    ``<f`` where readers of buffers expect ``f``, and whoever asks which of two dtypes it has must compare them.
     """
     dtype = np.dtype(dtype)
     return np.dtype(dtype.type) if sys.byteorder == "little" else dtype.newbyteorder("<")
@@ -115,7 +115,8 @@ def name_of(dtype: Any) -> Any:
 
 
 def by_name(name: Any) -> np.dtype:
-    """The dtype with a stored name, or that of a NumPy dtype or scalar type; `CheckpointDTypeError` when there is none."""
+    """The dtype with a stored name, or that of a NumPy dtype or scalar type; `CheckpointDTypeError` when there is
+    none."""
     name = name_of(name)
     row = _BY_NAME.get(name) if isinstance(name, str) else None
     if row is None or row.dtype is None:
@@ -135,7 +136,8 @@ def _row_of(dtype: Any) -> StoredDType | None:
 
 
 def of_reader(dtype: Any, where: str) -> np.dtype:
-    """The dtype of elements of others, in our order of bytes; `CheckpointDTypeError` naming ``where`` for texts, dates, records and objects."""
+    """The dtype of elements of others, in our order of bytes; `CheckpointDTypeError` naming ``where`` for texts, dates,
+    records and objects."""
     row = _BY_NAME.get(getattr(dtype, "name", ""))
     if row is None or row.dtype is None:
         raise CheckpointDTypeError(

@@ -18,7 +18,8 @@ HF_TORCH = "pytorch_model.bin"
 def read_index(
     root: str, index: str = HF_INDEX, verify: bool = True
 ) -> tuple[dict[str, str], dict[str, Any], Mapping[str, str]]:
-    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory, and checksums by file; every file lies inside it."""
+    """The checked ``weight_map`` and ``metadata`` of a Hugging Face directory, and checksums by file; every file lies
+    inside it."""
     path = names.inside(root, index, root)
     data = stores.at(root).get(index)
     try:

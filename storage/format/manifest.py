@@ -1,9 +1,9 @@
 """The manifest, ``meshtape.json``: the data of a checkpoint that Zarr lacks, and the sign that it is complete.
 
-It is one line of JSON: format and version, step, the user's metadata, the meshes, the tree, and for each array its path,
-shape, dtype, sharding, grid, stored objects (file, offset, shape, bytes, crc32c), the crc32c of its ``zarr.json``, and where the checksums of
-its chunks stand (see ``chunk_sums``). Its last member is the crc32c of all that stands before, so that a damaged step or shape cannot
-pass for a true one.
+It is one line of JSON: format and version, step, the user's metadata, the meshes, the tree, and for each array its
+path, shape, dtype, sharding, grid, stored objects (file, offset, shape, bytes, crc32c), the crc32c of its
+``zarr.json``, and where the checksums of its chunks stand (see ``chunk_sums``). Its last member is the crc32c of all
+that stands before, so that a damaged step or shape cannot pass for a true one.
 
 A manifest is read as hostile text: every type, range and file name is checked before it is used.
 """
@@ -35,8 +35,8 @@ from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
-# An earlier version is still written where it has all that is needed, so that older readers read it. Version 2 has packs, and version 3 the
-# layout dual and more compressions; version 4 has deltas.
+# An earlier version is still written where it has all that is needed, so that older readers read it. Version 2 has
+# packs, and version 3 the layout dual and more compressions; version 4 has deltas.
 MIGRATIONS: list[Step] = [lambda document: document] * 3
 VERSION = len(MIGRATIONS) + 1
 
@@ -47,7 +47,8 @@ _KEYS = frozenset([str, int])
 
 
 class Base(NamedTuple):
-    """The checkpoint from which deltas are taken: the name of a folder beside their own, and the identity that it had."""
+    """The checkpoint from which deltas are taken: the name of a folder beside their own, and the identity that it
+    had."""
 
     name: str
     identity: str
@@ -63,7 +64,8 @@ class Base(NamedTuple):
 
 @dataclass
 class Manifest:
-    """Everything in ``meshtape.json``. ``tree`` is in the form of `encode_tree`; ``structure``, of one that was read, is the tree itself."""
+    """Everything in ``meshtape.json``. ``tree`` is in the form of `encode_tree`; ``structure``, of one that was read,
+    is the tree itself."""
 
     arrays: list[ArrayEntry]
     tree: Any
@@ -90,7 +92,8 @@ class Manifest:
         return f"meshtape:{self.crc32c or 0:08x}"
 
     def dumps(self, check: str | None = None) -> bytes:
-        """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the text says."""
+        """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the
+        text says."""
         body = {
             "format": FORMAT,
             "version": self.version,
@@ -179,7 +182,8 @@ def encode_tree(node: Any, where: str = "tree") -> Any:
 
 
 def decoded(node: Any, path: Path, arrays: Sequence[Any], found: list[int]) -> Any:
-    """Inverse of `encode_tree` for a node that is checked: well formed, each array at its own path. ``found`` gets the numbers of these."""
+    """Inverse of `encode_tree` for a node that is checked: well formed, each array at its own path. ``found`` gets the
+    numbers of these."""
     if len(path) > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if node is None:
@@ -247,7 +251,8 @@ def _base(x: Any) -> Base:
 
 
 _Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compression, bool]
-"""Checked data that most arrays of a large checkpoint share: grid, dtype, number of shards, mesh, sharding, compression, whether packed."""
+"""Checked data that most arrays of a large checkpoint share: grid, dtype, number of shards, mesh, sharding,
+compression, whether packed."""
 
 
 def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:

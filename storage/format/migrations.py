@@ -1,7 +1,7 @@
 """Migrations of documents of earlier versions: pure functions in a list, the step from version n at place n - 1.
 
-A step takes the JSON document as it was parsed, after its checksum was checked, and may change it. Steps are never edited once a version is
-released: the golden files fix them.
+A step takes the JSON document as it was parsed, after its checksum was checked, and may change it. Steps are never
+edited once a version is released: the golden files fix them.
 
 >>> def rename(document):
 ...     document["arrays"] = document.pop("tensors")
@@ -27,14 +27,16 @@ def upgraded(
 ) -> dict[str, Any]:
     """The document in the present version, which is one more than there are steps.
 
-    Raises `UnsupportedVersion` for a later one, naming both, and ``error`` for one that has not the form of its version.
+    Raises `UnsupportedVersion` for a later one, naming both, and ``error`` for one that has not the form of its
+    version.
     """
     version = document.get("version")
     if type(version) is not int or version < 1:
         raise error(f"{source}: version {version!r} is not a version")
     if version > len(steps) + 1:
         raise UnsupportedVersion(
-            f"{source}: format version {version}; this meshtape reads up to version {len(steps) + 1}. Install a later meshtape"
+            f"{source}: format version {version}; this meshtape reads up to version {len(steps) + 1}. Install a later "
+            "meshtape"
         )
     for v, step in enumerate(steps[version - 1 :], version):
         try:

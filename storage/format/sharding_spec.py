@@ -83,7 +83,8 @@ class AxisLayout:
         return sorted({Box(tuple(s for s, _ in c), tuple(n for _, n in c)) for c in itertools.product(*choices)})
 
     def spans(self, shape: tuple[int, ...]) -> list[np.ndarray]:
-        """For each dimension the first index and the length of each rank's block, (2, ranks); ranks in row-major order of the mesh."""
+        """For each dimension the first index and the length of each rank's block, (2, ranks); ranks in row-major order
+        of the mesh."""
         counts = [n for _, n in self.axes]
         ranks = np.indices(counts).reshape(len(counts), -1) if counts else np.zeros((0, 1), int)
         out = []
@@ -125,7 +126,8 @@ class ShardingChoice:
     def of(
         self, name: str, path: tuple[str | int, ...], shape: tuple[int, ...], dtype: np.dtype
     ) -> tuple[Any, list[Box], int | None]:
-        """(sharding or None, distinct blocks, number of its mesh) of an array; the first pattern that matches counts."""
+        """(sharding or None, distinct blocks, number of its mesh) of an array; the first pattern that matches
+        counts."""
         whole = [Box.whole(shape)]
         if callable(self.given):
             placements = self.given(path, shape, dtype)

@@ -1,4 +1,5 @@
-"""The arrays of a manifest, and the rows that say where their shards lie: in files of their own, or in packs (see ``packs``)."""
+"""The arrays of a manifest, and the rows that say where their shards lie: in files of their own, or in packs (see
+``packs``)."""
 
 from __future__ import annotations
 
@@ -45,10 +46,12 @@ class Pack:
 
 @dataclass(slots=True, eq=False)
 class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
-    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local array.
+    """An array in the manifest. ``sharding`` is one text for each axis of mesh number ``mesh``, or None for a local
+    array.
 
-    As a mapping it has its stored objects, by grid coordinate. A row is looked at when it is asked for: who reads a few blocks of a million
-    pays for those. Rows lie in the order of coordinates; where one does not, all are looked through once.
+    As a mapping it has its stored objects, by grid coordinate. A row is looked at when it is asked for: who reads a few
+    blocks of a million pays for those. Rows lie in the order of coordinates; where one does not, all are looked through
+    once.
     """
 
     path: Path

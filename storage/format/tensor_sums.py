@@ -1,9 +1,10 @@
 """Checksums that travel with safetensors: one text in the header of a file, or in the index of a directory.
 
-``__metadata__`` holds ``"meshtape.crc32c": "crc32c:HHHHHHHH…"``: eight hexadecimal digits for the header, then eight for each tensor in the order of
-their bytes. The header's own are the crc32c of the file up to the first tensor, taken with these eight digits as zeros. So the text has a fixed
-width, and a file can be laid out before its tensors are known. The index of a directory holds such a text for each file, and one for itself,
-whose digits count as zeros too. Readers that know nothing of it see one more entry of free text.
+``__metadata__`` holds ``"meshtape.crc32c": "crc32c:HHHHHHHH…"``: eight hexadecimal digits for the header, then eight
+for each tensor in the order of their bytes. The header's own are the crc32c of the file up to the first tensor, taken
+with these eight digits as zeros. So the text has a fixed width, and a file can be laid out before its tensors are
+known. The index of a directory holds such a text for each file, and one for itself, whose digits count as zeros too.
+Readers that know nothing of it see one more entry of free text.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def sealed(data: bytes, rest: Sequence[int] = (), key: str = KEY) -> bytes:
 
 
 def taken(metadata: dict[str, Any]) -> Any:
-    """The entry of the checksums, taken out of the metadata, or None; ``ValueError`` where it stands under another name: that name is damaged."""
+    """The entry of the checksums, taken out of the metadata, or None; ``ValueError`` where it stands under another
+    name: that name is damaged."""
     found = metadata.pop(KEY, None)
     for key, value in metadata.items() if found is None else ():
         texts = value.values() if isinstance(value, dict) else [value]
@@ -82,7 +84,8 @@ def of_header(head: bytes, metadata: dict[str, str], count: int) -> list[int] | 
     first, *rest = values(stored, count + 1)
     if own_sum(head) != first:
         raise ValueError(
-            "its header does not fit the crc32c in it: it is damaged, or another program wrote it anew and kept the entry "
+            "its header does not fit the crc32c in it: it is damaged, or another program wrote it anew and kept the "
+            "entry "
             f"{KEY!r}; verify=False reads it all the same"
         )
     return rest
@@ -95,7 +98,8 @@ def of_index(data: bytes, metadata: dict[str, Any]) -> Mapping[str, str]:
         return {}
     if not isinstance(stored, dict) or values(stored.get(INDEX), 1) != [own_sum(data, INDEX)]:
         raise ValueError(
-            "it does not fit the crc32c in it: it is damaged or was edited; verify=False reads it all the same, and without its entry "
+            "it does not fit the crc32c in it: it is damaged or was edited; verify=False reads it all the same, and "
+            "without its entry "
             f"{KEY!r} it counts as one without checksums"
         )
     return stored

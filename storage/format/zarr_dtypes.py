@@ -1,7 +1,7 @@
 """Zarr data types for ml_dtypes' floats, under the names that TensorStore uses.
 
-zarr-python knows none of them; registered, ``zarr.open`` reads and writes them. This module imports zarr, so it is loaded
-only where zarr is used.
+zarr-python knows none of them; registered, ``zarr.open`` reads and writes them. This module imports zarr, so it is
+loaded only where zarr is used.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The Zarr v3 form of a checkpoint: zarr-python writes the metadata, this module writes the shards.
 
-A checkpoint is a group with one array for each leaf. An array's codec is ``sharding_indexed``; a shard is one file, written
-by one rank. In it lie, in lexicographic order, the inner chunks, each little-endian, compressed or not, and followed by its
-crc32c; then the index, which ends with its own crc32c. Chunks over the edge of the array are padded with zeros, chunks
-wholly beyond it are absent. A 0-d array has no grid to shard: its file is one chunk.
+A checkpoint is a group with one array for each leaf. An array's codec is ``sharding_indexed``; a shard is one file,
+written by one rank. In it lie, in lexicographic order, the inner chunks, each little-endian, compressed or not, and
+followed by its crc32c; then the index, which ends with its own crc32c. Chunks over the edge of the array are padded
+with zeros, chunks wholly beyond it are absent. A 0-d array has no grid to shard: its file is one chunk.
 
-zarr-python would spend three to six times as long on the data itself, so it is used for what must be exactly its own words.
+zarr-python would spend three to six times as long on the data itself, so it is used for what must be exactly its own
+words.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _WORTH = 4 << 20  # bytes of a shard that several threads compress
 def _array_template(
     grid: ChunkGrid, dtype: np.dtype, compression: Compression, raw: bool, dual: bool
 ) -> tuple[str, str]:
-    """The metadata of an array, before and behind the names of its dimensions: those alone differ where a model has many arrays of a shape."""
+    """The metadata of an array, before and behind the names of its dimensions: those alone differ where a model has
+    many arrays of a shape."""
     said = dtypes.bits(dtype) if raw else dtype
     node = json.loads(_array_node(grid, dtypes.little(said), compression, dual))
     if said != dtype:
@@ -92,9 +94,10 @@ def array_metadata(
 ) -> bytes:
     """``zarr.json`` of an array. Dimensions are named after it, so that xarray opens arrays of any shapes side by side.
 
-    ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute names it.
-    ``said``: attributes and names of dimensions of another writer, as members of a JSON object. ``base``: name and identity of the checkpoint from
-    which the array is a delta, in a codec that readers of Zarr refuse by its name.
+    ``raw``: a type that Zarr's specification lacks is said to be the unsigned integers of its bits, and an attribute
+    names it. ``said``: attributes and names of dimensions of another writer, as members of a JSON object. ``base``:
+    name and identity of the checkpoint from which the array is a delta, in a codec that readers of Zarr refuse by its
+    name.
     """
     before, behind = _array_template(grid, dtype, compression, raw, dual)
     text = f"{before}{json.dumps(own_names(name, len(grid.shape)))}{behind}"
@@ -155,7 +158,8 @@ def chunk_coords(grid: ChunkGrid, coord: tuple[int, ...]) -> Iterator[tuple[int,
 
 
 def shard_index(grid: ChunkGrid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
-    """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as stored, or of each."""
+    """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as
+    stored, or of each."""
     table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     present = grid.present(coord)
     where = tuple(slice(n) for n in present)
@@ -166,16 +170,18 @@ def shard_index(grid: ChunkGrid, coord: tuple[int, ...], lengths: int | Sequence
 
 
 class ShardBytes:
-    """The bytes of one shard, whose elements are ``block``. When all `batches` are gone, ``nbytes`` is their length, ``digest`` the
-    crc32c, and ``sums`` the crc32c of each chunk.
+    """The bytes of one shard, whose elements are ``block``. When all `batches` are gone, ``nbytes`` is their length,
+    ``digest`` the crc32c, and ``sums`` the crc32c of each chunk.
 
-    The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their own checksums: bytes
-    followed by their crc32c have the same crc32c whatever they are, so a checksum of the whole file would tell nothing.
+    The checksum covers the chunks' data (as it is stored: compressed, where it is) one after the other, without their
+    own checksums: bytes followed by their crc32c have the same crc32c whatever they are, so a checksum of the whole
+    file would tell nothing.
 
-    ``delta`` is given the index of a chunk in the shard, and its bytes, and gives those that are compressed in their place.
+    ``delta`` is given the index of a chunk in the shard, and its bytes, and gives those that are compressed in their
+    place.
 
-    ``threads`` compress at a time. A frame depends on its chunk alone, so the bytes are the same for any number; in memory are as many chunks, and
-    one more.
+    ``threads`` compress at a time. A frame depends on its chunk alone, so the bytes are the same for any number; in
+    memory are as many chunks, and one more.
     """
 
     def __init__(
@@ -270,12 +276,14 @@ class ShardBytes:
                 yield coming.popleft().result()
 
 
-# ----- layout "dual": shard files that are safetensors files, too -------------------------------------------------------
+# ----- layout "dual": shard files that are safetensors files, too
+# -------------------------------------------------------
 #
-# A file is the header of safetensors, the rows of a block, and a second tensor of bytes, `DUAL_INDEX`, which ends with the index of the Zarr shard. The
-# inner chunks of the shard are runs of rows without a checksum of their own, one after the other, so that they are the row-major tensor. A last chunk that
-# reaches beyond the block takes zeros from the beginning of `DUAL_INDEX`. All but the rows follows from the place of the shard and the checksum of its
-# rows, so that `verify` compares every byte.
+# A file is the header of safetensors, the rows of a block, and a second tensor of bytes, `DUAL_INDEX`, which ends with
+# the index of the Zarr shard. The inner chunks of the shard are runs of rows without a checksum of their own, one after
+# the other, so that they are the row-major tensor. A last chunk that reaches beyond the block takes zeros from the
+# beginning of `DUAL_INDEX`. All but the rows follows from the place of the shard and the checksum of its rows, so that
+# `verify` compares every byte.
 
 DUAL_INDEX = "__zarr_index__"
 
@@ -290,7 +298,8 @@ def dual_grid(grid: ChunkGrid, itemsize: int, name: str) -> ChunkGrid:
     """
     if split := [axis for axis, n in enumerate(grid.counts) if axis and n > 1]:
         raise CheckpointError(
-            f"key {name!r} is split along dimension {split[0]}: layout='dual' needs blocks of whole rows, split along dimension 0 alone; "
+            f"key {name!r} is split along dimension {split[0]}: layout='dual' needs blocks of whole rows, split along "
+            "dimension 0 alone; "
             "reshard it, or save without layout="
         )
     extent = [min(grid.shard[0], grid.shape[0]), *grid.shape[1:]]
@@ -319,7 +328,8 @@ def is_dual_grid(grid: ChunkGrid) -> bool:
 
 
 class DualShard(NamedTuple):
-    """All of a file but its rows: ``head`` without its checksums, the bytes of the rows, and ``tail``, the tensor `DUAL_INDEX`."""
+    """All of a file but its rows: ``head`` without its checksums, the bytes of the rows, and ``tail``, the tensor
+    `DUAL_INDEX`."""
 
     head: bytes
     rows: int

@@ -1,8 +1,10 @@
 """Deltas: arrays that are stored as differences from the same array of a base checkpoint, and read by adding it.
 
-An element's bits are an unsigned integer. Its difference from that of the base, modulo 2 to the number of bits, is a signed number near zero where training has
-moved it a little; zigzag makes it an unsigned one (0, -1, 1, -2, … become 0, 1, 2, 3, …), so that the bytes of high place are zeros. The exclusive or of the two would
-have long carries instead: it takes 4 % more bytes. A base is plain, never a delta itself, so a delta costs two reads wherever it stands, and there are no circles.
+An element's bits are an unsigned integer. Its difference from that of the base, modulo 2 to the number of bits, is a
+signed number near zero where training has moved it a little; zigzag makes it an unsigned one (0, -1, 1, -2, … become 0,
+1, 2, 3, …), so that the bytes of high place are zeros. The exclusive or of the two would have long carries instead: it
+takes 4 % more bytes. A base is plain, never a delta itself, so a delta costs two reads wherever it stands, and there
+are no circles.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def unsigned(dtype: np.dtype) -> np.dtype:
 def from_base(
     base: Any, grid: ChunkGrid, coord: tuple[int, ...], index: tuple[int, ...], data: np.ndarray
 ) -> np.ndarray:
-    """The bytes of a chunk of a delta, by those of its elements and the tensor of the base; this thread's, until it asks for the next."""
+    """The bytes of a chunk of a delta, by those of its elements and the tensor of the base; this thread's, until it
+    asks for the next."""
     kind = unsigned(base.dtype)
     offset = tuple(k * s + i * c for k, s, i, c in zip(coord, grid.shard, index, grid.chunk, strict=True))
     shape = tuple(min(c, n - o) for c, n, o in zip(grid.chunk, grid.shape, offset, strict=True))
@@ -61,7 +64,8 @@ def _like(held: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class DeltaTensor(DerivedTensor):
-    """The sum of the array of a base and of stored differences. The identity of the base binds its chunks, as the manifest does those of the differences."""
+    """The sum of the array of a base and of stored differences. The identity of the base binds its chunks, as the
+    manifest does those of the differences."""
 
     name: str
     dtype: np.dtype
@@ -119,7 +123,8 @@ def stored_of(tensor: Any) -> Any:
 
 
 def base_of(base: Checkpoint, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """The tensor of a base from which an array can be a delta; None where there is none of this name, shape and dtype."""
+    """The tensor of a base from which an array can be a delta; None where there is none of this name, shape and
+    dtype."""
     held = base.arrays.get(name)
     fits = held is not None and (held.shape, held.dtype) == (shape, dtype)
     return held.tensor if fits and shape and 0 not in shape and dtype.itemsize <= MOST_DELTA else None  # type: ignore[union-attr]

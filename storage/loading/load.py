@@ -180,20 +180,22 @@ def load(
     path
         Whatever `open_checkpoint` opens.
     like
-        A tree of arrays, or of anything with ``shape``, ``dtype`` and ``sharding``. Names, shapes and dtypes must be those of
-        the checkpoint; the result has this structure, and each array the sharding (or device) of its counterpart.
+        A tree of arrays, or of anything with ``shape``, ``dtype`` and ``sharding``. Names, shapes and dtypes must be
+        those of the checkpoint; the result has this structure, and each array the sharding (or device) of its
+        counterpart.
     shardings
         Instead of ``like``: a tree of shardings with the structure that was saved (None: a local array), or a function
         ``(path, shape, dtype)`` that returns a sharding or None.
     keys
         Names or patterns (``"layers.*.w"``) of the leaves to load. Others are left out of dicts, and are None in lists.
     prefix
-        Load only what lies below this name (``"params"``), as if it were the whole. ``rules``, ``keys`` and all else speak of names without it.
+        Load only what lies below this name (``"params"``), as if it were the whole. ``rules``, ``keys`` and all else
+        speak of names without it.
     cast
         Convert to the dtypes of ``like`` where they differ, instead of refusing.
     allow_overflow
-        Accept values that ``cast`` or a rule turns into infinity, NaN or another integer; the report's ``losses`` counts them. Otherwise they
-        are an error. Rounding is no such loss; values that become zero are counted.
+        Accept values that ``cast`` or a rule turns into infinity, NaN or another integer; the report's ``losses``
+        counts them. Otherwise they are an error. Rounding is no such loss; values that become zero are counted.
     strict
         When false, leaves that are missing or do not fit are taken from ``like``, unexpected ones are left out, and the
         report lists both. Where ``like`` has more rows than are stored (a vocabulary that grew), the stored rows are
@@ -201,8 +203,9 @@ def load(
     ignore
         Names or patterns that may be missing (then they are those of ``like``) or unexpected; the report lists them.
     rules
-        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and ``shardings`` then
-        speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads what its blocks need.
+        Key rules (`Rules`, or their text) that make the wanted arrays of the stored ones. ``keys``, ``like`` and
+        ``shardings`` then speak of what the rules give; without ``like`` the result is a flat dict. Each rank reads
+        what its blocks need.
     verify
         Compare every chunk with its checksum. Without it damage goes unnoticed. It costs about a tenth of a second a
         gigabyte and processor, and nothing where the disk is the bottleneck.
@@ -217,8 +220,8 @@ def load(
     Raises
     ------
     CheckpointKeyError, CheckpointShapeError, CheckpointDTypeError
-        The checkpoint does not fit what is wanted. The message lists every missing and unexpected key and every shape and dtype
-        that differs; nothing was read.
+        The checkpoint does not fit what is wanted. The message lists every missing and unexpected key and every shape
+        and dtype that differs; nothing was read.
     Lossy
         ``cast`` or a rule would lose values, and ``allow_overflow`` is false.
     CorruptCheckpoint

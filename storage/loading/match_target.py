@@ -164,7 +164,8 @@ def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
         return None
     if getattr(leaf, "sharding", None) is not None or not hasattr(leaf, "__array__"):
         raise CheckpointShapeError(
-            f"{source.name}: {shape[0]} rows are stored and {wanted[0]} are wanted, of an array that is split or has no values to fill the rest with; "
+            f"{source.name}: {shape[0]} rows are stored and {wanted[0]} are wanted, of an array that is split or has "
+            "no values to fill the rest with; "
             f"grow it by the rule '{source.name} -> {source.name}, pad(axis=0, size={wanted[0]}, fill=mean)'"
         )
     new = np.asarray(leaf if str(getattr(leaf, "device", "cpu")) == "cpu" else leaf.to_device("cpu"))[shape[0] :]
@@ -214,7 +215,8 @@ def match_like(
             grown = None if strict else _grown(source, leaf)
             if grown is not None and (dtype == source.dtype or cast):
                 report.grown[name] = (
-                    f"{name}: {source.shape[0]} rows were stored, the other {leaf.shape[0] - source.shape[0]} are those of like"
+                    f"{name}: {source.shape[0]} rows were stored, the other {leaf.shape[0] - source.shape[0]} are "
+                    "those of like"
                 )
                 targets[name] = LoadTarget(grown, dtype, None, leaf)
                 continue

@@ -59,10 +59,13 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
     Parameters
     ----------
     path
-        A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save`` (read without pickle), a Hugging Face directory (``model.safetensors``,
-        ``model.safetensors.index.json``, or one file or index of another name, such as ``adapter_model.safetensors``; ``pytorch_model.bin`` too), any Zarr group or array, a checkpoint
-        of ``torch.distributed`` in either of its layouts, one of Orbax (in OCDBT with the package ``tensorstore`` alone), or the document of a virtual checkpoint (``storage.virtual``): a path, or a URL with ``s3://``, ``gs://``, ``az://``, ``memory://``,
-        ``http://`` or ``https://``. A checkpoint that is open stays as it is.
+        A directory written by `save`, a ``.safetensors`` file, one of NumPy (``.npy``, ``.npz``) or of ``torch.save``
+        (read without pickle), a Hugging Face directory (``model.safetensors``, ``model.safetensors.index.json``, or one
+        file or index of another name, such as ``adapter_model.safetensors``; ``pytorch_model.bin`` too), any Zarr group
+        or array, a checkpoint of ``torch.distributed`` in either of its layouts, one of Orbax (in OCDBT with the
+        package ``tensorstore`` alone), or the document of a virtual checkpoint (``storage.virtual``): a path, or a URL
+        with ``s3://``, ``gs://``, ``az://``, ``memory://``, ``http://`` or ``https://``. A checkpoint that is open
+        stays as it is.
     verify
         Compare every chunk that is read with its checksum, where the format has any. Without it damage goes unnoticed.
 
@@ -177,7 +180,8 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return found_so
     if not store.lists and store.size(f"safetensors/{HF_INDEX}") is not None:
         raise NotACheckpoint(
-            f"{root} is no checkpoint itself, but the start page of one that is served: open {root}/safetensors or {root}/zarr"
+            f"{root} is no checkpoint itself, but the start page of one that is served: open {root}/safetensors or "
+            f"{root}/zarr"
         )
     above, name = stores.holding(root)
     if stores.is_url(root) and name and above.size(name) is not None:
@@ -225,7 +229,8 @@ def _refusal(store: Store) -> CheckpointError:
         )
     if orbax_steps := [f for f in folders if store.size(f"{f}/{orbax.STEP}") is not None]:
         return NotACheckpoint(
-            f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as {stores.join(root, orbax_steps[-1])}"
+            f"{root} is not a checkpoint; it holds those of a manager of Orbax, such as "
+            f"{stores.join(root, orbax_steps[-1])}"
         )
     begun = protocol_of(root).is_begun(root)
     if begun or any(store.size(f"{f}/zarr.json") is not None for f in folders) or ".tmp-" in stores.split(root)[1]:
@@ -236,7 +241,8 @@ def _refusal(store: Store) -> CheckpointError:
     shards = _shards(store)
     if shards:
         return IncompleteCheckpoint(
-            f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore it, or open one file: "
+            f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore "
+            "it, or open one file: "
             f"{', '.join(shards[:8])}"
         )
     if other := refusals.among(held):
@@ -372,14 +378,16 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
     if index == HF_INDEX and HF_SINGLE not in files and stores.at(root).size(HF_SINGLE) is not None:
         if files:  # an export without arrays lists none
             warnings.warn(
-                f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} files of {HF_INDEX}; remove one of them",
+                f"{root} holds two models: {HF_SINGLE}, which is opened, as transformers does, and the {len(files)} "
+                f"files of {HF_INDEX}; remove one of them",
                 stacklevel=6,
             )
         return _open_single(root, HF_SINGLE, verify)
     store = stores.at(root)
     if not files and ((metadata.get("total_size") or 0) != 0 or (store.lists and _shards(store))):
         raise IncompleteCheckpoint(
-            f"{root}: {index} lists no tensor, though there are some: {_shards(store)[:8] or metadata}; restore the index, or open one file"
+            f"{root}: {index} lists no tensor, though there are some: {_shards(store)[:8] or metadata}; restore the "
+            "index, or open one file"
         )
     lost = [f for f in files if store.size(f) is None]
     if lost:
@@ -442,8 +450,10 @@ def _open_zarr(root: str) -> Checkpoint:
     versioned = root.startswith(f"{icechunk_store.SCHEME}://")
     if GROUP_ATTRIBUTE in attributes and not versioned:
         raise IncompleteCheckpoint(
-            f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was lost. "
-            "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its attributes name"
+            f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was "
+            "lost. "
+            "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its "
+            "attributes name"
         )
     tensors: dict[str, StoredTensor] = {}
     skipped: dict[str, str] = {}
@@ -467,7 +477,8 @@ def _open_zarr(root: str) -> Checkpoint:
     except Exception as e:
         if not stores.at(root).lists:
             raise StoreError(
-                f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it written there by "
+                f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it "
+                "written there by "
                 "zarr.consolidate_metadata, or open one array of it"
             ) from None
         if isinstance(e, CorruptCheckpoint):

@@ -18,7 +18,8 @@ MAX_LINES = 40
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Names, those alike but for whole numbers as one, with ranges and how many there are; in the order in which they come first."""
+    """Names, those alike but for whole numbers as one, with ranges and how many there are; in the order in which they
+    come first."""
     found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name in names:
         numbers = tuple(int(n) for n in _NUMBER.findall(name))
@@ -52,10 +53,12 @@ def listed(title: str, names: Sequence[str], limit: int = 12) -> list[str]:
 class LoadReport:
     """The report that `load` fills in: loaded leaves and, with ``strict=False``, those that did not fit.
 
-    ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of opening, planning and
-    reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so that some rank read from several
-    blocks or a part of one. ``mismatched`` holds a line for each array of another shape or dtype, ``ignored`` the names that ``ignore``
-    excused, ``grown`` those that took more rows from ``like`` than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see `convert`), ``skipped`` what the files hold and cannot be read here. ``print(report)`` shows it in at most 40 lines.
+    ``bytes_read`` counts reads of every process, ``bytes_needed`` the elements. ``phases`` holds the seconds of
+    opening, planning and reading. ``resharded`` names the arrays whose blocks are not stored as the ranks want them, so
+    that some rank read from several blocks or a part of one. ``mismatched`` holds a line for each array of another
+    shape or dtype, ``ignored`` the names that ``ignore`` excused, ``grown`` those that took more rows from ``like``
+    than are stored, ``mapping`` each rule with how often it was applied, ``losses`` the values that casts lost (see
+    `convert`), ``skipped`` what the files hold and cannot be read here. ``print(report)`` shows it in at most 40 lines.
     """
 
     path: str = ""

@@ -59,7 +59,8 @@ def verify(path: str | os.PathLike[str] | Checkpoint) -> VerifyReport:
     """Check every stored byte of a checkpoint that has checksums: chunks, indices, lengths and metadata.
 
     These are a checkpoint of `save`, and safetensors files that meshtape wrote, with their index and documents. The
-    report names all other files there, which are not compared. Of a virtual checkpoint all parents are checked, and of deltas their base.
+    report names all other files there, which are not compared. Of a virtual checkpoint all parents are checked, and of
+    deltas their base.
 
     Raises
     ------
@@ -192,7 +193,8 @@ def _text(root: str, file: str, faults: list[str]) -> bytes:
 
 
 def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -> int:
-    """Read one file to its end; add its faults to ``faults``; return its length. What is compressed is unpacked: a checksum proves too little."""
+    """Read one file to its end; add its faults to ``faults``; return its length. What is compressed is unpacked: a
+    checksum proves too little."""
     stored, itemsize = t.objects[coord], t.dtype.itemsize
     if isinstance(t, DualTensor):
         faults += t.faults(coord)

@@ -22,8 +22,8 @@ MEMORY = 64 << 20  # bytes of small tensors that are fetched together
 def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[set[str], int]:
     """(names of files below ``root``, bytes) that were compared with their checksums.
 
-    Raises `CorruptCheckpoint` with all that is damaged, and unless ``lenient`` `CheckpointError` for what has no checksums. Of Zarr by others, `IncompleteCheckpoint`
-    where chunks are not there.
+    Raises `CorruptCheckpoint` with all that is damaged, and unless ``lenient`` `CheckpointError` for what has no
+    checksums. Of Zarr by others, `IncompleteCheckpoint` where chunks are not there.
     """
     ahead = reading_ahead(ckpt, MEMORY)
     tensors: list[Any] = [a.tensor for a in ckpt.arrays.values()]
@@ -58,6 +58,7 @@ def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[s
         raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors or documents:\n  {shown}")
     if bare and not lenient:
         raise CheckpointError(
-            f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: {', '.join(t.name for t in bare[:8])}"
+            f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: "
+            f"{', '.join(t.name for t in bare[:8])}"
         )
     return files | {f.removeprefix(store.join(root, "")) for t in held for f in t.files}, nbytes + extra

@@ -1,13 +1,14 @@
 """Programs as JSON documents, and back, without loss.
 
-The document is plain JSON (no ``NaN`` literals, no Python names): variables with their types, entries with the *name* of their op,
-and for the values of constants only names, under which the caller keeps the arrays (a program file: safetensors). A parameter that
-has no JSON form of its own is written as an object of one key that says its kind::
+The document is plain JSON (no ``NaN`` literals, no Python names): variables with their types, entries with the *name*
+of their op, and for the values of constants only names, under which the caller keeps the arrays (a program file:
+safetensors). A parameter that has no JSON form of its own is written as an object of one key that says its kind::
 
-    {"float": "nan"}  {"complex": [0.0, 1.0]}  {"tuple": [0, 1]}  {"dtype": "bfloat16"}  {"span": [0, null, 2]}  {"dict": [["k", 1]]}
+    {"float": "nan"}  {"complex": [0.0, 1.0]}  {"tuple": [0, 1]}  {"dtype": "bfloat16"}
+    {"span": [0, null, 2]}  {"dict": [["k", 1]]}
 
-Lines of source code are not kept: they mean nothing in another process. Documents have a version. An older one is brought up to
-date by the steps in ``MIGRATIONS``; a newer one is refused.
+Lines of source code are not kept: they mean nothing in another process. Documents have a version. An older one is
+brought up to date by the steps in ``MIGRATIONS``; a newer one is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Program files: a traced function as JSON and its constants as safetensors, to be run by another process, another year.
+"""Program files: a traced function as JSON and its constants as safetensors, to be run by another process, another
+year.
 
-A program file is a directory, or a place in an object store, with ``program.json`` (see ``storage/programs/encode.py`` for the format) and
-``constants.safetensors``. It is written like a checkpoint: whole or not at all. `program_document` is the same in one JSON document, with
-the constants inside, to be kept among the documents of a checkpoint.
+A program file is a directory, or a place in an object store, with ``program.json`` (see ``storage/programs/encode.py``
+for the format) and ``constants.safetensors``. It is written like a checkpoint: whole or not at all. `program_document`
+is the same in one JSON document, with the constants inside, to be kept among the documents of a checkpoint.
 
-Beside the program the document says which ``file`` holds the constants and the crc32c of each (``checksums``), and ends in one of its own: of the
-document without it as compact JSON with sorted keys. Documents without checksums, as older ones are, are taken as they are.
+Beside the program the document says which ``file`` holds the constants and the crc32c of each (``checksums``), and ends
+in one of its own: of the document without it as compact JSON with sorted keys. Documents without checksums, as older
+ones are, are taken as they are.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     path
         The directory, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``).
     fn
-        A function as for :func:`meshtape.compile`, compiled or not. Arrays that it reads from around it become constants.
+        A function as for :func:`meshtape.compile`, compiled or not. Arrays that it reads from around it become
+        constants.
     args
         Trees as for ``fn``; of arrays only shapes and dtypes count, everything else is part of the program.
     overwrite
@@ -71,8 +74,8 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     CheckpointExists
         When ``path`` exists and ``overwrite`` is not given.
     ProgramError
-        For what has no form in a file: a parameter that belongs to one mesh, a named tuple or dataclass among arguments or
-        results. Nothing is written then.
+        For what has no form in a file: a parameter that belongs to one mesh, a named tuple or dataclass among arguments
+        or results. Nothing is written then.
     StorageFull, StoreError
         There is no room for it, or the place cannot be written to.
 
@@ -106,8 +109,8 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
 def program_document(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """The program of ``fn(*args)`` as one JSON document, its constants inside: for ``save(..., documents=...)``.
 
-    So a checkpoint carries the function that its arrays are for, under its own checksums, and `merge`, `convert` and `reshard` take it
-    along. Let the arrays of the checkpoint be arguments of ``fn``, so that they are not stored twice.
+    So a checkpoint carries the function that its arrays are for, under its own checksums, and `merge`, `convert` and
+    `reshard` take it along. Let the arrays of the checkpoint be arguments of ``fn``, so that they are not stored twice.
 
     Parameters
     ----------
@@ -286,13 +289,14 @@ def _embedded(values: Any, where: str) -> dict[str, np.ndarray]:
 
 
 class LoadedProgram:
-    """A program as a function of arrays. It is differentiated, compiled and split over meshes like the code it came from.
+    """A program as a function of arrays. It is differentiated, compiled and split over meshes like the code it came
+    from.
 
-    The derivative of a ``custom_vjp`` or ``gradient_hook`` is code, and not in a program of values: gradients of one with such calls
-    are refused. Save the program of ``mt.grad(fn)`` beside it.
+    The derivative of a ``custom_vjp`` or ``gradient_hook`` is code, and not in a program of values: gradients of one
+    with such calls are refused. Save the program of ``mt.grad(fn)`` beside it.
 
-    ``program`` is the :class:`~meshtape.arrays.core.program.Program`; ``print`` it to see it. Calls are made one by one: pass it to
-    ``mt.compile`` to have it optimised.
+    ``program`` is the :class:`~meshtape.arrays.core.program.Program`; ``print`` it to see it. Calls are made one by
+    one: pass it to ``mt.compile`` to have it optimised.
     """
 
     def __init__(self, program: Program, document: Mapping[str, Any]) -> None:
@@ -311,11 +315,12 @@ class LoadedProgram:
         ShapeError
             Where an argument is another one; says which, and what the program takes.
         ProgramError
-            Where an op refuses values that no check at loading could know; names the entry. (An index out of range is an
-            :class:`ArrayIndexError`; errors that an op raises in its own words keep their type and get a note with the entry.)
+            Where an op refuses values that no check at loading could know; names the entry. (An index out of range is
+            an :class:`ArrayIndexError`; errors that an op raises in its own words keep their type and get a note with
+            the entry.)
         OutOfMemory
-            Where arrays of this process are given, and what the program would surely hold at once is more than this machine has free:
-            nothing has run. Names the entry.
+            Where arrays of this process are given, and what the program would surely hold at once is more than this
+            machine has free: nothing has run. Names the entry.
         """
         if len(args) != len(self._arguments):
             raise ShapeError(f"the program takes {len(self._arguments)} argument(s), got {len(args)}")
@@ -327,7 +332,8 @@ class LoadedProgram:
         for r in state.recorders if self._own_derivatives else ():
             if any(map(r.watches, env.values())):
                 raise GradientError(
-                    "[load_program] the function had a custom_vjp or a gradient_hook, whose derivative is not in its program: save the "
+                    "[load_program] the function had a custom_vjp or a gradient_hook, whose derivative is not in its "
+                    "program: save the "
                     "program of mt.grad(fn), or pass mt.stop_gradient of the arguments"
                 )
             if hasattr(r, "note_call"):
@@ -361,7 +367,8 @@ class LoadedProgram:
         free = psutil.virtual_memory().available + psutil.swap_memory().free
         if self._most > free:
             raise OutOfMemory(
-                f"{self._named(self._most_at)} would hold {human_bytes(self._most)} at once with what is there then, and this machine "
+                f"{self._named(self._most_at)} would hold {human_bytes(self._most)} at once with what is there then, "
+                "and this machine "
                 f"has {human_bytes(free)} free: take a larger one, or give the program arrays of a mesh"
             )
 

@@ -1,7 +1,7 @@
 """Validation of stored calls before a program runs: number of operands, parameters of the op, declared results.
 
-For traced programs the public functions check all this; a file may hold anything. The kinds of parameters, and the shapes and
-dtypes of results, are those of the op's record.
+For traced programs the public functions check all this; a file may hold anything. The kinds of parameters, and the
+shapes and dtypes of results, are those of the op's record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...arrays.core.program import Entry
 from ...arrays.ops.param_kinds import OpCall
 from ...arrays.random.draw import check_key
 
-# ----- operands that must go together, where the rule for the result does not look at them -------------------------------------
+# ----- operands that must go together, where the rule for the result does not look at them ----------------------------
 
 
 def _scattered(op: Op, call: OpCall) -> bool:

@@ -1,7 +1,8 @@
-"""Shards whose chunks are compressed: where each lies is told by the shard's index, and nothing is believed of it that does not add up.
+"""Shards whose chunks are compressed: where each lies is told by the shard's index, and nothing is believed of it that
+does not add up.
 
-The writer leaves no gaps: frames follow one another in lexicographic order of their chunks, each with its crc32c, up to the index. So an
-index is a list of lengths, and one that says anything else is damaged.
+The writer leaves no gaps: frames follow one another in lexicographic order of their chunks, each with its crc32c, up to
+the index. So an index is a list of lengths, and one that says anything else is damaged.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def index_nbytes(grid: ChunkGrid) -> int:
 
 
 def starts_of(index: np.ndarray, grid: ChunkGrid, coord: Coord, nbytes: int, itemsize: int) -> np.ndarray:
-    """Where the stored chunks of a shard begin, and where the last one ends, by the bytes of its index; ``nbytes`` is the length of the file.
+    """Where the stored chunks of a shard begin, and where the last one ends, by the bytes of its index; ``nbytes`` is
+    the length of the file.
 
     ``ValueError`` where the checksum does not fit, or an entry is not what the writer writes.
     """
@@ -153,9 +155,11 @@ class CompressedTensor(ChunkedTensor):
         return int(starts[number + 1] - starts[number])
 
     def frames(self, reader: Reader, path: str, coord: Coord, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes of some chunks as they are stored, checksums included; where each begins in them, and where the last one ends).
+        """(bytes of some chunks as they are stored, checksums included; where each begins in them, and where the last
+        one ends).
 
-        The bytes are this thread's until it reads the next ones. Raises `CorruptCheckpoint` where a checksum does not fit.
+        The bytes are this thread's until it reads the next ones. Raises `CorruptCheckpoint` where a checksum does not
+        fit.
         """
         starts = self.starts(reader, path, coord)[first : first + count + 1]
         data = scratch("frames", int(starts[-1] - starts[0]))
@@ -174,7 +178,8 @@ class CompressedTensor(ChunkedTensor):
             self.compression.decompress(frame, out)
         except ValueError as e:
             raise CorruptCheckpoint(
-                f"{path}: chunk {self.index_of(number, coord)} of key {self.name!r}: {e}; restore the file or another checkpoint"
+                f"{path}: chunk {self.index_of(number, coord)} of key {self.name!r}: {e}; restore the file or another "
+                "checkpoint"
             ) from None
 
     def _read(self, coord: Coord, local: Box, target: np.ndarray, chunks: list[Coord]) -> int:
@@ -210,9 +215,11 @@ class CompressedTensor(ChunkedTensor):
 def frames_in(
     reader: Reader, grid: ChunkGrid, coord: Coord, nbytes: int, itemsize: int, batch: int, compressed: bool = True
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(number, stored bytes with their checksum) of every chunk of a shard file, in order; each is valid until the next batch.
+    """(number, stored bytes with their checksum) of every chunk of a shard file, in order; each is valid until the next
+    batch.
 
-    ``ValueError`` where the index or a length is wrong. Without compression the grid tells where chunks lie, and the index is compared at the end.
+    ``ValueError`` where the index or a length is wrong. Without compression the grid tells where chunks lie, and the
+    index is compared at the end.
     """
     length = index_nbytes(grid) if grid.shape else 0
     if reader.nbytes != nbytes or nbytes <= length:
@@ -240,7 +247,8 @@ def frames_in(
 def digest(
     reader: Reader, grid: ChunkGrid, coord: Coord, nbytes: int, itemsize: int
 ) -> tuple[int, list[int], list[int]]:
-    """(crc32c of all frames one after the other, numbers of the chunks that do not fit their checksum, crc32c of each) of a shard file.
+    """(crc32c of all frames one after the other, numbers of the chunks that do not fit their checksum, crc32c of each)
+    of a shard file.
 
     ``ValueError`` as `frames_in`.
     """

@@ -1,4 +1,5 @@
-"""Arrays whose shard files are safetensors files, too (see ``zarr_format``): how they are read and verified, and their form for Hugging Face."""
+"""Arrays whose shard files are safetensors files, too (see ``zarr_format``): how they are read and verified, and their
+form for Hugging Face."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class DualTensor(ChunkedTensor):
 
 
 class HuggingFaceForm(NamedTuple):
-    """The names under which Hugging Face loaders find the shards, and files beside: the index, and arrays that are no shards."""
+    """The names under which Hugging Face loaders find the shards, and files beside: the index, and arrays that are no
+    shards."""
 
     links: dict[str, str]
     files: dict[str, bytes]
@@ -121,7 +123,8 @@ def hugging_face_form(root: str, m: Manifest) -> HuggingFaceForm | None:
 
 
 def form_faults(root: str, m: Manifest) -> tuple[set[str], list[str]]:
-    """(names of the `HuggingFaceForm` that were compared, their faults). A link that is a file of its own by now has the same bytes."""
+    """(names of the `HuggingFaceForm` that were compared, their faults). A link that is a file of its own by now has
+    the same bytes."""
     form = hugging_face_form(root, m)
     if form is None or store.is_url(root):
         return set(), []

@@ -1,4 +1,5 @@
-"""The dtypes that TensorStore writes to Zarr v2, for zarr-python, which does not know them; and its store of objects, which tells it."""
+"""The dtypes that TensorStore writes to Zarr v2, for zarr-python, which does not know them; and its store of objects,
+which tells it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def extension(metadata: Any) -> np.dtype | None:
 
 
 def known(key: str, held: Any) -> Any:
-    """Metadata of Zarr v2 with such a dtype says the integers of the same width instead, as which `ZarrTensor` reads it."""
+    """Metadata of Zarr v2 with such a dtype says the integers of the same width instead, as which `ZarrTensor` reads
+    it."""
     if held is None or not key.endswith(".zarray"):
         return held
     with contextlib.suppress(ValueError, TypeError):

@@ -29,7 +29,8 @@ def _path(root: str, file: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class PackedBlocks(ChunkedTensor):
-    """An array whose blocks lie in packs. A block is read whole, with its neighbours in one request, and compared with the checksum of its place."""
+    """An array whose blocks lie in packs. A block is read whole, with its neighbours in one request, and compared with
+    the checksum of its place."""
 
     @property
     def how(self) -> str:
@@ -78,7 +79,10 @@ class PackedBlocks(ChunkedTensor):
     def unfit(self, coord: tuple[int, ...]) -> str:
         held = self.objects[coord]
         end = held.start + held.nbytes
-        return f"{self.path(coord)}: block {coord} of key {self.name!r} (bytes {held.start} to {end}) does not fit its crc32c"
+        return (
+            f"{self.path(coord)}: block {coord} of key {self.name!r} (bytes {held.start} to {end}) does not fit its "
+            "crc32c"
+        )
 
 
 def check(root: str, packs: Sequence[manifest.Pack], tensors: Sequence[PackedBlocks], faults: list[str]) -> list[Job]:

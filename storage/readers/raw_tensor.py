@@ -209,7 +209,8 @@ class RawTensor:
 
     def damaged(self) -> CorruptCheckpoint:
         return CorruptCheckpoint(
-            f"{self.path}: key {self.name!r} does not fit its crc32c; restore the file or another checkpoint (verify=False reads it all the same)"
+            f"{self.path}: key {self.name!r} does not fit its crc32c; restore the file or another checkpoint "
+            "(verify=False reads it all the same)"
         )
 
     def verify(self) -> int:
@@ -263,7 +264,8 @@ class RawTensor:
 
 @dataclass(slots=True, eq=False)
 class PackedTensor(RawTensor):
-    """A tensor of 4- or 6-bit numbers, which is listed and checked, and whose values NumPy cannot hold as they are stored."""
+    """A tensor of 4- or 6-bit numbers, which is listed and checked, and whose values NumPy cannot hold as they are
+    stored."""
 
     how: ClassVar[str] = "one run of packed bits in a file"
     nbytes: int = 0
@@ -274,5 +276,6 @@ class PackedTensor(RawTensor):
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         raise CheckpointDTypeError(
-            f"{self.path}: key {self.name!r} is {self.dtype.name} in packed bits, which meshtape lists and does not unpack; leave it out with keys="
+            f"{self.path}: key {self.name!r} is {self.dtype.name} in packed bits, which meshtape lists and does not "
+            "unpack; leave it out with keys="
         )

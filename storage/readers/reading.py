@@ -61,7 +61,8 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
 
 
 def _together(jobs: Sequence[Job]) -> int:
-    """Execute jobs one after the other; the local files that they open stay open between them, as many arrays may lie in one."""
+    """Execute jobs one after the other; the local files that they open stay open between them, as many arrays may lie
+    in one."""
     before, _own.readers = getattr(_own, "readers", None), {}
     try:
         return sum([job() for job in jobs])
@@ -97,7 +98,8 @@ class opened:  # used as a function is
             except BaseException as e:
                 self._refuse(e)
                 raise
-            # An object's version is asked for anew with each reader; an open file stays the one it was, and tells if it changes.
+            # An object's version is asked for anew with each reader; an open file stays the one it was, and tells if it
+            # changes.
             if held is not None and len(held) < _OPEN and not remote:
                 held[self._where] = reader
             else:
@@ -140,8 +142,8 @@ class Ranged(Protocol):
 class RangeJob:
     """A read of one range of a file, which `run` joins with its neighbours.
 
-    The bytes go to ``out``, or without it to ``take``. They are compared with ``value``; where that is None, nothing binds them to what was opened, and
-    the generation is looked at instead.
+    The bytes go to ``out``, or without it to ``take``. They are compared with ``value``; where that is None, nothing
+    binds them to what was opened, and the generation is looked at instead.
     """
 
     # There may be a hundred thousand of them: no frozen dataclass, which takes four times as long to make.

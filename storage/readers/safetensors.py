@@ -113,7 +113,8 @@ def _constant(text: str) -> None:
 
 
 def _integer(text: str) -> int | float:
-    # "-0" is no unsigned integer either, and int() refuses more than 4300 digits: both become a float, hence not a size.
+    # "-0" is no unsigned integer either, and int() refuses more than 4300 digits: both become a float, hence not a
+    # size.
     return float(text) if text.startswith("-") or len(text) > 20 else int(text)
 
 
@@ -194,7 +195,8 @@ def _check_tiling(tensors: list[tuple[str, TensorInfo]]) -> int:
 
 
 def _check_count(raw: bytes) -> None:
-    """Refuse a header with millions of texts that describe no tensors, before they are made: each takes ten times its length."""
+    """Refuse a header with millions of texts that describe no tensors, before they are made: each takes ten times its
+    length."""
     tensors = min(raw.count(b'"data_offsets"'), len(raw) // _LEAST_ENTRY)
     if (raw.count(b'"') - raw.count(b'\\"')) // 2 > 8 * tensors + 2 * MAX_METADATA:
         raise _InvalidHeader(f"more than {MAX_METADATA} entries of metadata")
@@ -234,7 +236,8 @@ def _parse(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
 
 
 def parse_header(prefix: bytes, file_nbytes: int, where: str = "safetensors", *, verify: bool = True) -> Header:
-    """Check the first bytes of a file (the length and the header) against the length of the whole file, and against its checksum if it has one.
+    """Check the first bytes of a file (the length and the header) against the length of the whole file, and against its
+    checksum if it has one.
 
     Raises `CorruptCheckpoint` naming ``where``.
     """
@@ -296,7 +299,8 @@ def read_header(path: str | os.PathLike[str], *, verify: bool = True) -> Header:
 
 
 def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have. Tensors with a checksum are compared with it.
+    """Read a whole file into NumPy arrays, with any dtype that NumPy and ml_dtypes have. Tensors with a checksum are
+    compared with it.
 
     >>> import tempfile, os
     >>> where = os.path.join(tempfile.mkdtemp(), "a.safetensors")
@@ -388,17 +392,20 @@ def save_safetensors(
     Parameters
     ----------
     path
-        The file: a path, a URL, a connected socket, or a binary stream, which need not seek (a pipe or a `gzip.GzipFile` will do) and is not closed. At most a few megabytes are
-        copied at a time, whatever the layout of the arrays.
+        The file: a path, a URL, a connected socket, or a binary stream, which need not seek (a pipe or a
+        `gzip.GzipFile` will do) and is not closed. At most a few megabytes are copied at a time, whatever the layout of
+        the arrays.
     tensors
         Names and arrays (anything that `numpy.asarray` takes, or with ``__dlpack__``); any layout and byte order.
     metadata
-        Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``, which is there with ``checksums`` unless you give another.
+        Texts for the header. Hugging Face loaders ask for ``{"format": "pt"}``, which is there with ``checksums``
+        unless you give another.
     overwrite
         Replace an existing file; without it an existing file is `CheckpointExists`.
     checksums
-        Put a crc32c of each tensor and of the header into the metadata, under ``meshtape.crc32c``: what meshtape loads whole is compared with
-        them, and `verify` compares every byte. Without it the file is, byte for byte, what the reference implementation writes.
+        Put a crc32c of each tensor and of the header into the metadata, under ``meshtape.crc32c``: what meshtape loads
+        whole is compared with them, and `verify` compares every byte. Without it the file is, byte for byte, what the
+        reference implementation writes.
 
     Returns
     -------
@@ -470,7 +477,8 @@ def joined(pieces: Iterable[Any]) -> Iterator[Any]:
 
 
 def pieces_of(a: np.ndarray, limit: int = 8 << 20) -> Iterable[Any]:
-    """The little-endian row-major bytes of an array: a copy where it is short, else as it is where it lies so, else copied a few megabytes at a time."""
+    """The little-endian row-major bytes of an array: a copy where it is short, else as it is where it lies so, else
+    copied a few megabytes at a time."""
     kind = dtypes.little(a.dtype)
     if a.nbytes < _SHORT:
         return ((a if a.dtype == kind else a.astype(kind)).tobytes(),)

@@ -182,7 +182,8 @@ class ChunkedTensor:
         return names.inside(self.root, self.objects[coord].file, f"{self.root}: {self.name!r}")
 
     def read_stored(self, reader: Reader, path: str, coord: tuple[int, ...], first: int, out: np.ndarray) -> list[int]:
-        """Fill ``out`` with chunks of a shard as they are stored, checksums included, from number ``first`` on; returns the checksums.
+        """Fill ``out`` with chunks of a shard as they are stored, checksums included, from number ``first`` on; returns
+        the checksums.
 
         Raises `CorruptCheckpoint` where one does not fit, whatever ``verify`` says: the bytes are to be stored again.
         """
@@ -194,13 +195,15 @@ class ChunkedTensor:
         return [self.checked(path, coord, first + k, row) for k, row in enumerate(out.reshape(-1, nbytes))]
 
     def wanted(self, coord: tuple[int, ...]) -> Any:
-        """The checksums of the chunks of a shard, in their order, as the manifest knows them; None where it does not."""
+        """The checksums of the chunks of a shard, in their order, as the manifest knows them; None where it does
+        not."""
         if self.sums is not None:
             return self.sums[coord]
         return [self.objects[coord].crc32c] if math.prod(self.grid.chunks_in_shard) == 1 else None
 
     def checked(self, path: str, coord: tuple[int, ...], number: int, stored: np.ndarray) -> int:
-        """The checksum of a chunk as it is stored; raises where it is not the one beside it, or not that of its place."""
+        """The checksum of a chunk as it is stored; raises where it is not the one beside it, or not that of its
+        place."""
         value, wanted = crc32c(stored[:-4]), self.wanted(coord)
         if value.to_bytes(4, "little") != stored[-4:].tobytes() or (wanted is not None and value != wanted[number]):
             raise self.damaged(path, number, coord, value, int.from_bytes(stored[-4:].tobytes(), "little"))
@@ -219,7 +222,8 @@ class ChunkedTensor:
         return tuple(int(i) for i in np.unravel_index(number, self.grid.present(coord))) if self.grid.shape else ()
 
     def damaged(self, path: str, number: int, coord: tuple[int, ...], value: int, beside: int) -> CorruptCheckpoint:
-        """The error for a chunk: ``value`` is the checksum of its bytes, ``beside`` the one that is stored with them."""
+        """The error for a chunk: ``value`` is the checksum of its bytes, ``beside`` the one that is stored with
+        them."""
         chunk = f"{path}: chunk {self.index_of(number, coord)} of key {self.name!r}"
         if value == beside:
             return CorruptCheckpoint(
@@ -245,11 +249,12 @@ class ChunkedTensor:
         nbytes = math.prod(grid.chunk) * self.dtype.itemsize
         present = place_of(grid, coord, self.dtype.itemsize).present
         meets = [overlaps(*d) for d in zip(grid.chunk, local.offset, local.shape, strict=True)]
-        # Chunks that are rows of the target are read where they belong; others are copied there. Only a few at a time: they are still in
-        # a processor's cache when their checksum is taken.
+        # Chunks that are rows of the target are read where they belong; others are copied there. Only a few at a time:
+        # they are still in a processor's cache when their checksum is taken.
         slots = max(1, min(store.at(self.root).batch // max(nbytes, 1), IOV_MAX // 2, len(chunks)))
         sums = np.empty((slots, 1), "<u4")
-        # Copies bypass the caches where those hold the chunk that comes. Extension dtypes have no buffers, so their bits are copied.
+        # Copies bypass the caches where those hold the chunk that comes. Extension dtypes have no buffers, so their
+        # bits are copied.
         copy = stream if target.nbytes >= _PAST_CACHES else np.copyto
         dtype = dtypes.bits(self.dtype)
         target = target.view(dtype)

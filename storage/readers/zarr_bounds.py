@@ -128,7 +128,8 @@ def _bounded(codec: Any, chunk: int, itemsize: int) -> Any:
 
 
 def bound(array: Any) -> Any:
-    """An opened array that refuses chunks which unpack to more than they are to hold: the same metadata, with codecs that look first."""
+    """An opened array that refuses chunks which unpack to more than they are to hold: the same metadata, with codecs
+    that look first."""
     said, itemsize = array.metadata, array.dtype.itemsize
     chunk = math.prod(array.shards or array.chunks) * itemsize
     chunk += chunk // 8 + 16 * math.prod(array.shards or ()) // max(math.prod(array.chunks), 1)  # a shard has an index

@@ -87,7 +87,8 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
 
 
 def _described(array: Any) -> tuple[tuple[str, ...], str]:
-    """(names of what its writer says of an array, that as members of Zarr v3's metadata in JSON, or "" where it cannot travel)."""
+    """(names of what its writer says of an array, that as members of Zarr v3's metadata in JSON, or "" where it cannot
+    travel)."""
     held = {n: v for n, v in array.attrs.items() if n != GROUP_ATTRIBUTE}
     told, members = tuple(sorted(held)), {"attributes": held}
     dims = getattr(array.metadata, "dimension_names", None) or ()
@@ -182,7 +183,8 @@ class GridTensor(ByLibrary):
         return list(itertools.islice((k for k in keys if k not in held), min(limit, count))), count
 
     def check(self) -> None:
-        """Raise `IncompleteCheckpoint`, or warn, where chunks are not there; `CheckpointError` for a size that no array has."""
+        """Raise `IncompleteCheckpoint`, or warn, where chunks are not there; `CheckpointError` for a size that no array
+        has."""
         if math.prod(self.shape) * self.dtype.itemsize >= 1 << 62:
             raise CheckpointError(
                 f"{self.root}: key {self.name!r} of shape {self.shape} is larger than any memory; read slices of it"
@@ -197,7 +199,8 @@ class GridTensor(ByLibrary):
         if count and self.missing != "fill":
             what, are = ("chunk", "is") if count == 1 else ("chunks", "are")
             text = (
-                f"{self.root}: {count} {what} of key {self.name!r} {are} not there ({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
+                f"{self.root}: {count} {what} of key {self.name!r} {are} not there "
+                f"({', '.join(first)}{', …' if count > len(first) else ''}): lost, or never "
                 "written because all is the fill value, as which Zarr reads them"
             )
             if self.missing == "error":
@@ -209,8 +212,9 @@ class GridTensor(ByLibrary):
 class ZarrTensor(GridTensor):
     """An array of a Zarr hierarchy by another writer. The reported bytes are the box's size; zarr may read more.
 
-    ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``, ``"warn"`` or
-    ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look alike.
+    ``missing`` is how `check` and every read treat absent chunks, which Zarr reads as the fill value: ``"error"``,
+    ``"warn"`` or ``"fill"``. Writers leave out chunks of only the fill value, so a lost chunk and an empty one look
+    alike.
     """
 
     how: ClassVar[str] = "a Zarr array that another program wrote"

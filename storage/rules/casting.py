@@ -12,8 +12,8 @@ kind           a value that                                                     
 ``underflow``  was not zero and became zero                                           no
 =============  ====================================================================  =======
 
-Rounding to fewer digits is what a cast is for and is not counted. A cast that runs within `tallied` adds its losses to that tally, under the
-name of the array that is made; elsewhere a loss that is refused is raised at once.
+Rounding to fewer digits is what a cast is for and is not counted. A cast that runs within `tallied` adds its losses to
+that tally, under the name of the array that is made; elsewhere a loss that is refused is raised at once.
 """
 
 from __future__ import annotations
@@ -133,9 +133,11 @@ def is_float(dtype: np.dtype) -> bool:
 
 @lru_cache(maxsize=256)
 def _bounds(source: np.dtype, target: np.dtype) -> tuple[int, int, int] | None:
-    """Magnitudes, as bits: the largest of ``source`` that stays finite, the smallest that stays above zero, the largest finite of ``target``.
+    """Magnitudes, as bits: the largest of ``source`` that stays finite, the smallest that stays above zero, the largest
+    finite of ``target``.
 
-    The magnitudes of these floating types are ordered as their bits are, so both bounds are found by bisection with the cast itself.
+    The magnitudes of these floating types are ordered as their bits are, so both bounds are found by bisection with the
+    cast itself.
     """
     if source.name not in dtypes.FLOATS or target.name not in dtypes.FLOATS:
         return None
@@ -270,7 +272,8 @@ def _told(losses: Mapping[Any, CastLoss]) -> str:
     if len(losses) > 8:
         lines.append(f"  … and {len(losses) - 8} more arrays")
     lines.append(
-        "choose a wider dtype, leave these arrays out, or accept the losses with allow_overflow=True (in a rule: cast(…, allow_overflow=true))"
+        "choose a wider dtype, leave these arrays out, or accept the losses with allow_overflow=True (in a rule: "
+        "cast(…, allow_overflow=true))"
     )
     return "\n".join(lines)
 
@@ -340,7 +343,8 @@ def _tell(name: str, loss: CastLoss, allowed: bool = False) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, total: np.ndarray, offset: tuple[int, ...]) -> Iterator[None]:
-    """Arithmetic on ``total`` whose overflows are losses, as those of a cast are. Infinities and NaN of the operands are none."""
+    """Arithmetic on ``total`` whose overflows are losses, as those of a cast are. Infinities and NaN of the operands
+    are none."""
     seen: list[str] = []
     with np.errstate(all="ignore", over="call", call=lambda kind, _: seen.append(kind)):
         yield
@@ -349,7 +353,8 @@ def watched(name: str, total: np.ndarray, offset: tuple[int, ...]) -> Iterator[N
 
 
 def count_overflows(name: str, result: np.ndarray, operands: Sequence[np.ndarray], offset: tuple[int, ...]) -> None:
-    """Elements of a result that are not finite, where those of all its operands are, are losses, as those of a cast are."""
+    """Elements of a result that are not finite, where those of all its operands are, are losses, as those of a cast
+    are."""
     bad = ~np.isfinite(result)
     if bad.any():
         finite = np.logical_and.reduce([np.isfinite(x) for x in operands])

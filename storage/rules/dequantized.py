@@ -1,10 +1,12 @@
 """Quantised weights as the numbers that they stand for: integers or float8 times the scale of their block.
 
-``y = (x - zero) * scale``, where element ``i`` along a dimension belongs to block ``i // block`` and the last block may be short. DeepSeek-V3
-stores ``weight`` in float8_e4m3fn with ``weight_scale_inv``, one float32 for each 128 × 128 block, by which the weight is multiplied in spite of the name
-(its ``kernel.py``: ``y = x * s``). compressed-tensors stores ``weight_scale`` for the tensor, for each row, or for each group of a row, and
-where it is not symmetric ``weight_zero_point`` (its ``dequantize``: ``(x_q - zero_point) * scale``). Its format ``pack-quantized`` stores ``weight_packed``: int32, of
-which each holds 32 / bits numbers of a row (its ``pack_to_int32``); zero points are packed along the columns.
+``y = (x - zero) * scale``, where element ``i`` along a dimension belongs to block ``i // block`` and the last block may
+be short. DeepSeek-V3 stores ``weight`` in float8_e4m3fn with ``weight_scale_inv``, one float32 for each 128 × 128
+block, by which the weight is multiplied in spite of the name (its ``kernel.py``: ``y = x * s``). compressed-tensors
+stores ``weight_scale`` for the tensor, for each row, or for each group of a row, and where it is not symmetric
+``weight_zero_point`` (its ``dequantize``: ``(x_q - zero_point) * scale``). Its format ``pack-quantized`` stores
+``weight_packed``: int32, of which each holds 32 / bits numbers of a row (its ``pack_to_int32``); zero points are packed
+along the columns.
 """
 
 from __future__ import annotations
@@ -74,14 +76,24 @@ def dequantizes(tensor: Any) -> bool:
 
 
 def not_followed(key: str, names: Container[str]) -> str | None:
-    """The reason to refuse a weight, or a scale, whose names say that its numbers mean something else than a product with a scale."""
+    """The reason to refuse a weight, or a scale, whose names say that its numbers mean something else than a product
+    with a scale."""
     base = key.removesuffix("_packed")
     if f"{base}_g_idx" in names:
-        return f"the columns of {key!r} belong to groups in the order of '{base}_g_idx'; write the model anew without activation ordering"
+        return (
+            f"the columns of {key!r} belong to groups in the order of '{base}_g_idx'; write the model anew without "
+            "activation ordering"
+        )
     if f"{key}.quant_map" in names:
-        return f"{key!r} holds places in the table '{key}.quant_map' (nf4 or fp4 of bitsandbytes); let bitsandbytes write the full weights"
+        return (
+            f"{key!r} holds places in the table '{key}.quant_map' (nf4 or fp4 of bitsandbytes); let bitsandbytes write "
+            "the full weights"
+        )
     if key.endswith(".qweight"):
-        return f"{key!r} is in the layout of GPTQ or AWQ, which differs by their versions; let the tool that made it write the full weights"
+        return (
+            f"{key!r} is in the layout of GPTQ or AWQ, which differs by their versions; let the tool that made it "
+            "write the full weights"
+        )
     if key.endswith(".SCB"):
         return f"{key!r} is 127 times the scale (LLM.int8 of bitsandbytes); let bitsandbytes write the full weights"
     return None
@@ -89,7 +101,8 @@ def not_followed(key: str, names: Container[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Dequantized(DerivedTensor):
-    """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks that a box meets."""
+    """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks
+    that a box meets."""
 
     name: str
     source: Any
@@ -139,7 +152,8 @@ class Dequantized(DerivedTensor):
             nbytes += n
             return held.astype(dtype)[places]
 
-        # float32 holds every product of an 8-bit number and a scale that a model has; a scale that could pass its range is told by the cast.
+        # float32 holds every product of an 8-bit number and a scale that a model has; a scale that could pass its range
+        # is told by the cast.
         scale = spread(self.scale, np.float64 if self.scale.dtype == np.float64 else np.float32)
         with np.errstate(all="ignore"):
             wide = np.float64 if scale.size and not np.abs(scale).max() < 1e30 else scale.dtype

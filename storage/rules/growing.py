@@ -1,7 +1,9 @@
-"""New rows of an array that grows, made of the rows that are stored: their mean, or numbers drawn with their mean and deviation.
+"""New rows of an array that grows, made of the rows that are stored: their mean, or numbers drawn with their mean and
+deviation.
 
-Each column has its own mean and deviation (of the population), in float64, over tiles of rows that only the shape decides; what is drawn is a
-function of the seed, the array's name and the place. So windows, workers and their order change nothing.
+Each column has its own mean and deviation (of the population), in float64, over tiles of rows that only the shape
+decides; what is drawn is a function of the seed, the array's name and the place. So windows, workers and their order
+change nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _TILE = 1 << 19  # elements of whole rows
 
 @dataclass(frozen=True, slots=True)
 class GrownRows(DerivedTensor):
-    """``count`` rows beyond the end of ``source`` along ``axis``. Reads all rows of the columns that it is asked for."""
+    """``count`` rows beyond the end of ``source`` along ``axis``. Reads all rows of the columns that it is asked
+    for."""
 
     name: str
     source: Any
@@ -61,7 +64,8 @@ class GrownRows(DerivedTensor):
             yield lambda: self._read(box, out)
 
     def _statistics(self, box: Box) -> tuple[np.ndarray, np.ndarray, int]:
-        """(mean, deviation) of each column of a box, with a length of 1 along the axis; and the bytes that were read."""
+        """(mean, deviation) of each column of a box, with a length of 1 along the axis; and the bytes that were
+        read."""
         n = self.source.shape[self.axis]
         step = max(1, _TILE * n // math.prod(self.source.shape))
         count, nbytes = 0, 0
@@ -80,7 +84,8 @@ class GrownRows(DerivedTensor):
             count += k
         if not np.isfinite(mean).all():
             raise CheckpointError(
-                f"{self.name!r} holds values that are not finite, so its new rows cannot be made of its mean; pad it with value="
+                f"{self.name!r} holds values that are not finite, so its new rows cannot be made of its mean; pad it "
+                "with value="
             )
         back = (np.moveaxis(a, -1, self.axis) for a in (mean, np.sqrt(squares / n)))
         return (*back, nbytes)

@@ -41,7 +41,8 @@ def _counted(rule: Rule) -> str | None:
     near = get_close_matches(new[0], left or known, 1, 0.0)
     hint = f"; the nearest that it has is {{{near[0]}}}" if near else ""
     raise RuleConflict(
-        f"the capture {{{new[0]}}} stands in no source{hint}. A capture that only targets have numbers the parts of a split, "
+        f"the capture {{{new[0]}}} stands in no source{hint}. A capture that only targets have numbers the parts of a "
+        "split, "
         f"in the rule\n  {rule.shown}"
     )
 
@@ -76,7 +77,8 @@ def _check_gaps(
             lost = ", ".join([*([ranges(gaps)] if gaps else []), *sorted(texts - held)[:8]])
             there = ", ".join([*([ranges(known)] if known else []), *sorted(held - set(known.values()))[:8]])
             raise RuleMatchError(
-                f"{name}={lost} is missing{where}: the keys that the rule collects have {name}={there}. Restore it; where it is left out on "
+                f"{name}={lost} is missing{where}: the keys that the rule collects have {name}={there}. Restore it; "
+                "where it is left out on "
                 f"purpose, name each source, or write a rule for each array that has fewer; in the rule\n  {rule.shown}"
             )
 
@@ -253,7 +255,8 @@ class BoundRules:
     def _no_match(self, rule: Rule, pattern: str) -> RuleMatchError:
         if pattern in self.tensors:  # it is there, and was left out as it is not quantised
             return RuleMatchError(
-                f"{pattern!r} is {self.tensors[pattern].dtype}, and only int8, uint8 and float8 are quantised, in the rule\n  {rule.shown}\n"
+                f"{pattern!r} is {self.tensors[pattern].dtype}, and only int8, uint8 and float8 are quantised, in the "
+                f"rule\n  {rule.shown}\n"
                 "name the quantised weights and their scales, or mark the rule optional()"
             )
         near = get_close_matches(pattern, self.keys[:5000], 3, 0.0)
@@ -271,7 +274,8 @@ class BoundRules:
             for k, _ in chain.from_iterable(found):
                 if why := not_followed(k, self.tensors):
                     raise RuleConflict(f"{why}. In the rule\n  {rule.shown}")
-            # Weights that are not quantised have no scale and stay as they are; one that is and has none is an error below.
+            # Weights that are not quantised have no scale and stay as they are; one that is and has none is an error
+            # below.
             found[0] = [
                 (k, m)
                 for k, m in found[0]

@@ -1,8 +1,10 @@
-"""Numbers about a whole tensor that its elements depend on: the seam between lazy tensors and whoever reads their boxes.
+"""Numbers about a whole tensor that its elements depend on: the seam between lazy tensors and whoever reads their
+boxes.
 
-A lazy tensor whose boxes need, say, the norm of its source has a field ``measured`` of this type and a generator ``measuring()``, which yields lists of
-independent calls, is sent their results and returns the value. A transfer computes it by `measure_all` on its threads or workers before the windows;
-any other reader does so at its first box. It is computed once, and goes along to other processes.
+A lazy tensor whose boxes need, say, the norm of its source has a field ``measured`` of this type and a generator
+``measuring()``, which yields lists of independent calls, is sent their results and returns the value. A transfer
+computes it by `measure_all` on its threads or workers before the windows; any other reader does so at its first box. It
+is computed once, and goes along to other processes.
 """
 
 from __future__ import annotations

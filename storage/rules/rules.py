@@ -1,13 +1,14 @@
 """Key rules: the transformation of the arrays of one checkpoint into those of another.
 
 A rule names source keys, target keys and the steps between them (see ``steps``). Rules are simultaneous: all read the
-checkpoint as it is, so ``a -> b`` with ``b -> a`` is a swap. A key that no rule reads keeps its name. A target that begins with
-``$`` is not stored; later rules read it. The result of the rules is checked in full before a byte is read.
+checkpoint as it is, so ``a -> b`` with ``b -> a`` is a swap. A key that no rule reads keeps its name. A target that
+begins with ``$`` is not stored; later rules read it. The result of the rules is checked in full before a byte is read.
 
-``{layer}`` in a name stands for a part of a key, without dots; ``{rest*}`` for any part. A rule is applied once for each combination
-of captures that its targets use and the checkpoint holds. A capture that only sources have is collected: ``e.{layer}.{expert}.w ->
-m.{layer}.w, concat(0)`` joins the experts of each layer, in the order of numbers (2 before 10). A capture that only targets have is
-counted: ``m.{layer}.w -> e.{layer}.{expert}.w, split(0, parts=8)`` names the parts 0 to 7.
+``{layer}`` in a name stands for a part of a key, without dots; ``{rest*}`` for any part. A rule is applied once for
+each combination of captures that its targets use and the checkpoint holds. A capture that only sources have is
+collected: ``e.{layer}.{expert}.w -> m.{layer}.w, concat(0)`` joins the experts of each layer, in the order of numbers
+(2 before 10). A capture that only targets have is counted: ``m.{layer}.w -> e.{layer}.{expert}.w, split(0, parts=8)``
+names the parts 0 to 7.
 
 >>> rules = Rules("h.{i}.q, h.{i}.k -> h.{i}.qk, concat(axis=0)")
 >>> sorted(rules.on_arrays({"h.0.q": np.ones((2, 3)), "h.0.k": np.ones((1, 3)), "n": np.ones(1)}))
@@ -150,7 +151,8 @@ class Rules:
         Raises
         ------
         CheckpointError
-            A rule loses something: it drops a key, cuts a part off, or casts to a dtype that holds less. Names the rule.
+            A rule loses something: it drops a key, cuts a part off, or casts to a dtype that holds less. Names the
+            rule.
 
         Examples
         --------

@@ -1,27 +1,27 @@
 """Steps of key rules: from a list of tensors to a list of tensors, checked by shape and dtype alone.
 
-==============  =====================  ================================================================================
-step            tensors                what it does
-==============  =====================  ================================================================================
-`Concat`        n → 1                  one after the other along an axis
-`Split`         1 → n                  parts along an axis, of given sizes or equal
-`Permute`       each                   dimensions in another order
-`Reshape`       each                   another shape, row-major; one length may be -1
-`Cast`          each                   another dtype; nothing else ever changes one
-`Pad`           each                   longer along an axis, filled up with a value, the mean of the rows, or noise (vocabulary growth)
-`Slice`         each                   a range along an axis
-`Interleave`    n → 1                  part 0 of each, part 1 of each, … along an axis
-`Deinterleave`  1 → n                  back
-`FuseQKV`       q, k, v → 1            for each group: its query heads, its key head, its value head
-`SplitQKV`      1 → q, k, v            back
-`FuseFFN`       gate, up → 1           for each tensor-parallel part: gate, up
-`SplitFFN`      1 → gate, up           back
-`Init`          none → 1               a new array with one value
-`Dequantize`    weight, scale → 1      numbers of 8 bits or fewer times the scales of their blocks; less zero points, where these come third
-==============  =====================  ================================================================================
+==============  =================  ==================================================================================
+step            tensors            what it does
+==============  =================  ==================================================================================
+`Concat`        n → 1              one after the other along an axis
+`Split`         1 → n              parts along an axis, of given sizes or equal
+`Permute`       each               dimensions in another order
+`Reshape`       each               another shape, row-major; one length may be -1
+`Cast`          each               another dtype; nothing else ever changes one
+`Pad`           each               longer along an axis, by a value, the mean of the rows, or noise (vocabularies)
+`Slice`         each               a range along an axis
+`Interleave`    n → 1              part 0 of each, part 1 of each, … along an axis
+`Deinterleave`  1 → n              back
+`FuseQKV`       q, k, v → 1        for each group: its query heads, its key head, its value head
+`SplitQKV`      1 → q, k, v        back
+`FuseFFN`       gate, up → 1       for each tensor-parallel part: gate, up
+`SplitFFN`      1 → gate, up       back
+`Init`          none → 1           a new array with one value
+`Dequantize`    weight, scale → 1  short numbers, less zero points where these come third, times the scales of blocks
+==============  =================  ==================================================================================
 
-``apply`` makes lazy tensors (see ``lazy_tensors``) and raises where shapes or dtypes do not fit. ``inverse`` is the step that undoes
-``apply``, given the tensors that it was applied to; `NotInvertible` where there is none.
+``apply`` makes lazy tensors (see ``lazy_tensors``) and raises where shapes or dtypes do not fit. ``inverse`` is the
+step that undoes ``apply``, given the tensors that it was applied to; `NotInvertible` where there is none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def _joined(tensors: Sequence[Any], axis: int) -> Any:
             a != b for d, (a, b) in enumerate(zip(t.shape, first.shape, strict=True)) if d != k
         ):
             raise CheckpointShapeError(
-                f"{first.name!r} of shape {first.shape} and {t.name!r} of shape {t.shape} cannot be joined along axis {k}"
+                f"{first.name!r} of shape {first.shape} and {t.name!r} of shape {t.shape} cannot be joined along axis "
+                f"{k}"
             )
         if t.dtype != first.dtype:
             raise CheckpointDTypeError(

@@ -9,8 +9,8 @@
     _ -> bias, init(shape=[8], dtype=float32)
     @follow opt.m.{}                         # the rules apply to these keys as well
 
-A name is quoted, as JSON or in single quotes, where it holds spaces, commas, parentheses, quotes, ``#``, ``->``, or begins with ``@``
-or is ``_``. ``{{`` and ``}}`` are braces.
+A name is quoted, as JSON or in single quotes, where it holds spaces, commas, parentheses, quotes, ``#``, ``->``, or
+begins with ``@`` or is ``_``. ``{{`` and ``}}`` are braces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The steps of key rules that make values: `Cast`, `Pad`, `Init` and `Dequantize`. The others only move them (see ``steps``)."""
+"""The steps of key rules that make values: `Cast`, `Pad`, `Init` and `Dequantize`. The others only move them (see
+``steps``)."""
 
 from __future__ import annotations
 
@@ -41,9 +42,11 @@ def _filled(name: str, shape: tuple[int, ...], dtype: np.dtype, value: Any) -> F
 class Cast(Step):
     """``back`` names the dtype of the inverse, where the way there loses digits and that is accepted.
 
-    ``allow_overflow``: values that the dtype cannot hold are accepted too; otherwise they raise `Lossy` when they are read.
+    ``allow_overflow``: values that the dtype cannot hold are accepted too; otherwise they raise `Lossy` when they are
+    read.
 
-    float64 becomes bfloat16 or float8 through float32, as in ml_dtypes and PyTorch: a value next to a tie may be rounded to its other neighbour.
+    float64 becomes bfloat16 or float8 through float32, as in ml_dtypes and PyTorch: a value next to a tie may be
+    rounded to its other neighbour.
 
     >>> from meshtape.storage import Rules
     >>> Rules("w -> w, cast(float16, allow_overflow=true)").on_arrays({"w": np.float32([1, 7e4])})["w"]
@@ -76,7 +79,8 @@ class Cast(Step):
 
 @dataclass(frozen=True, slots=True)
 class Pad(Step):
-    """``fill``: ``"value"``; ``"mean"`` of the rows there are, column by column; or ``"noise"``, drawn with ``seed`` and their mean and deviation.
+    """``fill``: ``"value"``; ``"mean"`` of the rows there are, column by column; or ``"noise"``, drawn with ``seed``
+    and their mean and deviation.
 
     >>> from meshtape.storage import Rules
     >>> rows = np.float32([[0, 4], [2, 8]])
@@ -104,11 +108,13 @@ class Pad(Step):
             new: Any = _filled(t.name, rest, t.dtype, self.value)
         elif self.fill not in ("mean", "noise") or self.value != 0 or self.seed < 0:
             raise RuleConflict(
-                f"pad fills with fill=value (and value=), fill=mean, or fill=noise (and a seed= of 0 or more); got {self}"
+                "pad fills with fill=value (and value=), fill=mean, or fill=noise (and a seed= of 0 or more); got "
+                f"{self}"
             )
         elif t.dtype.name not in dtypes.FLOATS or not t.shape[k]:
             raise CheckpointDTypeError(
-                f"{t.name!r} is {t.dtype} of shape {t.shape}: fill={self.fill} needs rows of a floating dtype; pad it with value="
+                f"{t.name!r} is {t.dtype} of shape {t.shape}: fill={self.fill} needs rows of a floating dtype; pad it "
+                "with value="
             )
         else:
             new = GrownRows(t.name, t, k, rest[k], self.fill == "noise", self.seed)
@@ -141,10 +147,11 @@ class Init(Step):
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(Step):
-    """``block``: the lengths that one scale is for, along each dimension; left out where a scale is for the whole or each element of a dimension.
+    """``block``: the lengths that one scale is for, along each dimension; left out where a scale is for the whole or
+    each element of a dimension.
 
-    ``bits``: the weights are int32, of which each holds several numbers of a row with so many bits (2, 4 or 8), as compressed-tensors packs
-    them. The result has the dtype of the scales, or ``dtype``.
+    ``bits``: the weights are int32, of which each holds several numbers of a row with so many bits (2, 4 or 8), as
+    compressed-tensors packs them. The result has the dtype of the scales, or ``dtype``.
 
     >>> from meshtape.storage import Rules
     >>> arrays = {"w": np.int8([[1, 2, 3], [4, 5, 6]]), "s": np.float32([[0.5, 2]])}
@@ -173,7 +180,8 @@ class Dequantize(Step):
             weight, zero = self._unpacked(weight, 1), [self._unpacked(z, 0) for z in zero]
         if not is_quantized(weight.dtype):
             raise CheckpointDTypeError(
-                f"{weight.name!r} is {weight.dtype}; dequantize takes int8, uint8 and float8, and with bits= numbers that compressed-tensors has packed"
+                f"{weight.name!r} is {weight.dtype}; dequantize takes int8, uint8 and float8, and with bits= numbers "
+                "that compressed-tensors has packed"
             )
         if not is_float(scale.dtype):
             raise CheckpointDTypeError(f"{scale.name!r} is {scale.dtype}; scales are floating")
@@ -205,7 +213,8 @@ class Dequantize(Step):
             return tuple(max(n, 1) for n in shape)
         if len(scale.shape) != len(shape) or any(s not in (1, n) for s, n in zip(scale.shape, shape, strict=True)):
             raise CheckpointShapeError(
-                f"{scale.name!r} of shape {scale.shape} does not say which part of {weight.name!r} of shape {shape} each scale is for; "
+                f"{scale.name!r} of shape {scale.shape} does not say which part of {weight.name!r} of shape {shape} "
+                "each scale is for; "
                 "give block=, such as [128, 128] or [1, 64], or reshape the scales first"
             )
         return tuple(1 if s == n else max(n, 1) for s, n in zip(scale.shape, shape, strict=True))
@@ -220,7 +229,8 @@ class Dequantize(Step):
         if isinstance(t, Unpacked) and t.shape[1] == wanted[1] and 0 < t.shape[0] - wanted[0] < 32 // t.bits:
             return Sliced(t.name, t, (0, 0), wanted)  # the last int32 was not full
         raise CheckpointShapeError(
-            f"{weight.name!r} of shape {weight.shape} has blocks of {list(block)}, so {t.name!r} must have the shape {wanted}, not {t.shape}"
+            f"{weight.name!r} of shape {weight.shape} has blocks of {list(block)}, so {t.name!r} must have the shape "
+            f"{wanted}, not {t.shape}"
         )
 
     def inverse(self, before: list[Any]) -> Step:

@@ -56,7 +56,8 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> Any:
         """The `SaveReport`, once the save has ended.
 
-        Raises whatever the save raised, each time it is asked; ``TimeoutError`` when ``timeout`` seconds were not enough.
+        Raises whatever the save raised, each time it is asked; ``TimeoutError`` when ``timeout`` seconds were not
+        enough.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -105,7 +106,8 @@ def _watch_exit() -> None:
             return
         _watching_exit = True
     # A save needs thread pools, which the standard library closes before it joins threads. What is registered here runs
-    # before that, as it is registered after. Without the private hook, only errors are reported, and the threads are joined.
+    # before that, as it is registered after. Without the private hook, only errors are reported, and the threads are
+    # joined.
     import concurrent.futures.thread  # noqa: F401
 
     getattr(threading, "_register_atexit", atexit.register)(_finish_all)

@@ -1,4 +1,5 @@
-"""Layout "dual" of a save: its choice, the bytes of a file (see ``zarr_format``), and the index by which Hugging Face loaders open the directory."""
+"""Layout "dual" of a save: its choice, the bytes of a file (see ``zarr_format``), and the index by which Hugging Face
+loaders open the directory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from .items import SaveItem
 
 
 def is_dual(given: Mapping[str, Any]) -> bool:
-    """Whether a save is of layout "dual"; `CheckpointError` for another layout, or one with options that do not go with it."""
+    """Whether a save is of layout "dual"; `CheckpointError` for another layout, or one with options that do not go with
+    it."""
     layout = given.get("layout")
     if layout not in (None, "dual"):
         raise CheckpointError(f'layout={layout!r} is unknown; give "dual" or None')
@@ -45,7 +47,8 @@ def choose_dual(item: SaveItem) -> None:
 
 
 class DualBytes:
-    """As `ShardBytes`: when all `batches` are gone, ``nbytes`` is their length, ``digest`` the crc32c of the rows, and ``sums`` that of each chunk.
+    """As `ShardBytes`: when all `batches` are gone, ``nbytes`` is their length, ``digest`` the crc32c of the rows, and
+    ``sums`` that of each chunk.
 
     The header comes first and has the checksums in it, so the rows are gone through twice.
     """
@@ -78,7 +81,8 @@ class DualBytes:
 
 
 def write(folder: Folder, head: manifest.Manifest) -> int:
-    """Write the index, with a second name for each shard, as loaders ask for names that end in ``.safetensors``; returns the bytes.
+    """Write the index, with a second name for each shard, as loaders ask for names that end in ``.safetensors``;
+    returns the bytes.
 
     Object stores have no second names: nothing is written there.
     """

@@ -54,7 +54,8 @@ def finish_directory(
 def _entries(
     items: list[SaveItem], records: Sequence[Record], packs: list[manifest.Pack]
 ) -> tuple[list[manifest.ArrayEntry], bytes]:
-    """Manifest rows and the table of checksums, after the check that every shard was written once, at its full length."""
+    """Manifest rows and the table of checksums, after the check that every shard was written once, at its full
+    length."""
     written: dict[str, Record] = {}
     for r in records:
         if r.file in written:

@@ -1,7 +1,9 @@
-"""A save as one snapshot of an icechunk repository: arrays through its Zarr store, the tree as an attribute of the root group.
+"""A save as one snapshot of an icechunk repository: arrays through its Zarr store, the tree as an attribute of the root
+group.
 
-The commit is icechunk's own, and so is the format. Each chunk ends with its crc32c (a codec of Zarr), since icechunk compares nothing that it
-reads. The attribute has these checksums once more, by place, and one of its own. This process writes the blocks of split arrays one after the other.
+The commit is icechunk's own, and so is the format. Each chunk ends with its crc32c (a codec of Zarr), since icechunk
+compares nothing that it reads. The attribute has these checksums once more, by place, and one of its own. This process
+writes the blocks of split arrays one after the other.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
             made = next((s.id for s in line if s.metadata.get("save") == token), "")
         if not made and isinstance(e, ice.ConflictError):
             raise CheckpointExists(
-                f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this save is there: save again"
+                f"{target}: another process has committed to {branch!r} meanwhile; its snapshot stays, nothing of this "
+                "save is there: save again"
             ) from None
         if not made:
             raise StoreError(f"{target}: icechunk could not commit: {icechunk_store.first_line(e)}") from None
@@ -77,7 +80,8 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
 
 
 def _refuse_others(zarr: Any, store: Any, target: str) -> None:
-    """Raise `CheckpointExists` where the branch holds a hierarchy that a save of ours would replace and did not write."""
+    """Raise `CheckpointExists` where the branch holds a hierarchy that a save of ours would replace and did not
+    write."""
     try:
         group = zarr.open_group(store, mode="r")
     except FileNotFoundError:
@@ -166,7 +170,8 @@ def taken(payloads: Mapping[int, Any], blocks: Mapping[int, Sequence[np.ndarray]
 
 @contextlib.contextmanager
 def _alone(place: str) -> Iterator[None]:
-    """One commit to a local repository at a time: there icechunk itself cannot tell two of them apart. Object stores can."""
+    """One commit to a local repository at a time: there icechunk itself cannot tell two of them apart. Object stores
+    can."""
     if is_url(place):
         yield
         return

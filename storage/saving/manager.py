@@ -51,12 +51,14 @@ def _number(what: str, value: Any) -> float:
 class CheckpointManager:
     """Saves under ``step-00000010`` and keeps the last ``keep`` complete checkpoints, and those that policies protect.
 
-    The last one is that of the highest step in its manifest, never of the latest time; one that was just saved is kept whatever its step. A
-    directory without a manifest is no checkpoint: it is never returned, and never deleted. Rotation runs after a save is complete. Remains
-    of killed processes are collected before each save; a manager that only reads changes nothing.
+    The last one is that of the highest step in its manifest, never of the latest time; one that was just saved is kept
+    whatever its step. A directory without a manifest is no checkpoint: it is never returned, and never deleted.
+    Rotation runs after a save is complete. Remains of killed processes are collected before each save; a manager that
+    only reads changes nothing.
 
-    A run that goes back to an earlier step begins a branch there: with `rollback`, or where a save follows `restore` between it and the
-    newest. `latest` follows the branch that was begun last. Steps of the others stay until rotation, which takes them first, or `delete`.
+    A run that goes back to an earlier step begins a branch there: with `rollback`, or where a save follows `restore`
+    between it and the newest. `latest` follows the branch that was begun last. Steps of the others stay until rotation,
+    which takes them first, or `delete`.
 
     Parameters
     ----------
@@ -84,12 +86,13 @@ class CheckpointManager:
     compression, pack, dtype_fallback, layout
         As in `save`.
     anchor_every
-        Store deltas: each such number of checkpoints begins with a plain one, the *anchor*, and the others hold differences from it (``base`` of `save`), which takes
-        a tenth to two thirds of the bytes. Each opens by two reads. An anchor stays as long as a checkpoint that is kept needs it, and does not count towards
-        ``keep``; `delete` gives those that need it another one first.
+        Store deltas: each such number of checkpoints begins with a plain one, the *anchor*, and the others hold
+        differences from it (``base`` of `save`), which takes a tenth to two thirds of the bytes. Each opens by two
+        reads. An anchor stays as long as a checkpoint that is kept needs it, and does not count towards ``keep``;
+        `delete` gives those that need it another one first.
     share
-        Files of shards that are the same as in the step before become second names of those, and are not written: see `save`. Any step
-        can be deleted. On disks only; in object stores every step has its own objects.
+        Files of shards that are the same as in the step before become second names of those, and are not written: see
+        `save`. Any step can be deleted. On disks only; in object stores every step has its own objects.
 
     Examples
     --------
@@ -245,7 +248,8 @@ class CheckpointManager:
         return handle
 
     def _earlier(self, target: str) -> tuple[str | None, int, str | None]:
-        """(base of a save, or None where it is to be plain; its number since the anchor; the checkpoint whose files it may share)."""
+        """(base of a save, or None where it is to be plain; its number since the anchor; the checkpoint whose files it
+        may share)."""
         newest, every = None if self._newest is None else self.path(self._newest), self.anchor_every or 0
         line = self._branch.line(self._complete()) if self._branch is not None and every else []
         if not (line := [c for c in line if c.path != target]):
@@ -254,7 +258,8 @@ class CheckpointManager:
         return (anchor, number, newest) if number < every else (None, 0, anchor)
 
     def _release(self, path: str) -> None:
-        """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the others."""
+        """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the
+        others."""
         needing = [c.path for c in self._complete() if c.base_path == path]
         for c in needing:
             rebase(c, None if c == needing[0] else needing[0])
@@ -349,9 +354,11 @@ class CheckpointManager:
     def delete(self, step: int) -> None:
         """Delete the checkpoint of a step: all of it, or nothing that a reader notices.
 
-        Deltas from it are rewritten first: the oldest of them becomes plain, and the base of the others. A kill leaves each step whole.
+        Deltas from it are rewritten first: the oldest of them becomes plain, and the base of the others. A kill leaves
+        each step whole.
 
-        Refused for the only complete one of the current branch, and where its directory holds what is not the checkpoint's.
+        Refused for the only complete one of the current branch, and where its directory holds what is not the
+        checkpoint's.
 
         Examples
         --------
@@ -367,7 +374,8 @@ class CheckpointManager:
         c, line = self._of_step(step), self._line()
         if [x.path for x in line] == [c.path]:
             raise CheckpointError(
-                f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or roll back to another first"
+                f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or "
+                "roll back to another first"
             )
         contents.refuse_strangers(c.path, contents.beside(c.path), "only a checkpoint is deleted")
         self._release(c.path)
@@ -381,7 +389,8 @@ class CheckpointManager:
         line = now.line(found)
         if warn and found and line and line[-1].step < found[-1].step:
             warnings.warn(
-                f"step {found[-1].step} of {self.directory} is not of {now}, which was begun last: the latest is step {line[-1].step}; "
+                f"step {found[-1].step} of {self.directory} is not of {now}, which was begun last: the latest is step "
+                f"{line[-1].step}; "
                 f"rollback({found[-1].step}) goes on from the other, delete({found[-1].step}) removes it",
                 stacklevel=4,
             )
@@ -394,7 +403,8 @@ class CheckpointManager:
         return sorted(found, key=lambda c: (c.branch, c.step))
 
     def branch(self) -> list[int]:
-        """Steps of the complete checkpoints of the current branch, in order: those that the latest comes from, and itself."""
+        """Steps of the complete checkpoints of the current branch, in order: those that the latest comes from, and
+        itself."""
         return [c.step for c in self._line()]
 
     def wait(self) -> None:
@@ -470,7 +480,8 @@ class CheckpointManager:
         return DRAWINGS["run"](self.directory, self.best_metric or "", self.best_is)
 
     def browse(self) -> Page:
-        """Serve the checkpoints of this directory to a web browser from this process, on loopback; returns a page that shows itself as a link."""
+        """Serve the checkpoints of this directory to a web browser from this process, on loopback; returns a page that
+        shows itself as a link."""
         return DRAWINGS["page"](self.directory, metric=self.best_metric, best=self.best_is)
 
     def _complete(self, warn: bool = False) -> list[Numbered]:

@@ -1,9 +1,10 @@
 """Packs: safetensors files in which the small blocks of many arrays lie together.
 
-A small array of its own costs a directory, Zarr's metadata and a shard. Packed, it is a few rows: of the header of a pack, and of the manifest,
-which knows for each block its pack, its bytes and their crc32c. A block is the bytes of a shard's elements, row-major, without padding. One rank writes one
-pack, or several where `LIMIT` is reached. Each is a true safetensors file: a block has the name of its array, and ``DCP_SHARDING_INFO`` says where it lies in it, as in
-the files of ``torch.distributed``.
+A small array of its own costs a directory, Zarr's metadata and a shard. Packed, it is a few rows: of the header of a
+pack, and of the manifest, which knows for each block its pack, its bytes and their crc32c. A block is the bytes of a
+shard's elements, row-major, without padding. One rank writes one pack, or several where `LIMIT` is reached. Each is a
+true safetensors file: a block has the name of its array, and ``DCP_SHARDING_INFO`` says where it lies in it, as in the
+files of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ HELD = 8 << 20
 
 
 def threshold(pack: bool | int | None, target: str) -> int:
-    """Bytes up to which blocks are packed; 0 for not at all. None: in object stores, where each file is a request, and not on disks.
+    """Bytes up to which blocks are packed; 0 for not at all. None: in object stores, where each file is a request, and
+    not on disks.
 
-    >>> threshold(None, "/data"), threshold(None, "s3://bucket/x"), threshold(False, "s3://bucket/x"), threshold(4096, "/data")
-    (0, 1048576, 0, 4096)
+    >>> threshold(None, "/data"), threshold(4096, "/data")
+    (0, 4096)
+    >>> threshold(None, "s3://bucket/x"), threshold(False, "s3://bucket/x")
+    (1048576, 0)
     """
     if pack is None:
         pack = store.is_url(target)
@@ -93,7 +97,8 @@ def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, l
 
 
 def head_of(tasks: Sequence[Task], kinds: Sequence[np.dtype]) -> tuple[bytes, dict[str, TensorInfo]]:
-    """The first bytes of a pack, with zeros in the place of checksums, and where its blocks go. Names are distinct: a rank has one block of an array."""
+    """The first bytes of a pack, with zeros in the place of checksums, and where its blocks go. Names are distinct: a
+    rank has one block of an array."""
     boxes = [place_of(t.grid, t.coord, 1).box for t in tasks]
     rows = [(t.name, dtypes.safetensors_name(k), b.shape) for t, k, b in zip(tasks, kinds, boxes, strict=True)]
     info = {t.name: {"saved_offsets": b.offset} for t, b in zip(tasks, boxes, strict=True)}

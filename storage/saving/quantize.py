@@ -1,8 +1,9 @@
 """Optimizer state in a quarter or an eighth of the space: symmetric integers with a scale for each row.
 
-A row is everything along the last dimension. ``scale = max|row| / 127`` (or 7), ``q = round(x / scale)``: the error is at most half a scale. Four-bit
-values are packed two a byte, the first in the lower half. An array becomes a small dict of arrays and values, so any format and any tool
-stores it. Rounding again and again adds up: what was restored from such a state is not quantised once more unless that is asked for.
+A row is everything along the last dimension. ``scale = max|row| / 127`` (or 7), ``q = round(x / scale)``: the error is
+at most half a scale. Four-bit values are packed two a byte, the first in the lower half. An array becomes a small dict
+of arrays and values, so any format and any tool stores it. Rounding again and again adds up: what was restored from
+such a state is not quantised once more unless that is asked for.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def quantize(
     Returns
     -------
     tree
-        With ``{"meshtape.quantized": bits, "q": …, "scale": …, "dtype": …, "length": …, "times": …}`` in the place of each.
+        With ``{"meshtape.quantized": bits, "q": …, "scale": …, "dtype": …, "length": …, "times": …}`` in the place of
+        each.
 
     Raises
     ------
@@ -69,7 +71,8 @@ def quantize(
         raise CheckpointError(f"bits must be 8 or 4, got {bits!r}")
     if times >= MAX_TIMES and not allow_again:
         raise CheckpointError(
-            f"this state has been quantised {times} times already, and its errors add up; save it in full, or pass allow_again=True"
+            f"this state has been quantised {times} times already, and its errors add up; save it in full, or pass "
+            "allow_again=True"
         )
     patterns = [keys] if isinstance(keys, str) else list(keys)
 
@@ -100,7 +103,8 @@ def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
 
 
 def row_scales(wide: Any, levels: int) -> Any:
-    """The scale of each row of a float32 array: its largest magnitude over ``levels``; 1 for one of zeros, and one that is not finite."""
+    """The scale of each row of a float32 array: its largest magnitude over ``levels``; 1 for one of zeros, and one that
+    is not finite."""
     largest = largest_of(absolute(wide), axis=-1, keepdims=True)
     return where(isfinite(largest) & (largest > 0), largest / levels, ones_like(largest))
 

@@ -55,7 +55,8 @@ class _LazyBlock:
 
 
 def rebase(path: str, base: str | None) -> None:
-    """Write a delta anew, all or nothing: a reader finds the old one or the new one. None for ``base`` makes it plain."""
+    """Write a delta anew, all or nothing: a reader finds the old one or the new one. None for ``base`` makes it
+    plain."""
     old = open_checkpoint(path)
     assert old.manifest is not None
     items, deltas = [], []

@@ -1,8 +1,8 @@
 """`save`: a tree of arrays, local or split over ranks, as a Zarr v3 group that appears all at once.
 
-Every rank writes its own blocks. A block that several ranks hold is written by one of them, chosen so that the bytes are
-balanced; the choice depends on nothing but the tree and the mesh. The calling process then checks that every shard of every
-array was written exactly once, adds the metadata and the manifest, and commits (see ``protocol``).
+Every rank writes its own blocks. A block that several ranks hold is written by one of them, chosen so that the bytes
+are balanced; the choice depends on nothing but the tree and the mesh. The calling process then checks that every shard
+of every array was written exactly once, adds the metadata and the manifest, and commits (see ``protocol``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _BRIEF = 64 << 20  # bytes that are written before other threads want their garb
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Report of a save: the directory, the number of arrays, bytes on disk, seconds, files, and the bytes of those that it shares."""
+    """Report of a save: the directory, the number of arrays, bytes on disk, seconds, files, and the bytes of those that
+    it shares."""
 
     path: str
     arrays: int
@@ -115,7 +116,8 @@ def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
 def assign(
     wanted: Sequence[tuple[int, Box, int, Sequence[int]]], small: Container[int] = ()
 ) -> dict[int, list[tuple[int, Box]]]:
-    """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so far.
+    """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so
+    far.
 
     Large blocks are dealt first; ties go to the lowest rank. Blocks of the ``small`` arrays share files: each goes to a
     rank that has such a file already, where one has room.
@@ -239,47 +241,55 @@ def save(
     Parameters
     ----------
     path
-        The directory to make, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``). Missing directories above it are made too. Or a binary
-        stream (a pipe, a socket, a `gzip.GzipFile`): a directory cannot go through one, so it gets a safetensors file with the dotted names of the
-        arrays. The other leaves, step, metadata and documents have no place there, and are refused.
+        The directory to make, or a URL (``s3://``, ``gs://``, ``az://``, ``memory://``). Missing directories above it
+        are made too. Or a binary stream (a pipe, a socket, a `gzip.GzipFile`): a directory cannot go through one, so it
+        gets a safetensors file with the dotted names of the arrays. The other leaves, step, metadata and documents have
+        no place there, and are refused.
     tree
-        Nested dicts, lists, tuples, named tuples and dataclasses of arrays (local, split over a mesh, NumPy, or with ``__dlpack__``, such as PyTorch's
-        and JAX's), numbers, texts, booleans and None. Named tuples and dataclasses are kept as dicts of their fields.
+        Nested dicts, lists, tuples, named tuples and dataclasses of arrays (local, split over a mesh, NumPy, or with
+        ``__dlpack__``, such as PyTorch's and JAX's), numbers, texts, booleans and None. Named tuples and dataclasses
+        are kept as dicts of their fields.
     step
         The training step, kept in the manifest.
     metadata
         Anything that JSON holds, and NumPy scalars; NaN and infinities are kept.
     documents
-        Files of their own beside the arrays, such as ``{"config": {...}, "generation_config": {...}}``: dicts become ``NAME.json``, texts are
-        kept as they are. `merge`, `convert` and `reshard` take them along.
+        Files of their own beside the arrays, such as ``{"config": {...}, "generation_config": {...}}``: dicts become
+        ``NAME.json``, texts are kept as they are. `merge`, `convert` and `reshard` take them along.
     overwrite
         Replace an existing checkpoint. A kill at any moment leaves the old one or the new one.
     compression
-        None; ``"zstd"``, ``"zstd:LEVEL"`` or ``Zstd(level=…)``, for masks, counts and sparse state; ``"weights"`` or ``ShuffledZstd(level=…)``, for weights,
-        which shrink by 15 % (float32) to 30 % (bfloat16). Each chunk is compressed by itself, so that slices and blocks still read what they need.
-        Packed arrays are not compressed.
+        None; ``"zstd"``, ``"zstd:LEVEL"`` or ``Zstd(level=…)``, for masks, counts and sparse state; ``"weights"`` or
+        ``ShuffledZstd(level=…)``, for weights, which shrink by 15 % (float32) to 30 % (bfloat16). Each chunk is
+        compressed by itself, so that slices and blocks still read what they need. Packed arrays are not compressed.
     pack
-        Whether arrays whose blocks have at most 1 MiB (or this number of bytes) share safetensors files, one a writing rank, in place of a Zarr array
-        each. By default in object stores, where every file is a request, and not on disks. Arrays without an element, those with a dtype that safetensors
-        lacks, and those whose blocks do not follow the ceil rule stay Zarr arrays. Earlier versions of meshtape refuse a checkpoint with packs.
+        Whether arrays whose blocks have at most 1 MiB (or this number of bytes) share safetensors files, one a writing
+        rank, in place of a Zarr array each. By default in object stores, where every file is a request, and not on
+        disks. Arrays without an element, those with a dtype that safetensors lacks, and those whose blocks do not
+        follow the ceil rule stay Zarr arrays. Earlier versions of meshtape refuse a checkpoint with packs.
     dtype_fallback
-        ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens the whole group where meshtape
-        is not installed; a view gives the numbers there. meshtape itself reads the true types either way, and the bytes are the same. By default
-        they have the names that TensorStore gives them.
+        ``"raw"``: Zarr's metadata calls bfloat16 and float8 ``uint16`` and ``uint8``, so that ``zarr.open_group`` opens
+        the whole group where meshtape is not installed; a view gives the numbers there. meshtape itself reads the true
+        types either way, and the bytes are the same. By default they have the names that TensorStore gives them.
     share
-        An earlier checkpoint on the same disk: a shard whose file there has the very same bytes becomes a second name of that file (a hard link, or
-        a reflink where links are refused) and is not written. Either checkpoint can be deleted. Nothing is shared where there is none, or in packs.
+        An earlier checkpoint on the same disk: a shard whose file there has the very same bytes becomes a second name
+        of that file (a hard link, or a reflink where links are refused) and is not written. Either checkpoint can be
+        deleted. Nothing is shared where there is none, or in packs.
     layout
-        ``"dual"``: the file of each block is at once a shard of the Zarr array and a safetensors file. Blocks must be whole rows, and neither
-        ``compression`` nor ``pack`` goes with it. Where each array is one block, ``model.safetensors.index.json`` lets Hugging Face loaders open the
-        directory. Earlier versions of meshtape refuse such a checkpoint.
+        ``"dual"``: the file of each block is at once a shard of the Zarr array and a safetensors file. Blocks must be
+        whole rows, and neither ``compression`` nor ``pack`` goes with it. Where each array is one block,
+        ``model.safetensors.index.json`` lets Hugging Face loaders open the directory. Earlier versions of meshtape
+        refuse such a checkpoint.
     base
-        An earlier checkpoint in the same folder, itself no delta: arrays that it has with the same name, shape and dtype are stored as differences from those, compressed,
-        which takes a tenth to two thirds of the bytes where training has moved them a little. Others are stored plainly. Such a checkpoint cannot be read without its base, which it
-        pins: `CheckpointManager` (``anchor_every``) takes care of that. Zarr readers and earlier versions of meshtape refuse it by name.
+        An earlier checkpoint in the same folder, itself no delta: arrays that it has with the same name, shape and
+        dtype are stored as differences from those, compressed, which takes a tenth to two thirds of the bytes where
+        training has moved them a little. Others are stored plainly. Such a checkpoint cannot be read without its base,
+        which it pins: `CheckpointManager` (``anchor_every``) takes care of that. Zarr readers and earlier versions of
+        meshtape refuse it by name.
     message
-        For ``icechunk://PLACE@BRANCH``, a branch of an icechunk repository, in which the save is one snapshot: what its history says of it.
-        The step before stays in the history, so ``overwrite`` is refused there, as are documents and the options of files.
+        For ``icechunk://PLACE@BRANCH``, a branch of an icechunk repository, in which the save is one snapshot: what its
+        history says of it. The step before stays in the history, so ``overwrite`` is refused there, as are documents
+        and the options of files.
 
     Returns
     -------
@@ -297,10 +307,8 @@ def save(
         There is less room than the arrays need; nothing was written. The size of compressed arrays is not known before:
         they may fill the disk.
 
-    Notes
-    -----
-    Split arrays are written by the processes that hold them, so all must see the path on a shared file system, or have the credentials of
-    the object store in their environment.
+    Notes ----- Split arrays are written by the processes that hold them, so all must see the path on a shared file
+    system, or have the credentials of the object store in their environment.
 
     Examples
     --------
@@ -353,7 +361,8 @@ def _save_stream(stream: Any, tree: Any, beside: tuple[Any, ...]) -> SaveReport:
         raise CheckpointError(f"a stream gets a safetensors file, which has no place for {held}; save to a directory")
     if split := [i.name for i in items if i.sharding is not None]:
         raise CheckpointError(
-            f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then merge"
+            f"key {split[0]!r} is split over a mesh, whose ranks cannot write to one stream; save to a directory, then "
+            "merge"
         )
     names.check_distinct([i.path for i in items], [i.name for i in items])
     held = {i.name: i.array for i in items}
@@ -368,15 +377,16 @@ def save_async(
 ) -> SaveHandle:
     """Write a checkpoint in the background; training goes on at once.
 
-    The parameters are those of `save`, and so are the errors about the tree, which are raised here. The snapshot is taken
-    before the function returns: what is done to the arrays afterwards is not in the file. Arrays are values that are copied
-    when one side writes, so this copies nothing; NumPy arrays, which anybody may write to, are copied. Split arrays
-    are computed first, and their blocks stay where they are until their ranks have written them.
+    The parameters are those of `save`, and so are the errors about the tree, which are raised here. The snapshot is
+    taken before the function returns: what is done to the arrays afterwards is not in the file. Arrays are values that
+    are copied when one side writes, so this copies nothing; NumPy arrays, which anybody may write to, are copied. Split
+    arrays are computed first, and their blocks stay where they are until their ranks have written them.
 
-    Arrays of this process are written by one thread fewer than there are processors, at a lower priority where the system has one for each
-    thread (Linux): what the training wants to compute comes first.
+    Arrays of this process are written by one thread fewer than there are processors, at a lower priority where the
+    system has one for each thread (Linux): what the training wants to compute comes first.
 
-    ``then`` is called, in the background too, once the checkpoint is complete; what it raises counts as an error of the save.
+    ``then`` is called, in the background too, once the checkpoint is complete; what it raises counts as an error of the
+    save.
 
     At most one save runs for a path: a second one waits for the first. The interpreter waits for all when it ends.
 

@@ -1,7 +1,8 @@
 """Files that a checkpoint shares with an earlier one: a shard with the very same bytes is not written again.
 
-A file that is committed is never written to: every writer makes new files, so that two names of one file are as good as two files. Either can be
-deleted. That the bytes are the same is found by comparing all of them: a checksum of 32 bits proves too little.
+A file that is committed is never written to: every writer makes new files, so that two names of one file are as good as
+two files. Either can be deleted. That the bytes are the same is found by comparing all of them: a checksum of 32 bits
+proves too little.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def match(items: Sequence[SaveItem], earlier: str) -> None:
 
 
 def write_or_share(path: str, batches: Generator[Sequence[Any]], like: str) -> tuple[int, bool]:
-    """(descriptor of a file with these bytes, to be synced and closed; whether it is ``like``, which has them already)."""
+    """(descriptor of a file with these bytes, to be synced and closed; whether it is ``like``, which has them
+    already)."""
     fs = active()
     old = _opened(like) if like else None
     if old is None:
@@ -97,7 +99,8 @@ def _holds(fd: int, at: int, batch: Sequence[Any], nbytes: int) -> bool:
 
 
 def _second_name(fd: int, like: str, path: str) -> bool:
-    """Give an opened file a second name. False, with nothing left there, where the system refuses or it has another name by now."""
+    """Give an opened file a second name. False, with nothing left there, where the system refuses or it has another
+    name by now."""
     fs = active()
     try:
         fs.link(like, path)

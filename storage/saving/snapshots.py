@@ -1,12 +1,12 @@
 """Saves whose snapshot is taken in slices, between the steps of training.
 
-`save_async` takes its snapshot before it returns. For arrays that is free, as they are values that are copied when one side writes; NumPy
-arrays must be copied, and so must what a device holds. `Snapshots` spreads that copying: `begin` says which state is wanted, `advance`
-copies a slice wherever the training loop has time, `must_finish` copies the rest before the state is changed. Then the save goes on in
-the background, under the same protocol as every other.
+`save_async` takes its snapshot before it returns. For arrays that is free, as they are values that are copied when one
+side writes; NumPy arrays must be copied, and so must what a device holds. `Snapshots` spreads that copying: `begin`
+says which state is wanted, `advance` copies a slice wherever the training loop has time, `must_finish` copies the rest
+before the state is changed. Then the save goes on in the background, under the same protocol as every other.
 
-An attempt is *copying*, then *writing*, then gone. Nothing here waits for a later step: whatever is still to be copied when the loop comes to
-`must_finish` is copied there and then, so no order of calls can block for ever.
+An attempt is *copying*, then *writing*, then gone. Nothing here waits for a later step: whatever is still to be copied
+when the loop comes to `must_finish` is copied there and then, so no order of calls can block for ever.
 """
 
 from __future__ import annotations
@@ -58,10 +58,8 @@ class Snapshots:
     options
         Of `save_async`: ``overwrite``, ``metadata``, ``documents``.
 
-    Notes
-    -----
-    An error of the writer is raised by the next call of any method, once. Arrays of a mesh are held as they are, without a copy, because their
-    blocks are never written to.
+    Notes ----- An error of the writer is raised by the next call of any method, once. Arrays of a mesh are held as they
+    are, without a copy, because their blocks are never written to.
 
     Examples
     --------
@@ -108,8 +106,8 @@ class Snapshots:
     def begin(self, step: int, tree: Any, metadata: Mapping[str, Any] | None = None) -> bool:
         """Want the state as it is now; False when this one is skipped. Nothing is copied yet.
 
-        Until `must_finish` has returned, NumPy arrays and arrays of a device in ``tree`` must not be changed in place. An attempt that is still
-        copying is finished first.
+        Until `must_finish` has returned, NumPy arrays and arrays of a device in ``tree`` must not be changed in place.
+        An attempt that is still copying is finished first.
         """
         self._raise_error()
         self.must_finish()

@@ -1,4 +1,5 @@
-"""The part of a save that runs in the processes which hold the blocks: each rank writes the shards that it was dealt."""
+"""The part of a save that runs in the processes which hold the blocks: each rank writes the shards that it was
+dealt."""
 
 from __future__ import annotations
 
@@ -133,5 +134,6 @@ def _wait_for(root: str, rank: int) -> None:
         if os.path.isdir(root):
             return
     raise CheckpointError(
-        f"rank {rank} does not see {root}: a checkpoint must lie on a file system that all workers share; choose another path"
+        f"rank {rank} does not see {root}: a checkpoint must lie on a file system that all workers share; choose "
+        "another path"
     )

@@ -1,4 +1,5 @@
-"""A checkpoint whose tensors lie in files as they are, as references into these files: for fsspec and kerchunk, and for icechunk."""
+"""A checkpoint whose tensors lie in files as they are, as references into these files: for fsspec and kerchunk, and for
+icechunk."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .zarr_view import FILE, ZarrView, node
 
 
 def _divided(grid: ChunkGrid, tensor: RawTensor) -> ChunkGrid:
-    """The grid of a view. A last chunk may take bytes behind its tensor, which readers ignore; where the file ends there, all chunks divide the tensor."""
+    """The grid of a view. A last chunk may take bytes behind its tensor, which readers ignore; where the file ends
+    there, all chunks divide the tensor."""
     if 0 in grid.shape:
         return grid
     first = [(n - 1) * c for n, c in zip(grid.counts, grid.chunk, strict=True)]
@@ -40,7 +42,8 @@ class References:
             held = raw(tensor)
             if held is None:
                 raise CheckpointError(
-                    f"{view.ckpt.path}: key {tensor.name!r} is not one run of bytes in a file, so nothing can refer to it: "
+                    f"{view.ckpt.path}: key {tensor.name!r} is not one run of bytes in a file, so nothing can refer to "
+                    "it: "
                     "as_zarr and serve compute such chunks when they are read"
                 )
             grid = _divided(view.grids[folder], held)

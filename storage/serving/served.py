@@ -116,7 +116,8 @@ class ServedCheckpoint:
         self._held: _Generation | None = _Generation(self._given)
 
     def find(self, path: str) -> Found | None:
-        """The file of a path. What describes arrays (a header, an index, metadata) is of the checkpoint that lies there now."""
+        """The file of a path. What describes arrays (a header, an index, metadata) is of the checkpoint that lies there
+        now."""
         with self._lock:
             held = self._held = self._held or _Generation(self._given)
         found = held.find(path)

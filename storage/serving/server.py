@@ -1,8 +1,9 @@
 """The server of a checkpoint as ranges over HTTP: for ``meshtape serve``, and in a thread of its own for `serve`.
 
-Access is as in the browser: loopback, or a token, here the first part of every path (or ``Authorization: Bearer``), as readers of ranges keep no cookies.
-Small answers go through Tornado. Longer ones are sent by a thread with blocking calls, files by ``sendfile``, each piece checked before its last byte
-goes out; where a check fails then, the connection ends early, which every client notices by the length it was told.
+Access is as in the browser: loopback, or a token, here the first part of every path (or ``Authorization: Bearer``), as
+readers of ranges keep no cookies. Small answers go through Tornado. Longer ones are sent by a thread with blocking
+calls, files by ``sendfile``, each piece checked before its last byte goes out; where a check fails then, the connection
+ends early, which every client notices by the length it was told.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)\Z")
 
 
 def part_of(header: str | None, nbytes: int) -> tuple[int, int] | None:
-    """The range that a header asks for; None for the whole: several ranges, and what is no range of bytes, are answered so.
+    """The range that a header asks for; None for the whole: several ranges, and what is no range of bytes, are answered
+    so.
 
     ``ValueError`` where no byte of the file lies in it.
 

@@ -1,4 +1,5 @@
-"""`as_zarr`, `zarr_references`, `icechunk_references` and `serve`: a checkpoint of any kind for readers of other formats."""
+"""`as_zarr`, `zarr_references`, `icechunk_references` and `serve`: a checkpoint of any kind for readers of other
+formats."""
 
 from __future__ import annotations
 
@@ -29,15 +30,17 @@ def as_zarr(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -
     Returns
     -------
     zarr.abc.store.Store
-        A group with one array for each name, dots included: ``group["model.embed.weight"]``, with consolidated metadata. A tensor that lies in a
-        file as one run of bytes (safetensors, raw layouts) is cut into chunks of rows of at most 16 MiB, each a ranged read; chunks of all other
-        arrays are computed when they are read. bfloat16 and float8 have the names of TensorStore. Writing raises `StoreError`.
+        A group with one array for each name, dots included: ``group["model.embed.weight"]``, with consolidated
+        metadata. A tensor that lies in a file as one run of bytes (safetensors, raw layouts) is cut into chunks of rows
+        of at most 16 MiB, each a ranged read; chunks of all other arrays are computed when they are read. bfloat16 and
+        float8 have the names of TensorStore. Writing raises `StoreError`.
 
     Raises
     ------
     CheckpointError
-        As `open_checkpoint`. Reads raise `CheckpointReplaced` where a file was replaced, and `CorruptCheckpoint` where a checksum does not fit. The checksum of a
-        tensor in safetensors is that of all of it: it is compared where one chunk holds the tensor.
+        As `open_checkpoint`. Reads raise `CheckpointReplaced` where a file was replaced, and `CorruptCheckpoint` where
+        a checksum does not fit. The checksum of a tensor in safetensors is that of all of it: it is compared where one
+        chunk holds the tensor.
 
     Examples
     --------
@@ -93,15 +96,16 @@ def icechunk_references(
     branch: str = "main",
     message: str = "References to a checkpoint",
 ) -> str:
-    """Commit references to a checkpoint of raw tensors into an icechunk repository, as virtual chunks; returns the snapshot.
+    """Commit references to a checkpoint of raw tensors into an icechunk repository, as virtual chunks; returns the
+    snapshot.
 
     Parameters
     ----------
     path
         As in `zarr_references`.
     repository
-        An open ``icechunk.Repository`` whose configuration has a ``VirtualChunkContainer`` that holds the files: ``file:///…/`` or the
-        prefix of their URLs. Who reads it authorises access to that container.
+        An open ``icechunk.Repository`` whose configuration has a ``VirtualChunkContainer`` that holds the files:
+        ``file:///…/`` or the prefix of their URLs. Who reads it authorises access to that container.
     branch, message
         Where it is committed, and its message.
 
@@ -121,8 +125,8 @@ def serve(
     Parameters
     ----------
     path
-        Anything that `open_checkpoint` opens; it is opened anew where another takes its place. Or an open checkpoint, such as a virtual one, which
-        stays what it is: once its files are replaced, requests are answered by 409.
+        Anything that `open_checkpoint` opens; it is opened anew where another takes its place. Or an open checkpoint,
+        such as a virtual one, which stays what it is: once its files are replaced, requests are answered by 409.
     host
         The address to listen at. Anything but loopback asks for a token, which is then part of ``url``.
     port
@@ -133,9 +137,9 @@ def serve(
     Returns
     -------
     CheckpointServer
-        A context manager. Below its ``url`` lie ``safetensors/`` (a directory as Hugging Face has them: the very files, or one
-        ``model.safetensors`` that is computed while it is read) and ``zarr/`` (the hierarchy of `as_zarr`). Ranges, HEAD, ETag and If-Range are
-        answered. ``close()`` ends it.
+        A context manager. Below its ``url`` lie ``safetensors/`` (a directory as Hugging Face has them: the very files,
+        or one ``model.safetensors`` that is computed while it is read) and ``zarr/`` (the hierarchy of `as_zarr`).
+        Ranges, HEAD, ETag and If-Range are answered. ``close()`` ends it.
 
     Raises
     ------

@@ -1,4 +1,5 @@
-"""Files that exist only while they are read: texts, ranges of real files, and elements that are computed for the bytes that are asked for."""
+"""Files that exist only while they are read: texts, ranges of real files, and elements that are computed for the bytes
+that are asked for."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def raw(tensor: StoredTensor) -> RawTensor | None:
 
 @dataclass(frozen=True, slots=True)
 class ChunkFile:
-    """A chunk of a Zarr array without a compressor: the elements of a box, and zeros up to the shape of a whole chunk."""
+    """A chunk of a Zarr array without a compressor: the elements of a box, and zeros up to the shape of a whole
+    chunk."""
 
     tensor: StoredTensor
     box: Box
@@ -149,7 +151,8 @@ class TensorFile:
 
 
 def rows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
-    """The shape of a run of at most ``limit`` bytes of an array in row-major order: whole chunks of rows, where these fit.
+    """The shape of a run of at most ``limit`` bytes of an array in row-major order: whole chunks of rows, where these
+    fit.
 
     >>> rows((10, 6), (4, 3), 1, 30), rows((10, 6), (4, 3), 1, 12)
     ((4, 6), (2, 6))

@@ -1,4 +1,5 @@
-"""`CheckpointStore`: a checkpoint as a store of zarr-python. This module imports zarr, so it is loaded where such a store is made."""
+"""`CheckpointStore`: a checkpoint as a store of zarr-python. This module imports zarr, so it is loaded where such a
+store is made."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A checkpoint as the keys of a Zarr v3 hierarchy: a group with one array for each name, in chunks without a compressor.
+"""A checkpoint as the keys of a Zarr v3 hierarchy: a group with one array for each name, in chunks without a
+compressor.
 
-A tensor that lies in a file as one run is cut into runs of rows; all others are computed in pieces of whole stored chunks.
+A tensor that lies in a file as one run is cut into runs of rows; all others are computed in pieces of whole stored
+chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ FILE = "zarr.json"
 
 
 def node(name: str, tensor: StoredTensor, grid: ChunkGrid) -> dict[str, Any]:
-    """The metadata of an array of plain chunks. A dtype that Zarr has no name for is said to be the unsigned integers of its bits."""
+    """The metadata of an array of plain chunks. A dtype that Zarr has no name for is said to be the unsigned integers
+    of its bits."""
     dtype = tensor.dtype
     known = dtype.name not in dtypes.NOT_IN_ZARR
     fill: Any = {"b": False, "c": [0.0, 0.0], "f": 0.0}.get(dtype.kind, 0)

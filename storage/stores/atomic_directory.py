@@ -108,7 +108,8 @@ def recover(parent: str) -> list[str]:
     for entry in listed:
         m = KINDS.match(entry)
         path = os.path.join(parent, entry)
-        # Another process may be collecting the same: whoever comes second finds it gone. What cannot be deleted is no error of a save.
+        # Another process may be collecting the same: whoever comes second finds it gone. What cannot be deleted is no
+        # error of a save.
         with contextlib.suppress(OSError):
             if m and owners.why_gone(path, m["owner"], int(m["pid"])) and collect(path):
                 done.append(path)
@@ -169,7 +170,8 @@ def make_parents(target: str) -> None:
 
 @contextlib.contextmanager
 def writing(target: str, needs: str = "more room") -> Iterator[None]:
-    """Errors of the file system while ``target`` is written, as errors that name it: `StorageFull`, or `StoreError` for any other."""
+    """Errors of the file system while ``target`` is written, as errors that name it: `StorageFull`, or `StoreError` for
+    any other."""
     try:
         yield
     except MeshtapeError:

@@ -2,7 +2,8 @@
 
 - an object is whole and durable once `put` has returned, and readers always see the whole of it or nothing;
 - ``put(new=True)`` succeeds for one of many writers of a name, and raises ``FileExistsError`` for the others;
-- a `Reader` fills buffers from a place on, as far as the object goes, and knows the object's length after its first read;
+- a `Reader` fills buffers from a place on, as far as the object goes, and knows the object's length after its first
+  read;
 - `entries` lists all names below, in order; `delete` does not mind names that are gone.
 """
 
@@ -141,7 +142,7 @@ def unlisted(error: OSError) -> None:
         raise failed(error, f"{error.filename} cannot be listed") from error
 
 
-# ----- the versions of what is read -------------------------------------------------------------------------------------
+# ----- the versions of what is read -----------------------------------------------------------------------------------
 
 _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)
 

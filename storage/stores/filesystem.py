@@ -76,7 +76,8 @@ class Files:
             if done:
                 views[0] = views[0][done:]
         if total >= _WORTH:
-            # The disk may begin: what `fsync` waits for later is then mostly done. It promises nothing, so errors are left to `fsync`.
+            # The disk may begin: what `fsync` waits for later is then mostly done. It promises nothing, so errors are
+            # left to `fsync`.
             call = _sync_file_range()
             if call is not None:
                 call(fd, offset, total, _SYNC_FILE_RANGE_WRITE)
@@ -121,7 +122,8 @@ class Files:
         os.link(source, target)
 
     def clone(self, source: int, path: str) -> int | None:
-        """A descriptor of a new file with the blocks of an open one (a reflink); None, with nothing left there, where the system cannot."""
+        """A descriptor of a new file with the blocks of an open one (a reflink); None, with nothing left there, where
+        the system cannot."""
         fd = self.create(path)
         try:
             import fcntl
@@ -144,8 +146,8 @@ class Files:
     def write_new(self, path: str, batches: Generator[Sequence[Any]]) -> int:
         """A new file of these buffers; returns its descriptor, which is the caller's to sync and close.
 
-        Many files synced together cost far fewer commits of the file system's journal, and only the descriptor that wrote is sure to be
-        told of an error.
+        Many files synced together cost far fewer commits of the file system's journal, and only the descriptor that
+        wrote is sure to be told of an error.
         """
         fd = self.create(path)
         try:
@@ -186,7 +188,8 @@ class Files:
 
 
 def try_lock(fd: int) -> bool | None:
-    """Whether this process has an open file for itself now; None where there are no such locks. The lock goes with the process."""
+    """Whether this process has an open file for itself now; None where there are no such locks. The lock goes with the
+    process."""
     try:
         import fcntl
     except ImportError:

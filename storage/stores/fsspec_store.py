@@ -1,9 +1,10 @@
 """Reading through fsspec: Hugging Face's hub, HDFS, FTP, GitHub and all else that has a file system there.
 
-These stores can only be read. A commit needs a name that one of many writers creates, and an object that is replaced only where it is still
-the one that was seen (see ``object_commit``); fsspec promises neither.
+These stores can only be read. A commit needs a name that one of many writers creates, and an object that is replaced
+only where it is still the one that was seen (see ``object_commit``); fsspec promises neither.
 
-Credentials come from where each file system looks, and from fsspec's own configuration (``FSSPEC_…`` variables, ``~/.config/fsspec``).
+Credentials come from where each file system looks, and from fsspec's own configuration (``FSSPEC_…`` variables,
+``~/.config/fsspec``).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ T = TypeVar("T")
 
 # Whatever file systems say of a version. Times of reading and counts of links are not among them.
 _VERSION = (
-    "ETag", "etag", "e_tag", "generation", "version_id", "VersionId", "sha", "blob_id", "md5Hash", "md5", "content_md5", "checksum",
-    "ino", "mtime", "modification_time", "LastModified", "last_modified", "modify", "updated", "created",
+    "ETag", "etag", "e_tag", "generation", "version_id", "VersionId", "sha", "blob_id", "md5Hash", "md5", "content_md5",
+    "checksum", "ino", "mtime", "modification_time", "LastModified", "last_modified", "modify", "updated", "created",
 )  # fmt: skip
 REFRESH = 60.0  # seconds for which a file system may answer from its own listings: hubs count the questions
 _refreshed: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
@@ -53,7 +54,8 @@ def address(root: str) -> tuple[str, dict[str, Any]]:
 
 
 def filesystem(root: str) -> tuple[Any, str]:
-    """(the file system of a location, the location's path in it). Each thread has its own: not every one may be shared."""
+    """(the file system of a location, the location's path in it). Each thread has its own: not every one may be
+    shared."""
     url, options = address(root)
     try:
         held, path = importlib.import_module("fsspec").url_to_fs(url, **options)

@@ -1,7 +1,8 @@
-"""Icechunk repositories as stores to read: ``icechunk://PLACE@REF``, where REF is a branch, a tag or the id of a snapshot.
+"""Icechunk repositories as stores to read: ``icechunk://PLACE@REF``, where REF is a branch, a tag or the id of a
+snapshot.
 
-PLACE is a local path or an ``s3://`` URL. A snapshot never changes, so whoever opens a repository reads one snapshot (`pinned`) to the end. The
-package ``icechunk`` does all that concerns the format.
+PLACE is a local path or an ``s3://`` URL. A snapshot never changes, so whoever opens a repository reads one snapshot
+(`pinned`) to the end. The package ``icechunk`` does all that concerns the format.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def divide(root: str) -> tuple[str, str, str]:
 
 def package() -> Any:
     """The package icechunk; `StoreError` with what to install where it is not there."""
-    # For each local repository it prints on the standard output that commits are not safe beside others; those of ours take turns (see
-    # ``icechunk_commit``). Nobody can have chosen what it prints before it is imported; afterwards that is its user's own matter.
+    # For each local repository it prints on the standard output that commits are not safe beside others; those of ours
+    # take turns (see ``icechunk_commit``). Nobody can have chosen what it prints before it is imported; afterwards that
+    # is its user's own matter.
     ours = "icechunk" not in sys.modules and "ICECHUNK_LOG" not in os.environ
     try:
         import icechunk
@@ -115,7 +117,8 @@ def asked(root: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Branches and tags of a repository, each with the id of its snapshot, and icechunk's facts of the newest snapshots, the newest first."""
+    """Branches and tags of a repository, each with the id of its snapshot, and icechunk's facts of the newest
+    snapshots, the newest first."""
 
     branches: dict[str, str]
     tags: dict[str, str]
@@ -143,7 +146,8 @@ def snapshot_of(repo: Any, ref: str, root: str) -> str:
         branches, tags = repo.list_branches(), repo.list_tags()
     if ref in branches and ref in tags:
         raise CheckpointError(
-            f"{root}: {ref!r} is a branch and a tag; name the snapshot: {repo.lookup_branch(ref)} or {repo.lookup_tag(ref)}"
+            f"{root}: {ref!r} is a branch and a tag; name the snapshot: {repo.lookup_branch(ref)} or "
+            f"{repo.lookup_tag(ref)}"
         )
     if ref in branches:
         return repo.lookup_branch(ref)

@@ -31,7 +31,8 @@ def owned(pieces: Iterable[Any]) -> Iterator[bytes]:
 def in_parts(held: Any, key: str, first: list[bytes], rest: Iterator[bytes], attributes: Any = None) -> int:
     """Upload an object in parts, while its pieces are made here.
 
-    The client takes pieces inside its own event loop, where nothing else can be asked of it; pieces may themselves be downloads.
+    The client takes pieces inside its own event loop, where nothing else can be asked of it; pieces may themselves be
+    downloads.
     """
     waiting: queue.Queue[Any] = queue.Queue(2 * UPLOADS)
     total = 0

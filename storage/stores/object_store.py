@@ -1,8 +1,8 @@
 """Object stores through obstore: S3, Google Cloud Storage, Azure Blob Storage, memory, and plain HTTP to read.
 
-Credentials come from where each cloud's own tools look: environment variables (``AWS_ACCESS_KEY_ID``, ``GOOGLE_APPLICATION_CREDENTIALS``,
-``AZURE_STORAGE_ACCOUNT_NAME``, …), instance metadata, and for S3 the shared files of ``~/.aws`` where boto3 is installed. They are
-never part of a location, a message or a plan.
+Credentials come from where each cloud's own tools look: environment variables (``AWS_ACCESS_KEY_ID``,
+``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, …), instance metadata, and for S3 the shared files
+of ``~/.aws`` where boto3 is installed. They are never part of a location, a message or a plan.
 
 A request that fails in the server or on the way is repeated, with a growing pause, and so is an interrupted download.
 After the last attempt it is a `StoreError`. ``memory://`` lives in one process, for tests and examples.
@@ -118,7 +118,8 @@ def _connect(scheme: str, authority: str) -> Any:
         if scheme == "gs":
             return stores.GCSStore(bucket, config=config, **options)
         if scheme == "az":
-            # The client does not look for the name itself (https://github.com/developmentseed/obstore, class AzureStore).
+            # The client does not look for the name itself (https://github.com/developmentseed/obstore, class
+            # AzureStore).
             config.setdefault("account_name", os.environ.get("AZURE_STORAGE_ACCOUNT_NAME"))
             if not config["account_name"]:
                 raise StoreError("AZURE_STORAGE_ACCOUNT_NAME is not set")
@@ -164,7 +165,8 @@ def _explained(error: Exception, where: str) -> Exception:
         return StoreError(f"{where}: the bucket does not exist, or these credentials do not see it")
     if _METADATA.search(str(error)):
         return StoreError(
-            f"{where}: there are no credentials in the environment, and this machine has no service that gives any ({plain_text(error)})"
+            f"{where}: there are no credentials in the environment, and this machine has no service that gives any "
+            f"({plain_text(error)})"
         )
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{where}: no such object")
@@ -174,7 +176,8 @@ def _explained(error: Exception, where: str) -> Exception:
         r"\b(401|403)\b(?!\.)", str(error)
     ):
         return StoreError(
-            f"{where}: access was refused; check the credentials in the environment, and what they may do ({plain_text(error)})"
+            f"{where}: access was refused; check the credentials in the environment, and what they may do "
+            f"({plain_text(error)})"
         )
     return StoreError(f"{where}: {plain_text(error)}")
 
@@ -315,7 +318,8 @@ class _ObjectReader(Reader):
         """A range from a server without ranges: a download from the start, of which only that part is kept."""
         if start > _STREAMED:
             raise StoreError(
-                f"{self._where}: the server does not answer requests for ranges of bytes, and the file is too long to be read from "
+                f"{self._where}: the server does not answer requests for ranges of bytes, and the file is too long to "
+                "be read from "
                 "its start each time; copy it here, or have it served with ranges"
             )
         found = _obstore().get(self._client, self._key)
@@ -415,7 +419,8 @@ class ObjectStore(Store):
                     try:
                         return multipart.in_parts(held, key, first, rest, self._attributes())
                     except FileNotFoundError as e:
-                        # Where the answer to its end was lost, the client has asked again for the end of what had ended.
+                        # Where the answer to its end was lost, the client has asked again for the end of what had
+                        # ended.
                         if _NO_BUCKET.search(str(e)) or (nbytes := self._holds(name, digest)) is None:
                             raise
                         return nbytes

@@ -1,11 +1,13 @@
 """Owners of temporary names: the process that holds the lock on one, or its name where locks cannot be had.
 
-A writer locks the directory or file that it fills (``flock`` on its descriptor) as soon as it is there. The kernel drops the lock with the
-process, however that ends. So every process of the same kernel, in whatever container or PID namespace, can ask whether the owner lives.
+A writer locks the directory or file that it fills (``flock`` on its descriptor) as soon as it is there. The kernel
+drops the lock with the process, however that ends. So every process of the same kernel, in whatever container or PID
+namespace, can ask whether the owner lives.
 
-Locks do not travel everywhere: not from machine to machine on every network file system, and some take none on directories. Temporary names
-therefore say whose they are: ``BOOT-NAMESPACE-PID``. A PID means something in its own namespace since the same start of the machine alone; of
-any other owner only silence tells: nothing below the name was written for `SILENT_AGE`.
+Locks do not travel everywhere: not from machine to machine on every network file system, and some take none on
+directories. Temporary names therefore say whose they are: ``BOOT-NAMESPACE-PID``. A PID means something in its own
+namespace since the same start of the machine alone; of any other owner only silence tells: nothing below the name was
+written for `SILENT_AGE`.
 """
 
 from __future__ import annotations
@@ -115,7 +117,8 @@ def _is_locked(path: str) -> bool | None:
 
 
 def last_write(path: str) -> float:
-    """When anything at or below a path was last written, in seconds since the epoch, as far as a look at some thousand files tells."""
+    """When anything at or below a path was last written, in seconds since the epoch, as far as a look at some thousand
+    files tells."""
     newest, seen = os.lstat(path).st_mtime, 0
     for folder, folders, files in os.walk(path, onerror=unlisted):
         for name in (*folders, *files):

@@ -1,8 +1,9 @@
 """Stores of checkpoints: local directories and object stores, behind one small contract.
 
-A *location* is a text: an absolute path, or a URL (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``; to read, ``http://``,
-``https://`` and what fsspec knows, such as ``hf://``), with its options in it (see ``url_options``). It travels in plans to other processes,
-which find the store again with `at`. Names inside a store are relative, with ``/``.
+A *location* is a text: an absolute path, or a URL (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``; to read,
+``http://``, ``https://`` and what fsspec knows, such as ``hf://``), with its options in it (see ``url_options``). It
+travels in plans to other processes, which find the store again with `at`. Names inside a store are relative, with
+``/``.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _NAMED_BEFORE_AT = ("abfs", "abfss", "github")  # container@account, organisatio
 def location(path: str | os.PathLike[str]) -> str:
     """The absolute form of a path or URL that a user gives.
 
-    Raises `CheckpointError` for an unknown scheme, and for a URL that carries a user, a password or a query: credentials come from the
-    environment, so that no message, plan or manifest can show them.
+    Raises `CheckpointError` for an unknown scheme, and for a URL that carries a user, a password or a query:
+    credentials come from the environment, so that no message, plan or manifest can show them.
 
     >>> location("s3://bucket/run//step-1/"), location("file:///tmp/x")
     ('s3://bucket/run/step-1', '/tmp/x')
@@ -92,10 +93,10 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
     path
         A URL, which may have options already.
     **given
-        ``s3://``: ``endpoint``, ``region``, ``anonymous``, ``encryption`` (``"AES256"``, ``"aws:kms"``, …), ``kms_key``, ``bucket_key``,
-        ``storage_class``, ``requester_pays``, ``virtual_hosted``. ``gs://``: ``endpoint``, ``anonymous``, ``storage_class``. ``az://``: these and
-        ``account``. URLs that fsspec opens: the options of its file system. Possible secrets are refused: credentials
-        come from the environment.
+        ``s3://``: ``endpoint``, ``region``, ``anonymous``, ``encryption`` (``"AES256"``, ``"aws:kms"``, …),
+        ``kms_key``, ``bucket_key``, ``storage_class``, ``requester_pays``, ``virtual_hosted``. ``gs://``: ``endpoint``,
+        ``anonymous``, ``storage_class``. ``az://``: these and ``account``. URLs that fsspec opens: the options of its
+        file system. Possible secrets are refused: credentials come from the environment.
 
     Examples
     --------
@@ -131,8 +132,8 @@ def holding(where: str) -> tuple[Store, str]:
 
 
 def refuse_folder(where: str) -> None:
-    """Raise where a file cannot be written to a URL: it is a whole bucket, or the checkpoint (or anything else) below it would hide the file,
-    or be hidden by it."""
+    """Raise where a file cannot be written to a URL: it is a whole bucket, or the checkpoint (or anything else) below
+    it would hide the file, or be hidden by it."""
     if not is_url(where):
         return  # a file system refuses it itself
     if not split(where)[1]:

@@ -1,7 +1,8 @@
-"""Options of URLs (endpoint, region, encryption, …), which travel inside of a location's text: ``s3://bucket;region=eu-west-1/run``.
+"""Options of URLs (endpoint, region, encryption, …), which travel inside of a location's text:
+``s3://bucket;region=eu-west-1/run``.
 
-A text reaches every process that a plan reaches, so options need no registry on workers. Plans and messages show locations; an option that
-may be a secret is therefore refused: credentials come from the environment.
+A text reaches every process that a plan reaches, so options need no registry on workers. Plans and messages show
+locations; an option that may be a secret is therefore refused: credentials come from the environment.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _checked(scheme: str, name: str, value: object) -> str:
     known = KNOWN.get(scheme)
     if (known is None or name not in known) and _SECRET.search(name):
         raise CheckpointError(
-            f"{scheme}:// takes no {name}: an option travels in plans and messages; credentials come from the environment"
+            f"{scheme}:// takes no {name}: an option travels in plans and messages; credentials come from the "
+            "environment"
         )
     if known is not None and name not in known:
         raise CheckpointError(f"{scheme}:// has no option {name}; it takes {', '.join(known) or 'none'}")

@@ -15,7 +15,8 @@ from ..stores import store
 
 
 def held_attributes(ckpt: Checkpoint, arrays: Mapping[str, Any], notes: list[str]) -> dict[str, str]:
-    """What other writers said of the arrays that are written as they are stored, by name, as `array_metadata` takes it."""
+    """What other writers said of the arrays that are written as they are stored, by name, as `array_metadata` takes
+    it."""
     nodes, held = {}, ckpt.manifest
     if held is not None:
         try:

@@ -122,7 +122,8 @@ class Selection:
                 self.notes.append(
                     "config.json: without its quantization, as the weights have their full values"
                     if left is None
-                    else f"config.json: still says that the weights are quantised, as {left[0]!r} is; name those that are not in its list of exceptions"
+                    else f"config.json: still says that the weights are quantised, as {left[0]!r} is; name those that "
+                    "are not in its list of exceptions"
                 )
                 config = plain if left is None else config
             # A config that is given is of other weights: transformers would cast to its dtype without a word.
@@ -211,8 +212,10 @@ def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
         t = arrays[name]
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
             raise CheckpointDTypeError(
-                f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without the scale. "
-                f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= out, "
+                f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without "
+                "the scale. "
+                f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= "
+                "out, "
                 "or leave such arrays out with drop="
             )
 
@@ -266,7 +269,8 @@ def zarr_sink(
     raw: bool = False,
     dual: bool = False,
 ) -> ZarrSink:
-    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw`` as in `SaveItem`."""
+    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw``
+    as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
     items, said = [], held_attributes(held.ckpt, held.arrays, held.notes)
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
@@ -322,53 +326,61 @@ def convert(
     src
         Whatever `open_checkpoint` opens, or a checkpoint that is open.
     dst
-        The directory or URL to make, all or nothing. Until it is whole a directory grows as ``DST.part``; the same call again after a
-        kill, a full disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory limit, threads and workers.
+        The directory or URL to make, all or nothing. Until it is whole a directory grows as ``DST.part``; the same call
+        again after a kill, a full disk or Ctrl-C keeps what is there. The result is the same to the byte for any memory
+        limit, threads and workers.
     format
-        ``"zarr"``: a checkpoint as `save` writes it, with step, metadata and values. ``"safetensors"``: a Hugging Face directory.
-        ``"dcp"``: a directory for ``torch.distributed.checkpoint.load``, whose names are those of the tree's leaves, with dots; numbers and texts come along.
+        ``"zarr"``: a checkpoint as `save` writes it, with step, metadata and values. ``"safetensors"``: a Hugging Face
+        directory. ``"dcp"``: a directory for ``torch.distributed.checkpoint.load``, whose names are those of the tree's
+        leaves, with dots; numbers and texts come along.
     mesh, shardings
         For Zarr: how to cut the arrays, as in `reshard`; by default each is one block.
     max_shard_bytes
         For safetensors and DCP: largest size of a file's arrays together; None puts all in one file.
     rules
-        Key rules (`Rules`, or their text), applied before ``keys``, ``drop`` and ``dtype``. They are evaluated block by block.
+        Key rules (`Rules`, or their text), applied before ``keys``, ``drop`` and ``dtype``. They are evaluated block by
+        block.
     keys, drop
         Names or patterns of the arrays to take and to leave out.
     prefix
-        Take only what lies below this name (``"params"``), and leave the name out. ``rules``, ``keys`` and ``drop`` speak of names without it.
+        Take only what lies below this name (``"params"``), and leave the name out. ``rules``, ``keys`` and ``drop``
+        speak of names without it.
     dtype
-        Convert all floating arrays to this dtype. A ``config.json`` that goes along then names it as ``dtype`` or ``torch_dtype``. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
+        Convert all floating arrays to this dtype. A ``config.json`` that goes along then names it as ``dtype`` or
+        ``torch_dtype``. Float8 weights that have a scale beside them (``w`` and ``w_scale`` or ``w_scale_inv``) are
         refused: without it their numbers mean something else; the step ``dequantize`` of key rules applies it.
     compression
-        For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the same are then copied as they
-        are. An interrupted run goes on after the last shard that was complete.
+        For Zarr, as in `save`; ``"keep"``: as the source is compressed, where it is one of ours. Chunks that stay the
+        same are then copied as they are. An interrupted run goes on after the last shard that was complete.
     missing
-        Of Zarr by others, what to do about chunks that are not there. Writers leave out chunks that are all fill value, so a lost chunk looks like
-        one of these: ``"error"`` refuses, ``"fill"`` takes them for the fill value.
+        Of Zarr by others, what to do about chunks that are not there. Writers leave out chunks that are all fill value,
+        so a lost chunk looks like one of these: ``"error"`` refuses, ``"fill"`` takes them for the fill value.
     memory_limit
         Bytes of memory for windows and staging, whatever the size of the arrays.
     threads
         Windows that are on their way at a time.
     allow_overflow
-        Accept values that a cast (``dtype``, or one of the rules) turns into infinity, NaN or another integer; the report counts them for
-        each array. Otherwise they are an error before anything is replaced. Rounding is no such loss; values that become zero are counted.
+        Accept values that a cast (``dtype``, or one of the rules) turns into infinity, NaN or another integer; the
+        report counts them for each array. Otherwise they are an error before anything is replaced. Rounding is no such
+        loss; values that become zero are counted.
     overwrite
         Replace an existing checkpoint or Hugging Face directory.
     progress
         Called with (bytes done, bytes in all) at the start and after each window.
     client
-        A Dask client, or an executor of ``concurrent.futures``: its processes do the reading and writing, ``threads`` windows at a time. They
-        must see both places. For local directories only.
+        A Dask client, or an executor of ``concurrent.futures``: its processes do the reading and writing, ``threads``
+        windows at a time. They must see both places. For local directories only.
     pack
         For Zarr, as in `save`: small arrays share files; by default in object stores, and not on disks.
     dtype_fallback
         For Zarr, as in `save`.
     documents
-        Documents beside those of the source, and in place of those of the same name: by name, as in `save`, or the directory of a model whose
-        config, tokenizer and the like go along. Its ``config.json`` then names the dtype of the weights that are written, where they have one.
+        Documents beside those of the source, and in place of those of the same name: by name, as in `save`, or the
+        directory of a model whose config, tokenizer and the like go along. Its ``config.json`` then names the dtype of
+        the weights that are written, where they have one.
     layout
-        For Zarr, as in `save`. The source is read twice, as each file begins with the checksum of its rows, and nothing is compressed.
+        For Zarr, as in `save`. The source is read twice, as each file begins with the checksum of its rows, and nothing
+        is compressed.
 
     Returns
     -------
@@ -494,12 +506,13 @@ def reshard(
     mesh
         Names and lengths of the axes: ``{"data": 2, "model": 4}``.
     shardings
-        Names or patterns, each with the dimension that an axis splits: ``{"layers.*.w": {"model": 1}, "*": {}}``. The first pattern that
-        matches counts; an array that none matches is one block. Or a function ``(path, shape, dtype)`` that returns such a map, a
-        sharding of a mesh at hand, or None.
+        Names or patterns, each with the dimension that an axis splits: ``{"layers.*.w": {"model": 1}, "*": {}}``. The
+        first pattern that matches counts; an array that none matches is one block. Or a function ``(path, shape,
+        dtype)`` that returns such a map, a sharding of a mesh at hand, or None.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress``, ``client``, ``pack``, ``dtype_fallback`` and ``documents`` of `convert`.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``compression``, ``missing``, ``memory_limit``,
+        ``threads``, ``allow_overflow``, ``overwrite``, ``progress``, ``client``, ``pack``, ``dtype_fallback`` and
+        ``documents`` of `convert`.
 
     Returns
     -------

@@ -24,10 +24,12 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class ArrayDiff:
-    """How an array differs. Differences are None where the shapes do, and where values were not compared; they are NaN-aware: two NaN are equal.
+    """How an array differs. Differences are None where the shapes do, and where values were not compared; they are
+    NaN-aware: two NaN are equal.
 
-    ``max_rel`` is the largest ``|a - b| / max(|a|, |b|)``; where one side is NaN or infinite and the other is another value, both
-    differences are infinite. ``different`` counts elements whose values differ; with 0 of them, only dtypes or bits do.
+    ``max_rel`` is the largest ``|a - b| / max(|a|, |b|)``; where one side is NaN or infinite and the other is another
+    value, both differences are infinite. ``different`` counts elements whose values differ; with 0 of them, only dtypes
+    or bits do.
     """
 
     name: str
@@ -104,8 +106,8 @@ def diff(
     keys, drop
         Names or patterns of the arrays to compare and to leave out, where they exist.
     values
-        Compare the elements of arrays. Without them only the tables of contents are read, however large the checkpoints: arrays of one shape
-        and dtype count as equal.
+        Compare the elements of arrays. Without them only the tables of contents are read, however large the
+        checkpoints: arrays of one shape and dtype count as equal.
     memory_limit
         Bytes for the windows of both sides.
 

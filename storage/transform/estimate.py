@@ -42,7 +42,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Counts and bytes. ``zarr`` and ``safetensors`` are the files of the parameters; ``files`` the safetensors files by name.
+    """Counts and bytes. ``zarr`` and ``safetensors`` are the files of the parameters; ``files`` the safetensors files
+    by name.
 
     With a ``compression``, ``zarr`` is an upper bound.
     """
@@ -66,7 +67,9 @@ class Estimate:
         parts = ("parameters", "gradients", "optimizer", "master")
         files = f"{len(self.files):,} file{'s' if len(self.files) != 1 else ''}"
         most, how = ("at most ", f" ({self.compression})") if self.compression else ("", "")
-        hf = "no form as safetensors" if self.safetensors is None else f"{human_bytes(self.safetensors)} as safetensors in {files}"  # fmt: skip
+        hf = "no form as safetensors"
+        if self.safetensors is not None:
+            hf = f"{human_bytes(self.safetensors)} as safetensors in {files}"
         return (
             f"{self.arrays:,} arrays, {self.elements:,} elements, {human_bytes(self.nbytes)}\n"
             f"on disk: {most}{human_bytes(self.zarr)} as Zarr{how}, {hf}\n"
@@ -113,18 +116,21 @@ def estimate(
     Parameters
     ----------
     source
-        A path, a tree of arrays (or of anything with ``shape`` and ``dtype``), or a map from names to ``(shape, dtype)``.
+        A path, a tree of arrays (or of anything with ``shape`` and ``dtype``), or a map from names to ``(shape,
+        dtype)``.
     mesh, shardings
         Plain data, as in `reshard`. Without a mesh there is one rank. An array without a sharding is on every rank.
     dtype
         Estimate as if all floating arrays had this dtype.
     optimizer
-        ``"sgd"``, ``"momentum"``, ``"lion"``, ``"rmsprop"``, ``"adagrad"``, ``"adam"`` or ``"adamw"``: adds gradients, its state for each floating
-        array, and master weights where the state's dtype is wider than the parameter's. None: loading alone.
+        ``"sgd"``, ``"momentum"``, ``"lion"``, ``"rmsprop"``, ``"adagrad"``, ``"adam"`` or ``"adamw"``: adds gradients,
+        its state for each floating array, and master weights where the state's dtype is wider than the parameter's.
+        None: loading alone.
     optimizer_dtype
         Of the optimizer's state and the master weights.
     shard_optimizer_over
-        A mesh axis over which the state and the master weights of arrays that it does not split are divided (ZeRO, stage 1).
+        A mesh axis over which the state and the master weights of arrays that it does not split are divided (ZeRO,
+        stage 1).
     max_shard_bytes
         As in `merge`: how the arrays fall into files.
     compression
@@ -136,7 +142,8 @@ def estimate(
 
     Examples
     --------
-    >>> e = estimate({"w": ((1000, 4096), "bfloat16")}, mesh={"model": 4}, shardings={"w": {"model": 1}}, optimizer="adam")
+    >>> shapes, split = {"w": ((1000, 4096), "bfloat16")}, {"w": {"model": 1}}
+    >>> e = estimate(shapes, mesh={"model": 4}, shardings=split, optimizer="adam")
     >>> e.nbytes, e.ranks[0].parameters, e.ranks[0].optimizer, e.ranks[0].master
     (8192000, 2048000, 8192000, 4096000)
     """

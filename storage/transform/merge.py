@@ -38,9 +38,9 @@ def merge(
     max_shard_bytes
         Largest size of a file's arrays together; None puts all in one file. An array that is larger has its own file.
     options
-        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``missing``, ``memory_limit``, ``threads``, ``allow_overflow``,
-        ``overwrite``, ``progress``, ``client`` and ``documents`` of `convert`; ``compression``, ``pack`` and ``dtype_fallback`` are refused,
-        as they say how Zarr arrays are stored.
+        ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``missing``, ``memory_limit``, ``threads``,
+        ``allow_overflow``, ``overwrite``, ``progress``, ``client`` and ``documents`` of `convert`; ``compression``,
+        ``pack`` and ``dtype_fallback`` are refused, as they say how Zarr arrays are stored.
 
     Returns
     -------

@@ -1,12 +1,14 @@
 """The engine below merge, convert and reshard: windows from lazy tensors to a sink, in bounded memory, resumable.
 
-The result grows in ``NAME.part`` beside the target. Its journal holds the plan's fingerprint (what is read, and where all of it
-goes), then a line with the checksums of each window that was written. A run that finds a journal of the same plan reads the listed
-windows back, keeps those that are whole and does the rest; the journal therefore need not be synced before the data. Another
-plan's part is removed. One process works on a target at a time: it holds a lock on the journal, which ends with the process.
+The result grows in ``NAME.part`` beside the target. Its journal holds the plan's fingerprint (what is read, and where
+all of it goes), then a line with the checksums of each window that was written. A run that finds a journal of the same
+plan reads the listed windows back, keeps those that are whole and does the rest; the journal therefore need not be
+synced before the data. Another plan's part is removed. One process works on a target at a time: it holds a lock on the
+journal, which ends with the process.
 
-Every window is read back and compared while others are written, at the end the files are synced, metadata comes last, and the directory is committed as in
-``directory_commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part for the next run; damage in the source removes it.
+Every window is read back and compared while others are written, at the end the files are synced, metadata comes last,
+and the directory is committed as in ``directory_commit``. An interruption (a kill, a full disk, Ctrl-C) leaves the part
+for the next run; damage in the source removes it.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def _journal(part: str) -> Iterator[int]:
 
 
 def _listed(fd: int, key: str, units: Sequence[Unit]) -> dict[Unit, tuple[list[int], CastLoss]] | None:
-    """Windows that the journal lists, with sums and losses, or None when it is of another plan. A torn last line counts for nothing."""
+    """Windows that the journal lists, with sums and losses, or None when it is of another plan. A torn last line counts
+    for nothing."""
     size = os.fstat(fd).st_size
     lines = os.pread(fd, size, 0).decode("utf-8", "replace").split("\n")[:-1]
     if not lines or lines[0] != key:
@@ -114,9 +117,11 @@ def transfer(
     executor: Executor | None = None,
     allow_overflow: bool = False,
 ) -> tuple[int, int, Tally]:
-    """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, those that an earlier run had written, and losses of casts.
+    """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, those that an earlier run had
+    written, and losses of casts.
 
-    Unless ``allow_overflow``, `Lossy` is raised once an array is complete whose cast lost values, and nothing is committed.
+    Unless ``allow_overflow``, `Lossy` is raised once an array is complete whose cast lost values, and nothing is
+    committed.
 
     ``source`` is what the tensors read. With an ``executor`` the windows are read and written by its processes, which
     must see both; the journal stays here.
@@ -238,7 +243,8 @@ def transfer(
                 nbytes = sink.finish(atomic_directory.Folder(part), target)
                 directory_commit.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=tables)
         except BaseException as e:
-            # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is of no use.
+            # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is
+            # of no use.
             if not begun or (isinstance(e, CheckpointError) and not isinstance(e, StoreError)):
                 with contextlib.suppress(OSError):
                     fs.remove_tree(part)

@@ -1,4 +1,5 @@
-"""Compressed entries of archives, unpacked once into a file beside the target: each window would unpack them from their start."""
+"""Compressed entries of archives, unpacked once into a file beside the target: each window would unpack them from their
+start."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ..stores.atomic_directory import check_space, temporary
 
 @contextlib.contextmanager
 def unpacked(tensors: Sequence[Any], target: str, limit: int) -> Iterator[Sequence[Any]]:
-    """The tensors, with large entries read from a temporary file beside ``target``. ``limit``: bytes of a window, which an entry may have."""
+    """The tensors, with large entries read from a temporary file beside ``target``. ``limit``: bytes of a window, which
+    an entry may have."""
     found = {t.key: t for tensor in tensors for t in leaves(tensor) if isinstance(t, DeflatedTensor)}
     large = {key: t for key, t in found.items() if t.nbytes > limit}
     if not large:

@@ -1,8 +1,8 @@
 """A transfer into an object store: every file is one upload, from its first byte to its last.
 
-Files are uploaded under the names that a claim gives (see ``object_commit``), read back and compared, and listed in a journal object with
-the plan's fingerprint. A run that finds the journal of the same plan, whose writer is gone, takes its names over, reads the listed files
-back, keeps those that are whole and uploads the rest. Metadata comes last.
+Files are uploaded under the names that a claim gives (see ``object_commit``), read back and compared, and listed in a
+journal object with the plan's fingerprint. A run that finds the journal of the same plan, whose writer is gone, takes
+its names over, reads the listed files back, keeps those that are whole and uploads the rest. Metadata comes last.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def upload(
         nbytes = sink.finish(folder, target)
         folder.commit()
     except BaseException as e:
-        # Damage in the source, or another process that was first: what was written is of no use. Anything else may pass.
+        # Damage in the source, or another process that was first: what was written is of no use. Anything else may
+        # pass.
         keep = isinstance(e, StoreError) or not isinstance(e, CheckpointError)
         raise
     finally:

@@ -54,7 +54,8 @@ class WindowSteps:
                 yield from (WindowStep(u, True) for u in arrays[i - 1])
 
     def __call__(self, step: WindowStep) -> Any:
-        """Carry a step out: the checksums and losses of a window that was written, or whether it reads back as it was."""
+        """Carry a step out: the checksums and losses of a window that was written, or whether it reads back as it
+        was."""
         unit = step.unit
         writer = self._writers[unit.array]
         if not step.back:

@@ -49,8 +49,8 @@ class Workers:
                 yield item, fn(*arguments(item))
         else:
             with ThreadPoolExecutor(self.threads, thread_name_prefix="meshtape-io") as pool:
-                # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a time, which
-                # would spend their time handing the interpreter to one another.
+                # Twice as many as threads, so that none waits for the one that takes the results; short calls many at a
+                # time, which would spend their time handing the interpreter to one another.
                 yield from self._spread(pool, 2 * self.threads, fn, items, arguments, 64)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Lazy tensors that compute: weighted sums, products of low rank, quantised rows.
 
 Each element depends on elements of the sources alone, never on the box that is read with it, so results are the same to
-the bit for any windows, threads and workers. Sums run in the order of the sources. They are taken in float32, or in float64
-for such arrays, and cast to the dtype of the result; what overflows is a loss, as of a cast.
+the bit for any windows, threads and workers. Sums run in the order of the sources. They are taken in float32, or in
+float64 for such arrays, and cast to the dtype of the result; what overflows is a loss, as of a cast.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Equal(Agreed):
     def _differ(self, other: Any, ours: np.ndarray, theirs: np.ndarray) -> CheckpointError:
         at = next(i for i, p in enumerate(self.parts) if p is other)
         return CheckpointError(
-            f"{self.name!r} is {self.dtype}, of which no sums are taken, so it must be equal in all parents; {self.places[at]} "
+            f"{self.name!r} is {self.dtype}, of which no sums are taken, so it must be equal in all parents; "
+            f"{self.places[at]} "
             f"holds other values than {self.places[0]}. Drop it by a rule, or give the parents one of these by a rule"
         )
 
@@ -104,9 +105,11 @@ class WeightedSum(Agreed):
 
 @dataclass(frozen=True, slots=True)
 class LowRankSum(DerivedTensor):
-    """``source + factor * (left @ right)``, where a factor is stored as it is, or swapped with the other and transposed.
+    """``source + factor * (left @ right)``, where a factor is stored as it is, or swapped with the other and
+    transposed.
 
-    The product is a sum of as many terms as its rank, in their order: a library's product would depend on the size of the box.
+    The product is a sum of as many terms as its rank, in their order: a library's product would depend on the size of
+    the box.
     """
 
     name: str
@@ -166,12 +169,13 @@ class LowRankSum(DerivedTensor):
         return nbytes
 
 
-# ----- quantised rows, as `quantize` makes them ---------------------------------------------------------------------------
+# ----- quantised rows, as `quantize` makes them -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RowScales(DerivedTensor):
-    """The scale of each row of a tensor: its largest magnitude over ``levels``; 1 for one of zeros, and one that is not finite."""
+    """The scale of each row of a tensor: its largest magnitude over ``levels``; 1 for one of zeros, and one that is not
+    finite."""
 
     name: str
     source: Any
@@ -196,7 +200,8 @@ class RowScales(DerivedTensor):
 
 @dataclass(frozen=True, slots=True)
 class RowIntegers(RowScales):
-    """The rows of a tensor in units of their scale: int8, or four bits each, two a byte, the first in the lower half."""
+    """The rows of a tensor in units of their scale: int8, or four bits each, two a byte, the first in the lower
+    half."""
 
     how: ClassVar[str] = "quantised rows, made when they are read"
     dtype = property(lambda self: np.dtype(np.int8 if self.levels > 7 else np.uint8))

@@ -46,7 +46,8 @@ class Sources:
         ckpt = open_checkpoint(source)
         if not ckpt.whole:
             raise CheckpointError(
-                f"{ckpt.path} is a part of a checkpoint, or was made of one by rules; give the whole, and virtual.with_rules"
+                f"{ckpt.path} is a part of a checkpoint, or was made of one by rules; give the whole, and "
+                "virtual.with_rules"
             )
         if ckpt.computed is not None and not ckpt.computed.identity:
             self.parents |= ckpt.computed.parents
@@ -76,8 +77,8 @@ def mean(parents: Iterable[Source]) -> Checkpoint:
     Parameters
     ----------
     parents
-        Paths, URLs or open checkpoints, virtual ones too, with the same names, shapes and dtypes. Structure, values that are no arrays,
-        metadata and documents are those of the first; the step is theirs where all have one.
+        Paths, URLs or open checkpoints, virtual ones too, with the same names, shapes and dtypes. Structure, values
+        that are no arrays, metadata and documents are those of the first; the step is theirs where all have one.
 
     Returns
     -------
@@ -105,8 +106,8 @@ def mean(parents: Iterable[Source]) -> Checkpoint:
 def weighted_sum(parents: Iterable[Source], weights: Sequence[float], *, normalize: bool = False) -> Checkpoint:
     """``w0 * x0 + w1 * x1 + …`` of checkpoints, in their order; with ``normalize`` over the sum of the weights.
 
-    Sums are taken in float32 (float64 for float64 arrays) and cast to the dtype of the array. Arrays of integers and booleans must be equal in
-    all parents, and stay as they are; where they are not, reading them is an error.
+    Sums are taken in float32 (float64 for float64 arrays) and cast to the dtype of the array. Arrays of integers and
+    booleans must be equal in all parents, and stay as they are; where they are not, reading them is an error.
 
     Raises
     ------
@@ -128,7 +129,8 @@ def weighted_sum(parents: Iterable[Source], weights: Sequence[float], *, normali
 def ema(
     run: str | os.PathLike[str] | Iterable[Source], *, decay: float, steps: Iterable[int] | None = None
 ) -> Checkpoint:
-    """The exponential moving average over checkpoints, oldest first: ``m = decay * m + (1 - decay) * x``, from the first on.
+    """The exponential moving average over checkpoints, oldest first: ``m = decay * m + (1 - decay) * x``, from the
+    first on.
 
     Parameters
     ----------
@@ -164,7 +166,8 @@ def ema(
 
 
 def difference(a: Source, b: Source) -> Checkpoint:
-    """``a - b``, array by array: the task vector of a fine-tuned ``a`` whose base is ``b``. Arrays of integers must be equal, and stay."""
+    """``a - b``, array by array: the task vector of a fine-tuned ``a`` whose base is ``b``. Arrays of integers must be
+    equal, and stay."""
     return _made(ex.Difference, [a, b])
 
 
@@ -181,8 +184,8 @@ def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> C
     base
         The model. Its weights are called as in the adapter, with ``.weight`` at their end or without.
     adapter
-        The directory of the adapter, with ``adapter_config.json`` (``r``, ``lora_alpha``, ``use_rslora``, ``rank_pattern``, ``alpha_pattern``,
-        ``fan_in_fan_out``). What it says is kept in the expression.
+        The directory of the adapter, with ``adapter_config.json`` (``r``, ``lora_alpha``, ``use_rslora``,
+        ``rank_pattern``, ``alpha_pattern``, ``fan_in_fan_out``). What it says is kept in the expression.
     scale
         A further factor.
 
@@ -234,7 +237,8 @@ def _config(where: str) -> dict[str, Any]:
         )
     if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:
         raise CheckpointError(
-            f"{file}: its factors began as {begun!r:.40}, beside another base than the one that is stored; let PEFT convert it to plain LoRA "
+            f"{file}: its factors began as {begun!r:.40}, beside another base than the one that is stored; let PEFT "
+            "convert it to plain LoRA "
             "(save_pretrained with path_initial_model_for_weight_conversion)"
         )
     return config
@@ -262,8 +266,8 @@ def _said(patterns: Mapping[str, float], module: str, default: float) -> float:
 def repin(document: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint of a document whose parents are others than it says, with those that are there now.
 
-    For parents without checksums, which are known by lengths and times: a copy of them counts as another. Whether they are the same is
-    the caller's word. `write` it with ``overwrite=True`` to pin them.
+    For parents without checksums, which are known by lengths and times: a copy of them counts as another. Whether they
+    are the same is the caller's word. `write` it with ``overwrite=True`` to pin them.
     """
     where = store.location(document)
     node = loads(read_document(where), where)
@@ -277,17 +281,20 @@ def repin(document: str | os.PathLike[str]) -> Checkpoint:
 
 
 def cast(parent: Source, dtype: Any) -> Checkpoint:
-    """Floating arrays in another floating dtype. Values that it cannot hold are an error when they are read, as in `convert`."""
+    """Floating arrays in another floating dtype. Values that it cannot hold are an error when they are read, as in
+    `convert`."""
     return _made(ex.Cast, [parent], dtype=dtypes.name_of(dtype))
 
 
 def quantize(parent: Source, *, bits: int = 8, keys: Iterable[str] = ("*",)) -> Checkpoint:
-    """Floating arrays as 8 or 4 bit integers with a scale for each row: what `quantize` makes of a tree, which `dequantize` restores."""
+    """Floating arrays as 8 or 4 bit integers with a scale for each row: what `quantize` makes of a tree, which
+    `dequantize` restores."""
     return _made(ex.Quantize, [parent], bits=bits, keys=[keys] if isinstance(keys, str) else list(keys))
 
 
 def with_rules(parent: Source, rules: Any) -> Checkpoint:
-    """What key rules (`Rules`, or their text) make of a checkpoint: other names, layouts, dtypes, sizes. It is flat, as of `load`."""
+    """What key rules (`Rules`, or their text) make of a checkpoint: other names, layouts, dtypes, sizes. It is flat, as
+    of `load`."""
     return _made(ex.KeyRules, [parent], rules=str(Rules(rules)))
 
 
@@ -299,13 +306,15 @@ def rows(parent: Source, ranges: Mapping[str, tuple[int, ...]]) -> Checkpoint:
     parent
         The checkpoint.
     ranges
-        Names or patterns, each with ``(start, stop)`` of rows, or ``(start, stop, axis)``. Arrays that none matches stay whole.
+        Names or patterns, each with ``(start, stop)`` of rows, or ``(start, stop, axis)``. Arrays that none matches
+        stay whole.
 
     Examples
     --------
     >>> import numpy as np, tempfile
     >>> from meshtape.storage import save
-    >>> base = save(os.path.join(tempfile.mkdtemp(), "c"), {"embed": np.arange(6.0).reshape(3, 2), "bias": np.ones(3)}).path
+    >>> tree = {"embed": np.arange(6.0).reshape(3, 2), "bias": np.ones(3)}
+    >>> base = save(os.path.join(tempfile.mkdtemp(), "c"), tree).path
     >>> rows(base, {"embed": (1, 3)})["embed"][...].tolist()
     [[2.0, 3.0], [4.0, 5.0]]
     """

@@ -1,8 +1,8 @@
 """The document of a virtual checkpoint: a small JSON file with its expression and the identity of every parent.
 
-It is read as hostile text. A place of a parent is relative to the folder of the document: below it, or with one ``..`` in
-front, below the folder above; or it is absolute. In an object store, or from a server, it is never local, and never of
-another kind of store than the document's: a document from elsewhere reads no files of this machine.
+It is read as hostile text. A place of a parent is relative to the folder of the document: below it, or with one ``..``
+in front, below the folder above; or it is absolute. In an object store, or from a server, it is never local, and never
+of another kind of store than the document's: a document from elsewhere reads no files of this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LONGEST = 4 << 20  # bytes
 _MEMBERS = {"format", "version", "parents", "expression"}
 
 
-# ----- checkpoints from expressions ---------------------------------------------------------------------------------------
+# ----- checkpoints from expressions -----------------------------------------------------------------------------------
 
 
 def build(node: Node, parents: Mapping[Parent, Checkpoint]) -> Checkpoint:
@@ -68,7 +68,7 @@ def build(node: Node, parents: Mapping[Parent, Checkpoint]) -> Checkpoint:
     return out
 
 
-# ----- text ---------------------------------------------------------------------------------------------------------------
+# ----- text -----------------------------------------------------------------------------------------------------------
 
 
 def dumps(node: Node, where: str) -> bytes:
@@ -149,7 +149,7 @@ def _node(said: Any, parents: list[Parent], depth: int) -> Any:
     return kind(of, **{name: said[name] for name in kind.params})
 
 
-# ----- places -------------------------------------------------------------------------------------------------------------
+# ----- places ---------------------------------------------------------------------------------------------------------
 
 
 def _homes(where: str) -> tuple[str, str | None]:
@@ -204,7 +204,7 @@ def _resolved(text: str, where: str) -> str:
     return store.join(folder, *text.split("/"))
 
 
-# ----- opening and writing ------------------------------------------------------------------------------------------------
+# ----- opening and writing --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -271,7 +271,8 @@ def open_document(where: str) -> Checkpoint:
                 raise ParentChanged(f"{where}: its parent {parent.path} is not there any more: {e}") from None
             if (now := identity_of(ckpt)) != parent.identity:
                 raise ParentChanged(
-                    f"{where}: its parent {parent.path} is another by now: {parent.identity} was pinned, and {now} is there"
+                    f"{where}: its parent {parent.path} is another by now: {parent.identity} was pinned, and {now} is "
+                    "there"
                     + (
                         ". It has no checksums, so a copy or another time counts, too: virtual.repin pins what is there"
                         if now[:6] == "files:"
@@ -293,8 +294,8 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     Parameters
     ----------
     path
-        A file or URL of any name, such as ``avg.json``. Parents below its folder, or below the one above, are named relative to it, so
-        that they may move together; others by their whole path.
+        A file or URL of any name, such as ``avg.json``. Parents below its folder, or below the one above, are named
+        relative to it, so that they may move together; others by their whole path.
     ckpt
         What a function of this namespace gave, or such a document that was opened.
     overwrite
@@ -310,8 +311,8 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     CheckpointExists
         Something lies there, and it is no such document, or ``overwrite`` is false.
     CheckpointError
-        It is not virtual, or the document could not be opened from that place: local parents of a document in an object store, and a
-        document that would be its own parent.
+        It is not virtual, or the document could not be opened from that place: local parents of a document in an object
+        store, and a document that would be its own parent.
 
     Examples
     --------
@@ -321,7 +322,8 @@ def write(path: str | os.PathLike[str], ckpt: Checkpoint, *, overwrite: bool = F
     >>> _ = save(os.path.join(home, "a"), {"w": np.zeros(2)})
     >>> _ = save(os.path.join(home, "b"), {"w": np.ones(2)})
     >>> from meshtape.storage import virtual
-    >>> where = virtual.write(os.path.join(home, "avg.json"), virtual.mean([os.path.join(home, "a"), os.path.join(home, "b")]))
+    >>> mean = virtual.mean([os.path.join(home, "a"), os.path.join(home, "b")])
+    >>> where = virtual.write(os.path.join(home, "avg.json"), mean)
     >>> open_checkpoint(where)["w"][...]
     array([0.5, 0.5])
     """

@@ -3,7 +3,8 @@
 A node has its operands in ``of``, and parameters. `Node.apply` makes a checkpoint of those of its operands: it checks
 names, shapes and dtypes first, and reads nothing. A new kind of node is a class with a row in `NODES`.
 
-Arithmetic is for floating and complex arrays. All others (counts of steps, masks, quantised weights) must be equal in all operands.
+Arithmetic is for floating and complex arrays. All others (counts of steps, masks, quantised weights) must be equal in
+all operands.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 _SHOWN = 12
 
 
-# ----- forms of parameters, of callers and of documents -------------------------------------------------------------------
+# ----- forms of parameters, of callers and of documents ---------------------------------------------------------------
 
 
 def number(x: Any) -> float:
@@ -98,7 +99,7 @@ def _sequence(x: Any) -> Sequence[Any]:
     raise CheckpointError(f"{x!r:.40} is no list")
 
 
-# ----- nodes --------------------------------------------------------------------------------------------------------------
+# ----- nodes ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,8 @@ def _computed(node: Node, base: Checkpoint, arrays: Mapping[str, Any], **changed
 
 
 def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
-    """Raise, listing all, where names, shapes or dtypes differ from those of the first. ``mixed``: floating dtypes may."""
+    """Raise, listing all, where names, shapes or dtypes differ from those of the first. ``mixed``: floating dtypes
+    may."""
     first, lines, kinds = made[0], [], []
     for other in made[1:]:
         missing, unexpected = [n for n in first if n not in other], [n for n in other if n not in first]
@@ -378,7 +380,8 @@ def _refuse_scaled(ckpt: Checkpoint) -> None:
     for name, scale in scaled({n: a.tensor for n, a in ckpt.arrays.items()}):
         if ckpt[name].dtype.name.startswith("float8"):
             raise CheckpointDTypeError(
-                f"{ckpt.path}: key {name!r} is {ckpt[name].dtype} with its scale in {scale!r}, and its numbers mean nothing without; "
+                f"{ckpt.path}: key {name!r} is {ckpt[name].dtype} with its scale in {scale!r}, and its numbers mean "
+                "nothing without; "
                 f"dequantise it first: virtual.with_rules(…, '{name}, {scale} -> {name}, dequantize()')"
             )
 

@@ -1,13 +1,13 @@
 """The identity of a checkpoint that another is computed from: a short text that changes where its content does.
 
-=====================  ======================================================================================================
+=====================  =========================================================================================
 of                     identity
-=====================  ======================================================================================================
+=====================  =========================================================================================
 meshtape               the crc32c of its manifest, which binds every chunk
 virtual                the crc32c of its document, which pins its own parents
 safetensors with sums  a digest of names, shapes, dtypes and checksums of all tensors
-all others             a digest of the table of contents and of the tags of their files: lengths, times, inodes or ETags
-=====================  ======================================================================================================
+all others             a digest of the table of contents and of the files' tags: lengths, times, inodes or ETags
+=====================  =========================================================================================
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Activations and losses beyond the common few: formulas in NumPy and SciPy are the oracle, differences check the derivatives."""
+"""Activations and losses beyond the common few: formulas in NumPy and SciPy are the oracle, differences check the
+derivatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Functions of complex numbers: every one of `mt.nn` is right or refused, those that NumPy has too are compared with it."""
+"""Functions of complex numbers: every one of `mt.nn` is right or refused, those that NumPy has too are compared with
+it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def kept(x: np.ndarray) -> np.ndarray:
     return np.asarray(nn.dropout(mt.ones(x.shape), 0.5, key=KEY))
 
 
-# For each function of `mt.nn`: the call on complex arguments, and the formula it must agree with; "refused" where there is none.
+# For each function of `mt.nn`: the call on complex arguments, and the formula it must agree with; "refused" where there
+# is none.
 Row = tuple[Callable[..., Any], tuple[np.ndarray, ...], Callable[..., Any] | str]
 TABLE: dict[str, list[Row]] = {
     "batch_norm": [(lambda x: nn.batch_norm(x, mt.zeros(2), mt.ones(2), training=True), (IMAGE,), "refused")],
@@ -179,7 +181,7 @@ def test_nn_is_right_or_refuses(fn, args, oracle, dtype):
         mt.check_grads(fn, *given, rtol=1e-3, atol=1e-4)
 
 
-# ----- what NumPy has too ----------------------------------------------------------------------------------------------
+# ----- what NumPy has too ---------------------------------------------------------------------------------------------
 
 V, W, M, N = numbers(4), numbers(4), numbers(3, 3), numbers(3, 3)
 ARGUMENTS: dict[str, tuple[np.ndarray, ...]] = {

@@ -1,7 +1,8 @@
 """What ops give where CuPy computes: the dtypes of their shape rules, and errors where there is no result.
 
-A namespace called ``cupy`` computes with NumPy, and does what the real one (14.2) does otherwise: results of bfloat16 are float32, stacks of bfloat16
-matrices are refused, failures of cuSOLVER are silent unless asked for, stacks of ``solve`` must be alike, ``where`` takes no Python bool.
+A namespace called ``cupy`` computes with NumPy, and does what the real one (14.2) does otherwise: results of bfloat16
+are float32, stacks of bfloat16 matrices are refused, failures of cuSOLVER are silent unless asked for, stacks of
+``solve`` must be alike, ``where`` takes no Python bool.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def test_values_of_bfloat16_are_those_of_the_cpu(name, cupy):
             np.testing.assert_allclose(got.astype(float), np.asarray(want).astype(float), rtol=0.01)
 
 
-# ----- dtypes that CuPy takes and NumPy does not, and the other way around ----------------------------------------------
+# ----- dtypes that CuPy takes and NumPy does not, and the other way around --------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["atan2", "hypot", "copysign", "nextafter"])
@@ -226,7 +227,7 @@ def test_every_kernel_of_rows_says_which_dtypes_it_takes():
     assert {"softmax", "cross_entropy", "layer_norm", "rms_norm", "group_norm", "batch_norm"} <= set(COMPOSED)
 
 
-# ----- products ---------------------------------------------------------------------------------------------------------
+# ----- products -------------------------------------------------------------------------------------------------------
 
 PRODUCTS = [((2, 3), (3, 4)), ((5, 2, 3), (3, 4)), ((5, 2, 3), (3,)), ((3,), (5, 3, 2)), ((1, 2, 3), (5, 3, 4)), ((2, 3), (5, 3, 4)),
             ((4, 0, 3), (3, 2)), ((4, 2, 0), (0, 2)), ((2, 5, 2, 3), (5, 3, 1)), ((3,), (3,))]  # fmt: skip
@@ -251,7 +252,7 @@ def test_derivatives_of_products_of_stacks_of_bfloat16(left, right, cupy):
     structure._matmul_y(cupy, g, x, ShapeDtype(y.shape, y.dtype))
 
 
-# ----- linear algebra ---------------------------------------------------------------------------------------------------
+# ----- linear algebra -------------------------------------------------------------------------------------------------
 
 SINGULAR = np.ones((2, 2))
 FAILING = {"inv": (SINGULAR,), "solve": (SINGULAR, np.ones((2, 1))), "cholesky": (-np.eye(2),)}
@@ -299,7 +300,7 @@ def test_stacks_of_equations_broadcast(a, b, cupy):
     np.testing.assert_allclose(got, want)
 
 
-# ----- the rest ---------------------------------------------------------------------------------------------------------
+# ----- the rest -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", [2.0, 0.0, 1, 3, True, -2.0])

@@ -39,7 +39,8 @@ READ_ONLY, COPIED = 1, 2
 
 
 class OnDevice:
-    """An array of CuPy's, as far as DLPack asks: it never says that its memory is not to be written, and refuses to copy on its device."""
+    """An array of CuPy's, as far as DLPack asks: it never says that its memory is not to be written, and refuses to
+    copy on its device."""
 
     def __init__(self, a):
         self.a, self.dtype, self.shape, self.ndim = a, a.dtype, a.shape, a.ndim
@@ -240,7 +241,8 @@ def test_only_arrays_on_a_gpu_speak_the_protocol_of_cuda():
 
 
 def test_a_sign_that_pytorch_holds_back_is_read():
-    """``z.conj().imag`` is a view of the imaginary parts with a bit that says "negative", which its DLPack leaves out."""
+    """``z.conj().imag`` is a view of the imaginary parts with a bit that says "negative", which its DLPack leaves
+    out."""
 
     class Negative(Old):
         def is_neg(self):

@@ -1,4 +1,5 @@
-"""Memory that other libraries get: nothing that NumPy offers makes it writable, and no write reaches an array or a gradient."""
+"""Memory that other libraries get: nothing that NumPy offers makes it writable, and no write reaches an array or a
+gradient."""
 
 from __future__ import annotations
 
@@ -199,7 +200,7 @@ def test_an_array_is_no_buffer_of_its_own():
     assert not hasattr(mt.ones(2), "__array_interface__")
 
 
-# ----- the other way ----------------------------------------------------------------------------------------------------
+# ----- the other way --------------------------------------------------------------------------------------------------
 
 
 def imported_by_asarray(n):
@@ -293,7 +294,7 @@ def test_memory_that_is_lent_is_not_written_by_us():
     assert "promises not to write" in mt.asarray.__doc__
 
 
-# ----- pickles ------------------------------------------------------------------------------------------------------------
+# ----- pickles --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)

@@ -1,4 +1,5 @@
-"""Whatever NumPy array a user brings, results are NumPy's: other byte orders, odd strides, read-only memory, no elements."""
+"""Whatever NumPy array a user brings, results are NumPy's: other byte orders, odd strides, read-only memory, no
+elements."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def slices(n):
 
 @st.composite
 def keys(draw, shape):
-    """A key for ``shape``: ints, slices, ellipsis, newaxis, booleans, masks, integer arrays and lists, in any mixture."""
+    """A key for ``shape``: ints, slices, ellipsis, newaxis, booleans, masks, integer arrays and lists, in any
+    mixture."""
     items = []
     # Index arrays mostly fit together; where they do not, NumPy raises and so must we.
     common = draw(st.sampled_from([(), (1,), (2,), (3,), (2, 1), (2, 3), (0,)]))

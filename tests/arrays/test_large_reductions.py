@@ -1,4 +1,5 @@
-"""Reductions of large arrays: a few megabytes beyond the result, and the values of the plain way; and `dtype=`, as NumPy has it."""
+"""Reductions of large arrays: a few megabytes beyond the result, and the values of the plain way; and `dtype=`, as
+NumPy has it."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def test_in_pieces_they_give_element_by_element_what_they_give_at_once(monkeypat
                 np.testing.assert_array_equal(np.asarray(parts), np.asarray(plain), err_msg=name)
 
 
-# ----- dtype= ------------------------------------------------------------------------------------------------------------
+# ----- dtype= ---------------------------------------------------------------------------------------------------------
 
 WITH_DTYPE = [
     "sum",

@@ -1,4 +1,5 @@
-"""Quantiles, histograms, sets, selections and rearrangements of large arrays: the memory that NumPy takes is the yardstick."""
+"""Quantiles, histograms, sets, selections and rearrangements of large arrays: the memory that NumPy takes is the
+yardstick."""
 
 from __future__ import annotations
 

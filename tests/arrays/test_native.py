@@ -32,7 +32,8 @@ ALONG = {"axis": "last"}
 LABELS = {"ignore_index": 1, "label_smoothing": 0.1}
 SHARP = {"ignore_index": None, "label_smoothing": 0.0}
 
-# Operands: x and g are rows, y rows of probabilities, z of their logarithms; w and b are one row, s is one number a row.
+# Operands: x and g are rows, y rows of probabilities, z of their logarithms; w and b are one row, s is one number a
+# row.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "layer_norm": ("layer_norm", "xwb", NORM),
     "layer_norm_backward": ("layer_norm_backward", "gxw", NORM),
@@ -80,7 +81,8 @@ def placed(params: dict[str, Any], args: list[Any]) -> dict[str, Any]:
 
 
 def both(op: Op, args: list[Any], params: dict[str, Any], **wide: Any) -> tuple[list[Any], list[Any]]:
-    """What the kernel gives, which must take the operands, and what the NumPy form gives, in another dtype if one is given."""
+    """What the kernel gives, which must take the operands, and what the NumPy form gives, in another dtype if one is
+    given."""
     fn, params = getattr(ops, op.name), placed(params, args)
     got = fn(*args, **params)
     assert got is not NotImplemented
@@ -188,7 +190,8 @@ def test_slopes_of_activations(name: str, dtype: Any) -> None:
     for seed in (g, np.broadcast_to(dtype(-0.5), y.shape)):
         with np.errstate(all="ignore"):
             expected = SLOPES[name](seed, y)
-        # Where y is nearly 1, NumPy's slopes of tanh are what the rounding of y * y leaves; the kernel rounds once, after the difference.
+        # Where y is nearly 1, NumPy's slopes of tanh are what the rounding of y * y leaves; the kernel rounds once,
+        # after the difference.
         rounding = np.finfo(dtype).eps * np.nan_to_num(np.abs(seed))
         close = np.isclose(kernel(seed, y), expected, rtol=1e-6, atol=rounding + 1e-6, equal_nan=True)
         assert close.all(), (seed[~close], y[~close])
@@ -275,7 +278,8 @@ def test_gelu_keeps_the_digits_of_small_results() -> None:
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_where_is_numpys(dtype: str, data: st.DataObject) -> None:
-    """Every form of the operands, to the bit: of all, of the last dimensions, of one number; and what is left to NumPy."""
+    """Every form of the operands, to the bit: of all, of the last dimensions, of one number; and what is left to
+    NumPy."""
     shape = data.draw(st.sampled_from([(5000,), (9, 700), (3, 5, 17, 40), (2, 1, 4099), (1, 70, 70), (7, 3)]))
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
 
@@ -383,7 +387,8 @@ def test_copies_of_what_the_kernel_does_not_take():
 
 @st.composite
 def operands_of_a_chain(draw: st.DrawFn) -> tuple[tuple[int, ...], Any, list[np.ndarray]]:
-    """A shape, a dtype, and three arrays that broadcast to it: whole, repeated, numbers, turned around or cut out of larger ones."""
+    """A shape, a dtype, and three arrays that broadcast to it: whole, repeated, numbers, turned around or cut out of
+    larger ones."""
     shape = (*draw(st.lists(st.integers(0, 4), max_size=3)), draw(st.sampled_from([1, 5, 16, 33, 300])))
     dtype = draw(st.sampled_from(DTYPES))
     rng = np.random.default_rng(draw(st.integers(0, 99)))

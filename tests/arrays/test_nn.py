@@ -123,7 +123,8 @@ def test_labels_that_are_no_class():
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_linear_cross_entropy_in_tiles(monkeypatch, dtype):
-    """Tiles of a few rows and classes give the loss and the gradients of the logits; labels are in all of them, in none, and ignored."""
+    """Tiles of a few rows and classes give the loss and the gradients of the logits; labels are in all of them, in
+    none, and ignored."""
     monkeypatch.setattr(lce, "TILE", {"numpy": 100})
     hidden, weight = (mt.asarray(rng.normal(size=s)).astype(dtype) for s in ((3, 11, 4), (17, 4)))
     y = rng.integers(0, 17, (3, 11))

@@ -33,7 +33,8 @@ LARGE = [
 
 
 def far(norm: Any, x: np.ndarray, ord: Any) -> np.ndarray:
-    """The norm by way of numbers near 1, of which no power overflows; infinite where it is beyond the largest number."""
+    """The norm by way of numbers near 1, of which no power overflows; infinite where it is beyond the largest
+    number."""
     real = np.zeros(1, x.dtype).real.dtype
     scale = 2.0 ** (np.finfo(real).maxexp - 2)
     return np.asarray(norm(x.astype(np.complex128) / scale, ord) * scale).astype(real)

@@ -1,4 +1,5 @@
-"""Keywords of NumPy's functions that ours lack: refused by name and by type, and passed over where they have no effect."""
+"""Keywords of NumPy's functions that ours lack: refused by name and by type, and passed over where they have no
+effect."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def test_there_are_such_keywords():
 
 @pytest.mark.filterwarnings("ignore")
 def test_none_is_refused_with_an_error_of_pythons():
-    """Called with nothing but a keyword, or beside arrays: right, or an error that says what is missing or not taken."""
+    """Called with nothing but a keyword, or beside arrays: right, or an error that says what is missing or not
+    taken."""
     x = mt.asarray([[2.0, 1.0], [1.0, 3.0]])
     bare = []
     for path, keyword in LACKING:

@@ -1,4 +1,5 @@
-"""Functions on awkward numbers: small integers that would overflow, infinities, numbers out of range. NumPy is the oracle."""
+"""Functions on awkward numbers: small integers that would overflow, infinities, numbers out of range. NumPy is the
+oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random numbers: a block of a draw is a slice of the whole, the cipher is the published one, distributions are right."""
+"""Random numbers: a block of a draw is a slice of the whole, the cipher is the published one, distributions are
+right."""
 
 from __future__ import annotations
 
@@ -332,8 +333,9 @@ def test_split_keeps_the_keys_of_a_smaller_split():
 
 
 # ----- distributions --------------------------------------------------------------------------------------------------
-# Kolmogorov-Smirnov with n = 200,000 finds a distance of distribution functions of 0.0052 with 99 % power at the 0.1 % level
-# used here (critical distance 1.95 / sqrt(n) = 0.0044). Seeds are fixed: a test either always passes or always fails.
+# Kolmogorov-Smirnov with n = 200,000 finds a distance of distribution functions of 0.0052 with 99 % power at the 0.1 %
+# level used here (critical distance 1.95 / sqrt(n) = 0.0044). Seeds are fixed: a test either always passes or always
+# fails.
 
 N = 200_000
 LEVEL = 1e-3
@@ -387,7 +389,8 @@ def test_normals_are_uncorrelated_and_fourth_moments_are_right(dtype):
 
 
 def test_the_tail_of_short_normals_is_there():
-    """Beyond 4 standard deviations: expected 63 per million; with 24-bit uniforms the far tail would be a few values."""
+    """Beyond 4 standard deviations: expected 63 per million; with 24-bit uniforms the far tail would be a few
+    values."""
     x = np.asarray(mt.random.normal(mt.random.key(8), (4_000_000,), F32))
     far = int((np.abs(x) > 4).sum())
     assert stats.binomtest(far, x.size, 2 * stats.norm.sf(4)).pvalue > LEVEL

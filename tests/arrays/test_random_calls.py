@@ -1,4 +1,5 @@
-"""Functions called with random awkward arrays (empty, of no dimensions, of extreme integers, with NaN and infinities) as NumPy has them."""
+"""Functions called with random awkward arrays (empty, of no dimensions, of extreme integers, with NaN and infinities)
+as NumPy has them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def with_axis(draw: Any) -> Any:
 
 
 def check(ours: Callable[..., Any], numpys: Callable[..., Any], args: tuple[Any, ...], **kwargs: Any) -> None:
-    """Our result is NumPy's, value, shape and dtype; where NumPy refuses the call, so do we, or our result has no elements."""
+    """Our result is NumPy's, value, shape and dtype; where NumPy refuses the call, so do we, or our result has no
+    elements."""
 
     def run(f: Callable[..., Any], given: Any) -> Any:
         try:

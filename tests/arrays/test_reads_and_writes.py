@@ -1,4 +1,5 @@
-"""Reads and writes of NumPy memory go to NumPy where no recorder listens, and give what the ops give: values, dtypes, errors.
+"""Reads and writes of NumPy memory go to NumPy where no recorder listens, and give what the ops give: values, dtypes,
+errors.
 
 A recorder, which hears nothing of interest, sends every call through the ops.
 """
@@ -170,7 +171,8 @@ def test_numbers_of_numpy_are_numbers_and_errors_are_ours() -> None:
 
 
 def test_dtypes_are_the_objects_that_kernels_know() -> None:
-    """Those of files and of NumPy's `newbyteorder` are equal to them, but others: kernels would not take their buffers."""
+    """Those of files and of NumPy's `newbyteorder` are equal to them, but others: kernels would not take their
+    buffers."""
     for name in ("float32", "float64", "int64", "complex64", "bfloat16"):
         plain = np.dtype(getattr(mt, name))
         other = np.ones((3, 4), plain).view(plain.newbyteorder("<"))

@@ -1,4 +1,5 @@
-"""Arguments that make no sense: a typed error that names the function, from every function that makes or reshapes arrays."""
+"""Arguments that make no sense: a typed error that names the function, from every function that makes or reshapes
+arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Order statistics, NaN-reductions, counting, sampled curves: NumPy is the oracle, differences check the derivatives."""
+"""Order statistics, NaN-reductions, counting, sampled curves: NumPy is the oracle, differences check the
+derivatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Distributions by transforms: Kolmogorov and Smirnov's test against SciPy's, the same numbers on any mesh, gradients of parameters."""
+"""Distributions by transforms: Kolmogorov and Smirnov's test against SciPy's, the same numbers on any mesh, gradients
+of parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "args", "kwargs", "expected"), CASES)
 @pytest.mark.parametrize("dtype", [mt.float64, mt.float32])
 def test_distributions(name, args, kwargs, expected, dtype):
-    """With a fixed key the outcome is fixed; at 20,000 draws a distance of 0.012 between the distribution functions is found."""
+    """With a fixed key the outcome is fixed; at 20,000 draws a distance of 0.012 between the distribution functions is
+    found."""
     x = getattr(mt.random, name)(KEY, *args, (N,), dtype, **kwargs)
     assert x.dtype == dtype
     assert stats.kstest(np.asarray(x, np.float64), expected.cdf).pvalue > 1e-3

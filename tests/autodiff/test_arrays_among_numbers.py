@@ -1,4 +1,5 @@
-"""Arrays given where numbers are expected, in lists and as values to fill with, keep their gradients and can be traced."""
+"""Arrays given where numbers are expected, in lists and as values to fill with, keep their gradients and can be
+traced."""
 
 from __future__ import annotations
 

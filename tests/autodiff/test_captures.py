@@ -1,6 +1,7 @@
 """A compiled function never uses an old value of what it reads beside its arguments: call, change, call again.
 
-Each case makes a function and a change. What the compiled function gives before and after the change is what the plain one gives.
+Each case makes a function and a change. What the compiled function gives before and after the change is what the plain
+one gives.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import meshtape as mt
 X = mt.asarray([1.0, 2.0, 3.0])
 
 
-# ----- ways to hold a value, each with the ways to change it ------------------------------------------------------------
+# ----- ways to hold a value, each with the ways to change it
+# ------------------------------------------------------------
 #
-# A kind of value is (the first, how it enters the result, ways to change it): `rebind` gives another value to put in its place, `write`
-# changes the value that is there.
+# A kind of value is (the first, how it enters the result, ways to change it): `rebind` gives another value to put in
+# its place, `write` changes the value that is there.
 
 
 class Kind(NamedTuple):
@@ -573,7 +575,7 @@ def test_what_stays_is_traced_once(holder):
         assert fast.signatures <= 3, name
 
 
-# ----- code that is replaced --------------------------------------------------------------------------------------------
+# ----- code that is replaced ------------------------------------------------------------------------------------------
 
 
 def helper(x):
@@ -678,7 +680,7 @@ def test_the_environment():
         del os.environ["SCALE_OF_A_TEST"]
 
 
-# ----- objects that are arguments ---------------------------------------------------------------------------------------
+# ----- objects that are arguments -------------------------------------------------------------------------------------
 
 
 class Scaled:
@@ -722,7 +724,7 @@ def test_methods_and_objects_that_are_arguments():
     assert g(fn, X).tolist() == [3, 6, 9]
 
 
-# ----- what only takes something in, and what takes in and gives out ----------------------------------------------------
+# ----- what only takes something in, and what takes in and gives out --------------------------------------------------
 
 
 def test_notes_are_taken_at_every_call_and_said_to_be():
@@ -792,7 +794,7 @@ def test_what_the_function_changes_itself_is_read_again():
     assert fast.signatures <= 2
 
 
-# ----- what cannot be compared ------------------------------------------------------------------------------------------
+# ----- what cannot be compared ----------------------------------------------------------------------------------------
 
 
 def test_a_large_numpy_array_is_refused_by_name():
@@ -805,7 +807,8 @@ def test_a_large_numpy_array_is_refused_by_name():
     m = Model()
     with pytest.raises(
         mt.errors.TracedValueError,
-        match=r"\[compile\] loss can read loss\.table, a NumPy array of 1,600,000 bytes.*pass it as an argument.*setflags",
+        match=r"\[compile\] loss can read loss\.table, a NumPy array of 1,600,000 bytes.*pass it as an "
+        r"argument.*setflags",
     ):
         mt.compile(m.loss)(X)
     Model.table.setflags(write=False)
@@ -842,7 +845,7 @@ def test_the_device_of_what_is_made_inside_counts():
     assert fast.signatures == 2
 
 
-# ----- on meshes, and with arguments that are given up ------------------------------------------------------------------
+# ----- on meshes, and with arguments that are given up ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -962,7 +965,7 @@ def test_programs_and_their_derivatives():
         assert mt.grad(hooked)(X).tolist() == (mt.grad(f)(X) * w).tolist()
 
 
-# ----- arrays from where nobody can look --------------------------------------------------------------------------------
+# ----- arrays from where nobody can look ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [mt.ones(3), mt.ones(3, dtype=mt.int32), np.ones(3)], ids=["array", "ints", "NumPy"])

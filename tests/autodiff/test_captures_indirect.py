@@ -37,7 +37,7 @@ def set_global(v):
     K = v
 
 
-# ----- behind super() ----------------------------------------------------------------------------------------------------
+# ----- behind super() -------------------------------------------------------------------------------------------------
 
 
 def family():
@@ -154,7 +154,7 @@ def agree(fast, plain, change, traces=3):
     assert fast.signatures <= traces
 
 
-# ----- rates of optimizers -----------------------------------------------------------------------------------------------
+# ----- rates of optimizers --------------------------------------------------------------------------------------------
 
 
 class Rate:
@@ -204,7 +204,7 @@ def test_schedules(optimizer, of, kind):
         assert passed(opt, X).tolist() == opt.update(X, X, opt.init(X))[0].tolist()
 
 
-# ----- descriptors, metaclasses, patterns --------------------------------------------------------------------------------
+# ----- descriptors, metaclasses, patterns -----------------------------------------------------------------------------
 
 
 def partialmethod(v):
@@ -412,7 +412,7 @@ def single_dispatch_method(v):
     return M().call, lambda v: setattr(c, "k", v)
 
 
-# ----- values with attributes, references, containers with code ------------------------------------------------------------
+# ----- values with attributes, references, containers with code -------------------------------------------------------
 
 
 def subclass_of(base, *args):

@@ -1,4 +1,5 @@
-"""Which compiled results have the bits of eager ones: what the documentation of ``compile`` promises, on random programs."""
+"""Which compiled results have the bits of eager ones: what the documentation of ``compile`` promises, on random
+programs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from meshtape.errors import DTypeError, NumberRangeError, TracedValueError
 X = mt.asarray([1.0, 2.0, 3.0])
 
 
-# ----- keys of programs --------------------------------------------------------------------------------------------------
+# ----- keys of programs -----------------------------------------------------------------------------------------------
 
 EQUAL = {
     "one": [1, True, 1.0, 1 + 0j],
@@ -74,7 +74,7 @@ def test_equal_keys_of_a_class_are_equal():
     assert seen.signatures == 1
 
 
-# ----- numbers that an array is filled with ------------------------------------------------------------------------------
+# ----- numbers that an array is filled with ---------------------------------------------------------------------------
 
 FILLS = {
     "full": lambda like, v: mt.full((2,), v, dtype=like.dtype),
@@ -150,7 +150,7 @@ def test_linspace_between_integers_of_any_size(start, stop, num):
             f(0, 10**400)
 
 
-# ----- values that only a run knows --------------------------------------------------------------------------------------
+# ----- values that only a run knows -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("find", [mt.nanargmax, mt.nanargmin])

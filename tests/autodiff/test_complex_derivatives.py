@@ -1,4 +1,5 @@
-"""Derivatives with complex numbers by one convention: `jvp(v) = J @ v`, `vjp(c) = J^H @ c`, real parts where a side is real."""
+"""Derivatives with complex numbers by one convention: `jvp(v) = J @ v`, `vjp(c) = J^H @ c`, real parts where a side is
+real."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Programs as graphs and the calls between them. What captures and replays is stood in for by ``HostGraphs``, which keeps the rules
-that matter: a capture computes nothing, a replay writes to the memory of the capture and reads from the memory it was given then."""
+"""Programs as graphs and the calls between them. What captures and replays is stood in for by ``HostGraphs``, which
+keeps the rules that matter: a capture computes nothing, a replay writes to the memory of the capture and reads from the
+memory it was given then."""
 
 from __future__ import annotations
 

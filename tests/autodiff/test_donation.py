@@ -1,4 +1,5 @@
-"""Arguments that a compiled function may write to: the caller's arrays are given up, and nobody else's memory changes."""
+"""Arguments that a compiled function may write to: the caller's arrays are given up, and nobody else's memory
+changes."""
 
 from __future__ import annotations
 

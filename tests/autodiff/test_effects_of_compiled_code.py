@@ -1,4 +1,5 @@
-"""Whatever a compiled function does beside computing happens at each call; what it returns or keeps is the caller's own."""
+"""Whatever a compiled function does beside computing happens at each call; what it returns or keeps is the caller's
+own."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_the_seed_of_the_whole_process_is_set_at_each_call():
         assert found == np.random.random()  # noqa: NPY002
 
 
-# ----- what is written for the first time ---------------------------------------------------------------------------------
+# ----- what is written for the first time -----------------------------------------------------------------------------
 
 
 class Holder:
@@ -202,7 +203,7 @@ def test_a_number_that_is_kept_where_it_stands_already():
         assert o.rate == rate
 
 
-# ----- values that change ---------------------------------------------------------------------------------------------------
+# ----- values that change ---------------------------------------------------------------------------------------------
 
 
 def changing_argument(kind):
@@ -269,7 +270,7 @@ def test_what_is_no_such_value():
             few(X, k % 4)
 
 
-# ----- results --------------------------------------------------------------------------------------------------------------
+# ----- results --------------------------------------------------------------------------------------------------------
 
 
 class Result:
@@ -324,7 +325,7 @@ def test_numbers_in_an_object():
         assert (float(fast(X, n)[0][0]), fast(X, n)[1].n, type(fast(X, n)[1].n)) == (n, n, int)
 
 
-# ----- custom_vjp -----------------------------------------------------------------------------------------------------------
+# ----- custom_vjp -----------------------------------------------------------------------------------------------------
 
 
 def left_behind(how):
@@ -387,7 +388,7 @@ def test_residuals_in_an_object():
     np.testing.assert_allclose(np.asarray(mt.grad(lambda x: mt.sum(f(x)))(X)), np.cos([1.0, 1.0]))
 
 
-# ----- no functions ---------------------------------------------------------------------------------------------------------
+# ----- no functions ---------------------------------------------------------------------------------------------------
 
 MESH = mt.Mesh({"a": 2})
 TRANSFORMS = {

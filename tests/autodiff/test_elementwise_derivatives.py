@@ -1,4 +1,5 @@
-"""Derivatives of every elementwise function to the third, against 60 digits: at 0, at ties, near poles, in the tails."""
+"""Derivatives of every elementwise function to the third, against 60 digits: at 0, at ties, near poles, in the
+tails."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ TABLE: dict[str, tuple[Callable[[Any], Any], Real, list[float]]] = {
     "angle": (mt.angle, lambda x: mp.mpf(0), [p for p in EVERYWHERE if p >= 0 and math.copysign(1, p) > 0]),
 }  # fmt: skip
 
-# Straight pieces, whose conventions are fixed by hand in test_rules and test_limits, and what is no function of real numbers.
+# Straight pieces, whose conventions are fixed by hand in test_rules and test_limits, and what is no function of real
+# numbers.
 OTHERS = {"abs", "sign", "maximum", "minimum", "fmax", "fmin", "relu", "where", "copysign", "remainder"}
 OTHERS |= {"conj", "real", "imag", "gelu_backward", "heaviside", "nextafter"}  # the slope of gelu; steps
 
@@ -225,7 +227,8 @@ def test_derivatives(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("way", [lambda f: f, mt.compile, mt.checkpoint], ids=["eager", "compiled", "checkpoint"])
 def test_ties_of_two_operands(way: Callable[..., Any], dtype: str) -> None:
-    """The Hessian of logaddexp where its operands are equal; of two equal infinities each has half of the slope, and no more."""
+    """The Hessian of logaddexp where its operands are equal; of two equal infinities each has half of the slope, and no
+    more."""
     for y in (0.0, 1.0, -300.0, 1e30):
         x = mt.asarray([y, y], dtype=dtype)
         for f in (lambda x: mt.logaddexp(x[0], x[1]), lambda x: nn.logsumexp(x)):
@@ -247,7 +250,8 @@ def test_ties_of_two_operands(way: Callable[..., Any], dtype: str) -> None:
 
 @pytest.mark.parametrize("way", [lambda f: f, mt.compile, mt.checkpoint], ids=["eager", "compiled", "checkpoint"])
 def test_the_second_derivatives_of_a_power(way: Callable[..., Any]) -> None:
-    """By base and exponent: where the exponent is 0 its derivative by the base is 0, and the derivative of that is not."""
+    """By base and exponent: where the exponent is 0 its derivative by the base is 0, and the derivative of that is
+    not."""
     x, y = np.meshgrid([0.5, 1.0, 2.0, 1e-90], [0.0, 1.0, -1.0, 2.5])
     f = lambda p: mt.sum(p[0] ** p[1])  # noqa: E731
     mixed = mt.grad(lambda y: mt.sum(way(mt.grad(lambda x: f((x, y))))(mt.asarray(x))))(mt.asarray(y))
@@ -292,7 +296,8 @@ def test_the_slope_at_nan_is_nan(name: str, dtype: str) -> None:
 
 
 def test_the_ends_of_straight_pieces() -> None:
-    """relu's convention, which is JAX's and PyTorch's, for the functions made like it; halves for clip, maximum and minimum."""
+    """relu's convention, which is JAX's and PyTorch's, for the functions made like it; halves for clip, maximum and
+    minimum."""
     slopes = lambda f, *at: mt.grad(lambda x: mt.sum(f(x)))(mt.asarray(at)).tolist()  # noqa: E731
     assert slopes(nn.relu6, -1.0, 0.0, 3.0, 6.0, 7.0) == [0, 0, 1, 0, 0]
     assert slopes(nn.hard_tanh, -2.0, -1.0, 0.5, 1.0, 2.0) == [0, 0, 1, 0, 0]

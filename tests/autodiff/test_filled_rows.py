@@ -1,4 +1,5 @@
-"""Arrays that are filled by writes in a loop: a gradient, or a compiled one, copies the whole array a fixed number of times."""
+"""Arrays that are filled by writes in a loop: a gradient, or a compiled one, copies the whole array a fixed number of
+times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Arrays of other libraries, Python integers and bare arrays in the places of trees: right, or refused with the name of the leaf."""
+"""Arrays of other libraries, Python integers and bare arrays in the places of trees: right, or refused with the name of
+the leaf."""
 
 from __future__ import annotations
 

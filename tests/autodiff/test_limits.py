@@ -21,7 +21,8 @@ def beside_zero(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x: fn(mt.stack([x, mt.zeros_like(x)], axis=-1))
 
 
-# Values and slopes at POINTS. NaN stands where there is no limit, or where the value is one by the formula that everybody has.
+# Values and slopes at POINTS. NaN stands where there is no limit, or where the value is one by the formula that
+# everybody has.
 Row = tuple[Callable[..., Any], list[float], list[float]]
 LN2 = math.log(2)
 TABLE: dict[str, Row] = {
@@ -140,7 +141,7 @@ def test_every_activation_is_in_the_table():
     assert activations <= {n.split(",")[0] for n in TABLE}
 
 
-# ----- deviations ------------------------------------------------------------------------------------------------------
+# ----- deviations -----------------------------------------------------------------------------------------------------
 
 DEVIATIONS = {
     "std": mt.std,

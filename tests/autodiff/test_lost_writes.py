@@ -1,4 +1,5 @@
-"""Writes of a compiled function to what is not its own are done as the plain function does them, or refused: never lost."""
+"""Writes of a compiled function to what is not its own are done as the plain function does them, or refused: never
+lost."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_a_constructor_that_changes_what_it_is_given_is_no_write():
     assert mt.compile(lambda s: s.x * 2.0)(Scaled(array())).tolist() == [2, 4, 6]
 
 
-# ----- around the function -----------------------------------------------------------------------------------------------
+# ----- around the function --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -307,7 +308,7 @@ def test_a_traced_array_that_is_kept_is_refused(keep):
         mt.compile(f)(array())
 
 
-# ----- derivatives -------------------------------------------------------------------------------------------------------
+# ----- derivatives ----------------------------------------------------------------------------------------------------
 
 
 def transforms():

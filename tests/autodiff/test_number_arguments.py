@@ -1,4 +1,5 @@
-"""Python numbers among the arguments of a compiled function: one trace where they only enter arithmetic, and eager bits always."""
+"""Python numbers among the arguments of a compiled function: one trace where they only enter arithmetic, and eager bits
+always."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Elements of watched arrays that NumPy writes into its own memory: refused; numbers that the user asks for: constants."""
+"""Elements of watched arrays that NumPy writes into its own memory: refused; numbers that the user asks for:
+constants."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ import pytest
 
 import meshtape as mt
 
-# torch_numbers.json was written by torch 2.13.0 in an environment of its own: for each case a torch.optim optimizer got the gradients
-# of "grads" one after the other (`p.grad = g; opt.step()`), and "steps" holds the parameters after each step. "schedules" holds
-# `param_groups[0]["lr"]` before each of 8 steps, from a rate of 0.5: LinearLR(1.0, 0.1, 5), CosineAnnealingLR(7, 0.05),
-# ExponentialLR(0.8), StepLR(3, 0.1), and SequentialLR of LinearLR(1e-12, 1, 3) and LinearLR(1, 0, 4). "clip_norm" and "clip_value"
-# are clip_grad_norm_ and clip_grad_value_ on the first gradients; "ema" is AveragedModel with get_ema_multi_avg_fn(0.9) from 1
-# over 2, 3, -1.
+# torch_numbers.json was written by torch 2.13.0 in an environment of its own: for each case a torch.optim optimizer got
+# the gradients of "grads" one after the other (`p.grad = g; opt.step()`), and "steps" holds the parameters after each
+# step. "schedules" holds `param_groups[0]["lr"]` before each of 8 steps, from a rate of 0.5: LinearLR(1.0, 0.1, 5),
+# CosineAnnealingLR(7, 0.05), ExponentialLR(0.8), StepLR(3, 0.1), and SequentialLR of LinearLR(1e-12, 1, 3) and
+# LinearLR(1, 0, 4). "clip_norm" and "clip_value" are clip_grad_norm_ and clip_grad_value_ on the first gradients; "ema"
+# is AveragedModel with get_ema_multi_avg_fn(0.9) from 1 over 2, 3, -1.
 TORCH = json.loads((Path(__file__).parent / "torch_numbers.json").read_text())
 
 CASES = {

@@ -1,4 +1,5 @@
-"""Random small programs: differentiated, compiled, recomputed and nested, they agree with each other and with differences."""
+"""Random small programs: differentiated, compiled, recomputed and nested, they agree with each other and with
+differences."""
 
 from __future__ import annotations
 

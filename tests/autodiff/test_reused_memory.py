@@ -1,4 +1,5 @@
-"""Large results of compiled programs take memory that was used before; nobody who holds a result ever sees it change."""
+"""Large results of compiled programs take memory that was used before; nobody who holds a result ever sees it
+change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The derivative of every op is the same in single precision, in any memory layout, recorded, recomputed and compiled."""
+"""The derivative of every op is the same in single precision, in any memory layout, recorded, recomputed and
+compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Derivatives of bfloat16 and float16 are those of float64, rounded: sums in rules, and of cotangents, are made in float32."""
+"""Derivatives of bfloat16 and float16 are those of float64, rounded: sums in rules, and of cotangents, are made in
+float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cotangents of reads are collected, and made dense when something needs that: the same numbers as dense all the way."""
+"""Cotangents of reads are collected, and made dense when something needs that: the same numbers as dense all the
+way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What users do with a sparse gradient: every function sees the array that it stands for; optimizers and clipping work on what is kept."""
+"""What users do with a sparse gradient: every function sees the array that it stands for; optimizers and clipping work
+on what is kept."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def test_what_is_shown_of_it() -> None:
     g = mt.grad(lambda t: t[mt.asarray([5, 2, 5]), 1].sum())(mt.zeros((10_000, 4), dtype=mt.float32))
     s = mt.sparse_gradient(g)
     assert repr(s) == (
-        "SparseGradient(shape=(10000, 4), dtype=float32, 2 of 40000 places along axes (0, 1), 40 B instead of 156.2 KiB)"
+        "SparseGradient(shape=(10000, 4), dtype=float32, 2 of 40000 places along axes (0, 1), 40 B instead of 156.2 "
+        "KiB)"
     )
     assert (s.axes, [i.tolist() for i in s.indices], s.values.tolist()) == ((0, 1), [[2, 5], [1, 1]], [1.0, 2.0])
     assert (s.nbytes, s.dtype, is_sparse(s.dense())) == (40, mt.float32, True)

@@ -1,4 +1,5 @@
-"""Sparse cotangents in compiled programs, through reads of reads, at the second order, and where they cross such borders."""
+"""Sparse cotangents in compiled programs, through reads of reads, at the second order, and where they cross such
+borders."""
 
 from __future__ import annotations
 

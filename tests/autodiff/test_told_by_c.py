@@ -256,7 +256,7 @@ def test_the_chance_of_the_system_that_is_held():
         mt.compile(lambda x: x + SYSTEM.random())(X)
 
 
-# ----- objects whose own code raises ------------------------------------------------------------------------------------
+# ----- objects whose own code raises ----------------------------------------------------------------------------------
 
 
 class Attributes:

@@ -1,4 +1,5 @@
-"""A tape changes no dtype, shape, value or aliasing: the namespace that the public array-API suite is run on under a tape."""
+"""A tape changes no dtype, shape, value or aliasing: the namespace that the public array-API suite is run on under a
+tape."""
 
 from __future__ import annotations
 

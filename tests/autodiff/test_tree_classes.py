@@ -1,4 +1,5 @@
-"""Containers of every class, in everything that takes trees: rebuilt as they were, or refused by name; never another type in silence."""
+"""Containers of every class, in everything that takes trees: rebuilt as they were, or refused by name; never another
+type in silence."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Munch(dict):
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """Like the results of transformers: an ordered dict and a dataclass, elements are attributes, and None is no element."""
+    """Like the results of transformers: an ordered dict and a dataclass, elements are attributes, and None is no
+    element."""
 
     w: Any = None
     b: Any = None

@@ -1,7 +1,7 @@
 """One thread writes to an array in place while others compute with it, record it and differentiate it.
 
-Every write leaves the array with one number everywhere. So a value with two numbers was read in the middle of a write, and a gradient that is not that
-of the value was recorded in the middle of one.
+Every write leaves the array with one number everywhere. So a value with two numbers was read in the middle of a write,
+and a gradient that is not that of the value was recorded in the middle of one.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_values_and_gradients_are_those_before_or_after_a_write(read, write):
     assert made[0], "nothing was written"
 
 
-# ----- one step after the other ------------------------------------------------------------------------------------------
+# ----- one step after the other ---------------------------------------------------------------------------------------
 
 
 def in_a_thread(fn):

@@ -1,4 +1,5 @@
-"""Functions of users that write in place to what they are given: the gradient is the one without the write, or an error."""
+"""Functions of users that write in place to what they are given: the gradient is the one without the write, or an
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every op on a GPU against the CPU: values, shapes, dtypes and errors, forward and backward, in every dtype that the op takes."""
+"""Every op on a GPU against the CPU: values, shapes, dtypes and errors, forward and backward, in every dtype that the
+op takes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from meshtape.arrays.core.dispatch import apply
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(t) for t in (np.float64, np.float32, np.float16)] + [BFLOAT16]
 OTHERS = [np.dtype(t) for t in (np.complex64, np.int8, np.uint64, np.bool_)]
-# Factors of a decomposition have no unique signs; what is on the last places of an op that amplifies errors differs too.
+# Factors of a decomposition have no unique signs; what is on the last places of an op that amplifies errors differs
+# too.
 PHASES = {"eig", "eigh", "svd", "qr", "eigvals"}
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 6e-2, "complex64": 1e-4, "complex128": 1e-9}
 

@@ -1,5 +1,5 @@
-"""Meshes whose blocks are on this machine's GPUs: the promises of ``tests/parallel/test_device_blocks.py`` on the real thing. Never
-run so far; there they run against an emulation of CuPy and NCCL."""
+"""Meshes whose blocks are on this machine's GPUs: the promises of ``tests/parallel/test_device_blocks.py`` on the real
+thing. Never run so far; there they run against an emulation of CuPy and NCCL."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def client():
 
 @pytest.mark.timeout(300)
 def test_workers_share_a_gpu_or_have_their_own(client):
-    """Two worker processes: through NCCL where each has a GPU to itself, else through the host's memory; the bits are the same."""
+    """Two worker processes: through NCCL where each has a GPU to itself, else through the host's memory; the bits are
+    the same."""
     host = numbers(257, 40)
     with mt.Mesh({"a": 2}, client=client, device="cuda") as mesh:
         alone = cupy_backend().device_count() > 1 and visible().nccl

@@ -20,7 +20,8 @@ def batches(n: int, shape: tuple[int, ...]) -> Iterator[dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("staging", [1 << 10, 32 << 20])
 def test_prefetched_batches_are_intact_while_slow_kernels_read_them(staging: int, emulated: bool) -> None:
-    """The consumer drops each batch at once, while the device still reads it: its memory must not be used again too early."""
+    """The consumer drops each batch at once, while the device still reads it: its memory must not be used again too
+    early."""
     sums = []
     busy = cp.ones((64 if emulated else 4096,) * 2, cp.float32)
     for batch in mt.prefetch(batches(100, (512, 1024)), depth=3, staging_bytes=staging):

@@ -20,7 +20,8 @@ class DemoRun:
 
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
-    """The run in ``MESHTAPE_DEMO``, where somebody has just made one, with what it printed in ``printed.txt``; else one made here."""
+    """The run in ``MESHTAPE_DEMO``, where somebody has just made one, with what it printed in ``printed.txt``; else one
+    made here."""
     command, given = ["demo", "--directory", "first-run"], os.environ.get("MESHTAPE_DEMO")
     if given:
         return DemoRun(command, Path(given), (Path(given) / "printed.txt").read_text())

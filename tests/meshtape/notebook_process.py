@@ -1,7 +1,9 @@
-"""Runs cells of notebooks as IPython does, each notebook in a fork of a process that has imported what all of them import.
+"""Runs cells of notebooks as IPython does, each notebook in a fork of a process that has imported what all of them
+import.
 
-A kernel for each would spend most of its time on those imports. One line of JSON asks: ``{"cells": [source, …], "folder": …, "answer": …}``;
-what the cells showed is written to the file ``answer``, and a line then says that the notebook has ended.
+A kernel for each would spend most of its time on those imports. One line of JSON asks: ``{"cells": [source, …],
+"folder": …, "answer": …}``; what the cells showed is written to the file ``answer``, and a line then says that the
+notebook has ended.
 """
 
 from __future__ import annotations

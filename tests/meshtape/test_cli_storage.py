@@ -194,7 +194,8 @@ def test_exit_codes(deep: Path, tmp_path: Path) -> None:
 
 
 def test_exit_codes_of_damage_and_of_targets_that_exist(deep: Path, tmp_path: Path) -> None:
-    """What only reads tables of contents does not see a damaged file; each other command says which, and writes nothing."""
+    """What only reads tables of contents does not see a damaged file; each other command says which, and writes
+    nothing."""
     there, out = str(deep), tmp_path / "out"
     mt.merge(deep, tmp_path / "there")
     file = next(p for p in (deep / "head").rglob("*") if p.is_file() and p.suffix != ".json")

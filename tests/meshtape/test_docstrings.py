@@ -1,4 +1,5 @@
-"""Every public name says in one line what it is, functions show how they are called, and the examples print what they say."""
+"""Every public name says in one line what it is, functions show how they are called, and the examples print what they
+say."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ SHOWN = [m for m in MODULES if shows_examples(m)]
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_examples_of(name: str) -> None:
-    # By import, not by attribute: `meshtape.autodiff.compiler.compile` is the function, and hides the module of that name.
+    # By import, not by attribute: `meshtape.autodiff.compiler.compile` is the function, and hides the module of that
+    # name.
     out: list[str] = []
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -1,4 +1,5 @@
-"""Checkpoints, key rules, programs, models and training take a dtype however it is spelled, and keep it as plain text."""
+"""Checkpoints, key rules, programs, models and training take a dtype however it is spelled, and keep it as plain
+text."""
 
 from __future__ import annotations
 

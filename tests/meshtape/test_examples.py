@@ -132,7 +132,8 @@ def test_examples_of_jobs(place: Path, scheduler: str) -> None:
 
 @pytest.mark.parametrize("line", [x for x in EXAMPLES["browse"] if here(x)])
 def test_examples_of_browse(line: str, place: Path) -> None:
-    # What ssh and the address do is the shell's and the network's; a fixed port and a window of this machine are not ours to take.
+    # What ssh and the address do is the shell's and the network's; a fixed port and a window of this machine are not
+    # ours to take.
     words = shlex.split(re.sub(r"^ssh .*(?=meshtape )|--port \d+|--open", "", line))
     command = [sys.executable, "-m", *words]
     if "--json" in words:

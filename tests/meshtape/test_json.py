@@ -1,4 +1,5 @@
-"""What ``--json`` prints is what docs/reference/json.md says: every field of its tables, of their types, and no other."""
+"""What ``--json`` prints is what docs/reference/json.md says: every field of its tables, of their types, and no
+other."""
 
 from __future__ import annotations
 

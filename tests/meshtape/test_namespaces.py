@@ -57,7 +57,10 @@ def test_functions_and_classes_are_pickled_and_found_by_the_public_path(path):
 @pytest.mark.parametrize("path", ["nn", "optim", "errors", "models.encoder"])
 def test_imported_first_of_all(path):
     """In a process that has imported nothing of ours; neither the path nor its home may come as a second copy."""
-    code = f"import meshtape.{path} as a, importlib, meshtape; assert importlib.import_module(a.__name__) is a; print(a.__name__)"
+    code = (
+        f"import meshtape.{path} as a, importlib, meshtape; assert importlib.import_module(a.__name__) is a; "
+        "print(a.__name__)"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == importlib.import_module(f"meshtape.{path}").__name__
 

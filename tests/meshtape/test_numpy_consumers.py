@@ -1,4 +1,5 @@
-"""Matplotlib, pandas, xarray, SciPy and scikit-learn on our arrays, as code that was written for NumPy uses them: what they give on NumPy's."""
+"""Matplotlib, pandas, xarray, SciPy and scikit-learn on our arrays, as code that was written for NumPy uses them: what
+they give on NumPy's."""
 
 from __future__ import annotations
 

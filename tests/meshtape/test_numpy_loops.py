@@ -1,4 +1,5 @@
-"""Every ufunc of NumPy, over dtypes and methods: the value and dtype that NumPy gives, and an error where it has one."""
+"""Every ufunc of NumPy, over dtypes and methods: the value and dtype that NumPy gives, and an error where it has
+one."""
 
 from __future__ import annotations
 

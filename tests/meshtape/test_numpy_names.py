@@ -1,4 +1,5 @@
-"""NumPy's names: NumPy itself is the oracle; they compile, differentiate and shard like the ops that they are made of."""
+"""NumPy's names: NumPy itself is the oracle; they compile, differentiate and shard like the ops that they are made
+of."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ AWKWARD = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 2.5, -2.5, 0.5])
 
 
 class Call:
-    """A call by name, with what of it is to be tried: ``compiled``, ``grad`` (with respect to the first argument), ``sharded``."""
+    """A call by name, with what of it is to be tried: ``compiled``, ``grad`` (with respect to the first argument),
+    ``sharded``."""
 
     def __init__(self, name: str, *args: Any, only: str = "cgs", **kwargs: Any) -> None:
         self.name, self.args, self.kwargs, self.only = name, args, kwargs, only

@@ -1,4 +1,5 @@
-"""NumPy's functions and ufuncs on our arrays, watched, traced and sharded: ours where there is one, NumPy's for plain values, else an error."""
+"""NumPy's functions and ufuncs on our arrays, watched, traced and sharded: ours where there is one, NumPy's for plain
+values, else an error."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from test_numpy_names import CALLS, CUBE, SQUARE, A, B, C, Call, I, V, as_list
 U = np.array([0.2, 0.4, 0.7])  # inside the domain of every function
 N = np.array([3, 1, 2])
 
-# ----- ufuncs ----------------------------------------------------------------------------------------------------------
+# ----- ufuncs ---------------------------------------------------------------------------------------------------------
 
 UFUNCS = sorted({u.__name__: u for u in vars(np).values() if isinstance(u, np.ufunc)}.items())
 LACKING_UFUNCS = {"bitwise_count", "frexp", "gcd", "isnat", "lcm", "spacing"}
@@ -232,7 +233,7 @@ def test_other_libraries_have_their_say() -> None:
         np.concatenate([x, masked])
 
 
-# ----- functions -------------------------------------------------------------------------------------------------------
+# ----- functions ------------------------------------------------------------------------------------------------------
 
 SPD = SQUARE @ SQUARE.T
 MORE = [

@@ -1,4 +1,5 @@
-"""``out=``, ``where=`` and writes in NumPy's code on our arrays: where NumPy would write through a view, there is an error, never a lost write."""
+"""``out=``, ``where=`` and writes in NumPy's code on our arrays: where NumPy would write through a view, there is an
+error, never a lost write."""
 
 from __future__ import annotations
 

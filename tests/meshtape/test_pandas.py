@@ -1,4 +1,5 @@
-"""pandas with Arrays as masks, indices and columns: what it makes of NumPy's, or an error; never rows that nobody asked for."""
+"""pandas with Arrays as masks, indices and columns: what it makes of NumPy's, or an error; never rows that nobody asked
+for."""
 
 from __future__ import annotations
 

@@ -107,7 +107,8 @@ class Screen(io.StringIO):
 
 @pytest.mark.parametrize("width", [40, 60])
 def test_every_command_fits_a_narrow_terminal(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Help, output and errors: no line runs over or breaks within a word, but words that are longer and commands to copy."""
+    """Help, output and errors: no line runs over or breaks within a word, but words that are longer and commands to
+    copy."""
     long = "encoder_of_the_whole_model.layers.7.attention.query_projection"
     state = {long: np.arange(6000, dtype=np.float64).reshape(60, 100), "漢字" * 20: np.ones(3), "x\x1b[2Jy": np.ones(2)}
     save(tmp_path / "a", state, step=3)

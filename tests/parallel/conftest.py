@@ -19,7 +19,8 @@ from distributed import Client
 from meshtape.parallel.dask.cluster import local_cluster
 from meshtape.parallel.transports.rendezvous import DataPlane
 
-# Workers that import a library, or that a busy machine keeps waiting, are not to be taken for stopped: tests that stop one say how long they wait.
+# Workers that import a library, or that a busy machine keeps waiting, are not to be taken for stopped: tests that stop
+# one say how long they wait.
 dask.config.set({"meshtape.timeouts.silence": 60.0})
 
 MESH, SECRET = b"m" * 16, b"s" * 32
@@ -94,7 +95,8 @@ def _mortal() -> Iterator[Callable[[], Client]]:
 
 @pytest.fixture
 def mortal(_mortal: Callable[[], Client]) -> Client:
-    """A client of a cluster of two workers that a test may kill: theirs come back, or the next test gets a new cluster."""
+    """A client of a cluster of two workers that a test may kill: theirs come back, or the next test gets a new
+    cluster."""
     return _mortal()
 
 

@@ -1,12 +1,13 @@
 """CuPy on machines without a GPU, as strict as the real one where code for NumPy goes wrong on it.
 
-Arrays lie in host memory, but nothing takes them for NumPy's: an implicit conversion, a NumPy array among the operands, or an array
-of another device than the thread's current one is the error that CuPy raises. NumPy's ufuncs and functions give way to the
-namespace's own by NumPy's protocols, as with CuPy. What CuPy does not have, the namespace does not have either, where CuPy is
-installed. Kernels of ours and of CuPy's companion are not run here (``tests/arrays/kernels`` emulates ours): NumPy computes those ops.
+Arrays lie in host memory, but nothing takes them for NumPy's: an implicit conversion, a NumPy array among the operands,
+or an array of another device than the thread's current one is the error that CuPy raises. NumPy's ufuncs and functions
+give way to the namespace's own by NumPy's protocols, as with CuPy. What CuPy does not have, the namespace does not have
+either, where CuPy is installed. Kernels of ours and of CuPy's companion are not run here (``tests/arrays/kernels``
+emulates ours): NumPy computes those ops.
 
-NCCL's communicators pass messages between the threads of this process, by address and size, and as NCCL they wait for each other
-without a limit, carry out a group of sends and receives together, and refuse two ranks on one device.
+NCCL's communicators pass messages between the threads of this process, by address and size, and as NCCL they wait for
+each other without a limit, carry out a group of sends and receives together, and refuse two ranks on one device.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def called(fn: Any, *args: Any, **kwargs: Any) -> Any:
     return out if out is not None else outside(found)
 
 
-# ----- the namespace ----------------------------------------------------------------------------------------------------
+# ----- the namespace --------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Processes of a mesh simulated in one thread: rounds of messages carried by hand, counted, and in an order of one's own."""
+"""Processes of a mesh simulated in one thread: rounds of messages carried by hand, counted, and in an order of one's
+own."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Traffic(NamedTuple):
 
 
 def deliver(batches: Sequence[Any], sinks: Sequence[Any]) -> None:
-    """One message into its sinks, chunk by chunk, as a transport hands it over; memory is not the receiver's afterwards."""
+    """One message into its sinks, chunk by chunk, as a transport hands it over; memory is not the receiver's
+    afterwards."""
     sinks = [ArraySink(s) if isinstance(s, np.ndarray) else s for s in sinks]
     assert len(batches) == len(sinks)
     for batch, sink in zip(batches, sinks, strict=True):

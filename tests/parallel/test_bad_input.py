@@ -1,4 +1,5 @@
-"""What is wrong is refused by the call that is wrong, with an error that says what would be right; and nothing has run."""
+"""What is wrong is refused by the call that is wrong, with an error that says what would be right; and nothing has
+run."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(mesh.runtime, name, run)
 
 
-# ----- unknown axes -----------------------------------------------------------------------------------------------------
+# ----- unknown axes ---------------------------------------------------------------------------------------------------
 
 X = mt.distribute(np.arange(12.0).reshape(4, 3), MESH, a=mt.Shard(0))
 NO_AXIS = r"Mesh\(a=2, b=2\) has no axis 'z': its axes are 'a', 'b'"
@@ -67,7 +68,7 @@ def test_an_axis_that_the_mesh_does_not_have(nothing_runs, use):
         use[1]()
 
 
-# ----- placements and meshes --------------------------------------------------------------------------------------------
+# ----- placements and meshes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dim", ["0", None, 1.5, True, mt.Shard(0), [0]], ids=repr)
@@ -109,7 +110,7 @@ def test_one_dimension_has_one_name():
     assert x.sharding == mt.Sharding(MESH, b=mt.Shard(0), a=mt.Shard(0))
 
 
-# ----- arrays of two meshes ---------------------------------------------------------------------------------------------
+# ----- arrays of two meshes -------------------------------------------------------------------------------------------
 
 Y = mt.distribute(np.ones((4, 3)), OTHER)
 WHERE = mt.distribute(np.array([0, 1]), OTHER)
@@ -163,7 +164,7 @@ def test_values_of_another_mesh_that_meet_in_no_op(use):
         use[1]()
 
 
-# ----- more than the workers can hold -----------------------------------------------------------------------------------
+# ----- more than the workers can hold ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

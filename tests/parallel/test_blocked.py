@@ -32,7 +32,7 @@ def same(fn: Callable[..., Any], *args: mt.Array) -> str:
     return mt.explain(both, *args)
 
 
-# ----- heads ------------------------------------------------------------------------------------------------------------
+# ----- heads ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -68,7 +68,8 @@ def test_attention_of_split_heads_moves_nothing_but_its_last_sum():
 
 
 def test_rows_and_columns_that_share_a_divisor():
-    """6×4 as 8×3: the first twelve elements are three rows before and four after, so that two ranks keep what they have."""
+    """6×4 as 8×3: the first twelve elements are three rows before and four after, so that two ranks keep what they
+    have."""
     mesh = mt.Mesh({"a": 2})
     x = put((6, 4), mesh, a=mt.Shard(0))
     assert mt.reshape(x, (8, 3)).sharding == x.sharding
@@ -85,7 +86,7 @@ def test_several_axes_on_one_dimension():
             same(lambda x, shape=shape: mt.reshape(x, shape), x)
 
 
-# ----- channels ---------------------------------------------------------------------------------------------------------
+# ----- channels -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("channels", "groups", "ranks"), [(6, 2, 2), (8, 4, 2), (12, 4, 4), (5, 5, 2), (1, 1, 2)])
@@ -121,7 +122,7 @@ def test_grouped_convolutions_of_split_channels(ins, outs, groups, ranks, rows):
     assert "all_reduce(model)" not in text, text
 
 
-# ----- what does not divide ---------------------------------------------------------------------------------------------
+# ----- what does not divide -------------------------------------------------------------------------------------------
 
 
 def test_explain_says_which_blocks_a_split_cuts():

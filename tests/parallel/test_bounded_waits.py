@@ -1,4 +1,5 @@
-"""Nothing waits for ever: a worker that is stopped, paused or cut off is found out within ``meshtape.timeout``, whatever waits for it."""
+"""Nothing waits for ever: a worker that is stopped, paused or cut off is found out within ``meshtape.timeout``,
+whatever waits for it."""
 
 from __future__ import annotations
 
@@ -258,7 +259,7 @@ def from_the_command_line(
     return scheduler, address()
 
 
-# ----- what is sent -----------------------------------------------------------------------------------------------------
+# ----- what is sent ---------------------------------------------------------------------------------------------------
 
 
 def test_a_step_of_many_arrays_is_a_small_message(processes, monkeypatch):

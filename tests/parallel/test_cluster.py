@@ -1,4 +1,5 @@
-"""Meshes on real Dask workers: the numbers of the virtual mesh, one task a worker a run, and blocks that stay where they are."""
+"""Meshes on real Dask workers: the numbers of the virtual mesh, one task a worker a run, and blocks that stay where
+they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Collectives of any number of processes, simulated: the values to the bit, in the order that is written down, and the messages."""
+"""Collectives of any number of processes, simulated: the values to the bit, in the order that is written down, and the
+messages."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ DTYPES = ["?", "i1", "u2", "i4", "i8", "f2", "bfloat16", "f4", "f8", "c8", "c16"
 
 
 def in_order(terms: Sequence[np.ndarray], reducer: Callable[[Any, Any], Any]) -> np.ndarray:
-    """The order of the documentation: the surplus over a power of two in pairs, then neighbours, and neighbours of those."""
+    """The order of the documentation: the surplus over a power of two in pairs, then neighbours, and neighbours of
+    those."""
     power = 1
     while 2 * power <= len(terms):
         power *= 2
@@ -65,7 +67,7 @@ def cut(n: int, length: int) -> tuple[int, ...]:
     return tuple(length * (i + 1) * (i + 2) // (n * (n + 1)) - length * i * (i + 1) // (n * (n + 1)) for i in range(n))
 
 
-# ----- one case for each collective: a plan, what ranks hold, what they get ------------------------------------------------------
+# ----- one case for each collective: a plan, what ranks hold, what they get -------------------------------------------
 
 
 def all_reduce(n: int, length: int = 5) -> tuple[ReshardPlan, dict[int, np.ndarray], dict[int, np.ndarray]]:
@@ -185,8 +187,8 @@ def test_a_thousand_ranks_all_reduce():
 
 @pytest.mark.parametrize("n", [3, 8, 13, 32, 33, 64, 70])
 def test_many_bytes_are_sent_twice_at_most(n):
-    """An all-reduce sends 2 (n-1)/n of the block, a reduce-scatter half of that: as a ring. By a tree of another number of processes
-    than a power of two, some send for two."""
+    """An all-reduce sends 2 (n-1)/n of the block, a reduce-scatter half of that: as a ring. By a tree of another number
+    of processes than a power of two, some send for two."""
     size, some = 1 << 18, 1.4 if n > 16 and n & (n - 1) else 1.0
     x = values(n, (size,))
     _, traffic = simulate(collective("all_reduce", n, (size,), (size,), op="sum"), range(n), x)
@@ -250,7 +252,8 @@ def test_infinities_nans_and_negative_zeros(op, monkeypatch):
     ids=str,
 )
 def test_reshards_of_any_placement_of_ranks_have_the_bits_of_one_process(sizes, homes, only, monkeypatch):
-    """Sums pending on some axes while others are sharded or replicated; processes with several ranks, and ranks out of order."""
+    """Sums pending on some axes while others are sharded or replicated; processes with several ranks, and ranks out of
+    order."""
     n, shape = math.prod(sizes), (13, 8)
     last = len(sizes) - 1
     pairs = [

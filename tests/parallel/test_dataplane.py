@@ -1,4 +1,5 @@
-"""How processes find each other: who is let in, and what is said when one does not come. What they then say is test_transports'."""
+"""How processes find each other: who is let in, and what is said when one does not come. What they then say is
+test_transports'."""
 
 from __future__ import annotations
 

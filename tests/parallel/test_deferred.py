@@ -1,4 +1,5 @@
-"""Work that is put off until a value is needed: done once, only where somebody waits for it, with errors where they belong."""
+"""Work that is put off until a value is needed: done once, only where somebody waits for it, with errors where they
+belong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks on GPUs: what a mesh does with them, against an emulation of CuPy that is as strict as CuPy; ``tests/gpu`` has the real one."""
+"""Blocks on GPUs: what a mesh does with them, against an emulation of CuPy that is as strict as CuPy; ``tests/gpu`` has
+the real one."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from meshtape.parallel.base.device_memory import memory_of
 from meshtape.parallel.dask.worker import _STATES, Bundle, MeshtapeWorker, close_state
 from meshtape.parallel.execution.devices import DeviceChoice, Gpus, choose, visible
 
-# ----- which device ------------------------------------------------------------------------------------------------------
+# ----- which device ---------------------------------------------------------------------------------------------------
 
 ONE, TWO = Gpus(("A",), nccl=22700), Gpus(("A", "B"), nccl=22700)
 NONE = Gpus(missing="there is no CUDA driver")
@@ -94,7 +95,7 @@ def test_what_a_process_sees(gpus):
             mt.Mesh({"a": 2}, device="cuda:2")
 
 
-# ----- ranks of this process --------------------------------------------------------------------------------------------
+# ----- ranks of this process ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["cuda:0", "cuda:1"])
@@ -209,7 +210,7 @@ def test_used_up_memory_is_an_error_of_ours(gpus, monkeypatch):
             np.asarray(mt.reshard(x + 1, a=mt.Replicate()))
 
 
-# ----- ranks on workers --------------------------------------------------------------------------------------------------
+# ----- ranks on workers -----------------------------------------------------------------------------------------------
 
 NCCL, STAGED = "cuda", "cuda:1"  # workers that are threads of one process share what each calls cuda:1
 
@@ -361,7 +362,8 @@ def test_blocks_that_dask_puts_aside_come_back_to_their_device(gpus, monkeypatch
 
 
 def test_the_emulation_is_as_strict_as_cupy(gpus):
-    """What the tests above rest on: NumPy's arrays are not taken, and no array is taken for one of NumPy's or of the other device."""
+    """What the tests above rest on: NumPy's arrays are not taken, and no array is taken for one of NumPy's or of the
+    other device."""
     with gpus(2):
         memory = memory_of("cuda:1")
         xp = cupy_backend().xp
@@ -381,7 +383,7 @@ def test_the_emulation_is_as_strict_as_cupy(gpus):
             x + x
 
 
-# ----- what else must stay on the device ----------------------------------------------------------------------------------
+# ----- what else must stay on the device ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])

@@ -1,4 +1,5 @@
-"""Rows on their way to the ranks of their experts: uneven and empty parts, the way back, what is counted, in one process and in two."""
+"""Rows on their way to the ranks of their experts: uneven and empty parts, the way back, what is counted, in one
+process and in two."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_processes_name_each_other_just_for_parts_that_are_not_empty():
 
 
 def test_what_is_shown_is_the_mean_over_all_choices_and_never_exceeded():
-    """Six experts on four ranks (2, 2, 2, 0) and two choices a row: the rows that cross, counted for every choice there is."""
+    """Six experts on four ranks (2, 2, 2, 0) and two choices a row: the rows that cross, counted for every choice there
+    is."""
     mesh, experts, rows = mt.Mesh({"expert": 4}), 6, 8
     owner = [e // 2 for e in range(experts)]
     pairs = list(itertools.permutations(range(experts), 2))
@@ -109,7 +111,8 @@ def test_two_processes_equal_one(processes: Client, kind: str):
 
 
 def test_what_was_sent_forward_is_there_for_the_backward_pass():
-    """Rows, choices and weights travel once; then sums, their cotangents, and the gradients of rows and weights: 3 + 1 + 1 + 2."""
+    """Rows, choices and weights travel once; then sums, their cotangents, and the gradients of rows and weights: 3 + 1
+    + 1 + 2."""
     mesh = mt.Mesh({"expert": 2})
     arrays, chosen = operands(8, 4, "random")
     put = [mt.distribute(a, mesh, **ROWS) for a in (*arrays, chosen)]
@@ -151,7 +154,8 @@ def test_beside_other_axes(axes: dict[str, int]):
 
 
 def test_sums_of_few_bits_are_made_in_float32():
-    """A row with one expert on each of two ranks: the halves come back in bfloat16, and are added in float32 and rounded once."""
+    """A row with one expert on each of two ranks: the halves come back in bfloat16, and are added in float32 and
+    rounded once."""
     mesh = mt.Mesh({"expert": 2})
     arrays, chosen = operands(6, 4, "random")
     arrays = [np.asarray(mt.astype(mt.asarray(a), mt.bfloat16)) for a in arrays]

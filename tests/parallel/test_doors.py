@@ -1,4 +1,5 @@
-"""The port of a data plane under strangers: it stays open, spends a bounded amount on them, and the mesh goes on. With real sockets."""
+"""The port of a data plane under strangers: it stays open, spends a bounded amount on them, and the mesh goes on. With
+real sockets."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_where_no_thread_can_be_had_the_port_stays_open(planes, monkeypatch):
 
 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(planes):
-    """More than there is room for, all of which stay: the mesh connects between them, in as many threads as there are places."""
+    """More than there is room for, all of which stay: the mesh connects between them, in as many threads as there are
+    places."""
     crowd = [stranger(planes[0]) for _ in range(3 * listener.GREETED)]
     one, two = connected(planes)
     talks(one, two)

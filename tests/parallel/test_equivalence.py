@@ -1,8 +1,9 @@
-"""The promise that everything in ``parallel`` serves: a computation gives the same numbers however its operands are split.
+"""The promise that everything in ``parallel`` serves: a computation gives the same numbers however its operands are
+split.
 
-Each op of the table is called on random placements over random meshes, ragged and empty blocks among them, and on operands that
-are still sums waiting to be made. Value and cotangents equal those of the unsplit op, and every rank holds the block that the
-sharding says it holds.
+Each op of the table is called on random placements over random meshes, ragged and empty blocks among them, and on
+operands that are still sums waiting to be made. Value and cotangents equal those of the unsplit op, and every rank
+holds the block that the sharding says it holds.
 """
 
 from __future__ import annotations

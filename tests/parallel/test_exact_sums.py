@@ -1,4 +1,5 @@
-"""Sums that wait to be made keep bits: signs of zeros where one rank has the value, infinities, and integers beyond floats.
+"""Sums that wait to be made keep bits: signs of zeros where one rank has the value, infinities, and integers beyond
+floats.
 
 The oracle is the same call on an array that is not split.
 """
@@ -190,7 +191,8 @@ FILLS = {
 @pytest.mark.parametrize("fn", FILLS.values(), ids=list(FILLS))
 @pytest.mark.parametrize("dtype", ["i8", "u8", "u1", "f8", "f4", "c16"])
 def test_numbers_reach_the_ranks_as_they_are(dtype, fn):
-    """Beyond 2**53, of imaginary parts and zeros of both signs; what fits no element is the error of the call itself."""
+    """Beyond 2**53, of imaginary parts and zeros of both signs; what fits no element is the error of the call
+    itself."""
     x = np.arange(6).astype(dtype)
     placed, local = split(2, x)[0], mt.asarray(x)
     for v in NUMBERS:

@@ -1,4 +1,5 @@
-"""What goes wrong on a cluster ends within seconds, in an error that names the rank; nothing hangs, and nothing is left behind."""
+"""What goes wrong on a cluster ends within seconds, in an error that names the rank; nothing hangs, and nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def op_on(client: Client, address: str, name: str, fn: Callable[..., Any]) -> It
 
 
 def failing(end: str, at: float | None = None) -> Callable[..., Any]:
-    """An implementation that raises or kills its process, on blocks of more than the one element that dtypes are asked with.
+    """An implementation that raises or kills its process, on blocks of more than the one element that dtypes are asked
+    with.
 
     With ``at`` only on blocks that begin with that number.
 
@@ -268,7 +270,8 @@ def test_a_worker_that_goes_while_a_mesh_is_opened(mortal, sign):
 
 @pytest.mark.slow
 def test_a_worker_that_dies_again_and_again_comes_back(eventually):
-    """For half a minute: Dask's cluster looks 15 s after a loss whether the worker is back, and it may just have died once more."""
+    """For half a minute: Dask's cluster looks 15 s after a loss whether the worker is back, and it may just have died
+    once more."""
     with local_cluster(2) as client:
         until = time.monotonic() + 30.0
         while time.monotonic() < until:
@@ -403,8 +406,8 @@ def test_a_closed_mesh(processes):
 
 
 def test_nothing_is_left_behind(processes, eventually):
-    """Meshes that come and go, and runs that fail, leave no thread, socket, shared memory, program or block on the workers.
-    What is meshtape's own is counted: Dask and Python open and close things as they please."""
+    """Meshes that come and go, and runs that fail, leave no thread, socket, shared memory, program or block on the
+    workers. What is meshtape's own is counted: Dask and Python open and close things as they please."""
 
     def left(dask_worker: Any) -> dict[str, int]:
         import gc

@@ -139,7 +139,8 @@ def test_a_worker_that_dies_ends_the_others(mortal, tmp_path, eventually, nothin
 
 
 def test_what_a_killed_worker_left_is_gone_with_the_next_gang(processes, nothing_left):
-    """A rank takes the folder away when its worker is killed; where there was none yet, or none any more, the next gang does."""
+    """A rank takes the folder away when its worker is killed; where there was none yet, or none any more, the next gang
+    does."""
     from meshtape.storage.stores.owners import Hold
 
     left, used = (Path(tempfile.mkdtemp(prefix="meshtape-gang-", dir="/dev/shm")) for _ in range(2))

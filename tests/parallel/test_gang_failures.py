@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 LIMIT = 200.0
 
 
-# ----- what is given ----------------------------------------------------------------------------------------------------
+# ----- what is given --------------------------------------------------------------------------------------------------
 
 
 def test_each_rank_gets_its_block_wherever_split_arrays_lie(processes):
@@ -108,7 +108,7 @@ def test_logs_of_a_rank_that_the_gang_does_not_have(processes):
             run.logs(rank)
 
 
-# ----- what ranks give --------------------------------------------------------------------------------------------------
+# ----- what ranks give ------------------------------------------------------------------------------------------------
 
 
 def test_errors_that_cannot_be_read_keep_their_text(processes):
@@ -166,7 +166,7 @@ def _fails_here() -> Callable[[], None]:
 _only_in_ranks = _fails_here()
 
 
-# ----- what goes on running ---------------------------------------------------------------------------------------------
+# ----- what goes on running -------------------------------------------------------------------------------------------
 
 
 def _is_gone(pid: int) -> bool:
@@ -228,7 +228,7 @@ def _by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(fn.__code__, {"__builtins__": __builtins__, "__name__": "__main__"}, fn.__name__)
 
 
-# ----- clusters that are shared -----------------------------------------------------------------------------------------
+# ----- clusters that are shared ---------------------------------------------------------------------------------------
 
 WITHOUT = """
 import importlib.metadata, sys

@@ -1,4 +1,5 @@
-"""Random programs of several inputs: the gradient on one rank, compiled, recomputed, on two ranks and by differences is one gradient."""
+"""Random programs of several inputs: the gradient on one rank, compiled, recomputed, on two ranks and by differences is
+one gradient."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Elementwise chains of rank programs: the bits of the same calls made one by one, in the memory that is there, with errors that
-name the call."""
+"""Elementwise chains of rank programs: the bits of the same calls made one by one, in the memory that is there, with
+errors that name the call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ BINARY = (mt.add, mt.multiply, mt.maximum, lambda x, y: x / (mt.square(y) + 0.5)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_chains_have_the_bits_of_single_calls(data: st.DataObject) -> None:
-    """On any mesh, for ragged and empty blocks, with operands that repeat, sums that are pending, and reductions in between."""
+    """On any mesh, for ragged and empty blocks, with operands that repeat, sums that are pending, and reductions in
+    between."""
     draw = data.draw
     mesh = mt.Mesh({"a": draw(st.integers(1, 3)), "b": draw(st.integers(1, 2))})
     shape = draw(st.tuples(st.integers(1, 7), st.integers(1, 5)))

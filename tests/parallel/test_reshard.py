@@ -148,7 +148,8 @@ def test_replicated_to_pending_and_back_is_the_identity(op, sizes):
 )
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "any", "all"])
 def test_pending_is_the_identity_in_every_dtype_or_refused(op, dtype):
-    """Truths have no place for numbers, and products no one that leaves complex infinities and signs of zero as they are."""
+    """Truths have no place for numbers, and products no one that leaves complex infinities and signs of zero as they
+    are."""
     mesh = mesh_of((3,))
     value = [2, 0, 5]
     if dtype[0] == "c":
@@ -196,7 +197,8 @@ def test_other_reductions_than_sums_are_scattered_too(op):
 
 @pytest.mark.parametrize(("source", "target"), [("rows", "columns"), ("pending", "rows"), ("nested", "turned")])
 def test_one_process_of_many_ranks_copies_no_pair_by_itself(source, target):
-    """Where all ranks are here, an all-to-all and a reduce-scatter join one array and cut it: 70 ranks, no 4,900 pieces."""
+    """Where all ranks are here, an all-to-all and a reduce-scatter join one array and cut it: 70 ranks, no 4,900
+    pieces."""
     layouts = {
         "rows": make_layout({0: [0, 1]}),
         "columns": make_layout({1: [0, 1]}),

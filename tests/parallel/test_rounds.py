@@ -1,6 +1,8 @@
-"""Reshards and programs over several processes equal those of one process, to the bit: every algorithm, every division of the ranks.
+"""Reshards and programs over several processes equal those of one process, to the bit: every algorithm, every division
+of the ranks.
 
-The processes are threads that exchange through a real transport; on workers of their own the same is sampled in ``test_cluster``.
+The processes are threads that exchange through a real transport; on workers of their own the same is sampled in
+``test_cluster``.
 """
 
 from __future__ import annotations
@@ -240,7 +242,8 @@ UPDATES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def layers(n: int, update: str = "the gradient") -> tuple[Any, list[Any]]:
-    """Gradients of a deep network on a mesh of data, or what they make of the weights; of the last layer they are there first."""
+    """Gradients of a deep network on a mesh of data, or what they make of the weights; of the last layer they are there
+    first."""
     mesh = mt.Mesh({"data": 2})
     rng = np.random.default_rng(0)
     ws = [mt.distribute(rng.normal(size=(64, 64)), mesh) for _ in range(n)]
@@ -332,7 +335,8 @@ def test_what_is_needed_at_once_waits_for_nothing_that_has_time():
     """A long gradient that is needed at the end, and the sum of an activation that the next call reads."""
     aval, pending = ShapeDtype((1 << 18,), np.dtype("f4")), make_layout({}, {0: "sum"})
     calls = [LocalCall(mt.OPS["negative"], (v,), (v + 1,), {}, AS_IT_IS, None, "") for v in range(8)]
-    # %1 is a gradient: whole as %20, which the last call reads. %4 is an activation: whole as %21, which the next call reads.
+    # %1 is a gradient: whole as %20, which the last call reads. %4 is an activation: whole as %21, which the next call
+    # reads.
     steps = (
         *calls[:4],
         Moves((Move(4, 21, None),)),

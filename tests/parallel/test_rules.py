@@ -1,4 +1,5 @@
-"""Sharding rules by hand: which layout each op gives, in the notation ``[mesh axes of dimension 0, of dimension 1, …]``."""
+"""Sharding rules by hand: which layout each op gives, in the notation ``[mesh axes of dimension 0, of dimension 1,
+…]``."""
 
 from __future__ import annotations
 
@@ -220,7 +221,8 @@ def test_a_fallback_is_told_once(monkeypatch):
         mt.reshape(put(mesh, (4 * n,), ((0, 1),)), (n, 4))
     mt.reshape(put(mesh, (32,), ((0, 1),)), (8, 4))  # all axes stay
     assert told == [
-        "[reshape] dimension 0 is split over the mesh axes [0, 1] of [2, 4] ranks, which do not divide the blocks that reshape "
+        "[reshape] dimension 0 is split over the mesh axes [0, 1] of [2, 4] ranks, which do not divide the blocks that "
+        "reshape "
         "keeps: it stays split over [1], and its blocks move"
     ]
     mt.reshape(put(mesh, (16,), ((1, 0),)), (4, 4))

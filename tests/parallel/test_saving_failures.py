@@ -1,4 +1,5 @@
-"""A save whose workers die, or whose disk fills up on one of them: an error in the process that saves, the old checkpoint whole, nothing left."""
+"""A save whose workers die, or whose disk fills up on one of them: an error in the process that saves, the old
+checkpoint whole, nothing left."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def at_a_write(end: str) -> Callable[[], None]:
-    """What makes a worker fail when it has written a part. A function within a function travels by value: workers cannot import this file."""
+    """What makes a worker fail when it has written a part. A function within a function travels by value: workers
+    cannot import this file."""
 
     def install() -> None:
         class Failing(filesystem.Files):

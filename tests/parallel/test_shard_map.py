@@ -25,7 +25,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(-32, 33, shape) / 16
 
 
-# ----- against the same on whole arrays ---------------------------------------------------------------------------------
+# ----- against the same on whole arrays -------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -197,7 +197,7 @@ def test_groups_of_several_axes_are_in_the_order_named():
         np.testing.assert_array_equal(np.asarray(f(x)), np.arange(6))
 
 
-# ----- gradients inside -------------------------------------------------------------------------------------------------
+# ----- gradients inside -----------------------------------------------------------------------------------------------
 
 
 def test_gradient_inside_of_what_is_replicated_is_reduced():
@@ -289,7 +289,7 @@ def test_custom_derivative_inside():
     assert np.asarray(mt.grad(f)(x)).tolist() == [1, 2, 3, 4]
 
 
-# ----- sizes of parts -----------------------------------------------------------------------------------------------------
+# ----- sizes of parts -------------------------------------------------------------------------------------------------
 
 SPLITS = [[1, 2, 0], [0, 1, 2], [2, 0, 1]]
 
@@ -379,7 +379,7 @@ def test_trees_of_arguments_and_results():
     np.testing.assert_allclose(np.asarray(out["y"]), np.asarray((x @ params["w"] + params["b"]) * 2))
 
 
-# ----- what is refused --------------------------------------------------------------------------------------------------
+# ----- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_bad_input():
@@ -442,14 +442,14 @@ def test_a_program_with_per_rank_code_cannot_be_saved(tmp_path):
         mt.save_program(tmp_path / "p", f, mt.distribute(mt.ones(4), mesh))
 
 
-# ----- any two placements -------------------------------------------------------------------------------------------------
+# ----- any two placements ---------------------------------------------------------------------------------------------
 
 
 @bounded
 @given(data=st.data())
 def test_any_placements(data):
-    """Whatever the argument's placements, wherever it comes from: blocks in are blocks out, and the gradient is that of doing
-    nothing."""
+    """Whatever the argument's placements, wherever it comes from: blocks in are blocks out, and the gradient is that of
+    doing nothing."""
     sizes = data.draw(st.sampled_from([{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 1, "b": 3}]))
     mesh = mt.Mesh(sizes)
     shape = data.draw(st.sampled_from([(12,), (12, 24), (0, 12), (12, 12, 12)]))
@@ -465,7 +465,7 @@ def test_any_placements(data):
     np.testing.assert_allclose(np.asarray(g), np.cos(x))
 
 
-# ----- on processes -------------------------------------------------------------------------------------------------------
+# ----- on processes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Clusters that are shared, encrypted or closed to new ports; clients and workers that come and go. Real processes throughout."""
+"""Clusters that are shared, encrypted or closed to new ports; clients and workers that come and go. Real processes
+throughout."""
 
 from __future__ import annotations
 
@@ -369,7 +370,8 @@ def test_members_of_a_mesh_are_not_scaled_away(processes):
 
 
 def test_memory_of_blocks_is_used_again(processes):
-    """A loop in its stride takes no fresh pages from the system, in ops of our own (the pool) and in NumPy's temporaries (malloc)."""
+    """A loop in its stride takes no fresh pages from the system, in ops of our own (the pool) and in NumPy's
+    temporaries (malloc)."""
 
     def faults() -> int:
         import resource
@@ -390,7 +392,8 @@ def test_memory_of_blocks_is_used_again(processes):
 
 
 def test_peak_memory_of_a_reshard(processes):
-    """The old block, the new one, and some chunks: 64 MB blocks turned from rows to columns, and a sum that all need."""
+    """The old block, the new one, and some chunks: 64 MB blocks turned from rows to columns, and a sum that all
+    need."""
 
     def reset() -> int:
         """What the process holds, after it gave back all that it only kept; the peak is counted from here."""

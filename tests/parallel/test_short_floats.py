@@ -1,4 +1,5 @@
-"""Sums of short floats that are pending on a mesh are kept, scaled and sent in float32, and give what the unsplit array gives."""
+"""Sums of short floats that are pending on a mesh are kept, scaled and sent in float32, and give what the unsplit array
+gives."""
 
 from __future__ import annotations
 

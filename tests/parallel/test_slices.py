@@ -1,4 +1,5 @@
-"""Reads, writes and gradients by any slice are NumPy's, however the array is split: empty slices, negative starts and steps among them."""
+"""Reads, writes and gradients by any slice are NumPy's, however the array is split: empty slices, negative starts and
+steps among them."""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ STREAMED = {
 @pytest.mark.parametrize("key", WRONG_ONCE + OTHER_SLICES, ids=str)
 @pytest.mark.parametrize("split", [{}, {"a": mt.Shard(0)}], ids=str)
 def test_slices_of_streams(tmp_path, split, key, fn):
-    """Block by block, or refused, as parts of other blocks are needed. Empty reads ended in an error of no type of ours."""
+    """Block by block, or refused, as parts of other blocks are needed. Empty reads ended in an error of no type of
+    ours."""
     x = numbered((8, 2))
     zarr.create_array(str(tmp_path / "x"), shape=x.shape, chunks=(3, 2), dtype=x.dtype)[...] = x
     stored = mt.from_zarr(str(tmp_path / "x"), mt.Mesh({"a": 2}), **split)

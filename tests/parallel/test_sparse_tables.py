@@ -1,4 +1,5 @@
-"""Tables of which few places are read: their gradients and steps are those of one rank, whoever holds the rows and the index arrays."""
+"""Tables of which few places are read: their gradients and steps are those of one rank, whoever holds the rows and the
+index arrays."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def test_steps_on_a_split_table_are_those_of_one_rank(opt: Any) -> None:
 
 
 def test_places_travel_and_not_the_table() -> None:
-    """Of a table that all ranks have, and of which each reads a few rows, the gradient costs the rows and not the table."""
+    """Of a table that all ranks have, and of which each reads a few rows, the gradient costs the rows and not the
+    table."""
     mesh = mt.Mesh({"data": 2})
     table = mt.distribute(mt.ones((10_000, 64)), mesh)
     ids = mt.distribute(mt.asarray(np.arange(32) % 7), mesh, data=mt.Shard(0))
@@ -96,7 +98,8 @@ def test_second_order_on_a_split_table() -> None:
 @pytest.mark.parametrize("place", [mt.Shard(0), mt.Replicate()], ids=["rows split", "on all ranks"])
 @pytest.mark.parametrize("steps", [1, 2], ids=["one step", "two steps"])
 def test_a_step_holds_no_gradient_of_the_size_of_the_table(opt: Any, place: Any, steps: int, peak_of: Any) -> None:
-    """What steps make are the new table and the new state; of the gradient a rank holds the rows that it has and that were read.
+    """What steps make are the new table and the new state; of the gradient a rank holds the rows that it has and that
+    were read.
 
     A second step of the same call writes into what the first has made, which nobody else sees.
     """

@@ -1,4 +1,5 @@
-"""Dimensions that ops slice, look up or reach over, while they are split: what moves is what has to, and nothing is gathered."""
+"""Dimensions that ops slice, look up or reach over, while they are split: what moves is what has to, and nothing is
+gathered."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def same(fn: Callable[..., Any], *args: mt.Array) -> None:
     np.testing.assert_allclose(np.asarray(mt.compile(fn)(*args)), want, 1e-10, 1e-10)
 
 
-# ----- looking up -------------------------------------------------------------------------------------------------------
+# ----- looking up -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_vocabulary_parallel_cross_entropy(mesh, monkeypatch):
         assert "all_gather" not in lines, lines
 
 
-# ----- slices and their like --------------------------------------------------------------------------------------------
+# ----- slices and their like ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_a_shift_moves_one_row_a_rank():
     assert program(lambda x: x[1:], x).moved_bytes() == 3 * 8 * 8
 
 
-# ----- convolutions -----------------------------------------------------------------------------------------------------
+# ----- convolutions ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_what_ranks_have_already_is_no_halo(fn, moves):
     assert found.count("# 0 bytes") == found.count("= slice(h) %") == moves, found
 
 
-# ----- windows ----------------------------------------------------------------------------------------------------------
+# ----- windows --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, -1, -2])

@@ -1,4 +1,5 @@
-"""What every transport promises, by one contract: messages of any size arrive, mistakes are told on both sides, ends are noticed."""
+"""What every transport promises, by one contract: messages of any size arrive, mistakes are told on both sides, ends
+are noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gangs that share workers come to each of them in one order, and keep the workers until the last of their tasks has ended."""
+"""Gangs that share workers come to each of them in one order, and keep the workers until the last of their tasks has
+ended."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def _names_source() -> Callable[..., list[str]]:
 _names = _names_source()
 
 
-# ----- clients that stand still ------------------------------------------------------------------------------------------
+# ----- clients that stand still ---------------------------------------------------------------------------------------
 
 CLIENT = """
 import sys, time
@@ -167,8 +168,8 @@ for attempt in range(20):  # a busy machine may make it stand still once more
 
 @pytest.mark.parametrize("what", ["idle", "busy", "gang"])
 def test_a_client_that_stands_still_gives_way_and_comes_between_nobody_when_it_goes_on(processes, what):
-    """Its gang would run for minutes; programs that it sends when it goes on would wait for ranks that are busy with another client's, and
-    those for them."""
+    """Its gang would run for minutes; programs that it sends when it goes on would wait for ranks that are busy with
+    another client's, and those for them."""
     command = [sys.executable, "-c", CLIENT, processes.scheduler.address, what]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

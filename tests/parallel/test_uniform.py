@@ -1,4 +1,5 @@
-"""Large arrays that functions and gradients make beside sharded ones: nobody has to distribute them, and they do not travel."""
+"""Large arrays that functions and gradients make beside sharded ones: nobody has to distribute them, and they do not
+travel."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def test_a_wait_that_stays_empty_takes_its_time(ends):
 
 
 class Clock:
-    """Time that passes when a core is offered (``taken_for`` seconds each time) and while a wait sleeps; and what a wait finds when."""
+    """Time that passes when a core is offered (``taken_for`` seconds each time) and while a wait sleeps; and what a
+    wait finds when."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.offered, self.taken_for, self.comes = 1000.0, 0, 1e-6, float("inf")

@@ -1,4 +1,5 @@
-"""Lookups in a dimension that is split: the host waits for each rank's check of the indices, says so, and can leave it out."""
+"""Lookups in a dimension that is split: the host waits for each rank's check of the indices, says so, and can leave it
+out."""
 
 from __future__ import annotations
 

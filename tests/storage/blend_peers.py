@@ -1,6 +1,8 @@
-"""Run by a Python that has mergekit, transformers and peft: makes tiny models, merges them with mergekit, opens results of ours.
+"""Run by a Python that has mergekit, transformers and peft: makes tiny models, merges them with mergekit, opens results
+of ours.
 
-``python blend_peers.py make FOLDER``; ``python blend_peers.py merge JOBS.json``; ``python blend_peers.py open MODEL [BASE ADAPTER]``.
+``python blend_peers.py make FOLDER``; ``python blend_peers.py merge JOBS.json``; ``python blend_peers.py open MODEL
+[BASE ADAPTER]``.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 
 def make(home: Path) -> None:
-    """A base and four models near it, in float32 and bfloat16; an adapter; two models with vocabularies of their own."""
+    """A base and four models near it, in float32 and bfloat16; an adapter; two models with vocabularies of their
+    own."""
     from peft import LoraConfig, get_peft_model
     from tokenizers import Tokenizer, models
 

@@ -232,7 +232,8 @@ def kit():
 
 @pytest.fixture(scope="session")
 def op_programs():
-    """``op_programs(name)``: for each sample call of an op, a program of that call alone, its document, the operands and the parameters."""
+    """``op_programs(name)``: for each sample call of an op, a program of that call alone, its document, the operands
+    and the parameters."""
     from op_samples import calls
 
     from meshtape.arrays.core.op import OPS, ShapeDtype

@@ -49,7 +49,8 @@ class Served:
 
 
 def one_in_three(fault):
-    """A ``fault`` of each third request; but not of one that is tried again, which beside others could be the third every time."""
+    """A ``fault`` of each third request; but not of one that is tried again, which beside others could be the third
+    every time."""
     harmed = set()
 
     def harms(number, method, path):
@@ -63,9 +64,10 @@ def one_in_three(fault):
 
 
 class Proxy(Served):
-    """A real HTTP proxy before the server. ``fault(number, method, path)`` says what happens to a request: None, "500" (an answer of the
-    server's own making), "cut" (half of the answer, then the end of the connection), "lost" (the request is carried out, the answer
-    never comes), "slow" (the answer comes in drops), "stall" (no answer for long), or a process to kill before it is passed on."""
+    """A real HTTP proxy before the server. ``fault(number, method, path)`` says what happens to a request: None, "500"
+    (an answer of the server's own making), "cut" (half of the answer, then the end of the connection), "lost" (the
+    request is carried out, the answer never comes), "slow" (the answer comes in drops), "stall" (no answer for long),
+    or a process to kill before it is passed on."""
 
     def __init__(self, upstream):
         self.upstream, self.fault, self.count, self.sent, self.log = upstream, None, 0, 0, []

@@ -189,7 +189,8 @@ def test_what_a_tensor_says_of_itself_and_is_not_known_is_refused(tmp_path, old,
 
 @pytest.mark.parametrize("kind", ["npz", "compressed", "torch"])
 def test_flips_are_found(tmp_path, kind):
-    """Wherever a byte is changed, a load gives the right values or a typed error, and verify finds what is changed in elements."""
+    """Wherever a byte is changed, a load gives the right values or a typed error, and verify finds what is changed in
+    elements."""
     path = tmp_path / "x"
     if kind == "torch":
         shutil.copy(GOLDEN, path)
@@ -210,7 +211,8 @@ def test_flips_are_found(tmp_path, kind):
             continue
         except MemoryError:
             raise AssertionError(at) from None
-        # Views of a storage are compared with verify; names and descriptions have no checksum but that of the archive's entry.
+        # Views of a storage are compared with verify; names and descriptions have no checksum but that of the archive's
+        # entry.
         if any(seen[n] != right[n] for n in seen.keys() & right.keys()):
             with pytest.raises(errors.CheckpointError):
                 verify(path)
@@ -227,7 +229,8 @@ def test_flips_are_found(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["npz", "compressed", "torch"])
 def test_no_entry_vanishes_from_a_table_of_contents(tmp_path, kind):
-    """A bit of every byte of the table and its end, and all bits of its lengths: all is read as it was, or there is an error."""
+    """A bit of every byte of the table and its end, and all bits of its lengths: all is read as it was, or there is an
+    error."""
     path = tmp_path / "x.npz"
     if kind == "torch":
         shutil.copy(GOLDEN.with_name("torch-2.13-signs.pt"), path)

@@ -329,7 +329,8 @@ def test_wrong_policies_are_refused(tmp_path):
 
 
 def test_a_save_in_the_background_leaves_the_training_a_processor(tmp_path, monkeypatch):
-    """Its threads are one fewer than the processors, and behind the others in the queue; the caller's stay as they are."""
+    """Its threads are one fewer than the processors, and behind the others in the queue; the caller's stay as they
+    are."""
     from meshtape.storage.base import threads
     from meshtape.storage.saving import write_shards
 

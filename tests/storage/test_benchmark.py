@@ -1,4 +1,5 @@
-"""``benchmarks/storage.py`` runs whole, wherever it is started, and ends with its table; every benchmark tells its options at once."""
+"""``benchmarks/storage.py`` runs whole, wherever it is started, and ends with its table; every benchmark tells its
+options at once."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""Blending: each formula by hand, the same bytes for any windows and workers, every bad input told before a byte is written, and mergekit as the oracle."""
+"""Blending: each formula by hand, the same bytes for any windows and workers, every bad input told before a byte is
+written, and mergekit as the oracle."""
 
 from __future__ import annotations
 
@@ -257,7 +258,8 @@ def test_values_that_are_not_finite_stay_where_no_sum_is_taken(tmp_path: Path) -
 
 
 def _parents(tmp_path: Path) -> list[str]:
-    """A base as a Hugging Face directory, one model of ours in several shards, and one as foreign as bfloat16 allows."""
+    """A base as a Hugging Face directory, one model of ours in several shards, and one as foreign as bfloat16
+    allows."""
     rng = np.random.default_rng(1)
     shapes = {
         "model.embed_tokens.weight": (60, 48),

@@ -1,6 +1,7 @@
 """mergekit, transformers and peft as oracles of blending, in an environment of their own.
 
-``MESHTAPE_PEERS`` names its Python: ``MESHTAPE_PEERS=peers/bin/python pytest -m slow tests/storage/test_blend_oracle.py``.
+``MESHTAPE_PEERS`` names its Python: ``MESHTAPE_PEERS=peers/bin/python pytest -m slow
+tests/storage/test_blend_oracle.py``.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ def _models(home: Path, dtype: str, names: str, **lists: Any) -> list[dict[str, 
 
 
 def configs(home: Path, dtype: str) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """(name, configuration, bound): 0 for equal bits, -1 where mergekit's choice among equals is its own, else units in the last place.
+    """(name, configuration, bound): 0 for equal bits, -1 where mergekit's choice among equals is its own, else units in
+    the last place.
 
-    Where it is 1 or more, mergekit computes in the next wider dtype and rounds at the end: its own dtype leaves its sums and angles too few digits.
+    Where it is 1 or more, mergekit computes in the next wider dtype and rounds at the end: its own dtype leaves its
+    sums and angles too few digits.
     """
     base = {"base_model": f"{home}/base-{dtype}"}
 

@@ -1,4 +1,5 @@
-"""A manager that can go back: `latest` follows the branch begun last, and nothing on the way leaves it without a good step."""
+"""A manager that can go back: `latest` follows the branch begun last, and nothing on the way leaves it without a good
+step."""
 
 import os
 import warnings

@@ -100,7 +100,8 @@ def test_replicas_are_dealt_evenly_and_always_alike():
 
 
 def test_files_are_split_by_true_bytes(tmp_path):
-    """Three megabytes of float8 and three of bfloat16 do not fit four together, though counted in elements they might."""
+    """Three megabytes of float8 and three of bfloat16 do not fit four together, though counted in elements they
+    might."""
     arrays = {"a": np.zeros(3_000_000, ml_dtypes.float8_e4m3fn), "b": np.zeros(1_500_000, ml_dtypes.bfloat16)}
     save_safetensors(tmp_path / "x.safetensors", arrays)
     report = merge(tmp_path / "x.safetensors", tmp_path / "m", max_shard_bytes=4_000_000)

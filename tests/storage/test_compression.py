@@ -1,4 +1,5 @@
-"""Compressed chunks: the same arrays for everybody, copied as they are where they stay, and harmless whatever the files hold."""
+"""Compressed chunks: the same arrays for everybody, copied as they are where they stay, and harmless whatever the files
+hold."""
 
 import contextlib
 import itertools

@@ -1,6 +1,7 @@
 """Checkpoints that PyTorch's distributed checkpointing wrote, read without PyTorch; and files that mean harm.
 
-The golden one was written by torch 2.13 on two ranks: ``model.w`` cut by rows, ``model.v`` by columns, the others replicated.
+The golden one was written by torch 2.13 on two ranks: ``model.w`` cut by rows, ``model.v`` by columns, the others
+replicated.
 """
 
 import importlib.util
@@ -134,7 +135,8 @@ def test_what_would_be_called_is_refused(value, protocol, tmp_path, monkeypatch)
 
 
 def laughs(first, then):
-    """Tuples of twice the one before, seventy times: some hundred bytes that no walk, and no hash, comes to the end of."""
+    """Tuples of twice the one before, seventy times: some hundred bytes that no walk, and no hash, comes to the end
+    of."""
     return first + b"".join(b"h%ch%c\x86q%c0" % (i, i, i + 1) for i in range(70)) + then
 
 
@@ -183,7 +185,8 @@ def _flips(data, rng, n):
 
 @pytest.mark.parametrize("scale", [60, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_any_damage_is_an_error_or_read_as_it_stands(copy, scale):
-    """Never a crash, nor a read outside; what is changed among the elements cannot be seen, as the format has no checksums."""
+    """Never a crash, nor a read outside; what is changed among the elements cannot be seen, as the format has no
+    checksums."""
     rng = np.random.default_rng(0)
     for file in (".metadata", "__1_0.distcp"):
         data = (copy / file).read_bytes()

@@ -1,6 +1,7 @@
 """PyTorch's distributed checkpoints in safetensors files, of which each holds blocks; and such files that mean harm.
 
-The golden one was written by torch 2.13 on three ranks: ``model.w`` cut by rows, ``model.v`` by columns, the others kept by one rank each.
+The golden one was written by torch 2.13 on three ranks: ``model.w`` cut by rows, ``model.v`` by columns, the others
+kept by one rank each.
 """
 
 import json

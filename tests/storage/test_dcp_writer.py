@@ -141,7 +141,8 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 def test_pytorch_loads_it(source, kit, tmp_path, monkeypatch):
-    """Into plain tensors of every dtype, nested as they were; into tensors split over two ranks; and as a file of `torch.save`."""
+    """Into plain tensors of every dtype, nested as they were; into tensors split over two ranks; and as a file of
+    `torch.save`."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

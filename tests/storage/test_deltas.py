@@ -1,4 +1,5 @@
-"""Delta checkpoints: differences from an anchor, which read as the values, stay whole whatever is deleted, and never pass for anything else."""
+"""Delta checkpoints: differences from an anchor, which read as the values, stay whole whatever is deleted, and never
+pass for anything else."""
 
 import contextlib
 import json
@@ -311,7 +312,8 @@ def test_bases_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(errors.CheckpointError, match="anchor_every"):
         CheckpointManager(tmp_path, anchor_every=0)
     assert not target.exists()
-    # Another shape or dtype is stored plainly, and without any delta it is a plain checkpoint of a version that is read everywhere.
+    # Another shape or dtype is stored plainly, and without any delta it is a plain checkpoint of a version that is read
+    # everywhere.
     save(target, {"w": W[1:], "b": [B.astype(np.float32)]}, base=tmp_path / "step-00000001")
     assert open_checkpoint(target).base is None
     assert json.loads((target / "meshtape.json").read_text())["version"] == 1

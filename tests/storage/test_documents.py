@@ -1,4 +1,5 @@
-"""Configurations and the like lie beside the arrays, verbatim, and go along; a merged directory is enough for inference."""
+"""Configurations and the like lie beside the arrays, verbatim, and go along; a merged directory is enough for
+inference."""
 
 import json
 import os
@@ -118,8 +119,8 @@ print(json.dumps(np.asarray(x).tolist()))
 
 
 def test_full_state_and_inference_in_a_fresh_process_from_the_merged_directory_alone(tmp_path):
-    """Parameters, optimizer with master weights, average, random state, progress, step and documents come back as they were; what is
-    merged from them runs a model where nothing else is."""
+    """Parameters, optimizer with master weights, average, random state, progress, step and documents come back as they
+    were; what is merged from them runs a model where nothing else is."""
     rng = np.random.default_rng(0)
     params = {
         "layers": [
@@ -171,7 +172,8 @@ def test_full_state_and_inference_in_a_fresh_process_from_the_merged_directory_a
 
 
 def test_documents_are_given_to_an_export(tmp_path):
-    """By name, or those of a model's directory: before those of the source; its config names the dtype that is written."""
+    """By name, or those of a model's directory: before those of the source; its config names the dtype that is
+    written."""
     save(tmp_path / "c", {"w": np.ones((2, 3), np.float32)}, documents={"config": {"a": 1}, "notes.txt": "mine"})
     os.makedirs(tmp_path / "hf")
     (tmp_path / "hf" / "config.json").write_text('{"dtype": "bfloat16", "b": 2}')

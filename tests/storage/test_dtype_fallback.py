@@ -1,4 +1,5 @@
-"""``save(dtype_fallback="raw")``: zarr-python opens the group where meshtape is not installed; meshtape reads the true types."""
+"""``save(dtype_fallback="raw")``: zarr-python opens the group where meshtape is not installed; meshtape reads the true
+types."""
 
 import json
 import shutil

@@ -1,6 +1,8 @@
-"""What a power cut leaves: no name is given to bytes that are not on the disk, and a call that returned left nothing in memory alone.
+"""What a power cut leaves: no name is given to bytes that are not on the disk, and a call that returned left nothing in
+memory alone.
 
-A killed process loses nothing that it has written; a machine that goes down does. So the order of writes, syncs and renames is watched itself.
+A killed process loses nothing that it has written; a machine that goes down does. So the order of writes, syncs and
+renames is watched itself.
 """
 
 import os
@@ -17,7 +19,8 @@ LAST = {"meshtape.json", "model.safetensors.index.json"}
 
 
 class Watched(Files):
-    """Knows which files and folders have changed since they were last synced; refuses a name for what is not durable."""
+    """Knows which files and folders have changed since they were last synced; refuses a name for what is not
+    durable."""
 
     def __init__(self, exchanges=True):
         self.exchanges = exchanges

@@ -1,4 +1,5 @@
-"""Damage and loss in what others wrote: PyTorch's CRC32 are compared, lost chunks of Zarr are no zeros, and no chunk unpacks to more than its metadata says."""
+"""Damage and loss in what others wrote: PyTorch's CRC32 are compared, lost chunks of Zarr are no zeros, and no chunk
+unpacks to more than its metadata says."""
 
 import gzip
 import json

@@ -1,7 +1,7 @@
 """Files are hostile: whatever bytes they hold, the answer is a checkpoint error or the right array.
 
-Each test runs a seeded sample by default and, marked ``slow``, enough cases for more than 10⁵ together. A case that fails is named by its
-seed.
+Each test runs a seeded sample by default and, marked ``slow``, enough cases for more than 10⁵ together. A case that
+fails is named by its seed.
 """
 
 import copy
@@ -276,7 +276,8 @@ def test_zarr_metadata_of_others(scale, tmp_path):
 
 @pytest.mark.parametrize("scale", SCALE)
 def test_programs_of_every_op(scale, op_programs):
-    """A call with anything changed is refused when it is loaded, or is one that its op takes; a call that cannot be made says so."""
+    """A call with anything changed is refused when it is loaded, or is one that its op takes; a call that cannot be
+    made says so."""
     refused, ran, late = 0, 0, []
     for name in sorted(OPS):
         samples = list(op_programs(name))
@@ -312,7 +313,8 @@ def test_programs_of_every_op(scale, op_programs):
 
 
 def signed_shard(rng, frames, twist):
-    """A shard of these frames with every checksum right, and what the manifest says of it; ``twist`` changes its index."""
+    """A shard of these frames with every checksum right, and what the manifest says of it; ``twist`` changes its
+    index."""
     body, entries, digest = b"", [], 0
     for frame in frames:
         entries += [len(body), len(frame) + 4]
@@ -332,7 +334,8 @@ def signed_shard(rng, frames, twist):
 
 @pytest.mark.parametrize("scale", SCALE)
 def test_compressed_shards(scale, tmp_path, monkeypatch):
-    """Frames and indexes that somebody changed and signed again: an error, or an array of the shape and dtype that the manifest says."""
+    """Frames and indexes that somebody changed and signed again: an error, or an array of the shape and dtype that the
+    manifest says."""
     monkeypatch.setattr(chunk_grid, "TARGET", 1 << 9)
     monkeypatch.setattr(chunk_grid, "SHORTEST_ROW", 64)
     values = {"w": (np.arange(640) // 7).astype("f4").reshape(20, 32), "n": np.zeros((40, 16), "i8")}

@@ -1,4 +1,5 @@
-"""Checkpoints read over HTTP, from servers as they are: without ranges, with wrong ones, that redirect, compress, cut or lie.
+"""Checkpoints read over HTTP, from servers as they are: without ranges, with wrong ones, that redirect, compress, cut
+or lie.
 
 Each answer is the right array or an error that names the file; a short or a long one never becomes another array.
 """

@@ -1,4 +1,5 @@
-"""Directories of Hugging Face as users have them: files missing, tied heads, adapters, other names, other formats, terabytes."""
+"""Directories of Hugging Face as users have them: files missing, tied heads, adapters, other names, other formats,
+terabytes."""
 
 import json
 import os
@@ -221,7 +222,8 @@ def test_what_a_transfer_has_not_finished_is_no_model(tmp_path):
 
 @pytest.fixture(scope="module")
 def terabytes(tmp_path_factory):
-    """Two models of three terabytes each in files without blocks, and one of them cut for a mesh by its manifest alone."""
+    """Two models of three terabytes each in files without blocks, and one of them cut for a mesh by its manifest
+    alone."""
     home = tmp_path_factory.mktemp("terabytes")
     for name, dtype in (("a", "BF16"), ("b", "F16")):
         root = home / name

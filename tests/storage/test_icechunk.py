@@ -136,7 +136,10 @@ def test_the_command_line_looks_at_repositories(ice, url, tmp_path):
 
 @pytest.mark.parametrize("chosen", ["", "icechunk.set_logs_filter('debug');"])
 def test_what_icechunk_prints_is_as_its_user_chose(ice, url, chosen):
-    code = f"import sys, numpy as np; from meshtape.storage import save; from meshtape.storage.stores import icechunk_store\n{'import icechunk;' * bool(chosen)} {chosen}\nsave(sys.argv[1], {{'w': np.ones(3)}})"
+    code = (
+        "import sys, numpy as np; from meshtape.storage import save; from meshtape.storage.stores import "
+        f"icechunk_store\n{'import icechunk;' * bool(chosen)} {chosen}\nsave(sys.argv[1], {{'w': np.ones(3)}})"
+    )
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}  # version 2 prints on the latter
     said = subprocess.run([sys.executable, "-c", code, url], check=True, text=True, **both).stdout
     assert ("not safe for concurrent" in said, "DEBUG" in said) == (bool(chosen), bool(chosen))
@@ -217,7 +220,8 @@ def test_what_is_refused(ice, url, tmp_path):
 
 
 def test_a_chunk_that_is_not_the_one_of_its_place_is_found(ice, url, tmp_path, kit):
-    """icechunk compares nothing: a flip anywhere, a cut, a lost file and an exchange are errors that name key and chunk, never other numbers."""
+    """icechunk compares nothing: a flip anywhere, a cut, a lost file and an exchange are errors that name key and
+    chunk, never other numbers."""
     wanted = np.random.default_rng(0).normal(size=(300, 500)).astype("f4")
     blocks = kit.split(wanted, kit.Sharding(kit.Host({"x": 4}), (0,)))
     save(url, {"w": blocks, "b": 2 * wanted[:75]}, step=1)
@@ -300,7 +304,8 @@ def test_a_writer_that_is_killed_leaves_the_last_snapshot(anywhere):
 
 @pytest.mark.slow
 def test_two_writers_at_once_lose_nothing(anywhere):
-    """Each save is a snapshot of the history or a typed error of its writer; a reader beside them sees one step at a time."""
+    """Each save is a snapshot of the history or a typed error of its writer; a reader beside them sees one step at a
+    time."""
     url = anywhere
     save(url, {"w": np.full((200, 300), 0), "b": np.full(9, 0)}, step=0)
     both = [_writer(url, name, first, 25) for name, first in (("a", 100), ("b", 200))]

@@ -1,4 +1,5 @@
-"""A process killed, or an operation failing, at any point leaves the old or the new checkpoint whole, and no mixture."""
+"""A process killed, or an operation failing, at any point leaves the old or the new checkpoint whole, and no
+mixture."""
 
 import errno
 import os
@@ -235,7 +236,8 @@ def test_a_running_save_of_another_process_is_left_alone(kit, quick):
 
 @pytest.mark.parametrize("kills", [8, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_a_run_that_is_killed_again_and_again(kit, quick, kills):
-    """Save, rotate, merge over the last export; die anywhere; start again: what was complete stays, and steps never go back."""
+    """Save, rotate, merge over the last export; die anywhere; start again: what was complete stays, and steps never go
+    back."""
     rng = np.random.default_rng(kills)
     run, export = quick / "run", quick / "export"
 

@@ -55,7 +55,8 @@ def test_a_manager_restores_training_state_onto_fewer_ranks(kit, tmp_path):
 
 
 def test_arrays_of_several_meshes_and_of_none_in_one_save(kit, tmp_path):
-    """As where a part of the ranks holds the experts: the checkpoint says of each array where it was, and loads onto one mesh or none."""
+    """As where a part of the ranks holds the experts: the checkpoint says of each array where it was, and loads onto
+    one mesh or none."""
     a = np.arange(30.0).reshape(6, 5)
     every, some = mt.Mesh({"data": 4}), mt.Mesh({"expert": 2})
     tree = {

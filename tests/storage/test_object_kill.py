@@ -1,4 +1,5 @@
-"""A writer to an object store that is killed at any request leaves the old checkpoint or the new one, and what it left is collected.
+"""A writer to an object store that is killed at any request leaves the old checkpoint or the new one, and what it left
+is collected.
 
 The store is a real server; the proxy before it kills the writer, a process of its own, when its N-th request arrives.
 """
@@ -33,8 +34,8 @@ from meshtape.storage.stores import store as stores
 
 pytest.importorskip("obstore")
 
-# Forks a child for each line that it reads: a child starts in milliseconds. It has one thread: of another one the child would have the locks
-# that it held, and nobody to give them back.
+# Forks a child for each line that it reads: a child starts in milliseconds. It has one thread: of another one the child
+# would have the locks that it held, and nobody to give them back.
 _FORKER = """
 import faulthandler, json, os, sys, tempfile, time
 import numpy as np

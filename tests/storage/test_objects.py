@@ -1,4 +1,5 @@
-"""Checkpoints in an object store: a real S3 server behind a proxy that answers with errors, cuts, delays and loses answers."""
+"""Checkpoints in an object store: a real S3 server behind a proxy that answers with errors, cuts, delays and loses
+answers."""
 
 import datetime
 import json
@@ -311,7 +312,8 @@ def test_nobody_listens(monkeypatch):
 
 
 def test_without_credentials_it_ends_soon(s3, monkeypatch, tmp_path):
-    """The service of a cloud's machine is asked where the environment has none; where there is no such service, that is said at once."""
+    """The service of a cloud's machine is asked where the environment has none; where there is no such service, that is
+    said at once."""
     for name in s3.environment:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))

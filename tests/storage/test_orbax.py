@@ -140,9 +140,12 @@ HOSTILE = {
     "a list": "[]",
     "no tree": "{}",
     "no keys": '{"tree_metadata": {"a": {"key_metadata": [], "value_metadata": {"value_type": "scalar"}}}}',
-    "outside": '{"tree_metadata": {"a": {"key_metadata": [{"key": "../x", "key_type": 2}], "value_metadata": {"value_type": "scalar"}}}}',
-    "absolute": '{"tree_metadata": {"a": {"key_metadata": [{"key": "/etc", "key_type": 2}], "value_metadata": {"value_type": "scalar"}}}}',
-    "a number as key": '{"tree_metadata": {"a": {"key_metadata": [{"key": 3, "key_type": 1}], "value_metadata": {"value_type": "scalar"}}}}',
+    "outside": '{"tree_metadata": {"a": {"key_metadata": [{"key": "../x", "key_type": 2}], "value_metadata": '
+    '{"value_type": "scalar"}}}}',
+    "absolute": '{"tree_metadata": {"a": {"key_metadata": [{"key": "/etc", "key_type": 2}], "value_metadata": '
+    '{"value_type": "scalar"}}}}',
+    "a number as key": '{"tree_metadata": {"a": {"key_metadata": [{"key": 3, "key_type": 1}], "value_metadata": '
+    '{"value_type": "scalar"}}}}',
     "a value": '{"tree_metadata": {"a": 3}}',
 }
 

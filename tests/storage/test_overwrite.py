@@ -1,4 +1,5 @@
-"""``overwrite=True`` replaces what a manifest or an index lists: documents stay, and for the sake of anything else the place is refused."""
+"""``overwrite=True`` replaces what a manifest or an index lists: documents stay, and for the sake of anything else the
+place is refused."""
 
 import os
 

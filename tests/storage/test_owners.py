@@ -1,4 +1,5 @@
-"""Who may clean up: a temporary name is its writer's for as long as the writer lives, in whatever container; no longer, and nobody else's."""
+"""Who may clean up: a temporary name is its writer's for as long as the writer lives, in whatever container; no longer,
+and nobody else's."""
 
 import ctypes
 import os
@@ -55,7 +56,8 @@ def _write(what, where):
 
 
 def _fork_elsewhere():
-    """Go on in another PID namespace of the same host name, as a container has; the process that begins waits for the end."""
+    """Go on in another PID namespace of the same host name, as a container has; the process that begins waits for the
+    end."""
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
     if libc.unshare(0x10000000 | 0x20000000):  # CLONE_NEWUSER, CLONE_NEWPID: of the children
         raise OSError(ctypes.get_errno(), "unshare")

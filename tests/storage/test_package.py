@@ -5,7 +5,10 @@ import sys
 
 
 def test_import_brings_no_heavy_library():
-    code = "import sys, meshtape.storage; assert not {'zarr', 'dask', 'rich', 'cupy', 'google_crc32c', 'asyncio', 'obstore', 'torch'} & set(sys.modules)"
+    code = (
+        "import sys, meshtape.storage; assert not {'zarr', 'dask', 'rich', 'cupy', 'google_crc32c', 'asyncio', "
+        "'obstore', 'torch'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 

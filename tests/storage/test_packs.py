@@ -1,4 +1,5 @@
-"""Small arrays share safetensors files: the same values on every way, few requests, and nothing damaged or swapped that passes."""
+"""Small arrays share safetensors files: the same values on every way, few requests, and nothing damaged or swapped that
+passes."""
 
 import itertools
 import json

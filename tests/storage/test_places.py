@@ -1,4 +1,5 @@
-"""Bytes know their place: chunks and shards that are whole, but not where they belong, and damage in every file of a checkpoint."""
+"""Bytes know their place: chunks and shards that are whole, but not where they belong, and damage in every file of a
+checkpoint."""
 
 import itertools
 import json

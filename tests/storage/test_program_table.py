@@ -1,5 +1,5 @@
-"""Every op of the table in a program file: written, read and run to the bit; and what a file may say of a call is checked, as is the
-memory that it asks for."""
+"""Every op of the table in a program file: written, read and run to the bit; and what a file may say of a call is
+checked, as is the memory that it asks for."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_the_table_of_parameters_is_that_of_the_ops(op_programs):
 
 
 def test_what_is_no_view_is_counted(op_programs):
-    """A result that lies in the memory of an operand, or repeats itself, is never taken for memory that the program needs."""
+    """A result that lies in the memory of an operand, or repeats itself, is never taken for memory that the program
+    needs."""
     for name in sorted(OPS):
         for program, _, args, params in op_programs(name):
             given = [mt.asarray(a) if isinstance(a, np.ndarray) else a for a in args]

@@ -1,4 +1,5 @@
-"""Program files: what is written comes back the same, and runs, differentiates and compiles like the code it came from."""
+"""Program files: what is written comes back the same, and runs, differentiates and compiles like the code it came
+from."""
 
 from __future__ import annotations
 

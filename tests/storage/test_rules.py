@@ -346,7 +346,8 @@ _programs = st.sampled_from(
         "a -> x, y, z, split(axis=0, sizes=[1, 3, 2])",
         "a -> x, y, split(axis=1), permute()\nb -> z, pad(axis=0, size=9)",
         "a, b -> c, cast(float64), concat(axis=0), reshape([4, 24])",
-        "a, a2, b -> c, fuse_qkv(heads=2, groups=1), reshape([-1, 2, 8])\n_ -> n, init(shape=[3, 2], dtype=int8, value=4)",
+        "a, a2, b -> c, fuse_qkv(heads=2, groups=1), reshape([-1, 2, 8])\n_ -> n, init(shape=[3, 2], dtype=int8, "
+        "value=4)",
         "a, b -> c, fuse_ffn(parts=2, axis=1)",
         "a -> $t, permute()\n$t -> c, reshape([24, 2])\nb -> d\nb -> e",
         "a -> c, reshape([16, 3]), permute(), reshape([6, 8])",

@@ -1,4 +1,5 @@
-"""The bytes of a shard: zeros over the edge; and the same for any number of threads that compress, with a few chunks in memory at a time."""
+"""The bytes of a shard: zeros over the edge; and the same for any number of threads that compress, with a few chunks in
+memory at a time."""
 
 import itertools
 from dataclasses import dataclass, field

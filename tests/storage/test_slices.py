@@ -251,7 +251,8 @@ def test_a_file_of_many_arrays_is_opened_for_many_and_replaced_files_are_told(tm
 
 @pytest.mark.parametrize("place", ["true", "1.0", '"1"'])
 def test_forms_of_arrays_that_look_alike_are_not_taken_for_one_another(tmp_path, place):
-    """The second array says ``true`` where a length belongs; the first, which is right, has the same form but for that."""
+    """The second array says ``true`` where a length belongs; the first, which is right, has the same form but for
+    that."""
     save(tmp_path / "c", {"a": np.ones((1, 3), "f4"), "b": np.ones((1, 3), "f4")})
     path = tmp_path / "c" / "meshtape.json"
     data = path.read_bytes().rpartition(b', "crc32c"')[0]

@@ -1,8 +1,9 @@
-"""Disks that are full, end, fail or may only be read: a typed error that names the target, nothing lost, nothing left behind.
+"""Disks that are full, end, fail or may only be read: a typed error that names the target, nothing lost, nothing left
+behind.
 
-The disk is a real one: a file system in memory of a few hundred kilobytes, mounted by a child of the test in a name space of its own, so that it
-ends with the child. Where nobody may mount, those tests say so and are skipped; failures of single operations are injected
-everywhere.
+The disk is a real one: a file system in memory of a few hundred kilobytes, mounted by a child of the test in a name
+space of its own, so that it ends with the child. Where nobody may mount, those tests say so and are skipped; failures
+of single operations are injected everywhere.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""The storage format is a specification: a reader and a writer made from its text alone, which share no code with meshtape."""
+"""The storage format is a specification: a reader and a writer made from its text alone, which share no code with
+meshtape."""
 
 from __future__ import annotations
 

@@ -301,7 +301,8 @@ def test_without_the_account_it_says_what_to_set(monkeypatch):
 
 
 def test_a_client_that_tells_secrets_is_not_quoted(monkeypatch):
-    """Whatever text an error of the client has: neither what the environment holds, nor what an address may carry, is shown."""
+    """Whatever text an error of the client has: neither what the environment holds, nor what an address may carry, is
+    shown."""
     hush = {
         "AWS_SECRET_ACCESS_KEY": "hush-one",
         "AWS_SESSION_TOKEN": "hush-two",

@@ -1,4 +1,5 @@
-"""`merge` makes directories that transformers opens: from its own directories, from ours, sharded, in other dtypes, tied, with code of their own."""
+"""`merge` makes directories that transformers opens: from its own directories, from ours, sharded, in other dtypes,
+tied, with code of their own."""
 
 import json
 import os

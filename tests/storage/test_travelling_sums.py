@@ -1,4 +1,5 @@
-"""Checksums that travel with safetensors: in headers and indexes, compared by loads and by verify, unseen by other readers."""
+"""Checksums that travel with safetensors: in headers and indexes, compared by loads and by verify, unseen by other
+readers."""
 
 import json
 import shutil
@@ -71,7 +72,8 @@ def test_exports_carry_sums_that_verify_and_load_compare(tmp_path, make):
 
 @pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 def test_no_flip_loads_in_silence(tmp_path, make):
-    """One byte in every region: length, header, padding, each tensor, the index. A load gives the values or a typed error; verify finds it."""
+    """One byte in every region: length, header, padding, each tensor, the index. A load gives the values or a typed
+    error; verify finds it."""
     where = make(tmp_path)
     files = [where] if where.is_file() else sorted(p for p in where.iterdir())
     silent, unseen = [], []

@@ -347,7 +347,8 @@ def _head(s3, url, name):
 
 
 def test_options_reach_the_server(s3, monkeypatch):
-    """Endpoint, encryption and storage class, of small objects and of those that go in parts; and the address alone tells a reader."""
+    """Endpoint, encryption and storage class, of small objects and of those that go in parts; and the address alone
+    tells a reader."""
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.delenv("AWS_REGION")

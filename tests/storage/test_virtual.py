@@ -97,7 +97,7 @@ def summed(arrays, weights, divisor=1.0):
     return (total / number(divisor) if divisor != 1 else total).astype(dtype)
 
 
-# ----- values -----------------------------------------------------------------------------------------------------------
+# ----- values ---------------------------------------------------------------------------------------------------------
 
 
 def adapter(home, config=None, **arrays):
@@ -335,7 +335,7 @@ def test_an_average_over_a_run_pins_its_steps(tmp_path):
         virtual.ema(tmp_path / "nowhere", decay=0.5)
 
 
-# ----- reading ------------------------------------------------------------------------------------------------------------
+# ----- reading --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +434,7 @@ def test_chunks_that_zarr_left_out_are_told_when_written(tmp_path):
     assert np.asarray(load(tmp_path / "out")["w"]).sum() == 16
 
 
-# ----- mistakes -----------------------------------------------------------------------------------------------------------
+# ----- mistakes -------------------------------------------------------------------------------------------------------
 
 
 def test_one_error_lists_all_that_does_not_fit(tmp_path):
@@ -499,7 +499,7 @@ def test_a_mistake_is_a_typed_error_before_anything_is_written(tmp_path, what):
     assert [p for p in sorted(tmp_path.iterdir()) if p.name != "a2"] == before
 
 
-# ----- documents ----------------------------------------------------------------------------------------------------------
+# ----- documents ------------------------------------------------------------------------------------------------------
 
 
 def edited(where, change):
@@ -626,7 +626,8 @@ def test_no_flipped_byte_passes(document):
 
 
 def test_places_of_parents(tmp_path):
-    """Beside the document and below its folder, in a sibling folder, and elsewhere: what moves together stays together."""
+    """Beside the document and below its folder, in a sibling folder, and elsewhere: what moves together stays
+    together."""
     for i, (home, place) in enumerate(
         [("p", "a"), ("p", "x/y/a"), ("p/docs", "../a"), ("p/docs", "../x/a"), ("p/q/r", None)]
     ):
@@ -774,7 +775,7 @@ def test_a_writer_killed_at_every_operation_leaves_one_or_the_other(kit, quick):
     assert sorted(p.name for p in quick.iterdir()) == ["a", "b", "d.json"]
 
 
-# ----- parents that change ------------------------------------------------------------------------------------------------
+# ----- parents that change --------------------------------------------------------------------------------------------
 
 
 def change_file(home):
@@ -902,7 +903,7 @@ def test_a_writer_beside_readers_mixes_nothing(tmp_path):
     assert told + len(seen) > 3
 
 
-# ----- the command line and the browser -----------------------------------------------------------------------------------
+# ----- the command line and the browser -------------------------------------------------------------------------------
 
 
 def test_the_command_line(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """``batch_norm``: each channel normalized over the whole batch, by its own statistics or running ones.
 
-Training is an op with its own backward op, inference is another; all are computed in blocks that stay in cache, and by fused
-kernels on a GPU. Each knows how to decompose into plain functions: that form serves higher derivatives, and a batch that is
-split, whose sums then become collectives: its statistics are those of the global batch.
+Training is an op with its own backward op, inference is another; all are computed in blocks that stay in cache, and by
+fused kernels on a GPU. Each knows how to decompose into plain functions: that form serves higher derivatives, and a
+batch that is split, whose sums then become collectives: its statistics are those of the global batch.
 """
 
 from __future__ import annotations
@@ -228,9 +228,10 @@ def batch_norm(
 ) -> BatchNorm:
     """Mean 0 and variance 1 over each channel of the whole batch (Ioffe and Szegedy, 2015).
 
-    Nothing is changed in place: the new running statistics are part of the result. They move by ``momentum`` towards those of
-    the batch, the variance without bias (divided by one less than the count), as in PyTorch; gradients do not flow through
-    them. On a split batch the statistics are those of the global batch. Statistics of float16 and bfloat16 are kept in float32.
+    Nothing is changed in place: the new running statistics are part of the result. They move by ``momentum`` towards
+    those of the batch, the variance without bias (divided by one less than the count), as in PyTorch; gradients do not
+    flow through them. On a split batch the statistics are those of the global batch. Statistics of float16 and bfloat16
+    are kept in float32.
 
     Parameters
     ----------

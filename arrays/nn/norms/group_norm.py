@@ -1,8 +1,8 @@
 """Norms of images over groups of channels: ``group_norm``, and ``instance_norm``, whose groups are single channels.
 
-One op with its own backward op, computed in blocks of groups that stay in cache, and by one fused kernel on a GPU. Each also
-knows how to decompose into plain functions: that form serves higher derivatives, and channels and positions that are sharded,
-whose sums then become collectives.
+One op with its own backward op, computed in blocks of groups that stay in cache, and by one fused kernel on a GPU. Each
+also knows how to decompose into plain functions: that form serves higher derivatives, and channels and positions that
+are sharded, whose sums then become collectives.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def _group_norm(xp: Any, x: Any, weight: Any, bias: Any, num_groups: int, axis: 
 
 
 def _group_norm_backward(xp: Any, g: Any, x: Any, weight: Any, num_groups: int, axis: int, eps: float) -> Any:
-    """Cotangents of x, weight and bias. The statistics are computed again: cheaper than reading them back from memory."""
+    """Cotangents of x, weight and bias. The statistics are computed again: cheaper than reading them back from
+    memory."""
     wide = _wide(x.dtype)
     groups, gs = (_groups(xp, a, num_groups, axis) for a in (x, g))
     rows, inside, spatial = groups.shape

@@ -1,8 +1,9 @@
 """Norms over the last dimensions: ``layer_norm`` and ``rms_norm``.
 
-Each is an op of its own with its own backward op, computed in blocks of rows that stay in cache, and by one fused kernel on a
-GPU. Each also knows how to decompose into plain functions: that form serves higher derivatives (a fused backward has no history
-of its own statistics) and normalised dimensions that are sharded, whose sums then become collectives.
+Each is an op of its own with its own backward op, computed in blocks of rows that stay in cache, and by one fused
+kernel on a GPU. Each also knows how to decompose into plain functions: that form serves higher derivatives (a fused
+backward has no history of its own statistics) and normalised dimensions that are sharded, whose sums then become
+collectives.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _deviations(xp: Any, x: Any, eps: float, out: Any) -> Any:
     xp.copyto(out, x)
     add_outer(xp, out, less_mean, one)
     inverse = 1 / xp.sqrt(row_dots(xp, out, out)[:, 0] / width + least)
-    # A mean of 10⁴ is rounded by 5e-4, and all its deviations with it. The deviations themselves are nearly exact, and so is their
-    # mean. Most rows are near zero, and pay for the question alone.
+    # A mean of 10⁴ is rounded by 5e-4, and all its deviations with it. The deviations themselves are nearly exact, and
+    # so is their mean. Most rows are near zero, and pay for the question alone.
     distance = less_mean * inverse
     if not distance @ distance <= FAR * FAR:
         off = xp.where(xp.abs(distance) > FAR, row_sums(xp, out)[:, 0] / -width, 0)
@@ -58,8 +59,8 @@ def _normalized(xp: Any, x: Any, eps: float, out: Any) -> Any:
     return inverse
 
 
-# In the two below each pass over a block counts. A factor for each row costs NumPy two passes, one for each column half as much more
-# than one; their products, made by BLAS, and multiplied with in place, are the least.
+# In the two below each pass over a block counts. A factor for each row costs NumPy two passes, one for each column half
+# as much more than one; their products, made by BLAS, and multiplied with in place, are the least.
 
 
 def _layer_norm(xp: Any, x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
@@ -83,7 +84,8 @@ def _layer_norm(xp: Any, x: Any, weight: Any, bias: Any, naxes: int, eps: float)
 
 
 def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:
-    """Cotangents of x, weight and bias. The statistics are computed again: cheaper than reading them back from memory."""
+    """Cotangents of x, weight and bias. The statistics are computed again: cheaper than reading them back from
+    memory."""
     width = math.prod(x.shape[x.ndim - naxes :])
     rows = x.reshape(math.prod(x.shape[: x.ndim - naxes]), width)
     gs = g.reshape(rows.shape)
@@ -98,8 +100,8 @@ def _layer_norm_backward(xp: Any, g: Any, x: Any, weight: Any, naxes: int, eps: 
             r, gi = (xp.ascontiguousarray(a[key], dtype=wide) for a in (rows, gs))
             p, d, t = (s[: len(r)] for s in scratch)
             inverse = _deviations(xp, r, eps, d)
-            # dx = (g w - mean(g w) - n mean(g w n)) / deviation, with n = d / deviation, which is never formed: what is one number a
-            # row goes into the sums, which are products with vectors, a third of the time of a reduction.
+            # dx = (g w - mean(g w) - n mean(g w n)) / deviation, with n = d / deviation, which is never formed: what is
+            # one number a row goes into the sums, which are products with vectors, a third of the time of a reduction.
             xp.multiply(gi, d, out=t)
             dw += inverse @ t
             db += xp.ones(len(r), wide) @ gi
@@ -321,8 +323,8 @@ def layer_norm(
 ) -> Array:
     """Each sample shifted and scaled to mean 0 and variance 1 over its last dimensions (Ba, Kiros and Hinton, 2016).
 
-    ``y = (x - mean) / sqrt(var + eps) * weight + bias``, with the biased variance; statistics of float16 and bfloat16 are
-    kept in float32.
+    ``y = (x - mean) / sqrt(var + eps) * weight + bias``, with the biased variance; statistics of float16 and bfloat16
+    are kept in float32.
 
     Parameters
     ----------

@@ -21,7 +21,8 @@ from ..ops import RankOp
 
 
 class _Channels(NamedTuple):
-    """Dims of the image's channels, of the kernels, and of the channels that a kernel sees; and the factor of the groups."""
+    """Dims of the image's channels, of the kernels, and of the channels that a kernel sees; and the factor of the
+    groups."""
 
     ins: Dim
     outs: Dim
@@ -71,8 +72,8 @@ def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], **params: Any) -
 
 
 def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
-    """The cotangent of part of an image, from those places of the result that saw it. ``starts``: where it starts, counted from
-    the first place that the first of them saw."""
+    """The cotangent of part of an image, from those places of the result that saw it. ``starts``: where it starts,
+    counted from the first place that the first of them saw."""
     out = xp.zeros(shape, np.result_type(g.dtype, w.dtype))
     if not all((*shape, *g.shape)):
         return out
@@ -112,7 +113,7 @@ def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
     return {**{k: v for k, v in own.items() if k != "image"}, "shape": box.shape, "starts": starts}
 
 
-# ----- rules ------------------------------------------------------------------------------------------------------------
+# ----- rules ----------------------------------------------------------------------------------------------------------
 
 
 @rule(c.CONV)

@@ -19,7 +19,8 @@ def _linear(op: Op, avals: Sequence[Any], out_avals: Outs) -> list[tuple[int, ..
     arrays = {i for i, a in enumerate(avals) if isinstance(a, ShapeDtype)}
     out = []
     integers = out_avals[0].dtype.kind in "iu"
-    # Of integers alone: where two floats cancel, or a rank has nothing, the sum is 0.0, and so it would be with the sign turned.
+    # Of integers alone: where two floats cancel, or a rank has nothing, the sum is 0.0, and so it would be with the
+    # sign turned.
     for group in () if op in (ew.SUBTRACT, ew.NEGATIVE) and not integers else op.linear:
         scalars = [avals[i] for i in group if i not in arrays]
         others = [a for i, a in enumerate(avals) if i not in group]

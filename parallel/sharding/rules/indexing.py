@@ -24,7 +24,8 @@ from ..sharded_indexing import READ_PART, SCATTER_PART, WRITE_PART, local_read, 
 
 
 class _Dims(NamedTuple):
-    """Dims of an indexed array, of each index array, and of the indexed part; and which factors are looked up, and sliced."""
+    """Dims of an indexed array, of each index array, and of the indexed part; and which factors are looked up, and
+    sliced."""
 
     array: list[Dim | None]
     indices: list[list[Dim | None]]
@@ -42,8 +43,8 @@ def _dims(
     *,
     reading: bool,
 ) -> _Dims:
-    """``reading``: factors of sliced dimensions run along the part, and the array sees them through a window; else the other way
-    round."""
+    """``reading``: factors of sliced dimensions run along the part, and the array sees them through a window; else the
+    other way round."""
     array: list[Dim | None] = []
     out: list[Dim | None] = []
     looked_up: set[int] = set()
@@ -91,8 +92,8 @@ def _dims(
     return _Dims(array, index_dims, out, frozenset(looked_up), frozenset(sliced), tuple(common))
 
 
-# Places and values that are this many times smaller than the array are gathered, and not added up by rank. (The array may be split
-# along another axis, and the values not.)
+# Places and values that are this many times smaller than the array are gathered, and not added up by rank. (The array
+# may be split along another axis, and the values not.)
 FEW = 8
 
 

@@ -56,7 +56,8 @@ def _linear_along(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Pa
 
 @rule(cumulative.CUMULATIVE_PROD, sorting.SORT, sorting.ARGSORT)
 def _one_axis(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    # A product by doubling would multiply in another order: that has other bits, and NaN where complex numbers are infinite.
+    # A product by doubling would multiply in another order: that has other bits, and NaN where complex numbers are
+    # infinite.
     found = _along(letters, avals, outs, (params["axis"],), linear=False)
     return replace(found, choice=f"as {op.name} needs dimension {params['axis']} whole")
 

@@ -1,7 +1,8 @@
-"""Factor mappings of the random functions: an element is a function of the key and its place, so that any rank can make any block.
+"""Factor mappings of the random functions: an element is a function of the key and its place, so that any rank can make
+any block.
 
-The key is whole on every rank. The dimensions of a draw are factors that no operand has: nothing proposes to split them, so a
-draw is first replicated, and a rank that needs a part of one makes just that part (``FactorRule.made``).
+The key is whole on every rank. The dimensions of a draw are factors that no operand has: nothing proposes to split
+them, so a draw is first replicated, and a rank that needs a part of one makes just that part (``FactorRule.made``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Factor mappings of the softmax family and of attention. Rows stay whole; where their dimension is split, the op is decomposed."""
+"""Factor mappings of the softmax family and of attention. Rows stay whole; where their dimension is split, the op is
+decomposed."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def _local_shape(params: Params, view: RankView) -> Params:
 
 @rule(m.RESHAPE)
 def _reshape(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    """Dimensions are matched in runs of equal products; the leading one of a run may stay split, where the split falls on whole
-    rows of the rest of the run: 12 as 4×3 in four blocks of 3, 6×4 as 8×3 in two of 12."""
+    """Dimensions are matched in runs of equal products; the leading one of a run may stay split, where the split falls
+    on whole rows of the rest of the run: 12 as 4×3 in four blocks of 3, 6×4 as 8×3 in two of 12."""
     source, target = avals[0].shape, outs[0].shape
     src: list[Dim | None] = [None] * len(source)
     dst: list[Dim | None] = [None] * len(target)

@@ -1,4 +1,5 @@
-"""Batch arithmetic: a global batch is micro-batch × data ranks × accumulation steps, exactly, or an error says why not."""
+"""Batch arithmetic: a global batch is micro-batch × data ranks × accumulation steps, exactly, or an error says why
+not."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def batch_sizes(batch: int, *, ranks: int, micro: int | None = None, accumulatio
     steps = batch // (micro * ranks)
     if accumulation is not None and accumulation != steps:
         raise BatchSizeError(
-            f"micro {micro} * ranks {ranks} * accumulation {accumulation} = {micro * ranks * accumulation}, which is not "
+            f"micro {micro} * ranks {ranks} * accumulation {accumulation} = {micro * ranks * accumulation}, which is "
+            "not "
             f"the batch {batch}: leave one of them out"
         )
     return BatchSizes(batch, micro, steps, ranks)

@@ -84,8 +84,9 @@ class ArrowSource(Sized):
     Parameters
     ----------
     data
-        A ``pyarrow.Table``; or a file, a directory of ``*.arrow`` and ``*.feather``, or several files, in Arrow's file or stream format
-        (Feather, and files of Hugging Face datasets). Files are memory-mapped: uncompressed data is read lazily.
+        A ``pyarrow.Table``; or a file, a directory of ``*.arrow`` and ``*.feather``, or several files, in Arrow's file
+        or stream format (Feather, and files of Hugging Face datasets). Files are memory-mapped: uncompressed data is
+        read lazily.
     columns
         Names of columns; all by default. Lists of one length become a second dimension.
 

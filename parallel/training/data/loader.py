@@ -51,8 +51,8 @@ class Loader:
     sampler
         The order.
     mesh, sharding
-        Where batches go; local arrays without a mesh. The first dimension is the samples; a placement of the second splits it
-        too, of arrays that have one.
+        Where batches go; local arrays without a mesh. The first dimension is the samples; a placement of the second
+        splits it too, of arrays that have one.
     ahead
         The number of batches that are read ahead.
     """
@@ -121,7 +121,7 @@ class Loader:
             return asarray(x)
         return distribute(x, fitted(self.sharding, x.ndim))
 
-    # ----- read by the workers ------------------------------------------------------------------------------------------
+    # ----- read by the workers ----------------------------------------------------------------------------------------
 
     def _remote(self, plan: Iterator[tuple[np.ndarray, int, int]]) -> Iterator[Batch]:
         sample = read_rows(self.source, np.array([0]))
@@ -184,7 +184,8 @@ def read_rows(source: Source, ids: np.ndarray) -> Any:
     for path, x in trees.flatten_with_path(tree):
         if x.ndim < 1 or len(x) != len(ids):
             raise DataError(
-                f"{type(source).__name__} gave shape {x.shape} for {len(ids)} rows at {trees.path_name(path) or 'its array'}"
+                f"{type(source).__name__} gave shape {x.shape} for {len(ids)} rows at "
+                f"{trees.path_name(path) or 'its array'}"
             )
         if x.dtype.kind in "OUS":
             raise DataError(
@@ -208,7 +209,8 @@ def _pack(source: Source) -> bytes:
         return dumps(source)
     except Exception as e:
         raise DataError(
-            f"{type(source).__name__} cannot be sent to the workers ({type(e).__name__}: {e}): set remote = False to read here"
+            f"{type(source).__name__} cannot be sent to the workers ({type(e).__name__}: {e}): set remote = False to "
+            "read here"
         ) from e
 
 
@@ -219,7 +221,8 @@ def _unpack(packed: bytes) -> Source:
         return loads(packed)
     except Exception as e:
         raise DataError(
-            f"a worker cannot rebuild the source of the data ({type(e).__name__}: {e}): install its module there, or set "
+            f"a worker cannot rebuild the source of the data ({type(e).__name__}: {e}): install its module there, or "
+            "set "
             "remote = False to read in the client"
         ) from e
 
@@ -271,7 +274,8 @@ _ahead = _RowsAhead()
 
 
 def read_on_worker(payloads: Mapping[int, Wanted]) -> dict[int, list[np.ndarray]]:
-    """The blocks of this process's ranks. Called through ``BlockHost.create``. Ranks that need the same rows read them once."""
+    """The blocks of this process's ranks. Called through ``BlockHost.create``. Ranks that need the same rows read them
+    once."""
     out: dict[int, list[np.ndarray]] = {}
     read: dict[bytes, Any] = {}
     for rank, w in payloads.items():

@@ -17,13 +17,15 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 class MapSource(Sized):
     """A data set of numbered samples, such as PyTorch's ``Dataset``, ``datasets.Dataset`` or a list of dicts.
 
-    A sample is an array or a number, or a dict, a tuple, a named tuple or a dataclass of such; a list of numbers is an array. All samples have
-    the structure, the shapes and the dtypes of the first. It is read in the client, by one background thread, in any order.
+    A sample is an array or a number, or a dict, a tuple, a named tuple or a dataclass of such; a list of numbers is an
+    array. All samples have the structure, the shapes and the dtypes of the first. It is read in the client, by one
+    background thread, in any order.
 
     Parameters
     ----------
     data
-        The data set. Where it has ``__getitems__(list of numbers)``, which gives a list of samples, that is called instead.
+        The data set. Where it has ``__getitems__(list of numbers)``, which gives a list of samples, that is called
+        instead.
 
     Examples
     --------
@@ -61,7 +63,8 @@ class MapSource(Sized):
                     found.append(self.data[i])
         except Exception as e:
             raise DataError(
-                f"the data set {self.name}, of length {self._size}, failed at {', '.join(map(str, at[:8]))}: {type(e).__name__}: {e}"
+                f"the data set {self.name}, of length {self._size}, failed at {', '.join(map(str, at[:8]))}: "
+                f"{type(e).__name__}: {e}"
             ) from e
         if len(found) != len(ids):
             raise DataError(f"the data set {self.name} gave {len(found)} samples for {len(ids)} numbers")
@@ -74,11 +77,13 @@ class MapSource(Sized):
                 a = np.asarray(x)
             except Exception as e:
                 raise DataError(
-                    f"sample {number} of the data set {self.name} holds no array at {_name(path)}: {type(e).__name__}: {e}"
+                    f"sample {number} of the data set {self.name} holds no array at {_name(path)}: {type(e).__name__}: "
+                    f"{e}"
                 ) from e
             if a.dtype.kind in "OUSmM":
                 raise DataError(
-                    f"sample {number} of the data set {self.name} holds a {type(x).__name__} at {_name(path)}: arrays hold numbers; "
+                    f"sample {number} of the data set {self.name} holds a {type(x).__name__} at {_name(path)}: arrays "
+                    "hold numbers; "
                     "tokenise texts, and leave out what is no number"
                 )
             out.append((path, a))
@@ -100,7 +105,8 @@ class MapSource(Sized):
                     for ks, other in ((kinds, self.first), (self.first, kinds))
                 )
                 raise DataError(
-                    f"sample {i} of the data set {self.name} is unlike sample 0: it has {mine or 'less'}, and sample 0 {theirs or 'less'}; pad, "
+                    f"sample {i} of the data set {self.name} is unlike sample 0: it has {mine or 'less'}, and sample 0 "
+                    f"{theirs or 'less'}; pad, "
                     "cut or cast in __getitem__"
                 )
             rows.append([x for _, x in found])
@@ -119,7 +125,8 @@ def _is_row(x: Any) -> bool:
 
 
 def is_map_style(data: Any) -> bool:
-    """Whether something is a data set of numbered samples, and no tree of arrays. A list of dicts is one; a tuple is a tree."""
+    """Whether something is a data set of numbered samples, and no tree of arrays. A list of dicts is one; a tuple is a
+    tree."""
     if isinstance(data, list):
         return bool(data) and all(isinstance(x, Mapping) for x in data)
     if isinstance(data, tuple | Mapping | str | bytes) or is_array(data):
@@ -138,6 +145,7 @@ def array_of(x: Any) -> np.ndarray:
     """A leaf of a tree of samples as an array. Other indexable objects are refused: NumPy might index them for ever."""
     if not is_array(x) and hasattr(x, "__getitem__") and not isinstance(x, Sequence):
         raise DataError(
-            f"a {type(x).__name__} is no array of samples: give it as the data itself, where it has __len__ and __getitem__, or its arrays"
+            f"a {type(x).__name__} is no array of samples: give it as the data itself, where it has __len__ and "
+            "__getitem__, or its arrays"
         )
     return np.asarray(x)

@@ -22,8 +22,8 @@ class Sized:
 
 
 class PartedSource(Sized):
-    """A source whose samples lie in numbered parts, which ``_load`` reads; ``starts`` are the numbers of their first rows. It keeps
-    ``cached`` parts."""
+    """A source whose samples lie in numbered parts, which ``_load`` reads; ``starts`` are the numbers of their first
+    rows. It keeps ``cached`` parts."""
 
     starts: Sequence[int]
     _load: Callable[[int], Any]

@@ -21,8 +21,9 @@ from .parts import PartedSource, Sized
 class Source(Protocol):
     """A data set of numbered samples.
 
-    ``read`` is called with numbers in any order, from one background thread at a time. With ``remote`` true the source is
-    sent to the workers (it must be picklable, and its files visible there), and each reads just the rows of its ranks.
+    ``read`` is called with numbers in any order, from one background thread at a time. With ``remote`` true the source
+    is sent to the workers (it must be picklable, and its files visible there), and each reads just the rows of its
+    ranks.
     """
 
     remote: bool
@@ -149,15 +150,17 @@ class ZarrSource(Sized):
 
 
 class DaskSource(PartedSource):
-    """Samples in any Dask collection: an array (first dimension), a data frame (columns), a bag or delayed parts of trees.
+    """Samples in any Dask collection: an array (first dimension), a data frame (columns), a bag or delayed parts of
+    trees.
 
-    Parts are computed where the collection's scheduler runs them and held in this process, ``cached`` of them at a time; persist
-    the collection to have them stay on the cluster. Lengths that Dask does not know are computed once.
+    Parts are computed where the collection's scheduler runs them and held in this process, ``cached`` of them at a
+    time; persist the collection to have them stay on the cluster. Lengths that Dask does not know are computed once.
 
     Parameters
     ----------
     collection
-        A ``dask.array``, ``dask.dataframe``, ``dask.bag`` of samples, or a list of ``dask.delayed`` parts, each a tree of arrays.
+        A ``dask.array``, ``dask.dataframe``, ``dask.bag`` of samples, or a list of ``dask.delayed`` parts, each a tree
+        of arrays.
     client
         Runs the parts; the scheduler in force by default.
     cached
@@ -217,7 +220,8 @@ def _as_tree(part: Any) -> Any:
 
 
 def as_source(data: Any) -> Any:
-    """A source as it is; a tree of arrays, a data frame, an Arrow table, a Dask collection or a map-style data set as a source."""
+    """A source as it is; a tree of arrays, a data frame, an Arrow table, a Dask collection or a map-style data set as a
+    source."""
     if isinstance(data, Source):
         return data
     if isinstance(data, Array):  # which is a Dask collection too

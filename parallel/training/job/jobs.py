@@ -18,7 +18,8 @@ from ...mesh.mesh import Mesh
 class Job:
     """One run of ``meshtape run``: the options of its command line, and the meshes and results of its script.
 
-    ``client`` is None for a job in this process. ``holds`` says that the job has locked the directory, for all its runs.
+    ``client`` is None for a job in this process. ``holds`` says that the job has locked the directory, for all its
+    runs.
     """
 
     directory: Path
@@ -92,8 +93,8 @@ def cluster_mesh(axes: Mapping[str, int] | None = None, *, client: Any = None) -
         Names and lengths, one of which may be -1 for the remaining workers. The command line's ``--mesh`` takes
         precedence. By default ``{"data": -1}``: every worker is a data rank.
     client
-        A ``distributed.Client``; by default that of the job, else the one that is current in Dask, else none: then the ranks are
-        virtual ones in this process (one, where -1 is asked for).
+        A ``distributed.Client``; by default that of the job, else the one that is current in Dask, else none: then the
+        ranks are virtual ones in this process (one, where -1 is asked for).
 
     Examples
     --------

@@ -57,7 +57,8 @@ class Status:
                 with contextlib.suppress(OSError):
                     beside.unlink()
         if self.client is not None and self.client.status == "running":
-            # Others only look here; a scheduler that is just going away, or stands still, must not end or hold up the run in its stead.
+            # Others only look here; a scheduler that is just going away, or stands still, must not end or hold up the
+            # run in its stead.
             key = [TOPIC, f"{facts['host']}-{facts['pid']}-{facts['name']}"]
             with contextlib.suppress(ClusterError, TimeoutError):
                 self.client.sync(
@@ -66,7 +67,8 @@ class Status:
 
 
 def read_status(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The facts in ``status.json``, or in the run's directory. ``alive`` says whether its process still is, where that is known."""
+    """The facts in ``status.json``, or in the run's directory. ``alive`` says whether its process still is, where that
+    is known."""
     file = Path(path)
     file = file / FILE if file.is_dir() else file
     try:
@@ -89,8 +91,8 @@ def with_life(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lives(pid: int, started: Any) -> bool:
-    """Whether the process that had this number when a run started still runs: not one that got the number later, nor one that is dead
-    and was not waited for."""
+    """Whether the process that had this number when a run started still runs: not one that got the number later, nor
+    one that is dead and was not waited for."""
     import psutil
 
     try:

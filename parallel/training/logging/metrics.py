@@ -78,7 +78,8 @@ class EventFile:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self._event = event_pb2.Event
-        # (This writer, unlike tensorboardX's SummaryWriter, has no thread: an error of the disk is raised where it happens.)
+        # (This writer, unlike tensorboardX's SummaryWriter, has no thread: an error of the disk is raised where it
+        # happens.)
         self._file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{time.monotonic_ns()}")
         self.path = Path(self._file._file_name)
         # A session that starts at a step hides the scalars of earlier files from that step on.

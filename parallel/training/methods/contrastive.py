@@ -31,8 +31,9 @@ def contrastive_loss(
 ) -> Array:
     """Each query against the keys of the whole batch, its own being the right one; over all ranks.
 
-    Query ``i`` belongs to key ``i * group_size``; the other keys of its group are hard negatives, and so are all keys of the other
-    queries, on whatever rank they are: on a mesh the keys are gathered, and their gradients scattered back. Computed in float32.
+    Query ``i`` belongs to key ``i * group_size``; the other keys of its group are hard negatives, and so are all keys
+    of the other queries, on whatever rank they are: on a mesh the keys are gathered, and their gradients scattered
+    back. Computed in float32.
 
     Parameters
     ----------
@@ -43,7 +44,8 @@ def contrastive_loss(
     group_size
         Keys of a query.
     dims
-        Matryoshka (Kusupati et al., 2022): the sum of the losses of the first ``k`` elements, scaled to length one, for each ``k``.
+        Matryoshka (Kusupati et al., 2022): the sum of the losses of the first ``k`` elements, scaled to length one, for
+        each ``k``.
     symmetric
         Add the loss of the keys against the queries, and halve the sum; for ``group_size`` 1.
 
@@ -76,15 +78,16 @@ def grad_cache(
 ) -> Callable[[Any, Any, Array | None], Any]:
     """A loss over all embeddings of a batch whose encoder holds only one chunk in memory at a time (Gao et al., 2021).
 
-    The forward pass embeds chunk by chunk and keeps nothing but the embeddings; the backward pass computes each chunk again, with the
-    same random numbers, when its gradient has come. The gradients are those of the whole batch. So are dropout and other random numbers:
-    ``embed`` is given a key for each of its rows, which follows the sample whatever the chunk and the mesh.
+    The forward pass embeds chunk by chunk and keeps nothing but the embeddings; the backward pass computes each chunk
+    again, with the same random numbers, when its gradient has come. The gradients are those of the whole batch. So are
+    dropout and other random numbers: ``embed`` is given a key for each of its rows, which follows the sample whatever
+    the chunk and the mesh.
 
     Parameters
     ----------
     embed
-        ``embed(params, inputs, key)``: inputs are a tree of arrays with a common first dimension, of which a part is passed; the result is
-        an array (or a tree) with the same first dimension.
+        ``embed(params, inputs, key)``: inputs are a tree of arrays with a common first dimension, of which a part is
+        passed; the result is an array (or a tree) with the same first dimension.
     loss
         A function of the embeddings of the whole batch.
     chunk

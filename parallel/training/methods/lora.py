@@ -1,7 +1,7 @@
 """LoRA (Hu et al., 2022): small adapters beside frozen weights, as a tree of parameters of their own.
 
-A weight ``W`` of shape ``(inputs, outputs)`` is used as ``W + scale * A @ B`` with ``A`` of shape ``(inputs, rank)``, random, and ``B`` of shape
-``(rank, outputs)``, zero at first. Stacked weights (experts) have stacked adapters.
+A weight ``W`` of shape ``(inputs, outputs)`` is used as ``W + scale * A @ B`` with ``A`` of shape ``(inputs, rank)``,
+random, and ``B`` of shape ``(rank, outputs)``, zero at first. Stacked weights (experts) have stacked adapters.
 
 >>> import meshtape as mt
 >>> lora = mt.training.lora
@@ -65,7 +65,8 @@ class Config:
 
 
 def init(key: Array, params: Any, config: Config) -> dict[str, dict[str, Array]]:
-    """Adapters for the weights that the patterns name: ``{name: {"a": …, "b": …}}``, in float32. At first they change nothing.
+    """Adapters for the weights that the patterns name: ``{name: {"a": …, "b": …}}``, in float32. At first they change
+    nothing.
 
     Raises
     ------
@@ -139,8 +140,8 @@ def apply(params: Any, adapters: Mapping[str, Any], config: Config) -> Any:
 def to_peft(adapters: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Adapters as Hugging Face's PEFT names and stores them, for ``mt.storage.save_safetensors``.
 
-    ``names`` leads from our weights to their modules: ``{"layers.0.attn.q": "model.layers.0.self_attn.q_proj"}``. They store ``lora_A`` as ``(rank,
-    inputs)`` and ``lora_B`` as ``(outputs, rank)``.
+    ``names`` leads from our weights to their modules: ``{"layers.0.attn.q": "model.layers.0.self_attn.q_proj"}``. They
+    store ``lora_A`` as ``(rank, inputs)`` and ``lora_B`` as ``(outputs, rank)``.
     """
     unknown = sorted(set(adapters) - set(names))
     if unknown:

@@ -1,7 +1,8 @@
 """Two checkpoints side by side: which names they share, and how far each array has moved.
 
-For an array that was A and is B: norms of both, the norm of the difference, the *update ratio* ``‖B − A‖ / ‖A‖``, the largest absolute
-difference and how many elements changed. Windows of both are read together; neither array is ever whole in memory.
+For an array that was A and is B: norms of both, the norm of the difference, the *update ratio* ``‖B − A‖ / ‖A‖``, the
+largest absolute difference and how many elements changed. Windows of both are read together; neither array is ever
+whole in memory.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ MOST = 2000  # findings of one kind that are kept; all are counted
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing worth a look. ``level`` is ``"bad"`` (values or files are broken) or ``"note"`` (perhaps on purpose)."""
+    """One thing worth a look. ``level`` is ``"bad"`` (values or files are broken) or ``"note"`` (perhaps on
+    purpose)."""
 
     kind: str
     level: str

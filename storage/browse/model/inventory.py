@@ -1,7 +1,7 @@
 """The inventory of a checkpoint: rows that are searched, filtered, sorted and paged, and the tree of their names.
 
-All of it comes from the table of contents; no array is read. One pass over 10⁵ arrays builds it, and it is kept with the opened
-checkpoint, so that each later view costs what it shows.
+All of it comes from the table of contents; no array is read. One pass over 10⁵ arrays builds it, and it is kept with
+the opened checkpoint, so that each later view costs what it shows.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ def blocks(array: StoredArray) -> list[SavedBlock] | None:
 class MapChunk:
     """A chunk on the map: its place, its file, its stored bytes, and its state.
 
-    ``state`` is ``"recorded"`` (a checksum lies beside it, unread), ``"sound"`` (read now, and the checksum fits), ``"damaged"``,
-    ``"missing"``, ``"length"`` (the file is not as long as the manifest says), ``"plain"`` (this format has no checksum of ours) or
-    ``"absent"`` (never written: reads as the fill value).
+    ``state`` is ``"recorded"`` (a checksum lies beside it, unread), ``"sound"`` (read now, and the checksum fits),
+    ``"damaged"``, ``"missing"``, ``"length"`` (the file is not as long as the manifest says), ``"plain"`` (this format
+    has no checksum of ours) or ``"absent"`` (never written: reads as the fill value).
     """
 
     row: int
@@ -121,7 +121,8 @@ def stored(array: StoredArray) -> StorageSummary:
 def chunk_map(
     array: StoredArray, rows: int | None, columns: int | None, at: Sequence[int], check: bool = False
 ) -> ChunkMap | None:
-    """The chunks of the plane through ``at``, around it. None where there are no chunks: a safetensors tensor is one run.
+    """The chunks of the plane through ``at``, around it. None where there are no chunks: a safetensors tensor is one
+    run.
 
     With ``check``, chunks are read (at most `CHECK` bytes of them) and their checksums compared.
     """

@@ -1,4 +1,5 @@
-"""The pieces in which a stored array is read for people: whole chunks where it has chunks, short runs where it has none."""
+"""The pieces in which a stored array is read for people: whole chunks where it has chunks, short runs where it has
+none."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _DECODED = 256 << 20  # bytes: a chunk that unpacks to more is not opened for a 
 
 
 def refuse_giants(array: StoredArray) -> None:
-    """Raise `CheckpointError` where reading one element means to unpack gigabytes: a small hostile file could ask for all memory."""
+    """Raise `CheckpointError` where reading one element means to unpack gigabytes: a small hostile file could ask for
+    all memory."""
     if isinstance(array.tensor, ZarrTensor) or getattr(array.tensor, "compression", None) is not None:
         nbytes = math.prod(array.tensor.chunk) * array.dtype.itemsize
         if nbytes > _DECODED:
@@ -74,11 +76,13 @@ class Pieces:
         return (self.box(k) for k in range(self.total))
 
     def spread(self, n: int) -> Iterator[Box]:
-        """At most ``n`` pieces, spread evenly: one in each of ``n`` stretches of equal length, at a place that looks random."""
+        """At most ``n`` pieces, spread evenly: one in each of ``n`` stretches of equal length, at a place that looks
+        random."""
         if n >= self.total:
             yield from self.all()
             return
         for i in range(n):
             a, b = i * self.total // n, (i + 1) * self.total // n
-            # A fixed place in each stretch would meet the period of a layout; Weyl's sequence does not, and repeats from run to run.
+            # A fixed place in each stretch would meet the period of a layout; Weyl's sequence does not, and repeats
+            # from run to run.
             yield self.box(a + int((i * 0.6180339887498949 % 1.0) * (b - a)))

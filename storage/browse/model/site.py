@@ -1,7 +1,7 @@
 """The site of a browser: the given roots and all below them; opened checkpoints are kept while they do not change.
 
-A place is written ``ROOT/REST``: the number of a root, and names below it. Names that are ``..``, hidden, or links that lead out of their
-root are refused, so that no address reaches anything that was not given.
+A place is written ``ROOT/REST``: the number of a root, and names below it. Names that are ``..``, hidden, or links that
+lead out of their root are refused, so that no address reaches anything that was not given.
 """
 
 from __future__ import annotations

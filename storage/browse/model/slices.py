@@ -1,7 +1,8 @@
-"""A window onto an array of any rank: two of its dimensions as rows and columns, the others fixed, at any magnification.
+"""A window onto an array of any rank: two of its dimensions as rows and columns, the others fixed, at any
+magnification.
 
-Zoomed out, a window shows every k-th row and column: it reads rows here and there, never the plane. Where even that would read more
-than the budget allows, rows are left out, and the window says so.
+Zoomed out, a window shows every k-th row and column: it reads rows here and there, never the plane. Where even that
+would read more than the budget allows, rows are left out, and the window says so.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ BUDGET = 64 << 20  # bytes that one window may read
 
 @dataclass(frozen=True)
 class SliceView:
-    """Where to look. ``rows`` and ``columns`` are dimensions (rows is None for a vector or a scalar); ``at`` is one index a dimension.
+    """Where to look. ``rows`` and ``columns`` are dimensions (rows is None for a vector or a scalar); ``at`` is one
+    index a dimension.
 
-    ``at[rows]`` and ``at[columns]`` are where the window starts; ``steps`` are the distances of neighbouring rows and columns.
+    ``at[rows]`` and ``at[columns]`` are where the window starts; ``steps`` are the distances of neighbouring rows and
+    columns.
     """
 
     rows: int | None
@@ -70,7 +73,8 @@ class SliceView:
 
     @property
     def is_turned(self) -> bool:
-        """Whether rows run along the faster dimension: the file is then read the other way round, and the picture turned."""
+        """Whether rows run along the faster dimension: the file is then read the other way round, and the picture
+        turned."""
         return self.rows is not None and self.columns is not None and self.rows > self.columns
 
     @property

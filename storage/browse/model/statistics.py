@@ -27,8 +27,9 @@ _KEY_BITS = 20
 class Statistics:
     """Statistics of the finite elements that were seen, and counts of the others.
 
-    ``exact`` says whether all elements were seen; ``quantile_error`` is the relative error of the quantiles (0 when they are exact for
-    what was seen). Of complex elements the magnitudes are described. ``edges`` has one element more than ``counts``.
+    ``exact`` says whether all elements were seen; ``quantile_error`` is the relative error of the quantiles (0 when
+    they are exact for what was seen). Of complex elements the magnitudes are described. ``edges`` has one element more
+    than ``counts``.
     """
 
     exact: bool
@@ -63,7 +64,8 @@ class Statistics:
 def statistics(
     array: StoredArray, *, limit: int = LIMIT, exact: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Statistics:
-    """Statistics of ``array``: exact when it has at most ``limit`` bytes or ``exact`` is asked for, else of a sample of ``limit`` bytes.
+    """Statistics of ``array``: exact when it has at most ``limit`` bytes or ``exact`` is asked for, else of a sample of
+    ``limit`` bytes.
 
     ``progress(done, total)`` is told of bytes read; what it raises ends the work.
 
@@ -77,7 +79,8 @@ def statistics(
     """
     pieces = Pieces.of(array)
     sampled = array.nbytes > limit
-    # Of a sample, or a small array, all elements are kept and sorted; a large one is read twice, and its keys are counted.
+    # Of a sample, or a small array, all elements are kept and sorted; a large one is read twice, and its keys are
+    # counted.
     twice = sampled and exact
     boxes = list(pieces.spread(max(1, limit // max(pieces.nbytes, 1)))) if sampled and not exact else []
     total = sum(b.size for b in boxes) * array.dtype.itemsize if boxes else array.nbytes * (2 if twice else 1)

@@ -37,7 +37,8 @@ from ..views.frame import Shown, asset, href, opening, page, render, rest
 _LOG = logging.getLogger("meshtape.browse")
 _STATIC = {"browse.css": "text/css", "browse.js": "text/javascript", "icon.svg": "image/svg+xml"}
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action "
+    "'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
@@ -54,7 +55,8 @@ PATIENCE = 0.2  # seconds after which the frame of a page is sent before its vie
 
 @dataclass
 class Access:
-    """A site and who may see it. ``hosts`` are the names that the Host header may give (None: any); ``token`` is asked for when set."""
+    """A site and who may see it. ``hosts`` are the names that the Host header may give (None: any); ``token`` is asked
+    for when set."""
 
     site: Site
     hosts: frozenset[str] | None = None
@@ -100,7 +102,8 @@ class Handler(web.RequestHandler):
         if self.request.method == "POST":
             site = self.request.headers.get("Sec-Fetch-Site")
             origin = self.request.headers.get("Origin")
-            # Browsers say where a form came from in the first header; old ones, and other programs, at most in the second.
+            # Browsers say where a form came from in the first header; old ones, and other programs, at most in the
+            # second.
             same = origin is None or urlsplit(origin).netloc == self.request.host
             if not (site in ("same-origin", "none") if site else same):
                 raise web.HTTPError(403, reason="This form was sent from another site")
@@ -151,7 +154,8 @@ class Handler(web.RequestHandler):
         return tuple(min(int(t), 2**62) for t in parts)
 
     async def answer(self, make: Callable[[], Shown], patience: float | None = PATIENCE) -> None:
-        """Make a view in a thread and write it. The frame of a page goes ahead where the view takes longer than ``patience`` seconds."""
+        """Make a view in a thread and write it. The frame of a page goes ahead where the view takes longer than
+        ``patience`` seconds."""
         work = IOLoop.current().run_in_executor(self.access.pool, _guarded, make)
         self.set_header("Content-Type", "text/html; charset=utf-8")
         if self.format != "html":
@@ -259,7 +263,8 @@ def _stop(site: Site, number: str) -> None:
 
 
 class _PageSpec(NamedTuple):
-    """How a page is made, and the names of its parameters; what its form starts, with which, and the page after that."""
+    """How a page is made, and the names of its parameters; what its form starts, with which, and the page after
+    that."""
 
     make: Callable[..., Shown] | None
     takes: str = ""
@@ -326,7 +331,8 @@ class _PageHandler(Handler):
         await self.answer(begin, None)
 
     def back(self) -> str:
-        """The page that a form names, of this site alone: anything else would make this server lead a reader elsewhere."""
+        """The page that a form names, of this site alone: anything else would make this server lead a reader
+        elsewhere."""
         view, _, query = self.parameter("back").partition("?")
         return f"{view}?{query}" if view in ("health", "compare") else "./"
 
@@ -358,7 +364,8 @@ class _Nothing(Handler):
 
 
 def routes(access: Access | Callable[[], Access], prefix: str = "/") -> list[tuple[str, type[Handler], dict[str, Any]]]:
-    """(pattern, handler, arguments) of every page below ``prefix``. ``access`` may be a function that is called when a page is asked for."""
+    """(pattern, handler, arguments) of every page below ``prefix``. ``access`` may be a function that is called when a
+    page is asked for."""
     pages = [(prefix + path, _PageHandler, {"access": access, "view": view}) for path, view in _VIEWS.items()]
     return [*pages, (f"{prefix}static/(.*)", _Static, {"access": access})]
 

@@ -1,4 +1,5 @@
-"""Fragments of the browser for a notebook, with their style, without links and without a server. Charts are pictures."""
+"""Fragments of the browser for a notebook, with their style, without links and without a server. Charts are
+pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Charts as SVG: histogram, curve, treemap, blocks over ranks, map of chunks. Geometry is here, colours are classes of the style sheet."""
+"""Charts as SVG: histogram, curve, treemap, blocks over ranks, map of chunks. Geometry is here, colours are classes of
+the style sheet."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Chart:
         return self.__html__()
 
     def image(self) -> Markup:
-        """As an ``img`` with a style of its own: a viewer that strips styles and drawings shows its label, not the digits in it."""
+        """As an ``img`` with a style of its own: a viewer that strips styles and drawings shows its label, not the
+        digits in it."""
         if not self.shapes:
             return Markup(self)
         svg = render("chart.html", chart=self, wide=False, style=Markup(asset("charts.css").decode()))

@@ -18,7 +18,8 @@ from ..model.text import count, human_bytes, key, number, percent, visible
 
 @dataclass(frozen=True)
 class Shown:
-    """A view, ready: its body as markup and the same as plain data. ``status`` is that of HTTP; a redirect has a ``location`` alone."""
+    """A view, ready: its body as markup and the same as plain data. ``status`` is that of HTTP; a redirect has a
+    ``location`` alone."""
 
     title: str
     body: str = ""
@@ -37,7 +38,8 @@ def asset(name: str) -> bytes:
 
 
 def href(view: str, **parameters: Any) -> str:
-    """A relative address: it works below any prefix and behind any proxy. None and "" are left out, lists repeat their name.
+    """A relative address: it works below any prefix and behind any proxy. None and "" are left out, lists repeat their
+    name.
 
     >>> href("array", at="0", name="a b", page=None)
     'array?at=0&name=a+b'
@@ -61,7 +63,8 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def _safe(value: Any) -> Any:
-    """The value of each ``{{ … }}``, before it is escaped: control characters are spelt out in all that is no markup yet."""
+    """The value of each ``{{ … }}``, before it is escaped: control characters are spelt out in all that is no markup
+    yet."""
     return value if hasattr(value, "__html__") else "" if value is None else visible(str(value), 10**6)
 
 

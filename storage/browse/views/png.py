@@ -24,7 +24,8 @@ def ramp(two_sided: bool, steps: int = _STEPS) -> np.ndarray:
 
 
 def scale(low: float, high: float) -> tuple[float, float, bool]:
-    """(low, high, two-sided) of the scale for values from ``low`` to ``high``: symmetric about zero where they lie on both sides of it.
+    """(low, high, two-sided) of the scale for values from ``low`` to ``high``: symmetric about zero where they lie on
+    both sides of it.
 
     >>> scale(-1.0, 3.0), scale(2.0, 3.0)
     ((-3.0, 3.0, True), (2.0, 3.0, False))

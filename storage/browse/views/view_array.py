@@ -85,7 +85,8 @@ def parameters(v: SliceView) -> dict[str, Any]:
 
 
 def _first_look(opened: Opened, a: StoredArray, view: dict[str, Any]) -> SliceView:
-    """The view that was asked for. Where no steps were, all of the array, unless that had to be fetched: then its first corner."""
+    """The view that was asked for. Where no steps were, all of the array, unless that had to be fetched: then its first
+    corner."""
     look = SliceView.of(a.shape, **view)
     asked = any(view.get("steps") or ())
     if not asked and store.is_url(opened.ckpt.path) and cost(a, look) > _REMOTE_LIMIT:

@@ -1,7 +1,8 @@
 """Chunks that keep their bytes when a checkpoint is cut anew: checked on their way, and copied as they are stored.
 
-Two grids of one array that agree on the chunk differ only in which file holds it, and where. So nothing is taken apart: runs of chunks
-that lie together in both files pass through memory that stays in a processor's cache, each with the checksum that follows it.
+Two grids of one array that agree on the chunk differ only in which file holds it, and where. So nothing is taken apart:
+runs of chunks that lie together in both files pass through memory that stays in a processor's cache, each with the
+checksum that follows it.
 """
 
 from __future__ import annotations
@@ -127,9 +128,11 @@ def copy_chunks(
 
 
 class CopiedShard:
-    """The bytes of one shard, from the chunks of a tensor that `keeps_bytes`: as `ShardBytes`, for targets that are written from their start.
+    """The bytes of one shard, from the chunks of a tensor that `keeps_bytes`: as `ShardBytes`, for targets that are
+    written from their start.
 
-    When all ``batches`` are gone, ``nbytes`` is their length, ``digest`` the crc32c, and ``sums`` the crc32c of each chunk.
+    When all ``batches`` are gone, ``nbytes`` is their length, ``digest`` the crc32c, and ``sums`` the crc32c of each
+    chunk.
     """
 
     def __init__(self, tensor: ChunkedTensor, grid: ChunkGrid, coord: Coord) -> None:

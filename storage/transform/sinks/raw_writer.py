@@ -20,7 +20,8 @@ from .sink import cut, read, touch
 
 
 def begin(root: str, heads: Mapping[str, bytes]) -> None:
-    """Make files that start with a header, in which zeros keep the place of checksums. Elements that an interrupted run has written stay."""
+    """Make files that start with a header, in which zeros keep the place of checksums. Elements that an interrupted run
+    has written stay."""
     fs = active()
     for file, head in heads.items():
         path = os.path.join(root, file)
@@ -33,7 +34,8 @@ def begin(root: str, heads: Mapping[str, bytes]) -> None:
 
 
 def seal(root: str, file: str, head: bytes, sums: Sequence[int], nbytes: int) -> bytes:
-    """Write the header of a file of ``nbytes`` anew, with the checksums of its tensors, and make the file durable; returns the header."""
+    """Write the header of a file of ``nbytes`` anew, with the checksums of its tensors, and make the file durable;
+    returns the header."""
     fs, head = active(), tensor_sums.sealed(head, sums)
     fd = fs.open(os.path.join(root, file))
     try:
@@ -47,7 +49,8 @@ def seal(root: str, file: str, head: bytes, sums: Sequence[int], nbytes: int) ->
 
 @dataclass(frozen=True, slots=True)
 class RawWriter:
-    """Windows of a block of an array, whose elements lie row-major from a place of a file on. The sum of a window is the crc32c of its elements.
+    """Windows of a block of an array, whose elements lie row-major from a place of a file on. The sum of a window is
+    the crc32c of its elements.
 
     ``zipped``: their CRC32 comes second.
     """
@@ -93,7 +96,8 @@ class RawWriter:
 
 
 class BlockedWriter:
-    """Base of the writers of an array whose blocks are written by a `RawWriter` each: ``_of`` finds that of a window."""
+    """Base of the writers of an array whose blocks are written by a `RawWriter` each: ``_of`` finds that of a
+    window."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """Shard files written from their first byte to their last: uploads, compressed shards and those of layout "dual".
 
-A chunk that is compressed has no place before those before it are known. So such a shard is one window of a transfer, whatever its length; it passes
-through memory in smaller ones.
+A chunk that is compressed has no place before those before it are known. So such a shard is one window of a transfer,
+whatever its length; it passes through memory in smaller ones.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ def shard_of(
     threads: int = 1,
     dual: str | None = None,
 ) -> ShardBytes | CopiedShard | DualBytes:
-    """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same, else made anew.
+    """A shard of an array that is filled from a lazy tensor: its chunks as they are stored where they stay the same,
+    else made anew.
 
-    ``dual``: the name of an array of that layout, whose tensor is read twice, as the header has the checksum of the rows.
+    ``dual``: the name of an array of that layout, whose tensor is read twice, as the header has the checksum of the
+    rows.
     """
     if dual is not None:
         rows: Any = _Windowed(tensor, grid.shard_box(coord), grid.chunk, limit)

@@ -1,4 +1,5 @@
-"""A transfer into a checkpoint that ``torch.distributed.checkpoint.load`` reads: ``.metadata``, and archives in ``__0_N.distcp``."""
+"""A transfer into a checkpoint that ``torch.distributed.checkpoint.load`` reads: ``.metadata``, and archives in
+``__0_N.distcp``."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ CHUNK = 256 << 20  # bytes of a chunk: PyTorch reads each as a whole
 
 @dataclass(frozen=True, slots=True)
 class ChunksWriter(BlockedWriter):
-    """The writer of a tensor in chunks, each row-major in its archive. The sums of a window are its crc32c and its CRC32."""
+    """The writer of a tensor in chunks, each row-major in its archive. The sums of a window are its crc32c and its
+    CRC32."""
 
     chunks: tuple[RawWriter, ...]
 
@@ -134,7 +136,8 @@ class DcpSink:
                 active().close(fd)
 
     def _joined(self, root: str, a: Archive, written: Sequence[tuple[Box, list[int]]]) -> tuple[int, int]:
-        """The crc32c and CRC32 of the elements of a chunk, from those of its windows; read back where these are not stretches of the file."""
+        """The crc32c and CRC32 of the elements of a chunk, from those of its windows; read back where these are not
+        stretches of the file."""
         if a.box is None or not a.nbytes:
             return 0, 0
         item = self._items[self._number[a.name]]

@@ -1,7 +1,8 @@
-"""The packs of a transfer (see ``packs``): in a directory their blocks are written window by window, in an object store each is one upload.
+"""The packs of a transfer (see ``packs``): in a directory their blocks are written window by window, in an object store
+each is one upload.
 
-The header of a pack has its checksums, which are known at the end. In a directory their place is kept; what is uploaded begins with them,
-so the blocks of such a pack are held in memory.
+The header of a pack has its checksums, which are known at the end. In a directory their place is kept; what is uploaded
+begins with them, so the blocks of such a pack are held in memory.
 """
 
 from __future__ import annotations

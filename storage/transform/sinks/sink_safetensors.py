@@ -1,7 +1,7 @@
 """A transfer into a Hugging Face directory: safetensors files and their index, both with the checksums of all tensors.
 
-Local files keep a place in their headers for the checksums, which are known when the windows are written; uploads begin with the header, so there
-the index alone has them.
+Local files keep a place in their headers for the checksums, which are known when the windows are written; uploads begin
+with the header, so there the index alone has them.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ ORDERS = {
 
 @pytest.fixture(params=[n if i < 2 else pytest.param(n, marks=pytest.mark.slow) for i, n in enumerate(ORDERS)])
 def emulator(request: pytest.FixtureRequest, emulation: ModuleType, library_cache: Path) -> Iterator[Any]:
-    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once with results
-    that are aligned to their elements only, threads and blocks in random order and races found; in slow runs in more orders."""
+    """Kernels run on the CPU while the test does: once with memory as a GPU has it and threads in ascending order, once
+    with results that are aligned to their elements only, threads and blocks in random order and races found; in slow
+    runs in more orders."""
     runner = emulation.Emulator(library_cache, *ORDERS[request.param])
     with running_on(runner):
         yield runner

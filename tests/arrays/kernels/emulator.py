@@ -1,7 +1,8 @@
-"""A runner that executes the kernels' own sources on the CPU: compiled as C++ with ``emulation.h``, a fiber for each thread.
+"""A runner that executes the kernels' own sources on the CPU: compiled as C++ with ``emulation.h``, a fiber for each
+thread.
 
-Arrays that kernels write, and those made by :func:`guarded`, lie against a page that cannot be touched, so that an access past
-either end is an error and not a lucky guess.
+Arrays that kernels write, and those made by :func:`guarded`, lie against a page that cannot be touched, so that an
+access past either end is an error and not a lucky guess.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _NORESERVE = 0x4000
 
 
 def guarded(shape: int | Sequence[int], dtype: Any, at: str = "start", like: np.ndarray | None = None) -> np.ndarray:
-    """An array between two pages without access. It touches the one before it (``at="start"``, then it is aligned as memory
-    of a GPU is) or the one after it (``"end"``: aligned to its elements only). It is full of 0xff bytes (NaN), or a copy of
-    ``like``; memory of more than a gigabyte is left as zeros that take no space."""
+    """An array between two pages without access. It touches the one before it (``at="start"``, then it is aligned as
+    memory of a GPU is) or the one after it (``"end"``: aligned to its elements only). It is full of 0xff bytes (NaN),
+    or a copy of ``like``; memory of more than a gigabyte is left as zeros that take no space."""
     dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
@@ -113,8 +114,9 @@ class KernelError(RuntimeError):
 class Emulator:
     """A :class:`~meshtape.arrays.kernels.launch.Runner` without a GPU.
 
-    ``at`` says how what kernels write is aligned, ``descending`` in which order the threads of a block run; with a ``seed`` they
-    run in random order, several blocks at once, and races are errors. ``blocks`` limits each launch to some blocks of its grid.
+    ``at`` says how what kernels write is aligned, ``descending`` in which order the threads of a block run; with a
+    ``seed`` they run in random order, several blocks at once, and races are errors. ``blocks`` limits each launch to
+    some blocks of its grid.
     """
 
     def __init__(self, cache: Path, at: str = "start", descending: bool = False, seed: int = 0) -> None:
@@ -189,7 +191,8 @@ _LOADED: dict[tuple[str, str], tuple[Any, Any, list[tuple[str, int]]]] = {}
 
 
 def _like(kernel: str) -> str:
-    """Kernels of a file that are compiled together, which costs a tenth of one by one: those of the same first dtype."""
+    """Kernels of a file that are compiled together, which costs a tenth of one by one: those of the same first
+    dtype."""
     return next((a for a in kernel.rstrip(">").partition("<")[2].split(", ") if a in _WORDS), "")
 
 

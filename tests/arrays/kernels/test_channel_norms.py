@@ -39,7 +39,8 @@ def arrays(place: Any, shape: tuple[int, ...], axis: int, dtype: Any, other: Any
     return [place(x, dtype), place(w, other), place(b, other), place(g, other), place(gm, wide), place(gv, wide)]
 
 
-# shape, dimension of the channels, groups: few and many channels a group, positions that vectors fit and do not, none at all.
+# shape, dimension of the channels, groups: few and many channels a group, positions that vectors fit and do not, none
+# at all.
 GROUPS = [
     ((2, 4, 3, 5), 1, 2),
     ((1, 8, 64), 1, 2),

@@ -33,7 +33,8 @@ def _check(machine_code: Callable[..., dict[str, str]], file: str, names: Sequen
     assert all(found.values()), "the log was not understood"
     for name, m in sorted(found.items()):
         print(f"sm_{architecture} {m[3]:>4} registers  {name}")
-    # Float64 is held up by its arithmetic, a sixty-fourth of that of float32 on most devices: some registers may spill there.
+    # Float64 is held up by its arithmetic, a sixty-fourth of that of float32 on most devices: some registers may spill
+    # there.
     spilled = {n: b for n, m in found.items() if (b := int(m[1]) + int(m[2])) > (300 if "double" in n else 0)}
     assert not spilled, f"registers are spilled to memory on sm_{architecture}: {spilled}"
 
@@ -54,8 +55,8 @@ def of_file(file: str) -> dict[tuple[str, ...], list[str]]:
 def test_every_dtype_compiles_for_the_oldest_and_some_for_each_architecture(
     file: str, architecture: int, check: Callable[..., None]
 ) -> None:
-    """Of each kernel and its dtypes one geometry, another one for each architecture: all of them for the oldest, which can least, and
-    for each of the others a third."""
+    """Of each kernel and its dtypes one geometry, another one for each architecture: all of them for the oldest, which
+    can least, and for each of the others a third."""
     at = ARCHITECTURES.index(architecture)
     geometries = [
         names[(i + at * (len(names) // 4 or 1)) % len(names)] for i, names in enumerate(of_file(file).values())
@@ -103,8 +104,8 @@ BUDGETS = """
     softmax.cu    | softmax_forward<true, bfloat16, 512, 32, 8>                       | 64  8  0
     softmax.cu    | softmax_forward_long<true, bfloat16, 8>                           | 64 16  0
 """
-"""File and kernel, on compute capability 9.0: registers at most, accesses of 16 bytes at least, and narrower ones at most. Element by
-element goes what is not aligned, and (0 of 16 bytes) what lies apart or has sums of its own."""
+"""File and kernel, on compute capability 9.0: registers at most, accesses of 16 bytes at least, and narrower ones at
+most. Element by element goes what is not aligned, and (0 of 16 bytes) what lies apart or has sums of its own."""
 _ACCESS = re.compile(r"(?:ld|st)\.global(?:\.nc)?\.(?:v(\d)\.)?[a-z](\d+)")
 
 

@@ -15,7 +15,8 @@ FLOAT8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
 
 
 def numbers(dtype: np.dtype, of: np.dtype) -> np.ndarray:
-    """Every number of two bytes or less; of longer ones, random bits, and what lies at and beside the middles between float8 numbers."""
+    """Every number of two bytes or less; of longer ones, random bits, and what lies at and beside the middles between
+    float8 numbers."""
     if dtype.itemsize == 1:
         return np.arange(256).astype(np.uint8).view(np.uint8 if dtype.kind == "b" else dtype).astype(dtype)
     if dtype.itemsize == 2:

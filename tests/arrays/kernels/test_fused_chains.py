@@ -1,5 +1,5 @@
-"""Kernels that are generated for the elementwise chains of a compiled program: their sources compile for every architecture, and
-run on the CPU under the emulation they give the numbers of NumPy's unfused run."""
+"""Kernels that are generated for the elementwise chains of a compiled program: their sources compile for every
+architecture, and run on the CPU under the emulation they give the numbers of NumPy's unfused run."""
 
 from __future__ import annotations
 

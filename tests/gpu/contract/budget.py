@@ -1,7 +1,8 @@
 """The budget of the contract: the most launches, uploads and waits of one call in float32 or float64 on a few numbers.
 
-Each row is what was counted; a change that needs less lowers it, one that needs more has a reason. Of derivatives it is the dearer one of the
-call that is recorded and the way back. Not named here is what stays within the first line of its table.
+Each row is what was counted; a change that needs less lowers it, one that needs more has a reason. Of derivatives it is
+the dearer one of the call that is recorded and the way back. Not named here is what stays within the first line of its
+table.
 """
 
 from __future__ import annotations

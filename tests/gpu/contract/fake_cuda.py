@@ -1,8 +1,10 @@
 """Real CuPy on a machine without a GPU: import this module before ``cupy``.
 
-CuPy's own code, dtype rules, refusals, streams and pools are as they are; the driver, the runtime and the libraries under it are made here by
-gcc. Device memory is host memory, new memory is zeros, kernels do nothing, solvers succeed. Every launch, copy, allocation and wait is noted. The runtime is linked into some of CuPy's modules: its functions there are overwritten, when they are loaded, by jumps to the fake
-ones. Since the process is changed so, the contract runs in processes of its own.
+CuPy's own code, dtype rules, refusals, streams and pools are as they are; the driver, the runtime and the libraries
+under it are made here by gcc. Device memory is host memory, new memory is zeros, kernels do nothing, solvers succeed.
+Every launch, copy, allocation and wait is noted. The runtime is linked into some of CuPy's modules: its functions there
+are overwritten, when they are loaded, by jumps to the fake ones. Since the process is changed so, the contract runs in
+processes of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ MORE = {"libcusolver.so.12": ("cusolverDnXgeev", "cusolverDnXgeev_bufferSize")}
 WITH_A_RUNTIME = ("cupy_backends.cuda.api.runtime", "cupy.cuda.thrust", "cupy.cuda.cub", "cupy.random._generator_api")
 """Modules of CuPy that the runtime is linked into, but for ``cupy.cuda.jitify``, which nothing loads."""
 
-# What a function writes beside its result: "i" an int, "u" a size or a handle, at which argument, and what. (Name without the letter of the type.)
+# What a function writes beside its result: "i" an int, "u" a size or a handle, at which argument, and what. (Name
+# without the letter of the type.)
 WRITES = {
     r"cublasGet(Math|Pointer)Mode(_v2)?": "i1=0",
     r"\w+Version(_v2)?": "i0=13020",
@@ -143,7 +146,10 @@ def build(folder: Path) -> None:
         names = sorted({n for _, n in symbols(site(module), "-D", "--undefined-only") if n.startswith(prefix)})
         names += MORE.get(target, ())
         source = folder / f"{prefix}.c"
-        head = "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const char *, u *);\n"
+        head = (
+            "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const "
+            "char *, u *);\n"
+        )
         source.write_text(head + "\n".join(map(_entry, names)) + "\n")
         versions = folder / f"{prefix}.map"
         versions.write_text(f"{target} {{ global: *; }};\n")
@@ -163,7 +169,8 @@ OF_LAUNCHES = {"__cudaPushCallConfiguration", "__cudaPopCallConfiguration", "__c
 
 
 def redirect(driver: ctypes.CDLL, path: str) -> dict[str, bool]:
-    """Let the runtime's functions in a loaded module jump to the fake ones: whether each has one, or else does nothing."""
+    """Let the runtime's functions in a loaded module jump to the fake ones: whether each has one, or else does
+    nothing."""
     libc = ctypes.CDLL(None, use_errno=True)
     path = os.path.realpath(path)
     mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path)]
@@ -255,7 +262,8 @@ class FakeCuda:
         self.use_pool(False)
 
     def use_pool(self, pool: bool) -> None:
-        """Whether memory comes from CuPy's pool; without it all memory is new, and so the results of kernels are zeros."""
+        """Whether memory comes from CuPy's pool; without it all memory is new, and so the results of kernels are
+        zeros."""
         self.cupy.cuda.set_allocator(self.cupy.get_default_memory_pool().malloc if pool else None)
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""CuPy's generated kernels on the CPU: each source that it would hand to NVRTC is compiled by g++, many in one library, and kept by its content."""
+"""CuPy's generated kernels on the CPU: each source that it would hand to NVRTC is compiled by g++, many in one library,
+and kept by its content."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class CompilationError(RuntimeError):
 
 
 def _entries(text: str, names: Sequence[str], prefix: str) -> str:
-    """A source in a namespace of its own, with what the driver asks for: each kernel, or each instance as ``t0``, ``t1``, …"""
+    """A source in a namespace of its own, with what the driver asks for: each kernel, or each instance as ``t0``,
+    ``t1``, …"""
     waits = re.search(r"__sync|__shfl|__ballot|__shared__|SHARED\(", text)
     own = re.search(
         r"threadIdx|blockIdx|blockDim|gridDim|\breturn;", text

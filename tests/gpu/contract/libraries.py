@@ -1,6 +1,8 @@
-"""cuBLAS, cuSOLVER, cuFFT and Thrust's sorting, answered by NumPy, LAPACK and SciPy on the same memory: values, and the codes of what fails.
+"""cuBLAS, cuSOLVER, cuFFT and Thrust's sorting, answered by NumPy, LAPACK and SciPy on the same memory: values, and the
+codes of what fails.
 
-A function gets the arguments of the C function as 64-bit words, and returns its status. Functions that are not here say that they are not supported.
+A function gets the arguments of the C function as 64-bit words, and returns its status. Functions that are not here say
+that they are not supported.
 """
 
 from __future__ import annotations

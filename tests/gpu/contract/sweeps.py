@@ -1,4 +1,5 @@
-"""What the contract runs over the fake CUDA, each sweep in a process of its own: ``python sweeps.py NAME ARGUMENTS``, whose answer is JSON."""
+"""What the contract runs over the fake CUDA, each sweep in a process of its own: ``python sweeps.py NAME ARGUMENTS``,
+whose answer is JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def placed(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 class Row:
-    """Of one op: how many calls were compared, where they differ from the CPU's, the most that one cost, and the waits that nobody is told of."""
+    """Of one op: how many calls were compared, where they differ from the CPU's, the most that one cost, and the waits
+    that nobody is told of."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -115,8 +117,8 @@ def described(args: tuple[Any, ...]) -> str:
 
 
 def ops(sources: str = "") -> dict[str, Any]:
-    """Calls of every op in every dtype. Left out are those that no function makes: of dtypes that the CPU gives another result for than the
-    op's own rule says, or none. The CUDA sources that CuPy would compile go to a file."""
+    """Calls of every op in every dtype. Left out are those that no function makes: of dtypes that the CPU gives another
+    result for than the op's own rule says, or none. The CUDA sources that CuPy would compile go to a file."""
     out = {}
     for name in sorted(op_samples.SAMPLES):
         row, seen, op = Row(), set(), mt.OPS[name]
@@ -220,7 +222,8 @@ def doctests(_: str = "") -> dict[str, Any]:
 
 
 def suite(_: str = "") -> dict[str, Any]:
-    """``tests/gpu`` itself: comparisons of values look at shapes and dtypes alone, and an assertion about values may fail."""
+    """``tests/gpu`` itself: comparisons of values look at shapes and dtypes alone, and an assertion about values may
+    fail."""
     import pytest
 
     def alike(actual: Any, desired: Any, *args: Any, **kwargs: Any) -> None:
@@ -244,14 +247,16 @@ def suite(_: str = "") -> dict[str, Any]:
 
     names = ("arrays", "transfers", "programs", "meshes", "kernels")
     files = [str(HERE.parent / f"test_{n}.py") for n in names]
-    # Workers are processes of their own, without the fake; and three tests need what is not there: memory, other kernels' values.
+    # Workers are processes of their own, without the fake; and three tests need what is not there: memory, other
+    # kernels' values.
     left = "not workers and not two_to_the_31 and not an_int_counts and not pytorch"
     pytest.main(["-q", "-p", "no:cacheprovider", "-k", left, *files], plugins=[Plugin()])
     return out
 
 
 def asked(to: str) -> int:
-    """The sources that all of this asks for, into a file: most of those that the same calls ask for when they compute values."""
+    """The sources that all of this asks for, into a file: most of those that the same calls ask for when they compute
+    values."""
     sys.argv = sys.argv[:1]
     for sweep in (ops, derivatives, steps, suite):
         sweep()
@@ -263,7 +268,8 @@ SAMPLED = ("add", "exp", "sum", "matmul", "argmax", "inv", "solve", "pinv", "fft
 
 
 def values(_: str) -> dict[str, Any]:
-    """Of some ops, the first sample in float32: where its values differ from the CPU's; and the words for a singular matrix."""
+    """Of some ops, the first sample in float32: where its values differ from the CPU's; and the words for a singular
+    matrix."""
     out: dict[str, Any] = {}
     for name in SAMPLED:
         args, params = op_samples.calls(name)[0]
@@ -348,7 +354,8 @@ def _layer_arguments() -> tuple[Any, ...]:
 
 
 def steps(_: str = "") -> dict[str, Any]:
-    """Steps by name: what the second and third of them cost, the streams of their launches, and where shapes differ from the CPU's."""
+    """Steps by name: what the second and third of them cost, the streams of their launches, and where shapes differ
+    from the CPU's."""
     made: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[..., Any]]] = {}
     plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
     decoder, args = _decoder()
@@ -538,7 +545,8 @@ def _of_two_devices() -> dict[str, Any]:
 
 
 def _of_frames() -> dict[str, int]:
-    """Python's calls inside of one call of ours on arrays of the current device, once it has been made before: what it costs the host."""
+    """Python's calls inside of one call of ours on arrays of the current device, once it has been made before: what it
+    costs the host."""
     x, out = mt.ones(8), {}
     for name, call in {"a + a": lambda: x + x, "a * 2.0": lambda: x * 2.0, "tanh": lambda: mt.tanh(x)}.items():
         seen: list[str] = []
@@ -587,7 +595,8 @@ def _of_streams() -> dict[str, Any]:
 
 
 def _of_capture() -> dict[str, Any]:
-    """What cannot be captured is refused by CuPy, and stays a call; the capture ends all the same, and streams and pools are the graph's own."""
+    """What cannot be captured is refused by CuPy, and stays a call; the capture ends all the same, and streams and
+    pools are the graph's own."""
     from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, CudaGraphs
 
     cp, graphs, x = FAKE.cupy, CudaGraphs(0), mt.ones((4, 4))._buf
@@ -649,7 +658,8 @@ def outcome_of(fn: Callable[[], Any]) -> Any:
 
 
 def benchmark(to: str) -> dict[str, Any]:
-    """``benchmarks/gpu.py`` with tiny shapes, whose times say nothing here, and of whose ops one raises; then without any time; then what is left of it."""
+    """``benchmarks/gpu.py`` with tiny shapes, whose times say nothing here, and of whose ops one raises; then without
+    any time; then what is left of it."""
     module, out = beside("../../../benchmarks/gpu.py"), {}
     given = module.op
 
@@ -673,7 +683,8 @@ def benchmark(to: str) -> dict[str, Any]:
 
 
 def kernels(cache: str) -> dict[str, str]:
-    """Values of ops that our kernels alone compute, run by the emulator on CuPy's arrays; where they are not those of the CPU."""
+    """Values of ops that our kernels alone compute, run by the emulator on CuPy's arrays; where they are not those of
+    the CPU."""
     emulator, launch = beside("../../arrays/kernels/emulator.py"), mt.arrays.kernels.launch
 
     class OnCupy(emulator.Emulator):

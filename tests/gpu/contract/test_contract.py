@@ -1,8 +1,10 @@
-"""What CuPy asks of this package, on machines without a GPU: its own code over a fake CUDA (``fake_cuda.py``), in which kernels do nothing.
+"""What CuPy asks of this package, on machines without a GPU: its own code over a fake CUDA (``fake_cuda.py``), in which
+kernels do nothing.
 
-So values do not exist, except those of our own kernels, which the emulator runs. Held are: no error that a CPU does not raise, shapes and dtypes
-as on a CPU, how many kernels are launched and how often something is uploaded or awaited (``budget.py``), that ``mt.host_waits`` tells each wait,
-the streams of copies, the device of results, and what cannot be captured.
+So values do not exist, except those of our own kernels, which the emulator runs. Held are: no error that a CPU does not
+raise, shapes and dtypes as on a CPU, how many kernels are launched and how often something is uploaded or awaited
+(``budget.py``), that ``mt.host_waits`` tells each wait, the streams of copies, the device of results, and what cannot
+be captured.
 """
 
 from __future__ import annotations
@@ -131,7 +133,8 @@ def test_values_of_a_few_ops_are_those_of_the_cpu(sweep: Sweep, request: pytest.
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_kernels_that_cupy_writes_compile(sweep: Sweep, tmp_path: Path) -> None:
-    """Each of a thousand, for one layout of its operands. (In this process, which is not changed: there the compiler works.)"""
+    """Each of a thousand, for one layout of its operands. (In this process, which is not changed: there the compiler
+    works.)"""
     nvrtc = pytest.importorskip("cupy.cuda.nvrtc")
     sweep("ops", str(tmp_path / "sources"))
     kernels = {}

@@ -1,4 +1,5 @@
-"""What goes wrong, and how it is mended again. The process is worked on from outside, where its own help is not needed."""
+"""What goes wrong, and how it is mended again. The process is worked on from outside, where its own help is not
+needed."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ GONE = (errors.RankLost, errors.ClusterError, errors.CollectiveTimeout)
 
 
 class Fault(NamedTuple):
-    """``strike`` begins it, for ``seconds`` (or until the operation has ended, where that is None), and what it is a context of mends it.
+    """``strike`` begins it, for ``seconds`` (or until the operation has ended, where that is None), and what it is a
+    context of mends it.
 
-    ``allowed`` are the errors that may come of it, and ``names`` whether they must name a rank, a worker or the scheduler.
+    ``allowed`` are the errors that may come of it, and ``names`` whether they must name a rank, a worker or the
+    scheduler.
     """
 
     strike: Callable[[Scene], contextlib.AbstractContextManager[None]]
@@ -131,8 +134,8 @@ def no_descriptors(scene: Scene) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_memory(scene: Scene) -> Iterator[None]:
-    """The process gets next to no more memory from its system. Not none: Python waits for ever for a thread that it started and that had
-    not even the memory to begin."""
+    """The process gets next to no more memory from its system. Not none: Python waits for ever for a thread that it
+    started and that had not even the memory to begin."""
     pages = int(Path(f"/proc/{scene.pid}/statm").read_text().split()[0])
     with _limited(scene.pid, resource.RLIMIT_AS, pages * os.sysconf("SC_PAGE_SIZE") + (24 << 20)):
         yield

@@ -1,4 +1,5 @@
-"""The process whose children are the scheduler and the workers: they start within moments, as all that they import is there before.
+"""The process whose children are the scheduler and the workers: they start within moments, as all that they import is
+there before.
 
 It reads lines of JSON, and answers each with the number of a new process. All of them end with it.
 """

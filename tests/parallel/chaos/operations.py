@@ -1,4 +1,5 @@
-"""What users do while something goes wrong. Each goes on until it is told that the fault was there, and looks at each of its results.
+"""What users do while something goes wrong. Each goes on until it is told that the fault was there, and looks at each
+of its results.
 
 An operation is a generator: it yields when it is ready, and again each time when something was done and found right.
 """

@@ -1,7 +1,8 @@
 """Faults at random moments in what users do, one after the other: ``python tests/parallel/chaos/run.py --rounds 100``.
 
-Each round has a seed, from which all else follows: ``--seed N`` does the same again. A round ends right, or in an error of
-``meshtape.errors`` that names who was lost; after it the next program runs, and nothing is left behind. What ends otherwise is told with its seed.
+Each round has a seed, from which all else follows: ``--seed N`` does the same again. A round ends right, or in an error
+of ``meshtape.errors`` that names who was lost; after it the next program runs, and nothing is left behind. What ends
+otherwise is told with its seed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ BRIEF = {
     "meshtape.timeouts.lease": TIMEOUT,
 }
 HUNG = 180.0
-"""Seconds after which a round counts as one that does not end: several times the sum of the limits above, for a busy machine."""
+"""Seconds after which a round counts as one that does not end: several times the sum of the limits above, for a busy
+machine."""
 ENDED = "right"
 
 
@@ -54,7 +56,8 @@ class Outcome:
     text: str = ""
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
-    """What is not as it should be, by the kinds of the table: ``hung``, ``wrong result``, ``error``, ``afterwards``, ``left behind``."""
+    """What is not as it should be, by the kinds of the table: ``hung``, ``wrong result``, ``error``, ``afterwards``,
+    ``left behind``."""
 
     def line(self) -> str:
         what = "; ".join(self.wrong) or self.ended
@@ -62,7 +65,8 @@ class Outcome:
 
 
 def chosen(seed: int) -> tuple[str, str]:
-    """The operation and the fault of a seed. Neighbours have different ones, so that a row of seeds meets all of them soon."""
+    """The operation and the fault of a seed. Neighbours have different ones, so that a row of seeds meets all of them
+    soon."""
     from faults import FAULTS
     from operations import OPERATIONS
 

@@ -1,4 +1,5 @@
-"""Name spaces of Linux: of networks and mounts that end with the process. :func:`enter` says which of them are to be had here."""
+"""Name spaces of Linux: of networks and mounts that end with the process. :func:`enter` says which of them are to be
+had here."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def mounted(where: str, megabytes: int) -> None:
 
 
 def enter() -> dict[str, str]:
-    """Go where networks and mounts may be changed, before any thread starts. Returns why not, by what is missing: ``disk``, ``cut``,
-    ``slow``, ``lossy``; ``shared`` where shared memory is that of everybody."""
+    """Go where networks and mounts may be changed, before any thread starts. Returns why not, by what is missing:
+    ``disk``, ``cut``, ``slow``, ``lossy``; ``shared`` where shared memory is that of everybody."""
     uid, gid = os.getuid(), os.getgid()
     try:
         try:

@@ -1,4 +1,5 @@
-"""Faults at random moments end right or in an error that names who was lost, the next program runs, and nothing is left behind.
+"""Faults at random moments end right or in an error that names who was lost, the next program runs, and nothing is left
+behind.
 
 ``run.py`` beside this file does the rounds, as a program of its own: name spaces are entered before any thread starts.
 """

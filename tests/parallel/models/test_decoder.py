@@ -1,4 +1,5 @@
-"""The decoder equals a plain NumPy one, the same on every mesh and plan, forward and backward; key rules lead there and back."""
+"""The decoder equals a plain NumPy one, the same on every mesh and plan, forward and backward; key rules lead there and
+back."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ def test_routing_by_hand():
     dispatch, combine, first = moe.route(p, moe.Config(experts=3, top_k=2, capacity_factor=0.5))
     assert dispatch.shape == (1, 3, 3, 1)
     seats = [(t, e) for t in range(3) for e in range(3) if float(dispatch[0, t, e, 0])]
-    # First choices go before second ones: token 0 sits at expert 0, the others find it full. Of the second choices token 0
-    # comes to expert 1 before token 2, and token 1 has expert 2 for itself.
+    # First choices go before second ones: token 0 sits at expert 0, the others find it full. Of the second choices
+    # token 0 comes to expert 1 before token 2, and token 1 has expert 2 for itself.
     assert seats == [(0, 0), (0, 1), (1, 2)]
     np.testing.assert_allclose(np.asarray(combine)[0, 0, :, 0], [0.7 / 0.9, 0.2 / 0.9, 0])
     np.testing.assert_allclose(np.asarray(combine)[0, 1, :, 0], [0, 0, 0.3 / 0.9])
@@ -101,8 +101,8 @@ def dense(x, chosen, weights, w):
     st.sampled_from(("random", "one", "none")), st.booleans(),
 )  # fmt: skip
 def test_any_routing_equals_the_dense_formula_on_any_number_of_ranks(experts, top_k, rows, ranks, seed, kind, split):
-    """One expert may take all rows, others none; rows may go nowhere; values and all gradients. Rows that are split as the experts are
-    travel to them."""
+    """One expert may take all rows, others none; rows may go nowhere; values and all gradients. Rows that are split as
+    the experts are travel to them."""
     rng = np.random.default_rng(seed)
     x, weights = rng.normal(size=(rows, 4)), rng.uniform(size=(rows, top_k))
     chosen = rng.integers(0, experts, (rows, top_k))

@@ -34,7 +34,8 @@ def benchmark_module() -> Callable[[str], ModuleType]:
 
 class SmallRun:
     """Runs of a decoder of a few thousand parameters, with dropout, warm-up, clipping and an average, on random tokens:
-    ``run(axes, plan, **options)`` is a trainer on a mesh of these axes (or a mesh). ``usual`` are options of all of them."""
+    ``run(axes, plan, **options)`` is a trainer on a mesh of these axes (or a mesh). ``usual`` are options of all of
+    them."""
 
     def __init__(self, layers: int, tokens: int = 700, **usual: Any) -> None:
         self.config = mt.models.decoder.Config(vocab=32, width=16, layers=layers, heads=2, max_length=16, dropout=0.1)

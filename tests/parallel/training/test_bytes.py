@@ -74,8 +74,9 @@ def test_two_ranks_of_every_form_have_the_curve_of_one(benchmark_module):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_small_decoder_predicts_held_out_bytes_better_than_gzip_packs_them(job):
-    """Some 120,000 parameters and 3 MB of text, in minutes. A window is predicted from nothing but its own bytes; gzip -9 has the
-    windows too, and in the second row 32 kB of the training text as well. What 10 million parameters reach is in the report."""
+    """Some 120,000 parameters and 3 MB of text, in minutes. A window is predicted from nothing but its own bytes; gzip
+    -9 has the windows too, and in the second row 32 kB of the training text as well. What 10 million parameters reach
+    is in the report."""
     t = job.trainer("tiny", steps=1500, length=128, batch=16, peak=5e-3, sample=16, log_every=100, progress=True)
     judged = t.fit().history[-1]["eval_loss"] / math.log(2)
     found = job.baselines(*job.sources(), 128)

@@ -132,7 +132,8 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_merging_by_hand():
-    """W = I, A = [[1, 0]], B = [[1], [2]] as others write them, alpha 2: I + 2 B A = [[3, 0], [4, 1]]; ours are transposed."""
+    """W = I, A = [[1, 0]], B = [[1], [2]] as others write them, alpha 2: I + 2 B A = [[3, 0], [4, 1]]; ours are
+    transposed."""
     adapters = {"w": {"a": mt.asarray([[1.0], [0.0]]), "b": mt.asarray([[1.0, 2.0]])}}
     merged = lora.apply({"w": mt.eye(2)}, adapters, lora.Config(rank=1, alpha=2.0))["w"]
     np.testing.assert_array_equal(np.asarray(merged).T, [[3, 0], [4, 1]])

@@ -84,8 +84,8 @@ class Sizes(tr.Callback):
     [pytest.param([8], 0.0, id="once"), pytest.param([8, 17], 60.0, id="twice", marks=pytest.mark.slow)],
 )
 def test_killed_workers_cost_only_the_steps_since_the_checkpoint(mortal, tmp_path, unbroken, steps, rejoin):
-    """kill -9; the axes of the mesh stay, whether new workers come in time or the others take more ranks, and so do the numbers,
-    to the bit."""
+    """kill -9; the axes of the mesh stay, whether new workers come in time or the others take more ranks, and so do the
+    numbers, to the bit."""
     kill = Kill(steps)
     t = trainer(
         mt.Mesh({"data": 2}, client=mortal),
@@ -126,7 +126,8 @@ def test_without_its_worker_the_run_goes_on_with_fewer_ranks_and_grows_again(tmp
 
 @pytest.mark.parametrize("kept", ["on disk", "in memory"])
 def test_ranks_that_were_kept_on_fewer_workers_spread_when_workers_return(tmp_path, unbroken, kept):
-    """The mesh keeps its two ranks throughout, and the numbers their bits: on two workers, on one, and on two again, once."""
+    """The mesh keeps its two ranks throughout, and the numbers their bits: on two workers, on one, and on two again,
+    once."""
 
     class Where(tr.Callback):
         def __init__(self):

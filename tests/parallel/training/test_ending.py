@@ -1,4 +1,5 @@
-"""How a run ends and what it holds meanwhile: signals in a plain script, one run a directory, checkpoints in the background."""
+"""How a run ends and what it holds meanwhile: signals in a plain script, one run a directory, checkpoints in the
+background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A disk that fills up under a run: the error names the file, a note for others ends nothing, and nothing half written is left."""
+"""A disk that fills up under a run: the error names the file, a note for others ends nothing, and nothing half written
+is left."""
 
 from __future__ import annotations
 

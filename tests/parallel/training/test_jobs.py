@@ -202,9 +202,9 @@ assert set(client.run(found).values()) == {"beside the script"}
 def test_a_job_of_this_machine_that_is_interrupted_or_killed_leaves_nothing_behind(
     processes_by_hand, tmp_path, eventually
 ):
-    """Ctrl-C in a terminal goes to all processes of the group: the job saves the state, which its workers hold. One that gets
-    SIGKILL takes its scheduler and workers with it, and leaves a whole checkpoint. Before that a worker of it is lost and started
-    anew: it does not run the script, and finds the script's neighbours as the others do."""
+    """Ctrl-C in a terminal goes to all processes of the group: the job saves the state, which its workers hold. One
+    that gets SIGKILL takes its scheduler and workers with it, and leaves a whole checkpoint. Before that a worker of it
+    is lost and started anew: it does not run the script, and finds the script's neighbours as the others do."""
     p, families = processes_by_hand, {}
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "summary.json").write_text('{"exit_code": 0}')  # of a run before
@@ -241,7 +241,8 @@ def test_a_job_of_this_machine_that_is_interrupted_or_killed_leaves_nothing_behi
 
 
 def test_a_job_on_a_cluster_with_tls(processes_by_hand, tmp_path, certificate, monkeypatch):
-    """Everything between the processes is encrypted and asks for a certificate: one made here by hand, as a site's would be."""
+    """Everything between the processes is encrypted and asks for a certificate: one made here by hand, as a site's
+    would be."""
     p, file, pem = processes_by_hand, tmp_path / "scheduler.json", str(certificate)
     tls = ("--protocol", "tls", "--tls-ca-file", pem, "--tls-cert", pem, "--tls-key", pem)
     p.scheduler(file, *tls)
@@ -278,7 +279,8 @@ def test_a_job_in_this_process_and_its_exit_codes(processes_by_hand, tmp_path, m
 
 
 def test_workers_of_a_job_are_quiet_on_its_terminal_and_in_their_files_as_ever(processes, tmp_path, eventually):
-    """What a lost worker makes the others say goes to the logs; the handlers that write to the terminal are given back after."""
+    """What a lost worker makes the others say goes to the logs; the handlers that write to the terminal are given back
+    after."""
 
     def levels():
         import logging

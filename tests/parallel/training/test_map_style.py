@@ -1,4 +1,5 @@
-"""Data sets with ``__len__`` and ``__getitem__``: read in order, shuffled by key, resumed exactly, and refused where samples differ."""
+"""Data sets with ``__len__`` and ``__getitem__``: read in order, shuffled by key, resumed exactly, and refused where
+samples differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A pipelined decoder equals the whole one, by every schedule, with tied embeddings; and holds what its schedule says."""
+"""A pipelined decoder equals the whole one, by every schedule, with tied embeddings; and holds what its schedule
+says."""
 
 from __future__ import annotations
 

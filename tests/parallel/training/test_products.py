@@ -1,4 +1,5 @@
-"""Products of parallel forms on one mesh: each run is that of one rank, whatever the forms and however they are combined."""
+"""Products of parallel forms on one mesh: each run is that of one rank, whatever the forms and however they are
+combined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""kill -9 of a worker of a run without checkpoints: it goes on from the copy in the memory of the others, to the bit."""
+"""kill -9 of a worker of a run without checkpoints: it goes on from the copy in the memory of the others, to the
+bit."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ X = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
 
 
 def fit_line(mesh, steps=9, **options):
-    """A model of one vector: what it costs is the cluster's work alone. Its slots are split, so that each block is on one rank."""
+    """A model of one vector: what it costs is the cluster's work alone. Its slots are split, so that each block is on
+    one rank."""
     return mt.Trainer(
         lambda p, b, key: mt.mean((b["x"] @ p["w"] - b["y"]) ** 2),
         lambda key: {"w": mt.random.normal(key, (6,), dtype=mt.float32)},

@@ -1,4 +1,5 @@
-"""Training a table of which each batch reads a few rows: what stays sparse gives what dense gradients give, to the end of a run."""
+"""Training a table of which each batch reads a few rows: what stays sparse gives what dense gradients give, to the end
+of a run."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def single(trainer):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_run_in_stages_equals_that_of_one_rank(trainer, single, plan, axes, options):
-    """Dropout, clipping, averages, tied embeddings and a ragged batch are in it; and in one a scaled loss, which changes nothing."""
+    """Dropout, clipping, averages, tied embeddings and a ragged batch are in it; and in one a scaled loss, which
+    changes nothing."""
     t = trainer(axes, plan, evaluate=trainer.samples(150), eval_every=3, **options)
     result = t.fit()
     for name in ("loss", "grad_norm", "eval_loss"):

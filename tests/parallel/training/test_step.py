@@ -189,7 +189,8 @@ def test_float16_scales_its_loss_and_leaves_out_steps_that_overflow():
 
 
 def test_the_scale_does_not_reach_what_is_clipped():
-    """The norm is that of the gradients themselves, and so is the step: of length ``rate * clip`` whatever the scale."""
+    """The norm is that of the gradients themselves, and so is the step: of length ``rate * clip`` whatever the
+    scale."""
     before = de.init(mt.random.key(0), CONFIG)
     norms = []
     for scale in (2.0, 1024.0):

@@ -161,7 +161,8 @@ def test_a_checkpoint_holds_what_a_run_without_it_would(trainer, tmp_path, zero)
 
 
 def test_a_save_right_after_a_step_waits_for_what_runs_beside_the_computation(trainer, tmp_path, threads):
-    """Gradients that are reduced, and parameters that are gathered, while the step goes on: each byte is that of a run without."""
+    """Gradients that are reduced, and parameters that are gathered, while the step goes on: each byte is that of a run
+    without."""
     held = []
     for overlap in (0, 1):
         place = tmp_path / str(overlap)

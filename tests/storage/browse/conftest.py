@@ -128,8 +128,10 @@ SVG = "data:image/svg+xml;base64,"
 KNOWN = frozenset(
     re.findall(
         r"\w+",
-        "html head meta title link script body a header nav svg rect path line polyline circle text span button main div h1 h2 p dl dt dd "
-        "dialog form kbd section table thead tbody tr th td select option input label i img output code pre strong br details summary style textarea",
+        "html head meta title link script body a header nav svg rect path line polyline circle text span button main "
+        "div h1 h2 p dl dt dd "
+        "dialog form kbd section table thead tbody tr th td select option input label i img output code pre strong br "
+        "details summary style textarea",
     )
 )
 

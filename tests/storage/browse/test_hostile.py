@@ -1,4 +1,5 @@
-"""Files that mean harm, or are broken: in pages, in notebooks and on terminals they are shown, or refused in plain words."""
+"""Files that mean harm, or are broken: in pages, in notebooks and on terminals they are shown, or refused in plain
+words."""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ def test_only_nan(visit: Any, tmp_path: Path, kit: Any) -> None:
     kit.Markup(mt.open_checkpoint(tmp_path / "c")["nan"]._repr_html_()).check()
 
 
-# ----- broken files -----------------------------------------------------------------------------------------------------
+# ----- broken files ---------------------------------------------------------------------------------------------------
 
 
 def zarr_checkpoint(path: Path) -> None:

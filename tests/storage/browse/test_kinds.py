@@ -1,6 +1,7 @@
 """Every kind of stored array, met by everything that reads arrays: library, commands, notebook, pages.
 
-Each ends right or in a typed error. What a file holds and nobody here can read is named by all of them, whatever the format.
+Each ends right or in a typed error. What a file holds and nobody here can read is named by all of them, whatever the
+format.
 """
 
 from __future__ import annotations

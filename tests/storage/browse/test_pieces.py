@@ -1,4 +1,5 @@
-"""What is found in an array piece by piece is what NumPy finds in all of it: counts, norms, rows and equality cross every border."""
+"""What is found in an array piece by piece is what NumPy finds in all of it: counts, norms, rows and equality cross
+every border."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Windows onto an array: moved by the arrows they show every element once, and they read no chunk that they do not show."""
+"""Windows onto an array: moved by the arrows they show every element once, and they read no chunk that they do not
+show."""
 
 from __future__ import annotations
 

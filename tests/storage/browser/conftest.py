@@ -83,7 +83,8 @@ class Browser:
         return self.until(lambda: next(iter(self.all(selector)), None), selector)
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
-        """Wait until ``condition`` is true. Elements that a script has just replaced do not count: the driver has several errors for them."""
+        """Wait until ``condition`` is true. Elements that a script has just replaced do not count: the driver has
+        several errors for them."""
         from selenium.common.exceptions import TimeoutException, WebDriverException
         from selenium.webdriver.support.ui import WebDriverWait
 
@@ -92,7 +93,8 @@ class Browser:
         except TimeoutException:
             raise AssertionError(f"never came: {what} on {self.driver.current_url}") from None
 
-    # A script may replace an element between the moment it is found and that it is used; then it is looked for once more.
+    # A script may replace an element between the moment it is found and that it is used; then it is looked for once
+    # more.
 
     def click(self, selector: str) -> None:
         self.until(lambda: [e.click() for e in self.all(selector)[:1]], selector)
@@ -131,7 +133,8 @@ class Browser:
 
 @pytest.fixture
 def browse(chromium: Any, screenshots: Path) -> Iterator[Callable[..., Browser]]:
-    """``browse(path, …)``: a browser at a server of those paths. The console must stay silent, and nothing else be asked for."""
+    """``browse(path, …)``: a browser at a server of those paths. The console must stay silent, and nothing else be
+    asked for."""
     servers: list[Server] = []
     browsers: list[Browser] = []
 

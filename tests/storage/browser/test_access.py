@@ -50,7 +50,8 @@ def test_texts_stand_out_from_their_ground(which: str) -> None:
         assert contrast(colours[text], colours[ground]) >= 4.5, (which, text, ground)
 
 
-# Texts that stand out too little from what is painted behind them, by WCAG's formula; separators and what cannot be used are exempt.
+# Texts that stand out too little from what is painted behind them, by WCAG's formula; separators and what cannot be
+# used are exempt.
 FAINT = """
 const parse = c => (c.match(/[\\d.]+/g) || []).map(Number);
 const light = c => { const [r, g, b] = c.slice(0, 3).map(x => x / 255).map(x => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4);
@@ -83,7 +84,8 @@ return [texts, found];
 
 @pytest.fixture
 def scheme(chromium: Any) -> Iterator[Callable[[str], None]]:
-    """``scheme("dark")``: what the system prefers. Pages are as high as they need to be, so that each text has a place in the window."""
+    """``scheme("dark")``: what the system prefers. Pages are as high as they need to be, so that each text has a place
+    in the window."""
 
     def prefer(which: str) -> None:
         features = [{"name": "prefers-color-scheme", "value": which}]
@@ -180,7 +182,8 @@ def test_everything_that_can_be_used_has_a_name_and_can_be_read(
         assert len(b.all("main")) == 1
         assert len(b.all("h1")) == 1 or "nothing" in view, view
         doubled = b.driver.execute_script(
-            "const ids = [...document.querySelectorAll('[id]')].map(e => e.id); return ids.filter((x, i) => ids.indexOf(x) !== i)"
+            "const ids = [...document.querySelectorAll('[id]')].map(e => e.id); return ids.filter((x, i) => "
+            "ids.indexOf(x) !== i)"
         )
         assert not doubled, view
         # As the page of a missing array is one that was asked for by a test, its answer is no complaint of the console.

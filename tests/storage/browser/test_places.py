@@ -1,4 +1,5 @@
-"""Checkpoints in a bucket and behind a web server: browsed in a real browser, reading only what is shown, reaching nothing else."""
+"""Checkpoints in a bucket and behind a web server: browsed in a real browser, reading only what is shown, reaching
+nothing else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Servers that speak as much of Google's and Azure's protocols for objects as a store needs, conditions on writes among it.
+"""Servers that speak as much of Google's and Azure's protocols for objects as a store needs, conditions on writes among
+it.
 
-Made from the public documentation: Cloud Storage's XML API (https://cloud.google.com/storage/docs/xml-api/reference-methods) and Azure's Blob
-service (https://learn.microsoft.com/rest/api/storageservices/blob-service-rest-api). Lists come in pages of three. Each request must be
-signed by the key that the environment of the test holds.
+Made from the public documentation: Cloud Storage's XML API
+(https://cloud.google.com/storage/docs/xml-api/reference-methods) and Azure's Blob service
+(https://learn.microsoft.com/rest/api/storageservices/blob-service-rest-api). Lists come in pages of three. Each request
+must be signed by the key that the environment of the test holds.
 """
 
 import base64
@@ -254,14 +256,16 @@ class Azure(Cloud):
         return 201, {**self.put(name, body), "Content-Length": "0"}, b""
 
     def batch(self, headers, body):
-        """Deletions in one request, each with an answer of its own (https://learn.microsoft.com/rest/api/storageservices/blob-batch)."""
+        """Deletions in one request, each with an answer of its own
+        (https://learn.microsoft.com/rest/api/storageservices/blob-batch)."""
         out = []
         for number, path in re.findall(r"Content-ID: (\d+).*?DELETE (\S+) HTTP/1.1", body.decode(), re.S):
             there = self.objects.pop(urllib.parse.unquote(path).split("/", 2)[2], None)
             status = "202 Accepted" if there else "404 The specified blob does not exist."
             code = "" if there else "x-ms-error-code: BlobNotFound\r\n"
             out.append(
-                f"--batchresponse_1\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\nHTTP/1.1 {status}\r\n{code}\r\n"
+                f"--batchresponse_1\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\nHTTP/1.1 "
+                f"{status}\r\n{code}\r\n"
             )
         text = "".join(out) + "--batchresponse_1--\r\n"
         return 202, {"Content-Type": "multipart/mixed; boundary=batchresponse_1"}, text.encode()
