@@ -6,6 +6,7 @@ and its status is 1 where one failed or did not run.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -141,5 +142,9 @@ def report(out: str, *wanted: str) -> int:
 
 
 if __name__ == "__main__":
-    command = {"config": config, "note": note, "skip": skip, "report": report}[sys.argv[1]]
-    sys.exit(command(*sys.argv[2:]))
+    commands = {"config": config, "note": note, "skip": skip, "report": report}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    sys.exit(commands[given.command](*given.arguments))

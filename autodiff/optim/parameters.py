@@ -43,13 +43,16 @@ def batched(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def call(*args: Any, **named: Any) -> Any:
-        here = not state.recorders and all(
-            type(x) is Array and not isinstance(x._buf, np.ndarray | Deferred) and x.device.kind == "cuda"
-            for x in trees.flatten((args, named))[0]
-        )
-        return (compiled if here else fn)(*args, **named)
+        return (compiled if _on_a_gpu((args, named)) else fn)(*args, **named)
 
     return call
+
+
+def _on_a_gpu(tree: Any) -> bool:
+    return not state.recorders and all(
+        type(x) is Array and not isinstance(x._buf, np.ndarray | Deferred) and x.device.kind == "cuda"
+        for x in trees.flatten(tree)[0]
+    )
 
 
 def trains(x: Any) -> bool:

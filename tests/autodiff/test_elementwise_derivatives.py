@@ -110,6 +110,7 @@ TABLE: dict[str, tuple[Callable[[Any], Any], Real, list[float]]] = {
     "erf": (mt.erf, mp.erf, EVERYWHERE),
     "sigmoid": (nn.sigmoid, sigmoid, EVERYWHERE),
     "silu": (nn.silu, lambda x: x * sigmoid(x), EVERYWHERE),
+    "swiglu": (lambda x: nn.swiglu(x, x + 1.0), lambda x: x * sigmoid(x) * (x + 1), SMALL + MIDDLE),
     "gelu": (nn.gelu, lambda x: x * mp.ncdf(x), EVERYWHERE),
     "softplus": (nn.softplus, softplus, EVERYWHERE),
     "softplus, beta": (lambda x: nn.softplus(x, beta=2.0), lambda x: softplus(2 * x) / 2, EVERYWHERE),

@@ -194,7 +194,7 @@ def test_every_way_of_writing_takes_a_dtype_fallback(tmp_path):
 
 
 def test_merge_reshard_and_convert_share_their_options():
-    own = {"src", "dst", "format", "mesh", "shardings", "max_shard_bytes"}
+    own = {"src", "dst", "format", "layout", "mesh", "shardings", "max_shard_bytes"}
     assert set(TransformOptions.__annotations__) == set(inspect.signature(convert).parameters) - own
     for fn, mine in ((merge, {"max_shard_bytes"}), (reshard, {"mesh", "shardings"})):
         assert set(inspect.signature(fn).parameters) == {"src", "dst", "options"} | mine

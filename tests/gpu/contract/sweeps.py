@@ -590,7 +590,7 @@ def _of_streams() -> dict[str, Any]:
         with FAKE.cupy.cuda.Stream(non_blocking=True) as stream, FAKE.calls() as made:
             float(fn(*given)[0])
         used = {s for what, s, _ in made if what in ("launch", "h2d", "d2h", "d2d")}
-        out[name] = [len([1 for what, *_ in made if what == "launch"]) > 10, used == {stream.ptr}]
+        out[name] = [len([1 for what, *_ in made if what == "launch"]) > 4, used == {stream.ptr}]
     return out
 
 
