@@ -308,14 +308,19 @@ def scaled_dot_product_attention(
     q, k, v = asarray(query), asarray(key), asarray(value)
     _check(q, k, v)
     masks = [] if mask is None else [asarray(mask)]
+    if masks and masks[0].dtype.kind in "iuc":
+        raise DTypeError(
+            f"{NAME} mask is {masks[0].dtype.name}: a boolean one (mask.astype(bool)) is true where a query may look, "
+            "a floating one is added to the scores"
+        )
     dtype = result_type(q.dtype, k.dtype, v.dtype)
     masks = [m if m.dtype.kind == "b" else astype(m, _wide(dtype), copy=False) for m in masks]
     scale = 1.0 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale
     if not isinstance(scale, int | float | np.number):  # an array, which may have a gradient
         q, scale = astype(q, _wide(q.dtype), copy=False) * scale, 1.0
     group, heads = 1, q.shape[-3] if q.ndim > 2 else 1
-    if q.ndim > 2 and k.ndim > 2 and v.ndim > 2 and k.shape[-3] == v.shape[-3] not in (1, heads):
-        if heads % k.shape[-3]:
+    if q.ndim > 2 and k.ndim > 2 and v.ndim > 2 and k.shape[-3] == v.shape[-3] not in (1, heads) and heads != 1:
+        if not k.shape[-3] or heads % k.shape[-3]:
             raise ShapeError(f"{NAME} {heads} heads of the query for {k.shape[-3]} of key and value")
         group = heads // k.shape[-3]
         if q.sharding is None:
@@ -337,4 +342,6 @@ def _grouped(x: Array, heads: int, group: int) -> Array:
     """The heads of a query or a mask as those of key and value, and the group that each serves."""
     if x.ndim < 3 or x.shape[-3] == 1:
         return x if x.ndim < 3 else expand_dims(x, axis=-3)
+    if x.shape[-3] != heads:
+        raise ShapeError(f"{NAME} mask {x.shape} does not broadcast to {heads} heads of the query")
     return reshape(x, (*x.shape[:-3], heads // group, group, *x.shape[-2:]))

@@ -138,7 +138,8 @@ def linear_cross_entropy(
     if loss.nbytes * weight.shape[1] > WHOLE and not split:
         losses, _ = apply(LINEAR_CROSS_ENTROPY, (hidden, weight, labels), params)
     else:
-        losses = apply(CROSS_ENTROPY, (astype(linear(hidden, weight), loss.dtype, copy=False), labels), params)
+        hidden, weight = (astype(a, loss.dtype, copy=False) for a in (hidden, weight))  # logits are never rounded
+        losses = apply(CROSS_ENTROPY, (linear(hidden, weight), labels), params)
     return _reduced(losses, labels, reduction, params["ignore_index"])
 
 

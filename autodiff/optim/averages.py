@@ -11,6 +11,7 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
+from ...arrays.core.errors import ArgumentError, ShapeError
 from ...arrays.ops.creation import asarray, ones_like
 from ...arrays.ops.elementwise import where
 from ..tape.tape import is_differentiable
@@ -59,7 +60,7 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
     """
     check("ema", most=1.0, decay=decay)
     if interval < 1:
-        raise ValueError(f"[ema] interval must be at least 1, got {interval}")
+        raise ArgumentError(f"[ema] interval must be at least 1, got {interval}")
 
     def init(params: Any) -> Any:
         zero = counter(params)
@@ -69,7 +70,7 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
     @batched
     def update(params: Any, state: Any, loss: Any = None) -> Any:
         if loss is None and threshold is not None:
-            raise ValueError("[ema] with a threshold, update needs the loss")
+            raise ArgumentError("[ema] with a threshold, update needs the loss")
         step = state["step"] + 1
         due = step % interval == 0
         good = ones_like(due) if loss is None else asarray(loss) < (math.inf if threshold is None else threshold)
@@ -78,6 +79,7 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
         def moved(mean: Any, x: Any) -> Any:
             if not isinstance(x, Array) or not is_differentiable(x.dtype):
                 return x
+            _check_shape(mean, x)
             # Selected, not multiplied by 0 or 1: what a bad step made of the parameters must not leak in.
             return where(moves, decay * mean + (1.0 - decay) * wide(x).astype(mean.dtype, copy=False), mean)
 
@@ -85,8 +87,17 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
         return {"step": step, "skipped": skipped, "mean": trees.tree_map(moved, state["mean"], params)}
 
     def value(state: Any, like: Any) -> Any:
-        return trees.tree_map(
-            lambda mean, x: mean.astype(x.dtype, copy=False) if isinstance(x, Array) else mean, state["mean"], like
-        )
+        def own(mean: Any, x: Any) -> Any:
+            if not isinstance(x, Array):
+                return mean
+            _check_shape(mean, x)
+            return mean.astype(x.dtype, copy=False)
+
+        return trees.tree_map(own, state["mean"], like)
 
     return Average(init, update, value)
+
+
+def _check_shape(mean: Any, x: Array) -> None:
+    if mean.shape != x.shape:
+        raise ShapeError(f"[ema] a mean of shape {mean.shape} for a parameter of shape {x.shape}")

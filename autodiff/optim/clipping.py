@@ -6,11 +6,13 @@ from typing import Any
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
+from ...arrays.core.errors import DTypeError
 from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import abs, clip, minimum, sqrt, square
 from ...arrays.ops.manipulation import stack
 from ...arrays.reductions.reductions import sum
-from .parameters import batched, wide
+from ..tape.tape import is_differentiable
+from .parameters import batched, check, wide
 
 
 def global_norm(grads: Any) -> Array:
@@ -35,12 +37,15 @@ def _global_norm(grads: Any) -> Array:
 
 def clip_scale(norm: Array, limit: float) -> Array:
     """The factor that scales gradients of this norm to a norm of at most ``limit``."""
-    return minimum(1.0, limit / (norm + 1e-6))  # PyTorch's summand: no gradients, no division by zero
+    # PyTorch's summand: no gradients, no division by zero. By an infinite norm all would be zero; 0 * inf is NaN.
+    return minimum(1.0, limit / (norm + 1e-6)) + 0.0 * norm
 
 
 def scaled(g: Array, scale: Array) -> Array:
     """A gradient times a number, computed in float32 at least."""
     g = asarray(g)
+    if not is_differentiable(g.dtype):
+        raise DTypeError(f"[clip_by_global_norm] gradients are floats, got {g.dtype.name}")
     g, dtype = wide(g), g.dtype
     return (g * scale.astype(g.dtype, copy=False)).astype(dtype, copy=False)
 
@@ -55,8 +60,7 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
     >>> float(norm), [round(float(g[0]), 5) for g in clipped]
     (5.0, [0.6, 0.8])
     """
-    if isinstance(limit, int | float) and not limit >= 0:
-        raise ValueError(f"[clip_by_global_norm] limit must not be negative, got {limit}")
+    check("clip_by_global_norm", limit=limit)
     norm = global_norm(grads) if norm is None else norm
     return _all_scaled(grads, clip_scale(norm, limit)), norm
 
@@ -72,6 +76,5 @@ def clip_by_value(grads: Any, limit: float) -> Any:
     >>> mt.optim.clip_by_value(mt.asarray([-3.0, 0.5]), 1.0)
     Array([-1. ,  0.5], dtype=float64)
     """
-    if not limit >= 0:
-        raise ValueError(f"[clip_by_value] limit must not be negative, got {limit}")
+    check("clip_by_value", limit=limit)
     return trees.tree_map(lambda g: clip(g, -limit, limit), grads)

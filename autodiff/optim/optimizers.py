@@ -34,7 +34,7 @@ import numpy as np
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply
-from ...arrays.core.errors import DTypeError, ShapeError
+from ...arrays.core.errors import ArgumentError, DTypeError, ShapeError, TreeError
 from ...arrays.indexing.lazy_adam import LAZY_ADAM, adam_step
 from ...arrays.ops import elementwise
 from ...arrays.ops.creation import asarray, zeros_like
@@ -96,7 +96,7 @@ def _optimizer(name: str, slots: tuple[str, ...], lr: Schedule, prepare: Callabl
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         if not isinstance(state, Mapping) or not {"step", *slots} <= state.keys():
             held = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(
+            raise TreeError(
                 f"[{name}] the state must hold {', '.join(('step', *slots))}, it holds {held}: use init(params)"
             )
         # A schedule of the user's may look at values: it runs outside of what is compiled.
@@ -116,8 +116,9 @@ def _optimizer(name: str, slots: tuple[str, ...], lr: Schedule, prepare: Callabl
                 rows.append((p, *held, masters[i]))
                 continue
             p, full, g = asarray(p), asarray(full), asarray(g)
-            if g.shape != p.shape:
-                raise ShapeError(f"[{name}] a gradient of shape {g.shape} for a parameter of shape {p.shape}")
+            for what, x in zip(("grads", *slots, "master"), (g, *held, full), strict=True):
+                if x.shape != p.shape:
+                    raise ShapeError(f"[{name}] {what} of shape {x.shape} for a parameter of shape {p.shape}")
             full, *held = rule(full, g.astype(full.dtype, copy=False), *held)
             rows.append((full.astype(p.dtype, copy=False), *held, full if is_small(p) else None))
         out = [trees.unflatten(treedef, column) for column in zip(*rows, strict=True)] or [params] * (len(slots) + 2)
@@ -133,7 +134,7 @@ def _column(name: str, what: str, tree: Any, treedef: trees.TreeDef) -> list[Any
     """Leaves of a tree that must look like the parameters."""
     leaves, found = leaves_of(tree, trained=False)
     if found != treedef:
-        raise ValueError(f"[{name}] {what} has the structure {found}, the parameters {treedef}")
+        raise TreeError(f"[{name}] {what} has the structure {found}, the parameters {treedef}")
     return leaves
 
 
@@ -186,7 +187,7 @@ def sgd(lr: Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_d
     _check_rate("sgd", lr)
     check("sgd", momentum=momentum, weight_decay=weight_decay)
     if nesterov and not momentum:
-        raise ValueError("[sgd] nesterov needs momentum > 0")
+        raise ArgumentError("[sgd] nesterov needs momentum > 0")
 
     def prepare(step: Array, rate: Any) -> Rule:
         def rule(p: Array, g: Array, *velocity: Array) -> tuple[Array, ...]:
@@ -334,7 +335,7 @@ def chain(*stages: Any) -> Optimizer:
     """
     *functions, last = stages
     if not isinstance(last, Optimizer) or not all(map(callable, functions)):
-        raise TypeError("[chain] takes functions of the gradients and, last, an optimizer")
+        raise ArgumentError("[chain] takes functions of the gradients and, last, an optimizer")
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         for fn in functions:

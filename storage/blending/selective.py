@@ -85,7 +85,7 @@ class AgentMerging(Formula):
     def _counted(self, piece: Piece) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
         deltas = piece.deltas()
         limit = rounded(np.asarray(self.epsilon, real(piece.work)), piece.work)
-        masks = [np.abs(d) > limit for d in deltas]
+        masks = [~(np.abs(d) <= limit) for d in deltas]  # NaN is a difference, too
         return deltas, masks, np.sum(masks, axis=0)
 
     def shares(self, piece: Piece) -> np.ndarray:

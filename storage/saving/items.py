@@ -82,6 +82,7 @@ class DeltaBase:
 
     ckpt: Checkpoint
     entry: Base
+    plain: list[tuple[SaveItem, Compression]] = field(default_factory=list)  # items, and how they would be stored
 
     @classmethod
     def at(cls, where: str, target: str) -> DeltaBase:
@@ -96,12 +97,19 @@ class DeltaBase:
 
     def given_to(self, items: Iterable[SaveItem]) -> Base | None:
         """Make arrays that the base has, too, deltas; gives the entry, or None where there are none."""
+        items = list(items)
+        self.plain.extend((item, item.compression) for item in items)
         found = False
         for item in items:
             item.base = None if item.packed else base_of(self.ckpt, item.name, item.shape, item.dtype)
             if item.base is not None:
                 item.compression, found = ShuffledZstd(), True
         return self.entry if found else None
+
+    def taken_back(self) -> None:
+        """Make the deltas plain arrays again."""
+        for item, compression in self.plain:
+            item.base, item.compression = None, compression
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from ..checkpoint import branches, numbered
 from ..checkpoint.branches import Branch
 from ..checkpoint.numbered import Numbered
 from ..commit import contents, leftovers
+from ..commit.anchor_lock import locked
 from ..commit.protocol import protocol_of
 from ..format.compression import Codec, chosen
 from ..format.zarr_format import is_raw
@@ -26,7 +27,7 @@ from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
 from .dual import is_dual
-from .rebase import rebase
+from .rebase import release
 from .save import SaveReport, save, save_async
 
 
@@ -219,7 +220,8 @@ class CheckpointManager:
         if metrics is not None:
             kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
         if overwrite:
-            self._release(target)
+            with locked(self.directory):
+                release(target, self._complete())
         base, number, earlier = self._earlier(target)
         if base is not None:
             kept[numbered.DELTA] = number
@@ -257,13 +259,6 @@ class CheckpointManager:
         anchor, number = line[-1].base_path or line[-1].path, line[-1].delta + 1
         return (anchor, number, newest) if number < every else (None, 0, anchor)
 
-    def _release(self, path: str) -> None:
-        """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the
-        others."""
-        needing = [c.path for c in self._complete() if c.base_path == path]
-        for c in needing:
-            rebase(c, None if c == needing[0] else needing[0])
-
     def _place(self, step: int, overwrite: bool) -> dict[str, Any]:
         """The branch entry of a step's manifest; a new branch begins here where the run has gone back."""
         if self._branch is None:
@@ -279,11 +274,7 @@ class CheckpointManager:
         elif newest is not None and step < newest:
             warnings.warn(
                 f"step {step} is saved below step {newest} of its branch, which stays the latest"
-                + (
-                    ""
-                    if self.keep is None
-                    else f"; these two are kept, and of the others as many as keep={self.keep} leaves"
-                )
+                + (f"; these two are kept, and others as keep={self.keep} leaves" if self.keep is not None else "")
                 + "; where the run went back, call rollback(step) before it saves",
                 stacklevel=3,
             )
@@ -371,16 +362,28 @@ class CheckpointManager:
         ([10], '10')
         """
         self.wait()
-        c, line = self._of_step(step), self._line()
-        if [x.path for x in line] == [c.path]:
-            raise CheckpointError(
-                f"step {c.step} is the only complete checkpoint of {self.directory}, or of its current branch; save or "
-                "roll back to another first"
-            )
-        contents.refuse_strangers(c.path, contents.beside(c.path), "only a checkpoint is deleted")
-        self._release(c.path)
-        protocol_of(c.path).discard(c.path)
+        with locked(self.directory):
+            self._delete(step)
         self._branch = None  # its newest step may be another now
+
+    def _delete(self, step: int) -> None:
+        path, complete = self.path(step), self._complete()
+        # A delta without its base is read by nobody, and nothing depends on it.
+        if all(c.step != step for c in complete) and numbered.step_at(path) == step:
+            complete = []
+        else:
+            path = self._of_step(step).path
+            if [x.path for x in self._line()] == [path]:
+                raise CheckpointError(
+                    f"step {step} is the only complete checkpoint of {self.directory}, or of its current branch; save "
+                    "or roll back to another first"
+                )
+        contents.refuse_strangers(path, contents.beside(path), "only a checkpoint is deleted")
+        release(path, complete)
+        try:
+            protocol_of(path).discard(path)
+        except FileNotFoundError:
+            raise NotACheckpoint(f"{path} is gone: another process deleted it at the same time") from None
 
     def _line(self, warn: bool = False) -> list[Numbered]:
         """The complete checkpoints of the current branch, oldest first; of all branches where it has lost its own."""
@@ -389,9 +392,9 @@ class CheckpointManager:
         line = now.line(found)
         if warn and found and line and line[-1].step < found[-1].step:
             warnings.warn(
-                f"step {found[-1].step} of {self.directory} is not of {now}, which was begun last: the latest is step "
-                f"{line[-1].step}; "
-                f"rollback({found[-1].step}) goes on from the other, delete({found[-1].step}) removes it",
+                f"step {found[-1].step} of {self.directory} is not of {now}, which was begun last: the latest is "
+                f"step {line[-1].step}; rollback({found[-1].step}) goes on from the other, delete({found[-1].step}) "
+                "removes it",
                 stacklevel=4,
             )
         if line or not found or not now.forks:
@@ -502,6 +505,12 @@ class CheckpointManager:
     def _rotate(self, newest: str) -> None:
         if self.keep is None:
             return
+        # Where others save deltas now, or delete, a later save rotates.
+        with locked(self.directory, patience=0) as alone:
+            if alone:
+                self._rotate_alone(self.keep, newest)
+
+    def _rotate_alone(self, keep: int, newest: str) -> None:
         complete = self._complete()
         if all(c.path != newest for c in complete):  # someone took it away meanwhile: what is left may be all there is
             return
@@ -512,7 +521,7 @@ class CheckpointManager:
         kept = {newest, *(c.path for c in line[-1:]), *(c.path for c in self._ranked(complete)[: self.keep_best])}
         kept -= milestones  # they stay, and do not count
         for c in reversed([*(c for c in complete if c not in own), *own]):
-            if len(kept) >= self.keep:
+            if len(kept) >= keep:
                 break
             if c.path not in milestones:
                 kept.add(c.path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -93,6 +93,37 @@ def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, l
             used += nbytes
             task.pack = f"pack-{stem}-{number:05d}{suffix}.safetensors"
         out.append(task)
+    return out
+
+
+def assign(
+    wanted: Sequence[tuple[int, Box, int, Sequence[int]]], small: Container[int] = ()
+) -> dict[int, list[tuple[int, Box]]]:
+    """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so
+    far.
+
+    Large blocks are dealt first; ties go to the lowest rank. Blocks of the ``small`` arrays share files: each goes to a
+    rank that has such a file already, where one has room.
+
+    >>> dealt = assign([(i, Box((0,), (4,)), 32, (0, 1, 2)) for i in range(10)])
+    >>> [len(dealt[r]) for r in sorted(dealt)]
+    [4, 3, 3]
+    """
+    load: dict[int, int] = {}
+    out: dict[int, list[tuple[int, Box]]] = {}
+    packed: dict[int, int] = {}
+    # Of the small ones those first that few ranks hold, as these write a file in any case.
+    for array, box, nbytes, ranks in sorted(
+        wanted, key=lambda w: (w[0] in small, len(w[3]) if w[0] in small else 0, -w[2], w[0], w[1])
+    ):
+        if array in small:
+            room = [r for r in ranks if r in packed and packed[r] + nbytes <= LIMIT]
+            rank = min(room or ranks, key=lambda r: (packed.get(r, 0), load.get(r, 0), r))
+            packed[rank] = packed.get(rank, 0) + nbytes
+        else:
+            rank = min(ranks, key=lambda r: (load.get(r, 0), r))
+        load[rank] = load.get(rank, 0) + nbytes
+        out.setdefault(rank, []).append((array, box))
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ..base import activity, names, strict_json
+from ..checkpoint.numbered import Numbered
 from ..commit import contents
 from ..commit.protocol import protocol_of
 from ..format.compression import compression_of
@@ -98,3 +100,11 @@ def rebase(path: str, base: str | None) -> None:
         old.generation.check()
         finish_directory(folder, path, head, items, records, documents)
         folder.commit()
+
+
+def release(path: str, complete: Sequence[Numbered]) -> None:
+    """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the
+    others."""
+    needing = [c.path for c in complete if c.base_path == path]
+    for c in needing:
+        rebase(c, None if c == needing[0] else needing[0])

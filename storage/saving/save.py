@@ -13,7 +13,8 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, Literal, TypedDict, Unpack
@@ -23,12 +24,20 @@ import numpy as np
 from ...arrays import asarray
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import BlockSharding, Box
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
+from ...arrays.core.errors import (
+    CheckpointDTypeError,
+    CheckpointError,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    ParentChanged,
+)
 from ...arrays.core.op import not_recording
 from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
 from ..base.leaves import taken
 from ..commit import contents
+from ..commit.anchor_lock import locked
 from ..commit.protocol import protocol_of
 from ..format import dtypes, manifest
 from ..format.chunk_grid import choose_grid, whole_grid
@@ -113,37 +122,6 @@ def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
     return sorted({sharding.box(shape, rank) for rank in range(sharding.mesh.size)})
 
 
-def assign(
-    wanted: Sequence[tuple[int, Box, int, Sequence[int]]], small: Container[int] = ()
-) -> dict[int, list[tuple[int, Box]]]:
-    """Choose a writer for each block ``(array, box, nbytes, ranks that hold it)``: the one with the fewest bytes so
-    far.
-
-    Large blocks are dealt first; ties go to the lowest rank. Blocks of the ``small`` arrays share files: each goes to a
-    rank that has such a file already, where one has room.
-
-    >>> dealt = assign([(i, Box((0,), (4,)), 32, (0, 1, 2)) for i in range(10)])
-    >>> [len(dealt[r]) for r in sorted(dealt)]
-    [4, 3, 3]
-    """
-    load: dict[int, int] = {}
-    out: dict[int, list[tuple[int, Box]]] = {}
-    packed: dict[int, int] = {}
-    # Of the small ones those first that few ranks hold, as these write a file in any case.
-    for array, box, nbytes, ranks in sorted(
-        wanted, key=lambda w: (w[0] in small, len(w[3]) if w[0] in small else 0, -w[2], w[0], w[1])
-    ):
-        if array in small:
-            room = [r for r in ranks if r in packed and packed[r] + nbytes <= packs.LIMIT]
-            rank = min(room or ranks, key=lambda r: (packed.get(r, 0), load.get(r, 0), r))
-            packed[rank] = packed.get(rank, 0) + nbytes
-        else:
-            rank = min(ranks, key=lambda r: (load.get(r, 0), r))
-        load[rank] = load.get(rank, 0) + nbytes
-        out.setdefault(rank, []).append((array, box))
-    return out
-
-
 def _write_local(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
     """Arrays of this process: host and small arrays together, then the others of a device one by one."""
 
@@ -179,7 +157,7 @@ def _write_split(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
                 wanted.append((number, box, box.size * item.dtype.itemsize, ranks))
     sizes, small = [i.dtype.itemsize for i in items], {number for number, item in enumerate(items) if item.packed}
     payloads = {}
-    for rank, blocks in assign(wanted, small).items():
+    for rank, blocks in packs.assign(wanted, small).items():
         tasks = [task for number, box in blocks for task in tasks_of(number, items[number], box)]
         payloads[rank] = root, packs.dealt(tasks, sizes, f"{items[0].mesh}-{rank:05d}", suffix)
     if not payloads:
@@ -434,7 +412,7 @@ class _Save:
         if unknown := given.keys() - SaveOptions.__annotations__.keys():
             raise TypeError(f"a save has no option {', '.join(map(str, unknown))}")
         raw, how = is_raw(given.get("dtype_fallback")), chosen(given.get("compression"))
-        self.target, self.overwrite = target, given.get("overwrite", False)
+        self.target, self.overwrite, self.committed = target, given.get("overwrite", False), False
         share = given.get("share")
         self.share = None if share is None else store.location(share)
         if self.share is not None and (store.is_url(target) or store.is_url(self.share)):
@@ -486,6 +464,23 @@ class _Save:
 
     def run(self, kind: str = "Save") -> SaveReport:
         """Write everything and commit."""
+        if self.base is None:
+            return self._write(kind)
+        folders = [item.directory for item in self.items]
+        try:
+            with locked(store.split(self.target)[0], shared=True):
+                self.base.ckpt.generation.check()
+                return self._write(kind)
+        except (CorruptCheckpoint, IncompleteCheckpoint, CheckpointReplaced, ParentChanged) as e:
+            warnings.warn(f"{self.target} is stored plainly, as its base cannot be read: {e}", stacklevel=3)
+        self.base.taken_back()
+        self.base = self.head.base = None
+        self.overwrite = self.overwrite or self.committed  # of a delta that lost its base at the last moment
+        for item, folder in zip(self.items, folders, strict=True):
+            item.directory = folder
+        return self._write(kind)
+
+    def _write(self, kind: str) -> SaveReport:
         target, items = self.target, self.items
         if self.share is not None:
             sharing.match(items, self.share)
@@ -512,6 +507,7 @@ class _Save:
                 self.base.ckpt.generation.check()
             nbytes = finish_directory(folder, target, self.head, items, records, self.documents)
             folder.commit()
+        self.committed = True
         if self.base is not None:
             self.base.ckpt.generation.check()  # its deleter has not seen this checkpoint, if it was complete too late
         files = len({r.pack.file if r.pack else r.file for r in records})

@@ -187,15 +187,15 @@ class Files:
         return s.f_bavail * s.f_frsize
 
 
-def try_lock(fd: int) -> bool | None:
-    """Whether this process has an open file for itself now; None where there are no such locks. The lock goes with the
-    process."""
+def try_lock(fd: int, shared: bool = False) -> bool | None:
+    """Whether this process has an open file for itself now, or ``shared`` with others that ask so; None where there are
+    no such locks. The lock goes with the process."""
     try:
         import fcntl
     except ImportError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as e:
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False

@@ -396,3 +396,30 @@ def test_entries_carry_the_name_that_was_called():
     with recording(recorder):
         mt.group_norm(mt.ones((2, 2)), 1)
     assert recorder.seen == {"group_norm"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_of_short_floats_are_never_rounded(dtype):
+    rng = np.random.default_rng(0)
+    h, w = (mt.astype(mt.asarray(rng.standard_normal(s)), dtype) for s in ((40, 64), (64, 512)))
+    labels = rng.integers(0, 512, 40)
+    right = mt.nn.linear_cross_entropy(h.astype("float64"), w.astype("float64"), labels, reduction="none")
+    got = mt.nn.linear_cross_entropy(h, w, labels, reduction="none")
+    np.testing.assert_allclose(np.asarray(got), np.asarray(right), rtol=1e-5)
+    large = mt.nn.linear_cross_entropy(
+        mt.full((2, 8), 200, dtype=dtype), mt.full((8, 3), 200, dtype=dtype), mt.asarray([0, 1])
+    )
+    assert float(large) == pytest.approx(math.log(3))
+
+
+def test_masks_of_attention_are_boolean_or_floating_and_heads_broadcast():
+    q = mt.asarray(np.random.default_rng(0).standard_normal((2, 4, 5, 3)))
+    for mask in (np.eye(5, dtype=np.int64), np.eye(5, dtype=np.uint8)):
+        with pytest.raises(DTypeError, match=r"astype\(bool\)"):
+            mt.nn.scaled_dot_product_attention(q, q, q, mask=mask)
+    one = mt.nn.scaled_dot_product_attention(q[:, :1], q, q)
+    repeated = mt.nn.scaled_dot_product_attention(mt.repeat(q[:, :1], 4, axis=1), q, q)
+    np.testing.assert_allclose(np.asarray(one), np.asarray(repeated), rtol=1e-12)
+    for k, mask in ((q[:, :0], None), (q[:, :2], np.ones((2, 2, 5, 5), bool))):
+        with pytest.raises(ShapeError, match="heads of the query"):
+            mt.nn.scaled_dot_product_attention(q, k, k, mask=mask)

@@ -268,9 +268,7 @@ def test_errors_say_what_does_not_fit():
     opt = mt.optim.sgd(0.1, momentum=0.9)
     p = {"w": mt.ones(2)}
     state = opt.init(p)
-    with pytest.raises(
-        mt.errors.ShapeError, match=r"\[sgd\] a gradient of shape \(1,\) for a parameter of shape \(2,\)"
-    ):
+    with pytest.raises(mt.errors.ShapeError, match=r"\[sgd\] grads of shape \(1,\) for a parameter of shape \(2,\)"):
         opt.update(p, {"w": mt.ones(1)}, state)
     with pytest.raises(ValueError, match=r"\[sgd\] grads has the structure"):
         opt.update(p, {"v": mt.ones(2)}, state)
@@ -392,3 +390,28 @@ def test_rates_of_every_kind_of_number(lr):
     assert p.tolist() == [0.5]
     compiled = mt.compile(lambda p, lr: mt.optim.sgd(lr).update(p, p, mt.optim.sgd(lr).init(p))[0])
     assert compiled(mt.ones(1), lr).tolist() == [0.5]
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 3)])
+def test_a_state_of_another_shape_changes_no_parameter(shape: tuple[int, ...]) -> None:
+    p, other = {"b": mt.ones((3, 1))}, {"b": mt.ones(shape)}
+    for make in (mt.optim.adamw(0.1), mt.optim.sgd(0.1, momentum=0.9), mt.optim.lazy_adam(0.1)):
+        with pytest.raises(mt.errors.ShapeError, match=r"of shape .* for a parameter of shape \(3, 1\)"):
+            make.update(p, p, make.init(other))
+    mean = mt.optim.ema(0.9)
+    for call in (lambda: mean.update(p, mean.init(other)), lambda: mean.value(mean.init(other), p)):
+        with pytest.raises(mt.errors.ShapeError, match=r"\[ema\] a mean of shape"):
+            call()
+
+
+def test_clipping_hides_no_norm_that_is_not_finite_and_takes_floats_alone() -> None:
+    for value in (1e30, np.inf, np.nan):
+        clipped, _ = mt.optim.clip_by_global_norm([mt.full((3,), value, dtype="float32"), mt.ones(2)], 1.0)
+        assert all(np.isnan(np.asarray(g)).all() for g in clipped)
+    with pytest.raises(mt.errors.DTypeError, match="int64"):
+        mt.optim.clip_by_global_norm([mt.asarray([30, 40])], 10.0)
+    for limit in (-1.0, np.nan, "a"):
+        with pytest.raises(mt.errors.ArgumentError, match="limit"):
+            mt.optim.clip_by_global_norm([mt.ones(1)], limit)
+        with pytest.raises(mt.errors.ArgumentError, match="limit"):
+            mt.optim.clip_by_value([mt.ones(1)], limit)

@@ -130,6 +130,7 @@ KNOWN: dict[str, tuple[str, Any, list[Any], dict[str, Any], Any]] = {
     ),
     "ram": ("ram", [1, 1, 1, 1], [[3, 1, 2, 1], [1, 5, 4, 1]], {}, [3, 5, 3, 1]),
     "ram, small ones": ("ram", [0, 0], [[1, 0.25], [0, 2]], {"epsilon": 0.5}, [1, 2]),
+    "ram, NaN": ("ram", [1, 2], [[np.nan, 2.5], [1.25, 2.25]], {}, [np.nan, 2.375]),
     "ram plus": ("ramplus_tl", [0, 0, 0, 0], [[2, 0, 4, 0], [0, 8, 4, 4]], {"r": 0.5, "alpha": 0.75}, [2.75, 10, 4, 5]),
     "passthrough": ("passthrough", None, [[1, 2]], {"scale": 0.5}, [0.5, 1]),
 }

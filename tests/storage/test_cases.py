@@ -13,7 +13,7 @@ from meshtape.arrays.core.blocks import Box, ceil_blocks
 from meshtape.storage import LoadReport, Rules, load, merge, open_checkpoint, save, save_safetensors
 from meshtape.storage.format.dtypes import ROWS
 from meshtape.storage.rules.lazy_tensors import rectangles
-from meshtape.storage.saving.save import assign
+from meshtape.storage.saving.packs import assign
 
 
 @pytest.mark.parametrize(

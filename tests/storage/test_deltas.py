@@ -17,6 +17,7 @@ from meshtape.cli.main import main
 from meshtape.storage import CheckpointManager, convert, gc, load, merge, open_checkpoint, save, usage, verify
 from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model import layout
+from meshtape.storage.commit import anchor_lock
 from meshtape.storage.format import chunk_grid
 
 RNG = np.random.default_rng(7)
@@ -450,3 +451,56 @@ def test_fine_tuning_of_a_decoder(tmp_path, monkeypatch, dtype, most):
     files = [f for f in tmp_path.rglob("c*") if f.is_file()]  # without the metadata, which weigh in so small a model
     assert sum(f.stat().st_size for f in files) <= most * sum(s.arrays for s in usage(tmp_path).steps)
     assert verify(manager.latest()).arrays
+
+
+# ----- several managers, and damage -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.005, 0.02])
+def test_a_save_beside_a_deletion_of_its_anchor(quick, pause):
+    home, large = quick / "run", np.random.default_rng(0).normal(size=200_000)
+    a, b = CheckpointManager(home, keep=None, anchor_every=10, asynchronous=True), CheckpointManager(home, keep=None)
+    for step in (1, 2):
+        a.save(step, {"w": large + step})
+    a.wait()
+    handle = a.save(3, {"w": large + 3})
+    time.sleep(pause)
+    b.delete(1)
+    handle.wait()
+    assert a.steps() == [2, 3]
+    for step in (2, 3):
+        assert np.array_equal(np.asarray(load(a.path(step))["w"]), large + step)
+
+
+def test_a_damaged_anchor_stops_no_run(quick):
+    manager = filled(quick / "run", steps=2, every=10)
+    shard = next(
+        p for p in Path(manager.path(1)).rglob("*") if p.is_file() and p.parent.name == "w" and p.name[0] == "c"
+    )
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    with pytest.warns(UserWarning, match="stored plainly, as its base cannot be read"):
+        manager.save(3, tree(3))
+    manager.save(4, tree(4))
+    assert [step_of(manager.path(s)) for s in (3, 4)] == [3, 4]
+    assert open_checkpoint(manager.path(3)).base is None
+    assert open_checkpoint(manager.path(4)).base.path == manager.path(3)
+
+
+def test_deltas_that_lost_their_base_are_deleted_by_name(quick):
+    manager = filled(quick / "run", steps=4, every=2)
+    shutil.rmtree(manager.path(1))
+    assert manager.steps() == [3, 4]
+    manager.delete(2)
+    assert not Path(manager.path(2)).exists()
+    with pytest.raises(errors.NotACheckpoint):
+        manager.delete(2)
+
+
+def test_a_lock_that_another_does_not_give_back_ends_the_wait(quick, monkeypatch):
+    manager = filled(quick / "run", steps=3, every=3)
+    monkeypatch.setattr(anchor_lock, "PATIENCE", 0.05)
+    with anchor_lock.locked(str(quick / "run"), shared=True):
+        with pytest.raises(errors.CheckpointError, match="another saves deltas"):
+            manager.delete(1)
+        manager.save(4, tree(4))  # savers share it
+    assert manager.steps() == [1, 2, 3, 4]
