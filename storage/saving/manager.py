@@ -272,10 +272,10 @@ class CheckpointManager:
             protocol_of(where).check_target(where, overwrite, contents.SAVED)  # a save that is refused begins nothing
             self._begin(back[1].after(back[0], self._current()), back[0])
         elif newest is not None and step < newest:
+            kept = f"; these two are kept, and of the others as many as keep={self.keep} leaves" if self.keep else ""
             warnings.warn(
-                f"step {step} is saved below step {newest} of its branch, which stays the latest"
-                + (f"; these two are kept, and others as keep={self.keep} leaves" if self.keep is not None else "")
-                + "; where the run went back, call rollback(step) before it saves",
+                f"step {step} is saved below step {newest} of its branch, which stays the latest{kept}; where the run "
+                "went back, call rollback(step) before it saves",
                 stacklevel=3,
             )
         return {**self._branch.plain(), "parent": self._newest}

@@ -205,7 +205,7 @@ def test_a_mesh_that_is_closed_while_a_worker_stands_still_is_forgotten_there_la
         mt.compute(mt.sum(mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))) + 1)
         with stopped(mortal.run(os.getpid)[mesh.runtime.addresses[1]]):
             mesh.close()
-    eventually(lambda: set(mortal.run(known).values()) == {0})
+        eventually(lambda: set(mortal.run(known).values()) == {0})
     works(mortal)
 
 
