@@ -197,9 +197,8 @@ class _Elsewhere:
         if not op.nondifferentiable and any(isinstance(a, Array) and self.watches(a) for a in args):
             raise GradientError(
                 f"[prefetch] the iterable calls {op.name} on an array that is differentiated or traced, in a thread of "
-                "its own that no "
-                "tape records: compute with that array where the items are taken, or pass mt.stop_gradient(x) if it is "
-                "a constant"
+                "its own that no tape records: compute with that array where the items are taken, or pass "
+                "mt.stop_gradient(x) if it is a constant"
             )
 
 

@@ -109,8 +109,7 @@ def _check_holomorphic(who: str, value: Array, pull: Callable[[Array], Any], pro
                     return
                 raise GradientError(
                     f"[{who}] a complex function of complex arguments has a Jacobian only if it is holomorphic, which "
-                    "cannot be "
-                    "checked while it is traced: promise it with holomorphic=True"
+                    "cannot be checked while it is traced: promise it with holomorphic=True"
                 )
             a, b = x._concrete() * 1j, y._concrete()
             known = np.isfinite(a) & np.isfinite(b)
@@ -118,10 +117,8 @@ def _check_holomorphic(who: str, value: Array, pull: Callable[[Array], Any], pro
             if np.abs(a[known] - b[known]).max(initial=0) > np.sqrt(np.finfo(a.dtype).eps) * size:
                 raise GradientError(
                     f"[{who}] the function is not holomorphic, so that its derivative is no complex number: "
-                    "differentiate with "
-                    "respect to the real and the imaginary part, mt.jacobian(lambda a, b: fn(a + 1j * b), argnums=(0, "
-                    "1)), or "
-                    "take products with mt.jvp and mt.vjp"
+                    "differentiate with respect to the real and the imaginary part, mt.jacobian(lambda a, b: fn(a + "
+                    "1j * b), argnums=(0, 1)), or take products with mt.jvp and mt.vjp"
                 )
 
 

@@ -74,18 +74,16 @@ def refuse_underivable(who: str, args: Sequence[Any], positions: Sequence[int], 
                 if not known and not is_integer(x):
                     raise GradientError(
                         f"[{who}] argument {i}{leaf} is a {type(x).__name__}, which is no tree: its arrays would get "
-                        "no gradient. Make it a "
-                        f"dataclass, dict, list or tuple, call mt.tree.register({type(x).__name__}, flatten, "
-                        "unflatten), or pass it as an "
-                        "argument that argnums= leaves out or through the closure of the function"
+                        "no gradient. Make it a dataclass, dict, list or tuple, call "
+                        f"mt.tree.register({type(x).__name__}, flatten, unflatten), or pass it as an argument that "
+                        "argnums= leaves out or through the closure of the function"
                     )
                 if integers:
                     how = ".astype(float)" if known else "float(...)"
                     raise DTypeError(
                         f"[{who}] argument {i}{leaf} is {x.dtype.name if known else type(x).__name__}, which has no "
-                        "derivatives: make it "
-                        f"floating with {how}, or pass it as an argument that argnums= leaves out, or through the "
-                        "closure of the function"
+                        f"derivatives: make it floating with {how}, or pass it as an argument that argnums= leaves "
+                        "out, or through the closure of the function"
                     )
 
 
@@ -301,8 +299,7 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
         if not isinstance(given, tuple | list):
             raise GradientError(
                 f"[jvp] {name} must be a tuple or a list with one entry for each argument, got {type(given).__name__}: "
-                "write "
-                "mt.jvp(fn, (x,), (v,))"
+                "write mt.jvp(fn, (x,), (v,))"
             )
     value, pull = _vjp("jvp", fn, primals)
     pulled, pull_again = _vjp(
@@ -316,8 +313,7 @@ def jvp(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any])
         if like is None and t is not None:
             raise DTypeError(
                 f"[jvp] primal {trees.path_name(path)} has no derivatives, so that its tangent must be None: make it "
-                "floating with "
-                ".astype(float), or pass it through the closure of the function"
+                "floating with .astype(float), or pass it through the closure of the function"
             )
     (tangent_out,) = pull_again(trees.unflatten(wanted_def, map(_tangent, wanted, given)))
     return value, tangent_out

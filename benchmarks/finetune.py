@@ -26,8 +26,7 @@ tr, en = mt.training, mt.models.encoder
 
 MODULES = (
     "calendar collections datetime decimal fractions gzip heapq json logging math os pathlib random shutil smtplib "
-    "socket "
-    "statistics string subprocess tarfile tempfile textwrap threading zipfile"
+    "socket statistics string subprocess tarfile tempfile textwrap threading zipfile"
 )
 TEMPERATURE = 0.05
 

@@ -155,8 +155,7 @@ def main() -> None:
     put = page.destination(__doc__)
     parts = [
         "# What a reshard holds in memory\n\nMade by `python benchmarks/reshard_memory.py`. The bound is the new "
-        "blocks and one more, beside what is "
-        "there; the ratio is of what was\nmeasured to the bound.\n",
+        "blocks and one more, beside what is there; the ratio is of what was\nmeasured to the bound.\n",
         f"## Four virtual ranks of one process\n\nAll ranks together, counted by `tracemalloc`.\n\n{HEAD}\n"
         + "\n".join(virtual()),
         "\n## Two worker processes\n\nThe fullest worker: what its high-water mark rose by, chunks on their way among "

@@ -415,8 +415,7 @@ def refuse_history(what: str, x: Array, instead: str = "use a function of meshta
         refuse_watched(what, x, f"{instead}, or pass mt.stop_gradient(x) if it is to be a constant")
         text = (
             f"[{what}] takes values, and this array (shape {tuple(x.shape)}) only stands for one while the function is "
-            "traced: "
-            f"{instead}, or call it outside of the function"
+            f"traced: {instead}, or call it outside of the function"
         )
         for r in state.recorders:
             if hasattr(r, "refuse"):
@@ -475,8 +474,7 @@ def written_to(op: Op) -> ConcurrentWriteError:
     """The error of a call whose operand has another value by the time that it is recorded."""
     return ConcurrentWriteError(
         f"[{op.name}] another thread wrote to an operand in place while a tape recorded the call: let one thread write "
-        "while no "
-        "other reads (with a lock), or give each a copy of its own"
+        "while no other reads (with a lock), or give each a copy of its own"
     )
 
 

@@ -138,10 +138,8 @@ def _index_array(item: Any, axis: int) -> Array:
     elif isinstance(array._buf, Deferred):
         raise ArrayIndexError(
             f"a boolean mask of shape {array.shape} selects a number of elements that is known only when it is "
-            "computed: "
-            "use mt.where(mask, x, 0), for x[mask] *= c write x = x.at[mask].multiply(c) or x = mt.where(mask, x * c, "
-            "x), or compute the "
-            "mask first"
+            "computed: use mt.where(mask, x, 0), for x[mask] *= c write x = x.at[mask].multiply(c) or x = "
+            "mt.where(mask, x * c, x), or compute the mask first"
         )
     return array
 

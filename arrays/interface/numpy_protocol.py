@@ -370,8 +370,7 @@ def _refuse_arguments(name: str, given: Mapping[str, Any], harmless: Mapping[str
     if wrong:
         raise NumPyFunctionError(
             f"[{name}] of meshtape arrays takes no {wrong[0]}=: leave it out, or compute with np.asarray(x), whose "
-            "result is a "
-            f"NumPy array and has no gradient"
+            "result is a NumPy array and has no gradient"
         )
 
 
@@ -450,8 +449,7 @@ def _refuse_part(name: str, x: Array) -> None:
     if is_view(buf) and (isinstance(buf, Deferred) or _base_holders(buf) > _ALONE):
         raise NumPyFunctionError(
             f"[{name}] writes into a part of another array, which would keep its value, as arrays are values: write "
-            "y[i] = "
-            f"{name}(...), or give it a copy, y[i].copy()"
+            f"y[i] = {name}(...), or give it a copy, y[i].copy()"
         )
 
 

@@ -24,8 +24,7 @@ def unpickle(host: np.ndarray, where: str | None = None) -> Array:
     except (BackendError, DeviceError) as e:
         raise type(e)(
             f"[pickle] this array was pickled on {where}, and goes to {target}: {e}. Inside `with "
-            "mt.use_device('cpu'):` it is "
-            "unpickled on the CPU; to send it anywhere, pickle x.to_device('cpu')"
+            "mt.use_device('cpu'):` it is unpickled on the CPU; to send it anywhere, pickle x.to_device('cpu')"
         ) from None
 
 

@@ -321,8 +321,7 @@ class Values:
         if sys.getrefcount(self) <= indexing.DROPPED and indexing.is_lost(buf):
             raise NumPyFunctionError(
                 "[setitem] arrays are values: x[i][j] = v would write into a value that nobody holds, and x would stay "
-                "as it is. "
-                "Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"
+                "as it is. Write x[i, j] = v, or y = x[i]; y[j] = v; x[i] = y"
             )
         if type(buf) is np.ndarray and not state.recorders:
             source = value

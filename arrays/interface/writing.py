@@ -78,8 +78,7 @@ class Writing(Deferred):
     def _error(self, what: str) -> ConcurrentWriteError:
         return ConcurrentWriteError(
             f"[setitem] a write of another thread to this array (shape {self.shape}, {self.dtype.name}) {what}: let "
-            "one thread "
-            "write while no other reads (with a lock), or give each a copy of its own"
+            "one thread write while no other reads (with a lock), or give each a copy of its own"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -171,6 +170,5 @@ def _refuse_watched(x: Array, buf: np.ndarray) -> None:
         if thread != me and tape.watches(x):
             raise ConcurrentWriteError(
                 f"[setitem] a tape of another thread watches this array (shape {buf.shape}): the gradient it is to "
-                "give is that "
-                "of the value it watched. Write to a copy, or after that thread has left its tape"
+                "give is that of the value it watched. Write to a copy, or after that thread has left its tape"
             )

@@ -33,8 +33,7 @@ def check_key(name: str, key: Any) -> None:
         what = f"{key.dtype.name} of shape {key.shape}" if isinstance(key, ShapeDtype) else type(key).__name__
         raise DTypeError(
             f"[{name}] a key is uint64 of shape (2,), made by mt.random.key or split, and keys of n samples are of "
-            "shape (n, 1, 2); "
-            f"got {what}"
+            f"shape (n, 1, 2); got {what}"
         )
 
 

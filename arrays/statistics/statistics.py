@@ -203,8 +203,7 @@ def bincount(x: Any, /, weights: Any = None, minlength: int = 0, *, length: int 
     if length is None and getattr(x._buf, "traced", False):
         raise TracedValueError(
             f"[bincount] how long the result is depends on the values of a {x._buf.aval} (minlength is the least), "
-            "which mt.compile does "
-            "not know: pass length="
+            "which mt.compile does not know: pass length="
         )
     host = x._concrete() if length is None or beside(x) is not None else None
     if host is not None and host.size and host.min() < 0:

@@ -132,8 +132,7 @@ class _Walk(CaptureSearch):
                     raise TracedValueError(
                         f"[compile] {self.title} can read {path}, a {type(value).__name__}, which cannot be looked at "
                         f"({type(e).__name__}: {e}): let its __getattr__ and the like raise AttributeError for what "
-                        "they do not know, or pass "
-                        "what is read as an argument"
+                        "they do not know, or pass what is read as an argument"
                     ) from e
             if self.names_super and not self.behind:  # which changes what every attribute may stand for
                 return _Walk(self.title, behind=True).search(fn, objects)
@@ -267,9 +266,8 @@ class _Walk(CaptureSearch):
             if base is not None and not isinstance(base, bytes):
                 raise TracedValueError(
                     f"[compile] {self.title} can read {path}, a NumPy array of {x.nbytes:,} bytes, which may be "
-                    "written to without "
-                    "anybody noticing: pass it as an argument, hold it as mt.asarray(...), or declare it constant with "
-                    ".setflags(write=False)"
+                    "written to without anybody noticing: pass it as an argument, hold it as mt.asarray(...), or "
+                    "declare it constant with .setflags(write=False)"
                 )
             return
 

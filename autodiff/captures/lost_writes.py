@@ -47,9 +47,8 @@ class Arguments:
             if isinstance(x, Array) and x._buf is not buffer and i not in self.donated:
                 raise TracedValueError(
                     f"[compile] {self.name} writes in place to its argument {_named(place)}: the caller's array would "
-                    "stay as it was. "
-                    "Write to a copy (x = mt.copy(x), x.at[key].set(value)) and return that, or give the argument up "
-                    "by donate="
+                    "stay as it was. Write to a copy (x = mt.copy(x), x.at[key].set(value)) and return that, or give "
+                    "the argument up by donate="
                 )
 
 

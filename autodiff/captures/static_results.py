@@ -37,8 +37,7 @@ def static(who: str, out: Any, around: Iterable[Any] = ()) -> Any:
     except Exception as e:
         raise TracedValueError(
             f"{who} makes and returns a {type(out).__name__}, of which a program cannot give each caller one of his "
-            "own "
-            f"({type(e).__name__}: {e}): return arrays and plain values, and make the object outside"
+            f"own ({type(e).__name__}: {e}): return arrays and plain values, and make the object outside"
         ) from e
     return out if made is out else _MadeResult(made, outside)
 

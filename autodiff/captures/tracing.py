@@ -47,15 +47,13 @@ class Tracer(Deferred):
         if who is not None:
             self.builder.refuse(
                 f"[{who}] the result depends on the values of a {self.aval} for its shape or for Python numbers, and "
-                "inside "
-                "mt.compile arrays only stand for values: call it outside, or use a function whose shape is known "
-                "(mt.where)"
+                "inside mt.compile arrays only stand for values: call it outside, or use a function whose shape is "
+                "known (mt.where)"
             )
         self.builder.refuse(
-            f"a value ({self.aval}) was asked for inside mt.compile, where arrays only stand for values: "
-            "use mt.where instead of `if`, keep printing and float(...) outside, pass the number as a Python scalar, "
-            "or collect elements "
-            "with mt.stack instead of writing them to a NumPy array"
+            f"a value ({self.aval}) was asked for inside mt.compile, where arrays only stand for values: use mt.where "
+            "instead of `if`, keep printing and float(...) outside, pass the number as a Python scalar, or collect "
+            "elements with mt.stack instead of writing them to a NumPy array"
         )
 
 
@@ -325,8 +323,7 @@ class _Trace(Refusals):
         if not self.open:
             raise TracedValueError(
                 "an array that was traced by mt.compile is used after the function returned, where it has no value: "
-                "return it from the "
-                "function instead of keeping it aside"
+                "return it from the function instead of keeping it aside"
             )
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Tracer, ...]:

@@ -35,8 +35,7 @@ class Gone(Deferred):
     def _error(self) -> DonatedArrayError:
         return DonatedArrayError(
             f"[compile] this array ({self.aval}) was given up to {self.taker}, which donates it: use the array that "
-            "the call "
-            "returned, pass a copy, or leave the argument out of donate="
+            "the call returned, pass a copy, or leave the argument out of donate="
         )
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:

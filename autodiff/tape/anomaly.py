@@ -73,8 +73,7 @@ def check_cotangents(r: Recorded, g: Any, found: Sequence[Any]) -> None:
     place = r.plan.wanted[k]
     raise AnomalyError(
         f"[{r.name}] the derivative of {r.plan.op.name} gave the first {bad} (for operand {place}, "
-        f"{_where(found[k])}); "
-        f"it was called at {site_text(r.site)}"
+        f"{_where(found[k])}); it was called at {site_text(r.site)}"
     )
 
 

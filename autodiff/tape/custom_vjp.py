@@ -55,10 +55,8 @@ class _Guard(Around):
             if type(a) is Array and a._id not in self.known and self.watches(a) and not op.nondifferentiable:
                 raise GradientError(
                     f"[custom_vjp] {self.name} reads a watched array of shape {a.shape} from around it (by {op.name}, "
-                    "at "
-                    f"{site_text(call_site())}), which its own derivative cannot know of: pass it as an argument, or "
-                    "take "
-                    "mt.stop_gradient of it"
+                    f"at {site_text(call_site())}), which its own derivative cannot know of: pass it as an argument, "
+                    "or take mt.stop_gradient of it"
                 )
             if type(a) is Array and a._id not in self.known:
                 self.note(a)
@@ -133,8 +131,7 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
         shown = f"{len(found)} of them" if isinstance(found, tuple) else type(found).__name__
         raise GradientError(
             f"[custom_vjp] the backward function of {call.name} must return a tuple of {len(children)} cotangents, one "
-            "for "
-            f"each positional argument, got {shown}"
+            f"for each positional argument, got {shown}"
         )
     leaves: list[Any] = []
     for i, (child, cot) in enumerate(zip(children, found, strict=True)):
@@ -142,8 +139,7 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
         if len(given) != child.size:
             raise GradientError(
                 f"[custom_vjp] the backward function of {call.name} returned {len(given)} cotangent(s) for argument "
-                f"{i}, "
-                f"which has {child.size} leaves"
+                f"{i}, which has {child.size} leaves"
             )
         leaves += given
     arrays = [c for c, x in zip(leaves, call.leaves, strict=True) if x is _ARRAY]
@@ -156,14 +152,12 @@ def _as_cotangents(call: _Custom, found: Any, r: Recorded, wrapped: bool) -> lis
         if g.shape != shape and not (g.shape in results and np.broadcast_shapes(g.shape, shape) == g.shape):
             raise GradientError(
                 f"[custom_vjp] the backward function of {call.name} returned a cotangent of shape {g.shape} for array "
-                f"{p} of the "
-                f"arguments, which has shape {shape}"
+                f"{p} of the arguments, which has shape {shape}"
             )
         if g.dtype.kind == "c" and dtype.kind != "c":
             raise GradientError(
                 f"[custom_vjp] the backward function of {call.name} returned a {g.dtype.name} cotangent for array {p} "
-                "of the "
-                f"arguments, which is {dtype.name}: the cotangent of a real number is real, take mt.real of it"
+                f"of the arguments, which is {dtype.name}: the cotangent of a real number is real, take mt.real of it"
             )
     return out if wrapped else [None if c is None else c._buf for c in out]
 

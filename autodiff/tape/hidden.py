@@ -62,8 +62,7 @@ def foreign_text(x: Any) -> str:
     """The end of a sentence about such an array, with the remedy."""
     return (
         f"is a {type(x).__module__}.{type(x).__qualname__}, an array of another library, which would get no gradient: "
-        "make it an Array "
-        "with mt.asarray(...)"
+        "make it an Array with mt.asarray(...)"
     )
 
 

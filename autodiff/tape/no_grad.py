@@ -112,6 +112,5 @@ class _Asleep:
         self.__exit__()  # who catches the error, with the frame in its traceback, has the thread as it was
         raise GradientError(
             f"[{op.name}] {self.name} is suspended inside of its mt.no_grad() block, so that no tape would record what "
-            "is computed here: "
-            "leave the block before the yield or await, or close the generator"
+            "is computed here: leave the block before the yield or await, or close the generator"
         )

@@ -76,8 +76,7 @@ class SparseGradient:
         along = f"axis {self.axes[0]}" if len(self.axes) == 1 else f"axes {self.axes}"
         return (
             f"SparseGradient(shape={self.shape}, dtype={self.dtype.name}, {len(self.values)} of {places} places along "
-            f"{along}, "
-            f"{human_bytes(self.nbytes)} instead of {human_bytes(whole)})"
+            f"{along}, {human_bytes(self.nbytes)} instead of {human_bytes(whole)})"
         )
 
 

@@ -281,8 +281,7 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
         if buf.dtype.kind == "c":
             raise GradientError(
                 f"[gradient] the target is {target.dtype.name}, and a gradient is that of a real number: take real(y) "
-                "or abs(y), "
-                "or pass a seed"
+                "or abs(y), or pass a seed"
             )
         if type(buf) is np.ndarray:
             one = np.empty(buf.shape, buf.dtype)

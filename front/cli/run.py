@@ -235,8 +235,7 @@ def _wait_for_workers(client: Any, workers: int | None, seconds: float) -> None:
         have = len(known_workers(client))
         raise ClusterError(
             f"the scheduler at {client.scheduler.address} has {have} worker(s) after {seconds:.0f} s, {wanted} are "
-            "needed: start "
-            "some with `dask worker ADDRESS --nthreads 1`"
+            "needed: start some with `dask worker ADDRESS --nthreads 1`"
         ) from None
 
 

@@ -31,8 +31,7 @@ log = logging.getLogger("meshtape")
 
 _PAUSED = (
     "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del "
-    "x), or the worker "
-    "has a larger limit"
+    "x), or the worker has a larger limit"
 )
 
 

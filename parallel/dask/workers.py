@@ -62,8 +62,7 @@ def check_running(client: Client) -> None:
     if is_forked(client):
         raise ClusterError(
             "this process was forked from that of the Dask client, whose threads it does not have: start processes by "
-            "spawn, and open a client "
-            "and a mesh in each"
+            "spawn, and open a client and a mesh in each"
         )
     status = client.status
     if status == "connecting":  # anew: it was connected

@@ -56,9 +56,8 @@ def check_memory(
         if limit and n > limit:
             raise OutOfMemory(
                 f"[{what}] {processes[process]} would hold {human_bytes(n)} of blocks at once, and may use "
-                f"{human_bytes(limit)}: "
-                "take more workers, split what is replicated, give workers a larger memory_limit, or work block by "
-                "block with mt.stream"
+                f"{human_bytes(limit)}: take more workers, split what is replicated, give workers a larger "
+                "memory_limit, or work block by block with mt.stream"
             )
 
 

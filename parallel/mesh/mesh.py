@@ -187,8 +187,7 @@ class Mesh:
     def __reduce__(self) -> Any:
         raise MeshError(
             f"{self} has connections and blocks of this process, and cannot be pickled: make a mesh where it is "
-            "needed, keep what arrays "
-            "have with mt.save, and let functions that are sent to workers take local arrays"
+            "needed, keep what arrays have with mt.save, and let functions that are sent to workers take local arrays"
         )
 
     def __repr__(self) -> str:

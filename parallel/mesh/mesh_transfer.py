@@ -166,8 +166,7 @@ def _over_dask(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tupl
         if not (isinstance(old, DaskRuntime) and isinstance(new, DaskRuntime)) or old.client is not new.client:
             raise ReshardError(
                 f"[reshard] from {buf.mesh} to {target.mesh}: blocks go between meshes of one Dask client, or of this "
-                "process; "
-                "use mt.distribute(np.asarray(x), mesh, …)"
+                "process; use mt.distribute(np.asarray(x), mesh, …)"
             )
         plan = plan_transfer(
             buf.shape,

@@ -31,26 +31,20 @@ IGNORED = frozenset(
         r"\w+",
         # the file and the program that wrote it; how weights begin; what only training reads
         "_name_or_path _commit_hash architectures transformers_version torch_dtype dtype model_max_length "
-        "initializer_range "
-        "attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop embd_pdrop "
-        "classifier_dropout "
-        "gradient_checkpointing output_router_logits router_aux_loss_coef "
+        "initializer_range attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob "
+        "resid_pdrop embd_pdrop classifier_dropout gradient_checkpointing output_router_logits router_aux_loss_coef "
         # tokens, labels, and how text is generated
         "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id "
-        "forced_bos_token_id "
-        "forced_eos_token_id tokenizer_class prefix id2label label2id num_labels problem_type finetuning_task "
-        "task_specific_params "
-        "use_cache cache_implementation max_length min_length do_sample early_stopping num_beams num_beam_groups "
-        "diversity_penalty "
-        "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
-        "encoder_no_repeat_ngram_size "
-        "bad_words_ids num_return_sequences suppress_tokens begin_suppress_tokens exponential_decay_length_penalty "
+        "forced_bos_token_id forced_eos_token_id tokenizer_class prefix id2label label2id num_labels problem_type "
+        "finetuning_task task_specific_params use_cache cache_implementation max_length min_length do_sample "
+        "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+        "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+        "num_return_sequences suppress_tokens begin_suppress_tokens exponential_decay_length_penalty "
         "remove_invalid_values "
         # how the same numbers are computed, or in which form they are returned
         "_attn_implementation _attn_implementation_autoset attn_implementation pretraining_tp chunk_size_feed_forward "
-        "torchscript "
-        "use_bfloat16 tf_legacy_loss return_dict return_dict_in_generate output_attentions output_hidden_states "
-        "output_scores",
+        "torchscript use_bfloat16 tf_legacy_loss return_dict return_dict_in_generate output_attentions "
+        "output_hidden_states output_scores",
     )
 )
 """Fields that leave the forward pass as it is."""

@@ -252,7 +252,6 @@ def of_any_model(given: str | Plan | None) -> Plan:
     if unknown:
         raise PlanError(
             f"which parameters {unknown[0]!r} splits only the model knows: pass its plan, such as "
-            f"mt.models.decoder.plan({given!r}), "
-            "or a Plan of your own"
+            f"mt.models.decoder.plan({given!r}), or a Plan of your own"
         )
     return found

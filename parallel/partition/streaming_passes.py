@@ -88,10 +88,7 @@ def _refuse(p: RankProgram, m: Move, names: Sequence[str]) -> None:
         return
     raise ShardingConflict(
         f"[stream] the function needs {p.move_text(m, names)} ({m.why or m.origin or 'a result'}): block by block "
-        "elements "
-        "cannot be gathered from all blocks, only what is reduced over them is joined. Split a dimension that the "
-        "function works "
-        "along element by element (mt.from_zarr(path, mesh, axis=mt.Shard(dim))), or load the array (.load()) where "
-        "the workers "
-        "have the memory"
+        "elements cannot be gathered from all blocks, only what is reduced over them is joined. Split a dimension "
+        "that the function works along element by element (mt.from_zarr(path, mesh, axis=mt.Shard(dim))), or load the "
+        "array (.load()) where the workers have the memory"
     )

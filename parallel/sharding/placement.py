@@ -284,8 +284,7 @@ class Sharding:
                 name = self.mesh.names[axis]
                 raise ShardingConflict(
                     f"{self} of {dtype.name}: a product of complex numbers cannot stay pending, as times 1 an infinite "
-                    "one is NaN; "
-                    f"replicate it, in mt.shard_map with mt.all_reduce(x, {name!r}, op='prod')"
+                    f"one is NaN; replicate it, in mt.shard_map with mt.all_reduce(x, {name!r}, op='prod')"
                 )
         return Sharding.of(self.mesh, make_layout(fixed, dict(self.layout.partials)))
 

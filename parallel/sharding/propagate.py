@@ -113,9 +113,8 @@ def _tell_fallbacks(op: Op, layouts: Sequence[Layout | None], sizes: tuple[int, 
                 _told.add(key)
                 log.warning(
                     f"[{op.name}] dimension {d} is split over the mesh axes {list(axes)} of {[sizes[a] for a in axes]} "
-                    "ranks, which "
-                    f"do not divide the blocks that {op.name} keeps: it stays split over {list(kept)}, and its blocks "
-                    "move"
+                    f"ranks, which do not divide the blocks that {op.name} keeps: it stays split over {list(kept)}, "
+                    "and its blocks move"
                 )
 
 

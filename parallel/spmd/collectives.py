@@ -29,8 +29,7 @@ def _trace(name: str, axis: Axis) -> tuple[RankTrace, tuple[int, ...]]:
     if trace is None:
         raise MeshError(
             f"[{name}] is for per-rank code: call it inside a function that mt.shard_map runs (outside, arrays are "
-            "whole, and "
-            "mt.sum, mt.reshard, … do what is needed)"
+            "whole, and mt.sum, mt.reshard, … do what is needed)"
         )
     names = (axis,) if isinstance(axis, str) else tuple(axis)
     axes = tuple(trace.mesh.axis(n) for n in names)
@@ -67,9 +66,8 @@ def _refuse_reduced(name: str, trace: RankTrace, axes: tuple[int, ...], x: Array
             )
         raise MeshError(
             f"[{name}] the value is the same on all ranks of {', '.join(map(repr, same))} already (replicated, or "
-            "reduced before, "
-            "as the gradient of what is replicated is); where the sum of equal values is meant, multiply by "
-            f"mt.axis_size{part}"
+            "reduced before, as the gradient of what is replicated is); where the sum of equal values is meant, "
+            f"multiply by mt.axis_size{part}"
         )
 
 
@@ -265,8 +263,7 @@ def all_to_all(
             if (sum(sizes.column(me)) != length) if at == to else (len({k for row in sizes.rows for k in row}) > 1):
                 raise ShapeError(
                     f"[all_to_all] rank {me} of {axis!r} would get parts {list(sizes.column(me))}, and other ranks "
-                    "more or less: "
-                    "blocks of one shape are needed on all ranks"
+                    "more or less: blocks of one shape are needed on all ranks"
                 )
         return ops.all_to_all(x, axes, at, to, sizes)
 

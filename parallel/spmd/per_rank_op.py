@@ -97,9 +97,8 @@ class TracedShardMap:
             if aval.shape[dim] % n:
                 raise ShardingConflict(
                     f"[{self.name}] argument {i}: dimension {dim} of length {aval.shape[dim]} is divided over {n} "
-                    "ranks, which all run "
-                    f"the same code on blocks of one shape: pad it to a multiple of {n}, or write this with functions "
-                    "of whole arrays"
+                    f"ranks, which all run the same code on blocks of one shape: pad it to a multiple of {n}, or write "
+                    "this with functions of whole arrays"
                 )
         return ShapeDtype(block_box(layout, self.mesh.sizes, aval.shape, 0).shape, aval.dtype)
 
@@ -117,8 +116,7 @@ class TracedShardMap:
             raise ShardingConflict(
                 f"[{self.name}] {what} is to be Replicate() along {names}, but there ranks may hold different values: "
                 "reduce it (mt.all_reduce, mt.all_gather, mt.broadcast), or give it Shard(dim) or Partial('sum') "
-                "along "
-                f"{names}"
+                f"along {names}"
             )
 
     def _whole(self, block: Array, layout: Layout, what: str) -> ShapeDtype:
@@ -166,8 +164,7 @@ class TracedShardMap:
                 if op != "sum":
                     raise GradientError(
                         f"[{self.name}] result {i} is Partial({op!r}) along {self.mesh.names[axis]!r}, which has no "
-                        "derivative: "
-                        f"reduce it inside with mt.all_reduce(x, {self.mesh.names[axis]!r}, op={op!r})"
+                        f"derivative: reduce it inside with mt.all_reduce(x, {self.mesh.names[axis]!r}, op={op!r})"
                     )
         code = self._backward.get(smooth_out)
         if code is None:

@@ -114,8 +114,7 @@ class RankTrace(Refusals):
             if sharding is not None and sharding.layout.shards:
                 raise MeshError(
                     f"[shard_map] the function reads an array with {sharding} from around it: pass it as an argument, "
-                    "with "
-                    "its placement"
+                    "with its placement"
                 )
             self.captured.append(Lifted(len(self.captured), x, buf))  # holding both keeps their ids their own
             known = self.found[key] = self.input(ShapeDtype(tuple(buf.shape), buf.dtype), frozenset())

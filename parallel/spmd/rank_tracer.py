@@ -50,6 +50,5 @@ class RankTracer(Tracer):
     def concrete(self) -> np.ndarray:
         self.builder.refuse(
             f"a value ({self.aval}) was asked for inside mt.shard_map, where arrays only stand for the blocks of "
-            "ranks: use "
-            "mt.where instead of `if`, as all ranks run the same code"
+            "ranks: use mt.where instead of `if`, as all ranks run the same code"
         )

@@ -185,8 +185,7 @@ def pipeline(
         if any(isinstance(a._buf, Tracer) for a in trees.flatten(given)[0]):
             raise MeshError(
                 "[pipeline] stages are compiled programs of their own, on parts of the mesh: call a pipeline outside "
-                "of mt.compile and "
-                "mt.shard_map, and compile what comes after it, such as the optimizer's step"
+                "of mt.compile and mt.shard_map, and compile what comes after it, such as the optimizer's step"
             )
         return run(*given)
 

@@ -112,8 +112,7 @@ class Recovery:
         if self.restarts >= policy.max_restarts:
             raise RestartsExhausted(
                 f"workers were lost {self.restarts + 1} times, max_restarts is {policy.max_restarts}; the last loss, "
-                "at step "
-                f"{t.progress.step}: {error}"
+                f"at step {t.progress.step}: {error}"
             ) from error
         self.restarts += 1
         t.report.display.say(

@@ -66,8 +66,7 @@ def session_of(
     if pipelining is None:
         raise PlanError(
             f"the plan {recipe.plan} has 'pp' and {mesh} the axis {AXES['pp']!r}: give the Trainer stages=, which say "
-            "how the model "
-            "is cut (mt.models.decoder.staged)"
+            "how the model is cut (mt.models.decoder.staged)"
         )
     return StagedSession(recipe, mesh, source, sampler, pipelining=pipelining, **sizes)
 

@@ -146,9 +146,8 @@ class TrainingConfig:
             if self.precision is UNSAID and isinstance(x, Array | np.ndarray) and x.dtype == np.float64:
                 warnings.warn(
                     f"parameter {trees.path_name(path)} is float64, and the Trainer computes in float32: pass "
-                    "precision='float64' to compute "
-                    "with all digits, precision='float32' to be told no more, or parameters of float32 for half of the "
-                    "memory",
+                    "precision='float64' to compute with all digits, precision='float32' to be told no more, or "
+                    "parameters of float32 for half of the memory",
                     stacklevel=2,
                 )
                 break
@@ -156,9 +155,8 @@ class TrainingConfig:
             if not trains(x):
                 raise TrainingError(
                     f"parameter {trees.path_name(path)} is {getattr(x, 'dtype', type(x).__name__)}, which has no "
-                    "gradient: make it "
-                    "floating, or name it among what is not trained, with trainable=lambda path: path != "
-                    f"{tuple(path)!r}"
+                    "gradient: make it floating, or name it among what is not trained, with trainable=lambda path: "
+                    f"path != {tuple(path)!r}"
                 )
 
     def begun(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
@@ -345,8 +343,7 @@ def _wide(what: str, x: Any) -> Array:
         got = f"{x.dtype.name} of shape {x.shape}" if hasattr(x, "shape") else type(x).__name__
         raise TrainingError(
             f"the {what} that the loss gives is no single real number but {got}: a loss returns a mean over the batch, "
-            "such as "
-            "mt.mean(losses), or (total, weight), or (total, weight, metrics)"
+            "such as mt.mean(losses), or (total, weight), or (total, weight, metrics)"
         )
     x = asarray(x)
     return x if x.dtype.kind == "f" and x.dtype.itemsize > 2 else astype(x, np.float32)

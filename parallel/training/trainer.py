@@ -511,8 +511,7 @@ class Trainer(RunCheckpoints):
             self._let_land()  # what is being written counts
             wrong.args = (
                 f"{wrong}; the newest checkpoint is {self.newest() or 'none'}. A smaller learning rate or clip= may "
-                "help; "
-                "mt.detect_anomaly() finds the op",
+                "help; mt.detect_anomaly() finds the op",
             )
             raise wrong
 

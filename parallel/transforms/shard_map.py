@@ -88,8 +88,7 @@ class ShardMapped(Wrapper):
             if self._unsettled == 2:
                 warnings.warn(
                     f"[shard_map] {getattr(self._fn, '__name__', self._fn)} is traced at every call: it writes to "
-                    f"{changed}. Return the new "
-                    "value, draw with mt.random, and pass as an argument what is read",
+                    f"{changed}. Return the new value, draw with mt.random, and pass as an argument what is read",
                     RuntimeWarning,
                     stacklevel=2,
                 )

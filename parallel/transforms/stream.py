@@ -271,8 +271,7 @@ def _divide(program: Program, given: Sequence[Any], mesh: Mesh, limit: int) -> t
         if parts >= min(longest, MOST_PARTS):
             raise OutOfMemory(
                 f"[stream] the smallest blocks need {human_bytes(need)} a rank, and {human_bytes(limit)} are allowed: "
-                "allow more, "
-                "or split another dimension"
+                "allow more, or split another dimension"
             )
         parts = min(parts * 2, longest, MOST_PARTS)
 

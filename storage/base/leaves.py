@@ -30,6 +30,5 @@ def taken(leaf: Any, where: str) -> Any:
             return np.asarray(leaf)
         raise CheckpointDTypeError(
             f"{where}: a {type(leaf).__module__}.{type(leaf).__qualname__} of {getattr(leaf, 'dtype', 'no dtype')} "
-            "cannot be taken through "
-            f"DLPack: {e}"
+            f"cannot be taken through DLPack: {e}"
         ) from e

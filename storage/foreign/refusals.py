@@ -17,8 +17,7 @@ _PICKLE = (
 )
 _GGUF = (
     "is GGUF, whose quantised blocks no array type holds; take the safetensors of the same model, or let transformers "
-    "write them: "
-    "AutoModel.from_pretrained(..., gguf_file={file!r}).save_pretrained(...)"
+    "write them: AutoModel.from_pretrained(..., gguf_file={file!r}).save_pretrained(...)"
 )
 _KINDS = {
     ".bin": _PICKLE,

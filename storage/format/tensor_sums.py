@@ -85,8 +85,7 @@ def of_header(head: bytes, metadata: dict[str, str], count: int) -> list[int] | 
     if own_sum(head) != first:
         raise ValueError(
             "its header does not fit the crc32c in it: it is damaged, or another program wrote it anew and kept the "
-            "entry "
-            f"{KEY!r}; verify=False reads it all the same"
+            f"entry {KEY!r}; verify=False reads it all the same"
         )
     return rest
 
@@ -99,8 +98,7 @@ def of_index(data: bytes, metadata: dict[str, Any]) -> Mapping[str, str]:
     if not isinstance(stored, dict) or values(stored.get(INDEX), 1) != [own_sum(data, INDEX)]:
         raise ValueError(
             "it does not fit the crc32c in it: it is damaged or was edited; verify=False reads it all the same, and "
-            "without its entry "
-            f"{KEY!r} it counts as one without checksums"
+            f"without its entry {KEY!r} it counts as one without checksums"
         )
     return stored
 

@@ -276,8 +276,7 @@ class ShardBytes:
                 yield coming.popleft().result()
 
 
-# ----- layout "dual": shard files that are safetensors files, too
-# -------------------------------------------------------
+# ----- layout "dual": shard files that are safetensors files, too -----------------------------------------------------
 #
 # A file is the header of safetensors, the rows of a block, and a second tensor of bytes, `DUAL_INDEX`, which ends with
 # the index of the Zarr shard. The inner chunks of the shard are runs of rows without a checksum of their own, one after
@@ -299,8 +298,7 @@ def dual_grid(grid: ChunkGrid, itemsize: int, name: str) -> ChunkGrid:
     if split := [axis for axis, n in enumerate(grid.counts) if axis and n > 1]:
         raise CheckpointError(
             f"key {name!r} is split along dimension {split[0]}: layout='dual' needs blocks of whole rows, split along "
-            "dimension 0 alone; "
-            "reshard it, or save without layout="
+            "dimension 0 alone; reshard it, or save without layout="
         )
     extent = [min(grid.shard[0], grid.shape[0]), *grid.shape[1:]]
     chunk = [1] * len(extent)

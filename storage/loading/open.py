@@ -242,8 +242,7 @@ def _refusal(store: Store) -> CheckpointError:
     if shards:
         return IncompleteCheckpoint(
             f"{root} has {len(shards)} safetensors files but no {HF_INDEX} that says which belong together; restore "
-            "it, or open one file: "
-            f"{', '.join(shards[:8])}"
+            f"it, or open one file: {', '.join(shards[:8])}"
         )
     if other := refusals.among(held):
         return NotACheckpoint(f"{root} is not a checkpoint: it holds {other}")
@@ -451,9 +450,8 @@ def _open_zarr(root: str) -> Checkpoint:
     if GROUP_ATTRIBUTE in attributes and not versioned:
         raise IncompleteCheckpoint(
             f"{root} was written by meshtape but {manifest.FILE} is missing: its save did not finish, or the file was "
-            "lost. "
-            "Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs that its "
-            "attributes name"
+            "lost. Load another checkpoint; zarr.open still reads the arrays, unverified, and safetensors the packs "
+            "that its attributes name"
         )
     tensors: dict[str, StoredTensor] = {}
     skipped: dict[str, str] = {}
@@ -478,8 +476,7 @@ def _open_zarr(root: str) -> Checkpoint:
         if not stores.at(root).lists:
             raise StoreError(
                 f"{root} is a Zarr group without consolidated metadata, and HTTP has no lists of files: have it "
-                "written there by "
-                "zarr.consolidate_metadata, or open one array of it"
+                "written there by zarr.consolidate_metadata, or open one array of it"
             ) from None
         if isinstance(e, CorruptCheckpoint):
             raise

@@ -333,8 +333,7 @@ class LoadedProgram:
             if any(map(r.watches, env.values())):
                 raise GradientError(
                     "[load_program] the function had a custom_vjp or a gradient_hook, whose derivative is not in its "
-                    "program: save the "
-                    "program of mt.grad(fn), or pass mt.stop_gradient of the arguments"
+                    "program: save the program of mt.grad(fn), or pass mt.stop_gradient of the arguments"
                 )
             if hasattr(r, "note_call"):
                 r.note_call((), True)

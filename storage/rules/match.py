@@ -42,8 +42,7 @@ def _counted(rule: Rule) -> str | None:
     hint = f"; the nearest that it has is {{{near[0]}}}" if near else ""
     raise RuleConflict(
         f"the capture {{{new[0]}}} stands in no source{hint}. A capture that only targets have numbers the parts of a "
-        "split, "
-        f"in the rule\n  {rule.shown}"
+        f"split, in the rule\n  {rule.shown}"
     )
 
 
@@ -256,8 +255,7 @@ class BoundRules:
         if pattern in self.tensors:  # it is there, and was left out as it is not quantised
             return RuleMatchError(
                 f"{pattern!r} is {self.tensors[pattern].dtype}, and only int8, uint8 and float8 are quantised, in the "
-                f"rule\n  {rule.shown}\n"
-                "name the quantised weights and their scales, or mark the rule optional()"
+                f"rule\n  {rule.shown}\nname the quantised weights and their scales, or mark the rule optional()"
             )
         near = get_close_matches(pattern, self.keys[:5000], 3, 0.0)
         return RuleMatchError(

@@ -214,8 +214,7 @@ class Dequantize(Step):
         if len(scale.shape) != len(shape) or any(s not in (1, n) for s, n in zip(scale.shape, shape, strict=True)):
             raise CheckpointShapeError(
                 f"{scale.name!r} of shape {scale.shape} does not say which part of {weight.name!r} of shape {shape} "
-                "each scale is for; "
-                "give block=, such as [128, 128] or [1, 64], or reshape the scales first"
+                "each scale is for; give block=, such as [128, 128] or [1, 64], or reshape the scales first"
             )
         return tuple(1 if s == n else max(n, 1) for s, n in zip(scale.shape, shape, strict=True))
 

@@ -43,8 +43,7 @@ class References:
             if held is None:
                 raise CheckpointError(
                     f"{view.ckpt.path}: key {tensor.name!r} is not one run of bytes in a file, so nothing can refer to "
-                    "it: "
-                    "as_zarr and serve compute such chunks when they are read"
+                    "it: as_zarr and serve compute such chunks when they are read"
                 )
             grid = _divided(view.grids[folder], held)
             name = shown["dimension_names"][0].rpartition(".")[0] if grid.shape else ""

@@ -319,8 +319,7 @@ class _ObjectReader(Reader):
         if start > _STREAMED:
             raise StoreError(
                 f"{self._where}: the server does not answer requests for ranges of bytes, and the file is too long to "
-                "be read from "
-                "its start each time; copy it here, or have it served with ranges"
+                "be read from its start each time; copy it here, or have it served with ranges"
             )
         found = _obstore().get(self._client, self._key)
         encoding = str(found.attributes.get("Content-Encoding", "identity"))

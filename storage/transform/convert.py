@@ -213,10 +213,8 @@ def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
             raise CheckpointDTypeError(
                 f"key {name!r} is {t.dtype.name} with its scale in {scale!r}: dtype= would convert its numbers without "
-                "the scale. "
-                f"Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, leave dtype= "
-                "out, "
-                "or leave such arrays out with drop="
+                f"the scale. Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, "
+                "leave dtype= out, or leave such arrays out with drop="
             )
 
 

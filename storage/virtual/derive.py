@@ -238,8 +238,7 @@ def _config(where: str) -> dict[str, Any]:
     if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:
         raise CheckpointError(
             f"{file}: its factors began as {begun!r:.40}, beside another base than the one that is stored; let PEFT "
-            "convert it to plain LoRA "
-            "(save_pretrained with path_initial_model_for_weight_conversion)"
+            "convert it to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     return config
 

@@ -29,8 +29,7 @@ import meshtape as mt
 X = mt.asarray([1.0, 2.0, 3.0])
 
 
-# ----- ways to hold a value, each with the ways to change it
-# ------------------------------------------------------------
+# ----- ways to hold a value, each with the ways to change it ----------------------------------------------------------
 #
 # A kind of value is (the first, how it enters the result, ways to change it): `rebind` gives another value to put in
 # its place, `write` changes the value that is there.

@@ -222,8 +222,7 @@ def test_a_fallback_is_told_once(monkeypatch):
     mt.reshape(put(mesh, (32,), ((0, 1),)), (8, 4))  # all axes stay
     assert told == [
         "[reshape] dimension 0 is split over the mesh axes [0, 1] of [2, 4] ranks, which do not divide the blocks that "
-        "reshape "
-        "keeps: it stays split over [1], and its blocks move"
+        "reshape keeps: it stays split over [1], and its blocks move"
     ]
     mt.reshape(put(mesh, (16,), ((1, 0),)), (4, 4))
     assert len(told) == 2

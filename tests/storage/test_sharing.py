@@ -246,11 +246,9 @@ def test_plain_zarr_reads_each_step(tmp_path):
     assert len(shared(manager.path(1), manager.path(2))) == 1
     np.save(tmp_path / "w.npy", W)
     code = (
-        "import sys, zarr, numpy as np\n"
-        f"for step in (1, 2):\n"
-        f"    g = zarr.open_group(f'{tmp_path}/step-{{step:08d}}', mode='r')\n"
-        f"    assert np.array_equal(g['frozen'][...], np.load('{tmp_path}/w.npy')) and (g['w'][...] == step).all()\n"
-        "assert 'meshtape' not in sys.modules\n"
+        f"import sys, zarr, numpy as np\nfor step in (1, 2):\n    g = zarr.open_group(f'{tmp_path}/step-{{step:08d}}', "
+        f"mode='r')\n    assert np.array_equal(g['frozen'][...], np.load('{tmp_path}/w.npy')) and (g['w'][...] == "
+        "step).all()\nassert 'meshtape' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
     assert open_checkpoint(manager.path(2)).compression is not None

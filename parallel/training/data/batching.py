@@ -63,8 +63,7 @@ def batch_sizes(batch: int, *, ranks: int, micro: int | None = None, accumulatio
     if accumulation is not None and accumulation != steps:
         raise BatchSizeError(
             f"micro {micro} * ranks {ranks} * accumulation {accumulation} = {micro * ranks * accumulation}, which is "
-            "not "
-            f"the batch {batch}: leave one of them out"
+            f"not the batch {batch}: leave one of them out"
         )
     return BatchSizes(batch, micro, steps, ranks)
 

@@ -222,8 +222,7 @@ def _unpack(packed: bytes) -> Source:
     except Exception as e:
         raise DataError(
             f"a worker cannot rebuild the source of the data ({type(e).__name__}: {e}): install its module there, or "
-            "set "
-            "remote = False to read in the client"
+            "set remote = False to read in the client"
         ) from e
 
 

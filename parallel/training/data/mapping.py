@@ -83,8 +83,7 @@ class MapSource(Sized):
             if a.dtype.kind in "OUSmM":
                 raise DataError(
                     f"sample {number} of the data set {self.name} holds a {type(x).__name__} at {_name(path)}: arrays "
-                    "hold numbers; "
-                    "tokenise texts, and leave out what is no number"
+                    "hold numbers; tokenise texts, and leave out what is no number"
                 )
             out.append((path, a))
         if not out:
@@ -106,8 +105,7 @@ class MapSource(Sized):
                 )
                 raise DataError(
                     f"sample {i} of the data set {self.name} is unlike sample 0: it has {mine or 'less'}, and sample 0 "
-                    f"{theirs or 'less'}; pad, "
-                    "cut or cast in __getitem__"
+                    f"{theirs or 'less'}; pad, cut or cast in __getitem__"
                 )
             rows.append([x for _, x in found])
         treedef = trees.flatten(samples[0] if samples else self._samples([0])[0], is_leaf=_is_row)[1]

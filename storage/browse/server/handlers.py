@@ -38,8 +38,7 @@ _LOG = logging.getLogger("meshtape.browse")
 _STATIC = {"browse.css": "text/css", "browse.js": "text/javascript", "icon.svg": "image/svg+xml"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action "
-    "'self'; "
-    "base-uri 'none'; frame-ancestors 'none'"
+    "'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": POLICY,

@@ -129,9 +129,8 @@ KNOWN = frozenset(
     re.findall(
         r"\w+",
         "html head meta title link script body a header nav svg rect path line polyline circle text span button main "
-        "div h1 h2 p dl dt dd "
-        "dialog form kbd section table thead tbody tr th td select option input label i img output code pre strong br "
-        "details summary style textarea",
+        "div h1 h2 p dl dt dd dialog form kbd section table thead tbody tr th td select option input label i img "
+        "output code pre strong br details summary style textarea",
     )
 )
 
