@@ -11,11 +11,11 @@ import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
-from ...arrays.core.errors import ArgumentError, ShapeError
+from ...arrays.core.errors import ArgumentError
 from ...arrays.ops.creation import asarray, ones_like
 from ...arrays.ops.elementwise import where
 from ..tape.tape import is_differentiable
-from .parameters import batched, check, counter, wide
+from .parameters import batched, check, check_shape, counter, wide
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
         def moved(mean: Any, x: Any) -> Any:
             if not isinstance(x, Array) or not is_differentiable(x.dtype):
                 return x
-            _check_shape(mean, x)
+            check_shape("ema", "a mean", mean, x)
             # Selected, not multiplied by 0 or 1: what a bad step made of the parameters must not leak in.
             return where(moves, decay * mean + (1.0 - decay) * wide(x).astype(mean.dtype, copy=False), mean)
 
@@ -90,14 +90,9 @@ def ema(decay: float, *, interval: int = 1, threshold: float | None = None) -> A
         def own(mean: Any, x: Any) -> Any:
             if not isinstance(x, Array):
                 return mean
-            _check_shape(mean, x)
+            check_shape("ema", "a mean", mean, x)
             return mean.astype(x.dtype, copy=False)
 
         return trees.tree_map(own, state["mean"], like)
 
     return Average(init, update, value)
-
-
-def _check_shape(mean: Any, x: Array) -> None:
-    if mean.shape != x.shape:
-        raise ShapeError(f"[ema] a mean of shape {mean.shape} for a parameter of shape {x.shape}")

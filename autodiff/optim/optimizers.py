@@ -34,7 +34,7 @@ import numpy as np
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import apply
-from ...arrays.core.errors import ArgumentError, DTypeError, ShapeError, TreeError
+from ...arrays.core.errors import ArgumentError, DTypeError, TreeError
 from ...arrays.indexing.lazy_adam import LAZY_ADAM, adam_step
 from ...arrays.ops import elementwise
 from ...arrays.ops.creation import asarray, zeros_like
@@ -42,7 +42,7 @@ from ...arrays.ops.elementwise import sqrt
 from .averages import Average, ema
 from .clipping import clip_by_global_norm, clip_by_value, global_norm
 from .learning_rates import Schedule, constant, cosine, exponential, linear, warmup_cosine, warmup_linear
-from .parameters import batched, check, counter, is_small, leaves_of, trains, wide
+from .parameters import batched, check, check_shape, counter, is_small, leaves_of, trains, wide
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,7 @@ def _optimizer(name: str, slots: tuple[str, ...], lr: Schedule, prepare: Callabl
                 continue
             p, full, g = asarray(p), asarray(full), asarray(g)
             for what, x in zip(("grads", *slots, "master"), (g, *held, full), strict=True):
-                if x.shape != p.shape:
-                    raise ShapeError(f"[{name}] {what} of shape {x.shape} for a parameter of shape {p.shape}")
+                check_shape(name, what, x, p)
             full, *held = rule(full, g.astype(full.dtype, copy=False), *held)
             rows.append((full.astype(p.dtype, copy=False), *held, full if is_small(p) else None))
         out = [trees.unflatten(treedef, column) for column in zip(*rows, strict=True)] or [params] * (len(slots) + 2)

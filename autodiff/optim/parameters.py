@@ -13,7 +13,7 @@ import numpy as np
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.dispatch import Deferred, number
-from ...arrays.core.errors import ArgumentError
+from ...arrays.core.errors import ArgumentError, ShapeError
 from ...arrays.core.op import state
 from ...arrays.ops.creation import asarray
 from ..compiler.compile import compile
@@ -78,6 +78,12 @@ def counter(params: Any) -> Array:
         if isinstance(x._buf, Deferred) and x._buf.host is not None:
             return x._buf.host.replicate(asarray(np.int64(0)))
     return asarray(np.int64(0), device=arrays[0].device if arrays else None)
+
+
+def check_shape(name: str, what: str, value: Any, param: Any) -> None:
+    """Raise :class:`ShapeError` where a value that belongs to a parameter has another shape: it would broadcast."""
+    if value.shape != param.shape:
+        raise ShapeError(f"[{name}] {what} of shape {value.shape} for a parameter of shape {param.shape}")
 
 
 def check(name: str, *, least: float = 0, most: float = math.inf, **given: Any) -> None:

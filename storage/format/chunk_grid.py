@@ -54,8 +54,15 @@ class ChunkGrid(NamedTuple):  # which hashes and compares without a call of Pyth
         return iter(()) if 0 in counts else itertools.product(*map(range, counts))
 
     def shard_box(self, coord: Sequence[int]) -> Box:
-        offset = tuple(i * s for i, s in zip(coord, self.shard, strict=True))
-        return Box(offset, tuple(min(s, n - o) for s, n, o in zip(self.shard, self.shape, offset, strict=True)))
+        return self._cell(coord, self.shard)
+
+    def chunk_box(self, index: Sequence[int]) -> Box:
+        """The box of a chunk by its index in the array, where it ends with the array."""
+        return self._cell(index, self.chunk)
+
+    def _cell(self, index: Sequence[int], size: Sequence[int]) -> Box:
+        offset = tuple(i * s for i, s in zip(index, size, strict=True))
+        return Box(offset, tuple(min(s, n - o) for s, n, o in zip(size, self.shape, offset, strict=True)))
 
     def present(self, coord: Sequence[int]) -> tuple[int, ...]:
         """Chunks along each dimension that hold an element of the array; the others of an edge shard are absent."""
@@ -194,6 +201,16 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
             f"{math.prod(grid.counts)} files; reshard it before saving"
         )
     return grid
+
+
+def cells(box: Box, size: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The indices of the cells of a grid, each of this size, that a box meets, in lexicographic order.
+
+    >>> list(cells(Box((0, 5), (4, 2)), (4, 3)))
+    [(0, 1), (0, 2)]
+    """
+    spans = zip(box.offset, box.stop, size, strict=True)
+    return itertools.product(*(range(a // c, -(-b // c)) for a, b, c in spans)) if box.size else iter(())
 
 
 def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:

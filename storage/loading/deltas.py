@@ -9,7 +9,6 @@ are no circles.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ..base.scratch import scratch
 from ..checkpoint.checkpoint import Checkpoint
-from ..format.chunk_grid import ChunkGrid
+from ..format.chunk_grid import ChunkGrid, cells
 from ..format.compression import Compression, compression_of
 from ..format.manifest import MOST_DELTA
 from ..readers.compressed import CompressedTensor
@@ -41,13 +40,12 @@ def from_base(
     """The bytes of a chunk of a delta, by those of its elements and the tensor of the base; this thread's, until it
     asks for the next."""
     kind = unsigned(base.dtype)
-    offset = tuple(k * s + i * c for k, s, i, c in zip(coord, grid.shard, index, grid.chunk, strict=True))
-    shape = tuple(min(c, n - o) for c, n, o in zip(grid.chunk, grid.shape, offset, strict=True))
+    box = grid.chunk_box([k * n + i for k, n, i in zip(coord, grid.chunks_in_shard, index, strict=True)])
     held = scratch("difference", data.size).view(kind).reshape(grid.chunk)
-    if shape != grid.chunk:
+    if box.shape != grid.chunk:
         held[...] = 0  # as the padding of a plain chunk
-    inside = held[(*map(slice, shape), ...)]
-    read_into(base, Box(offset, shape), inside.view(base.dtype))
+    inside = held[(*map(slice, box.shape), ...)]
+    read_into(base, box, inside.view(base.dtype))
     held = held.reshape(-1)
     np.subtract(data.view(kind), held, out=held)
     signed = np.dtype(f"i{kind.itemsize}")
@@ -98,8 +96,7 @@ class DeltaTensor(DerivedTensor):
         return sum(p.planned(box) for p in self.parts)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        spans = [range(a // c, -(-b // c)) for a, b, c in zip(box.offset, box.stop, self.chunk, strict=True)]
-        for index in itertools.product(*spans) if box.size else ():
+        for index in cells(box, self.chunk):
             offset = tuple(i * c for i, c in zip(index, self.chunk, strict=True))
             if (part := Box(offset, self.chunk).intersect(box)) is not None:
                 yield lambda part=part: self._read(part, view(out, part.within(box)))

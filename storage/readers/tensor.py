@@ -24,7 +24,7 @@ from ..base import names
 from ..base.checksums import crc32c
 from ..base.scratch import room, scratch
 from ..format import dtypes
-from ..format.chunk_grid import ChunkGrid, only_shard, place_of, ravel
+from ..format.chunk_grid import ChunkGrid, cells, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
 from ..stores import generations, store
 from ..stores.contract import Reader
@@ -126,8 +126,7 @@ class ChunkedTensor:
     def _shards(self, box: Box) -> Iterable[tuple[int, ...]]:
         if (alone := only_shard(self.grid)) is not None and box.shape == self.grid.shape:
             return (alone,)
-        spans = zip(box.offset, box.stop, self.grid.shard, strict=True)
-        return itertools.product(*(range(a // s, -(-b // s)) for a, b, s in spans)) if box.size else ()
+        return cells(box, self.grid.shard)
 
     def planned(self, box: Box) -> int:
         """Bytes that reading ``box`` takes from files."""
@@ -152,10 +151,7 @@ class ChunkedTensor:
                 local, target = part.within(stored.box), view(out, part.within(box))
             else:  # only a box beyond the array ends here
                 continue
-            spans = [
-                range(a // c, -(-b // c)) for a, b, c in zip(local.offset, local.stop, self.grid.chunk, strict=True)
-            ]
-            chunks = list(itertools.product(*spans))
+            chunks = list(cells(local, self.grid.chunk))
             for first in range(0, len(chunks), step):
                 yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
 

@@ -25,7 +25,7 @@ from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base.checksums import crc32c
 from ..base.locations import is_url
 from ..format import manifest
-from ..format.chunk_grid import ChunkGrid, slashed_key, windows
+from ..format.chunk_grid import ChunkGrid, cells, slashed_key, windows
 from ..format.zarr_format import GROUP_ATTRIBUTE
 from ..stores import icechunk_store
 from ..stores.filesystem import try_lock
@@ -134,8 +134,7 @@ def _write(zarr: Any, group: Any, item: SaveItem) -> str:
             held = np.asarray(values if isinstance(values, np.ndarray) else values.to_device("cpu"))
             place = part.shifted(box.offset)
             chunks = {}
-            spans = (range(a // c, -(-b // c)) for a, b, c in zip(place.offset, place.stop, chunk, strict=True))
-            for coord in itertools.product(*spans):
+            for coord in cells(place, chunk):
                 inside = grid.shard_box(coord).within(place)
                 padded = np.zeros(chunk, item.dtype)
                 padded[(*map(slice, inside.shape), ...)] = held[(*inside.slices, ...)]

@@ -15,7 +15,7 @@ from ...arrays.core.errors import CheckpointError
 from ...arrays.core.tree import Path
 from ..base import names
 from ..checkpoint.checkpoint import Checkpoint
-from ..format.chunk_grid import ChunkGrid, only_shard, place_of
+from ..format.chunk_grid import ChunkGrid, cells, only_shard, place_of
 from ..format.compression import Compression, ShuffledZstd, most_nbytes
 from ..format.manifest import Base
 from ..format.stored_objects import Pack
@@ -138,12 +138,8 @@ def tasks_of(number: int, item: SaveItem, block: Box) -> list[Task]:
         part = Box.whole(block.shape)
         base = None if item.base is None else item.base.only(Box.whole(item.shape))
         return [Task(number, part, item.grid, alone, file, item.compression, name, "", like, dual, base)]
-    span = zip(block.offset, block.stop, item.grid.shard, strict=True)
-    ranges = [range(a // s, -(-b // s)) for a, b, s in span]
-    sub = ChunkGrid(tuple(len(r) for r in ranges), (1,) * len(ranges), (1,) * len(ranges))
     out = []
-    for k in sub.shards():
-        coord = tuple(r[i] for r, i in zip(ranges, k, strict=True))
+    for coord in cells(block, item.grid.shard):
         part = item.grid.shard_box(coord).within(block)
         key = item.grid.key(coord)
         file, like = f"{item.directory}/{key}", os.path.join(item.like, key) if item.like else ""

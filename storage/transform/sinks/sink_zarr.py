@@ -16,7 +16,7 @@ from ...base.checksums import combine, crc32c
 from ...base.scratch import scratch
 from ...base.threads import SYNCS, compressors, in_threads, writers
 from ...format import chunk_sums, manifest
-from ...format.chunk_grid import ChunkGrid, ravel, windows
+from ...format.chunk_grid import ChunkGrid, cells, ravel, windows
 from ...format.chunk_sums import packed
 from ...format.zarr_format import chunk_coords, shard_index
 from ...readers.tensor import consecutive
@@ -44,18 +44,16 @@ class ZarrWriter:
         grid = self.grid
         per = grid.chunks_in_shard
         out = []
-        for index in chunks_of(grid, window):
-            offset = tuple(i * c for i, c in zip(index, grid.chunk, strict=True))
-            shape = tuple(min(c, n - o) for c, n, o in zip(grid.chunk, grid.shape, offset, strict=True))
+        for index in cells(window, grid.chunk):
             coord = tuple(i // k for i, k in zip(index, per, strict=True))
-            out.append((coord, tuple(i % k for i, k in zip(index, per, strict=True)), Box(offset, shape)))
+            out.append((coord, tuple(i % k for i, k in zip(index, per, strict=True)), grid.chunk_box(index)))
         return out
 
     def put(self, root: str, window: Box, tensor: Any) -> list[int]:
         stored = whole_of(tensor)
         if not keeps_bytes(stored, self.grid, self.dtype):
             return self._write(root, window, read(tensor, window, passing=True))
-        every = chunks_of(self.grid, window)
+        every = list(cells(window, self.grid.chunk))
         found = copy_chunks(
             stored, self.grid, every, lambda coord: os.path.join(root, self.directory, self.grid.key(coord))
         )
@@ -281,9 +279,3 @@ class ZarrSink:
 
     def finish(self, folder: Folder, target: str) -> int:
         return finish_directory(folder, target, self.head, self.items, self._records, self.documents)
-
-
-def chunks_of(grid: ChunkGrid, window: Box) -> list[tuple[int, ...]]:
-    """Indices of the chunks of an array that a window of whole chunks covers, in lexicographic order."""
-    spans = zip(window.offset, window.stop, grid.chunk, strict=True)
-    return list(itertools.product(*(range(a // c, -(-b // c)) for a, b, c in spans)))
