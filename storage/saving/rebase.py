@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ...arrays.core.blocks import Box
 from ..base import activity, names, strict_json
 from ..checkpoint.numbered import Numbered
@@ -18,6 +16,7 @@ from ..format.compression import compression_of
 from ..format.zarr_format import GROUP_ATTRIBUTE, said_of
 from ..loading.open import open_checkpoint
 from ..readers.tensor import read_into
+from ..readers.windowed import WindowedBlock
 from ..stores import atomic_directory, store
 from . import packs, sharing
 from .finalize import finish_directory
@@ -33,27 +32,6 @@ class _Sharding:
 
     def describe(self) -> list[str]:
         return self.texts
-
-
-@dataclass(frozen=True)
-class _LazyBlock:
-    """A block of a stored array, with the face of one in memory; chunks are read one by one."""
-
-    tensor: Any
-    box: Box
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.box.shape
-
-    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
-        spans = [range(*s.indices(n)) for s, n in zip(index[:-1], self.shape, strict=True)]
-        part = Box(tuple(r.start for r in spans), tuple(len(r) for r in spans))
-        return read_into(self.tensor, part.shifted(self.box.offset))[0]
 
 
 def rebase(path: str, base: str | None) -> None:
@@ -92,7 +70,7 @@ def rebase(path: str, base: str | None) -> None:
                 folder.mkdir(item.directory)
             for task in tasks_of(0, item, Box.whole(item.shape)) if math.prod(item.shape) else ():
                 box = item.grid.shard_box(task.coord)
-                block = _LazyBlock(item.array, box)
+                block = WindowedBlock(item.array, box, item.grid.chunk, 0)
                 tasks.append(replace(task, array=len(blocks), part=Box.whole(box.shape)))
                 blocks.append(read_into(item.array, box)[0] if item.packed else block)
         tasks = packs.dealt(tasks, [b.dtype.itemsize for b in blocks], "local", folder.suffix)

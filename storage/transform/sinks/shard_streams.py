@@ -17,8 +17,7 @@ import numpy as np
 
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CheckpointError
-from ...format import dtypes
-from ...format.chunk_grid import ChunkGrid, windows
+from ...format.chunk_grid import ChunkGrid
 from ...format.chunk_sums import packed
 from ...format.compression import Compression
 from ...format.stored_objects import StoredObject
@@ -26,6 +25,7 @@ from ...format.zarr_format import ShardBytes, dual_shard
 from ...readers.compressed import digest
 from ...readers.dual_tensor import DualTensor
 from ...readers.reading import opened
+from ...readers.windowed import WindowedBlock
 from ...rules.lazy_tensors import whole_of
 from ...saving.dual import DualBytes
 from ...saving.items import Record
@@ -34,27 +34,6 @@ from .copy_chunks import CopiedShard, keeps_bytes
 from .sink import read
 
 Coord = tuple[int, ...]
-
-
-class _Windowed:
-    """The elements of a box of a lazy tensor, with the face of an array that is read chunk by chunk, in order."""
-
-    def __init__(self, tensor: Any, box: Box, chunk: tuple[int, ...], limit: int) -> None:
-        self.tensor, self.box, self.dtype = tensor, box, dtypes.little(tensor.dtype)
-        self._windows = lambda: windows(box.shape, chunk, tensor.dtype.itemsize, limit)
-        self._coming = self._windows()
-        self._window, self._data = Box((0,) * len(box.shape), (0,) * len(box.shape)), np.empty(0, self.dtype)
-
-    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
-        spans = [s.indices(n) for s, n in zip(index[:-1], self.box.shape, strict=True)]
-        wanted = Box(tuple(a for a, _, _ in spans), tuple(b - a for a, b, _ in spans))
-        if not any(wanted.offset):  # from the first chunk on, perhaps once more
-            self._coming, self._data = self._windows(), self._data[:0]
-        while wanted.intersect(self._window) != wanted or not self._data.size:
-            self._window = next(self._coming)
-            offset = tuple(a + b for a, b in zip(self.box.offset, self._window.offset, strict=True))
-            self._data = read(self.tensor, Box(offset, self._window.shape))
-        return self._data[(*wanted.within(self._window).slices, ...)]
 
 
 def shard_of(
@@ -72,13 +51,12 @@ def shard_of(
     ``dual``: the name of an array of that layout, whose tensor is read twice, as the header has the checksum of the
     rows.
     """
+    block: Any = WindowedBlock(tensor, grid.shard_box(coord), grid.chunk, limit, read)
     if dual is not None:
-        rows: Any = _Windowed(tensor, grid.shard_box(coord), grid.chunk, limit)
-        return DualBytes(rows, grid, coord, lambda _: None, dual)
+        return DualBytes(block, grid, coord, lambda _: None, dual)
     stored = whole_of(tensor)
     if keeps_bytes(stored, grid, tensor.dtype, compression):
         return CopiedShard(stored, grid, coord)
-    block: Any = _Windowed(tensor, grid.shard_box(coord), grid.chunk, limit)
     return ShardBytes(block, grid, coord, compression=compression, threads=threads)
 
 
