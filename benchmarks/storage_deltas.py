@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from storage_forms import TrainingRun, text_of
 from storage_table import Bench, measured
 
 import meshtape as mt
@@ -20,45 +21,25 @@ BEFORE = (
 )
 AFTER = "random shutil smtplib socket statistics string subprocess tarfile tempfile textwrap threading typing zipfile"
 CONFIG = mt.models.decoder.Config(vocab=256, width=128, layers=3, heads=4, kv_heads=4, ffn=352, max_length=64)
-SETTLE, SAVES, ANCHOR = (
-    400,
-    20,
-    10,
-)  # steps of fine-tuning before the first save; saves, one a step; of which one is plain
+SETTLE, SAVES, ANCHOR = 400, 20, 10
+"""Steps of fine-tuning before the first save; saves, one a step; and of how many one is plain."""
 
 
-def _text(modules: str) -> np.ndarray:
-    files = [importlib.import_module(m).__file__ or "" for m in modules.split()]
-    return np.frombuffer(b"".join(Path(f).read_bytes() for f in files), np.uint8).astype(np.int32)
-
-
-def _trained(params: Any, text: np.ndarray, rate: float, steps: int) -> Iterator[tuple[Any, Any]]:
-    """(parameters, state of the optimizer) after each step."""
-    optimizer, rng = mt.optim.adamw(rate), np.random.default_rng(0)
-    state = optimizer.init(params)
-
-    def loss(p: Any, ids: Any, labels: Any) -> Any:
-        total, count = mt.models.decoder.loss(p, {"ids": ids, "labels": labels}, CONFIG)
-        return total / count
-
-    @mt.compile
-    def step(p: Any, s: Any, ids: Any, labels: Any) -> Any:
-        return optimizer.update(p, mt.grad(loss)(p, ids, labels), s)
-
-    for _ in range(steps):
-        places = rng.integers(0, len(text) - 65, 4)
-        rows = np.stack([text[i : i + 65] for i in places])
-        params, state = step(params, state, mt.asarray(rows[:, :-1]), mt.asarray(rows[:, 1:]))
-        yield params, state
+def _run(modules: str, rate: float, params: Any = None) -> TrainingRun:
+    text = text_of(Path(importlib.import_module(m).__file__ or "") for m in modules.split())
+    return TrainingRun(rate=rate, config=CONFIG, text=text, params=params, rows=4)
 
 
 def run(dtype: Any) -> Iterator[tuple[int, Any, Any]]:
     """(step, parameters, state of the optimizer) of each save of the fine-tuning."""
-    *_, (params, _) = _trained(mt.models.decoder.init(mt.random.key(0), CONFIG), _text(BEFORE), 1e-3, 150)
-    params = mt.tree.tree_map(lambda a: mt.asarray(np.asarray(a).astype(dtype)), params)
-    for step, held in enumerate(_trained(params, _text(AFTER), 1e-5, SETTLE + SAVES), 1):
+    first = _run(BEFORE, 1e-3)
+    for _ in range(150):
+        first.step()
+    tuned = _run(AFTER, 1e-5, mt.tree.tree_map(lambda a: mt.asarray(np.asarray(a).astype(dtype)), first.params))
+    for step in range(1, SETTLE + SAVES + 1):
+        tuned.step()
         if step > SETTLE:
-            yield step, *held
+            yield step, tuned.params, tuned.state
 
 
 def deltas(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:

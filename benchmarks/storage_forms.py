@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,27 @@ CONFIG = de.Config(vocab=256, width=256, layers=4, heads=4, max_length=128)
 EVERY = 5  # steps from one checkpoint to the next
 
 
-class TrainingRun:
-    """A decoder of 3.3 million parameters that learns the text of this repository with AdamW. ``last``: its last layer
-    alone."""
+def text_of(files: Iterable[Path]) -> np.ndarray:
+    """The bytes of files as tokens."""
+    return np.frombuffer(b"".join(p.read_bytes() for p in files), np.uint8).astype(np.int32)
 
-    def __init__(self, last: bool = False, rate: float = 1e-3) -> None:
-        sources = sorted(Path(__file__).parents[1].glob("*/*/*.py"))
-        self.text = np.frombuffer(b"".join(p.read_bytes() for p in sources), np.uint8).astype(np.int32)
-        self.rng = np.random.default_rng(0)
-        self.params = de.init(mt.random.key(0), CONFIG)
+
+class TrainingRun:
+    """A decoder that learns a text with AdamW: by default one of 3.3 million parameters, and that of this repository.
+    ``last``: its last layer alone."""
+
+    def __init__(
+        self,
+        last: bool = False,
+        rate: float = 1e-3,
+        config: de.Config = CONFIG,
+        text: np.ndarray | None = None,
+        params: Any = None,
+        rows: int = 8,
+    ) -> None:
+        self.text = text_of(sorted(Path(__file__).parents[1].glob("*/*/*.py"))) if text is None else text
+        self.rng, self.rows, self.length = np.random.default_rng(0), rows, config.max_length
+        self.params = de.init(mt.random.key(0), config) if params is None else params
         optimizer = mt.optim.adamw(rate)
         trained = lambda params: params["layers"][-1] if last else params  # noqa: E731
         joined = lambda p, new: {**p, "layers": [*p["layers"][:-1], new]} if last else new  # noqa: E731
@@ -42,7 +54,7 @@ class TrainingRun:
         @mt.compile
         def step(params: Any, state: Any, batch: Any) -> Any:
             def loss(new: Any) -> Any:
-                total, count = de.loss(joined(params, new), batch, CONFIG)
+                total, count = de.loss(joined(params, new), batch, config)
                 return total / count
 
             value, grads = mt.value_and_grad(loss)(trained(params))
@@ -53,8 +65,8 @@ class TrainingRun:
 
     def step(self) -> float:
         """Make a step; returns its loss."""
-        starts = self.rng.integers(0, len(self.text) - 129, 8)
-        ids = np.stack([self.text[i : i + 129] for i in starts])
+        starts = self.rng.integers(0, len(self.text) - self.length - 1, self.rows)
+        ids = np.stack([self.text[i : i + self.length + 1] for i in starts])
         batch = {"ids": ids[:, :-1], "labels": ids[:, 1:]}
         loss, self.params, self.state = self._step(self.params, self.state, batch)
         return float(loss)
