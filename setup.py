@@ -1,5 +1,5 @@
-"""Builds the kernels in C, in wheels and in editable installs; without a compiler the package does the same with NumPy
-alone.
+"""Builds the kernels and the path of small calls in C, in wheels and in editable installs; without a compiler the
+package does the same with NumPy and Python alone.
 
 All else about the package is in ``pyproject.toml``.
 """
@@ -40,6 +40,14 @@ KERNELS = Extension(
     optional=True,  # no compiler, or no headers of Python
 )
 
+CALLS = Extension(
+    "meshtape.arrays.core._calls",
+    ["arrays/native/c/calls.c"],
+    include_dirs=[np.get_include()],
+    extra_compile_args=["-O2", "-g0", "-std=c11"] if POSIX else ["/O2", "/std:c11"],
+    optional=True,
+)
+
 
 class Build(build):
     """A build begins with nothing: what an earlier one left, of another version perhaps, would be packed with it."""
@@ -58,4 +66,4 @@ def packages() -> list[str]:
     )
 
 
-setup(cmdclass={"build": Build}, packages=packages(), package_dir=FOLDERS, ext_modules=[KERNELS])
+setup(cmdclass={"build": Build}, packages=packages(), package_dir=FOLDERS, ext_modules=[KERNELS, CALLS])

@@ -13,7 +13,7 @@ import numpy as np
 
 from .errors import ArgumentError
 
-_ids = itertools.count(1)
+ids = itertools.count(1)
 
 
 class Array:
@@ -55,7 +55,7 @@ class Array:
         return int(self._buf.nbytes)
 
 
-next_id = _ids.__next__
+next_id = ids.__next__
 """A name that no value has had."""
 
 
@@ -63,7 +63,7 @@ def new_id(x: Array) -> int:
     """The name of this value on tapes, given on first use."""
     name = x._id
     if not name:
-        name = x._id = next(_ids)
+        name = x._id = next(ids)
     return name
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .array import Array
+from .array import Array, ids
 from .devices import Device
 from .dtypes import FIRST_USER_DTYPE
 from .errors import (
@@ -29,6 +29,14 @@ from .errors import (
 )
 from .op import NO_PARAMS, Op, ShapeDtype, state
 from .program import Const, Program, Site
+
+compiled: Any
+"""The path of a small call in C, or None: :func:`invoke` here, and two functions of the tape. It is there where the
+package was installed with a C compiler at hand; it takes the plain case, and hands all else to the functions here."""
+try:
+    from . import _calls as compiled
+except ImportError:
+    compiled = None
 
 ndarray = np.ndarray
 SCALARS = frozenset({bool, int, float, complex})
@@ -210,21 +218,28 @@ def apply(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_PARAMS) 
 
 def invoke(op: Op, args: tuple[Any, ...], bufs: Sequence[Any], params: Mapping[str, Any] = NO_PARAMS) -> Any:
     """:func:`apply` to Arrays in NumPy's memory and Python scalars that need no preparation; ``bufs`` are the buffers
-    and the scalars."""
+    and the scalars. (In C where :data:`compiled` is there.)"""
     try:
         out = op.numpy(*bufs, **params) if params else op.numpy(*bufs)
     except (ValueError, TypeError, OverflowError, MemoryError) as e:
         _explain(op, args, params, e)
         raise
-    if op.nout == 1:
+    if type(out) is ndarray and op.nout == 1:
         result = _new(Array)
-        result._buf = out if type(out) is ndarray or isinstance(out, Deferred) else np.asarray(out)
+        result._buf = out
         result._id = 0
     else:
-        result = tuple([wrap(np.asarray(o)) for o in out])
+        result = _results(op, out)
     for r in state.recorders:
         r.record(op, args, bufs, (result,) if op.nout == 1 else result, params)
     return result
+
+
+def _results(op: Op, out: Any) -> Any:
+    """The results of a call that gave more, or something else, than one array of NumPy."""
+    if op.nout > 1:
+        return tuple([wrap(np.asarray(o)) for o in out])
+    return wrap(out if isinstance(out, Deferred) else np.asarray(out))
 
 
 def _on_one_gpu(args: tuple[Any, ...]) -> list[Any] | None:
@@ -490,3 +505,17 @@ def argument_avals(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # A third of the time of the named tuple's own constructor.
 _aval = functools.partial(tuple.__new__, ShapeDtype)
+
+
+def _explained(op: Op, args: tuple[Any, ...], params: Mapping[str, Any], error: Exception) -> None:
+    """Raise the error of a call as :func:`invoke` does; for that in C."""
+    try:
+        raise error
+    except Exception:
+        _explain(op, args, params, error)
+        raise
+
+
+if compiled is not None:
+    compiled.bind_calls(Array, Op, state, ids, NO_PARAMS, _explained, _results, _THEIRS, call_site)
+    invoke = compiled.invoke

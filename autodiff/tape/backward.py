@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.array import Array
-from ...arrays.core.dispatch import apply, wrap
+from ...arrays.core.dispatch import apply, compiled, wrap
 from ...arrays.core.dtypes import HALF, float32
 from ...arrays.core.errors import NonDifferentiableError, ShapeError
 from ...arrays.core.op import ShapeDtype, state
@@ -71,6 +71,11 @@ def walk(
     fields: Any = None
     try:
         while records:
+            if compiled is not None and not general:
+                fields = None
+                compiled.pull(records, cots, keep, owned, live, xp)  # up to a record that is not plain
+                if not records:
+                    break
             fields = records.pop()
             plan, inputs, outputs, kept, _, _, _, _ = fields
             if general or not plan.simple:
@@ -80,7 +85,7 @@ def walk(
                 found = _found(Recorded._make(fields), tape, cots, keep, owned, xp, wrapped, make)
                 for i, gx in found:
                     if gx is not None:
-                        _give(gx, inputs[i], live, cots, owned, xp, wrapped)
+                        give(gx, inputs[i], live, cots, owned, xp, wrapped)
                 continue
             # The most frequent records by far: the rules are called as they are.
             v = outputs[0]
@@ -99,12 +104,14 @@ def walk(
                 if v not in cots and (gx.shape, gx.dtype) == live[v]:
                     cots[v] = gx
                 else:
-                    _give(gx, v, live, cots, owned, xp, wrapped)
+                    give(gx, v, live, cots, owned, xp, wrapped)
         for v in list(hooks):  # of what no call on this tape has made
             _call_hooks(v, cots, hooks, owned, wrapped, short)
     except NonDifferentiableError:
         raise
     except Exception as e:
+        if fields is None and records:
+            fields = records[-1]  # whose rule raised in C
         if fields is not None:
             r = Recorded._make(fields)
             e.add_note(f"in the derivative of {r.name}, called at {site_text(r.site)}")
@@ -113,7 +120,7 @@ def walk(
         state.origin, state.site = outer, outer_site
 
 
-def _give(
+def give(
     g: Any,
     v: int,
     live: Mapping[int, tuple[tuple[int, ...], np.dtype]],

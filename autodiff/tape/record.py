@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays.core.array import Array, new_id, next_id
-from ...arrays.core.dispatch import argument_avals, call_site, written_to
+from ...arrays.core.dispatch import argument_avals, call_site, compiled, written_to
 from ...arrays.core.dtypes import HALF, float32, float64
 from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, Entry, Site
@@ -50,7 +50,10 @@ class Recorded(NamedTuple):
 
 
 # Half the time of calling the named tuple's own constructor, for each scalar of a recorded call.
-_const = functools.partial(tuple.__new__, Const)
+const = functools.partial(tuple.__new__, Const)
+
+_OURS = 4 if compiled is None else 3
+"""Frames of ours from :func:`call_site` up to an operator: that of ``invoke`` is none in C."""
 
 
 class Recording:
@@ -105,7 +108,7 @@ class Recording:
                     raise written_to(op)
                 names.append(name)
             else:
-                names.append(a if type(a) is float else _const((a,)))
+                names.append(a if type(a) is float else const((a,)))
         try:
             plan = op.plans[mask]
         except KeyError:
@@ -134,4 +137,4 @@ class Recording:
             kept = plan.pick((*bufs, *[o._buf for o in outs]))
         if plan.rest:
             kept += plan.others(args, params)
-        self._records.append((plan, names, outputs, kept, params, out_avals, state.origin, call_site(4)))
+        self._records.append((plan, names, outputs, kept, params, out_avals, state.origin, call_site(_OURS)))

@@ -21,7 +21,7 @@ from ...arrays.backends.backend import backend_of, on_device_of
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array, new_id
 from ...arrays.core.devices import Device
-from ...arrays.core.dispatch import Deferred, argument_avals, wrap
+from ...arrays.core.dispatch import Deferred, argument_avals, compiled, wrap
 from ...arrays.core.dtypes import float32
 from ...arrays.core.errors import GradientError, check_function
 from ...arrays.core.op import NO_PARAMS, not_recording, state
@@ -31,9 +31,11 @@ from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import WATCHERS, settled
 from ...arrays.ops.creation import asarray, ones, zeros_like
 from .anomaly import is_checker
-from .backward import Hook, cast, same_value, walk
+from ..rules.registry import same
+from .backward import Hook, cast, give, same_value, walk
 from .custom_calls import CallPlan, run_hook
-from .record import Recorded, Recording, is_differentiable
+from .record import Recorded, Recording, const, is_differentiable
+from .vjp_plan import VJPPlan
 
 
 def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:
@@ -303,3 +305,7 @@ def _seed_of(target: Any, seed: Any) -> tuple[Array, Array]:
             raise GradientError(f"[gradient] the seed has dtype {seed.dtype.name}, the target {target.dtype.name}")
         seed = seed.astype(target.dtype)
     return target, seed
+
+
+if compiled is not None:
+    compiled.bind_tape(Tape, VJPPlan, const, same, give)

@@ -1,0 +1,394 @@
+/* The path of a small call: `invoke` of dispatch.py, the record of the call on a tape (record.py), and the pull of its cotangent
+(backward.py). Each does what the Python function of its name does in the plain case, arrays of NumPy and one result, and hands all else
+to that function, which is also what runs where this module was not built.
+
+Slots of Python's classes are read at their offsets, as the interpreter does; `bind_calls` and `bind_tape` look these up. */
+
+#define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#include <Python.h>
+#include <numpy/arrayobject.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#define SLOT(object, offset) (*(PyObject **)((char *)(object) + (offset)))
+#define MOST_VALUES 30 /* of a call, or of a rule */
+#define IS_SEQUENCE(x) (PyTuple_Check(x) || PyList_Check(x))
+#define IS_ARRAY(buf) (Py_TYPE(buf) == &PyArray_Type)
+
+static struct {
+    PyTypeObject *array, *tape, *plan;
+    PyObject *state, *ids, *no_params, *explained, *results, *theirs, *call_site, *getframe; /* of dispatch.py, array.py and sys */
+    PyObject *constant, *same, *give; /* of the tape */
+    Py_ssize_t buf, id, numpy, nout, plans, nondifferentiable, records, live;
+    Py_ssize_t single, saves, pick, keeps_result, rest, simple, pulls;
+} on;
+
+static PyObject *zero, *one, *s_dict, *s_recorders, *s_origin, *s_site, *s_record, *s_others;
+
+/* The offset of a slot, or -1 with an exception. */
+static Py_ssize_t offset_of(PyObject *type, const char *name) {
+    PyObject *member = PyObject_GetAttrString(type, name);
+    if (!member) return -1;
+    Py_ssize_t offset = -1;
+    if (Py_IS_TYPE(member, &PyMemberDescr_Type)) offset = ((PyMemberDescrObject *)member)->d_member->offset;
+    else PyErr_Format(PyExc_TypeError, "%s is no slot", name);
+    Py_DECREF(member);
+    return offset;
+}
+
+/* An Array around a buffer, whose reference it takes. */
+static PyObject *wrap(PyObject *buf) {
+    PyObject *x = on.array->tp_alloc(on.array, 0);
+    if (!x) {
+        Py_DECREF(buf);
+        return NULL;
+    }
+    SLOT(x, on.buf) = buf;
+    SLOT(x, on.id) = Py_NewRef(zero);
+    return x;
+}
+
+/* ----- recording ----------------------------------------------------------------------------------------------------------------- */
+
+/* An attribute of the context of this thread, borrowed; None where it was never set. */
+static PyObject *of_thread(PyObject *context, PyObject *name) {
+    PyObject *value = PyDict_GetItemWithError(context, name);
+    return value || PyErr_Occurred() ? value : Py_None;
+}
+
+/* The line outside of this package: most calls come from the caller of the function that calls us. */
+static PyObject *site_of(PyObject *context) {
+    PyObject *site = of_thread(context, s_site);
+    if (!site) return NULL;
+    if (site != Py_None) return Py_NewRef(site);
+    PyObject *frame = PyObject_CallOneArg(on.getframe, one);
+    if (!frame) return NULL;
+    PyCodeObject *code = PyFrame_GetCode((PyFrameObject *)frame);
+    int theirs = PySet_Contains(on.theirs, code->co_filename);
+    if (theirs > 0) site = Py_BuildValue("(Oi)", code, PyFrame_GetLasti((PyFrameObject *)frame));
+    else site = theirs < 0 ? NULL : PyObject_CallNoArgs(on.call_site);
+    Py_DECREF(code);
+    Py_DECREF(frame);
+    return site;
+}
+
+/* What a plan keeps of a call: `plan.pick` of the buffers, and `plan.others`. */
+static PyObject *kept_of(PyObject *plan, PyObject *args, PyObject *bufs, PyObject *out, PyObject *params) {
+    PyObject *kept = NULL, *rest = SLOT(plan, on.rest);
+    if (PyTuple_GET_SIZE(SLOT(plan, on.saves)) == 0) kept = PyTuple_New(0);
+    else if (SLOT(plan, on.keeps_result) != Py_True) kept = PyObject_CallOneArg(SLOT(plan, on.pick), bufs);
+    else {
+        Py_ssize_t n = PySequence_Fast_GET_SIZE(bufs);
+        PyObject *all = PyTuple_New(n + 1);
+        if (!all) return NULL;
+        for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(all, i, Py_NewRef(PySequence_Fast_GET_ITEM(bufs, i)));
+        PyTuple_SET_ITEM(all, n, Py_NewRef(out));
+        kept = PyObject_CallOneArg(SLOT(plan, on.pick), all);
+        Py_DECREF(all);
+    }
+    if (!kept || PyTuple_GET_SIZE(rest) == 0) return kept;
+    PyObject *others = PyObject_CallMethodObjArgs(plan, s_others, args, params, NULL);
+    PyObject *both = others ? PySequence_InPlaceConcat(kept, others) : NULL;
+    Py_XDECREF(others);
+    Py_DECREF(kept);
+    return both;
+}
+
+/* `Recording.record`: 1 where the call was noted or needs no note, 0 where that method has to do it, -1 with an exception. */
+static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, PyObject *result, PyObject *params, PyObject *context) {
+    const int constant = PyObject_IsTrue(SLOT(op, on.nondifferentiable));
+    if (constant) return constant;
+    PyObject *live = SLOT(tape, on.live), *records = SLOT(tape, on.records);
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(args);
+    PyObject *buf = SLOT(result, on.buf);
+    const int type = PyArray_TYPE((PyArrayObject *)buf);
+    if (n > MOST_VALUES || (type != NPY_DOUBLE && type != NPY_FLOAT) || !PyArray_ISNBO(PyArray_DESCR((PyArrayObject *)buf)->byteorder)) return 0;
+    int done = -1;
+    long mask = 1;
+    PyObject *key = NULL, *plan = NULL, *name = NULL, *shape = NULL, *of = NULL, *kept = NULL, *site = NULL, *fields = NULL;
+    PyObject *origin = of_thread(context, s_origin), *names = PyList_New(n);
+    if (!names || !origin) goto end;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *a = PySequence_Fast_GET_ITEM(args, i);
+        mask += mask;
+        if (Py_IS_TYPE(a, on.array)) {
+            PyObject *id = SLOT(a, on.id);
+            const int watched = PyDict_Contains(live, id);
+            if (watched < 0) goto end;
+            if (watched) mask++;
+            else if (SLOT(a, on.buf) != PySequence_Fast_GET_ITEM(bufs, i)) goto other;
+            PyList_SET_ITEM(names, i, Py_NewRef(id));
+        } else {
+            PyObject *number = PyFloat_CheckExact(a) ? Py_NewRef(a) : PyObject_CallFunction(on.constant, "((O))", a);
+            if (!number) goto end;
+            PyList_SET_ITEM(names, i, number);
+        }
+    }
+    if (!(key = PyLong_FromLong(mask))) goto end;
+    if (!(plan = Py_XNewRef(PyDict_GetItemWithError(SLOT(op, on.plans), key)))) {
+        if (!PyErr_Occurred()) goto other;
+        goto end;
+    }
+    if (plan == Py_None) {
+        done = 1;
+        goto end;
+    }
+    if (SLOT(plan, on.single) != Py_True) goto other;
+    name = Py_NewRef(SLOT(result, on.id));
+    if (name == zero) {
+        Py_SETREF(name, PyIter_Next(on.ids));
+        if (!name) goto end;
+        Py_SETREF(SLOT(result, on.id), Py_NewRef(name));
+    }
+    shape = PyArray_IntTupleFromIntp(PyArray_NDIM((PyArrayObject *)buf), PyArray_DIMS((PyArrayObject *)buf));
+    of = shape ? PyTuple_Pack(2, shape, (PyObject *)PyArray_DESCR((PyArrayObject *)buf)) : NULL;
+    if (!of || PyDict_SetItem(live, name, of) < 0) goto end;
+    if (!(kept = kept_of(plan, args, bufs, buf, params)) || !(site = site_of(context))) goto end;
+    Py_SETREF(name, PyTuple_Pack(1, name));
+    if (!name) goto end;
+    fields = PyTuple_Pack(8, plan, names, name, kept, params, Py_None, origin, site);
+    done = fields && PyList_Append(records, fields) == 0 ? 1 : -1;
+    goto end;
+other:
+    done = 0;
+end:
+    Py_XDECREF(key);
+    Py_XDECREF(plan);
+    Py_XDECREF(name);
+    Py_XDECREF(shape);
+    Py_XDECREF(of);
+    Py_XDECREF(kept);
+    Py_XDECREF(site);
+    Py_XDECREF(fields);
+    Py_XDECREF(names);
+    return done;
+}
+
+/* ----- calls --------------------------------------------------------------------------------------------------------------------- */
+
+/* Shows a call to the recorders of this thread. */
+static int shown(PyObject *op, PyObject *args, PyObject *bufs, PyObject *result, PyObject *params) {
+    PyObject *context = PyObject_GetAttr(on.state, s_dict);
+    if (!context) return -1;
+    int done = 0;
+    PyObject *recorders = PyDict_GetItemWithError(context, s_recorders), *outs = NULL;
+    if (!recorders) done = PyErr_Occurred() ? -1 : 0;
+    Py_XINCREF(recorders);
+    for (Py_ssize_t i = 0; done >= 0 && recorders && i < PyTuple_GET_SIZE(recorders); i++) {
+        PyObject *r = PyTuple_GET_ITEM(recorders, i);
+        const int plain = Py_IS_TYPE(r, on.tape) && Py_IS_TYPE(result, on.array) && IS_ARRAY(SLOT(result, on.buf));
+        done = plain ? note(r, op, args, bufs, result, params, context) : 0;
+        if (done) continue;
+        if (!outs) outs = Py_IS_TYPE(result, on.array) ? PyTuple_Pack(1, result) : Py_NewRef(result);
+        PyObject *none = outs ? PyObject_CallMethodObjArgs(r, s_record, op, args, bufs, outs, params, NULL) : NULL;
+        if (!none) done = -1;
+        Py_XDECREF(none);
+    }
+    Py_XDECREF(outs);
+    Py_XDECREF(recorders);
+    Py_DECREF(context);
+    return done < 0 ? -1 : 0;
+}
+
+/* Raises the error of a call anew, as `invoke` explains it. */
+static void explain(PyObject *op, PyObject *args, PyObject *params) {
+    if (!PyErr_ExceptionMatches(PyExc_ValueError) && !PyErr_ExceptionMatches(PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_OverflowError) && !PyErr_ExceptionMatches(PyExc_MemoryError))
+        return;
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback) PyException_SetTraceback(error, traceback);
+    PyObject *none = PyObject_CallFunctionObjArgs(on.explained, op, args, params, error, NULL);
+    Py_XDECREF(none);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(traceback);
+}
+
+PyDoc_STRVAR(invoke_doc, "invoke(op, args, bufs, params) -> Array | tuple\n\nThe function of this name of `dispatch`.");
+
+static PyObject *invoke(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
+    if (count < 3 || count > 4 || !IS_SEQUENCE(given[1]) || !IS_SEQUENCE(given[2])) {
+        PyErr_SetString(PyExc_TypeError, "invoke(op, args, bufs, params)");
+        return NULL;
+    }
+    PyObject *op = given[0], *args = given[1], *bufs = given[2], *params = count > 3 ? given[3] : on.no_params;
+    PyObject *fn = Py_NewRef(SLOT(op, on.numpy)), *out;
+    if (PyDict_CheckExact(params) && PyDict_GET_SIZE(params)) {
+        PyObject *operands = PySequence_Tuple(bufs);
+        out = operands ? PyObject_Call(fn, operands, params) : NULL;
+        Py_XDECREF(operands);
+    } else out = PyObject_Vectorcall(fn, PySequence_Fast_ITEMS(bufs), PySequence_Fast_GET_SIZE(bufs), NULL);
+    Py_DECREF(fn);
+    if (!out) {
+        explain(op, args, params);
+        return NULL;
+    }
+    PyObject *result;
+    if (IS_ARRAY(out) && SLOT(op, on.nout) == one) result = wrap(out);
+    else {
+        result = PyObject_CallFunctionObjArgs(on.results, op, out, NULL);
+        Py_DECREF(out);
+    }
+    if (result && shown(op, args, bufs, result, params) < 0) Py_CLEAR(result);
+    return result;
+}
+
+/* ----- the backward pass --------------------------------------------------------------------------------------------------------- */
+
+static int fits(PyObject *g, PyObject *of) {
+    if (!IS_ARRAY(g)) return 0;
+    PyArrayObject *x = (PyArrayObject *)g;
+    PyObject *shape = PyTuple_GET_ITEM(of, 0);
+    if ((PyObject *)PyArray_DESCR(x) != PyTuple_GET_ITEM(of, 1) || PyArray_NDIM(x) != PyTuple_GET_SIZE(shape)) return 0;
+    for (int i = 0; i < PyArray_NDIM(x); i++)
+        if (PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, i)) != PyArray_DIM(x, i)) return 0;
+    return 1;
+}
+
+/* `_give`: adds to the cotangent of the value `v`. */
+static int give(PyObject *g, PyObject *v, PyObject *live, PyObject *cots, PyObject *owned, PyObject *xp) {
+    PyObject *of = PyDict_GetItemWithError(live, v), *before = PyDict_GetItemWithError(cots, v);
+    if (PyErr_Occurred()) return -1;
+    if (of && fits(g, of) && (!before || IS_ARRAY(before))) {
+        if (!before) return PyDict_SetItem(cots, v, g);
+        const int mine = PySet_Contains(owned, v);
+        if (mine < 0) return -1;
+        Py_INCREF(before);
+        PyObject *total = mine ? PyNumber_InPlaceAdd(before, g) : PyNumber_Add(before, g);
+        int done = total ? 0 : -1;
+        if (total && total != before) done = PyDict_SetItem(cots, v, total);
+        if (!done && !mine && IS_ARRAY(total)) done = PySet_Add(owned, v);
+        Py_DECREF(before);
+        Py_XDECREF(total);
+        return done;
+    }
+    PyObject *none = PyObject_CallFunctionObjArgs(on.give, g, v, live, cots, owned, xp, Py_False, NULL);
+    Py_XDECREF(none);
+    return none ? 0 : -1;
+}
+
+/* The cotangent of one operand by its rule. */
+static PyObject *pulled(PyObject *rule, PyObject *find, PyObject *xp, PyObject *g, PyObject *kept) {
+    if (rule == on.same) return Py_NewRef(g);
+    PyObject *needs = PyObject_CallOneArg(find, kept);
+    if (!needs) return NULL;
+    PyObject *found = NULL, *items = PySequence_Fast(needs, "a rule's arguments");
+    PyObject *stack[MOST_VALUES + 2] = {xp, g};
+    const Py_ssize_t n = items ? PySequence_Fast_GET_SIZE(items) : 0;
+    for (Py_ssize_t i = 0; i < n && i < MOST_VALUES; i++) stack[2 + i] = PySequence_Fast_GET_ITEM(items, i);
+    if (items && n <= MOST_VALUES) found = PyObject_Vectorcall(rule, stack, 2 + n, NULL);
+    else if (items) PyErr_Format(PyExc_SystemError, "a rule takes more than %d values", MOST_VALUES);
+    Py_XDECREF(items);
+    Py_DECREF(needs);
+    return found;
+}
+
+PyDoc_STRVAR(pull_doc, "pull(records, cots, keep, owned, live, xp)\n\nThe loop of `walk`, up to a record that is not plain.");
+
+static PyObject *pull(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
+    if (count != 6 || !PyList_CheckExact(given[0])) {
+        PyErr_SetString(PyExc_TypeError, "pull(records, cots, keep, owned, live, xp)");
+        return NULL;
+    }
+    PyObject *records = given[0], *cots = given[1], *keep = given[2], *owned = given[3], *live = given[4], *xp = given[5];
+    int done = 0;
+    for (Py_ssize_t n; done >= 0 && (n = PyList_GET_SIZE(records)) > 0;) {
+        PyObject *fields = PyList_GET_ITEM(records, n - 1), *plan = PyTuple_GET_ITEM(fields, 0);
+        if (!Py_IS_TYPE(plan, on.plan) || SLOT(plan, on.simple) != Py_True) break;
+        PyObject *v = PyTuple_GET_ITEM(PyTuple_GET_ITEM(fields, 2), 0), *g = PyDict_GetItemWithError(cots, v);
+        if (g && !IS_ARRAY(g)) break;
+        if (!g && PyErr_Occurred()) return NULL;
+        Py_INCREF(fields);
+        Py_XINCREF(g);
+        if (g) {
+            const int stays = PySet_Contains(keep, v);
+            done = stays < 0 || (!stays && PyDict_DelItem(cots, v) < 0) || PySet_Discard(owned, v) < 0 ? -1 : 0;
+            PyObject *pulls = SLOT(plan, on.pulls), *inputs = PyTuple_GET_ITEM(fields, 1), *kept = PyTuple_GET_ITEM(fields, 3);
+            for (Py_ssize_t i = 0; done >= 0 && i < PyTuple_GET_SIZE(pulls); i++) {
+                PyObject *one_of = PyTuple_GET_ITEM(pulls, i);
+                PyObject *gx = pulled(PyTuple_GET_ITEM(one_of, 1), PyTuple_GET_ITEM(one_of, 2), xp, g, kept);
+                PyObject *to = PySequence_Fast_GET_ITEM(inputs, PyLong_AsSsize_t(PyTuple_GET_ITEM(one_of, 0)));
+                if (!gx) done = -1;
+                else if (gx != Py_None) done = give(gx, to, live, cots, owned, xp);
+                Py_XDECREF(gx);
+            }
+            Py_DECREF(g);
+        }
+        /* (A record whose rule raised stays: `walk` names it.) */
+        if (done >= 0) done = PyList_SetSlice(records, n - 1, n, NULL);
+        Py_DECREF(fields);
+    }
+    if (done < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ----- the module ---------------------------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(bind_calls_doc, "The classes and functions of `dispatch`.");
+
+static PyObject *bind_calls(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *array, *op;
+    if (!PyArg_ParseTuple(args, "OOOOOOOOO", &array, &op, &on.state, &on.ids, &on.no_params, &on.explained, &on.results, &on.theirs,
+                          &on.call_site))
+        return NULL;
+    on.array = (PyTypeObject *)array;
+    if ((on.buf = offset_of(array, "_buf")) < 0 || (on.id = offset_of(array, "_id")) < 0 || (on.numpy = offset_of(op, "numpy")) < 0 ||
+        (on.nout = offset_of(op, "nout")) < 0 || (on.plans = offset_of(op, "plans")) < 0 ||
+        (on.nondifferentiable = offset_of(op, "nondifferentiable")) < 0)
+        return NULL;
+    Py_INCREF(args); /* for ever */
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(bind_tape_doc, "The classes and functions of the tape.");
+
+static PyObject *bind_tape(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *tape, *plan;
+    if (!PyArg_ParseTuple(args, "OOOOO", &tape, &plan, &on.constant, &on.same, &on.give)) return NULL;
+    if ((on.records = offset_of(tape, "_records")) < 0 || (on.live = offset_of(tape, "live")) < 0 ||
+        (on.single = offset_of(plan, "single")) < 0 || (on.saves = offset_of(plan, "saves")) < 0 ||
+        (on.pick = offset_of(plan, "pick")) < 0 || (on.keeps_result = offset_of(plan, "keeps_result")) < 0 ||
+        (on.rest = offset_of(plan, "rest")) < 0 || (on.simple = offset_of(plan, "simple")) < 0 ||
+        (on.pulls = offset_of(plan, "pulls")) < 0)
+        return NULL;
+    Py_INCREF(args); /* for ever */
+    on.plan = (PyTypeObject *)plan;
+    on.tape = (PyTypeObject *)tape;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef METHODS[] = {{"invoke", (PyCFunction)(void (*)(void))invoke, METH_FASTCALL, invoke_doc},
+                                {"pull", (PyCFunction)(void (*)(void))pull, METH_FASTCALL, pull_doc},
+                                {"bind_calls", bind_calls, METH_VARARGS, bind_calls_doc},
+                                {"bind_tape", bind_tape, METH_VARARGS, bind_tape_doc},
+                                {NULL, NULL, 0, NULL}};
+
+static int fill(PyObject *Py_UNUSED(module)) {
+    if (PyArray_ImportNumPyAPI() < 0) return -1;
+    zero = PyLong_FromLong(0);
+    one = PyLong_FromLong(1);
+    s_dict = PyUnicode_InternFromString("__dict__");
+    s_recorders = PyUnicode_InternFromString("recorders");
+    s_origin = PyUnicode_InternFromString("origin");
+    s_site = PyUnicode_InternFromString("site");
+    s_record = PyUnicode_InternFromString("record");
+    s_others = PyUnicode_InternFromString("others");
+    on.getframe = PySys_GetObject("_getframe"); /* borrowed, from a module that stays */
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyModuleDef_Slot SLOTS[] = {{Py_mod_exec, (void *)fill}, {0, NULL}};
+
+static struct PyModuleDef DEFINITION = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_calls",
+    .m_doc = "The path of a small call.",
+    .m_methods = METHODS,
+    .m_slots = SLOTS,
+};
+
+PyMODINIT_FUNC PyInit__calls(void) { return PyModuleDef_Init(&DEFINITION); }
