@@ -57,7 +57,7 @@ def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
 
 def without_derivatives(x: Any) -> bool:
     """Whether a leaf has no derivatives: integers, booleans, another library's array, an object that hides arrays."""
-    if isinstance(x, Array | np.ndarray | np.generic):
+    if isinstance(x, (Array, np.ndarray, np.generic)):  # (A union of types would be made at each call.)
         return not is_differentiable(x.dtype)
     return is_integer(x) or is_foreign(type(x)) or hides_arrays(x)
 

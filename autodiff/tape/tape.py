@@ -30,8 +30,8 @@ from ...arrays.indexing.sparse_cotangent import SparseCotangent, densify
 from ...arrays.interface.askers import say_ours
 from ...arrays.interface.writing import WATCHERS, settled
 from ...arrays.ops.creation import asarray, ones, zeros_like
-from .anomaly import is_checker
 from ..rules.registry import same
+from .anomaly import is_checker
 from .backward import Hook, cast, give, same_value, walk
 from .custom_calls import CallPlan, run_hook
 from .record import Recorded, Recording, const, is_differentiable

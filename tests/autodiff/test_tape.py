@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import subprocess
+import sys
 import threading
 import tracemalloc
 import weakref
@@ -13,7 +16,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays import OPS
-from meshtape.arrays.core.dispatch import apply
+from meshtape.arrays.core.dispatch import apply, compiled
 from meshtape.arrays.core.op import state
 from meshtape.arrays.nn.norms.layer_norm import layer_norm
 from meshtape.autodiff.rules import RULES
@@ -571,3 +574,13 @@ def test_cotangents_have_the_dtype_of_their_values(dtype):
     value, pull = mt.vjp(chain, x)
     assert pull(mt.ones_like(value))[0].dtype == dtype
     assert mt.hvp(lambda x: mt.sum(chain(x)), x, x).dtype == dtype
+
+
+@pytest.mark.skipif(compiled is None, reason="all of this file has just run without the calls in C")
+def test_without_the_calls_in_c_the_tape_is_the_same():
+    code = "import sys; sys.modules['meshtape.arrays.core._calls'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    usual = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-c", code, "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=usual)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 skipped" in done.stdout

@@ -1,6 +1,6 @@
-/* The path of a small call: `invoke` of dispatch.py, the record of the call on a tape (record.py), and the pull of its cotangent
-(backward.py). Each does what the Python function of its name does in the plain case, arrays of NumPy and one result, and hands all else
-to that function, which is also what runs where this module was not built.
+/* The path of a small call: `invoke` of dispatch.py, `Recording.record` of record.py (`note`), and the loop of `walk` in backward.py
+(`pull`). Each does what that Python function does in the plain case, arrays of NumPy and one result, and hands all else to it. Where
+this module was not built the Python functions do it all.
 
 Slots of Python's classes are read at their offsets, as the interpreter does; `bind_calls` and `bind_tape` look these up. */
 
@@ -9,6 +9,7 @@ Slots of Python's classes are read at their offsets, as the interpreter does; `b
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #include <Python.h>
 #include <numpy/arrayobject.h>
+#include <numpy/arrayscalars.h>
 #include <stddef.h>
 #include <structmember.h>
 
@@ -18,14 +19,14 @@ Slots of Python's classes are read at their offsets, as the interpreter does; `b
 #define IS_ARRAY(buf) (Py_TYPE(buf) == &PyArray_Type)
 
 static struct {
-    PyTypeObject *array, *tape, *plan;
+    PyTypeObject *array, *op, *tape, *plan;
     PyObject *state, *ids, *no_params, *explained, *results, *theirs, *call_site, *getframe; /* of dispatch.py, array.py and sys */
-    PyObject *constant, *same, *give; /* of the tape */
+    PyObject *constant, *same, *give;                                                        /* of the tape */
     Py_ssize_t buf, id, numpy, nout, plans, nondifferentiable, records, live;
     Py_ssize_t single, saves, pick, keeps_result, rest, simple, pulls;
 } on;
 
-static PyObject *zero, *one, *s_dict, *s_recorders, *s_origin, *s_site, *s_record, *s_others;
+static PyObject *zero, *one, *s_dict, *s_recorders, *s_origin, *s_site, *s_record, *s_others, *s_name, *s_ours;
 
 /* The offset of a slot, or -1 with an exception. */
 static Py_ssize_t offset_of(PyObject *type, const char *name) {
@@ -58,20 +59,33 @@ static PyObject *of_thread(PyObject *context, PyObject *name) {
     return value || PyErr_Occurred() ? value : Py_None;
 }
 
-/* The line outside of this package: most calls come from the caller of the function that calls us. */
+/* Whether a frame runs code of this package; -1 with an exception. */
+static int is_ours(PyFrameObject *frame) {
+    PyObject *globals = PyFrame_GetGlobals(frame), *name = PyDict_GetItemWithError(globals, s_name);
+    int ours = PyErr_Occurred() ? -1 : 0;
+    if (name && PyUnicode_Check(name)) ours = (int)PyUnicode_Tailmatch(name, s_ours, 0, PY_SSIZE_T_MAX, -1);
+    Py_DECREF(globals);
+    return ours;
+}
+
+/* `call_site`, where that line is in a file that was met before. */
 static PyObject *site_of(PyObject *context) {
     PyObject *site = of_thread(context, s_site);
     if (!site) return NULL;
     if (site != Py_None) return Py_NewRef(site);
-    PyObject *frame = PyObject_CallOneArg(on.getframe, one);
+    /* The current frame is ours: that of an operator, or of `apply`. */
+    PyFrameObject *frame = (PyFrameObject *)PyObject_CallOneArg(on.getframe, one);
     if (!frame) return NULL;
-    PyCodeObject *code = PyFrame_GetCode((PyFrameObject *)frame);
-    int theirs = PySet_Contains(on.theirs, code->co_filename);
-    if (theirs > 0) site = Py_BuildValue("(Oi)", code, PyFrame_GetLasti((PyFrameObject *)frame));
-    else site = theirs < 0 ? NULL : PyObject_CallNoArgs(on.call_site);
-    Py_DECREF(code);
-    Py_DECREF(frame);
-    return site;
+    int theirs = 0, ours = 1;
+    for (site = NULL; frame && !theirs && ours > 0;) {
+        PyCodeObject *code = PyFrame_GetCode(frame);
+        theirs = PySet_Contains(on.theirs, code->co_filename);
+        if (theirs > 0) site = Py_BuildValue("(Oi)", code, PyFrame_GetLasti(frame));
+        else if (!theirs && (ours = is_ours(frame)) > 0) Py_SETREF(frame, PyFrame_GetBack(frame));
+        Py_DECREF(code);
+    }
+    Py_XDECREF(frame);
+    return site || theirs || ours < 0 ? site : PyObject_CallNoArgs(on.call_site);
 }
 
 /* What a plan keeps of a call: `plan.pick` of the buffers, and `plan.others`. */
@@ -100,11 +114,10 @@ static PyObject *kept_of(PyObject *plan, PyObject *args, PyObject *bufs, PyObjec
 static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, PyObject *result, PyObject *params, PyObject *context) {
     const int constant = PyObject_IsTrue(SLOT(op, on.nondifferentiable));
     if (constant) return constant;
-    PyObject *live = SLOT(tape, on.live), *records = SLOT(tape, on.records);
+    PyObject *live = SLOT(tape, on.live), *buf = SLOT(result, on.buf);
+    PyArray_Descr *dtype = PyArray_DESCR((PyArrayObject *)buf);
     const Py_ssize_t n = PySequence_Fast_GET_SIZE(args);
-    PyObject *buf = SLOT(result, on.buf);
-    const int type = PyArray_TYPE((PyArrayObject *)buf);
-    if (n > MOST_VALUES || (type != NPY_DOUBLE && type != NPY_FLOAT) || !PyArray_ISNBO(PyArray_DESCR((PyArrayObject *)buf)->byteorder)) return 0;
+    if (n > MOST_VALUES || (dtype->type_num != NPY_DOUBLE && dtype->type_num != NPY_FLOAT) || !PyArray_ISNBO(dtype->byteorder)) return 0;
     int done = -1;
     long mask = 1;
     PyObject *key = NULL, *plan = NULL, *name = NULL, *shape = NULL, *of = NULL, *kept = NULL, *site = NULL, *fields = NULL;
@@ -135,7 +148,7 @@ static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, Py
         done = 1;
         goto end;
     }
-    if (SLOT(plan, on.single) != Py_True) goto other;
+    if (!Py_IS_TYPE(plan, on.plan) || SLOT(plan, on.single) != Py_True) goto other;
     name = Py_NewRef(SLOT(result, on.id));
     if (name == zero) {
         Py_SETREF(name, PyIter_Next(on.ids));
@@ -143,13 +156,13 @@ static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, Py
         Py_SETREF(SLOT(result, on.id), Py_NewRef(name));
     }
     shape = PyArray_IntTupleFromIntp(PyArray_NDIM((PyArrayObject *)buf), PyArray_DIMS((PyArrayObject *)buf));
-    of = shape ? PyTuple_Pack(2, shape, (PyObject *)PyArray_DESCR((PyArrayObject *)buf)) : NULL;
+    of = shape ? PyTuple_Pack(2, shape, dtype) : NULL;
     if (!of || PyDict_SetItem(live, name, of) < 0) goto end;
     if (!(kept = kept_of(plan, args, bufs, buf, params)) || !(site = site_of(context))) goto end;
     Py_SETREF(name, PyTuple_Pack(1, name));
     if (!name) goto end;
     fields = PyTuple_Pack(8, plan, names, name, kept, params, Py_None, origin, site);
-    done = fields && PyList_Append(records, fields) == 0 ? 1 : -1;
+    done = fields && PyList_Append(SLOT(tape, on.records), fields) == 0 ? 1 : -1;
     goto end;
 other:
     done = 0;
@@ -211,21 +224,26 @@ static void explain(PyObject *op, PyObject *args, PyObject *params) {
 PyDoc_STRVAR(invoke_doc, "invoke(op, args, bufs, params) -> Array | tuple\n\nThe function of this name of `dispatch`.");
 
 static PyObject *invoke(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
-    if (count < 3 || count > 4 || !IS_SEQUENCE(given[1]) || !IS_SEQUENCE(given[2])) {
+    if (count < 3 || count > 4 || !PyObject_TypeCheck(given[0], on.op) || !IS_SEQUENCE(given[1]) || !IS_SEQUENCE(given[2])) {
         PyErr_SetString(PyExc_TypeError, "invoke(op, args, bufs, params)");
         return NULL;
     }
     PyObject *op = given[0], *args = given[1], *bufs = given[2], *params = count > 3 ? given[3] : on.no_params;
-    PyObject *fn = Py_NewRef(SLOT(op, on.numpy)), *out;
-    if (PyDict_CheckExact(params) && PyDict_GET_SIZE(params)) {
-        PyObject *operands = PySequence_Tuple(bufs);
-        out = operands ? PyObject_Call(fn, operands, params) : NULL;
+    PyObject *fn = Py_NewRef(SLOT(op, on.numpy)), *out = NULL;
+    if (params != on.no_params) {
+        PyObject *operands = PySequence_Tuple(bufs), *named = PyObject_CallOneArg((PyObject *)&PyDict_Type, params);
+        if (operands && named) out = PyObject_Call(fn, operands, named);
         Py_XDECREF(operands);
+        Py_XDECREF(named);
     } else out = PyObject_Vectorcall(fn, PySequence_Fast_ITEMS(bufs), PySequence_Fast_GET_SIZE(bufs), NULL);
     Py_DECREF(fn);
     if (!out) {
         explain(op, args, params);
         return NULL;
+    }
+    if (PyArray_IsScalar(out, Floating)) { /* NumPy's result without dimensions */
+        Py_SETREF(out, PyArray_FromScalar(out, NULL));
+        if (!out) return NULL;
     }
     PyObject *result;
     if (IS_ARRAY(out) && SLOT(op, on.nout) == one) result = wrap(out);
@@ -300,7 +318,7 @@ static PyObject *pull(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ss
         PyObject *fields = PyList_GET_ITEM(records, n - 1), *plan = PyTuple_GET_ITEM(fields, 0);
         if (!Py_IS_TYPE(plan, on.plan) || SLOT(plan, on.simple) != Py_True) break;
         PyObject *v = PyTuple_GET_ITEM(PyTuple_GET_ITEM(fields, 2), 0), *g = PyDict_GetItemWithError(cots, v);
-        if (g && !IS_ARRAY(g)) break;
+        if (g && !IS_ARRAY(g) && !PyArray_IsScalar(g, Generic)) break;
         if (!g && PyErr_Occurred()) return NULL;
         Py_INCREF(fields);
         Py_XINCREF(g);
@@ -335,12 +353,13 @@ static PyObject *bind_calls(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOOOOOOOO", &array, &op, &on.state, &on.ids, &on.no_params, &on.explained, &on.results, &on.theirs,
                           &on.call_site))
         return NULL;
-    on.array = (PyTypeObject *)array;
     if ((on.buf = offset_of(array, "_buf")) < 0 || (on.id = offset_of(array, "_id")) < 0 || (on.numpy = offset_of(op, "numpy")) < 0 ||
         (on.nout = offset_of(op, "nout")) < 0 || (on.plans = offset_of(op, "plans")) < 0 ||
         (on.nondifferentiable = offset_of(op, "nondifferentiable")) < 0)
         return NULL;
     Py_INCREF(args); /* for ever */
+    on.array = (PyTypeObject *)array;
+    on.op = (PyTypeObject *)op;
     Py_RETURN_NONE;
 }
 
@@ -377,7 +396,9 @@ static int fill(PyObject *Py_UNUSED(module)) {
     s_site = PyUnicode_InternFromString("site");
     s_record = PyUnicode_InternFromString("record");
     s_others = PyUnicode_InternFromString("others");
-    on.getframe = PySys_GetObject("_getframe"); /* borrowed, from a module that stays */
+    s_name = PyUnicode_InternFromString("__name__");
+    s_ours = PyUnicode_InternFromString("meshtape.");
+    on.getframe = Py_XNewRef(PySys_GetObject("_getframe"));
     return PyErr_Occurred() ? -1 : 0;
 }
 
