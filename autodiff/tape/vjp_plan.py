@@ -38,6 +38,8 @@ class VJPPlan:
     pulls
         For each watched operand with a derivative its position, its rule and the function that finds the rule's
         arguments in what is kept. ``together`` are the same two of a rule that answers for all operands.
+    places
+        For each of ``pulls`` the places of these arguments, or None where they are more than values at places.
     simple
         Whether the backward pass may call the rules as they are: there is one result, and a rule for each operand.
     takes_sparse
@@ -51,6 +53,7 @@ class VJPPlan:
         "of_complex",
         "op",
         "pick",
+        "places",
         "pulls",
         "rest",
         "saves",
@@ -65,6 +68,7 @@ class VJPPlan:
         rule = RULES.get(op)
         self.op, self.wanted, self.single = op, wanted, op.nout == 1
         self.pulls: tuple[tuple[int, Callable[..., Any], Any], ...] | None = None
+        self.places: tuple[tuple[int | slice, ...] | None, ...] = ()
         self.together: tuple[Callable[..., Any], Any] | None = None
         self.rest: tuple[Any, ...] = ()
         self.simple = self.takes_sparse = False
@@ -78,11 +82,13 @@ class VJPPlan:
                     saves.update(range(n.where, count) if n.kind == "rest" else range(count, count + op.nout))
             self.saves = tuple(sorted(saves))
             self.rest = tuple(dict.fromkeys(n for n in needs if n.kind in ("like", "rest_like", "param")))
-            finders = {k: self._finder(rule.needs.get(k, ()), count) for k in keys}
+            places = {k: self._places(rule.needs.get(k, ()), count) for k in keys}
             if rule.together is not None:
-                self.together = rule.together, finders[-1]
+                self.together = rule.together, _picker(places[-1])
             else:
-                self.pulls = tuple((i, rule.each[i], finders[i]) for i in wanted if i in rule.each)
+                self.pulls = tuple((i, rule.each[i], _picker(places[i])) for i in wanted if i in rule.each)
+                whole = {i: all(type(p) is int for p in at) for i, at in places.items()}
+                self.places = tuple(tuple(places[i]) if whole[i] else None for i, _, _ in self.pulls)
                 self.simple = self.single and op is not INDEX_SET
                 self.takes_sparse = op in _TAKES_SPARSE or all(fn is same for _, fn, _ in self.pulls)
         self.pick = _picker(self.saves)
@@ -91,9 +97,10 @@ class VJPPlan:
         if rule is not None and rule.analytic:
             self.of_complex = copy(self)
             self.of_complex.pulls = tuple((i, fn, _conjugated(find)) for i, fn, find in self.pulls or ())
+            self.of_complex.places = (None,) * len(self.of_complex.pulls)
 
-    def _finder(self, needs: Sequence[Any], count: int) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-        """A function that gives the arguments of a rule, of what is kept."""
+    def _places(self, needs: Sequence[Any], count: int) -> list[int | slice]:
+        """The places of the arguments of a rule in what is kept."""
         at: list[int | slice] = []
         operands = sum(p < count for p in self.saves)
         for n in needs:
@@ -105,7 +112,7 @@ class VJPPlan:
                 at.append(slice(operands, len(self.saves)))
             else:
                 at.append(self.saves.index(count if n.kind == "ans" else n.where))
-        return _picker(at)
+        return at
 
     def others(self, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
         """What ``rest`` names of a call."""

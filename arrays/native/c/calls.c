@@ -23,7 +23,7 @@ static struct {
     PyObject *state, *ids, *no_params, *explained, *results, *theirs, *call_site, *getframe; /* of dispatch.py, array.py and sys */
     PyObject *constant, *same, *give;                                                        /* of the tape */
     Py_ssize_t buf, id, numpy, nout, plans, nondifferentiable, records, live;
-    Py_ssize_t single, saves, pick, keeps_result, rest, simple, pulls;
+    Py_ssize_t single, saves, pick, keeps_result, rest, simple, pulls, places;
 } on;
 
 static PyObject *zero, *one, *s_dict, *s_recorders, *s_origin, *s_site, *s_record, *s_others, *s_name, *s_ours;
@@ -91,10 +91,12 @@ static PyObject *site_of(PyObject *context) {
 /* What a plan keeps of a call: `plan.pick` of the buffers, and `plan.others`. */
 static PyObject *kept_of(PyObject *plan, PyObject *args, PyObject *bufs, PyObject *out, PyObject *params) {
     PyObject *kept = NULL, *rest = SLOT(plan, on.rest);
-    if (PyTuple_GET_SIZE(SLOT(plan, on.saves)) == 0) kept = PyTuple_New(0);
-    else if (SLOT(plan, on.keeps_result) != Py_True) kept = PyObject_CallOneArg(SLOT(plan, on.pick), bufs);
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(bufs), saves = PyTuple_GET_SIZE(SLOT(plan, on.saves));
+    const int with_result = SLOT(plan, on.keeps_result) == Py_True;
+    if (saves == 0) kept = PyTuple_New(0);
+    else if (saves == n && !with_result && PyTuple_CheckExact(bufs)) kept = Py_NewRef(bufs);
+    else if (!with_result) kept = PyObject_CallOneArg(SLOT(plan, on.pick), bufs);
     else {
-        Py_ssize_t n = PySequence_Fast_GET_SIZE(bufs);
         PyObject *all = PyTuple_New(n + 1);
         if (!all) return NULL;
         for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(all, i, Py_NewRef(PySequence_Fast_GET_ITEM(bufs, i)));
@@ -289,19 +291,22 @@ static int give(PyObject *g, PyObject *v, PyObject *live, PyObject *cots, PyObje
     return none ? 0 : -1;
 }
 
-/* The cotangent of one operand by its rule. */
-static PyObject *pulled(PyObject *rule, PyObject *find, PyObject *xp, PyObject *g, PyObject *kept) {
+/* The cotangent of one operand by its rule, whose arguments are at these places of what is kept, or found by a function. */
+static PyObject *pulled(PyObject *rule, PyObject *find, PyObject *places, PyObject *xp, PyObject *g, PyObject *kept) {
     if (rule == on.same) return Py_NewRef(g);
-    PyObject *needs = PyObject_CallOneArg(find, kept);
-    if (!needs) return NULL;
-    PyObject *found = NULL, *items = PySequence_Fast(needs, "a rule's arguments");
     PyObject *stack[MOST_VALUES + 2] = {xp, g};
-    const Py_ssize_t n = items ? PySequence_Fast_GET_SIZE(items) : 0;
-    for (Py_ssize_t i = 0; i < n && i < MOST_VALUES; i++) stack[2 + i] = PySequence_Fast_GET_ITEM(items, i);
-    if (items && n <= MOST_VALUES) found = PyObject_Vectorcall(rule, stack, 2 + n, NULL);
-    else if (items) PyErr_Format(PyExc_SystemError, "a rule takes more than %d values", MOST_VALUES);
-    Py_XDECREF(items);
-    Py_DECREF(needs);
+    const Py_ssize_t n = PyTuple_Check(places) ? PyTuple_GET_SIZE(places) : MOST_VALUES + 1;
+    if (n <= MOST_VALUES) {
+        for (Py_ssize_t i = 0; i < n; i++) stack[2 + i] = PySequence_Fast_GET_ITEM(kept, PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i)));
+        return PyObject_Vectorcall(rule, stack, 2 + n, NULL);
+    }
+    PyObject *needs = PyObject_CallOneArg(find, kept), *front = PyTuple_Pack(2, xp, g);
+    PyObject *list = needs ? PySequence_Tuple(needs) : NULL, *all = list && front ? PySequence_Concat(front, list) : NULL;
+    PyObject *found = all ? PyObject_CallObject(rule, all) : NULL;
+    Py_XDECREF(needs);
+    Py_XDECREF(front);
+    Py_XDECREF(list);
+    Py_XDECREF(all);
     return found;
 }
 
@@ -325,10 +330,10 @@ static PyObject *pull(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ss
         if (g) {
             const int stays = PySet_Contains(keep, v);
             done = stays < 0 || (!stays && PyDict_DelItem(cots, v) < 0) || PySet_Discard(owned, v) < 0 ? -1 : 0;
-            PyObject *pulls = SLOT(plan, on.pulls), *inputs = PyTuple_GET_ITEM(fields, 1), *kept = PyTuple_GET_ITEM(fields, 3);
+            PyObject *pulls = SLOT(plan, on.pulls), *places = SLOT(plan, on.places), *inputs = PyTuple_GET_ITEM(fields, 1), *kept = PyTuple_GET_ITEM(fields, 3);
             for (Py_ssize_t i = 0; done >= 0 && i < PyTuple_GET_SIZE(pulls); i++) {
                 PyObject *one_of = PyTuple_GET_ITEM(pulls, i);
-                PyObject *gx = pulled(PyTuple_GET_ITEM(one_of, 1), PyTuple_GET_ITEM(one_of, 2), xp, g, kept);
+                PyObject *gx = pulled(PyTuple_GET_ITEM(one_of, 1), PyTuple_GET_ITEM(one_of, 2), PyTuple_GET_ITEM(places, i), xp, g, kept);
                 PyObject *to = PySequence_Fast_GET_ITEM(inputs, PyLong_AsSsize_t(PyTuple_GET_ITEM(one_of, 0)));
                 if (!gx) done = -1;
                 else if (gx != Py_None) done = give(gx, to, live, cots, owned, xp);
@@ -372,7 +377,7 @@ static PyObject *bind_tape(PyObject *Py_UNUSED(module), PyObject *args) {
         (on.single = offset_of(plan, "single")) < 0 || (on.saves = offset_of(plan, "saves")) < 0 ||
         (on.pick = offset_of(plan, "pick")) < 0 || (on.keeps_result = offset_of(plan, "keeps_result")) < 0 ||
         (on.rest = offset_of(plan, "rest")) < 0 || (on.simple = offset_of(plan, "simple")) < 0 ||
-        (on.pulls = offset_of(plan, "pulls")) < 0)
+        (on.pulls = offset_of(plan, "pulls")) < 0 || (on.places = offset_of(plan, "places")) < 0)
         return NULL;
     Py_INCREF(args); /* for ever */
     on.plan = (PyTypeObject *)plan;
