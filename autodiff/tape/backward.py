@@ -66,12 +66,13 @@ def walk(
     owned = set() if owned is None else owned
     live, short = tape.live, tape.short
     general = wrapped or anomaly.mode.on or bool(hooks) or bool(short)
+    in_c = compiled is not None and not general
     records = records if free else records.copy()
     outer, outer_site = state.origin, state.site
     fields: Any = None
     try:
         while records:
-            if compiled is not None and not general:
+            if in_c:
                 fields = None
                 compiled.pull(records, cots, keep, owned, live, xp)  # up to a record that is not plain
                 if not records:
