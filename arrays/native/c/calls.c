@@ -130,6 +130,7 @@ static int note(PyObject *tape, PyObject *op, PyObject *args, PyObject *bufs, Py
         mask += mask;
         if (Py_IS_TYPE(a, on.array)) {
             PyObject *id = SLOT(a, on.id);
+            if (!id) goto other;
             const int watched = PyDict_Contains(live, id);
             if (watched < 0) goto end;
             if (watched) mask++;
