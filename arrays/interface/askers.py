@@ -1,4 +1,5 @@
-"""Detection of C code that reads an array's number and writes it into memory, which cuts off its gradient.
+"""Who asks, where the answer depends on it: xarray, and C code that reads an array's number and writes it into memory,
+which cuts off its gradient.
 
 Such code and a user's ``float(x)`` both call ``__float__`` from the user's frame. The instruction at which the frame
 stands tells them apart; an unknown one counts as the user's.
@@ -9,12 +10,13 @@ from __future__ import annotations
 import array
 import dis
 import functools
+import sys
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from ..core.errors import GradientError, TracedValueError
+from ..core.errors import GradientError, NumPyFunctionError, TracedValueError
 
 _NOT_THE_USERS = ("site-packages", "dist-packages")
 _STORES = ("STORE_SUBSCR", "STORE_SLICE")
@@ -76,6 +78,29 @@ def _called(frame: FrameType, steps: list[dis.Instruction], at: int) -> Any:
         plain = isinstance(found, ModuleType | np.ndarray | array.array)  # a property of the user's is not called
         found = getattr(found, name, None) if plain else getattr(found, "__dict__", {}).get(name)
     return found
+
+
+def as_plain_array() -> bool:
+    """Whether xarray asks if an array is of Dask's, to call Dask's functions and methods on it, which ours lacks.
+
+    It is then no collection, and goes through NumPy's protocols, as a local one does. ``chunk`` may have its blocks."""
+    f, askers = sys._getframe(2), []
+    while f is not None and len(askers) < 4:
+        askers.append(f.f_globals.get("__name__"))
+        f = f.f_back
+    return "xarray.namedarray.utils" in askers and "xarray.namedarray.daskmanager" not in askers
+
+
+def refuse_applied(x: Any) -> None:
+    """Raise where a function under ``xarray.apply_ufunc`` would fetch all values of an array on a mesh."""
+    f: Any = sys._getframe(2)
+    while f is not None and f.f_code.co_name != "apply_variable_ufunc":
+        f = f.f_back
+    if f is not None:
+        raise NumPyFunctionError(
+            f"[xarray.apply_ufunc] the function takes NumPy's values, and this array (shape {x.shape}) is split over a "
+            "mesh: fetch it first, d.as_numpy(), or use functions that meshtape has"
+        )
 
 
 def say_ours(error: BaseException | None) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ..core.array import Array
-from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, refuse_history, wrap
+from ..core.dispatch import SCALARS, Deferred, NotNumbers, Symbol, as_array, has_history, refuse_history, wrap
 from ..core.dtypes import FIRST_USER_DTYPE
 from ..core.errors import DTypeError, NumPyFunctionError, ShapeError
 from ..core.op import OPS
@@ -97,7 +98,7 @@ def functions() -> dict[Callable[..., Any], Callable[..., Any]]:
                 and hasattr(own, name)
             ):
                 found[fn] = getattr(own, name)
-    return found | {np.linalg.svd: _svd, np.broadcast_arrays: _broadcast_arrays}
+    return found | {np.linalg.svd: _svd, np.broadcast_arrays: _broadcast_arrays, sliding_window_view: _windows}
 
 
 def _special(ufunc: np.ufunc) -> Callable[..., Any] | None:
@@ -385,6 +386,20 @@ def _broadcast_arrays(*arrays: Any) -> Any:
 def _svd(x: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
     linalg = _namespace().linalg
     return linalg.svd(x, full_matrices=full_matrices) if compute_uv else linalg.svdvals(x)
+
+
+def _windows(x: Any, window_shape: Any, axis: Any = None, *, subok: bool = False, writeable: bool = False) -> Any:
+    """``sliding_window_view`` where NumPy's view would have no history, or is not here: copies of the windows."""
+    if not (isinstance(x._buf, Deferred) or has_history(x)):
+        return NotImplemented
+    template = np.broadcast_to(np.empty((), x.dtype), x.shape)
+    ndim, shape = x.ndim, sliding_window_view(template, window_shape, axis).shape  # NumPy checks the arguments
+    axes = range(ndim) if axis is None else np.atleast_1d(axis) % ndim
+    for a, length in zip(axes, shape[ndim:], strict=True):
+        count = x.shape[a] - length + 1  # slices, for which the ranks of a mesh exchange the edges of blocks alone
+        parts = [x[(slice(None),) * a + (slice(i, i + count),)] for i in range(length)]
+        x = _namespace().stack(parts, axis=-1)
+    return x
 
 
 # ----- both -----------------------------------------------------------------------------------------------------------

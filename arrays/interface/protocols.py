@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,18 @@ from ..backends.dlpack import export, read_only
 from ..core.array import Array
 from ..core.dispatch import Deferred, refuse_watched
 from ..core.errors import ArgumentError
+from .askers import refuse_applied
 
 _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
 _KINDS_FOR_PANDAS = {"is_bool_indexer": "extension", "convert_to_list_like": "extension", "length_of_indexer": "index"}
 """The value of ``Array._typ`` for functions of ``pandas.core``, by their names."""
+
+
+def _namespace(*, api_version: str | None = None) -> Any:
+    if api_version not in (None, *_API_VERSIONS):
+        raise ArgumentError(f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served")
+    return sys.modules[__package__.rpartition(".")[0]]  # the package above, which imports this one
 
 
 class Protocols:
@@ -28,6 +36,8 @@ class Protocols:
 
     def __array__(self: Array, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         refuse_watched("asarray", self)
+        if isinstance(self._buf, Deferred) and self._buf.host is not None:
+            refuse_applied(self)
         host = self._concrete()
         if copy is False and (not isinstance(self._buf, np.ndarray) or (dtype is not None and host.dtype != dtype)):
             raise ArgumentError(
@@ -40,12 +50,15 @@ class Protocols:
             return host.copy()
         return read_only(host)
 
-    def __array_namespace__(self: Array, /, *, api_version: str | None = None) -> Any:
-        if api_version not in (None, *_API_VERSIONS):
-            raise ArgumentError(
-                f"unknown version {api_version!r} of the array API: {', '.join(_API_VERSIONS)} are served"
-            )
-        return sys.modules[__package__.rpartition(".")[0]]  # the package above, which imports this one
+    @property
+    def __array_namespace__(self: Array) -> Callable[..., Any]:
+        """The function that gives the namespace of the array API.
+
+        xarray's indexing is not shown it, and so takes NumPy's way: its way for arrays of the standard refuses
+        pointwise indices, and writes to the points of outer ones instead of to their product."""
+        if sys._getframe(1).f_code.co_name == "as_indexable":
+            raise AttributeError("__array_namespace__")
+        return _namespace
 
     @property
     def _typ(self) -> str:

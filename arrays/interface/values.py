@@ -31,7 +31,7 @@ from ..indexing import keys as index_keys
 from ..ops import elementwise as ew
 from ..ops import manipulation, matmul
 from ..ops.creation import asarray
-from .askers import REMEDY, writes_buffer
+from .askers import REMEDY, as_plain_array, writes_buffer
 from .at import AtIndex, masked_write
 from .display import array_html, array_text
 from .operators import comparison, operator
@@ -262,10 +262,17 @@ class Values:
 
         return da.from_array(np.asarray(self))
 
+    def rechunk(self, *args: Any, **kwargs: Any) -> Any:
+        """``x.to_dask().rechunk(…)``, which ``chunk`` of xarray asks for."""
+        return self.to_dask().rechunk(*args, **kwargs)
+
     def __dask_graph__(self) -> Any:
+        if as_plain_array():
+            return None
         return self._buf.dask().__dask_graph__() if hasattr(self._buf, "dask") and self._buf.host is not None else None
 
     def __dask_keys__(self) -> Any:
+        refuse_watched("dask", self)
         return self._buf.dask().__dask_keys__()
 
     def __dask_postcompute__(self) -> Any:
@@ -275,6 +282,7 @@ class Values:
         return self._buf.dask_persisted()
 
     def __dask_tokenize__(self) -> Any:
+        refuse_watched("dask", self)  # whose threads no tape follows
         dask = getattr(self._buf, "dask", None)
         return ("meshtape", dask().name) if dask is not None else ("meshtape", np.asarray(self._concrete()))
 

@@ -452,8 +452,10 @@ def _recorded(
             with not_recording(), recording(trace), noting_logs(trace):
                 result = fn(*given.args, **given.kwargs)
             trace.check_refusals()
-        except ValueError as e:
+        except Exception as e:
             say_ours(e)
+            if e is not trace.refusal:
+                trace.check_refusals()
             raise
         finally:
             restore(name, reads, trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -66,6 +67,21 @@ class StoredArray:
     def nbytes(self) -> int:
         tensor = self.tensor
         return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What another writer has said of the array, such as its units; empty for arrays of `save`."""
+        held = getattr(self.tensor, "attributes", None)
+        return dict(self._said().get("attributes", {}) if held is None else held)
+
+    @property
+    def dimension_names(self) -> list[str | None] | None:
+        """Names of dimensions that another writer has given."""
+        held = getattr(self.tensor, "dims", None)
+        return self._said().get("dimension_names") if held is None else held
+
+    def _said(self) -> dict[str, Any]:
+        return json.loads(getattr(self.tensor, "said", "") or "{}")
 
     @property
     def filled(self) -> str:
@@ -177,6 +193,8 @@ class Checkpoint(Mapping[str, StoredArray]):
     metadata: dict[str, Any] = field(default_factory=dict)
     meshes: list[dict[str, int]] = field(default_factory=list)
     mapping: list[tuple[str, int]] = field(default_factory=list)  # rules that made it, and how often each was applied
+    group: dict[str, Any] = field(default_factory=dict)  # attributes of the root group of another writer's Zarr
+    unnamed: list[str] = field(default_factory=list)  # groups below it that have attributes, too
     documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
     generation: Generation = NONE  # that was opened
     manifest: manifest.Manifest | None = None  # of a checkpoint of ours
@@ -324,11 +342,12 @@ def flat(
     tensors: Mapping[str, StoredTensor],
     metadata: dict[str, Any] | None = None,
     skipped: dict[str, str] | None = None,
+    group: dict[str, Any] | None = None,
 ) -> Checkpoint:
     """A checkpoint that is one dict of arrays."""
     arrays = {name: StoredArray((name,), t, name=name) for name, t in tensors.items()}
     structure = {name: manifest.Leaf(i) for i, name in enumerate(arrays)}
-    return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {})
+    return Checkpoint(path, kind, arrays, structure, None, metadata or {}, skipped=skipped or {}, group=group or {})
 
 
 def unread(skipped: Iterable[str]) -> str:

@@ -34,11 +34,12 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
+from ..base.checksums import crc32c
 from ..base.threads import in_threads
 from ..format import chunk_sums, manifest
 from ..format.documents import PROGRAM, is_kept
 from ..format.hf_index import HF_INDEX, HF_SINGLE
-from ..format.zarr_format import GROUP_ATTRIBUTE, group_metadata
+from ..format.zarr_format import GROUP_ATTRIBUTE, group_texts
 from ..stores import owners
 from ..stores.atomic_directory import Folder
 from ..stores.contract import Store, StoredObjectInfo
@@ -182,7 +183,8 @@ def _renew_group(store: Store) -> None:
         if same and set(held["consolidated_metadata"]["metadata"]) == set(arrays):
             return
     texts = {name: store.get(f"{name}/zarr.json") for name in arrays}  # in the order of a save
-    store.put(_GROUP, group_metadata(found.version, texts, packs))
+    written = group_texts(found, texts)
+    store.put(_GROUP, next((t for t in written if crc32c(t) == found.zarr), written[0]))
 
 
 def discard(root: str) -> None:

@@ -78,6 +78,7 @@ class Manifest:
     zarr: int | None = None  # crc32c of the group's ``zarr.json``
     base: Base | None = None  # of the arrays that are deltas
     structure: Any = None
+    attributes: dict[str, Any] = field(default_factory=dict, compare=False)  # of the group, for its ``zarr.json``
     crc32c: int | None = field(default=None, compare=False)  # of the text that it was read from
 
     @property

@@ -16,7 +16,7 @@ import json
 import math
 import struct
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from .compression import Codec, Compression
 
 DELTA_CODEC = "meshtape.delta"
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
+_MOST_SAID = 64 << 10  # bytes of an array's attributes that travel with its elements
 _ABSENT = np.uint64(2**64 - 1)
 _BATCH = (
     1 << 20
@@ -118,12 +119,30 @@ def own_names(name: str, rank: int) -> list[str]:
     return [f"{name}.{axis}" for axis in range(rank)]
 
 
+def described(attributes: Any, dims: Any = None, rank: int = 0) -> str:
+    """Attributes and names of dimensions of another writer as `array_metadata` takes them: members of a JSON object.
+    Empty where there are none, or none that can travel: no JSON, or above 64 KiB."""
+    members: dict[str, Any] = {"attributes": {}}
+    if isinstance(attributes, dict):
+        members["attributes"] = {k: v for k, v in attributes.items() if k != GROUP_ATTRIBUTE}
+    if isinstance(dims, list | tuple) and len(dims) == rank and any(dims):
+        members["dimension_names"] = [None if n is None else str(n) for n in dims]
+    try:
+        text = json.dumps(members, allow_nan=False, ensure_ascii=False) if any(members.values()) else ""
+        return text if len(text.encode()) <= _MOST_SAID else ""
+    except (ValueError, TypeError, RecursionError):
+        return ""
+
+
+def group_said(node: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of the group by another writer, in its metadata."""
+    return {k: v for k, v in node["attributes"].items() if k != GROUP_ATTRIBUTE}
+
+
 def said_of(node: dict[str, Any], name: str) -> str:
     """What ``said`` was when `array_metadata` made the metadata of an array."""
-    held = {k: v for k, v in node.get("attributes", {}).items() if k != GROUP_ATTRIBUTE}
     dims = node["dimension_names"]
-    given = {} if dims == own_names(name, len(dims)) else {"dimension_names": dims}
-    return json.dumps({"attributes": held, **given}) if held or given else ""
+    return described(node.get("attributes"), None if dims == own_names(name, len(dims)) else dims, len(dims))
 
 
 def is_raw(dtype_fallback: str | None) -> bool:
@@ -133,23 +152,36 @@ def is_raw(dtype_fallback: str | None) -> bool:
     return dtype_fallback is not None
 
 
-def group_metadata(version: int, arrays: dict[str, bytes], packs: Sequence[str] = ()) -> bytes:
+def group_metadata(
+    version: int, arrays: dict[str, bytes], packs: Sequence[str] = (), others: Mapping[str, Any] | None = None
+) -> bytes:
     """``zarr.json`` of the group, with the metadata of its arrays inside ("consolidated"), which opens it in one read.
 
-    ``packs`` are the safetensors files of small arrays: whoever does not know the manifest finds them here.
+    ``packs`` are the safetensors files of small arrays: whoever does not know the manifest finds them here. ``others``:
+    attributes of the group by another writer.
     """
     import zarr
     from zarr.storage import MemoryStore
 
     held: dict[str, Any] = {}
-    said = {"version": version, **({"packs": list(packs)} if packs else {})}
-    zarr.create_group(store=MemoryStore(held), attributes={GROUP_ATTRIBUTE: said})
+    own = {"version": version, **({"packs": list(packs)} if packs else {})}
+    zarr.create_group(store=MemoryStore(held), attributes={**(others or {}), GROUP_ATTRIBUTE: own})
     node = json.loads(held["zarr.json"].to_bytes())
     node["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": "\0"}
     before, _, behind = json.dumps(node).encode().partition(json.dumps("\0").encode())
     # They are JSON: to read them, and to write them again, would take as long as all else that a small array needs.
     held = b", ".join(b"%s: %s" % (json.dumps(name).encode(), text) for name, text in arrays.items())
     return before + b"{" + held + b"}" + behind
+
+
+def group_texts(found: Any, arrays: dict[str, bytes]) -> list[bytes]:
+    """What ``zarr.json`` of the group of a manifest can be: without attributes of another writer, and with them, which
+    are among the metadata."""
+    packs = [p.file for p in found.packs]
+    return [
+        group_metadata(found.version, arrays, packs, others)
+        for others in ({}, found.metadata)[: 1 + bool(described(found.metadata))]
+    ]
 
 
 def chunk_coords(grid: ChunkGrid, coord: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

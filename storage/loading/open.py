@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import (
@@ -31,7 +32,7 @@ from ..foreign import archives, dcp, dcp_safetensors, icechunk, orbax, refusals
 from ..format import documents, dtypes, manifest, tensor_sums
 from ..format.chunk_sums import StoredSums
 from ..format.hf_index import HF_INDEX, HF_SINGLE, HF_TORCH, read_index
-from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE
+from ..format.zarr_format import DUAL_INDEX, GROUP_ATTRIBUTE, described
 from ..readers import safetensors
 from ..readers.compressed import CompressedTensor
 from ..readers.dual_tensor import DualTensor
@@ -319,8 +320,11 @@ def _tensor(root: str, e: manifest.ArrayEntry, table: str | None, verify: bool) 
 # ----- others' --------------------------------------------------------------------------------------------------------
 
 
-def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of a file, and its metadata. ``listed``: the checksums that an index has for it."""
+def _raw_tensors(
+    path: str, verify: bool, listed: str | None = None
+) -> tuple[dict[str, StoredTensor], dict[str, str], dict[str, Any]]:
+    """The tensors of a file, its metadata, and the attributes of the Zarr group that it was. ``listed``: the checksums
+    that an index has for it."""
     header = safetensors.read_header(path, verify=verify)
     sums = header.sums or {}
     if listed is not None and verify:
@@ -331,6 +335,7 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
         except ValueError as e:
             raise CorruptCheckpoint(f"{path}: {e}") from None
         sums = dict(zip(header.tensors, held, strict=True))
+    said = _said(path, header.metadata.pop(safetensors.ATTRIBUTES, None))
     tensors: dict[str, StoredTensor] = {}
     for name in sorted(header.tensors):
         t = header.tensors[name]
@@ -338,11 +343,28 @@ def _raw_tensors(path: str, verify: bool, listed: str | None = None) -> tuple[di
             continue  # of the layout "dual", for readers of Zarr alone
         row, place = dtypes.SAFETENSORS[t.dtype], header.data_start + t.begin
         if row.dtype is not None:
-            tensors[name] = RawTensor(path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
+            given = said.get(name)
+            text = (
+                "" if given is None else described(given.get("attributes"), given.get("dimension_names"), len(t.shape))
+            )
+            held = (path, name, t.shape, row.dtype, place, header.file_nbytes, sums.get(name))
+            tensors[name] = RawTensor(*held, said=text)
         else:
             held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name))
             tensors[name] = PackedTensor(*held, nbytes=t.nbytes)
-    return tensors, header.metadata
+    return tensors, header.metadata, said.get("", {}).get("attributes", {})
+
+
+def _said(path: str, text: str | None) -> dict[str, dict[str, Any]]:
+    """Attributes by other writers that an export has carried along, by name."""
+    try:
+        said = {} if text is None else strict_json.loads(text)
+        if not isinstance(said, dict) or not all(isinstance(v, dict) for v in said.values()):
+            raise ValueError("it is no object of objects")
+        return said
+    except (ValueError, RecursionError) as e:
+        warnings.warn(f"{path}: its entry {safetensors.ATTRIBUTES!r} cannot be read: {e}", stacklevel=6)
+        return {}
 
 
 def _open_file(path: str, verify: bool) -> Checkpoint:
@@ -367,8 +389,8 @@ def _open_file(path: str, verify: bool) -> Checkpoint:
             raise NotACheckpoint(f"{path} {other}")
         if not path.endswith(".safetensors"):
             raise NotACheckpoint(f"{path} is not a safetensors file")
-    tensors, metadata = _raw_tensors(path, verify)
-    return flat(path, "safetensors", tensors, metadata)
+    tensors, metadata, group = _raw_tensors(path, verify)
+    return flat(path, "safetensors", tensors, group or metadata, group=group)
 
 
 def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
@@ -393,11 +415,12 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         keys = [k for k, f in weight_map.items() if f in lost]
         raise IncompleteCheckpoint(f"{root}: {len(lost)} files are missing: {', '.join(lost)}; they hold {keys[:8]}")
     held: dict[str, StoredTensor] = {}
+    group: dict[str, Any] = {}
     absent = []
     unlisted: dict[str, str] = {}
     for file in files:
         if file.endswith(".safetensors"):
-            tensors, _ = _raw_tensors(stores.join(root, file), verify, sums.get(file))
+            tensors, _, group = _raw_tensors(stores.join(root, file), verify, sums.get(file))
         else:
             tensors = {n: a.tensor for n, a in _open_file(stores.join(root, file), verify).arrays.items()}
         unlisted |= dict.fromkeys(tensors.keys() - weight_map.keys(), f"{file} holds it, and {index} does not list it")
@@ -408,7 +431,7 @@ def _open_hugging_face(root: str, index: str, verify: bool) -> Checkpoint:
         raise IncompleteCheckpoint(
             f"{root}: {len(absent)} keys are not in the files that the index names: {absent[:8]}"
         )
-    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, metadata, unlisted)
+    ckpt = flat(root, "Hugging Face", {k: held[k] for k in weight_map}, group or metadata, unlisted, group)
     others = {n: s for n, s in sums.items() if n not in files and n != tensor_sums.INDEX}
     ckpt.documents = documents.beside(root, files, others, index if sums else "")
     return ckpt
@@ -481,5 +504,6 @@ def _open_zarr(root: str) -> Checkpoint:
         if isinstance(e, CorruptCheckpoint):
             raise
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
-    ckpt = flat(root, "Zarr", tensors, attributes, skipped)
+    ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes)
+    ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]
     return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if GROUP_ATTRIBUTE in attributes else ckpt

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from zarr import storage
+from zarr.abc.store import RangeByteRequest
 
 from ..format import dtypes
 
@@ -36,13 +37,22 @@ def known(key: str, held: Any) -> Any:
     return held
 
 
+def whole(key: str, held: Any, part: Any) -> Any:
+    """What a store has read; ``ValueError`` where bytes are lost. zarr takes an empty file, and an inner chunk behind
+    the end of a shard, for chunks that nobody wrote, and so for the fill value."""
+    wanted = part.end - part.start if isinstance(part, RangeByteRequest) else 1
+    if held is not None and len(held) < wanted:
+        raise ValueError(f"{key} ends early: {len(held)} bytes where there are to be {wanted} or more")
+    return known(key, held)
+
+
 class LocalZarrStore(storage.ObjectStore):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.absent: set[str] = set()  # keys that were asked for and are not there
 
-    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        found = known(key, await super().get(key, *args, **kwargs))
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        found = whole(key, await super().get(key, prototype, byte_range), byte_range)
         if found is None:
             self.absent.add(key)
         return found

@@ -57,6 +57,7 @@ class RawTensor:
     crc32c: int | None = None
     generation: Generation = field(default=generations.NONE, kw_only=True)
     strides: tuple[int, ...] | None = field(default=None, kw_only=True)  # in elements; None: row-major
+    said: str = field(default="", kw_only=True)  # attributes by another writer, see ``zarr_format``
 
     @property
     def summed(self) -> bool:

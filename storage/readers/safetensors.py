@@ -46,6 +46,7 @@ from ..stores import store as stores
 
 DCP_INFO = "DCP_SHARDING_INFO"  # metadata in which a file of `torch.distributed` says where its blocks lie
 MAX_HEADER = 100_000_000
+ATTRIBUTES = "meshtape.attributes"  # metadata with attributes of arrays by other writers, by name; "" is the group
 MAX_METADATA = 100_000  # entries of __metadata__, roughly
 _LEAST_ENTRY = 48  # bytes of the shortest description of a tensor
 _FIRST = 128 << 10  # bytes of the first read: most headers are shorter

@@ -20,12 +20,13 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.native.copies import stream
-from ..base import names
+from ..base import names, strict_json
 from ..base.checksums import crc32c
 from ..base.scratch import room, scratch
 from ..format import dtypes
 from ..format.chunk_grid import ChunkGrid, cells, only_shard, place_of, ravel
 from ..format.stored_objects import StoredObject
+from ..format.zarr_format import said_of
 from ..stores import generations, store
 from ..stores.contract import Reader
 from ..stores.filesystem import IOV_MAX
@@ -94,6 +95,22 @@ class ChunkedTensor:
     @property
     def directory(self) -> str:
         return next((o.file.partition("/")[0] for o in self.objects.values()), "")
+
+    @property
+    def said(self) -> str:
+        """What another writer has said of the array, see ``zarr_format``; read when it is asked for."""
+        directory = getattr(self.objects, "directory", "")
+        if not directory:  # it is in a pack
+            return ""
+        file = f"{directory}/zarr.json"
+        try:
+            text = store.at(self.root).get(file)
+            if getattr(self.objects, "zarr", None) not in (None, crc32c(text)):
+                raise ValueError("it does not fit its crc32c")
+            return said_of(strict_json.loads(text), self.name)
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as e:
+            self.generation.check()
+            raise CorruptCheckpoint(f"{self.root}: {file} is missing or damaged: {e}") from None
 
     @property
     def shape(self) -> tuple[int, ...]:

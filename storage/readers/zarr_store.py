@@ -11,7 +11,7 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 
 from ..base import names
 from ..stores import store as stores
-from .local_zarr import known
+from .local_zarr import whole
 
 
 class PlaceStore(Store):
@@ -42,7 +42,7 @@ class PlaceStore(Store):
         if data is None:
             self.absent.add(key)
             return None
-        return known(key, prototype.buffer.from_bytes(data))
+        return whole(key, prototype.buffer.from_bytes(data), byte_range)
 
     def _read(self, key: str, part: ByteRequest | None) -> bytes | None:
         store = stores.at(self._root)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
 import math
 import re
 import struct
@@ -28,14 +27,13 @@ from ..base import names, strict_json
 from ..base.locations import SCHEMES
 from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
-from ..format.zarr_format import GROUP_ATTRIBUTE
+from ..format.zarr_format import GROUP_ATTRIBUTE, described
 from ..stores import store as stores
 from ..stores.generations import NONE, Generation
 from ..stores.object_store import client
 from .reading import Job
 
 _SHOWN = 8  # chunks that a message names
-_MOST_SAID = 64 << 10  # bytes of an array's attributes that travel with its elements
 _V2_NAMES = "_ARRAY_DIMENSIONS"  # xarray's attribute for the names of dimensions, which Zarr v2 lacks
 
 
@@ -73,40 +71,32 @@ def of_array(root: str, node: str, array: Any) -> ZarrTensor:
         from .local_zarr import extension
 
         dtype = extension(strict_json.loads(stores.at(root).get(f"{node}/.zarray".lstrip("/")))) or dtype
-    said = array.attrs.get(GROUP_ATTRIBUTE)
-    if dtype.kind == "u" and isinstance(said, dict) and said.get("dtype") in EXTENSIONS:
-        true = by_name(said["dtype"])  # bits, see ``array_metadata``
+    own = array.attrs.get(GROUP_ATTRIBUTE)
+    if dtype.kind == "u" and isinstance(own, dict) and own.get("dtype") in EXTENSIONS:
+        true = by_name(own["dtype"])  # bits, see ``array_metadata``
         dtype = true if true.itemsize == dtype.itemsize else dtype
     if any(c < 1 <= n for n, c in zip(shape, chunk, strict=True)):
         raise ValueError(f"key {node!r} of shape {shape} has chunks of {chunk}")
     # Whatever the order of bytes there, zarr gives numbers: in memory they lie in ours.
     key = node or root_key(root)
     of_reader = dtypes.of_reader(dtype, f"{root}: key {node!r}")
-    told, text = _described(array)
-    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=told, said=text)
+    held, dims = _given(array)
+    text = described(held, dims, len(shape))
+    return ZarrTensor(root, key, node, shape, of_reader, chunk, encoding, attributes=held, dims=dims, said=text)
 
 
-def _described(array: Any) -> tuple[tuple[str, ...], str]:
-    """(names of what its writer says of an array, that as members of Zarr v3's metadata in JSON, or "" where it cannot
-    travel)."""
+def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:
+    """(attributes, names of dimensions) that the writer of an array has given, as xarray writes them in v3."""
     held = {n: v for n, v in array.attrs.items() if n != GROUP_ATTRIBUTE}
-    told, members = tuple(sorted(held)), {"attributes": held}
     dims = getattr(array.metadata, "dimension_names", None) or ()
-    if any(n is not None for n in dims):
-        told += ("names of dimensions",)
-        members["dimension_names"] = list(dims)
-    dims = held.get(_V2_NAMES)
-    if array.metadata.zarr_format == 2 and isinstance(dims, list) and len(dims) == len(array.shape):
-        # As xarray writes v3: v2 has the value of missing elements as its fill value.
-        members["dimension_names"] = [str(n) for n in held.pop(_V2_NAMES)]
+    named = held.get(_V2_NAMES)
+    if array.metadata.zarr_format == 2 and isinstance(named, list) and len(named) == len(array.shape):
+        # v2 has the value of missing elements as its fill value.
+        dims = held.pop(_V2_NAMES)
         if array.fill_value is not None and array.dtype.kind in "biuf":
             packed = struct.pack("<d", array.fill_value) if array.dtype.kind == "f" else None
             held["_FillValue"] = array.fill_value.item() if packed is None else base64.b64encode(packed).decode()
-    try:
-        text = json.dumps(members, allow_nan=False, ensure_ascii=False) if told else ""
-        return told, text if len(text.encode()) <= _MOST_SAID else ""
-    except (ValueError, TypeError, RecursionError):
-        return told, ""
+    return held, list(dims) if any(n is not None for n in dims) else None
 
 
 def open_array(root: str, node: str) -> ZarrTensor:
@@ -229,8 +219,9 @@ class ZarrTensor(GridTensor):
     generation: Generation = NONE
     held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
     absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
-    attributes: tuple[str, ...] = ()  # names of what its writer says of it
-    said: str = field(default="", repr=False)  # that, as `array_metadata` takes it
+    attributes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # that its writer has given
+    dims: list[Any] | None = field(default=None, compare=False, repr=False)  # names of dimensions, likewise
+    said: str = field(default="", repr=False)  # both, as `array_metadata` takes them
 
     @property
     def file_chunk(self) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head
         folder.settle(directory)
 
     in_threads(write, list(texts), SYNCS)
-    group = group_metadata(head.version, texts, [p.file for p in head.packs])
+    group = group_metadata(head.version, texts, [p.file for p in head.packs], head.attributes)
     folder.put("zarr.json", group)
     head.zarr = crc32c(group)
     for entry in head.arrays:

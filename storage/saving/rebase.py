@@ -13,7 +13,7 @@ from ..checkpoint.numbered import Numbered
 from ..commit import contents
 from ..commit.protocol import protocol_of
 from ..format.compression import compression_of
-from ..format.zarr_format import GROUP_ATTRIBUTE, said_of
+from ..format.zarr_format import GROUP_ATTRIBUTE, group_said, said_of
 from ..loading.open import open_checkpoint
 from ..readers.tensor import read_into
 from ..readers.windowed import WindowedBlock
@@ -54,7 +54,8 @@ def rebase(path: str, base: str | None) -> None:
         deltas += [item] if entry.delta else []
     documents = {name: old.documents.raw(name) for name in old.documents}
     given = None if base is None else DeltaBase.at(base, path).given_to(deltas)
-    head = replace(old.manifest, base=given, sums=None, zarr=None)
+    group = group_said(strict_json.loads(store.at(old.path).get("zarr.json")))
+    head = replace(old.manifest, base=given, sums=None, zarr=None, attributes=group)
     if not store.is_url(path):
         sharing.match(items, path)
     with (

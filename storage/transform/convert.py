@@ -22,7 +22,7 @@ from ..format.compression import Codec, Compression, chosen
 from ..format.documents import Documents, given, with_dtype, without_quantization
 from ..format.manifest import Leaf, scalar_leaves
 from ..format.sharding_spec import Chooser, ShardingChoice
-from ..format.zarr_format import is_raw
+from ..format.zarr_format import described, is_raw
 from ..loading.match_target import prune, select, unread_of
 from ..loading.open import open_checkpoint
 from ..loading.read_ahead import reading_ahead
@@ -243,8 +243,10 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
     sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
+    said, group = held_attributes(held.ckpt, held.arrays, held.notes)
+    said |= {"": described(group)} if group else {}
     return HuggingFaceSink(
-        list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts()
+        list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts(), said=said
     )
 
 
@@ -270,7 +272,8 @@ def zarr_sink(
     """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw``
     as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
-    items, said = [], held_attributes(held.ckpt, held.arrays, held.notes)
+    items = []
+    said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
         shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
@@ -288,6 +291,7 @@ def zarr_sink(
     stored = list(held.ckpt.arrays)
     tree = fill(held.structure, lambda leaf: Leaf(order[stored[leaf.index]]))
     head = manifest.Manifest([], manifest.encode_tree(tree), held.ckpt.step, dict(held.ckpt.metadata), choice.meshes)
+    head.attributes = group
     return ZarrSink(items, head, held.documents())
 
 
@@ -479,7 +483,7 @@ def convert(
         told,
         [
             *held.notes,
-            *attributes_left(held.arrays, {i.name for i in sink.items if i.said} if isinstance(sink, ZarrSink) else ()),
+            *attributes_left(held.arrays, getattr(sink, "said", ())),
         ],
         held.left_behind(),
     )

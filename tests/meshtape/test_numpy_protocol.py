@@ -286,6 +286,7 @@ MORE = [
     *(Call(f"linalg.{n}", SQUARE, SPD) for n in ("matmul", "solve", "vecdot", "tensordot")),
     Call("linalg.outer", V, U),
     Call("linalg.cross", A[:, :3], B[:, :3]),
+    Call("lib.stride_tricks.sliding_window_view", A, (3, 2), (0, 0), only="cs"),
 ]  # fmt: skip
 # (Values that are no array, vectors with free signs, and uninitialized memory are compared below.)
 BELOW = {

@@ -143,6 +143,39 @@ def test_lost_chunks_of_foreign_zarr_are_no_zeros(tmp_path, version, name):
     assert (got == 0).sum() == (4 if name == "w" else 0)
 
 
+@pytest.mark.parametrize("location", ["start", "end"])
+def test_inner_chunks_that_a_shard_says_are_absent_are_the_fill_value(kit, tmp_path, location):
+    inner = zarr.codecs.ShardingCodec(chunk_shape=(2, 2), index_location=location)
+    g = zarr.open_group(tmp_path / "z", mode="w")
+    w = g.create_array("w", shape=(6, 8), chunks=(6, 4), dtype="f4", fill_value=3, serializer=inner, compressors=None)
+    values = np.full((6, 8), 3, "f4")
+    values[0, 0], values[4:, 6:] = 1, 2
+    w[...] = values  # zarr leaves out inner chunks of fill values alone
+    shard, sharding = tmp_path / "z" / "w" / "c" / "0" / "1", kit.Sharding(kit.Host({"x": 2}), (0,))
+    assert shard.stat().st_size == 6 * 16 + 4 + 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.array_equal(load(tmp_path / "z")["w"], values)
+        assert kit.same(load(tmp_path / "z", shardings=lambda *_: sharding)["w"].whole(), values)
+        assert np.array_equal(open_checkpoint(tmp_path / "z")["w"][1::2, 3:7], values[1::2, 3:7])
+        for use in (merge, reshard, lambda a, b: convert(a, b, format="zarr")):
+            use(tmp_path / "z", tmp_path / "out")
+            assert verify(tmp_path / "out").arrays == 1
+            assert np.array_equal(load(tmp_path / "out")["w"], values)
+            shutil.rmtree(tmp_path / "out")
+    with pytest.raises(errors.CheckpointError, match="no checksums"):  # and nothing is lost
+        verify(tmp_path / "z")
+    whole = shard.read_bytes()
+    for held in (whole[:0], whole[: len(whole) // 2], whole[: 6 * 16 + 4] if location == "start" else whole[:-1]):
+        shard.write_bytes(held)
+        for read in (load, merge, lambda a, *_: open_checkpoint(a)["w"][4:, 6:]):
+            with pytest.raises(errors.CheckpointError, match=r"ends early|checksum|size 0"):
+                read(tmp_path / "z", *([tmp_path / "out"] if read is merge else []))
+    shard.unlink()
+    with pytest.raises(errors.IncompleteCheckpoint, match="1 chunk of key 'w'"):
+        merge(tmp_path / "z", tmp_path / "out")
+
+
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("unknown", ["dtype", "codec"])
 @pytest.mark.parametrize("consolidated", [False, True])

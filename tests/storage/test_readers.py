@@ -1,5 +1,7 @@
 """Tools that know nothing of meshtape read its files."""
 
+import contextlib
+import json
 import subprocess
 import sys
 
@@ -17,6 +19,8 @@ from meshtape.storage import (
     save_safetensors,
     verify,
 )
+from meshtape.storage.commit.object_commit import _renew_group
+from meshtape.storage.stores.store import at
 
 
 @pytest.fixture
@@ -140,7 +144,8 @@ def test_attributes_of_others_that_are_not_written_are_named(tmp_path):
     t.attrs.update(scale_factor=0.01, units="K")
     group.create_array("plain", data=np.ones(2))
     told = ["attributes are not written: those of t (scale_factor, units, names of dimensions)"]
-    assert merge(tmp_path / "x", tmp_path / "m").notes == told
+    cast = {"format": "zarr", "rules": "t -> t, cast(float32)"}
+    assert convert(tmp_path / "x", tmp_path / "m", **cast).notes == told
     t.attrs["wrong"] = float("nan")  # no JSON
     assert convert(tmp_path / "x", tmp_path / "z", format="zarr").notes == [told[0].replace("units", "units, wrong")]
 
@@ -155,16 +160,74 @@ def test_attributes_of_others_go_along_into_zarr(tmp_path, version):
         {"x": ("x", np.arange(3), x), "lat": (("y", "x"), values)},
     )
     packed = {"t": {"dtype": "i2", "scale_factor": 0.5, "_FillValue": -9}, "lat": {"_FillValue": 7.0}}
+    source.attrs = {"title": "made here", "levels": [1, 2]}
     source.to_zarr(tmp_path / "a", zarr_format=version, consolidated=False, encoding=packed)
     wanted = xarray.open_zarr(tmp_path / "a", consolidated=False).load()
     report = convert(tmp_path / "a", tmp_path / "b", format="zarr", missing="fill", pack=True)
     again = reshard(tmp_path / "b", tmp_path / "c", mesh={"m": 2}, shardings={"t": {"m": 0}})
-    for r in (report, again):
+    model = merge(tmp_path / "b", tmp_path / "m")  # the texts of a safetensors file carry them along
+    back = convert(tmp_path / "m", tmp_path / "n", format="zarr")
+    for r in (report, again, model, back):
         assert r.notes == []
-        xarray.testing.assert_identical(wanted, xarray.open_zarr(r.path).load().drop_attrs(deep=False))
+        ckpt = open_checkpoint(r.path)
+        assert ckpt["t"].attributes["units"] == "K"
+        assert ckpt["t"].dimension_names == ["y", "x"]
+        assert ckpt["plain"].dimension_names == ["y"]
+        assert ckpt.metadata == source.attrs
+        if r is not model:
+            found = xarray.open_zarr(r.path).load()
+            assert {**found.attrs, "meshtape": None} == {**source.attrs, "meshtape": None}
+            xarray.testing.assert_identical(wanted.drop_attrs(deep=False), found.drop_attrs(deep=False))
         verify(r.path)
+    url = f"memory://attributes/{version}"
+    convert(tmp_path / "b", url, format="zarr")
+    written = at(url).get("zarr.json")
+    at(url).put("zarr.json", b"{}")  # of the checkpoint before, as a kill leaves it
+    _renew_group(at(url))
+    assert at(url).get("zarr.json") == written
     group = tmp_path / "b" / "zarr.json"
     group.write_text(group.read_text().replace('"K"', '"C"'))
     assert ["zarr.json is missing or damaged" in n for n in reshard(tmp_path / "b", tmp_path / "e").notes] == [True]
     cut = convert(tmp_path / "a", tmp_path / "d", format="zarr", rules="t -> t, cast(float32)", missing="fill")
     assert [n.count("those of t (") for n in cut.notes] == [1]
+
+
+def test_attributes_that_cannot_travel_are_told_and_none_takes_a_reserved_name(tmp_path):
+    import zarr
+    from safetensors.numpy import load_file, save_file
+
+    group = zarr.create_group(tmp_path / "x", attributes={"when": float("nan")})
+    below = group.create_group("below", attributes={"title": "y"})
+    for name, said in {
+        "nan": {"a": float("nan")},
+        "huge": {"a": "b" * 70_000},
+        "half": {"a": "\ud800"},
+        "deep": {"a": json.loads("[" * 90 + "]" * 90)},
+        "ours": {"meshtape": {"dtype": "bfloat16"}, "codecs": [], "shape": [9]},
+    }.items():
+        below.create_array(name, data=np.arange(3.0)).attrs.update(said)
+    told = [
+        "attributes of groups below the root are not written: those of below",
+        "attributes of the group are not written as such: they are no JSON, or above 64 KiB",
+        "attributes are not written: those of below/half (a), below/huge (a), below/nan (a)",
+    ]
+    for r in (convert(tmp_path / "x", tmp_path / "z", format="zarr"), merge(tmp_path / "x", tmp_path / "m")):
+        assert r.notes == told
+        verify(r.path)
+        assert open_checkpoint(r.path)["below/ours"].attributes == {"codecs": [], "shape": [9]}
+        assert len(json.dumps(open_checkpoint(r.path)["below/deep"].attributes)) > 180
+        assert load(r.path)["below/ours"].tolist() == [0, 1, 2]
+    assert np.isnan(open_checkpoint(tmp_path / "z").metadata["when"])
+    assert load_file(tmp_path / "m" / "model.safetensors").keys() == load(tmp_path / "m").keys()
+    for text in (
+        "{",
+        "[]",
+        '{"w": 1}',
+        '{"w": {"attributes": 3, "dimension_names": ["x", "y"], "shape": []}}',
+        "[" * 99999,
+    ):
+        save_file({"w": np.ones(3)}, tmp_path / "s", {"meshtape.attributes": text})
+        with pytest.warns(UserWarning, match="cannot be read") if "shape" not in text else contextlib.nullcontext():
+            ckpt = open_checkpoint(tmp_path / "s")
+        assert (ckpt["w"].attributes, ckpt["w"].dimension_names, ckpt.metadata) == ({}, None, {})
+        assert convert(ckpt, tmp_path / "t", format="zarr", overwrite=True).notes == []

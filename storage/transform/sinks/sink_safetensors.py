@@ -27,6 +27,8 @@ from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
 from .sink import Unit, UploadStream, clear, read, stretches, sums
 
+_MOST_SAID = 1 << 20  # bytes of attributes of all arrays, which each reader of a header unpacks
+
 
 def split_files(sizes: Iterable[tuple[str, int]], limit: int | None) -> list[list[str]]:
     """Names for each file: in order, a new file where the limit would be passed. A larger array has a file of its own.
@@ -55,7 +57,9 @@ class HuggingFaceSink:
         documents: Mapping[str, bytes],
         metadata: Mapping[str, str],
         format_: str = "pt",
+        said: Mapping[str, str] | None = None,
     ) -> None:
+        """``said``: what other writers said of arrays, and under "" of the group, see ``zarr_format``."""
         self.documents = dict(documents)
         self._number = {name: i for i, (name, _) in enumerate(named)}
         count = len(groups)
@@ -69,18 +73,27 @@ class HuggingFaceSink:
         metadata = {**metadata, "format": format_}
         self.heads, self.places = [], []
         self._at: dict[int, tuple[int, int]] = {}  # number of the file, and place, of each array
+        self.said = dict(said or {})
+        if sum(map(len, self.said.values())) > _MOST_SAID:
+            self.said = {n: text for n, text in self.said.items() if not n}
+        free = [self._free(group, metadata) for group in groups]
         for number, row in enumerate(rows):
-            head, place = safetensors.build_header(row, metadata, sums=True)
+            head, place = safetensors.build_header(row, free[number], sums=True)
             self.heads.append(head)
             self.places.append(place)
             self._at.update((self._number[n], (number, len(head) + t.begin)) for n, t in place.items())
-        self._plain = [safetensors.build_header(row, metadata)[0] for row in rows]  # of uploads
+        self._plain = [safetensors.build_header(row, own)[0] for row, own in zip(rows, free, strict=True)]  # of uploads
         self._sums: list[list[int]] = []  # of the tensors of each file, in their order
         self.shapes = [tuple(t.shape) for _, t in named]
         self.itemsizes = [t.dtype.itemsize for _, t in named]
         self._groups = groups
         self.total_size = sum(t.nbytes for place in self.places for t in place.values())
         self.nbytes = self.total_size + sum(map(len, self.heads)) + 4096 * (count + 1)
+
+    def _free(self, group: Sequence[str], metadata: Mapping[str, str]) -> dict[str, str]:
+        """The free texts of a file."""
+        own = {n: json.loads(self.said[n]) for n in ("", *group) if n in self.said}
+        return {**metadata, **({safetensors.ATTRIBUTES: json.dumps(own, ensure_ascii=False)} if own else {})}
 
     def describe(self) -> Any:
         return ["safetensors", self.files, [h.decode("utf-8", "replace") for h in self.heads], sums(self.documents)]

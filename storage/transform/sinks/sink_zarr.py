@@ -134,6 +134,11 @@ class ZarrSink:
         self._packs = PackFiles(items)
 
     @property
+    def said(self) -> set[str]:
+        """The arrays that are written with attributes of another writer."""
+        return {i.name for i in self.items if i.said}
+
+    @property
     def files(self) -> list[str]:
         """The arrays' directories, and the packs."""
         return [i.directory for i in self.items if not i.packed] + [p.file for p in self.head.packs]
