@@ -108,6 +108,16 @@ def only_shard(grid: ChunkGrid) -> tuple[int, ...] | None:
     return (0,) * len(grid.shape) if all(n == 1 for n in grid.counts) else None
 
 
+@lru_cache(maxsize=1 << 14)
+def sizes_text(sizes: tuple[int, ...], between: str = ",") -> str:
+    """Sizes as JSON.
+
+    >>> sizes_text((2, 3))
+    '[2,3]'
+    """
+    return f"[{between.join(map(str, sizes))}]"
+
+
 def slashed_key(coord: Sequence[int]) -> str:
     """The name of a chunk below its array by Zarr's default encoding; `ChunkGrid.key` has that of our files.
 

@@ -31,7 +31,7 @@ from .chunk_grid import ChunkGrid
 from .chunk_sums import Section, has_section
 from .compression import Compression, of_plain
 from .migrations import Step, upgraded
-from .stored_objects import FILE, ArrayEntry, Pack, pack_of
+from .stored_objects import FILE, ArrayEntry, Pack, compact, pack_of
 from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
@@ -107,11 +107,16 @@ class Manifest:
             **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
             **({} if self.base is None else {"base": list(self.base)}),
             **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
-            "arrays": [a.to_json() for a in self.arrays],
         }
-        if check is not None:
-            _build(body, check)
-        return sealed(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
+        forms: dict[Any, str] = {}
+        rows, first = [], []
+        for a in self.arrays:
+            known = len(forms)
+            rows.append(a.text(forms))
+            first += rows[-1:] if len(forms) > known else []
+        if check is not None:  # arrays of one form have one text, but for their own names, places and checksums
+            _build({**body, "arrays": list(map(json.loads, first))}, check, self.arrays)
+        return sealed(f'{compact(body)[:-1]},"arrays":[{",".join(rows)}]}}'.encode())
 
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
@@ -349,7 +354,8 @@ def _loads(data: bytes, source: str) -> Manifest:
     return out
 
 
-def _build(top: dict[str, Any], source: str) -> Manifest:
+def _build(top: dict[str, Any], source: str, written: list[ArrayEntry] | None = None) -> Manifest:
+    """The manifest of a document. ``written``: all of its arrays, where the document has one of each form."""
     step, metadata, meshes, arrays = (top.get(k) for k in ("step", "metadata", "meshes", "arrays"))
     if step is not None and type(step) is not int:
         raise CorruptCheckpoint(f"{source}: step {step!r} is not an integer")
@@ -373,6 +379,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
     forms: dict[bytes, _Form] = {}
     entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
+    entries = entries if written is None else written
     names.check_distinct([e.path for e in entries], [e.name for e in entries])
     directories = [e.directory for e in entries if e.packs is None]
     if len(set(directories)) != len(directories):

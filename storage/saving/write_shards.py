@@ -63,7 +63,9 @@ def write_blocks(
             for first in range(0, len(jobs), _OPEN):
                 written = in_threads(write, jobs[first : first + _OPEN])
                 in_threads(sync, [fd for _, fd, _ in written], SYNCS)
-                records += [replace(r, shared=shared) for found, _, shared in written for r in found()]
+                for found, _, shared in written:
+                    some = found()
+                    records += [replace(r, shared=True) for r in some] if shared else some
     finally:
         for fd in opened:
             fs.close(fd)
