@@ -231,6 +231,9 @@ def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit
     """
     if 0 in shape:
         return
+    if math.prod(shape) * itemsize <= limit:
+        yield Box.whole(shape)
+        return
     size = [min(c, n) for c, n in zip(chunk, shape, strict=True)]
     for axis in range(len(shape) - 1, -1, -1):
         unit = math.prod(size) * itemsize
@@ -290,6 +293,9 @@ def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     [(0, 8, 3), (3, 14, 3)]
     """
     if box.size == 0:
+        return
+    if box.shape == shape:
+        yield 0, 0, box.size
         return
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:

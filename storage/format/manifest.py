@@ -31,7 +31,7 @@ from .chunk_grid import ChunkGrid
 from .chunk_sums import Section, has_section
 from .compression import Compression, of_plain
 from .migrations import Step, upgraded
-from .stored_objects import FILE, ArrayEntry, Pack, compact, pack_of
+from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
@@ -116,7 +116,7 @@ class Manifest:
             first += rows[-1:] if len(forms) > known else []
         if check is not None:  # arrays of one form have one text, but for their own names, places and checksums
             _build({**body, "arrays": list(map(json.loads, first))}, check, self.arrays)
-        return sealed(f'{compact(body)[:-1]},"arrays":[{",".join(rows)}]}}'.encode())
+        return sealed(f'{strict_json.compact(body)[:-1]},"arrays":[{",".join(rows)}]}}'.encode())
 
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
@@ -255,13 +255,13 @@ def _base(x: Any) -> Base:
     return Base(name, identity)
 
 
-_Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compression, bool]
+_Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compression, bool, bool, bool]
 """Checked data that most arrays of a large checkpoint share: grid, dtype, number of shards, mesh, sharding,
-compression, whether packed."""
+compression, whether packed, of layout "dual", a delta."""
 
 
 def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
-    shape, shard, chunk, name, mesh, sharding, how, packed, nbytes = key
+    shape, shard, chunk, name, mesh, sharding, how, packed, nbytes, dual, delta = key
     grid = ChunkGrid(_sizes(shape, 0), _sizes(shard, 1), _sizes(chunk, 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
@@ -283,7 +283,11 @@ def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
         raise ValueError(f"nbytes is {str(nbytes)[:40]}")
     if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression)):
         raise ValueError("what is packed is neither compressed nor cut into chunks")
-    return grid, dtype, math.prod(grid.counts), mesh, sharding, compression, packed
+    if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
+        raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
+    if type(delta) is not bool or (delta and (dual or compression is None or dtype.itemsize > MOST_DELTA)):
+        raise ValueError("a delta is compressed, of items of at most 8 bytes, and not of layout 'dual'")
+    return grid, dtype, math.prod(grid.counts), mesh, sharding, compression, packed, dual, delta
 
 
 def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[bytes, _Form]) -> ArrayEntry:
@@ -292,12 +296,12 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         path, get = e["path"], e.get
         if not isinstance(path, list) or not _KEYS.issuperset(map(type, path)):
             raise ValueError("path is not a list of keys")
-        key = (e["shape"], e["shard"], e["chunk"], e["dtype"], e["mesh"], e["sharding"])
-        key += (get("compression"), get("packed", False), get("nbytes", 0))
+        key = (e["shape"], e["shard"], e["chunk"], e["dtype"], e["mesh"], e["sharding"], get("compression"))
+        key += (get("packed", False), get("nbytes", 0), get("dual", False), get("delta", False))
         text = marshal.dumps(key, 2)  # bytes, where True is not 1
         if (form := forms.get(text)) is None:
             form = forms[text] = _form(key, n_meshes)
-        grid, dtype, count, mesh, sharding, compression, packed = form
+        grid, dtype, count, mesh, sharding, compression, packed, dual, delta = form
         objects = e["objects"]
         if not isinstance(objects, list) or len(objects) != count:
             raise ValueError(f"{count} objects are needed")
@@ -305,12 +309,6 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         if packed and (sums or "dir" in e):
             raise ValueError("what is packed has neither a directory nor checksums in the table")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
-        dual = get("dual", False)
-        if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
-            raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
-        delta = get("delta", False)
-        if type(delta) is not bool or (delta and (dual or compression is None or dtype.itemsize > MOST_DELTA)):
-            raise ValueError("a delta is compressed, of items of at most 8 bytes, and not of layout 'dual'")
         directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.tree import Path
-from ..base import names
+from ..base import names, strict_json
 from . import dtypes
 from .chunk_grid import ChunkGrid, ShardPlace, place_of, sizes_text
 from .chunk_sums import Section
@@ -23,7 +22,6 @@ from .compression import Compression, fits
 from .zarr_format import dual_shard
 
 FILE = "meshtape.json"
-compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class StoredObject(NamedTuple):
@@ -168,7 +166,7 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
         sharding = None if self.sharding is None else tuple(self.sharding)
         key = self.grid, self.dtype, self.dual, self.delta, self.compression, self.mesh, sharding
         if (form := forms.get(key)) is None:
-            form = forms[key] = compact(
+            form = forms[key] = strict_json.compact(
                 {
                     "shape": self.grid.shape,
                     "dtype": dtypes.short_name(self.dtype),

@@ -1,79 +1,84 @@
-"""The steps of a transfer by threads: writes of windows, and their reads for verification once an array is complete.
+"""The steps of a transfer by threads: writes of windows, and their reads for verification once others were written.
 
 Reading back needs processors and memory, writing waits for the disk; together they take little longer than the slower.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .sinks.sink import Unit, WindowWriter, put
+from .sinks.raw_writer import check_all, put_all
+from .sinks.sink import Unit, WindowWriter
+
+_SMALL = 128 << 10  # bytes of a window that is written together with others
+_TOGETHER = 512  # windows at most
 
 
 class WindowStep(NamedTuple):
-    """A window to write, or to read back."""
+    """Windows to write, or to read back: one, or several small ones of different arrays. They are numbers of units."""
 
-    unit: Unit
+    windows: tuple[int, ...]
     back: bool = False
 
 
-class WindowSteps:
-    """The steps for all windows except those in ``kept``, which an earlier run wrote and this one verified.
+def steps_of(
+    left: Sequence[int], units: Sequence[Unit], sizes: Sequence[int], writers: Sequence[Any], limit: int
+) -> list[WindowStep]:
+    """The steps that write the windows ``left``; those of one step have at most ``limit`` bytes."""
+    out: list[list[int]] = []
+    used = 0
+    for n in left:
+        small = sizes[n] <= _SMALL and hasattr(writers[units[n].array], "raw_of")
+        if not (small and out and 0 < used <= limit - sizes[n] and len(out[-1]) < _TOGETHER):
+            out.append([])
+            used = 0
+        out[-1].append(n)
+        used = used + sizes[n] if small else limit
+    return [WindowStep(tuple(some)) for some in out]
 
-    An array is read back after the next one was written, so that the threads do not wait for its last windows.
-    """
+
+class WindowSteps:
+    """The calls that carry steps out, by threads."""
 
     def __init__(
-        self, writers: Sequence[WindowWriter], tensors: Sequence[Any], root: str, kept: Mapping[Unit, Any]
+        self, writers: Sequence[WindowWriter], tensors: Sequence[Any], root: str, units: Sequence[Unit]
     ) -> None:
-        self._writers, self._tensors, self._root = writers, tensors, root
-        self._kept = set(kept)
-        self._sums: dict[Unit, list[int]] = {}
-        self._left: Counter[int] = Counter()
+        self._writers, self._tensors, self._root, self._units = writers, tensors, root, units
+        self._done: dict[tuple[int, ...], list[list[int]]] = {}  # checksums of the windows of each step
         self._changed = threading.Condition()
         self._failed = False
 
-    def order(self, units: Sequence[Unit]) -> list[WindowStep]:
-        """All steps, in the order in which threads are to take them."""
-        arrays: dict[int, list[Unit]] = {}
-        for u in units:
-            if u not in self._kept:
-                arrays.setdefault(u.array, []).append(u)
-        self._left.update({a: len(held) for a, held in arrays.items()})
-        return list(self._order(list(arrays.values())))
-
-    @staticmethod
-    def _order(arrays: list[list[Unit]]) -> Iterator[WindowStep]:
-        for i in range(len(arrays) + 1):
-            if i < len(arrays):
-                yield from map(WindowStep, arrays[i])
-            if i:
-                yield from (WindowStep(u, True) for u in arrays[i - 1])
+    def order(self, steps: Sequence[WindowStep]) -> Iterator[WindowStep]:
+        """These steps, and those that read back, in the order in which threads are to take them: an array is read back
+        after the next one was written, so that the threads do not wait for its last windows."""
+        arrays = [list(some) for _, some in itertools.groupby(steps, lambda s: self._units[s.windows[0]].array)]
+        for before, now in zip([[], *arrays], [*arrays, []], strict=True):
+            yield from now
+            yield from (WindowStep(s.windows, True) for s in before)
 
     def __call__(self, step: WindowStep) -> Any:
-        """Carry a step out: the checksums and losses of a window that was written, or whether it reads back as it
+        """Carry a step out: checksums and losses of each window that was written, or whether it reads back as it
         was."""
-        unit = step.unit
-        writer = self._writers[unit.array]
+        units = [self._units[n] for n in step.windows]
+        writers, boxes = [self._writers[u.array] for u in units], [u.box for u in units]
         if not step.back:
             try:
-                done = put(writer, self._root, unit.box, self._tensors[unit.array].only(unit.box))
+                done = put_all(writers, self._root, boxes, [self._tensors[u.array] for u in units])
             except BaseException:
-                with self._changed:  # nobody may wait for this window
+                with self._changed:  # nobody may wait for these windows
                     self._failed = True
                     self._changed.notify_all()
                 raise
             with self._changed:
-                self._sums[unit] = done[0]
-                self._left[unit.array] -= 1
+                self._done[step.windows] = [sums for sums, _ in done]
                 self._changed.notify_all()
             return done
         with self._changed:
-            # Other threads took the last windows of the array before this step, so their writes will end.
-            self._changed.wait_for(lambda: self._failed or not self._left[unit.array])
+            # Another thread took these windows before this step, so their write will end.
+            self._changed.wait_for(lambda: self._failed or step.windows in self._done)
             if self._failed:
-                return True  # the error of the other thread is raised; there is nothing to tell here
-        return writer.check(self._root, unit.box, self._sums[unit])
+                return [True]  # the error of the other thread is raised; there is nothing to tell here
+        return check_all(writers, self._root, boxes, self._done.pop(step.windows))

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,8 +31,7 @@ CHECKED = (
 )  # bytes that are read back at a time: they are still in a processor's cache when their checksum is taken
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """A window of an array."""
 
     array: int
@@ -40,7 +39,10 @@ class Unit:
 
 
 class WindowWriter(Protocol):
-    """A writer of the windows of one array, small enough to send to another process."""
+    """A writer of the windows of one array, small enough to send to another process.
+
+    One of windows that lie in files as they are has the method ``raw_of`` in place of these (see ``raw_writer``).
+    """
 
     def put(self, root: str, box: Box, tensor: Any) -> list[int]:
         """Write a window of a tensor to its places; returns its checksums. Bytes already in stored form are copied."""
