@@ -124,7 +124,7 @@ def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head
         folder.put(f"{directory}/zarr.json", texts[directory])
         folder.settle(directory)
 
-    in_threads(write, list(texts), SYNCS)
+    in_threads(write, list(texts), SYNCS, alone=True)
     group = group_metadata(head.version, texts, [p.file for p in head.packs])
     folder.put("zarr.json", group)
     head.zarr = crc32c(group)
