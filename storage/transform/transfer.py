@@ -35,7 +35,7 @@ from .sinks.raw_writer import check_all, put_all
 from .sinks.sink import BATCH, TransferSink, WindowWriter
 from .unpacked import unpacked
 from .upload import upload
-from .verify_writes import WindowSteps, steps_of
+from .verify_writes import put_and_check, steps_of
 from .workers import Executor, Workers
 
 MEMORY_LIMIT = 256 << 20
@@ -205,31 +205,22 @@ def transfer(
                 if progress is not None:
                     progress(reached, total)
 
-                checked = set(kept)  # read back above
-                steps = steps_of(
-                    [n for n in range(len(units)) if n not in kept], units, sizes, writers, min(limit, BATCH)
-                )
-                if executor is None:
-                    by_threads = WindowSteps(writers, tensors, part, units)
-                    results = spread.over(by_threads, list(by_threads.order(steps)), lambda step: (step,))
-                else:
-                    # Other processes know nothing of each other's windows.
-                    results = spread.over(
-                        put_all,
-                        steps,
-                        lambda step: (
-                            *calls(step.windows),
-                            [tensors[units[n].array].only(units[n].box) for n in step.windows],
-                        ),
-                    )
-                for (windows, back), result in results:
-                    if back:
-                        for n, same in zip(windows, result, strict=False):
-                            refuse_unless(same, n)
-                        checked.update(windows)
-                        continue
+                left_units = [n for n in range(len(units)) if n not in kept]
+                steps = steps_of(left_units, units, sizes, writers, min(limit, BATCH))
+                # What other processes have written is read back when none of them is at work any more: a task may be
+                # carried out again while another worker, thought to be lost, still writes the same window.
+                here = executor is None
+                for windows, result in spread.over(
+                    put_and_check if here else put_all,
+                    steps,
+                    lambda step: (
+                        *calls(step),
+                        [tensors[a] if here else tensors[a].only(box) for a, box in (units[n] for n in step)],
+                    ),
+                ):
                     rows = []
-                    for n, (sums, loss) in zip(windows, result, strict=True):
+                    for n, (sums, loss, *same) in zip(windows, result, strict=True):
+                        refuse_unless(all(same), n)
                         kept[n] = sums
                         rows.append(strict_json.compact([n, sums, *([loss.encode()] if loss else [])]))
                         array = units[n].array
@@ -242,15 +233,13 @@ def transfer(
                         reached += sizes[n]
                         if progress is not None:
                             progress(reached, total)
-                # While the disk is busy, the rest is read back.
                 with ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
                     synced = pool.submit(sink.sync, part, {units[n]: sums for n, sums in kept.items()})
-                    rest = [step.windows for step in steps if step.windows[0] not in checked]
-                    for some, same in spread.over(
-                        check_all, rest, lambda some: (*calls(some), [kept[n] for n in some])
+                    for windows, found in spread.over(  # while the disk is busy
+                        check_all, [] if here else steps, lambda step: (*calls(step), [kept[n] for n in step])
                     ):
-                        for n, whole in zip(some, same, strict=True):
-                            refuse_unless(whole, n)
+                        for n, same in zip(windows, found, strict=True):
+                            refuse_unless(same, n)
                     synced.result()
                 source.check()
                 nbytes = sink.finish(atomic_directory.Folder(part), target)
