@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -134,7 +133,7 @@ def _write_local(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
         return write_blocks({0: (root, tasks)}, {0: arrays})
 
     def here(item: SaveItem) -> bool:
-        return str(getattr(item.array, "device", "cpu")) == "cpu"
+        return type(item.array) is np.ndarray or str(getattr(item.array, "device", "cpu")) == "cpu"
 
     records = write([i for i in items if i.packed or here(i)])
     for item in items:
@@ -443,7 +442,7 @@ class _Save:
             choose_dual(item)
         limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
-            packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
+            packs.choose(item, lambda item=item: _boxes(item.sharding, item.shape), limit)
         self.base = None if given.get("base") is None else DeltaBase.at(store.location(given["base"]), target)
         if self.base is not None:
             self.head.base = self.base.given_to(items)

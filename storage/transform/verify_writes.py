@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...arrays.core.blocks import Box
+from ..readers.reading import SMALL
 from ..rules.casting import CastLoss
 from .sinks.raw_writer import check_all, put_all
 from .sinks.sink import Unit, WindowWriter
 
-_SMALL = 128 << 10  # bytes of a window that is written together with others
 _TOGETHER = 512  # windows at most
 
 
@@ -24,7 +24,7 @@ def steps_of(
     out: list[list[int]] = []
     used = 0
     for n in left:
-        small = sizes[n] <= _SMALL and hasattr(writers[units[n].array], "raw_of")
+        small = sizes[n] <= SMALL and hasattr(writers[units[n].array], "raw_of")
         if not (small and 0 < used <= limit - sizes[n] and len(out[-1]) < _TOGETHER):
             out.append([])
             used = 0

@@ -22,7 +22,7 @@ from ...readers.tensor import read_into
 from ...rules.casting import CastLoss, Tally, making, tallied
 from ...rules.lazy_tensors import casts
 from ...stores.filesystem import IOV_MAX, active, preadv
-from .sink import WindowWriter, cut, put, touch
+from .sink import WindowWriter, cut, touch
 
 _ALIGNED = 16  # bytes: no item is longer
 
@@ -83,7 +83,9 @@ def put_all(
     """Write one window of any writer, or several of those with ``raw_of``, which share reads and writes; returns the
     checksums of each, and the losses of its casts."""
     if not hasattr(writers[0], "raw_of"):
-        return [put(writers[0], root, windows[0], tensors[0])]
+        with tallied(Tally()) as tally:
+            sums = writers[0].put(root, windows[0], tensors[0])
+        return [(sums, sum(tally.values(), CastLoss()))]
     parts = _memory("window", windows, [t.dtype for t in tensors])
     losses, jobs = [CastLoss()] * len(parts), list[Job]()
     for i, (window, tensor, part) in enumerate(zip(windows, tensors, parts, strict=True)):

@@ -21,7 +21,7 @@ from ...base.checksums import crc32c
 from ...base.scratch import scratch
 from ...format.chunk_grid import windows
 from ...readers.tensor import read_into
-from ...rules.casting import CastLoss, Tally, making, tallied
+from ...rules.casting import making
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import Files, active
 
@@ -122,13 +122,6 @@ def stretches(shape: tuple[int, ...], chunk: Sequence[int], itemsize: int, limit
     """Windows that follow one another in a row-major file: whole rows of chunks where they fit."""
     rows = (*(max(c, 1) for c in chunk[:1]), *shape[1:])
     return windows(shape, rows if math.prod(rows) * itemsize <= limit else (1,) * len(shape), itemsize, limit)
-
-
-def put(writer: WindowWriter, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:
-    """Write one window of a tensor in this process; returns its checksums and the losses of its casts."""
-    with tallied(Tally()) as tally:
-        sums = writer.put(root, box, tensor)
-    return sums, sum(tally.values(), CastLoss())
 
 
 def sums(documents: Mapping[str, bytes]) -> dict[str, int]:
