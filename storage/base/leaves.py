@@ -13,7 +13,7 @@ from ...arrays.core.errors import CheckpointDTypeError
 
 def taken(leaf: Any, where: str) -> Any:
     """Another library's array as a NumPy array, or as ours where it lies on a device; other leaves as they are."""
-    if np.ma.is_masked(leaf):
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise CheckpointDTypeError(
             f"{where}: a masked array has no form here; save leaf.filled(…), and its mask as another array"
         )

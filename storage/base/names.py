@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -116,16 +117,19 @@ def inside(root: str, relative: object, source: str) -> str:
     snapshot: the Hugging Face cache is made of them.
     """
     parts = plain(relative, source)
-    path = join(root, relative)
     if is_url(root):  # no links there
-        return path
-    step = root
+        return join(root, relative)
+    step = root.rstrip(os.sep)
     for part in parts:
         step = f"{step}{os.sep}{part}"
-        if os.path.islink(step):
-            break
+        try:
+            if stat.S_ISLNK(os.lstat(step).st_mode):
+                break
+        except OSError:
+            return join(root, relative)
     else:
-        return path
+        return step
+    path = join(root, relative)
     try:
         real, home = Path(path).resolve(), Path(root).resolve()
     except (OSError, RuntimeError) as e:  # links that lead in a circle

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # without spaces
+
 
 def loads(data: str | bytes, *, unique: bool = False) -> Any:
     """The value of a JSON text. Raises `ValueError` for NaN and infinities too, which Python's own reader takes for

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
@@ -14,6 +15,7 @@ from typing import Any
 THREADS = 2  # to one disk, more only wait for each other
 SYNCS = 16  # files that are synced at a time: the file system's journal commits those together that wait together
 NICER = 10  # steps of priority by which a save in the background gives way
+QUICK = 2e-4  # seconds of a call for which no thread is worth its while
 UPLOADS = 8  # objects on their way to an object store
 COMPRESSORS = 4  # threads that compress: of each of perhaps many processes on a machine
 
@@ -44,10 +46,13 @@ def compressors(shards: int, at_a_time: int) -> int:
     return max(1, min(COMPRESSORS, processors) // max(1, min(shards, at_a_time)))
 
 
-def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None) -> list[Any]:
+def in_threads(
+    work: Callable[[Any], Any], items: Sequence[Any], threads: int | None = None, *, alone: bool = False
+) -> list[Any]:
     """Results in order. After an error none that waits is begun, and it is raised when those that run have ended.
 
-    By default in as many `writers` as there are.
+    By default in as many `writers` as there are. ``alone``: in this thread as long as none takes longer than to hand
+    the interpreter to another thread.
     """
     count = min(writers() if threads is None else threads, len(items))
     if count < 2:
@@ -56,6 +61,15 @@ def in_threads(work: Callable[[Any], Any], items: Sequence[Any], threads: int | 
     failed: list[int] = []
     # Each thread takes the next: to hand them out one by one takes longer than a small file.
     rest = iter(range(len(items)))
+    began = time.perf_counter()
+    for i in rest if alone else ():
+        out[i] = work(items[i])
+        if (now := time.perf_counter()) - began > QUICK:
+            break
+        began = now
+    else:
+        if alone:
+            return out
 
     def take() -> None:
         for i in rest:

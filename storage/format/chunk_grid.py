@@ -108,6 +108,16 @@ def only_shard(grid: ChunkGrid) -> tuple[int, ...] | None:
     return (0,) * len(grid.shape) if all(n == 1 for n in grid.counts) else None
 
 
+@lru_cache(maxsize=1 << 14)
+def sizes_text(sizes: tuple[int, ...], between: str = ",") -> str:
+    """Sizes as JSON.
+
+    >>> sizes_text((2, 3))
+    '[2,3]'
+    """
+    return f"[{between.join(map(str, sizes))}]"
+
+
 def slashed_key(coord: Sequence[int]) -> str:
     """The name of a chunk below its array by Zarr's default encoding; `ChunkGrid.key` has that of our files.
 
@@ -221,6 +231,9 @@ def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit
     """
     if 0 in shape:
         return
+    if math.prod(shape) * itemsize <= limit:
+        yield Box.whole(shape)
+        return
     size = [min(c, n) for c, n in zip(chunk, shape, strict=True)]
     for axis in range(len(shape) - 1, -1, -1):
         unit = math.prod(size) * itemsize
@@ -280,6 +293,9 @@ def runs(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
     [(0, 8, 3), (3, 14, 3)]
     """
     if box.size == 0:
+        return
+    if box.shape == shape:
+        yield 0, 0, box.size
         return
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:

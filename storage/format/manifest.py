@@ -108,11 +108,16 @@ class Manifest:
             **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
             **({} if self.base is None else {"base": list(self.base)}),
             **({"packs": [[p.file, p.nbytes, p.header, f"{p.crc32c:08x}"] for p in self.packs]} if self.packs else {}),
-            "arrays": [a.to_json() for a in self.arrays],
         }
-        if check is not None:
-            _build(body, check)
-        return sealed(json.dumps(body, separators=(",", ":"), allow_nan=False).encode())
+        forms: dict[Any, str] = {}
+        rows, first = [], []
+        for a in self.arrays:
+            known = len(forms)
+            rows.append(a.text(forms))
+            first += rows[-1:] if len(forms) > known else []
+        if check is not None:  # arrays of one form have one text, but for their own names, places and checksums
+            _build({**body, "arrays": list(map(json.loads, first))}, check, self.arrays)
+        return sealed(f'{strict_json.compact(body)[:-1]},"arrays":[{",".join(rows)}]}}'.encode())
 
 
 # ----- values: JSON with the floats that JSON lacks -------------------------------------------------------------------
@@ -251,13 +256,13 @@ def _base(x: Any) -> Base:
     return Base(name, identity)
 
 
-_Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compression, bool]
+_Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compression, bool, bool, bool]
 """Checked data that most arrays of a large checkpoint share: grid, dtype, number of shards, mesh, sharding,
-compression, whether packed."""
+compression, whether packed, of layout "dual", a delta."""
 
 
 def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
-    shape, shard, chunk, name, mesh, sharding, how, packed, nbytes = key
+    shape, shard, chunk, name, mesh, sharding, how, packed, nbytes, dual, delta = key
     grid = ChunkGrid(_sizes(shape, 0), _sizes(shard, 1), _sizes(chunk, 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
@@ -279,7 +284,11 @@ def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
         raise ValueError(f"nbytes is {str(nbytes)[:40]}")
     if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression)):
         raise ValueError("what is packed is neither compressed nor cut into chunks")
-    return grid, dtype, math.prod(grid.counts), mesh, sharding, compression, packed
+    if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
+        raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
+    if type(delta) is not bool or (delta and (dual or compression is None or dtype.itemsize > MOST_DELTA)):
+        raise ValueError("a delta is compressed, of items of at most 8 bytes, and not of layout 'dual'")
+    return grid, dtype, math.prod(grid.counts), mesh, sharding, compression, packed, dual, delta
 
 
 def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[bytes, _Form]) -> ArrayEntry:
@@ -288,12 +297,12 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         path, get = e["path"], e.get
         if not isinstance(path, list) or not _KEYS.issuperset(map(type, path)):
             raise ValueError("path is not a list of keys")
-        key = (e["shape"], e["shard"], e["chunk"], e["dtype"], e["mesh"], e["sharding"])
-        key += (get("compression"), get("packed", False), get("nbytes", 0))
+        key = (e["shape"], e["shard"], e["chunk"], e["dtype"], e["mesh"], e["sharding"], get("compression"))
+        key += (get("packed", False), get("nbytes", 0), get("dual", False), get("delta", False))
         text = marshal.dumps(key, 2)  # bytes, where True is not 1
         if (form := forms.get(text)) is None:
             form = forms[text] = _form(key, n_meshes)
-        grid, dtype, count, mesh, sharding, compression, packed = form
+        grid, dtype, count, mesh, sharding, compression, packed, dual, delta = form
         objects = e["objects"]
         if not isinstance(objects, list) or len(objects) != count:
             raise ValueError(f"{count} objects are needed")
@@ -301,12 +310,6 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         if packed and (sums or "dir" in e):
             raise ValueError("what is packed has neither a directory nor checksums in the table")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
-        dual = get("dual", False)
-        if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
-            raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
-        delta = get("delta", False)
-        if type(delta) is not bool or (delta and (dual or compression is None or dtype.itemsize > MOST_DELTA)):
-            raise ValueError("a delta is compressed, of items of at most 8 bytes, and not of layout 'dual'")
         directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
@@ -350,7 +353,8 @@ def _loads(data: bytes, source: str) -> Manifest:
     return out
 
 
-def _build(top: dict[str, Any], source: str) -> Manifest:
+def _build(top: dict[str, Any], source: str, written: list[ArrayEntry] | None = None) -> Manifest:
+    """The manifest of a document. ``written``: all of its arrays, where the document has one of each form."""
     step, metadata, meshes, arrays = (top.get(k) for k in ("step", "metadata", "meshes", "arrays"))
     if step is not None and type(step) is not int:
         raise CorruptCheckpoint(f"{source}: step {step!r} is not an integer")
@@ -374,6 +378,7 @@ def _build(top: dict[str, Any], source: str) -> Manifest:
         raise CorruptCheckpoint(f"{source}: a pack is listed twice")
     forms: dict[bytes, _Form] = {}
     entries = [_array(e, i, source, len(meshes), packs, forms) for i, e in enumerate(arrays)]
+    entries = entries if written is None else written
     names.check_distinct([e.path for e in entries], [e.name for e in entries])
     directories = [e.directory for e in entries if e.packs is None]
     if len(set(directories)) != len(directories):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +14,9 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.tree import Path
-from ..base import names
+from ..base import names, strict_json
 from . import dtypes
-from .chunk_grid import ChunkGrid, ShardPlace, place_of
+from .chunk_grid import ChunkGrid, ShardPlace, place_of, sizes_text
 from .chunk_sums import Section
 from .compression import Compression, fits
 from .zarr_format import dual_shard
@@ -160,24 +161,38 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
             raise IncompleteCheckpoint(f"{self._where}: its shard {key} is not listed")
         return self._elsewhere[key]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "path": list(self.path),
-            **({"dir": self.directory} if self.packs is None else {"packed": True}),
-            "shape": list(self.shape),
-            "dtype": dtypes.short_name(self.dtype),
-            "shard": list(self.grid.shard),
-            "chunk": list(self.grid.chunk),
-            **({"dual": True} if self.dual else {}),
-            **({"delta": True} if self.delta else {}),
-            **({} if self.compression is None else {"compression": self.compression.plain()}),
-            "nbytes": self.nbytes,
-            "mesh": self.mesh,
-            "sharding": self.sharding,
-            **({} if self.sums is None else {"sums": [self.sums[0], f"{self.sums[1]:08x}"]}),
-            **({} if self.zarr is None else {"zarr": f"{self.zarr:08x}"}),
-            "objects": self.raw_objects,
-        }
+    def text(self, forms: dict[Any, str]) -> str:
+        """Its member of the manifest, as JSON. ``forms`` keeps the part that arrays which are alike share."""
+        sharding = None if self.sharding is None else tuple(self.sharding)
+        key = self.grid, self.dtype, self.dual, self.delta, self.compression, self.mesh, sharding
+        if (form := forms.get(key)) is None:
+            form = forms[key] = strict_json.compact(
+                {
+                    "shape": self.grid.shape,
+                    "dtype": dtypes.short_name(self.dtype),
+                    "shard": self.grid.shard,
+                    "chunk": self.grid.chunk,
+                    **({"dual": True} if self.dual else {}),
+                    **({"delta": True} if self.delta else {}),
+                    **({} if self.compression is None else {"compression": self.compression.plain()}),
+                    "nbytes": self.nbytes,
+                    "mesh": self.mesh,
+                    "sharding": sharding,
+                }
+            )[1:-1]
+        path = ",".join([quoted(k) if isinstance(k, str) else str(k) for k in self.path])
+        place = '"packed":true' if self.packs is not None else f'"dir":{quoted(self.directory)}'
+        sums = "" if self.sums is None else f',"sums":[{self.sums[0]},"{self.sums[1]:08x}"]'
+        zarr = "" if self.zarr is None else f',"zarr":"{self.zarr:08x}"'
+        rows = ",".join([_row_text(*row) for row in self.raw_objects])
+        return f'{{"path":[{path}],{place},{form}{sums}{zarr},"objects":[{rows}]}}'
+
+
+def _row_text(
+    where: str | int, offset: tuple[int, ...], shape: tuple[int, ...], nbytes: int, crc: str, *start: int
+) -> str:
+    first, last = (quoted(where), "") if isinstance(where, str) else (where, f",{start[0]}")
+    return f'[{first},{sizes_text(tuple(offset))},{sizes_text(tuple(shape))},{nbytes},"{crc}"{last}]'
 
 
 def pack_of(row: Any, source: str) -> Pack:

@@ -33,14 +33,14 @@ def text(values: Sequence[int]) -> str:
     >>> text([1, 0xE3069283])
     'crc32c:00000001e3069283'
     """
-    return "crc32c:" + "".join(f"{v:08x}" for v in values)
+    return "crc32c:" + np.asarray(values, ">u4").tobytes().hex()
 
 
 def values(stored: Any, count: int) -> list[int]:
     """The checksums of a stored text; ``ValueError`` where it does not hold ``count`` of them."""
     if not isinstance(stored, str) or _FORM.match(stored) is None or len(stored) != 7 + _DIGITS * count:
         raise ValueError(f"its entry {KEY!r} is not {count} checksums")
-    return [int(stored[i : i + _DIGITS], 16) for i in range(7, len(stored), _DIGITS)]
+    return np.frombuffer(bytes.fromhex(stored[7:]), ">u4").tolist()
 
 
 def _own(data: bytes, key: str) -> int:

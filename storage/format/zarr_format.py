@@ -189,9 +189,18 @@ def chunk_coords(grid: ChunkGrid, coord: tuple[int, ...]) -> Iterator[tuple[int,
     return itertools.product(*map(range, grid.present(coord)))
 
 
+@lru_cache(maxsize=1 << 12)
+def _index_of_one(length: int) -> bytes:
+    table = struct.pack("<QQ", 0, length)
+    return table + crc32c(table).to_bytes(4, "little")
+
+
 def shard_index(grid: ChunkGrid, coord: tuple[int, ...], lengths: int | Sequence[int]) -> bytes:
     """The table of (place, length) of every chunk of a shard, with its checksum. ``lengths`` are those of the chunks as
     stored, or of each."""
+    if grid.chunk == grid.shard:
+        (alone,) = [lengths] if isinstance(lengths, int) else lengths
+        return _index_of_one(alone)
     table = np.full((*grid.chunks_in_shard, 2), _ABSENT, "<u8")
     present = grid.present(coord)
     where = tuple(slice(n) for n in present)

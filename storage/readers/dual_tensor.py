@@ -90,9 +90,9 @@ class HuggingFaceForm(NamedTuple):
 def hugging_face_form(root: str, m: Manifest) -> HuggingFaceForm | None:
     """The `HuggingFaceForm` of a checkpoint; None where no array is of layout "dual", or one has several blocks."""
     dual = [a for a in m.arrays if a.dual]
-    small = {a.name: a for a in m.arrays if not a.dual}  # of no dimension or no element
     if not dual or any(len(a) != 1 for a in dual):
         return None
+    small = {a.name: a for a in m.arrays if not a.dual}  # of no dimension or no element
     names = [f"model-{i:05d}-of-{len(dual) + bool(small):05d}.safetensors" for i in range(1, len(dual) + 2)]
     links, files, sums, where = {}, {}, {}, {}
     for file, a in zip(names, dual, strict=False):

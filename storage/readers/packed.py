@@ -59,7 +59,8 @@ class PackedBlocks(ChunkedTensor):
                     take = partial(self._take, held, place, part.within(held.box))
             elif not out.flags.c_contiguous:
                 take = partial(self._take, held, out, held.box.within(held.box))
-            to = bytes_of(place) if take is None else None
+            # (A view as bytes is for dtypes whose arrays are no buffers.)
+            to = None if take is not None else place if place.dtype.isbuiltin == 1 else bytes_of(place)
             yield RangeJob(self, coord, _path(self.root, held.file), held.start, held.nbytes, value, to, take)
 
     def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:

@@ -23,6 +23,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ from ..base.checksums import crc32c
 from ..base.leaves import taken
 from ..base.scratch import room
 from ..format import dtypes, tensor_sums
+from ..format.chunk_grid import sizes_text
 from ..stores import atomic_directory
 from ..stores import store as stores
 
@@ -347,7 +349,6 @@ def build_header(
         raise CheckpointKeyError("a tensor cannot be named '__metadata__': the format reserves that name")
     if len(set(names)) != len(names):
         raise CheckpointKeyError(f"names occur twice: {sorted({n for n in names if names.count(n) > 1})}")
-    top: dict[str, Any] = {}
     if metadata is not None:
         for k, v in metadata.items():
             if not isinstance(k, str) or not isinstance(v, str):
@@ -357,8 +358,7 @@ def build_header(
     }  # those of another file are not of this one
     if sums:  # readers that find metadata ask it for the format
         free = {"format": "pt", **free, tensor_sums.KEY: tensor_sums.text([0] * (1 + len(rows)))}
-    if free:
-        top["__metadata__"] = free
+    rows_text = [f'"__metadata__":{json.dumps(free, separators=(",", ":"), ensure_ascii=False)}'] if free else []
     place: dict[str, TensorInfo] = {}
     position = 0
     for name, dtype, shape in sorted(rows, key=lambda r: (-dtypes.SAFETENSORS_RANK[r[1]], r[0])):
@@ -367,10 +367,12 @@ def build_header(
             raise CheckpointDTypeError(f"{name!r}: {dtype} of shape {shape} ends inside a byte (MisalignedSlice)")
         end = position + bits // 8
         place[name] = TensorInfo(dtype, tuple(shape), position, end)
-        top[name] = {"dtype": dtype, "shape": shape, "data_offsets": (position, end)}
+        rows_text.append(
+            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":{sizes_text(tuple(shape))},"data_offsets":[{position},{end}]}}'
+        )
         position = end
     try:
-        text = json.dumps(top, separators=(",", ":"), ensure_ascii=False).encode()
+        text = f"{{{','.join(rows_text)}}}".encode()
     except UnicodeEncodeError as e:
         raise CheckpointKeyError(f"a name holds half of a surrogate pair: {e}") from None
     text += b" " * (-len(text) % 8)

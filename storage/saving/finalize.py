@@ -74,8 +74,8 @@ def _entries(
             key, box = place.key, place.box
             record = written.pop(f"{item.directory}/{key}", None)
             if item.packed and record is not None and record.nbytes == place.size * item.dtype.itemsize:
-                head = [numbers[record.pack], list(box.offset), list(box.shape)]
-                rows.append([*head, record.nbytes, f"{record.crc32c:08x}", record.start])
+                crc = f"{record.crc32c:08x}"
+                rows.append((numbers[record.pack], box.offset, box.shape, record.nbytes, crc, record.start))
                 continue
             whole = item.dual and record is not None and record.nbytes == item.most(coord)
             if record is None or not (
@@ -83,7 +83,7 @@ def _entries(
             ):
                 lost.append(f"{item.name} {key}")
                 continue
-            rows.append([key, list(box.offset), list(box.shape), record.nbytes, f"{record.crc32c:08x}"])
+            rows.append((key, box.offset, box.shape, record.nbytes, f"{record.crc32c:08x}"))
             if chunk_sums.has_section(item.grid):
                 table += record.sums
         sharding = None if item.sharding is None else [str(t) for t in item.sharding.describe()]
@@ -124,8 +124,13 @@ def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head
         folder.put(f"{directory}/zarr.json", texts[directory])
         folder.settle(directory)
 
+<<<<<<< HEAD
     in_threads(write, list(texts), SYNCS)
     group = group_metadata(head.version, texts, [p.file for p in head.packs], head.attributes)
+=======
+    in_threads(write, list(texts), SYNCS, alone=True)
+    group = group_metadata(head.version, texts, [p.file for p in head.packs])
+>>>>>>> small
     folder.put("zarr.json", group)
     head.zarr = crc32c(group)
     for entry in head.arrays:

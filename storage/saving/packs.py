@@ -9,10 +9,10 @@ files of ``torch.distributed``.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import lru_cache
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ..base.checksums import crc32c
 from ..format import dtypes, tensor_sums
-from ..format.chunk_grid import ChunkGrid, only_shard, place_of
+from ..format.chunk_grid import ChunkGrid, only_shard, place_of, sizes_text
 from ..format.stored_objects import Pack
 from ..readers.safetensors import DCP_INFO, TensorInfo, build_header, joined, pieces_of, sum_of
 from ..stores import store
@@ -132,8 +132,9 @@ def head_of(tasks: Sequence[Task], kinds: Sequence[np.dtype]) -> tuple[bytes, di
     rank has one block of an array."""
     boxes = [place_of(t.grid, t.coord, 1).box for t in tasks]
     rows = [(t.name, dtypes.safetensors_name(k), b.shape) for t, k, b in zip(tasks, kinds, boxes, strict=True)]
-    info = {t.name: {"saved_offsets": b.offset} for t, b in zip(tasks, boxes, strict=True)}
-    return build_header(rows, {"format": "pt", DCP_INFO: json.dumps(info)}, sums=True)
+    offsets = [sizes_text(b.offset, ", ") for b in boxes]
+    info = [f'{quoted(t.name)}: {{"saved_offsets": {o}}}' for t, o in zip(tasks, offsets, strict=True)]
+    return build_header(rows, {"format": "pt", DCP_INFO: f"{{{', '.join(info)}}}"}, sums=True)
 
 
 def records_of(

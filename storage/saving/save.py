@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -134,7 +133,7 @@ def _write_local(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
         return write_blocks({0: (root, tasks)}, {0: arrays})
 
     def here(item: SaveItem) -> bool:
-        return str(getattr(item.array, "device", "cpu")) == "cpu"
+        return type(item.array) is np.ndarray or str(getattr(item.array, "device", "cpu")) == "cpu"
 
     records = write([i for i in items if i.packed or here(i)])
     for item in items:
@@ -312,7 +311,9 @@ def save(
         return _commit(target, tree, said, message, [name for name, value in kept.items() if value is not None])
     if message is not None:
         raise CheckpointError("message= is for icechunk://; a directory has no history, metadata= keeps it")
-    return _Save(target, tree, {**said, **kept, "overwrite": overwrite}).run()
+    with contextlib.ExitStack() as resting:  # longer than the many small objects of a save, which are never walked
+        resting.enter_context(no_collections())
+        return _Save(target, tree, {**said, **kept, "overwrite": overwrite}).run(resting)
 
 
 def _commit(target: str, tree: Any, kept: SaveOptions, message: str | None, refused: Sequence[str]) -> SaveReport:
@@ -395,7 +396,9 @@ def save_async(
     prepared.snapshot()
 
     def work() -> SaveReport:
-        report = prepared.run("Save in the background")
+        with contextlib.ExitStack() as resting:
+            resting.enter_context(no_collections())
+            report = prepared.run(resting, "Save in the background")
         if then is not None:
             then()
         return report
@@ -439,7 +442,7 @@ class _Save:
             choose_dual(item)
         limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
-            packs.choose(item, partial(_boxes, item.sharding, item.shape), limit)
+            packs.choose(item, lambda item=item: _boxes(item.sharding, item.shape), limit)
         self.base = None if given.get("base") is None else DeltaBase.at(store.location(given["base"]), target)
         if self.base is not None:
             self.head.base = self.base.given_to(items)
@@ -462,15 +465,15 @@ class _Save:
             else:
                 item.array = np.asarray(item.array)  # an export holds the buffer: whoever writes then copies
 
-    def run(self, kind: str = "Save") -> SaveReport:
-        """Write everything and commit."""
+    def run(self, resting: contextlib.ExitStack, kind: str = "Save") -> SaveReport:
+        """Write everything and commit. ``resting`` keeps the garbage collector off; a long save closes it."""
         if self.base is None:
-            return self._write(kind)
+            return self._write(resting, kind)
         folders = [item.directory for item in self.items]
         try:
             with locked(store.split(self.target)[0], shared=True):
                 self.base.ckpt.generation.check()
-                return self._write(kind)
+                return self._write(resting, kind)
         except (CorruptCheckpoint, IncompleteCheckpoint, CheckpointReplaced, ParentChanged) as e:
             warnings.warn(f"{self.target} is stored plainly, as its base cannot be read: {e}", stacklevel=3)
         self.base.taken_back()
@@ -478,16 +481,17 @@ class _Save:
         self.overwrite = self.overwrite or self.committed  # of a delta that lost its base at the last moment
         for item, folder in zip(self.items, folders, strict=True):
             item.directory = folder
-        return self._write(kind)
+        return self._write(resting, kind)
 
-    def _write(self, kind: str) -> SaveReport:
+    def _write(self, resting: contextlib.ExitStack, kind: str) -> SaveReport:
         target, items = self.target, self.items
         if self.share is not None:
             sharing.match(items, self.share)
         expected = sum(i.stored_nbytes for i in items)
+        if expected >= _BRIEF:
+            resting.close()
         slack = 4096 * (2 * len(items) + 2)
         with (
-            no_collections() if expected < _BRIEF else contextlib.nullcontext(),
             activity.under_way(kind, target, expected) as work,
             atomic_directory.room_for(sum(i.least_nbytes for i in items) + slack, target),
             protocol_of(target).replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,

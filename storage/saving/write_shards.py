@@ -15,7 +15,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ..base import activity
-from ..base.threads import SYNCS, UPLOADS, compressors, in_threads, writers
+from ..base.threads import QUICK, SYNCS, UPLOADS, compressors, in_threads, writers
 from ..format.chunk_sums import packed
 from ..format.zarr_format import ShardBytes
 from ..loading.deltas import from_base
@@ -43,6 +43,7 @@ def write_blocks(
 
     records = _put_blocks(payloads, blocks)
     opened: set[int] = set()
+    quick = len(jobs) >= _OPEN // 2  # until a sync waits for a disk
     helpers = compressors(len(jobs), writers())
 
     def write(job: _Job) -> tuple[Callable[[], list[Record]], int, bool]:
@@ -61,9 +62,13 @@ def write_blocks(
         # Here, where the error happens: on its way from another process it would count as the failure of a rank.
         with atomic_directory.writing(jobs[0][0] if jobs else ""):
             for first in range(0, len(jobs), _OPEN):
-                written = in_threads(write, jobs[first : first + _OPEN])
-                in_threads(sync, [fd for _, fd, _ in written], SYNCS)
-                records += [replace(r, shared=shared) for found, _, shared in written for r in found()]
+                written = in_threads(write, jobs[first : first + _OPEN], alone=quick)
+                began = time.perf_counter()
+                in_threads(sync, [fd for _, fd, _ in written], SYNCS, alone=quick)
+                quick = quick and time.perf_counter() - began < QUICK * len(written)
+                for found, _, shared in written:
+                    some = found()
+                    records += [replace(r, shared=True) for r in some] if shared else some
     finally:
         for fd in opened:
             fs.close(fd)

@@ -63,14 +63,17 @@ class Files:
 
     def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         """Write all of ``buffers`` (at most `IOV_MAX` of them) from ``offset`` on; returns the number of bytes."""
-        views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
-        total = 0
-        while views:
+        views = [v for b in buffers if (v := memoryview(b)).nbytes]
+        wanted, total = sum([v.nbytes for v in views]), 0
+        while total < wanted:
             done = os.pwritev(fd, views, offset + total)
             if done == 0:
                 raise OSError(errno.EIO, "a write made no progress")
             total += done
+            if total == wanted:
+                break
             # A short write is legal: drop what went out and go on from there.
+            views = [v.cast("B") for v in views]
             while views and done >= len(views[0]):
                 done -= len(views.pop(0))
             if done:

@@ -170,10 +170,9 @@ def missing(root: str, folder: str, files: Sequence[str]) -> list[str]:
     known = _listings.get()
     if not is_url(root):
         held = set() if known is None else known.setdefault(root, set())  # many arrays may lie in one pack
-        if held.issuperset(files):
-            return []
-        held.update(f for f in files if f not in held and os.path.exists(f"{root}{os.sep}{f}"))
-        return [f for f in files if f not in held]
+        lost = [f for f in files if f not in held and not os.path.exists(f"{root}{os.sep}{f}")]
+        held.update(files if not lost else set(files) - set(lost))
+        return lost
     store = at(root)
     if store.lists:  # one request for all
         if known is None:

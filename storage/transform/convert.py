@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -242,9 +243,13 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
         )
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
+<<<<<<< HEAD
     sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     said |= {"": described(group)} if group else {}
+=======
+    sizes = [(n, math.prod(t.shape) * t.dtype.itemsize) for n, t in held.arrays.items()]
+>>>>>>> small
     return HuggingFaceSink(
         list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts(), said=said
     )
@@ -468,7 +473,7 @@ def convert(
         )
     files = list(sink.files)
     skipped = [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread]
-    total = sum(int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize for t in tensors)
+    total = sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors)
     seconds = time.perf_counter() - started
     told = dict(sorted(losses.items()))
     return ConvertReport(

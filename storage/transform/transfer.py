@@ -14,7 +14,6 @@ for the next run; damage in the source removes it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,10 +31,11 @@ from ..stores import atomic_directory, store
 from ..stores.filesystem import active, try_lock
 from ..stores.generations import Generation
 from .plan import Progress, fingerprint
-from .sinks.sink import TransferSink, Unit, WindowWriter, put
+from .sinks.raw_writer import check_all, put_all
+from .sinks.sink import BATCH, TransferSink, WindowWriter
 from .unpacked import unpacked
 from .upload import upload
-from .verify_writes import WindowStep, WindowSteps
+from .verify_writes import put_and_check, steps_of
 from .workers import Executor, Workers
 
 MEMORY_LIMIT = 256 << 20
@@ -72,19 +72,19 @@ def _journal(part: str) -> Iterator[int]:
     raise CheckpointError(f"{part} keeps changing: other processes are working on it")
 
 
-def _listed(fd: int, key: str, units: Sequence[Unit]) -> dict[Unit, tuple[list[int], CastLoss]] | None:
-    """Windows that the journal lists, with sums and losses, or None when it is of another plan. A torn last line counts
-    for nothing."""
+def _listed(fd: int, key: str, count: int) -> dict[int, tuple[list[int], CastLoss]] | None:
+    """Windows that the journal lists, by number, with sums and losses, or None when it is of another plan. A torn last
+    line counts for nothing."""
     size = os.fstat(fd).st_size
     lines = os.pread(fd, size, 0).decode("utf-8", "replace").split("\n")[:-1]
     if not lines or lines[0] != key:
         return None
-    out: dict[Unit, tuple[list[int], CastLoss]] = {}
+    out: dict[int, tuple[list[int], CastLoss]] = {}
     for line in lines[1:]:
         with contextlib.suppress(ValueError, TypeError, IndexError):
             number, sums, *losses = strict_json.loads(line)
-            if type(number) is int and number >= 0 and isinstance(sums, list):
-                out[units[number]] = sums, sum(map(CastLoss.decode, losses), CastLoss())
+            if type(number) is int and 0 <= number < count and isinstance(sums, list):
+                out[number] = sums, sum(map(CastLoss.decode, losses), CastLoss())
     return out
 
 
@@ -95,10 +95,10 @@ def _empty(part: str) -> None:
             fs.remove_tree(os.path.join(part, entry))
 
 
-def _whole(writer: WindowWriter, root: str, box: Box, sums: list[int]) -> bool:
-    """Whether a window reads back as it was written."""
+def _whole(*call: Any) -> bool:
+    """Whether a window reads back as it was written, by a call of `check_all`."""
     try:
-        return writer.check(root, box, sums)
+        return all(check_all(*call))
     except FileNotFoundError:
         return False
 
@@ -151,23 +151,26 @@ def transfer(
     # A thread holds a window, the reader's staging memory and the writer's.
     limit = max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT))
     units = sink.units(tensors, limit)
-    sizes = {u: u.box.size * tensors[u.array].dtype.itemsize for u in units}
-    numbers = {u: i for i, u in enumerate(units)}
-    total = sum(sizes.values())
+    items = [t.dtype.itemsize for t in tensors]
+    sizes = [u.box.size * items[u.array] for u in units]
+    total = sum(sizes)
     key = fingerprint(source, tensors, sink, len(units), memory_limit, threads)
     writers = [sink.writer(i, limit) for i in range(len(tensors))]
     fs = active()
 
-    def refuse_unless(same: bool, unit: Unit) -> None:
+    def refuse_unless(same: bool, number: int) -> None:
         if not same:
             raise CorruptCheckpoint(
-                f"{target}: window {numbers[unit]} does not read back as it was written; nothing was committed"
+                f"{target}: window {number} does not read back as it was written; nothing was committed"
             )
+
+    def calls(windows: Sequence[int]) -> tuple[list[WindowWriter], str, list[Box]]:
+        return [writers[units[n].array] for n in windows], part, [units[n].box for n in windows]
 
     with _journal(part) as fd:
         begun = True
         try:
-            done = _listed(fd, key, units)
+            done = _listed(fd, key, len(units))
             begun = bool(done)
             if done is None:
                 done = {}
@@ -175,22 +178,22 @@ def transfer(
                 os.ftruncate(fd, 0)
                 os.write(fd, f"{key}\n".encode())
             kept = {
-                u: done[u][0]
-                for u, same in spread.over(_whole, list(done), lambda u: (writers[u.array], part, u.box, done[u][0]))
+                n: done[n][0]
+                for n, same in spread.over(_whole, list(done), lambda n: (*calls([n]), [done[n][0]]))
                 if same
             }
-            losses, left = Tally(), Counter(u.array for u in units if u not in kept)
-            for u in kept:
-                losses.add(tensors[u.array].name, done[u][1])
+            losses, left = Tally(), Counter(u.array for n, u in enumerate(units) if n not in kept)
+            for n in kept:
+                losses.add(tensors[units[n].array].name, done[n][1])
 
             def settle(array: int) -> None:
                 # Only what is complete: the counts of others, of which windows are still to come, would be too small.
                 if not left[array]:
                     losses.refuse(allow_overflow, tensors[array].name)
 
-            for array in {u.array for u in kept}:
+            for array in {units[n].array for n in kept}:
                 settle(array)
-            resumed = sum(sizes[u] for u in kept)
+            resumed = sum(sizes[n] for n in kept)
             with (
                 atomic_directory.room_for(sink.nbytes - resumed, target),
                 unpacked(tensors, target, limit) as tensors,
@@ -202,42 +205,41 @@ def transfer(
                 if progress is not None:
                     progress(reached, total)
 
-                checked = set(kept)  # read back above
-                if executor is None:
-                    steps = WindowSteps(writers, tensors, part, kept)
-                    results = spread.over(steps, steps.order(units), lambda step: (step,))
-                else:
-                    # Other processes know nothing of each other's windows.
-                    results = spread.over(
-                        put,
-                        [WindowStep(u) for u in units if u not in kept],
-                        lambda step: (
-                            writers[step.unit.array],
-                            part,
-                            step.unit.box,
-                            tensors[step.unit.array].only(step.unit.box),
-                        ),
-                    )
-                for (unit, back), result in results:
-                    if back:
-                        refuse_unless(result, unit)
-                        checked.add(unit)
-                        continue
-                    kept[unit], loss = result
-                    row = [numbers[unit], kept[unit], *([loss.encode()] if loss else [])]
-                    os.write(fd, f"{json.dumps(row)}\n".encode())
-                    losses.add(tensors[unit.array].name, loss)
-                    left[unit.array] -= 1
-                    settle(unit.array)
-                    reached += sizes[unit]
-                    if progress is not None:
-                        progress(reached, total)
-                # While the disk is busy, the rest is read back.
+                left_units = [n for n in range(len(units)) if n not in kept]
+                steps = steps_of(left_units, units, sizes, writers, min(limit, BATCH))
+                # What other processes have written is read back when none of them is at work any more: a task may be
+                # carried out again while another worker, thought to be lost, still writes the same window.
+                here = executor is None
+                for windows, result in spread.over(
+                    put_and_check if here else put_all,
+                    steps,
+                    lambda step: (
+                        *calls(step),
+                        [tensors[a] if here else tensors[a].only(box) for a, box in (units[n] for n in step)],
+                    ),
+                ):
+                    rows = []
+                    for n, (sums, loss, *same) in zip(windows, result, strict=True):
+                        refuse_unless(all(same), n)
+                        kept[n] = sums
+                        rows.append(strict_json.compact([n, sums, *([loss.encode()] if loss else [])]))
+                        array = units[n].array
+                        left[array] -= 1
+                        if loss or tensors[array].name in losses:
+                            losses.add(tensors[array].name, loss)
+                            settle(array)
+                    os.write(fd, "".join(f"{row}\n" for row in rows).encode())
+                    for n in windows:
+                        reached += sizes[n]
+                        if progress is not None:
+                            progress(reached, total)
                 with ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
-                    synced = pool.submit(sink.sync, part, kept)
-                    rest = [u for u in units if u not in checked]
-                    for unit, same in spread.over(_whole, rest, lambda u: (writers[u.array], part, u.box, kept[u])):
-                        refuse_unless(same, unit)
+                    synced = pool.submit(sink.sync, part, {units[n]: sums for n, sums in kept.items()})
+                    for windows, found in spread.over(  # while the disk is busy
+                        check_all, [] if here else steps, lambda step: (*calls(step), [kept[n] for n in step])
+                    ):
+                        for n, same in zip(windows, found, strict=True):
+                            refuse_unless(same, n)
                     synced.result()
                 source.check()
                 nbytes = sink.finish(atomic_directory.Folder(part), target)

@@ -1,79 +1,42 @@
-"""The steps of a transfer by threads: writes of windows, and their reads for verification once an array is complete.
+"""The steps of a transfer: windows that are written together, and read back at once while other threads write others.
 
 Reading back needs processors and memory, writing waits for the disk; together they take little longer than the slower.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from .sinks.sink import Unit, WindowWriter, put
+from ...arrays.core.blocks import Box
+from ..readers.reading import SMALL
+from ..rules.casting import CastLoss
+from .sinks.raw_writer import check_all, put_all
+from .sinks.sink import Unit, WindowWriter
 
-
-class WindowStep(NamedTuple):
-    """A window to write, or to read back."""
-
-    unit: Unit
-    back: bool = False
+_TOGETHER = 512  # windows at most
 
 
-class WindowSteps:
-    """The steps for all windows except those in ``kept``, which an earlier run wrote and this one verified.
+def steps_of(
+    left: Sequence[int], units: Sequence[Unit], sizes: Sequence[int], writers: Sequence[WindowWriter], limit: int
+) -> list[list[int]]:
+    """The windows ``left``, by number, in steps: one, or several small ones that have at most ``limit`` bytes."""
+    out: list[list[int]] = []
+    used = 0
+    for n in left:
+        small = sizes[n] <= SMALL and hasattr(writers[units[n].array], "raw_of")
+        if not (small and 0 < used <= limit - sizes[n] and len(out[-1]) < _TOGETHER):
+            out.append([])
+            used = 0
+        out[-1].append(n)
+        used = used + sizes[n] if small else limit
+    return out
 
-    An array is read back after the next one was written, so that the threads do not wait for its last windows.
-    """
 
-    def __init__(
-        self, writers: Sequence[WindowWriter], tensors: Sequence[Any], root: str, kept: Mapping[Unit, Any]
-    ) -> None:
-        self._writers, self._tensors, self._root = writers, tensors, root
-        self._kept = set(kept)
-        self._sums: dict[Unit, list[int]] = {}
-        self._left: Counter[int] = Counter()
-        self._changed = threading.Condition()
-        self._failed = False
-
-    def order(self, units: Sequence[Unit]) -> list[WindowStep]:
-        """All steps, in the order in which threads are to take them."""
-        arrays: dict[int, list[Unit]] = {}
-        for u in units:
-            if u not in self._kept:
-                arrays.setdefault(u.array, []).append(u)
-        self._left.update({a: len(held) for a, held in arrays.items()})
-        return list(self._order(list(arrays.values())))
-
-    @staticmethod
-    def _order(arrays: list[list[Unit]]) -> Iterator[WindowStep]:
-        for i in range(len(arrays) + 1):
-            if i < len(arrays):
-                yield from map(WindowStep, arrays[i])
-            if i:
-                yield from (WindowStep(u, True) for u in arrays[i - 1])
-
-    def __call__(self, step: WindowStep) -> Any:
-        """Carry a step out: the checksums and losses of a window that was written, or whether it reads back as it
-        was."""
-        unit = step.unit
-        writer = self._writers[unit.array]
-        if not step.back:
-            try:
-                done = put(writer, self._root, unit.box, self._tensors[unit.array].only(unit.box))
-            except BaseException:
-                with self._changed:  # nobody may wait for this window
-                    self._failed = True
-                    self._changed.notify_all()
-                raise
-            with self._changed:
-                self._sums[unit] = done[0]
-                self._left[unit.array] -= 1
-                self._changed.notify_all()
-            return done
-        with self._changed:
-            # Other threads took the last windows of the array before this step, so their writes will end.
-            self._changed.wait_for(lambda: self._failed or not self._left[unit.array])
-            if self._failed:
-                return True  # the error of the other thread is raised; there is nothing to tell here
-        return writer.check(self._root, unit.box, self._sums[unit])
+def put_and_check(
+    writers: Sequence[WindowWriter], root: str, windows: Sequence[Box], tensors: Sequence[Any]
+) -> list[tuple[list[int], CastLoss, bool]]:
+    """Write windows, and read them back: checksums and losses of each, and whether it is there as written."""
+    done = put_all(writers, root, windows, tensors)
+    same = check_all(writers, root, windows, [sums for sums, _ in done])
+    return [(*row, whole) for row, whole in zip(done, same, strict=True)]

@@ -337,10 +337,10 @@ def test_a_save_in_the_background_leaves_the_training_a_processor(tmp_path, monk
     monkeypatch.setattr(write_shards.os, "cpu_count", lambda: 2)
     real, seen = write_shards.in_threads, []
 
-    def look(work, items, threads=None):
+    def look(work, items, threads=None, **how):
         if threads is None:
             seen.append((write_shards.writers(), _priority()))
-        return real(work, items, threads)
+        return real(work, items, threads, **how)
 
     monkeypatch.setattr(write_shards, "in_threads", look)
     tree = {f"w{i}": np.ones(100) for i in range(4)}

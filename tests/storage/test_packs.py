@@ -580,19 +580,17 @@ def test_a_pack_of_a_conversion_that_changes_is_never_committed(kit, tmp_path, m
     from meshtape.storage.transform.sinks import raw_writer
 
     save(tmp_path / "plain", _tree(1))
-    real = raw_writer.RawWriter.put
+    real = raw_writer._write
 
-    def put(self, root, window, tensor):
-        sums = real(self, root, window, tensor)
-        path = os.path.join(root, self.file)
-        with open(path, "r+b") as f:  # other threads write other parts meanwhile
-            f.seek(self.start)
+    def write(root, stretches):
+        real(root, stretches)
+        with open(os.path.join(root, stretches[0].file), "r+b") as f:  # other threads write other parts meanwhile
+            f.seek(stretches[0].place)
             byte = f.read(1)[0]
-            f.seek(self.start)
+            f.seek(stretches[0].place)
             f.write(bytes([byte ^ 1]))
-        return sums
 
-    monkeypatch.setattr(raw_writer.RawWriter, "put", put)
+    monkeypatch.setattr(raw_writer, "_write", write)
     with pytest.raises(errors.CorruptCheckpoint, match="does not read back"):
         convert(tmp_path / "plain", tmp_path / "c", format="zarr", pack=True)
     assert [p.name for p in tmp_path.iterdir()] == ["plain"]

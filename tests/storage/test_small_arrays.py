@@ -3,6 +3,7 @@
 import gc
 import json
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 
 from meshtape import errors
 from meshtape.arrays.core.blocks import Box
-from meshtape.storage import load, open_checkpoint, save, save_safetensors
+from meshtape.storage import load, merge, open_checkpoint, save, save_safetensors
 from meshtape.storage.base import names
+from meshtape.storage.base.sealed import unsealed
 from meshtape.storage.format.chunk_grid import choose_grid
 from meshtape.storage.format.zarr_format import array_metadata, group_metadata
 from meshtape.storage.readers import reading
@@ -90,6 +92,19 @@ def test_neighbours_share_reads(form, tmp_path, monkeypatch):
     monkeypatch.setattr(local, "preadv", lambda *args: reads.append(1) or real(*args))
     same(load(where), tree)
     assert len(reads) < COUNT / 10
+    reads.clear()
+    merge(where, tmp_path / "hf")
+    same(load(tmp_path / "hf"), tree)
+    assert len(reads) < COUNT / 5
+
+
+def test_the_text_of_a_manifest_is_that_of_a_writer_of_json(tmp_path):
+    odd = {'a"\\\0ü': np.ones(2), "t": (1, None, [np.zeros((0, 3))])}
+    for pack in (False, True):
+        save(tmp_path / str(pack), trees() | odd, pack=pack)
+        text, _, fits = unsealed((tmp_path / str(pack) / "meshtape.json").read_bytes())
+        assert fits
+        assert json.dumps(json.loads(text), separators=(",", ":")).encode() == text
 
 
 def test_they_are_read_by_threads_where_a_disk_must_be_waited_for(kept, monkeypatch):
@@ -245,7 +260,10 @@ def test_plain_names_stay_as_the_rule_for_all_names_leaves_them(monkeypatch):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_work_in_threads_keeps_its_order_and_stops_at_an_error(threads):
-    assert write_shards.in_threads(lambda i: i * i, range(100), threads) == [i * i for i in range(100)]
+    for work in (lambda i: i * i, lambda i: time.sleep(1e-3 * (i == 7)) or i * i):
+        for alone in (False, True):
+            found = write_shards.in_threads(work, range(100), threads, alone=alone)
+            assert found == [i * i for i in range(100)]
     begun, gate = [], threading.Event()
 
     def work(i):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +17,14 @@ from ...base.checksums import crc32c
 from ...base.scratch import scratch
 from ...format import tensor_sums
 from ...format.chunk_grid import runs
+from ...readers.reading import Job, run
+from ...readers.tensor import read_into
+from ...rules.casting import CastLoss, Tally, making, tallied
+from ...rules.lazy_tensors import casts
 from ...stores.filesystem import IOV_MAX, active, preadv
-from .sink import cut, read, touch
+from .sink import WindowWriter, cut, touch
+
+_ALIGNED = 16  # bytes: no item is longer
 
 
 def begin(root: str, heads: Mapping[str, bytes]) -> None:
@@ -61,59 +69,95 @@ class RawWriter:
     itemsize: int
     zipped: bool = False
 
-    def _sums(self, data: np.ndarray) -> list[int]:
+    def raw_of(self, window: Box) -> RawWriter:
+        """The writer of the block in which a window lies."""
+        return self
+
+    def sums(self, data: np.ndarray) -> list[int]:
         return [crc32c(data), *([zlib.crc32(data.reshape(-1).view(np.uint8))] if self.zipped else [])]
 
-    def _runs(self, window: Box, data: np.ndarray) -> list[tuple[int, list[np.ndarray]]]:
-        """(place in the file, pieces of ``data``) of each stretch of the file that a window covers."""
-        item = self.itemsize
-        raw = data.reshape(-1).view(np.uint8)
-        out: list[tuple[int, list[np.ndarray]]] = []
-        end = -1
-        for inner, outer, length in runs(window.within(self.block), self.block.shape):
-            if outer * item != end or len(out[-1][1]) == IOV_MAX:
-                out.append((self.start + outer * item, []))
-            out[-1][1].append(raw[inner * item : (inner + length) * item])
-            end = (outer + length) * item
-        return out
 
-    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
-        data = read(tensor, window, passing=True)
-        fs = active()
-        fd = fs.open(os.path.join(root, self.file))
+def put_all(
+    writers: Sequence[WindowWriter], root: str, windows: Sequence[Box], tensors: Sequence[Any]
+) -> list[tuple[list[int], CastLoss]]:
+    """Write one window of any writer, or several of those with ``raw_of``, which share reads and writes; returns the
+    checksums of each, and the losses of its casts."""
+    if not hasattr(writers[0], "raw_of"):
+        with tallied(Tally()) as tally:
+            sums = writers[0].put(root, windows[0], tensors[0])
+        return [(sums, sum(tally.values(), CastLoss()))]
+    parts = _memory("window", windows, [t.dtype for t in tensors])
+    losses, jobs = [CastLoss()] * len(parts), list[Job]()
+    for i, (window, tensor, part) in enumerate(zip(windows, tensors, parts, strict=True)):
+        if casts(tensor):
+            with tallied(Tally()) as tally, making(tensor.name):
+                read_into(tensor, window, part)
+            losses[i] = sum(tally.values(), CastLoss())
+        else:
+            jobs += tensor.jobs(window, part)
+    run(jobs, 1)  # in this thread, as other threads write other windows
+    raws = [w.raw_of(window) for w, window in zip(writers, windows, strict=True)]
+    _write(root, _stretches(raws, windows, parts))
+    return list(zip([raw.sums(part) for raw, part in zip(raws, parts, strict=True)], losses, strict=True))
+
+
+def check_all(
+    writers: Sequence[WindowWriter], root: str, windows: Sequence[Box], sums: Sequence[list[int]]
+) -> list[bool]:
+    """Whether each of the windows that `put_all` has written reads back with its checksums."""
+    if not hasattr(writers[0], "raw_of"):
+        return [writers[0].check(root, windows[0], sums[0])]
+    raws = [w.raw_of(window) for w, window in zip(writers, windows, strict=True)]
+    parts = _memory("check", windows, [np.dtype((np.void, raw.itemsize)) for raw in raws])
+    whole = all(_read(root, stretch) for stretch in _stretches(raws, windows, parts))
+    return [whole and of == raw.sums(part) for raw, part, of in zip(raws, parts, sums, strict=True)]
+
+
+def _memory(use: str, windows: Sequence[Box], kinds: Sequence[np.dtype]) -> list[np.ndarray]:
+    """Arrays for windows, in memory that this thread uses again."""
+    sizes = [w.size * kind.itemsize for w, kind in zip(windows, kinds, strict=True)]
+    held, at, out = scratch(use, sum(sizes) + _ALIGNED * len(sizes)), 0, []
+    for window, kind, nbytes in zip(windows, kinds, sizes, strict=True):
+        out.append(held[at : at + nbytes].view(kind).reshape(window.shape))
+        at += -(-nbytes // _ALIGNED) * _ALIGNED
+    return out
+
+
+class _Stretch(NamedTuple):
+    file: str
+    place: int
+    pieces: list[np.ndarray]
+
+
+def _stretches(raws: Sequence[RawWriter], windows: Sequence[Box], parts: Sequence[np.ndarray]) -> list[_Stretch]:
+    """The stretches of files that windows cover, with the pieces of ``parts`` that fill them."""
+    out: list[_Stretch] = []
+    file, end = "", -1
+    for raw, window, part in zip(raws, windows, parts, strict=True):
+        data, item = part.reshape(-1).view(np.uint8), raw.itemsize
+        for inner, outer, length in runs(window.within(raw.block), raw.block.shape):
+            place = raw.start + outer * item
+            if place != end or raw.file != file or len(out[-1].pieces) == IOV_MAX:
+                out.append(_Stretch(raw.file, place, []))
+            out[-1].pieces.append(data[inner * item : (inner + length) * item])
+            file, end = raw.file, place + length * item
+    return out
+
+
+def _write(root: str, stretches: Sequence[_Stretch]) -> None:
+    fs = active()
+    for file, some in itertools.groupby(stretches, key=attrgetter("file")):
+        fd = fs.open(os.path.join(root, file))
         try:
-            for place, pieces in self._runs(window, data):
+            for _, place, pieces in some:
                 fs.write(fd, pieces, place)
         finally:
             fs.close(fd)
-        return self._sums(data)
-
-    def check(self, root: str, window: Box, sums: list[int]) -> bool:
-        held = scratch("check", window.size * self.itemsize)
-        path = os.path.join(root, self.file)
-        whole = all(_read_file(path, pieces, place) for place, pieces in self._runs(window, held))
-        return whole and sums == self._sums(held)
 
 
-class BlockedWriter:
-    """Base of the writers of an array whose blocks are written by a `RawWriter` each: ``_of`` finds that of a
-    window."""
-
-    __slots__ = ()
-
-    def _of(self, window: Box) -> RawWriter:
-        raise NotImplementedError
-
-    def put(self, root: str, window: Box, tensor: Any) -> list[int]:
-        return self._of(window).put(root, window, tensor)
-
-    def check(self, root: str, window: Box, sums: list[int]) -> bool:
-        return self._of(window).check(root, window, sums)
-
-
-def _read_file(path: str, buffers: list[np.ndarray], offset: int) -> bool:
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+def _read(root: str, stretch: _Stretch) -> bool:
+    fd = os.open(os.path.join(root, stretch.file), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
-        return preadv(fd, buffers, offset) == sum(b.nbytes for b in buffers)
+        return preadv(fd, stretch.pieces, stretch.place) == sum(b.nbytes for b in stretch.pieces)
     finally:
         os.close(fd)

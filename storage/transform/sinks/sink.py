@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ...base.checksums import crc32c
 from ...base.scratch import scratch
 from ...format.chunk_grid import windows
 from ...readers.tensor import read_into
-from ...rules.casting import CastLoss, Tally, making, tallied
+from ...rules.casting import making
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import Files, active
 
@@ -31,8 +31,7 @@ CHECKED = (
 )  # bytes that are read back at a time: they are still in a processor's cache when their checksum is taken
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """A window of an array."""
 
     array: int
@@ -40,7 +39,10 @@ class Unit:
 
 
 class WindowWriter(Protocol):
-    """A writer of the windows of one array, small enough to send to another process."""
+    """A writer of the windows of one array, small enough to send to another process.
+
+    One of windows that lie in files as they are has the method ``raw_of`` in place of these (see ``raw_writer``).
+    """
 
     def put(self, root: str, box: Box, tensor: Any) -> list[int]:
         """Write a window of a tensor to its places; returns its checksums. Bytes already in stored form are copied."""
@@ -120,13 +122,6 @@ def stretches(shape: tuple[int, ...], chunk: Sequence[int], itemsize: int, limit
     """Windows that follow one another in a row-major file: whole rows of chunks where they fit."""
     rows = (*(max(c, 1) for c in chunk[:1]), *shape[1:])
     return windows(shape, rows if math.prod(rows) * itemsize <= limit else (1,) * len(shape), itemsize, limit)
-
-
-def put(writer: WindowWriter, root: str, box: Box, tensor: Any) -> tuple[list[int], CastLoss]:
-    """Write one window of a tensor in this process; returns its checksums and the losses of its casts."""
-    with tallied(Tally()) as tally:
-        sums = writer.put(root, box, tensor)
-    return sums, sum(tally.values(), CastLoss())
 
 
 def sums(documents: Mapping[str, bytes]) -> dict[str, int]:

@@ -25,20 +25,20 @@ from ...format.chunk_grid import runs, windows
 from ...stores import store
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import active
-from .raw_writer import BlockedWriter, RawWriter
+from .raw_writer import RawWriter
 from .sink import BATCH, Unit, UploadStream, clear, cut, read, stretches, touch
 
 CHUNK = 256 << 20  # bytes of a chunk: PyTorch reads each as a whole
 
 
 @dataclass(frozen=True, slots=True)
-class ChunksWriter(BlockedWriter):
+class ChunksWriter:
     """The writer of a tensor in chunks, each row-major in its archive. The sums of a window are its crc32c and its
     CRC32."""
 
     chunks: tuple[RawWriter, ...]
 
-    def _of(self, window: Box) -> RawWriter:
+    def raw_of(self, window: Box) -> RawWriter:
         return next(w for w in self.chunks if _within(window, w.block))
 
 

@@ -21,21 +21,21 @@ from ...format.stored_objects import Pack
 from ...readers.safetensors import TensorInfo
 from ...saving import packs
 from ...saving.items import Record, SaveItem, Task
-from .raw_writer import BlockedWriter, RawWriter, begin, seal
+from .raw_writer import RawWriter, begin, seal
 from .sink import Unit, UploadStream, read
 
 Coord = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class BlockWriter(BlockedWriter):
+class BlockWriter:
     """The writer of an array whose blocks lie in packs: ``places`` has the file and first byte of each."""
 
     grid: ChunkGrid
     itemsize: int
     places: Mapping[Coord, tuple[str, int]]
 
-    def _of(self, window: Box) -> RawWriter:
+    def raw_of(self, window: Box) -> RawWriter:
         coord = _coord(self.grid, window)
         file, start = self.places[coord]
         return RawWriter(file, start, self.grid.shard_box(coord), self.itemsize)

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,9 @@ class HuggingFaceSink:
             self.heads.append(head)
             self.places.append(place)
             self._at.update((self._number[n], (number, len(head) + t.begin)) for n, t in place.items())
-        self._plain = [safetensors.build_header(row, own)[0] for row, own in zip(rows, free, strict=True)]  # of uploads
+        self._plain = lambda: [  # of uploads
+            safetensors.build_header(row, own)[0] for row, own in zip(rows, free, strict=True)
+        ]
         self._sums: list[list[int]] = []  # of the tensors of each file, in their order
         self.shapes = [tuple(t.shape) for _, t in named]
         self.itemsizes = [t.dtype.itemsize for _, t in named]
@@ -147,7 +150,7 @@ class HuggingFaceSink:
         self.files = [f"{file.removesuffix('.safetensors')}{suffix}.safetensors" for file in self.files]
 
     def streams(self, tensors: Sequence[Any], limit: int) -> list[UploadStream]:
-        self.heads = self._plain
+        self.heads = self._plain()
 
         def body(stream: UploadStream, number: int) -> Iterator[Any]:
             yield self.heads[number]
@@ -172,8 +175,12 @@ class HuggingFaceSink:
         self._sums = [tensor_sums.values(s.digest, len(p)) for s, p in zip(streams, self.places, strict=True)]
 
     def finish(self, folder: Folder, target: str) -> int:
-        for file, place in zip(self.files, self.places, strict=True):
-            if safetensors.read_header(store.join(folder.root, file)).tensors != place:
+        for file, head, place in zip(self.files, self.heads, self.places, strict=True):
+            with contextlib.closing(store.at(folder.root).reader(file)) as reader:
+                found = bytearray(len(head))
+                same = reader.readv([found], 0) == len(head) and found == head
+                same = same and reader.nbytes == len(head) + sum(t.nbytes for t in place.values())
+            if not same:
                 raise CorruptCheckpoint(f"{file} does not read back as it was written; nothing was committed")
         weight_map = {n: file for file, group in zip(self.files, self._groups, strict=True) for n in group}
         sums = {
@@ -187,8 +194,10 @@ class HuggingFaceSink:
             "total_parameters": sum(map(math.prod, self.shapes)),
             "total_size": self.total_size,
         }
-        index = {"metadata": about, "weight_map": weight_map}
-        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        # Python writes indented JSON slowly, so the long map is joined line by line.
+        before, _, _ = json.dumps({"metadata": about, "weight_map": {}}, indent=2, sort_keys=True).rpartition("{")
+        lines = ",".join(f"\n    {quoted(n)}: {quoted(weight_map[n])}" for n in sorted(weight_map))
+        text = (before + "{" + lines + ("\n  " if lines else "") + "}\n}\n").encode()
         text = tensor_sums.sealed(text, key=tensor_sums.INDEX)
         for name, data in self.documents.items():
             folder.put(name, data)
