@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class Methods:
         """See :func:`meshtape.astype`. ``casting`` is as NumPy's; an ``order`` of memory is not seen in a value."""
         if casting != "unsafe" and not np.can_cast(self.dtype, as_dtype(dtype, "astype"), casting):
             raise DTypeError(f"[astype] {self.dtype.name} to {dtype} is no cast of the kind {casting!r}")
+        if order != "K" and _of_zarr(sys._getframe(1)):
+            return np.asarray(self).astype(dtype, order, copy=copy)  # type: ignore[return-value, arg-type]
         return manipulation.astype(self, dtype, copy=copy)
 
     def copy(self, order: str = "C") -> Array:
@@ -100,9 +103,14 @@ class Methods:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name == "flags" and isinstance(error := sys.exception(), MeshtapeError):
             raise error  # of a write, for which xarray looks for a reason
-        if name == "view" and sys._getframe(1).f_globals.get("__name__", "").startswith("zarr."):
-            return np.asarray(self).view  # whose bits zarr compares with those of the fill value
+        if name == "view" and _of_zarr(sys._getframe(1)):
+            return np.asarray(self).view
         raise NumPyAttributeError(f"[{name}] {_INSTEAD.get(name, f'is of NumPy arrays alone: np.asarray(x).{name}')}")
+
+
+def _of_zarr(frame: FrameType) -> bool:
+    """Whether zarr asks, which takes an array that is written into its own for NumPy's, and wants the bytes."""
+    return frame.f_globals.get("__name__", "").startswith("zarr.")
 
 
 _WRITE = "arrays are values: write x[i] = v"

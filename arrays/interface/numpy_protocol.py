@@ -390,7 +390,7 @@ def _svd(x: Any, full_matrices: bool = True, compute_uv: bool = True) -> Any:
 
 def _windows(x: Any, window_shape: Any, axis: Any = None, *, subok: bool = False, writeable: bool = False) -> Any:
     """``sliding_window_view`` where NumPy's view would have no history, or is not here: copies of the windows."""
-    if not (isinstance(x._buf, Deferred) or has_history(x)):
+    if writeable or not (isinstance(x._buf, Deferred) or has_history(x)):
         return NotImplemented
     template = np.broadcast_to(np.empty((), x.dtype), x.shape)
     ndim, shape = x.ndim, sliding_window_view(template, window_shape, axis).shape  # NumPy checks the arguments

@@ -165,7 +165,9 @@ def group_metadata(
 
     held: dict[str, Any] = {}
     own = {"version": version, **({"packs": list(packs)} if packs else {})}
-    zarr.create_group(store=MemoryStore(held), attributes={**(others or {}), GROUP_ATTRIBUTE: own})
+    zarr.create_group(
+        store=MemoryStore(held), attributes={**group_said({"attributes": others or {}}), GROUP_ATTRIBUTE: own}
+    )
     node = json.loads(held["zarr.json"].to_bytes())
     node["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": "\0"}
     before, _, behind = json.dumps(node).encode().partition(json.dumps("\0").encode())

@@ -352,7 +352,8 @@ def _raw_tensors(
         else:
             held = (path, name, t.shape, dtypes.PACKED[t.dtype], place, header.file_nbytes, sums.get(name))
             tensors[name] = PackedTensor(*held, nbytes=t.nbytes)
-    return tensors, header.metadata, said.get("", {}).get("attributes", {})
+    group = said.get("", {}).get("attributes")
+    return tensors, header.metadata, group if isinstance(group, dict) else {}
 
 
 def _said(path: str, text: str | None) -> dict[str, dict[str, Any]]:
@@ -504,6 +505,6 @@ def _open_zarr(root: str) -> Checkpoint:
         if isinstance(e, CorruptCheckpoint):
             raise
         raise CorruptCheckpoint(f"{root}: zarr cannot list it: {e}") from e
-    ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes)
+    ckpt = flat(root, "Zarr", tensors, attributes, skipped, attributes if "" not in found else {})
     ckpt.unnamed = [n for n, a in sorted(found.items()) if isinstance(a, zarr.Group) and a.attrs]
     return icechunk.restored(ckpt, attributes[GROUP_ATTRIBUTE]) if GROUP_ATTRIBUTE in attributes else ckpt

@@ -127,7 +127,9 @@ def of_store(d: Any) -> Any:
 
     store = zarr.storage.MemoryStore()
     d.to_zarr(store, consolidated=False)
-    return xr.open_zarr(store, consolidated=False)["v"].values
+    old = zarr.storage.MemoryStore()
+    d.to_zarr(old, consolidated=False, zarr_format=2)
+    return [xr.open_zarr(s, consolidated=False)["v"].values for s in (store, old)]
 
 
 def applied(d: Any, fn: Any, core: bool = True, **options: Any) -> Any:

@@ -220,6 +220,7 @@ def test_attributes_that_cannot_travel_are_told_and_none_takes_a_reserved_name(t
     assert np.isnan(open_checkpoint(tmp_path / "z").metadata["when"])
     assert load_file(tmp_path / "m" / "model.safetensors").keys() == load(tmp_path / "m").keys()
     for text in (
+        '{"": {"attributes": 3, "shape": 1}}',
         "{",
         "[]",
         '{"w": 1}',
