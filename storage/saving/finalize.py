@@ -124,13 +124,8 @@ def _write_metadata(folder: atomic_directory.Folder, items: list[SaveItem], head
         folder.put(f"{directory}/zarr.json", texts[directory])
         folder.settle(directory)
 
-<<<<<<< HEAD
-    in_threads(write, list(texts), SYNCS)
-    group = group_metadata(head.version, texts, [p.file for p in head.packs], head.attributes)
-=======
     in_threads(write, list(texts), SYNCS, alone=True)
-    group = group_metadata(head.version, texts, [p.file for p in head.packs])
->>>>>>> small
+    group = group_metadata(head.version, texts, [p.file for p in head.packs], head.attributes)
     folder.put("zarr.json", group)
     head.zarr = crc32c(group)
     for entry in head.arrays:

@@ -243,13 +243,9 @@ def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFa
         )
     for n, t in held.arrays.items():
         dtypes.safetensors_name(t.dtype, f"key {n!r}")
-<<<<<<< HEAD
-    sizes = [(n, int(np.prod(t.shape, dtype=object)) * t.dtype.itemsize) for n, t in held.arrays.items()]
+    sizes = [(n, math.prod(t.shape) * t.dtype.itemsize) for n, t in held.arrays.items()]
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     said |= {"": described(group)} if group else {}
-=======
-    sizes = [(n, math.prod(t.shape) * t.dtype.itemsize) for n, t in held.arrays.items()]
->>>>>>> small
     return HuggingFaceSink(
         list(held.arrays.items()), split_files(sizes, max_shard_bytes), held.documents(), held.texts(), said=said
     )
