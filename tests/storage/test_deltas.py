@@ -30,7 +30,7 @@ from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model import layout
 from meshtape.storage.commit import anchor_lock, object_commit
 from meshtape.storage.format import chunk_grid
-from meshtape.storage.stores import atomic_directory
+from meshtape.storage.stores import atomic_directory, owners, store
 
 RNG = np.random.default_rng(7)
 W, B = RNG.normal(size=(40, 33)).astype(np.float32), RNG.normal(size=9)
@@ -547,6 +547,36 @@ def test_deltas_that_lost_their_base_are_deleted_by_name(quick):
     assert not Path(manager.path(2)).exists()
     with pytest.raises(errors.NotACheckpoint):
         manager.delete(2)
+
+
+@pytest.mark.parametrize("owner", ["dead", "foreign", "foreign and silent", "of this process"])
+def test_turns_in_an_object_store(monkeypatch, owner):
+    home = f"memory://turns/{owner.replace(' ', '-')}"
+    manager = filled(home, 3, every=9, pack=False)
+    monkeypatch.setattr(anchor_lock, "PATIENCE", 0.3)
+    there = store.at(f"{home}/{anchor_lock._FOLDER}")
+    assert there.files() == []
+    who = {"dead": f"{owners.host()}-{2**22 + 1}", "of this process": f"{owners.host()}-{os.getpid()}"}
+    held = who.get(owner, "0123abcd-89abcdef-7")
+    if owner.endswith("silent"):
+        monkeypatch.setattr(owners, "SILENT_AGE", -60.0)
+    for kind, number in (("shared", 4), ("alone", 5)):
+        with contextlib.ExitStack() as stack:
+            name = f"{kind}-{held}-00000000"
+            there.put(name, b"")
+            if lives := owner in ("foreign", "of this process"):
+                monkeypatch.setattr(anchor_lock, "_mine", {name})
+                stack.enter_context(pytest.raises(errors.CheckpointError, match="another saves deltas or deletes"))
+            manager.delete(manager.steps()[0])
+        if lives and kind == "alone":
+            with pytest.warns(UserWarning, match="stored plainly, .* another has been deleting"):
+                manager.save(number, tree(number))
+        else:
+            manager.save(number, tree(number))
+        assert there.files() == [name] * lives
+        there.delete([name])
+        assert (bases(manager)[number] is None) is (lives and kind == "alone")
+    assert len(manager.steps()) == (5 if lives else 3)
 
 
 def test_a_lock_that_another_does_not_give_back_ends_the_wait(quick, monkeypatch):
