@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ PATIENCE = 60.0  # seconds that a deletion waits for saves, and a save for a del
 _PAUSE = 0.02
 _FOLDER = ".meshtape-turns"  # of the objects, in the folder of the run
 _ALONE = "alone"
+_NAME = re.compile(r"(?:alone|shared)-(\w+-\w+)-(\d{1,9})-\w+")  # owner, and its process
 
 _mine: set[str] = set()  # objects of this process, in any thread
 _held = threading.local()  # .alone: the folders that this thread has alone
@@ -128,8 +130,9 @@ def _living(there: Store) -> set[str]:
     found: set[str] = set()
     dead = []
     for e in there.entries():
-        _, boot, space, pid, _ = e.name.split("-")
-        gone = e.name not in _mine and owners.why_dead(f"{boot}-{space}", int(pid), e.modified, owners.SILENT_AGE)
+        if (m := _NAME.fullmatch(e.name)) is None:
+            continue
+        gone = e.name not in _mine and owners.why_dead(m[1], int(m[2]), e.modified, owners.SILENT_AGE)
         dead.append(e.name) if gone else found.add(e.name)
     there.delete(dead)
     return found
