@@ -37,6 +37,7 @@ if __name__ == "__main__":
     parser.add_argument("--chunks", type=int, default=1_000_000, help="in the table of contents that is listed")
     parser.add_argument("--count", type=int, default=100_000, help="small arrays")
     parser.add_argument("--blend-megabytes", type=int, default=200, help="of each of the three models that are blended")
+    parser.add_argument("--large", action="store_true", help="fine-tune 10.7 million parameters for the deltas")
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--against", action="append", help="only peers whose name has this in it")
     parser.add_argument("--directory", help="where to write; a temporary directory by default")
@@ -83,6 +84,7 @@ def main(options: argparse.Namespace) -> None:
         tree = arrays(options.megabytes)
         size = sum(a.nbytes for a in tree.values())
         bench = Bench(options.rounds, options.against, options.chunks, options.count, options.blend_megabytes)
+        bench.large = options.large
         bench.table.title = (
             f"Storage: {len(tree)} float32 arrays, {size / 1e6:.0f} MB, {os.cpu_count()} CPUs, {options.rounds} "
             f"rounds, {installed.kernels()}"

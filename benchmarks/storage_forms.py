@@ -4,6 +4,7 @@ beside mergekit."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -116,16 +117,34 @@ def forms(bench: Bench, home: Path, tree: dict[str, np.ndarray], steps: int = 20
     shutil.rmtree(out)
 
 
+def llama(where: Path, nbytes: int, seed: int, width: int = 1024, layers: int = 8) -> None:
+    """Write a Llama model of about so many bytes, in bfloat16."""
+    ffn = (nbytes // 2 - 512 * width) // layers // width // 3 - 4 * width // 3
+    drawn = np.random.default_rng(seed).standard_normal(width * max(ffn, width), np.float32).astype(ml_dtypes.bfloat16)
+
+    def weight(*shape: int) -> np.ndarray:
+        return np.roll(drawn[: math.prod(shape)], len(held)).reshape(shape)
+
+    held: dict[str, np.ndarray] = {}
+    for name in ("model.embed_tokens", "lm_head"):
+        held[f"{name}.weight"] = weight(256, width)
+    held["model.norm.weight"] = weight(width)
+    for i in range(layers):
+        at = f"model.layers.{i}"
+        held |= {f"{at}.self_attn.{n}_proj.weight": weight(width, width) for n in "qkvo"}
+        held |= {f"{at}.mlp.{n}_proj.weight": weight(ffn, width) for n in ("gate", "up")}
+        held[f"{at}.mlp.down_proj.weight"] = weight(width, ffn)
+        held |= {f"{at}.{n}_layernorm.weight": weight(width) for n in ("input", "post_attention")}
+    storage.save_safetensors(where / "model.safetensors", held)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
+    shape = {"hidden_size": width, "intermediate_size": ffn, "vocab_size": 256, "num_attention_heads": 8}
+    (where / "config.json").write_text(json.dumps(config | shape | {"torch_dtype": "bfloat16"}))
+
+
 def blending(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
     """Three models in bfloat16 to their weighted mean, by ours and by mergekit in the same process."""
-    rows = bench.blend * 1_000_000 // (2 * 4096 * 8)
-    rng = np.random.default_rng(0)
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 8, "dtype": "bfloat16"}
-    for name in "abc":
-        w = rng.standard_normal((rows, 4096), np.float32).astype(ml_dtypes.bfloat16)
-        layers = {f"model.layers.{i}.mlp.down_proj.weight": np.roll(w, i) for i in range(8)}
-        storage.save_safetensors(home / name / "model.safetensors", layers)
-        (home / name / "config.json").write_text(json.dumps(config))
+    for seed, name in enumerate("abc"):
+        llama(home / name, bench.blend * 1_000_000, seed)
     models = [
         {"model": str(home / n), "parameters": {"weight": w}} for n, w in zip("abc", (0.3, 0.7, 0.45), strict=True)
     ]

@@ -89,6 +89,7 @@ class Bench:
         from rich.table import Table
 
         self.rounds, self.against, self.chunks, self.count, self.blend = rounds, against, chunks, count, blend
+        self.large = False  # whether a larger model is fine-tuned
         self.table = Table(title="Storage", title_justify="left")
         for column in (
             "work",

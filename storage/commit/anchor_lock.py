@@ -1,41 +1,138 @@
-"""The lock between saves of deltas and those who delete or replace anchors: on the folder of the run.
+"""The lock between saves of deltas and those who delete or replace checkpoints: on the folder of the run.
 
-A save of a delta shares it from its look at the anchor to its commit. Who deletes an anchor has it alone while it looks
-for deltas, gives them another base, and deletes. Object stores have no such locks.
+A save of a delta shares it from its look at the anchor to its commit. Who deletes a checkpoint, or puts another in its
+place, has it alone while it looks for deltas, gives them another base or refuses, and deletes or replaces. So a base
+goes either before a saver looks at it, or when the delta is there to be seen.
+
+On disks it is a lock on the folder, which ends with its process. In object stores it is an object for each that wants
+it, of a name that nobody else ever has. It is put first; then all are listed. Of two, in whatever order their four
+requests arrive, the one that lists last sees the other: lists show what was put before (S3, Google and Azure promise
+that). Nobody goes on beside another that it sees, unless both share. One that shares, or one of two that want it
+alone, takes its object away and tries again later; one that wants it alone leaves its object while it waits for those
+that share, so newcomers step back and it gets its turn. The objects of killed processes are passed over and deleted, by
+the rules of ``owners``: at once for a process of this machine that has ended, and after `SILENT_AGE` for another
+machine's, which puts its object anew four times in that. Who was stopped for longer, and goes on, holds a lock no more;
+a save looks at its base once more after its commit, for that.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import re
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
-from ...arrays.core.errors import CheckpointError
-from ..stores import store
+from ...arrays.core.errors import CheckpointError, StoreError
+from ..stores import owners, store
+from ..stores.contract import Store
 from ..stores.filesystem import try_lock
 
 PATIENCE = 60.0  # seconds that a deletion waits for saves, and a save for a deletion
 _PAUSE = 0.02
+_FOLDER = ".meshtape-turns"  # of the objects, in the folder of the run
+_ALONE = "alone"
+_NAME = re.compile(r"(?:alone|shared)-(\w+-\w+)-(\d{1,9})-\w+")  # owner, and its process
+
+_mine: set[str] = set()  # objects of this process, in any thread
+_held = threading.local()  # .alone: the folders that this thread has alone
 
 
 @contextmanager
 def locked(folder: str, *, shared: bool = False, patience: float | None = None) -> Iterator[bool]:
-    """Hold the lock; gives False where it is another's after ``patience`` seconds of 0, and raises after more."""
-    if store.is_url(folder) or not os.path.isdir(folder):
+    """Hold the lock. Where it is another's for ``patience`` seconds, gives False to one that shares it or has no
+    patience, and raises for others. A thread that has it alone has it again."""
+    alone = _held.__dict__.setdefault("alone", set())
+    key = folder if store.is_url(folder) else os.path.realpath(folder)
+    if key in alone or not (store.is_url(folder) or os.path.isdir(folder)):
         yield True
         return
     patience = PATIENCE if patience is None else patience
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        end = time.monotonic() + patience
-        while (mine := try_lock(fd, shared)) is False and time.monotonic() < end:
-            time.sleep(_PAUSE)
-        if mine is False and patience:
-            other = "deletes a checkpoint" if shared else "saves deltas or deletes a checkpoint"
+    end = time.monotonic() + patience
+    with ExitStack() as stack:
+        turn = _Objects(folder, shared) if store.is_url(folder) else _Descriptor(folder, shared)
+        stack.callback(turn.end)
+        while (mine := turn.taken()) is False and time.monotonic() < end:
+            time.sleep(turn.pause * (0.5 + random.random()))
+        if not (mine or shared) and patience:
             raise CheckpointError(
-                f"{folder}: another {other} for longer than {patience:g} s; call again when it has ended"
+                f"{folder}: another saves deltas or deletes a checkpoint for longer than {patience:g} s; call again "
+                "when it has ended"
             )
-        yield mine is not False
-    finally:
-        os.close(fd)
+        if mine and not shared:
+            alone.add(key)
+            stack.callback(alone.discard, key)
+        yield mine
+
+
+class _Descriptor:
+    """A turn on a disk."""
+
+    pause = _PAUSE
+
+    def __init__(self, folder: str, shared: bool) -> None:
+        self._fd, self._shared = os.open(folder, os.O_RDONLY), shared
+
+    def taken(self) -> bool:
+        return try_lock(self._fd, self._shared) is not False  # None: there are no locks here
+
+    def end(self) -> None:
+        os.close(self._fd)
+
+
+class _Objects:
+    """A turn in an object store."""
+
+    pause = 10 * _PAUSE
+
+    def __init__(self, folder: str, shared: bool) -> None:
+        self._store, self._shared = store.at(store.join(folder, _FOLDER)), shared
+        self._name = ""
+        self._ended = threading.Event()
+        self._renewing: threading.Thread | None = None
+
+    def taken(self) -> bool:
+        if not self._name:
+            self._name = f"{'shared' if self._shared else _ALONE}-{owners.new_id()}"
+            _mine.add(self._name)
+            self._store.put(self._name, b"")
+        others = _living(self._store) - {self._name}
+        alone = any(name.startswith(_ALONE) for name in others)
+        if alone or (others and not self._shared):
+            if alone:
+                self._withdraw()
+            return False
+        self._renewing = threading.Thread(target=self._renew, daemon=True)
+        self._renewing.start()
+        return True
+
+    def _renew(self) -> None:
+        while not self._ended.wait(owners.SILENT_AGE / 4):
+            with suppress(StoreError):
+                self._store.put(self._name, b"")
+
+    def _withdraw(self) -> None:
+        name, self._name = self._name, ""
+        self._store.delete([name] if name else [])
+        _mine.discard(name)
+
+    def end(self) -> None:
+        self._ended.set()
+        if self._renewing is not None:
+            self._renewing.join()
+        self._withdraw()
+
+
+def _living(there: Store) -> set[str]:
+    """The objects whose owners may live. Those of others are deleted."""
+    found: set[str] = set()
+    dead = []
+    for e in there.entries():
+        if (m := _NAME.fullmatch(e.name)) is None:
+            continue
+        gone = e.name not in _mine and owners.why_dead(m[1], int(m[2]), e.modified, owners.SILENT_AGE)
+        dead.append(e.name) if gone else found.add(e.name)
+    there.delete(dead)
+    return found

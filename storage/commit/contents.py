@@ -6,6 +6,7 @@ one has the same name. Any other file is a stranger: the whole place is then ref
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -14,10 +15,11 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
+from ..base.threads import UPLOADS, in_threads
 from ..format import chunk_sums, manifest
 from ..format.documents import MARK, PROGRAM, is_kept
 from ..format.hf_index import HF_INDEX, HF_SINGLE, read_index
-from ..stores import store
+from ..stores import atomic_directory, store
 from ..stores.contract import unlisted
 
 GROUP = "zarr.json"
@@ -31,6 +33,9 @@ CLAIM = ".meshtape-writing"
 TRASH = ".meshtape-trash"
 JOURNAL = ".meshtape-transfer"  # of a transfer that can go on
 _SHOWN = 8
+_OTHERS = 256  # folders beside a checkpoint, without the number of a step, that are looked at for deltas from it
+_STEP = re.compile(r"step-\d{8,}")
+_VERSION = re.compile(rb'"version":(\d+)')
 _IN_ARRAY = re.compile(r"zarr\.json|c([./].*)?")
 _SHARD = re.compile(r"(model[^/]*|pack-(local|\d+-\d+)-\d+(~g[0-9a-f]{8})?)\.safetensors")
 _DISTCP = re.compile(rb"__\d+_\d+(?:~g[0-9a-f]{8})?\.distcp")  # the names stand in the pickle as they are
@@ -63,6 +68,7 @@ class ListedFiles:
     arrays: dict[str, Any] = field(default_factory=dict)
     documents: dict[str, str] = field(default_factory=dict)  # of a manifest: file by name
     damaged: bool = False
+    identity: str = ""  # of a checkpoint from which there may be deltas
 
     @property
     def tops(self) -> set[str]:
@@ -93,6 +99,7 @@ def listing(root: str, held: Iterable[str]) -> ListedFiles:
     out = ListedFiles(set(tables), set(tables))
     try:
         if manifest.FILE in tables and (found := manifest.read(root)) is not None:
+            out.identity = found.identity if found.base is None else ""
             out.arrays = {a.directory: a.raw_objects for a in found.arrays if a.packs is None}
             out.documents = {name: file for name, (_, file) in found.documents.items()}
             out.files |= {GROUP, *out.documents.values(), *([] if found.sums is None else [found.sums])}
@@ -176,4 +183,37 @@ def check(root: str, tables: frozenset[str], held: Iterable[str] | None = None) 
         return []
     strangers += sorted(found.tables - tables)
     refuse_strangers(root, strangers, "overwrite=True replaces a checkpoint alone")
+    refuse_base(root, found.identity)
     return documents
+
+
+def refuse_base(root: str, identity: str) -> None:
+    """Raise `CheckpointExists` where checkpoints in the same folder are deltas from that of ``identity``, which nobody
+    could read without it."""
+    home, own = store.split(root)
+    folders = store.at(home).folders() if identity else []
+    numbered = [n for n in folders if _STEP.match(n)]
+    others = [n for n in folders if not _STEP.match(n)][:_OTHERS]
+
+    def needs(name: str) -> bool:
+        start, temporary = bytearray(64), atomic_directory.KINDS.match(name)
+        if name == own or (temporary and temporary["kind"] != "old"):
+            return False
+        there = store.at(where := store.join(home, name))
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError, CheckpointError),
+            contextlib.closing(there.reader(manifest.FILE)) as reader,
+        ):
+            reader.readv([start], 0)
+            if (said := _VERSION.search(start)) and int(said[1]) >= 4 and (found := manifest.read(where)):
+                return found.base == (own, identity)
+        return False
+
+    names = numbered + others
+    needing = [n for n, it in zip(names, in_threads(needs, names, UPLOADS), strict=True) if it]
+    if needing:
+        raise CheckpointExists(
+            f"{root} is the base of the deltas {', '.join(needing[:_SHOWN])}{', …' * (len(needing) > _SHOWN)}, which "
+            "nobody could read without it: CheckpointManager.delete(step), or its save(step, overwrite=True), gives "
+            "them another base first"
+        )

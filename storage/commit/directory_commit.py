@@ -30,10 +30,12 @@ import os
 from collections.abc import Iterator
 
 from ...arrays.core.errors import CheckpointExists
+from ..format import manifest
 from ..stores import owners
 from ..stores.atomic_directory import Folder, discard, new_beside, owned, recover
 from ..stores.filesystem import active
 from . import contents
+from .anchor_lock import PATIENCE, locked
 
 
 def is_begun(root: str) -> bool:
@@ -92,15 +94,16 @@ def check_target(target: str, overwrite: bool, tables: frozenset[str]) -> list[s
 def _swap_in(temporary: str, target: str, overwrite: bool, tables: frozenset[str]) -> None:
     fs = active()
     parent = os.path.dirname(target)
-    # Again: somebody may have put something there while we wrote.
-    documents = check_target(target, overwrite, tables)
     if not os.path.lexists(target):
         fs.rename(temporary, target)
         fs.fsync_dir(parent)
         return
-    _bring(target, temporary, documents)
     old = f"{target}.old-{owners.new_id()}"
-    with owned(target), owned(old):
+    ours = os.path.exists(os.path.join(target, manifest.FILE))
+    turn = locked(parent, patience=10 * PATIENCE) if ours else contextlib.nullcontext()
+    with turn, owned(target), owned(old):
+        # Again: somebody may have put something there while we wrote, or a delta from it.
+        _bring(target, temporary, check_target(target, overwrite, tables))
         if fs.exchange(temporary, target):
             old = temporary
         else:

@@ -44,8 +44,9 @@ from ..stores import owners
 from ..stores.atomic_directory import Folder
 from ..stores.contract import Store, StoredObjectInfo
 from ..stores.owners import host
-from ..stores.store import at, holding
+from ..stores.store import at, holding, split
 from . import contents
+from .anchor_lock import PATIENCE, locked
 from .contents import CLAIM, JOURNAL, TRASH, is_of_a_writer, mark_of
 
 _GROUP = "zarr.json"
@@ -229,6 +230,7 @@ class ObjectFolder(Folder):
         self._replaces: set[str] = set()
         self._single = False  # whether there is a model in one file, without a table of contents
         self._documents: set[str] = set()
+        self._identity = ""  # of a checkpoint that is replaced, from which there may be deltas
         self._unfinished = False
 
     def begin(self) -> None:
@@ -285,7 +287,7 @@ class ObjectFolder(Folder):
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     self._seen[e.name] = self.store.version(e)
         found = contents.listing(self.root, held)
-        self._single = HF_SINGLE in held
+        self._single, self._identity = HF_SINGLE in held, found.identity
         listed = {n for n in held if found.tables and found.has(n, held)}
         self._replaces = {n.partition("/")[0] for n in listed}
         self._documents = {n for n in held - listed if is_kept(n) and not mark_of(n)}
@@ -310,6 +312,14 @@ class ObjectFolder(Folder):
 
     def commit(self) -> None:
         """Put the last object, which makes the folder a checkpoint, then delete the replaced objects."""
+        if not self._identity:
+            self._publish()
+            return
+        with locked(split(self.root)[0], patience=10 * PATIENCE):
+            contents.refuse_base(self.root, self._identity)
+            self._publish()
+
+    def _publish(self) -> None:
         last = next(n for n in _LAST if n in self._late)
         group = self._late.get(_GROUP)
         seen = self._seen.get(last)

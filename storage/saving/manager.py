@@ -215,13 +215,13 @@ class CheckpointManager:
             raise CheckpointExists(
                 f"{target} holds step {other}, by its manifest: rename the folder before step {step} is saved"
             )
+        if overwrite:
+            with locked(self.directory):
+                release(target, self._complete())
         kept = dict(metadata or {})
         kept[branches.KEY] = self._place(step, overwrite)
         if metrics is not None:
             kept[numbered.METRICS] = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
-        if overwrite:
-            with locked(self.directory):
-                release(target, self._complete())
         base, number, earlier = self._earlier(target)
         if base is not None:
             kept[numbered.DELTA] = number

@@ -1,9 +1,12 @@
 """Optimizer state in a quarter or an eighth of the space: symmetric integers with a scale for each row.
 
 A row is everything along the last dimension. ``scale = max|row| / 127`` (or 7), ``q = round(x / scale)``: the error is
-at most half a scale. Four-bit values are packed two a byte, the first in the lower half. An array becomes a small dict
-of arrays and values, so any format and any tool stores it. Rounding again and again adds up: what was restored from
-such a state is not quantised once more unless that is asked for.
+at most half a scale. A row without a negative number, such as Adam's mean squares, is stored by its roots, between 0
+and the largest in 254 (or 14) steps, and its scale is ``-sqrt(max) / 254``: ``x = ((q + 127) * scale) ** 2`` has the
+same bound, and no number that is not zero becomes zero, by which Adam would divide. Four-bit values are packed two a
+byte, the first in the lower half. An array becomes a small dict of arrays and values, so any format and any tool stores
+it. Rounding again and again adds up: what was restored from such a state is not quantised once more unless that is
+asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from ...arrays import abs as absolute
-from ...arrays import asarray, astype, clip, float32, int8, isfinite, ones_like, where
+from ...arrays import asarray, astype, clip, float32, int8, isfinite, maximum, minimum, ones_like, sqrt, where
 from ...arrays import max as largest_of
+from ...arrays import min as least_of
 from ...arrays import round as rounded
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import map_with_path
@@ -25,6 +29,7 @@ from ..format import dtypes
 MARK = "meshtape.quantized"
 MAX_TIMES = 1
 LEVELS = {8: 127, 4: 7}
+_MOST = 1e38  # the square of a root above it may be infinite
 
 
 def quantize(
@@ -103,15 +108,18 @@ def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
 
 
 def row_scales(wide: Any, levels: int) -> Any:
-    """The scale of each row of a float32 array: its largest magnitude over ``levels``; 1 for one of zeros, and one that
-    is not finite."""
+    """The scale of each row of a float32 array: its largest magnitude over ``levels``, negative where it is one of
+    roots; 1 for one of zeros, and one that is not finite."""
     largest = largest_of(absolute(wide), axis=-1, keepdims=True)
-    return where(isfinite(largest) & (largest > 0), largest / levels, ones_like(largest))
+    roots = (least_of(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
+    scale = where(roots, sqrt(largest) / (-2 * levels), largest / levels)
+    return where(isfinite(largest) & (largest > 0), scale, ones_like(largest))
 
 
 def row_integers(wide: Any, scale: Any, levels: int) -> Any:
     """Rows in units of their scale, as int8."""
-    return astype(clip(rounded(wide / scale), -levels, levels), int8)
+    roots = maximum(rounded(sqrt(maximum(wide, 0)) / -scale), astype(wide > 0, float32)) - levels
+    return astype(clip(where(scale < 0, roots, rounded(wide / scale)), -levels, levels), int8)
 
 
 def pack(q: np.ndarray) -> np.ndarray:
@@ -169,4 +177,6 @@ def _large(node: dict[str, Any]) -> Any:
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None
     values = asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
-    return astype(astype(asarray(values), float32) * asarray(scale), dtype)
+    wide, scale = astype(asarray(values), float32), asarray(scale)
+    roots = (wide + LEVELS[bits]) * minimum(scale, 0)
+    return astype(where(scale < 0, roots * roots, wide * scale), dtype)

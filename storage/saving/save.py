@@ -36,7 +36,7 @@ from ...arrays.core.tree import Path, children_of
 from ..base import activity, names
 from ..base.leaves import taken
 from ..commit import contents
-from ..commit.anchor_lock import locked
+from ..commit.anchor_lock import PATIENCE, locked
 from ..commit.protocol import protocol_of
 from ..format import dtypes, manifest
 from ..format.chunk_grid import choose_grid, whole_grid
@@ -471,7 +471,10 @@ class _Save:
             return self._write(resting, kind)
         folders = [item.directory for item in self.items]
         try:
-            with locked(store.split(self.target)[0], shared=True):
+            # One that replaces another has the lock alone at its end, and so from the beginning.
+            with locked(home := store.split(self.target)[0], shared=not self.overwrite) as mine:
+                if not mine:
+                    raise ParentChanged(f"another has been deleting checkpoints in {home} for {PATIENCE:g} s")
                 self.base.ckpt.generation.check()
                 return self._write(resting, kind)
         except (CorruptCheckpoint, IncompleteCheckpoint, CheckpointReplaced, ParentChanged) as e:

@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
@@ -70,6 +70,7 @@ class Sender:
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")
+        self._ahead = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")  # one span each that is sent
         self._busy: set[socket.socket] = set()
         self._lock = threading.Lock()
 
@@ -82,14 +83,15 @@ class Sender:
                 sock.settimeout(_PATIENCE)
                 span: Span | None = first
                 while span is not None:
+                    coming = self._ahead.submit(next, spans, None)
                     if isinstance(span, FileSpan):
                         self._send_file(sock, span)
                     else:
                         sock.sendall(span)
-                    span = next(spans, None)
+                    span = coming.result()
         except CheckpointReplaced:
             source.forget()
-        except (MeshtapeError, OSError):
+        except (MeshtapeError, OSError, RuntimeError, CancelledError):  # the last two: the server is closed
             pass  # the client sees an answer that is too short
         finally:
             with self._lock:
@@ -120,7 +122,8 @@ class Sender:
             for sock in self._busy:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.pool, self._ahead):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class FileHandler(Handler):

@@ -237,6 +237,37 @@ def test_a_worker_killed_between_runs(mortal, eventually):
     works(mortal)
 
 
+def test_a_worker_killed_within_a_save_of_deltas(mortal, tmp_path):
+    home, large = tmp_path / "run", np.random.default_rng(0).normal(size=(64, 50))
+
+    def manager() -> mt.CheckpointManager:
+        return mt.CheckpointManager(home, keep=None, anchor_every=9)
+
+    def dies() -> None:
+        from meshtape.storage.saving import write_shards
+
+        write_shards.from_base = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+    def split(step: int, mesh: mt.Mesh) -> dict[str, mt.Array]:
+        return {"w": mt.distribute(large + step, mesh, a=mt.Shard(0))}
+
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:
+        for step in (1, 2):
+            manager().save(step, split(step, mesh))
+        mortal.run(dies, workers=[mesh.runtime.addresses[1]])
+        with found_out(), pytest.raises((mt.errors.RankLost, mt.errors.CheckpointError), match="rank 1"):
+            manager().save(3, split(3, mesh))
+    works(mortal)
+    with mt.Mesh({"a": 2}, client=mortal) as mesh:  # the lock was given back, and its half a save goes
+        manager().save(4, split(4, mesh))
+        manager().delete(1)
+    assert sorted(e.name for e in home.iterdir()) == ["step-00000002", "step-00000004"]
+    for step in (2, 4):
+        mt.storage.verify(manager().path(step))
+        np.testing.assert_array_equal(np.asarray(mt.load(manager().path(step))["w"]), large + step)
+    assert mt.open_checkpoint(manager().path(4)).base.step == 2
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_worker_that_goes_while_a_mesh_is_opened(mortal, sign):
     works(mortal)

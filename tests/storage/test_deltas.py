@@ -14,11 +14,23 @@ import pytest
 
 from meshtape import errors
 from meshtape.cli.main import main
-from meshtape.storage import CheckpointManager, convert, gc, load, merge, open_checkpoint, save, usage, verify
+from meshtape.storage import (
+    CheckpointManager,
+    convert,
+    gc,
+    load,
+    merge,
+    open_checkpoint,
+    save,
+    save_async,
+    usage,
+    verify,
+)
 from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model import layout
-from meshtape.storage.commit import anchor_lock
+from meshtape.storage.commit import anchor_lock, object_commit
 from meshtape.storage.format import chunk_grid
+from meshtape.storage.stores import atomic_directory, owners, store
 
 RNG = np.random.default_rng(7)
 W, B = RNG.normal(size=(40, 33)).astype(np.float32), RNG.normal(size=9)
@@ -223,11 +235,13 @@ def gone(home):
 
 
 def replaced(home):
-    save(home / "step-00000001", tree(9), overwrite=True)
+    gone(home)
+    save(home / "step-00000001", tree(9))
 
 
 def same_again(home):
-    save(home / "step-00000001", tree(1), step=1, overwrite=True)
+    gone(home)
+    save(home / "step-00000001", tree(1), step=1)
 
 
 def a_file(home):
@@ -318,6 +332,45 @@ def test_bases_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
     save(target, {"w": W[1:], "b": [B.astype(np.float32)]}, base=tmp_path / "step-00000001")
     assert open_checkpoint(target).base is None
     assert json.loads((target / "meshtape.json").read_text())["version"] == 1
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_a_base_is_not_replaced_under_its_deltas(tmp_path, where):
+    home = "memory://deltas/replaced" if where == "memory" else str(tmp_path / "run")
+    manager = filled(home, 3, pack=False)
+    save(f"{home}/mine", tree(4), base=manager.path(1), pack=False)
+    source = save(tmp_path / "other", tree(9)).path
+    for replace in (
+        lambda: save(manager.path(1), tree(1), step=1, overwrite=True),
+        lambda: convert(source, manager.path(1), format="zarr", overwrite=True),
+        lambda: save_async(manager.path(1), tree(1), overwrite=True).wait(),
+    ):
+        with pytest.raises(
+            errors.CheckpointExists, match=r"step-00000002, step-00000003, mine, which .*delete\(step\)"
+        ):
+            replace()
+    assert bases(manager) == {1: None, 2: 1, 3: 1}
+    shutil.rmtree(tmp_path / "run" / "mine") if where == "disk" else object_commit.discard(f"{home}/mine")
+    save(manager.path(3), tree(3), step=3, overwrite=True, base=manager.path(1), pack=False)  # neither a delta,
+    with pytest.warns(UserWarning, match="below step 3"):
+        manager.save(1, tree(1), overwrite=True)  # nor one whose deltas get another base first
+    assert bases(manager) == {1: 2, 2: None, 3: 2}
+    # One that comes while the other is written is found before that takes the place of its base.
+    for step in (1, 3):
+        save(manager.path(step), tree(step), step=step, overwrite=True)
+    folders = atomic_directory.Folder if where == "disk" else object_commit.ObjectFolder
+    commit = folders.commit
+
+    def late(folder):
+        patch.undo()
+        save(manager.path(2), tree(2), step=2, overwrite=True, base=manager.path(1), pack=False)
+        commit(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "commit", late)
+        with pytest.raises(errors.CheckpointExists, match="the base of the deltas step-00000002"):
+            save(manager.path(1), tree(7), step=7, overwrite=True)
+    assert bases(manager) == {1: None, 2: 1, 3: None}
 
 
 def test_other_readers_refuse_it_by_name(tmp_path):
@@ -494,6 +547,37 @@ def test_deltas_that_lost_their_base_are_deleted_by_name(quick):
     assert not Path(manager.path(2)).exists()
     with pytest.raises(errors.NotACheckpoint):
         manager.delete(2)
+
+
+@pytest.mark.parametrize("owner", ["dead", "foreign", "foreign and silent", "of this process"])
+def test_turns_in_an_object_store(monkeypatch, owner):
+    home = f"memory://turns/{owner.replace(' ', '-')}"
+    manager = filled(home, 3, every=9, pack=False)
+    monkeypatch.setattr(anchor_lock, "PATIENCE", 0.3)
+    there = store.at(f"{home}/{anchor_lock._FOLDER}")
+    assert there.files() == []
+    there.put("notes", b"of nobody's")
+    who = {"dead": f"{owners.host()}-{2**22 + 1}", "of this process": f"{owners.host()}-{os.getpid()}"}
+    held = who.get(owner, "0123abcd-89abcdef-7")
+    if owner.endswith("silent"):
+        monkeypatch.setattr(owners, "SILENT_AGE", -60.0)
+    for kind, number in (("shared", 4), ("alone", 5)):
+        with contextlib.ExitStack() as stack:
+            name = f"{kind}-{held}-00000000"
+            there.put(name, b"")
+            if lives := owner in ("foreign", "of this process"):
+                monkeypatch.setattr(anchor_lock, "_mine", {name})
+                stack.enter_context(pytest.raises(errors.CheckpointError, match="another saves deltas or deletes"))
+            manager.delete(manager.steps()[0])
+        if lives and kind == "alone":
+            with pytest.warns(UserWarning, match="stored plainly, .* another has been deleting"):
+                manager.save(number, tree(number))
+        else:
+            manager.save(number, tree(number))
+        assert set(there.files()) == {"notes", *[name] * lives}
+        there.delete([name])
+        assert (bases(manager)[number] is None) is (lives and kind == "alone")
+    assert len(manager.steps()) == (5 if lives else 3)
 
 
 def test_a_lock_that_another_does_not_give_back_ends_the_wait(quick, monkeypatch):

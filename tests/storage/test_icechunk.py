@@ -303,14 +303,41 @@ def test_a_writer_that_is_killed_leaves_the_last_snapshot(anywhere):
 
 
 @pytest.mark.slow
-def test_two_writers_at_once_lose_nothing(anywhere):
-    """Each save is a snapshot of the history or a typed error of its writer; a reader beside them sees one step at a
-    time."""
-    url = anywhere
+def test_a_writer_killed_at_each_request_leaves_a_whole_snapshot(ice, s3):
+    url = f"icechunk://{s3.url}"
     save(url, {"w": np.full((200, 300), 0), "b": np.full(9, 0)}, step=0)
+    seen, last = set(), 0
+    for n in range(1, 100):
+        victim = []
+        s3.proxy.reset(lambda number, method, path, n=n, victim=victim: victim[0] if number >= n else None)
+        victim.append((process := _writer(url, "x", last + 1, 1)).pid)
+        said = process.communicate()[0].splitlines()
+        s3.proxy.reset()
+        now = open_checkpoint(url).step
+        assert now == last + 1 if said[1:] else now in (last, last + 1), n
+        _whole(url)
+        seen.add(now - last)
+        last = now
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0
+    assert seen == {0, 1}
+    assert n > 5
+
+
+@pytest.mark.slow
+def test_two_writers_at_once_lose_nothing(anywhere):
+    """Each save is a snapshot of the history or a typed error of its writer; readers beside them see one step at a
+    time, by the branch, and always the same by a tag or snapshot."""
+    url = anywhere
+    first = save(url, {"w": np.full((200, 300), 0), "b": np.full(9, 0)}, step=0).path
+    repository = icechunk_store.repository(icechunk_store.divide(store.location(url))[0])
+    repository.create_tag("v0", first.rpartition("@")[2])
     both = [_writer(url, name, first, 25) for name, first in (("a", 100), ("b", 200))]
     while any(p.poll() is None for p in both):
-        _whole(url)
+        for place in (url, f"{url}@v0", first):
+            _whole(place)
+            assert place == url or open_checkpoint(place).step == 0
     said = {line for p in both for line in p.communicate()[0].splitlines() if line != "ready"}
     assert [p.returncode for p in both] == [0, 0]
     history = _messages(url)

@@ -57,7 +57,10 @@ for line in sys.stdin:
         if what == "save":
             storage.save(where, {"a": np.full((2, 2), kw.pop("value")), "b": np.full(3, 2)}, **kw)
         elif what == "manager":
-            storage.CheckpointManager(where, keep=2).save(kw["step"], {"a": np.full((2, 2), kw["step"])})
+            step = kw.pop("step")
+            storage.CheckpointManager(where, **{"keep": 2, **kw}).save(step, {"a": np.full((2, 2), step)})
+        elif what == "delete":
+            storage.CheckpointManager(where).delete(kw["step"])
         else:
             getattr(storage, what)(kw.pop("src"), where, **kw)
         os._exit(0)
@@ -160,6 +163,11 @@ def names(url):
     return [e.name for e in stores.at(url).entries()]
 
 
+def open_if_there(url):
+    """A checkpoint, or None where its manifest is missing."""
+    return open_checkpoint(url) if "meshtape.json" in names(url) else None
+
+
 def clean(url):
     """Only what the table of contents names is left."""
     held = names(url)
@@ -227,6 +235,42 @@ class TestKilled:
             if not killed:
                 break
         assert {(1, 2), (2, 3)} <= saw
+
+    @pytest.mark.parametrize("what", ["manager", "delete"])
+    def test_deltas(self, s3, forker, every, what):
+        home, options = f"{s3.url}/run", {"keep": None, "anchor_every": 3, "pack": False}
+
+        def save(step):
+            CheckpointManager(home, **options).save(step, {"a": np.full((2, 2), step)})
+
+        def steps():
+            found = {int(name[5:]) for name in stores.at(home).folders() if open_if_there(f"{home}/{name}")}
+            for step in found:
+                verify(f"{home}/step-{step:08d}")
+                assert np.asarray(load(f"{home}/step-{step:08d}")["a"]).max() == step
+            return found
+
+        for step in (1, 2, 3):
+            save(step)
+        newest, before = 3, {1, 2, 3}
+        for n in range(1, 300, 2 * every):
+            if what == "manager":
+                killed = forker.run(s3, n, "manager", home, step=newest + 1, **options)
+                assert before <= steps() <= {*before, newest + 1}
+                save(newest := newest + 2)
+                CheckpointManager(home).delete(min(before))  # which the locks of dead savers do not hold up
+            else:
+                killed = forker.run(s3, n, "delete", home, step=min(before))
+                assert before - {min(before)} <= steps() <= before
+                save(newest := newest + 1)  # nor those of dead deleters
+                if min(before) in steps():
+                    CheckpointManager(home).delete(min(before))
+            before = steps()
+            assert newest in before
+            if not killed:
+                break
+        assert n > 20
+        assert not stores.at(f"{home}/.meshtape-turns").files()
 
     @pytest.mark.parametrize("format", ["safetensors", "dcp"])
     def test_a_conversion_goes_on(self, s3, forker, every, format, tmp_path):
@@ -321,6 +365,55 @@ class TestKilled:
         while attempt(n):
             n += 1
         assert saw == {1.0, 2.0}
+
+
+_RACER = """
+import collections, json, random, sys, time
+import numpy as np
+from meshtape import errors, storage
+what, home, seconds, me = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+chance, end, told, step = random.Random(me), time.monotonic() + seconds, collections.Counter(), me
+manager = storage.CheckpointManager(home, keep=None, anchor_every=4, pack=False)
+while time.monotonic() < end:
+    step += 10
+    try:
+        if what == "save":
+            manager.save(step, {"a": np.full((2, 2), step)})
+        elif there := manager.steps()[:-3]:
+            manager.delete(chance.choice(there[:3]))
+        told["done"] += 1
+    except errors.MeshtapeError as e:
+        told[f"{type(e).__name__}: {str(e).partition(':')[2][:60]}"] += 1
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_savers_of_deltas_beside_deleters(s3):
+    """No delta outlives its base, whoever saves and deletes at once."""
+    home = f"{s3.url}/run"
+    CheckpointManager(home, keep=None, anchor_every=4, pack=False).save(1, {"a": np.full((2, 2), 1)})
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RACER, what, home, "90", str(me)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for me, what in enumerate(("save", "save", "delete", "delete"), 2)
+    ]
+    told = [json.loads(r.communicate(timeout=300)[0]) for r in racers]
+    assert all(t["done"] > 5 for t in told), told
+    bases = set()
+    for name in stores.at(home).folders():
+        if (ckpt := open_if_there(f"{home}/{name}")) is not None:  # which raises where the base of a delta is gone
+            verify(ckpt)
+            bases.add(ckpt.base is not None)
+    assert bases == {True, False}
+    assert not stores.at(f"{home}/.meshtape-turns").files()
+    print(told)
 
 
 def test_a_writer_that_lives_is_left_alone(s3, forker, monkeypatch):
