@@ -1,0 +1,395 @@
+"""Matrix products on a GPU by cuBLASLt, which CuPy's own cuBLAS brings along.
+
+CuPy has products of short floats for two matrices alone, and refuses to capture any product in a CUDA graph. cuBLASLt
+multiplies stacks in every dtype, adds a bias or sums the rows of an operand in the same launch, takes float8, waits for
+nothing and can be captured. It is called through ctypes, from where CuPy loads its libraries. nvmath-python binds the
+same functions, but brings two packages for the dozen used here, and users without it would have no such products.
+
+:func:`product` returns None where the library is absent or does not serve a call; the caller then goes another way.
+Numbers of enumerations are those of NVIDIA's ``cublasLt.h``, ``cublas_api.h`` and ``library_types.h``.
+
+The epilogues ``RELU`` and ``GELU`` are left alone. NVIDIA does not say that ReLU keeps a NaN, nor how exact the tanh of
+GELU is (which ``gelu`` is not, by default). A compiled program has both in the kernel of the chain that they are in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2
+from ..core.errors import BackendError
+from . import determinism
+
+VERSIONS = range(120_000, 140_000)
+"""Of cuBLASLt 12 and 13, which share these numbers."""
+
+CUDA_TYPES = {
+    np.dtype(np.float32): 0,  # CUDA_R_32F
+    np.dtype(np.float64): 1,  # CUDA_R_64F
+    np.dtype(np.float16): 2,  # CUDA_R_16F
+    np.dtype(np.complex64): 4,  # CUDA_C_32F
+    np.dtype(np.complex128): 5,  # CUDA_C_64F
+    np.dtype(bfloat16): 14,  # CUDA_R_16BF
+    np.dtype(float8_e4m3fn): 28,  # CUDA_R_8F_E4M3
+    np.dtype(float8_e5m2): 29,  # CUDA_R_8F_E5M2
+}
+COMPUTE_32F, COMPUTE_64F, COMPUTE_32F_FAST_TF32 = 68, 70, 77  # CUBLAS_COMPUTE_…
+OP_T = 1  # CUBLAS_OP_T; CUBLAS_OP_N is 0
+EPILOGUE_BIAS, EPILOGUE_BGRADA = 4, 256  # CUBLASLT_EPILOGUE_…; CUBLASLT_EPILOGUE_DEFAULT is 1
+REDUCTION_INPLACE, REDUCTION_COMPUTE_TYPE = 1, 2  # CUBLASLT_REDUCTION_SCHEME_…
+NOT_SERVED = (7, 8, 15)  # CUBLAS_STATUS_INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED
+
+DESCRIPTION = {  # CUBLASLT_MATMUL_DESC_…
+    "TRANSA": (3, ctypes.c_int32),
+    "TRANSB": (4, ctypes.c_int32),
+    "EPILOGUE": (7, ctypes.c_uint32),
+    "BIAS_POINTER": (8, ctypes.c_void_p),
+}
+LAYOUT = {  # CUBLASLT_MATRIX_LAYOUT_…
+    "BATCH_COUNT": (5, ctypes.c_int32),
+    "STRIDED_BATCH_OFFSET": (6, ctypes.c_int64),
+}
+PREFERENCE = {  # CUBLASLT_MATMUL_PREF_…
+    "MAX_WORKSPACE_BYTES": (1, ctypes.c_uint64),
+    "REDUCTION_SCHEME_MASK": (3, ctypes.c_uint32),
+    "MIN_ALIGNMENT_A_BYTES": (5, ctypes.c_uint32),
+    "MIN_ALIGNMENT_B_BYTES": (6, ctypes.c_uint32),
+    "MIN_ALIGNMENT_C_BYTES": (7, ctypes.c_uint32),
+    "MIN_ALIGNMENT_D_BYTES": (8, ctypes.c_uint32),
+}
+
+WORKSPACE = 32 << 20
+"""Bytes that an algorithm may take beside: those that NVIDIA advises for its newest devices."""
+ALIGNED = 256
+MOST_IN_STACK = 65_535  # blocks of a grid's third dimension
+LARGEST = (1 << 31) - 1  # of a length that algorithms take
+
+
+class HeuristicResult(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t``."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),  # cublasLtMatmulAlgo_t
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+_P, _I, _N = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "GetVersion": (),
+    "Create": (_P,),
+    "MatmulDescCreate": (_P, _I, _I),
+    "MatmulDescSetAttribute": (_P, _I, _P, _N),
+    "MatmulDescDestroy": (_P,),
+    "MatrixLayoutCreate": (_P, _I, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+    "MatrixLayoutSetAttribute": (_P, _I, _P, _N),
+    "MatrixLayoutDestroy": (_P,),
+    "MatmulPreferenceCreate": (_P,),
+    "MatmulPreferenceSetAttribute": (_P, _I, _P, _N),
+    "MatmulPreferenceDestroy": (_P,),
+    "MatmulAlgoGetHeuristic": (_P, _P, _P, _P, _P, _P, _P, _I, _P, _P),
+    "Matmul": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _P),
+}
+"""Parameters of each function, whose name begins with ``cublasLt``."""
+
+
+@functools.cache
+def library() -> Any:
+    """The functions of cuBLASLt by name; None where it is absent, or not of :data:`VERSIONS`."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        loaded = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+        functions = {name: getattr(loaded, f"cublasLt{name}") for name in FUNCTIONS}
+    except (ImportError, OSError, RuntimeError, AttributeError):
+        return None
+    for name, fn in functions.items():
+        fn.argtypes, fn.restype = FUNCTIONS[name], _N if name == "GetVersion" else _I
+    return functions if functions["GetVersion"]() in VERSIONS else None
+
+
+class Unserved(Exception):
+    """The library refuses a description of a product."""
+
+
+def call(name: str, *arguments: Any) -> None:
+    status = library()[name](*arguments)
+    if status in NOT_SERVED:
+        raise Unserved
+    if status:
+        raise BackendError(f"[matmul] cublasLt{name} failed with status {status}")
+
+
+class Object:
+    """A description, a layout or a preference of the library, with its attributes."""
+
+    def __init__(self, kind: str, attributes: dict[str, tuple[int, Any]], *arguments: int) -> None:
+        self._kind, self._attributes, self.handle = kind, attributes, _P()
+        call(f"{kind}Create", ctypes.byref(self.handle), *arguments)
+
+    def set(self, **values: int) -> None:
+        for name, value in values.items():
+            number, of_type = self._attributes[name]
+            call(
+                f"{self._kind}SetAttribute",
+                self.handle,
+                number,
+                ctypes.byref(of_type(value)),
+                ctypes.sizeof(of_type),
+            )
+
+    def __del__(self) -> None:
+        if self.handle:
+            library()[f"{self._kind}Destroy"](self.handle)
+
+
+def layout(cuda_type: int, rows: int, columns: int, side: Side, count: int) -> Object:
+    out = Object("MatrixLayout", LAYOUT, cuda_type, rows, columns, side.leading)
+    if count > 1:
+        out.set(BATCH_COUNT=count, STRIDED_BATCH_OFFSET=side.step)
+    return out
+
+
+class Side(NamedTuple):
+    """An operand in memory, seen as columns, so that what lies in rows is transposed twice: ``across`` says that it is
+    to be transposed; then elements from one column, and from one matrix of a stack, to the next."""
+
+    across: bool
+    leading: int
+    step: int
+
+
+class Shape(NamedTuple):
+    """A stack of ``count`` products of (m, k) and (k, n)."""
+
+    count: int
+    m: int
+    n: int
+    k: int
+    x: Side
+    y: Side
+
+
+class Types(NamedTuple):
+    x: int
+    y: int
+    out: int
+    scale: int
+    compute: int
+
+
+_tf32 = False
+
+
+def is_tf32() -> bool:
+    """Whether products of float32 on a GPU may round their factors to TF32 (by default they do not).
+
+    >>> mt.is_tf32()
+    False
+    """
+    return _tf32
+
+
+@contextmanager
+def use_tf32(mode: bool = True) -> Iterator[None]:
+    """Let products of float32 on a GPU round their factors to TF32 (10 bits of 23) while the context is open.
+
+    The matrix units of a GPU then take them. Sums stay float32. It holds for all threads of the process; a CUDA graph
+    keeps the mode of its first run.
+
+    >>> with mt.use_tf32():
+    ...     mt.is_tf32()
+    True
+    """
+    global _tf32
+    before, _tf32 = _tf32, bool(mode)
+    try:
+        yield
+    finally:
+        _tf32 = before
+
+
+@functools.cache
+def _handle(device: int) -> Any:
+    """For the current device, whose number is ``device``; None where the library does not work on it."""
+    handle = _P()
+    return None if library()["Create"](ctypes.byref(handle)) else handle
+
+
+class Plan:
+    """A product with its algorithm, which is asked for once. Rows are columns to the library, so that it multiplies
+    the second operand by the first."""
+
+    def __init__(
+        self, device: int, shape: Shape, types: Types, alignment: tuple[int, ...], epilogue: int, mask: int
+    ) -> None:
+        self._handle, self._lock = _handle(device), threading.Lock()
+        self._numbers = np.asarray([1, 0], {v: k for k, v in CUDA_TYPES.items()}[types.scale])  # alpha and beta
+        self._description = Object("MatmulDesc", DESCRIPTION, types.compute, types.scale)
+        self._description.set(TRANSA=OP_T * shape.y.across, TRANSB=OP_T * shape.x.across)
+        if epilogue:
+            self._description.set(EPILOGUE=epilogue, BIAS_POINTER=alignment[3])
+        count, m, n, k, x, y = shape
+        self._x = layout(types.x, *((m, k) if x.across else (k, m)), x, count)
+        self._y = layout(types.y, *((k, n) if y.across else (n, k)), y, count)
+        self._out = layout(types.out, n, m, Side(False, n, m * n), count)
+        preference = Object("MatmulPreference", PREFERENCE)
+        at_x, at_y, at_out, _ = alignment
+        preference.set(MAX_WORKSPACE_BYTES=WORKSPACE, REDUCTION_SCHEME_MASK=mask)
+        preference.set(MIN_ALIGNMENT_A_BYTES=at_y, MIN_ALIGNMENT_B_BYTES=at_x)
+        preference.set(MIN_ALIGNMENT_C_BYTES=at_out, MIN_ALIGNMENT_D_BYTES=at_out)
+        self._found, found = HeuristicResult(), _I()
+        objects = (self._description, self._y, self._x, self._out, self._out, preference)
+        handles = [o.handle for o in objects]
+        call(
+            "MatmulAlgoGetHeuristic",
+            self._handle,
+            *handles,
+            1,
+            ctypes.byref(self._found),
+            ctypes.byref(found),
+        )
+        if not found.value or self._found.state:
+            raise Unserved
+
+    def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any) -> None:
+        """Launch it on the current stream. Memory beside comes from the present pool, and returns to it in the order of
+        the stream."""
+        beside = cupy.cuda.alloc(self._found.workspace) if self._found.workspace else None
+        one, at = self._numbers.ctypes.data, out.data.ptr
+        with self._lock:  # the description names the vector
+            if vector is not None:
+                self._description.set(BIAS_POINTER=vector.data.ptr)
+            call(
+                "Matmul",
+                self._handle,
+                self._description.handle,
+                one,
+                y.data.ptr,
+                self._y.handle,
+                x.data.ptr,
+                self._x.handle,
+                one + self._numbers.itemsize,
+                at,
+                self._out.handle,
+                at,
+                self._out.handle,
+                ctypes.byref(self._found.algorithm),
+                None if beside is None else beside.ptr,
+                self._found.workspace,
+                cupy.cuda.get_current_stream().ptr,
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(*key: Any) -> Plan | None:
+    try:
+        return Plan(*key)
+    except Unserved:
+        return None
+
+
+def _alignment(array: Any) -> int:
+    at = array.data.ptr
+    return min(at & -at, ALIGNED) or ALIGNED
+
+
+def _side(rows: int, columns: int, row: int, column: int) -> tuple[bool, int] | None:
+    """Whether elements of a column lie together, not those of a row, and the elements between the lines; None where
+    neither do."""
+    if (column == 1 or columns == 1) and (rows == 1 or row >= columns):
+        return False, max(row if rows > 1 else 0, columns)
+    if (row == 1 or rows == 1) and (columns == 1 or column >= rows):
+        return True, max(column if columns > 1 else 0, rows)
+    return None
+
+
+def _steps(array: Any, ndim: int) -> list[int]:
+    """Elements from one to the next along each of ``ndim`` dimensions, 0 where it repeats."""
+    lead = [0] * (ndim - array.ndim)
+    return lead + [s // array.itemsize if n > 1 else 0 for n, s in zip(array.shape, array.strides, strict=True)]
+
+
+def arranged(x: Any, y: Any) -> Shape | None:
+    """The product of two arrays of at least two dimensions as one stack; None where their memory is no such stack."""
+    ndim, (m, k), n = max(x.ndim, y.ndim), x.shape[-2:], y.shape[-1]
+    (*xs, x_row, x_column), (*ys, y_row, y_column) = _steps(x, ndim), _steps(y, ndim)
+    stack: list[tuple[int, int, int]] = []
+    for length, a, b in zip(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), xs, ys, strict=True):
+        if length > 1 and stack and stack[-1][1:] == (length * a, length * b):
+            stack[-1] = (stack[-1][0] * length, a, b)
+        elif length > 1:
+            stack.append((length, a, b))
+    if stack and stack[-1][2] == 0 and stack[-1][1] and (m == 1 or stack[-1][1] == m * x_row):
+        length, step, _ = stack.pop()  # all rows times one matrix
+        m, x_row = m * length, step if m == 1 else x_row
+    left, right = _side(m, k, x_row, x_column), _side(k, n, y_row, y_column)
+    count, a, b = stack[0] if stack else (1, 0, 0)
+    if len(stack) > 1 or left is None or right is None or count > MOST_IN_STACK or min(a, b) < 0:
+        return None
+    if max(m, n, k, left[1], right[1]) > LARGEST:
+        return None
+    return Shape(count, m, n, k, Side(*left, a), Side(*right, b))
+
+
+def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any = None) -> Any:
+    """``x @ y`` of CuPy's arrays of one dtype on the current device, or None where cuBLASLt does not serve it.
+
+    With a ``bias`` along the last dimension, that is added before the result is rounded. With ``sums`` the result is
+    followed by the sums of ``y`` over the dimension that is summed. ``float8`` has the dtypes of two arrays of bytes,
+    whose product is float32.
+    """
+    kinds = (x.dtype, y.dtype) if float8 is None else float8
+    if not set(kinds) <= CUDA_TYPES.keys() or library() is None:
+        return None
+    import cupy
+
+    left, right = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
+    out_dtype = np.dtype(np.float32) if float8 is not None else x.dtype
+    if float8 is not None:  # whose elements lie together along the dimension that is summed, in both
+        left, right = cupy.ascontiguousarray(left), cupy.ascontiguousarray(right.swapaxes(-1, -2)).swapaxes(-1, -2)
+    shape = (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
+    if not math.prod(shape) or not x.size:
+        return None
+    how = arranged(left, right)
+    if how is None:
+        left, right = cupy.ascontiguousarray(left), cupy.ascontiguousarray(right)
+        how = arranged(left, right)
+    device = cupy.cuda.runtime.getDevice()
+    if how is None or _handle(device) is None:
+        return None
+    double = out_dtype in (np.float64, np.complex128)
+    fast = _tf32 and out_dtype in (np.float32, np.complex64) and float8 is None
+    compute = COMPUTE_64F if double else COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F
+    own = CUDA_TYPES[out_dtype]
+    scale = own if out_dtype.itemsize > 2 else CUDA_TYPES[np.dtype(np.float32)]
+    out = cupy.empty(shape, out_dtype)
+    vector = cupy.empty(right.shape[-1], out_dtype) if sums else bias
+    alignment = (*map(_alignment, (left, right, out)), 0 if vector is None else _alignment(vector))
+    plan = _plan(
+        device,
+        how,
+        Types(CUDA_TYPES[kinds[0]], CUDA_TYPES[kinds[1]], own, scale, compute),
+        alignment,
+        EPILOGUE_BGRADA if sums else 0 if bias is None else EPILOGUE_BIAS,
+        REDUCTION_COMPUTE_TYPE | (0 if determinism.is_deterministic() else REDUCTION_INPLACE),
+    )
+    if plan is None:
+        return None
+    plan.run(cupy, left, right, out, vector)
+    if y.ndim == 1:
+        out = out[..., 0]
+    if x.ndim == 1:
+        out = out[..., 0, :] if y.ndim > 1 else out[..., 0]
+    return (out, vector) if sums else out
