@@ -182,8 +182,7 @@ class Shape(NamedTuple):
 
 
 class Types(NamedTuple):
-    x: int
-    y: int
+    factor: int
     out: int
     scale: int
     compute: int
@@ -241,8 +240,8 @@ class Plan:
         if epilogue:
             self._description.set(EPILOGUE=epilogue, BIAS_POINTER=alignment[3])
         count, m, n, k, x, y = shape
-        self._x = layout(types.x, *((m, k) if x.across else (k, m)), x, count)
-        self._y = layout(types.y, *((k, n) if y.across else (n, k)), y, count)
+        self._x = layout(types.factor, *((m, k) if x.across else (k, m)), x, count)
+        self._y = layout(types.factor, *((k, n) if y.across else (n, k)), y, count)
         self._out = layout(types.out, n, m, Side(False, n, m * n), count)
         preference = Object("MatmulPreference", PREFERENCE)
         at_x, at_y, at_out, _ = alignment
@@ -347,11 +346,11 @@ def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any
     """``x @ y`` of CuPy's arrays of one dtype on the current device, or None where cuBLASLt does not serve it.
 
     With a ``bias`` along the last dimension, that is added before the result is rounded. With ``sums`` the result is
-    followed by the sums of ``y`` over the dimension that is summed. ``float8`` has the dtypes of two arrays of bytes,
-    whose product is float32.
+    followed by the sums of ``y`` over the dimension that is summed. ``float8`` is the dtype of two arrays of bytes, whose
+    product is float32.
     """
-    kinds = (x.dtype, y.dtype) if float8 is None else float8
-    if not set(kinds) <= CUDA_TYPES.keys() or library() is None:
+    factor = CUDA_TYPES.get(np.dtype(float8 or x.dtype))
+    if factor is None or library() is None:
         return None
     import cupy
 
@@ -380,7 +379,7 @@ def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any
     plan = _plan(
         device,
         how,
-        Types(CUDA_TYPES[kinds[0]], CUDA_TYPES[kinds[1]], own, scale, compute),
+        Types(factor, own, scale, compute),
         alignment,
         EPILOGUE_BGRADA if sums else 0 if bias is None else EPILOGUE_BIAS,
         REDUCTION_COMPUTE_TYPE | (0 if determinism.is_deterministic() else REDUCTION_INPLACE),

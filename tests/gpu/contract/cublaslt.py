@@ -97,7 +97,9 @@ class Product:
         promised = [ctypes.c_uint64.from_address(w.long(12) + 8 * i).value for i in range(4)]
         places = [*self.at, self.description.get(8, 0)]
         misplaced = [p for p, n in zip(places, promised, strict=True) if n and p % n]
-        self.status = INVALID if misplaced or w.long(8) != w.long(10) or w.long(14) < WORKSPACE or not w.long(13) else OK
+        self.status = (
+            INVALID if misplaced or w.long(8) != w.long(10) or w.long(14) < WORKSPACE or not w.long(13) else OK
+        )
         scale = libraries.CUDA_TYPES[self.description[1]]
         self.numbers, self.libraries = [w.number(i, scale) for i in (2, 7)], libraries
         if self.numbers != [1, 0]:
