@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -120,7 +121,7 @@ def library() -> Any:
 
 
 class Unserved(Exception):
-    """The library refuses a description of a product."""
+    """The library refuses a product."""
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -136,38 +137,25 @@ class Object:
 
     def __init__(self, kind: str, attributes: dict[str, tuple[int, Any]], *arguments: int) -> None:
         self._kind, self._attributes, self.handle = kind, attributes, _P()
+        self._destroy = library()[f"{kind}Destroy"]  # which a process that ends may have lost
         call(f"{kind}Create", ctypes.byref(self.handle), *arguments)
 
     def set(self, **values: int) -> None:
         for name, value in values.items():
-            number, of_type = self._attributes[name]
-            call(
-                f"{self._kind}SetAttribute",
-                self.handle,
-                number,
-                ctypes.byref(of_type(value)),
-                ctypes.sizeof(of_type),
-            )
+            number, kind = self._attributes[name]
+            call(f"{self._kind}SetAttribute", self.handle, number, ctypes.byref(kind(value)), ctypes.sizeof(kind))
 
     def __del__(self) -> None:
         if self.handle:
-            library()[f"{self._kind}Destroy"](self.handle)
-
-
-def layout(cuda_type: int, rows: int, columns: int, side: Side, count: int) -> Object:
-    out = Object("MatrixLayout", LAYOUT, cuda_type, rows, columns, side.leading)
-    if count > 1:
-        out.set(BATCH_COUNT=count, STRIDED_BATCH_OFFSET=side.step)
-    return out
+            self._destroy(self.handle)
 
 
 class Side(NamedTuple):
-    """An operand in memory, seen as columns, so that what lies in rows is transposed twice: ``across`` says that it is
-    to be transposed; then elements from one column, and from one matrix of a stack, to the next."""
+    """An operand in memory, seen as columns (which rows are, transposed)."""
 
-    across: bool
-    leading: int
-    step: int
+    across: bool  # whether it is then to be transposed
+    leading: int  # elements from one column to the next
+    step: int  # elements from one matrix of a stack to the next
 
 
 class Shape(NamedTuple):
@@ -179,13 +167,6 @@ class Shape(NamedTuple):
     k: int
     x: Side
     y: Side
-
-
-class Types(NamedTuple):
-    factor: int
-    out: int
-    scale: int
-    compute: int
 
 
 _tf32 = False
@@ -227,68 +208,57 @@ def _handle(device: int) -> Any:
 
 
 class Plan:
-    """A product with its algorithm, which is asked for once. Rows are columns to the library, so that it multiplies
-    the second operand by the first."""
+    """A product with its algorithm, which is asked for once. Rows are columns to the library, so that it multiplies the
+    second operand by the first.
+
+    ``types`` are those of factors, result and scale, and of what computes; ``alignment`` is that of operands, result
+    and vector.
+    """
 
     def __init__(
-        self, device: int, shape: Shape, types: Types, alignment: tuple[int, ...], epilogue: int, mask: int
+        self, device: int, shape: Shape, types: tuple[int, ...], alignment: tuple[int, ...], epilogue: int, sums: int
     ) -> None:
-        self._handle, self._lock = _handle(device), threading.Lock()
-        self._numbers = np.asarray([1, 0], {v: k for k, v in CUDA_TYPES.items()}[types.scale])  # alpha and beta
-        self._description = Object("MatmulDesc", DESCRIPTION, types.compute, types.scale)
-        self._description.set(TRANSA=OP_T * shape.y.across, TRANSB=OP_T * shape.x.across)
-        if epilogue:
-            self._description.set(EPILOGUE=epilogue, BIAS_POINTER=alignment[3])
+        (factor, result, scale, compute), (at_x, at_y, at_out, at_vector) = types, alignment
         count, m, n, k, x, y = shape
-        self._x = layout(types.factor, *((m, k) if x.across else (k, m)), x, count)
-        self._y = layout(types.factor, *((k, n) if y.across else (n, k)), y, count)
-        self._out = layout(types.out, n, m, Side(False, n, m * n), count)
+        self._handle, self._lock = _handle(device), threading.Lock()
+        self._numbers = np.asarray([1, 0], {v: k for k, v in CUDA_TYPES.items()}[scale])  # alpha and beta
+        self._description = Object("MatmulDesc", DESCRIPTION, compute, scale)
+        self._description.set(TRANSA=OP_T * y.across, TRANSB=OP_T * x.across)
+        if epilogue:
+            self._description.set(EPILOGUE=epilogue, BIAS_POINTER=at_vector)
         preference = Object("MatmulPreference", PREFERENCE)
-        at_x, at_y, at_out, _ = alignment
-        preference.set(MAX_WORKSPACE_BYTES=WORKSPACE, REDUCTION_SCHEME_MASK=mask)
+        preference.set(MAX_WORKSPACE_BYTES=WORKSPACE, REDUCTION_SCHEME_MASK=sums)
         preference.set(MIN_ALIGNMENT_A_BYTES=at_y, MIN_ALIGNMENT_B_BYTES=at_x)
         preference.set(MIN_ALIGNMENT_C_BYTES=at_out, MIN_ALIGNMENT_D_BYTES=at_out)
+        self._sides = []
+        for kind, rows, columns, side in ((factor, n, k, y), (factor, k, m, x), (result, n, m, Side(False, n, m * n))):
+            lines = (columns, rows) if side.across else (rows, columns)
+            self._sides.append(Object("MatrixLayout", LAYOUT, kind, *lines, side.leading))
+            if count > 1:
+                self._sides[-1].set(BATCH_COUNT=count, STRIDED_BATCH_OFFSET=side.step)
+        self._a, self._b, self._d = handles = [o.handle for o in self._sides]
+        handles = [self._description.handle, *handles, self._d, preference.handle]
         self._found, found = HeuristicResult(), _I()
-        objects = (self._description, self._y, self._x, self._out, self._out, preference)
-        handles = [o.handle for o in objects]
-        call(
-            "MatmulAlgoGetHeuristic",
-            self._handle,
-            *handles,
-            1,
-            ctypes.byref(self._found),
-            ctypes.byref(found),
-        )
+        call("MatmulAlgoGetHeuristic", self._handle, *handles, 1, ctypes.byref(self._found), ctypes.byref(found))
         if not found.value or self._found.state:
             raise Unserved
 
     def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any) -> None:
-        """Launch it on the current stream. Memory beside comes from the present pool, and returns to it in the order of
+        """Launch it on the current stream. Its workspace comes from the present pool, and returns to it in the order of
         the stream."""
-        beside = cupy.cuda.alloc(self._found.workspace) if self._found.workspace else None
-        one, at = self._numbers.ctypes.data, out.data.ptr
+        size, one, at = self._found.workspace, self._numbers.ctypes.data, out.data.ptr
+        workspace = cupy.cuda.alloc(size) if size else None
+        operands = one, y.data.ptr, self._a, x.data.ptr, self._b, one + self._numbers.itemsize, at, self._d, at, self._d
+        rest = (
+            ctypes.byref(self._found.algorithm),
+            workspace and workspace.ptr,
+            size,
+            cupy.cuda.get_current_stream().ptr,
+        )
         with self._lock:  # the description names the vector
             if vector is not None:
                 self._description.set(BIAS_POINTER=vector.data.ptr)
-            call(
-                "Matmul",
-                self._handle,
-                self._description.handle,
-                one,
-                y.data.ptr,
-                self._y.handle,
-                x.data.ptr,
-                self._x.handle,
-                one + self._numbers.itemsize,
-                at,
-                self._out.handle,
-                at,
-                self._out.handle,
-                ctypes.byref(self._found.algorithm),
-                None if beside is None else beside.ptr,
-                self._found.workspace,
-                cupy.cuda.get_current_stream().ptr,
-            )
+            call("Matmul", self._handle, self._description.handle, *operands, *rest)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -322,13 +292,15 @@ def _steps(array: Any, ndim: int) -> list[int]:
 
 def arranged(x: Any, y: Any) -> Shape | None:
     """The product of two arrays of at least two dimensions as one stack; None where their memory is no such stack."""
+    if any(s % a.itemsize for a in (x, y) for s in a.strides):
+        return None
     ndim, (m, k), n = max(x.ndim, y.ndim), x.shape[-2:], y.shape[-1]
     (*xs, x_row, x_column), (*ys, y_row, y_column) = _steps(x, ndim), _steps(y, ndim)
     stack: list[tuple[int, int, int]] = []
     for length, a, b in zip(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), xs, ys, strict=True):
         if length > 1 and stack and stack[-1][1:] == (length * a, length * b):
-            stack[-1] = (stack[-1][0] * length, a, b)
-        elif length > 1:
+            length *= stack.pop()[0]
+        if length > 1:
             stack.append((length, a, b))
     if stack and stack[-1][2] == 0 and stack[-1][1] and (m == 1 or stack[-1][1] == m * x_row):
         length, step, _ = stack.pop()  # all rows times one matrix
@@ -337,17 +309,25 @@ def arranged(x: Any, y: Any) -> Shape | None:
     count, a, b = stack[0] if stack else (1, 0, 0)
     if len(stack) > 1 or left is None or right is None or count > MOST_IN_STACK or min(a, b) < 0:
         return None
-    if max(m, n, k, left[1], right[1]) > LARGEST:
-        return None
-    return Shape(count, m, n, k, Side(*left, a), Side(*right, b))
+    shape = Shape(count, m, n, k, Side(*left, a), Side(*right, b))
+    return shape if max(m, n, k, left[1], right[1]) <= LARGEST else None
+
+
+def _one_stack(x: Any, y: Any) -> bool:
+    """Whether copies of two arrays without gaps are one stack: no operand repeats along some of its dimensions alone,
+    but for the second one along the last."""
+    ndim = max(x.ndim, y.ndim)
+    steps = zip(_steps(x, ndim)[:-2], _steps(y, ndim)[:-2], strict=True)
+    repeats = [pair for pair, _ in itertools.groupby((a == 0, b == 0) for a, b in steps if a or b)]
+    return len(repeats) <= 1 + (repeats[-1:] == [(False, True)])
 
 
 def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any = None) -> Any:
     """``x @ y`` of CuPy's arrays of one dtype on the current device, or None where cuBLASLt does not serve it.
 
-    With a ``bias`` along the last dimension, that is added before the result is rounded. With ``sums`` the result is
-    followed by the sums of ``y`` over the dimension that is summed. ``float8`` is the dtype of two arrays of bytes, whose
-    product is float32.
+    A ``bias`` along the last dimension is added before the result is rounded. With ``sums`` the result is followed by
+    the sums of ``y`` over the dimension that is summed. ``float8`` is the dtype of two arrays of bytes, whose product
+    is float32.
     """
     factor = CUDA_TYPES.get(np.dtype(float8 or x.dtype))
     if factor is None or library() is None:
@@ -355,40 +335,30 @@ def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any
     import cupy
 
     left, right = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
-    out_dtype = np.dtype(np.float32) if float8 is not None else x.dtype
     if float8 is not None:  # whose elements lie together along the dimension that is summed, in both
         left, right = cupy.ascontiguousarray(left), cupy.ascontiguousarray(right.swapaxes(-1, -2)).swapaxes(-1, -2)
     shape = (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
-    if not math.prod(shape) or not x.size:
+    device = cupy.cuda.runtime.getDevice()
+    if not math.prod(shape) or not x.size or _handle(device) is None:
         return None
     how = arranged(left, right)
-    if how is None:
+    if how is None and _one_stack(left, right):
         left, right = cupy.ascontiguousarray(left), cupy.ascontiguousarray(right)
         how = arranged(left, right)
-    device = cupy.cuda.runtime.getDevice()
-    if how is None or _handle(device) is None:
+    if how is None:
         return None
-    double = out_dtype in (np.float64, np.complex128)
-    fast = _tf32 and out_dtype in (np.float32, np.complex64) and float8 is None
-    compute = COMPUTE_64F if double else COMPUTE_32F_FAST_TF32 if fast else COMPUTE_32F
-    own = CUDA_TYPES[out_dtype]
-    scale = own if out_dtype.itemsize > 2 else CUDA_TYPES[np.dtype(np.float32)]
-    out = cupy.empty(shape, out_dtype)
-    vector = cupy.empty(right.shape[-1], out_dtype) if sums else bias
+    dtype = np.dtype(np.float32 if float8 is not None else x.dtype)
+    own, single = CUDA_TYPES[dtype], CUDA_TYPES[np.dtype(np.float32)]
+    fast = COMPUTE_32F_FAST_TF32 if _tf32 and dtype.char in "fF" and float8 is None else COMPUTE_32F
+    types = (factor, own, own if dtype.itemsize > 2 else single, COMPUTE_64F if dtype.char in "dD" else fast)
+    out = cupy.empty(shape, dtype)
+    vector = cupy.empty(shape[-1], dtype) if sums else bias
     alignment = (*map(_alignment, (left, right, out)), 0 if vector is None else _alignment(vector))
-    plan = _plan(
-        device,
-        how,
-        Types(factor, own, scale, compute),
-        alignment,
-        EPILOGUE_BGRADA if sums else 0 if bias is None else EPILOGUE_BIAS,
-        REDUCTION_COMPUTE_TYPE | (0 if determinism.is_deterministic() else REDUCTION_INPLACE),
-    )
+    epilogue = EPILOGUE_BGRADA if sums else 0 if bias is None else EPILOGUE_BIAS
+    any_order = 0 if determinism.is_deterministic() else REDUCTION_INPLACE
+    plan = _plan(device, how, types, alignment, epilogue, REDUCTION_COMPUTE_TYPE | any_order)
     if plan is None:
         return None
     plan.run(cupy, left, right, out, vector)
-    if y.ndim == 1:
-        out = out[..., 0]
-    if x.ndim == 1:
-        out = out[..., 0, :] if y.ndim > 1 else out[..., 0]
-    return (out, vector) if sums else out
+    ends = (*shape[:-2], *shape[-2 : -1 if x.ndim > 1 else -2], *(shape[-1:] if y.ndim > 1 else ()))
+    return (out, vector) if sums else out.reshape(ends)

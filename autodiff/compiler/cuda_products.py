@@ -49,45 +49,45 @@ def joined(program: Program) -> Program:
     """The program with each product that only a bias is added to, or whose right operand is summed over its rows
     elsewhere (the gradient of a bias), as one entry."""
     entries: list[Entry | None] = list(program.entries)
-    avals, at = program.avals, {v: i for i, e in enumerate(entries) for v in e.outputs}
-    uses = Counter(v for e in entries for v in e.inputs if isinstance(v, int))
-    uses.update(program.outputs)
-    first_use: dict[Any, int] = {}
-    sums: dict[Any, int] = {}  # places of sums over all dimensions but the last, by what they are of
-    for i, e in enumerate(program.entries):
-        for v in e.inputs:
-            first_use.setdefault(v, i)
-        v = e.inputs[0]
-        if e.op is SUM and not e.params["keepdims"] and avals[v].dtype == avals[e.outputs[0]].dtype in _FLOATS:
-            if sorted(e.params["axis"]) == list(range(len(avals[v].shape) - 1)) != []:
-                sums[v] = i
+    avals, made_at = program.avals, {v: i for i, e in enumerate(program.entries) for v in e.outputs}
+    reads = [(v, i) for i, e in enumerate(program.entries) for v in e.inputs if isinstance(v, int)]
+    uses, first_read = Counter([*(v for v, _ in reads), *program.outputs]), dict(reversed(reads))
+    sums = {e.inputs[0]: i for i, e in enumerate(program.entries) if _sums_rows(e, program)}
 
-    def of_same_rows(v: Any) -> Any:
-        """The array of which ``v`` has the rows, as one dimension."""
-        e = program.entries[at[v]] if v in at else None
-        same = e is not None and e.op is RESHAPE and avals[e.inputs[0]].shape[-1:] == avals[v].shape[-1:]
-        return e.inputs[0] if same else v
+    def replaced(i: int, k: int, op: Op, inputs: tuple[Any, ...], outputs: tuple[int, ...]) -> None:
+        e = program.entries[i]
+        entries[i], entries[k] = Entry(op, inputs, outputs, {}, e.origin, e.site), None
 
     for i, e in enumerate(program.entries):
-        if e.op is ADD:
-            for product, bias in (e.inputs, e.inputs[::-1]):
-                k = at.get(product)
-                made = None if k is None else entries[k]
-                if made is None or made.op is not MATMUL or uses[product] > 1 or not isinstance(bias, int):
-                    continue
-                out = avals[product]
-                if avals[bias] == (out.shape[-1:], out.dtype) and out == avals[e.outputs[0]] and out.dtype in _FLOATS:
-                    if all(avals[v].dtype == out.dtype and len(avals[v].shape) > 1 for v in made.inputs):
-                        entries[i], entries[k] = (
-                            Entry(BIASED, (*made.inputs, bias), e.outputs, {}, e.origin, e.site),
-                            None,
-                        )
-                        break
-        elif e.op is MATMUL and len(avals[e.inputs[1]].shape) == len(avals[e.inputs[0]].shape) == 2:
+        for product, bias in (e.inputs, e.inputs[::-1]) if e.op is ADD else ():
+            made = entries[made_at[product]] if product in made_at else None
+            if made is None or made.op is not MATMUL or uses[product] > 1 or not isinstance(bias, int):
+                continue
+            out, operands = avals[product], [avals[v] for v in made.inputs]
+            alike = all(a.dtype == out.dtype and len(a.shape) > 1 for a in operands) and out.dtype in _FLOATS
+            if alike and avals[bias] == (out.shape[-1:], out.dtype) and out == avals[e.outputs[0]]:
+                replaced(i, made_at[product], BIASED, (*made.inputs, bias), e.outputs)
+                break
+        if e.op is MATMUL and all(len(avals[v].shape) == 2 for v in e.inputs):
             right = e.inputs[1]
-            k = next((sums[v] for v in (right, of_same_rows(right)) if v in sums), None)
-            summed = () if k is None else program.entries[k].outputs
-            if summed and avals[e.inputs[0]].dtype == avals[right].dtype == avals[summed[0]].dtype:
-                if first_use.get(summed[0], i + 1) > i and entries[k] is not None:
-                    entries[i], entries[k] = Entry(SUMMED, e.inputs, (*e.outputs, *summed), {}, e.origin, e.site), None
+            before = program.entries[made_at[right]] if right in made_at else None
+            if (
+                before is not None
+                and before.op is RESHAPE
+                and avals[before.inputs[0]].shape[-1:] == avals[right].shape[1:]
+            ):
+                right = right if right in sums else before.inputs[0]  # the same rows, as one dimension
+            k = sums.get(right)
+            if k is None or entries[k] is None or first_read.get(program.entries[k].outputs[0], i) < i:
+                continue
+            if {avals[v].dtype for v in e.inputs} == {avals[right].dtype}:
+                replaced(i, k, SUMMED, e.inputs, (*e.outputs, *program.entries[k].outputs))
     return replace(program, entries=tuple(e for e in entries if e is not None))
+
+
+def _sums_rows(e: Entry, program: Program) -> bool:
+    """Whether an entry sums over all dimensions but the last."""
+    if e.op is not SUM or e.params["keepdims"]:
+        return False
+    given, out = program.avals[e.inputs[0]], program.avals[e.outputs[0]]
+    return given.dtype == out.dtype in _FLOATS and sorted(e.params["axis"]) == [*range(len(given.shape) - 1)] != []
