@@ -63,13 +63,12 @@ PREFERENCE = {  # CUBLASLT_MATMUL_PREF_…
     "REDUCTION_SCHEME_MASK": (3, ctypes.c_uint32),
     "MIN_ALIGNMENT_A_BYTES": (5, ctypes.c_uint32),
     "MIN_ALIGNMENT_B_BYTES": (6, ctypes.c_uint32),
-    "MIN_ALIGNMENT_C_BYTES": (7, ctypes.c_uint32),
-    "MIN_ALIGNMENT_D_BYTES": (8, ctypes.c_uint32),
 }
 
 WORKSPACE = 32 << 20
 """Bytes that an algorithm may take beside: those that NVIDIA advises for its newest devices."""
 ALIGNED = 256
+"""Bytes that the library takes each address to be a multiple of, unless it is told."""
 MOST_IN_STACK = 65_535  # blocks of a grid's third dimension
 LARGEST = (1 << 31) - 1  # of a length that algorithms take
 
@@ -158,16 +157,10 @@ class Side(NamedTuple):
     step: int  # elements from one matrix of a stack to the next
 
 
-class Shape(NamedTuple):
-    """A stack of ``count`` products of (m, k) and (k, n)."""
-
-    count: int
-    m: int
-    n: int
-    k: int
-    x: Side
-    y: Side
-
+Memory = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape and strides of an array."""
+Modes = tuple[bool, bool]
+"""Whether TF32 is allowed, and whether sums are to be in a fixed order."""
 
 _tf32 = False
 
@@ -207,73 +200,6 @@ def _handle(device: int) -> Any:
     return None if library()["Create"](ctypes.byref(handle)) else handle
 
 
-class Plan:
-    """A product with its algorithm, which is asked for once. Rows are columns to the library, so that it multiplies the
-    second operand by the first.
-
-    ``types`` are those of factors, result and scale, and of what computes; ``alignment`` is that of operands, result
-    and vector.
-    """
-
-    def __init__(
-        self, device: int, shape: Shape, types: tuple[int, ...], alignment: tuple[int, ...], epilogue: int, sums: int
-    ) -> None:
-        (factor, result, scale, compute), (at_x, at_y, at_out, at_vector) = types, alignment
-        count, m, n, k, x, y = shape
-        self._handle, self._lock = _handle(device), threading.Lock()
-        self._numbers = np.asarray([1, 0], {v: k for k, v in CUDA_TYPES.items()}[scale])  # alpha and beta
-        self._description = Object("MatmulDesc", DESCRIPTION, compute, scale)
-        self._description.set(TRANSA=OP_T * y.across, TRANSB=OP_T * x.across)
-        if epilogue:
-            self._description.set(EPILOGUE=epilogue, BIAS_POINTER=at_vector)
-        preference = Object("MatmulPreference", PREFERENCE)
-        preference.set(MAX_WORKSPACE_BYTES=WORKSPACE, REDUCTION_SCHEME_MASK=sums)
-        preference.set(MIN_ALIGNMENT_A_BYTES=at_y, MIN_ALIGNMENT_B_BYTES=at_x)
-        preference.set(MIN_ALIGNMENT_C_BYTES=at_out, MIN_ALIGNMENT_D_BYTES=at_out)
-        self._sides = []
-        for kind, rows, columns, side in ((factor, n, k, y), (factor, k, m, x), (result, n, m, Side(False, n, m * n))):
-            lines = (columns, rows) if side.across else (rows, columns)
-            self._sides.append(Object("MatrixLayout", LAYOUT, kind, *lines, side.leading))
-            if count > 1:
-                self._sides[-1].set(BATCH_COUNT=count, STRIDED_BATCH_OFFSET=side.step)
-        self._a, self._b, self._d = handles = [o.handle for o in self._sides]
-        handles = [self._description.handle, *handles, self._d, preference.handle]
-        self._found, found = HeuristicResult(), _I()
-        call("MatmulAlgoGetHeuristic", self._handle, *handles, 1, ctypes.byref(self._found), ctypes.byref(found))
-        if not found.value or self._found.state:
-            raise Unserved
-
-    def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any) -> None:
-        """Launch it on the current stream. Its workspace comes from the present pool, and returns to it in the order of
-        the stream."""
-        size, one, at = self._found.workspace, self._numbers.ctypes.data, out.data.ptr
-        workspace = cupy.cuda.alloc(size) if size else None
-        operands = one, y.data.ptr, self._a, x.data.ptr, self._b, one + self._numbers.itemsize, at, self._d, at, self._d
-        rest = (
-            ctypes.byref(self._found.algorithm),
-            workspace and workspace.ptr,
-            size,
-            cupy.cuda.get_current_stream().ptr,
-        )
-        with self._lock:  # the description names the vector
-            if vector is not None:
-                self._description.set(BIAS_POINTER=vector.data.ptr)
-            call("Matmul", self._handle, self._description.handle, *operands, *rest)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(*key: Any) -> Plan | None:
-    try:
-        return Plan(*key)
-    except Unserved:
-        return None
-
-
-def _alignment(array: Any) -> int:
-    at = array.data.ptr
-    return min(at & -at, ALIGNED) or ALIGNED
-
-
 def _side(rows: int, columns: int, row: int, column: int) -> tuple[bool, int] | None:
     """Whether elements of a column lie together, not those of a row, and the elements between the lines; None where
     neither do."""
@@ -284,42 +210,116 @@ def _side(rows: int, columns: int, row: int, column: int) -> tuple[bool, int] | 
     return None
 
 
-def _steps(array: Any, ndim: int) -> list[int]:
-    """Elements from one to the next along each of ``ndim`` dimensions, 0 where it repeats."""
-    lead = [0] * (ndim - array.ndim)
-    return lead + [s // array.itemsize if n > 1 else 0 for n, s in zip(array.shape, array.strides, strict=True)]
+class Stack(NamedTuple):
+    """A stack of ``count`` products of (m, k) and (k, n)."""
+
+    count: int
+    m: int
+    n: int
+    k: int
+    x: Side
+    y: Side
 
 
-def arranged(x: Any, y: Any) -> Shape | None:
-    """The product of two arrays of at least two dimensions as one stack; None where their memory is no such stack."""
-    if any(s % a.itemsize for a in (x, y) for s in a.strides):
-        return None
-    ndim, (m, k), n = max(x.ndim, y.ndim), x.shape[-2:], y.shape[-1]
-    (*xs, x_row, x_column), (*ys, y_row, y_column) = _steps(x, ndim), _steps(y, ndim)
+def arranged(x: Memory, y: Memory, itemsize: int) -> Stack | bool:
+    """The product of two arrays of at least two dimensions, by their shapes and strides, as one stack. Else whether
+    copies without gaps are one: whether no operand repeats along some dimensions alone, but for ``y`` along the last.
+    """
+    ndim, (m, k), n = max(len(x[0]), len(y[0])), x[0][-2:], y[0][-1]
+    # Elements from one to the next along each dimension, 0 where it repeats.
+    (*xs, x_row, x_column), (*ys, y_row, y_column) = (
+        [0] * (ndim - len(shape)) + [s // itemsize if n > 1 else 0 for n, s in zip(shape, strides, strict=True)]
+        for shape, strides in (x, y)
+    )
     stack: list[tuple[int, int, int]] = []
-    for length, a, b in zip(np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), xs, ys, strict=True):
+    for length, a, b in zip(np.broadcast_shapes(x[0][:-2], y[0][:-2]), xs, ys, strict=True):
         if length > 1 and stack and stack[-1][1:] == (length * a, length * b):
             length *= stack.pop()[0]
         if length > 1:
             stack.append((length, a, b))
+    repeats = [pair for pair, _ in itertools.groupby((a == 0, b == 0) for _, a, b in stack)]
     if stack and stack[-1][2] == 0 and stack[-1][1] and (m == 1 or stack[-1][1] == m * x_row):
         length, step, _ = stack.pop()  # all rows times one matrix
         m, x_row = m * length, step if m == 1 else x_row
     left, right = _side(m, k, x_row, x_column), _side(k, n, y_row, y_column)
     count, a, b = stack[0] if stack else (1, 0, 0)
-    if len(stack) > 1 or left is None or right is None or count > MOST_IN_STACK or min(a, b) < 0:
-        return None
-    shape = Shape(count, m, n, k, Side(*left, a), Side(*right, b))
-    return shape if max(m, n, k, left[1], right[1]) <= LARGEST else None
+    apart = any(s % itemsize for _, strides in (x, y) for s in strides)
+    if len(stack) > 1 or left is None or right is None or min(a, b) < 0 or apart:
+        return len(repeats) <= 1 + (repeats[-1:] == [(False, True)])
+    if count > MOST_IN_STACK or max(m, n, k, left[1], right[1]) > LARGEST:
+        return False
+    return Stack(count, m, n, k, Side(*left, a), Side(*right, b))
 
 
-def _one_stack(x: Any, y: Any) -> bool:
-    """Whether copies of two arrays without gaps are one stack: no operand repeats along some of its dimensions alone,
-    but for the second one along the last."""
-    ndim = max(x.ndim, y.ndim)
-    steps = zip(_steps(x, ndim)[:-2], _steps(y, ndim)[:-2], strict=True)
-    repeats = [pair for pair, _ in itertools.groupby((a == 0, b == 0) for a, b in steps if a or b)]
-    return len(repeats) <= 1 + (repeats[-1:] == [(False, True)])
+class Plan:
+    """A product of arrays that lie in memory in one way, with its algorithm, which is asked for once. Rows are columns
+    to the library, so that it multiplies the second operand by the first.
+
+    ``alignment`` is that of the operands, and of the vector that is a bias or takes the ``sums``.
+    """
+
+    def __init__(
+        self, device: int, stack: Stack, dtype: np.dtype, alignment: tuple[int, int, int], sums: bool, modes: Modes
+    ) -> None:
+        (count, m, n, k, x, y), (at_x, at_y, at_vector), (tf32, in_order) = stack, alignment, modes
+        single = np.dtype(np.float32)
+        self.dtype, scale = (single if dtype.itemsize == 1 else dtype), (single if dtype.itemsize < 4 else dtype)
+        compute = COMPUTE_32F_FAST_TF32 if tf32 and dtype.char in "fF" else COMPUTE_32F
+        compute = COMPUTE_64F if dtype.char in "dD" else compute
+        self._description, self._lock = Object("MatmulDesc", DESCRIPTION, compute, CUDA_TYPES[scale]), threading.Lock()
+        self._description.set(TRANSA=OP_T * y.across, TRANSB=OP_T * x.across)
+        if at_vector:
+            self._description.set(EPILOGUE=EPILOGUE_BGRADA if sums else EPILOGUE_BIAS, BIAS_POINTER=at_vector)
+        preference = Object("MatmulPreference", PREFERENCE)
+        preference.set(MAX_WORKSPACE_BYTES=WORKSPACE, MIN_ALIGNMENT_A_BYTES=at_y, MIN_ALIGNMENT_B_BYTES=at_x)
+        preference.set(REDUCTION_SCHEME_MASK=REDUCTION_COMPUTE_TYPE | (0 if in_order else REDUCTION_INPLACE))
+        self._layouts = []
+        out = Side(False, n, m * n)
+        for kind, rows, columns, side in ((dtype, n, k, y), (dtype, k, m, x), (self.dtype, n, m, out)):
+            lines = (columns, rows) if side.across else (rows, columns)
+            self._layouts.append(Object("MatrixLayout", LAYOUT, CUDA_TYPES[kind], *lines, side.leading))
+            if count > 1:
+                self._layouts[-1].set(BATCH_COUNT=count, STRIDED_BATCH_OFFSET=side.step)
+        a, b, d = (o.handle for o in self._layouts)
+        self._found, found = HeuristicResult(), _I()
+        shape = (_handle(device), self._description.handle, a, b, d, d)
+        call("MatmulAlgoGetHeuristic", *shape, preference.handle, 1, ctypes.byref(self._found), ctypes.byref(found))
+        if not found.value or self._found.state:
+            raise Unserved
+        self._numbers = np.asarray([1, 0], scale)  # alpha and beta, of which the library reads the addresses
+        one = self._numbers.ctypes.data
+        self._fixed = *shape[:2], _P(one), a, b, _P(one + scale.itemsize), d, ctypes.byref(self._found.algorithm)
+
+    def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any) -> None:
+        """Launch it on the current stream. Its workspace comes from the present pool, and returns to it in the order of
+        the stream."""
+        handle, description, one, a, b, zero, d, algorithm = self._fixed
+        size, at = self._found.workspace, out.data.ptr
+        workspace = cupy.cuda.alloc(size) if size else None
+        operands = one, y.data.ptr, a, x.data.ptr, b, zero, at, d, at, d, algorithm
+        with self._lock:  # the description names the vector
+            if vector is not None:
+                self._description.set(BIAS_POINTER=vector.data.ptr)
+            stream = cupy.cuda.get_current_stream().ptr
+            call("Matmul", handle, description, *operands, workspace and workspace.ptr, size, stream)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    device: int, dtype: np.dtype, x: Memory, y: Memory, alignment: tuple[int, int, int], sums: bool, modes: Modes
+) -> tuple[Plan | bool, tuple[int, ...]]:
+    """The plan and the shape of the result; in its place, whether a plan is to be had of copies."""
+    ends = (*x[0][-2:-1], *(y[0][-1:] if len(y[0]) > 1 else ()))
+    left = ((1, *x[0]), (0, *x[1])) if len(x[0]) == 1 else x
+    right = ((*y[0], 1), (*y[1], 0)) if len(y[0]) == 1 else y
+    shape = (*np.broadcast_shapes(left[0][:-2], right[0][:-2]), *ends)
+    if _handle(device) is None or not math.prod(shape) or not x[0][-1]:
+        return False, shape
+    stack = arranged(left, right, dtype.itemsize)
+    try:
+        return (Plan(device, stack, dtype, alignment, sums, modes) if isinstance(stack, Stack) else stack), shape
+    except Unserved:
+        return False, shape
 
 
 def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any = None) -> Any:
@@ -329,36 +329,36 @@ def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any
     the sums of ``y`` over the dimension that is summed. ``float8`` is the dtype of two arrays of bytes, whose product
     is float32.
     """
-    factor = CUDA_TYPES.get(np.dtype(float8 or x.dtype))
-    if factor is None or library() is None:
+    if (float8 or x.dtype) not in CUDA_TYPES or library() is None:
         return None
     import cupy
 
-    left, right = x[None] if x.ndim == 1 else x, y[:, None] if y.ndim == 1 else y
     if float8 is not None:  # whose elements lie together along the dimension that is summed, in both
-        left, right = cupy.ascontiguousarray(left), cupy.ascontiguousarray(right.swapaxes(-1, -2)).swapaxes(-1, -2)
-    shape = (*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
-    device = cupy.cuda.runtime.getDevice()
-    if not math.prod(shape) or not x.size or _handle(device) is None:
+        x, y = (
+            cupy.ascontiguousarray(x),
+            y if y.ndim == 1 else cupy.ascontiguousarray(y.swapaxes(-1, -2)).swapaxes(-1, -2),
+        )
+    vector = cupy.empty(y.shape[-1], y.dtype) if sums else bias if bias is None else cupy.ascontiguousarray(bias)
+    modes, device = (_tf32, determinism.is_deterministic()), cupy.cuda.runtime.getDevice()
+    for _ in range(2):
+        alignment = _alignment(x), _alignment(y), 0 if vector is None else _alignment(vector)
+        memory = (x.shape, x.strides), (y.shape, y.strides)
+        plan, shape = _plan(device, float8 or x.dtype, *memory, alignment, sums, modes)
+        if plan is not True:
+            break
+        x, y = cupy.ascontiguousarray(x), cupy.ascontiguousarray(y)
+    if not isinstance(plan, Plan):
         return None
-    how = arranged(left, right)
-    if how is None and _one_stack(left, right):
-        left, right = cupy.ascontiguousarray(left), cupy.ascontiguousarray(right)
-        how = arranged(left, right)
-    if how is None:
+    out = cupy.ndarray(shape, plan.dtype)
+    if out.data.ptr % ALIGNED:  # memory of some other allocator
         return None
-    dtype = np.dtype(np.float32 if float8 is not None else x.dtype)
-    own, single = CUDA_TYPES[dtype], CUDA_TYPES[np.dtype(np.float32)]
-    fast = COMPUTE_32F_FAST_TF32 if _tf32 and dtype.char in "fF" and float8 is None else COMPUTE_32F
-    types = (factor, own, own if dtype.itemsize > 2 else single, COMPUTE_64F if dtype.char in "dD" else fast)
-    out = cupy.empty(shape, dtype)
-    vector = cupy.empty(shape[-1], dtype) if sums else bias
-    alignment = (*map(_alignment, (left, right, out)), 0 if vector is None else _alignment(vector))
-    epilogue = EPILOGUE_BGRADA if sums else 0 if bias is None else EPILOGUE_BIAS
-    any_order = 0 if determinism.is_deterministic() else REDUCTION_INPLACE
-    plan = _plan(device, how, types, alignment, epilogue, REDUCTION_COMPUTE_TYPE | any_order)
-    if plan is None:
+    try:
+        plan.run(cupy, x, y, out, vector)
+    except Unserved:
         return None
-    plan.run(cupy, left, right, out, vector)
-    ends = (*shape[:-2], *shape[-2 : -1 if x.ndim > 1 else -2], *(shape[-1:] if y.ndim > 1 else ()))
-    return (out, vector) if sums else out.reshape(ends)
+    return (out, vector) if sums else out
+
+
+def _alignment(array: Any) -> int:
+    at = array.data.ptr | ALIGNED
+    return at & -at

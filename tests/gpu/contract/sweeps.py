@@ -355,11 +355,12 @@ def products(_: str) -> dict[str, Any]:
             hosts = [rng.standard_normal(s).astype(dtype) for s in shapes]
             want = np.matmul(*(h.astype(np.complex128) for h in hosts))
             x, y = (_layouts(FAKE.cupy.asarray(h)) if h.ndim > 1 else {"": FAKE.cupy.asarray(h)} for h in hosts)
-            bias = FAKE.cupy.asarray(np.arange(hosts[1].shape[-1], dtype=np.float32).astype(dtype))
+            ramp = np.arange(2 * hosts[1].shape[-1], dtype=np.float32).astype(dtype)
+            bias = FAKE.cupy.asarray(ramp)[::2]  # with gaps
             for (a, left), (b, right) in itertools.product(x.items(), y.items()):
                 found = {"": (lt.product(left, right), want)}
                 if hosts[1].ndim > 1 and hosts[0].ndim > 1 and np.dtype(dtype).kind != "c":
-                    found["bias"] = lt.product(left, right, bias=bias), want + np.arange(hosts[1].shape[-1])
+                    found["bias"] = lt.product(left, right, bias=bias), want + ramp[::2].astype(np.float64)
                     if hosts[1].ndim == hosts[0].ndim == 2:
                         found["sums"] = lt.product(left, right, sums=True)[1], hosts[1].astype(np.float64).sum(0)
                 for name, (got, wanted) in found.items():
