@@ -42,6 +42,23 @@ def test_fused_chains_agree_with_the_cpu(dtype: str, shape: tuple[int, ...], oth
     check(mt.compile(chain), x, y, rtol={8: 1e-12, 4: 1e-5, 2: 2e-2}[d.itemsize])
 
 
+def layer(w: Any, b: Any, x: Any, g: Any) -> Any:
+    y, pull = mt.vjp(lambda w, b: x @ w + b, w, b)
+    return y, *pull(g)
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graph": True}])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [("float32", 1e-4), ("float64", 1e-10), ("float16", 2e-2), ("bfloat16", 1e-1)]
+)
+def test_layers_agree_with_the_cpu(dtype: str, rtol: float, options: dict[str, bool]) -> None:
+    """The bias and its gradient in the launches of products, of a stack, at every alignment."""
+    d = mt.arrays.core.dtypes.parse(dtype)
+    for width, out in ((64, 32), (33, 17)):
+        shapes = (width, out), (out,), (2, 40, width), (2, 40, out)
+        check(mt.compile(layer, **options), *(RNG.standard_normal(s).astype(d) for s in shapes), rtol=rtol)
+
+
 def test_a_fused_chain_is_the_unfused_one_to_the_bit() -> None:
     x, y = (
         mt.asarray(RNG.standard_normal(100_003).astype(np.float32)),
