@@ -12,6 +12,7 @@ import numpy as _np
 
 from . import random
 from .backends.backend import devices
+from .backends.cublaslt import is_tf32, use_tf32
 from .backends.determinism import is_deterministic, use_deterministic
 from .backends.host_sync import host_waits, index_checks
 from .core import errors, tree

@@ -1,5 +1,5 @@
 """float8 on a GPU. CuPy has no such dtypes: an array of bytes stands for the numbers, and all but views computes in
-float32, as on a CPU."""
+float32, as on a CPU; products are float8's own where the device has them, with float32 sums."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..core.devices import Device
 from ..core.dispatch import Deferred, check_devices
 from ..core.dtypes import float8_e4m3fn, float8_e5m2
 from ..core.op import OPS, Op, ShapeDtype
+from . import cublaslt
 
 FLOAT8 = frozenset([float8_e4m3fn, float8_e5m2])
 
@@ -54,6 +55,10 @@ class Float8(Deferred):
                 return (Float8(self.backend, self.backend.run(op, moved, params)[0], self.dtype),)
             if params.get("dtype") in FLOAT8:
                 params = {**params, "dtype": np.dtype(np.float32)}
+            if op.name == "matmul" and all(type(b) is Float8 for b in bufs):
+                product = cublaslt.product(*(b.memory for b in bufs), float8=self.dtype)
+                if product is not None:
+                    return (self._as(product, self.dtype),)
             outs = self.backend.run(op, [self._as(b, np.float32) if type(b) is Float8 else b for b in bufs], params)
             return tuple([self._as(o, w.dtype) if w.dtype in FLOAT8 else o for o, w in zip(outs, wanted, strict=True)])
 

@@ -20,6 +20,7 @@ from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..ops.creation import asarray, beside
 from ..ops.manipulation import reshape, stack
+from ..ops.matmul import MATMUL
 from ..ops.param_kinds import POSITIVE, SIZES, STEPS
 from ..ops.wide_floats import in_float32
 from ..reductions.reductions import max as max_
@@ -70,7 +71,7 @@ def _conv(xp: Any, x: Any, w: Any, stride: Ints, dilation: Ints, groups: int) ->
     kernel = w.shape[2:]
     out = _out_shape(x.shape[2:], kernel, stride, dilation)
     cols = _columns(xp, x, kernel, stride, dilation, groups)
-    y = xp.matmul(w.reshape(groups, w.shape[0] // groups, cols.shape[2]), cols)
+    y = MATMUL.bind(xp)(w.reshape(groups, w.shape[0] // groups, cols.shape[2]), cols)
     return y.reshape(x.shape[0], w.shape[0], *out).astype(dtype, copy=False)
 
 
@@ -79,7 +80,7 @@ def _conv_image(xp: Any, g: Any, w: Any, image: Ints, stride: Ints, dilation: In
     dtype, (g, w) = _wide(xp, g, w)
     n, out, kernel = g.shape[0], g.shape[2:], w.shape[2:]
     flat = w.reshape(groups, w.shape[0] // groups, math.prod(w.shape[1:]))
-    cols = xp.matmul(flat.swapaxes(1, 2), g.reshape(n, groups, w.shape[0] // groups, math.prod(out)))
+    cols = MATMUL.bind(xp)(flat.swapaxes(1, 2), g.reshape(n, groups, w.shape[0] // groups, math.prod(out)))
     cols = cols.reshape(n, groups * w.shape[1], *kernel, *out)
     x = xp.zeros((n, groups * w.shape[1], *image), cols.dtype)
     for place, part in _taps(kernel, out, stride, dilation):
@@ -94,7 +95,7 @@ def _conv_kernel(xp: Any, g: Any, x: Any, kernel: Ints, stride: Ints, dilation: 
     # Places beyond the last one that a stride reaches have no part in the result.
     cols = _columns(xp, x, kernel, stride, dilation, groups)
     rows = g.reshape(n, groups, channels // groups, cols.shape[3])
-    w = xp.matmul(rows, cols.swapaxes(2, 3)).sum(axis=0)
+    w = MATMUL.bind(xp)(rows, cols.swapaxes(2, 3)).sum(axis=0)
     return w.reshape(channels, x.shape[1] // groups, *kernel).astype(dtype, copy=False)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends import cublaslt
 from ..backends.memory_pool import fresh
 from ..core import shape_rules
 from ..core.array import Array
@@ -75,6 +76,10 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     dtype = xp.result_type(x.dtype, y.dtype)
     if xp is np and is_low_precision(dtype):
         return product(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
+    if xp.__name__ == "cupy":
+        found = cublaslt.product(x.astype(dtype, copy=False), y.astype(dtype, copy=False))
+        if found is not None:
+            return found
     if (
         xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
     ):  # CuPy has products of two matrices of these alone

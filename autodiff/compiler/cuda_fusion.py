@@ -9,6 +9,7 @@ from typing import Any
 from ...arrays.core.program import Entry, FusedRun, Program
 from ...arrays.kernels import cuda_codegen
 from ...arrays.kernels.chains import executable, layout_of, source
+from . import cuda_products
 from .fusion import Joins, fuse, grouped, streams
 
 PARAMETER_BYTES = 4000
@@ -16,6 +17,12 @@ PARAMETER_BYTES = 4000
 
 BATCH = 1 << 24
 """Elements that the runs of one launch have together: with more, launches cost nothing beside the work."""
+
+
+def launches(program: Program) -> list[Entry | FusedRun]:
+    """The program as the calls and kernels that a GPU runs one after the other."""
+    program = cuda_products.joined(program)
+    return batched(chains(program), program)
 
 
 def chains(
@@ -98,4 +105,4 @@ def _structure(run: FusedRun, program: Program) -> Any:
     return (*key, *(names[v] for v in run.outputs))
 
 
-__all__ = ["batched", "chains", "executable", "layout_of", "source"]
+__all__ = ["batched", "chains", "executable", "launches", "layout_of", "source"]

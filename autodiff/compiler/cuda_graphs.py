@@ -243,7 +243,7 @@ def graphed(program: Program, device: Any) -> GraphedProgram:
             return lambda *a: [xp.asarray(fn(*a, **params))]
         return lambda *a: [xp.asarray(r) for r in fn(*a, **params)]
 
-    return GraphedProgram(program, cuda_fusion.batched(cuda_fusion.chains(program), program), bind, graphs)
+    return GraphedProgram(program, cuda_fusion.launches(program), bind, graphs)
 
 
 __all__ = ["CaptureRefused", "CudaGraphs", "GraphedProgram", "Graphs", "graphed"]

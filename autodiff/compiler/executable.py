@@ -70,11 +70,7 @@ def local_executable(
         return is_large(e, program) and thin.isdisjoint(v for v in (*e.inputs, *e.outputs) if isinstance(v, int))
 
     parts: list[Entry | FusedRun] = (
-        cuda_fusion.batched(cuda_fusion.chains(program), program)
-        if on_cuda
-        else chains(program, joins)
-        if xp is np
-        else list(program.entries)
+        cuda_fusion.launches(program) if on_cuda else chains(program, joins) if xp is np else list(program.entries)
     )
     slots: dict[Any, int] = {}
     initial: list[Any] = []

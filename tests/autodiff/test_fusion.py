@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
+from meshtape.arrays.backends import cublaslt
 from meshtape.arrays.backends import threads as shared
-from meshtape.autodiff.compiler import fusion
+from meshtape.arrays.core.program import trace
+from meshtape.autodiff.compiler import cuda_products, fusion
+from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun, executable, fuse
 
 UNARY = (
@@ -172,3 +175,26 @@ def test_what_is_done_about_infinities_is_said_by_whoever_calls(threads: int, mo
     with np.errstate(divide="ignore"), warnings.catch_warnings():
         warnings.simplefilter("error")
         assert bool(mt.all(mt.isinf(fn(x))))
+
+
+def test_products_with_their_biases_are_the_numbers_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU's programs: a bias is added, and its gradient summed, by the entry of the product, where nothing comes
+    between."""
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+
+    def layers(w, b, v, x):
+        return mt.value_and_grad(lambda w, b, v: mt.mean(mt.square(mt.tanh(x @ w + b) @ v)), argnums=(0, 1, 2))(w, b, v)
+
+    def apart(w, b, v, x):
+        p, sums = x @ w, mt.sum(v, axis=0)  # each read before the product is
+        return p + b, p, (w.T * sums[:, None]) @ v
+
+    rng = np.random.default_rng(0)
+    args = [mt.asarray(rng.standard_normal(s).astype(np.float32)) for s in ((4, 5), (5,), (5, 5), (2, 6, 4))]
+    for fn, joined in ((layers, ["matmul+add", "matmul+sum"]), (apart, [])):
+        given = args if fn is layers else [*args[:2], args[0], args[3]]
+        program = trace(fn, tuple(given)).program
+        other, buffers = cuda_products.joined(program), [a.numpy() for a in given]
+        assert [e.op.name for e in other.entries if "+" in e.op.name] == joined
+        for got, want in zip(*(local_executable(p, np)(buffers) for p in (other, program)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

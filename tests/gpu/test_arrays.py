@@ -53,6 +53,12 @@ def test_ops_agree_with_the_cpu(fn: Any) -> None:
 
 def test_matmul_agrees_with_the_cpu() -> None:
     both(lambda x, y: x @ y, X, Y)
+    with mt.use_tf32():
+        both(lambda x, y: x @ y * 0.01, X, Y, rtol=1e-2)
+    eight = RNG.standard_normal((2, 16, 32)).astype(np.float32)
+    both(
+        lambda x: (x[0].astype(mt.float8_e4m3fn) @ x[1].T.astype(mt.float8_e4m3fn)).astype(mt.float32), eight, rtol=0.07
+    )
 
 
 @pytest.mark.parametrize(

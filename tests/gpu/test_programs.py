@@ -19,8 +19,8 @@ def host_of(fn: Any, *arrays: np.ndarray) -> Any:
         return mt.tree_map(lambda a: a.numpy(), fn(*map(mt.asarray, arrays)))
 
 
-def check(fn: Any, *arrays: np.ndarray, rtol: float = 1e-5) -> None:
-    got, want = fn(*map(mt.asarray, arrays)), host_of(fn, *arrays)
+def check(fn: Any, *arrays: np.ndarray, rtol: float = 1e-5, plain: Any = None) -> None:
+    got, want = fn(*map(mt.asarray, arrays)), host_of(plain or fn, *arrays)
     for g, w in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, want)), strict=True):
         assert g.dtype == w.dtype
         np.testing.assert_allclose(g.numpy().astype(np.float64), w.astype(np.float64), rtol=rtol, atol=rtol)
@@ -40,6 +40,23 @@ def test_fused_chains_agree_with_the_cpu(dtype: str, shape: tuple[int, ...], oth
     d = mt.arrays.core.dtypes.parse(dtype)
     x, y = RNG.standard_normal(shape).astype(d), RNG.standard_normal(other).astype(d)
     check(mt.compile(chain), x, y, rtol={8: 1e-12, 4: 1e-5, 2: 2e-2}[d.itemsize])
+
+
+def layer(w: Any, b: Any, x: Any, g: Any) -> Any:
+    y, pull = mt.vjp(lambda w, b: x @ w + b, w, b)
+    return y, *pull(g)
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graph": True}])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [("float32", 1e-4), ("float64", 1e-10), ("float16", 2e-2), ("bfloat16", 1e-1)]
+)
+def test_layers_agree_with_the_cpu(dtype: str, rtol: float, options: dict[str, bool]) -> None:
+    """The bias and its gradient in the launches of products, of a stack, at every alignment."""
+    d = mt.arrays.core.dtypes.parse(dtype)
+    for width, out in ((64, 32), (33, 17)):
+        shapes = (width, out), (out,), (2, 40, width), (2, 40, out)
+        check(mt.compile(layer, **options), *(RNG.standard_normal(s).astype(d) for s in shapes), rtol=rtol, plain=layer)
 
 
 def test_a_fused_chain_is_the_unfused_one_to_the_bit() -> None:

@@ -27,7 +27,7 @@ TABLES = {
     others: 9 0 0;
     adjugate: 62 0 2; atan2: 16 0 0; attention: 54 0 0; attention_backward: 110 0 0;
     attention_bias_backward: 95 0 0; batch_norm: 45 0 1; batch_norm_backward: 93 0 0;
-    batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 35 0 0; conv_image: 34 0 0; conv_kernel: 38 0 0;
+    batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 33 0 0; conv_image: 33 0 0; conv_kernel: 38 0 0;
     copysign: 10 1 0; cross_entropy: 31 0 2; cross_entropy_backward: 26 0 0; cumulative_prod: 31 0 0;
     det: 67 0 1; divide: 11 0 0; eig: 41 0 2; eigh: 32 0 1; eigvals: 39 0 3; eigvalsh: 10 0 1; experts: 26 0 3;
     experts_backward: 210 0 3; fmax: 15 0 0; fmin: 15 0 0; fmod: 13 0 0; gelu_backward: 18 0 0;
@@ -44,8 +44,8 @@ TABLES = {
     "steps": """
     others: 0 0 0;
     adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 8 0 0; clipping: 46 1 0;
-    decoder: 197 0 3; decoder, compiled: 169 0 0; experts: 348 6 19; layers: 30 0 0; layers, compiled: 15 0 0;
-    layers, graphs: 13 0 0;
+    decoder: 197 0 3; decoder, compiled: 166 0 0; experts: 334 6 19; layers: 30 0 0; layers, compiled: 15 0 0;
+    layers, graphs: 4 0 0;
     """,
 }
 

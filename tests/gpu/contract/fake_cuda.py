@@ -34,15 +34,24 @@ VALUES = "MESHTAPE_FAKE_VALUES"
 
 LIBRARIES = {
     "libcublas.so.13": "cupy_backends/cuda/libs/cublas",
+    "libcublasLt.so.13": None,
     "libcusolver.so.12": "cupy_backends/cuda/libs/cusolver",
     "libcusparse.so.12": "cupy_backends/cuda/libs/cusparse",
     "libcufft.so.12": "cupy/cuda/cufft",
     "libcurand.so.10": "cupy_backends/cuda/libs/curand",
 }
-"""Each library, and the module of CuPy that asks for its functions."""
+"""Each library, and the module of CuPy that asks for its functions, if one does."""
 
-# CuPy finds these by name, so that no module asks for them.
-MORE = {"libcusolver.so.12": ("cusolverDnXgeev", "cusolverDnXgeev_bufferSize")}
+# CuPy finds these by name, so that no module asks for them; cuBLASLt is this package's own.
+MORE = {
+    "libcusolver.so.12": ("cusolverDnXgeev", "cusolverDnXgeev_bufferSize"),
+    "libcublasLt.so.13": (
+        *("cublasLtGetVersion", "cublasLtCreate", "cublasLtMatmulDescCreate", "cublasLtMatmulDescSetAttribute"),
+        *("cublasLtMatmulDescDestroy", "cublasLtMatrixLayoutCreate", "cublasLtMatrixLayoutSetAttribute"),
+        *("cublasLtMatrixLayoutDestroy", "cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceSetAttribute"),
+        *("cublasLtMatmulPreferenceDestroy", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"),
+    ),
+}
 
 WITH_A_RUNTIME = ("cupy_backends.cuda.api.runtime", "cupy.cuda.thrust", "cupy.cuda.cub", "cupy.random._generator_api")
 """Modules of CuPy that the runtime is linked into, but for ``cupy.cuda.jitify``, which nothing loads."""
@@ -51,7 +60,9 @@ WITH_A_RUNTIME = ("cupy_backends.cuda.api.runtime", "cupy.cuda.thrust", "cupy.cu
 # without the letter of the type.)
 WRITES = {
     r"cublasGet(Math|Pointer)Mode(_v2)?": "i1=0",
-    r"\w+Version(_v2)?": "i0=13020",
+    r"(?!cublasLt)\w+Version(_v2)?": "i0=13020",
+    r"cublasLt\w*Create": "u0=119",
+    r"cublasLtMatmulAlgoGetHeuristic": "i9=1",
     r"cusolverGetProperty": "i1=12",
     r"cublasgetrsBatched": "i9=0",
     r"cublasCreate_v2|cusolver\w+Create\w*|cusparseCreate": "u0=119",
@@ -109,9 +120,13 @@ def symbols(path: str, *options: str) -> list[tuple[int, str]]:
 
 def _entry(name: str) -> str:
     """The C source of a library's function."""
+    if name == "cublasLtGetVersion":
+        return f"u {name}(void) {{ return 130200; }}"
     plain = re.sub(r"^(cublas|cusolverDn)[SDCZ][SDCZHXYK]?(?=[a-z])", r"\1", name)
     words = ", ".join(f"a{i}" for i in range(24))
     lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", 0, 0);']
+    if name == "cublasLtMatmul":
+        lines = [f'note("{name}", a15, 0); if (captured(a15)) return keep_call(a15, (u[]){{{words}}});']
     lines.append(f'u a[] = {{{words}}}; int done = library ? library("{name}", a) : -1; if (done >= 0) return done;')
     for pattern, writes in WRITES.items():
         if re.fullmatch(pattern, plain):
@@ -142,13 +157,14 @@ def build(folder: Path) -> None:
 
     compiled("libcuda.so.1", HERE / "runtime.c")
     for target, module in LIBRARIES.items():
-        prefix = Path(module).name
-        names = sorted({n for _, n in symbols(site(module), "-D", "--undefined-only") if n.startswith(prefix)})
+        prefix = target.removeprefix("lib").partition(".")[0]
+        asked = symbols(site(module), "-D", "--undefined-only") if module is not None else ()
+        names = sorted({n for _, n in asked if n.startswith(prefix)})
         names += MORE.get(target, ())
         source = folder / f"{prefix}.c"
         head = (
             "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const "
-            "char *, u *);\n"
+            "char *, u *);\nint captured(u), keep_call(u, u *);\n"
         )
         source.write_text(head + "\n".join(map(_entry, names)) + "\n")
         versions = folder / f"{prefix}.map"
@@ -211,7 +227,9 @@ class FakeCuda:
         found = {Path(n.partition(".")[0]).name.removeprefix("lib"): lib for n, lib in loaded.items()}
         theirs = pathfinder.load_nvidia_dynamic_lib
         pathfinder.load_nvidia_dynamic_lib = lambda name: (
-            SimpleNamespace(_handle_uint=found[name]._handle) if name in found else theirs(name)
+            SimpleNamespace(_handle_uint=found[name]._handle, abs_path=found[name]._name)
+            if name in found
+            else theirs(name)
         )
         import cupy_backends.cuda.api.runtime as runtime
 
@@ -231,6 +249,8 @@ class FakeCuda:
             cupy._core.set_routine_accelerators([])  # their code is in CuPy's wheel
             cupy._core.set_reduction_accelerators([])
             self.kernels, self.libraries = beside("kernels").Kernels(Path(cache)), beside("libraries")
+            self.products = beside("cublaslt")
+            self.libraries.ANSWERS.update(self.products.answers(self.libraries))
             self._answer = self.libraries.Answer(self.libraries.answer)
             hook = ctypes.c_void_p.in_dll(self._driver, "library")
             hook.value = ctypes.cast(self._answer, ctypes.c_void_p).value

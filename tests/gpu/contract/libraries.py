@@ -56,6 +56,9 @@ class Words:
     def number(self, i: int, dtype: Any) -> Any:
         return strided(self._words[i], dtype, (), ())[()]
 
+    def put(self, i: int, value: int) -> None:
+        self._words[i] = value
+
     def write(self, i: int, value: int) -> None:
         if self._words[i]:
             ctypes.c_int32.from_address(self._words[i]).value = int(value)
@@ -449,8 +452,8 @@ def answer(name: bytes, words: Any) -> int:
         return UNSUPPORTED
     named = {"name": said} if "name" in fn.__code__.co_varnames[: fn.__code__.co_argcount] else {}
     try:
-        fn(*([LETTERS[typed[2]]] if typed else []), Words(words), **named)
+        status = fn(*([LETTERS[typed[2]]] if typed else []), Words(words), **named)
     except Exception:
         failures.append(f"{said}: {traceback.format_exc()[-800:]}")
         return FAILED
-    return -1 if said.startswith("cufftMake") else OK  # which also write the size of the work area
+    return -1 if said.startswith("cufftMake") else status or OK  # which also write the size of the work area

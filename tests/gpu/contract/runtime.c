@@ -26,7 +26,8 @@ void note(const char *what, u stream, u size) {
     calls[i] = (call){what, stream, size};
 }
 
-/* ----- what a graph holds: launches, whose arguments are kept after their addresses, and copies and fills of memory, which have no kernel ----- */
+/* ----- what a graph holds: launches, whose arguments are kept after their addresses, and, without a kernel, copies and fills of memory and
+   calls of libraries ----- */
 typedef struct { int (*start)(void **, const unsigned *, const unsigned *, u); const unsigned *bytes; const char *(*message)(void); } kernel;
 typedef struct node {
     struct node *next;
@@ -34,6 +35,7 @@ typedef struct node {
     unsigned grid[3], block[3];
     u shared, n;
     int value;
+    u call; /* the number of a library's call, and 1 */
     void *to;
     const void *from;
     void *arguments[];
@@ -50,11 +52,16 @@ static node *append(graph *g, u more) {
 /* ----- streams: 0, 1 and 2 are CUDA's own, the others point at what they are ----- */
 typedef struct { int capturing, broken; graph *made; } stream;
 
-static int captured(u s) { return s > 2 && ((stream *)s)->capturing; }
+int captured(u s) { return s > 2 && ((stream *)s)->capturing; }
 static int wait(u s) {
     if (captured(s)) { ((stream *)s)->broken = 1; return UNSUPPORTED_IN_CAPTURE; }
     note("wait", s, 0);
     return 0;
+}
+int keep_call(u s, u *arguments) {
+    int failed = library ? library("cublasLtCapture", arguments) : 0;
+    if (library && !failed) append(((stream *)s)->made, 0)->call = arguments[0] + 1;
+    return failed;
 }
 static int new_stream(u *s) { *s = (u)calloc(1, sizeof(stream)); return 0; }
 
@@ -83,6 +90,7 @@ int fake_cudaGraphLaunch(graph *g, u s) {
     for (node *x = g->first; x; x = x->next) {
         int failed = 0;
         if (x->f) failed = run(x->f, x->arguments, x->grid, x->block, x->shared);
+        else if (x->call) failed = library("cublasLtReplay", (u[]){x->call - 1});
         else if (x->from) memmove(x->to, x->from, x->n);
         else memset(x->to, x->value, x->n);
         if (failed) return failed;

@@ -8,6 +8,7 @@ import doctest
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -32,7 +33,7 @@ def beside(path: str) -> Any:
 
 
 fake_cuda = beside("fake_cuda.py")
-if sys.argv[1:2] == ["values"]:
+if sys.argv[1:2] in (["values"], ["products"]):
     os.environ[fake_cuda.VALUES] = sys.argv[2]
 FAKE = fake_cuda.FakeCuda()
 
@@ -312,6 +313,132 @@ def _float8() -> list[str]:
     return out
 
 
+def _layouts(x: np.ndarray) -> dict[str, Any]:
+    """A matrix, or a stack of them, in memory that a product takes as it is."""
+    asarray, wide = FAKE.cupy.asarray, np.zeros((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 5), x.dtype)
+    wide[..., 1:, 1 : 1 + x.shape[-1]] = x
+    return {
+        "rows": asarray(x),
+        "columns": asarray(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2),
+        "apart": asarray(wide)[..., 1:, 1 : 1 + x.shape[-1]],  # at an odd address
+    }
+
+
+STACKS = [((4, 3), (3, 5)), ((2, 4, 3), (3, 5)), ((2, 4, 3), (2, 3, 5)), ((4, 3), (2, 3, 5)), ((3,), (3, 5))]
+STACKS += [
+    ((2, 4, 3), (3,)),
+    ((3,), (3,)),
+    ((2, 3, 1, 3), (2, 3, 3, 1)),
+    ((2, 2, 4, 3), (2, 1, 3, 5)),
+    ((1, 3), (3, 5)),
+]
+
+
+def products(_: str) -> dict[str, Any]:
+    """Products by cuBLASLt: where values differ from NumPy's, and the launches, uploads, waits and copies of a call."""
+    from meshtape.arrays.backends import cublaslt as lt
+
+    rng, out, calls = np.random.default_rng(0), {"differences": [], "calls": 0}, 0
+    numbers = FAKE.products
+
+    def cost(fn: Callable[[], Any]) -> list[int]:
+        with FAKE.calls() as made:
+            fn()
+        n = fake_cuda.counts(made)
+        return [n[k] for k in ("launch", "h2d", "wait", "d2d")]
+
+    def near(got: Any, want: Any, dtype: Any) -> bool:
+        short = {2: 1e-2, 4: 1e-5, 8: 1e-5 if np.dtype(dtype).kind == "c" else 1e-12, 16: 1e-12}
+        got, want = (np.asarray(a).astype(np.complex128) for a in (got, want))
+        return got.shape == want.shape and np.allclose(got, want, short[np.dtype(dtype).itemsize], 1e-2 * short[2])
+
+    for dtype in (np.float16, mt.bfloat16, np.float32, np.float64, np.complex64, np.complex128):
+        for shapes in STACKS:
+            hosts = [rng.standard_normal(s).astype(dtype) for s in shapes]
+            want = np.matmul(*(h.astype(np.complex128) for h in hosts))
+            x, y = (_layouts(h) if h.ndim > 1 else {"": FAKE.cupy.asarray(h)} for h in hosts)
+            ramp = np.arange(2 * hosts[1].shape[-1], dtype=np.float32).astype(dtype)
+            bias = FAKE.cupy.asarray(ramp)[::2] if dtype is np.float32 else FAKE.cupy.asarray(ramp[::2].copy())
+            for (a, left), (b, right) in itertools.product(x.items(), y.items()):
+                found = {"": (lt.product(left, right), want)}
+                if hosts[1].ndim > 1 and hosts[0].ndim > 1 and np.dtype(dtype).kind != "c":
+                    found["bias"] = lt.product(left, right, bias=bias), want + ramp[::2].astype(np.float64)
+                    if hosts[1].ndim == hosts[0].ndim == 2:
+                        found["sums"] = lt.product(left, right, sums=True)[1], hosts[1].astype(np.float64).sum(0)
+                for name, (got, wanted) in found.items():
+                    calls += 1
+                    if got is None or got.dtype != dtype or not near(FAKE.cupy.asnumpy(got), wanted, dtype):
+                        out["differences"].append(f"{np.dtype(dtype).name} {shapes} {a} {b} {name}")
+    out["calls"] = calls
+    with mt.use_device("cuda:0"):
+        x, w = (mt.asarray(rng.standard_normal(s).astype(np.float32)) for s in ((8, 4, 6), (6, 5)))
+        heads = mt.zeros((2, 4, 3, 5))  # with a query for each of three, as attention has them
+        out["costs"] = {
+            "served": cost(lambda: x @ w),
+            "of other memory": cost(
+                lambda: mt.permute_dims(heads, (0, 2, 1, 3)) @ mt.permute_dims(heads, (0, 2, 3, 1))
+            ),
+        }
+
+        def asked(fn: Callable[[], Any]) -> Any:
+            numbers.asked.clear()
+            fn()
+            return list(map(list, numbers.asked))
+
+        out["asked"] = {"again": len(asked(lambda: x @ w)), "float32": asked(lambda: x[:7] @ w)[0]}
+        with mt.use_tf32():
+            out["asked"]["with TF32"] = asked(lambda: x @ w)[0]
+        with mt.use_deterministic(False):
+            out["asked"]["in any order"] = asked(lambda: x @ w)[0]
+        x, w = (mt.asarray(rng.standard_normal(s).astype(np.float32)) for s in ((16, 32), (32, 16)))
+        for dtype in (mt.float8_e4m3fn, mt.float8_e5m2):
+            a, b = x.astype(dtype), w.astype(dtype)
+            out["asked"][dtype.name] = asked(lambda a=a, b=b: a @ b)
+            got, want = (
+                (a @ b).numpy(),
+                (mt.asarray(a.numpy(), device="cpu") @ mt.asarray(b.numpy(), device="cpu")).numpy(),
+            )
+            if got.tobytes() != want.tobytes():
+                out["differences"].append(f"product of {dtype.name}")
+    return out | _in_programs(rng) | {"failures": FAKE.libraries.failures}
+
+
+def _in_programs(rng: Any) -> dict[str, Any]:
+    """Of a layer and its gradients, compiled and as one CUDA graph: launches, epilogues and values."""
+    from meshtape.arrays.backends import cublaslt as lt
+
+    def layer(w: Any, b: Any, x: Any, g: Any) -> Any:
+        y, pull = mt.vjp(lambda w, b: x @ w + b, w, b)
+        return y, *pull(g)
+
+    hosts = [rng.standard_normal(s).astype(np.float32) for s in ((3, 5), (5,), (2, 4, 3), (2, 4, 5))]
+    want = [a.numpy() for a in layer(*(mt.asarray(h, device="cpu") for h in hosts))]
+    given = [mt.asarray(h, device="cuda:0") for h in hosts]
+    compiled, graph = mt.compile(layer), mt.compile(layer, cuda_graph=True)
+    lt._plan.cache_clear()
+    numbers = FAKE.products
+    numbers.asked.clear()
+
+    def near(got: Any) -> bool:
+        return all(np.allclose(a.numpy(), w, 1e-5, 1e-5) for a, w in zip(got, want, strict=True))
+
+    with mt.use_device("cuda:0"):
+        close = near(compiled(*given))
+        epilogues = [a[3] for a in numbers.asked]
+        with FAKE.calls() as made, mt.host_waits():
+            compiled(*given)
+        with_plain = fake_cuda.counts(made)["launch"]
+        replays = [near(graph(*given))]
+        with FAKE.calls() as made:
+            again = graph(*given)
+        replays.append(near(again))
+        counted = fake_cuda.counts(made)
+    return {
+        "captured": {"graphs": counted["graph"], "waits": counted["wait"], "replays": replays},
+        "compiled": {"launches": with_plain, "epilogues": epilogues, "near": close},
+    }
+
+
 # ----- steps ----------------------------------------------------------------------------------------------------------
 
 
@@ -383,10 +510,12 @@ def steps(_: str = "") -> dict[str, Any]:
             run(*given)
             with FAKE.calls() as calls, mt.host_waits() as waits:
                 got = arrays_of(run(*given))
+            traces = run(*given) and run.signatures if prepared is not plain else 0
         counted = fake_cuda.counts(calls)
         out[name] = {
             "cost": {"launch": counted["launch"] + counted["graph"], "upload": counted["h2d"], "wait": counted["wait"]},
             "graphs": counted["graph"],
+            "traces": traces,
             "told": len(waits),
             "differences": [
                 f"result {k}: {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
@@ -611,7 +740,8 @@ def _of_capture() -> dict[str, Any]:
 
     out = {
         "a sum of two": captured(lambda: x + x),
-        "a product": captured(lambda: x @ x),
+        "a product": captured(lambda: mt.OPS["matmul"].bind(cp)(x, x)),
+        "a product of CuPy's": captured(lambda: x @ x),
         "a value": captured(lambda: float(x[0, 0])),
         "a solution": captured(lambda: cp.linalg.solve(x, x)),
         "a sum of two, again": captured(lambda: x + x),
