@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from ..backends.row_blocks import wide as _wide
-from ..backends.threads import SMALLEST_SHARED
 from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
+from ..native import ops
 from ..ops.creation import asarray
 from ..ops.elementwise import POSITIONS, WHERE, logical_and
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, repeat, reshape
@@ -33,7 +33,12 @@ from .softmax import SOFTMAX, SOFTMAX_BACKWARD, softmax
 
 NAME = "[scaled_dot_product_attention]"
 LEAST_ROWS = 64
-"""Rows of a tile, where the queries have so many: keys are read anew for each tile."""
+"""Rows of a tile of causal attention, where the queries have so many: keys are read anew for each tile. Where no tile
+sees fewer keys than another, four times as many."""
+
+TILE = 1 << 18
+"""Scores of a tile on a CPU: with their slopes they fit in a second-level cache, which makes up for computing the
+weights again. The number of threads has no say in it, so that it has none in the sums."""
 
 
 def _check(q: Any, k: Any, v: Any) -> None:
@@ -79,11 +84,10 @@ def _tiles(
     xp: Any, lead: Sequence[int], rows: int, cols: int, diagonal: int | None
 ) -> Iterator[tuple[tuple[slice, ...], slice, slice]]:
     """Keys of the leading dimensions, of rows, and of the columns that these may see."""
-    limit = SMALLEST_SHARED if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
-    step = min(rows, max(LEAST_ROWS, limit // max(cols, 1)))
+    limit = TILE if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
+    step = max(1, min(rows, max(4 * LEAST_ROWS, limit // max(cols, 1))))
     if diagonal is not None:  # short tiles see few of the keys
         step = min(step, max(LEAST_ROWS, -(-rows // 4)))
-    step = max(step, 1)
     room, ranges = max(1, limit // max(step * cols, 1)), []
     for n in reversed(lead):
         ranges.append([slice(i, i + room) for i in range(0, n, room)])
@@ -91,7 +95,7 @@ def _tiles(
     for at in itertools.product(*reversed(ranges)):
         for i in range(0, rows, step):
             stop = min(i + step, rows)
-            seen = cols if diagonal is None else max(0, min(cols, stop + diagonal))
+            seen = cols if diagonal is None else min(cols, max(1, stop + diagonal))
             yield at, slice(i, stop), slice(seen)
 
 
@@ -115,7 +119,22 @@ def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...],
             s[..., first:] = part
         else:
             s = part
-    return SOFTMAX.bind(xp)(s, axis=s.ndim - 1, masked=bool(mask) or diagonal is not None)
+    return _in_place(xp, SOFTMAX, s, masked=bool(mask) or diagonal is not None)
+
+
+def _in_place(xp: Any, op: Op, x: Any, *operands: Any, **params: Any) -> Any:
+    """A function of the softmax family along the last axis; in the memory of ``x`` where a kernel in C takes it."""
+    params["axis"] = x.ndim - 1
+    out = getattr(ops, op.name)(x, *operands, out=x, **params) if xp is np else NotImplemented
+    return op.bind(xp)(x, *operands, **params) if out is NotImplemented else out
+
+
+def _unseen(xp: Any, x: Any) -> Any:
+    """Along dimension -2, the sums of the vectors from one on, times zero: they are NaN where one is not finite.
+
+    The weights of masked keys are zeros, and zero times NaN is NaN: a tile that leaves them out adds this.
+    """
+    return xp.cumsum((x * 0)[..., ::-1, :], axis=-2)[..., ::-1, :]
 
 
 def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
@@ -130,13 +149,14 @@ def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> A
     shape, dtype = _infer(ATTENTION, operands, {})
     q, k, v, *mask = _spread(operands, len(shape), _wide(dtype))
     wide = xp.empty(shape, _wide(dtype))
+    unseen = None if diagonal is None else _unseen(xp, v)
     for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
-        if seen.stop:
-            weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
-            xp.matmul(weights, _part(v, (*at, seen)), out=wide[*at, rows])
-        else:
-            wide[*at, rows] = 0
+        weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
+        out = wide[*at, rows]
+        xp.matmul(weights, _part(v, (*at, seen)), out=out)
+        if seen.stop < k.shape[-2]:
+            out += _part(unseen, at)[..., seen.stop, None, :]
     return wide.astype(dtype, copy=False)
 
 
@@ -159,22 +179,29 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
         into = _part(sums[i], key)
         into += part
 
+    unseen = () if diagonal is None else (_unseen(xp, k), _unseen(xp, v))
     for key in _tiles(xp, g.shape[:-2], g.shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
-        if not seen.stop:
-            continue
         x, cotangent = _part(q, (*at, rows)) * scale, g[*at, rows]
         y, z = (_part(a, (*at, seen)) for a in (k, v))
         weights = _weights(xp, x, y, mask, key, diagonal)
         slopes = xp.matmul(cotangent, xp.swapaxes(z, -1, -2))
         if slopes.shape != weights.shape:  # values may have more leading dimensions than keys
             weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
-        slopes = SOFTMAX_BACKWARD.bind(xp)(slopes, weights, axis=slopes.ndim - 1)
+        far = slice(seen.stop, None) if seen.stop < k.shape[-2] else None
+        if far:
+            past = [_part(a, at)[..., seen.stop, None, :] for a in unseen]
+            slopes[..., :1] += xp.matmul(cotangent, xp.swapaxes(past[1], -1, -2))
+        slopes = _in_place(xp, SOFTMAX_BACKWARD, slopes, weights)
         add(0, (*at, rows), xp.matmul(slopes, y) * scale)
         add(1, (*at, seen), xp.matmul(xp.swapaxes(slopes, -1, -2), x))
         add(2, (*at, seen), xp.matmul(xp.swapaxes(weights, -1, -2), cotangent))
         if count > 3:
             add(3, (*at, rows, seen), slopes)
+        if far:
+            add(0, (*at, rows), past[0])
+            for i, times, a in ((1, slopes, x), (2, weights, cotangent)):
+                add(i, (*at, far), ((times[..., :1] + a) * 0).sum(axis=-2, keepdims=True))
     found = [xp.zeros(x.shape, work) if s is None else s for s, x in zip(sums, wide, strict=False)]
     return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(found, operands, strict=False)])
 
