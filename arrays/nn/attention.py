@@ -19,7 +19,7 @@ from ..backends.row_blocks import wide as _wide
 from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import result_type
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..native import ops
 from ..ops.creation import asarray
@@ -313,7 +313,9 @@ def scaled_dot_product_attention(
         (grouped queries).
     mask
         Broadcasts to ``(..., q, k)``. Boolean: true where a query may look. Floating: added to the scores. A query that
-        may look nowhere gets zeros.
+        may look nowhere gets zeros. A key that is hidden from a query has no part in its weights, whatever its numbers;
+        a value that is hidden counts as zero times it, as in JAX: one that is NaN or infinite makes all queries NaN.
+        So it is with gradients: zero it where it is not meant (``mt.where(keep, value, 0)``).
     is_causal
         Query ``i`` looks at keys ``0 … i`` only.
     scale
@@ -334,6 +336,10 @@ def scaled_dot_product_attention(
     """
     q, k, v = asarray(query), asarray(key), asarray(value)
     _check(q, k, v)
+    if not isinstance(is_causal, bool | np.bool_):
+        raise ArgumentError(
+            f"{NAME} is_causal is True or False, got {is_causal!r}: what depends on values is a mask (mask=)"
+        )
     masks = [] if mask is None else [asarray(mask)]
     if masks and masks[0].dtype.kind in "iuc":
         raise DTypeError(

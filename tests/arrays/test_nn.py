@@ -13,7 +13,7 @@ from op_samples import calls
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.core.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import ArgumentError, DTypeError, ShapeError
 from meshtape.arrays.nn import linear_cross_entropy as lce
 from meshtape.arrays.nn import losses
 from meshtape.errors import ArrayIndexError
@@ -445,3 +445,6 @@ def test_masks_of_attention_are_boolean_or_floating_and_heads_broadcast():
     for k, mask in ((q[:, :0], None), (q[:, :2], np.ones((2, 2, 5, 5), bool))):
         with pytest.raises(ShapeError, match="heads of the query"):
             mt.nn.scaled_dot_product_attention(q, k, k, mask=mask)
+    for flag in (1, None, "yes", mt.asarray(True)):
+        with pytest.raises(ArgumentError, match="is_causal is True or False"):
+            mt.nn.scaled_dot_product_attention(q, q, q, is_causal=flag)
