@@ -69,14 +69,19 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
     """
     check("clip_by_global_norm", limit=limit)
     # (A number of Python's would be an array of a compiled program, and a launch.)
-    return _clipped(grads, limit if isinstance(limit, Array) else np.float64(limit), norm)
+    norm, scale = _norm_and_scale(grads, limit if isinstance(limit, Array) else np.float64(limit), norm)
+    return _all_scaled(grads, scale), norm
 
 
 @batched
-def _clipped(grads: Any, limit: Any, norm: Array | None) -> tuple[Any, Array]:
+def _norm_and_scale(grads: Any, limit: Any, norm: Array | None) -> tuple[Array, Array]:
     norm = _global_norm(grads) if norm is None else norm
-    scale = clip_scale(norm, limit if isinstance(limit, Array) else float(limit))
-    return trees.tree_map(lambda g: scaled(g, scale), grads), norm
+    return norm, clip_scale(norm, limit if isinstance(limit, Array) else float(limit))
+
+
+@batched
+def _all_scaled(grads: Any, scale: Array) -> Any:
+    return trees.tree_map(lambda g: scaled(g, scale), grads)
 
 
 def clip_by_value(grads: Any, limit: float) -> Any:
