@@ -40,6 +40,9 @@ TILE = 1 << 18
 """Scores of a tile on a CPU: with their slopes they fit in a second-level cache, which makes up for computing the
 weights again. The number of threads has no say in it, so that it has none in the sums."""
 
+WHOLE = 1 << 22
+"""Weights up to which all are kept where nothing is masked: computing them anew takes a sixth more time."""
+
 
 def _check(q: Any, k: Any, v: Any) -> None:
     if min(len(x.shape) for x in (q, k, v)) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
@@ -86,7 +89,7 @@ def _tiles(
     """Keys of the leading dimensions, of rows, and of the columns that these may see."""
     limit = TILE if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
     step = max(1, min(rows, max(4 * LEAST_ROWS, limit // max(cols, 1))))
-    if diagonal is not None:  # short tiles see few of the keys
+    if diagonal is not None and math.prod(lead) * rows * cols > TILE:  # short tiles see few of the keys
         step = min(step, max(LEAST_ROWS, -(-rows // 4)))
     room, ranges = max(1, limit // max(step * cols, 1)), []
     for n in reversed(lead):
@@ -129,12 +132,10 @@ def _in_place(xp: Any, op: Op, x: Any, *operands: Any, **params: Any) -> Any:
     return op.bind(xp)(x, *operands, **params) if out is NotImplemented else out
 
 
-def _unseen(xp: Any, x: Any) -> Any:
-    """Along dimension -2, the sums of the vectors from one on, times zero: they are NaN where one is not finite.
-
-    The weights of masked keys are zeros, and zero times NaN is NaN: a tile that leaves them out adds this.
-    """
-    return xp.cumsum((x * 0)[..., ::-1, :], axis=-2)[..., ::-1, :]
+def _zeros_times(xp: Any, x: Any) -> Any:
+    """A row of zeros times a matrix: NaN where that is not finite. A tile adds it for the keys that it leaves out, whose
+    weights are zeros."""
+    return xp.matmul(xp.zeros((1, x.shape[-2]), x.dtype), x)
 
 
 def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
@@ -149,14 +150,13 @@ def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> A
     shape, dtype = _infer(ATTENTION, operands, {})
     q, k, v, *mask = _spread(operands, len(shape), _wide(dtype))
     wide = xp.empty(shape, _wide(dtype))
-    unseen = None if diagonal is None else _unseen(xp, v)
     for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
         weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
         out = wide[*at, rows]
         xp.matmul(weights, _part(v, (*at, seen)), out=out)
         if seen.stop < k.shape[-2]:
-            out += _part(unseen, at)[..., seen.stop, None, :]
+            out += _zeros_times(xp, _part(v, at)[..., seen.stop :, :])
     return wide.astype(dtype, copy=False)
 
 
@@ -179,7 +179,6 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
         into = _part(sums[i], key)
         into += part
 
-    unseen = () if diagonal is None else (_unseen(xp, k), _unseen(xp, v))
     for key in _tiles(xp, g.shape[:-2], g.shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
         x, cotangent = _part(q, (*at, rows)) * scale, g[*at, rows]
@@ -190,8 +189,8 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
             weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
         far = slice(seen.stop, None) if seen.stop < k.shape[-2] else None
         if far:
-            past = [_part(a, at)[..., seen.stop, None, :] for a in unseen]
-            slopes[..., :1] += xp.matmul(cotangent, xp.swapaxes(past[1], -1, -2))
+            past = _zeros_times(xp, _part(v, at)[..., far, :])
+            slopes[..., :1] += xp.matmul(cotangent, xp.swapaxes(past, -1, -2))
         slopes = _in_place(xp, SOFTMAX_BACKWARD, slopes, weights)
         add(0, (*at, rows), xp.matmul(slopes, y) * scale)
         add(1, (*at, seen), xp.matmul(xp.swapaxes(slopes, -1, -2), x))
@@ -199,9 +198,9 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
         if count > 3:
             add(3, (*at, rows, seen), slopes)
         if far:
-            add(0, (*at, rows), past[0])
+            add(0, (*at, rows), _zeros_times(xp, _part(k, at)[..., far, :]))
             for i, times, a in ((1, slopes, x), (2, weights, cotangent)):
-                add(i, (*at, far), ((times[..., :1] + a) * 0).sum(axis=-2, keepdims=True))
+                add(i, (*at, far), _zeros_times(xp, times[..., :1]) + _zeros_times(xp, a))
     found = [xp.zeros(x.shape, work) if s is None else s for s, x in zip(sums, wide, strict=False)]
     return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(found, operands, strict=False)])
 
@@ -303,7 +302,7 @@ def scaled_dot_product_attention(
 
     The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not
     with its square. The matrix of the weights is held whole with dropout, by ``jvp`` and derivatives of higher order,
-    and where keys are split over ranks.
+    where keys are split over ranks, and up to four million weights where nothing is masked.
 
     Parameters
     ----------
@@ -362,8 +361,11 @@ def scaled_dot_product_attention(
         else:  # heads may be split over more ranks than key and value have heads
             k, v, group = repeat(k, group, axis=-3), repeat(v, group, axis=-3), 1
     params = {"scale": float(scale), "diagonal": 0 if is_causal else None}
+    few = math.prod(np.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))) * q.shape[-2] * k.shape[-2] <= WHOLE
     if dropout_rate:
         out = _composed(q, k, v, masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
+    elif few and not masks and not is_causal and q.sharding is None:
+        out = _composed(q, k, v, masks, **params)
     else:
         out = apply(ATTENTION, (q, k, v, *masks), params)
     if group > 1:
