@@ -133,8 +133,8 @@ def _in_place(xp: Any, op: Op, x: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _zeros_times(xp: Any, x: Any) -> Any:
-    """A row of zeros times a matrix: NaN where that is not finite. A tile adds it for the keys that it leaves out, whose
-    weights are zeros."""
+    """A row of zeros times a matrix: NaN where that is not finite. A tile adds it for the keys that it leaves out, for
+    the weights of masked keys are zeros."""
     return xp.matmul(xp.zeros((1, x.shape[-2]), x.dtype), x)
 
 
@@ -361,10 +361,10 @@ def scaled_dot_product_attention(
         else:  # heads may be split over more ranks than key and value have heads
             k, v, group = repeat(k, group, axis=-3), repeat(v, group, axis=-3), 1
     params = {"scale": float(scale), "diagonal": 0 if is_causal else None}
-    few = math.prod(np.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))) * q.shape[-2] * k.shape[-2] <= WHOLE
+    rows = _infer(ATTENTION, (q, k, v, *masks), params).shape[:-1]
     if dropout_rate:
         out = _composed(q, k, v, masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
-    elif few and not masks and not is_causal and q.sharding is None:
+    elif not masks and not is_causal and q.sharding is None and math.prod(rows) * k.shape[-2] <= WHOLE:
         out = _composed(q, k, v, masks, **params)
     else:
         out = apply(ATTENTION, (q, k, v, *masks), params)

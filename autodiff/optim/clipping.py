@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
@@ -68,15 +67,21 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
     (5.0, [0.6, 0.8])
     """
     check("clip_by_global_norm", limit=limit)
-    # (A number of Python's would be an array of a compiled program, and a launch.)
-    norm, scale = _norm_and_scale(grads, limit if isinstance(limit, Array) else np.float64(limit), norm)
+    fixed, given = (float(limit), None) if type(limit) in (int, float) else (None, limit)
+    norm, scale = _norm_and_scale(fixed)(grads, norm, given)
     return _all_scaled(grads, scale), norm
 
 
-@batched
-def _norm_and_scale(grads: Any, limit: Any, norm: Array | None) -> tuple[Array, Array]:
-    norm = _global_norm(grads) if norm is None else norm
-    return norm, clip_scale(norm, limit if isinstance(limit, Array) else float(limit))
+@functools.lru_cache(maxsize=16)
+def _norm_and_scale(fixed: float | None) -> Callable[..., tuple[Array, Array]]:
+    """(As an argument, a number would be an array of the compiled program, and a launch.)"""
+
+    @batched
+    def run(grads: Any, norm: Array | None, limit: Any) -> tuple[Array, Array]:
+        norm = _global_norm(grads) if norm is None else norm
+        return norm, clip_scale(norm, limit if fixed is None else fixed)
+
+    return run
 
 
 @batched

@@ -49,9 +49,9 @@ def batched(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_a_gpu(tree: Any) -> bool:
-    leaves = [x for x in trees.flatten(tree)[0] if not isinstance(x, float)]
-    return bool(leaves and not state.recorders) and all(
-        type(x) is Array and not isinstance(x._buf, np.ndarray | Deferred) and x.device.kind == "cuda" for x in leaves
+    return not state.recorders and all(
+        type(x) is Array and not isinstance(x._buf, np.ndarray | Deferred) and x.device.kind == "cuda"
+        for x in trees.flatten(tree)[0]
     )
 
 
