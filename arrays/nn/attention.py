@@ -132,10 +132,10 @@ def _in_place(xp: Any, op: Op, x: Any, *operands: Any, **params: Any) -> Any:
     return op.bind(xp)(x, *operands, **params) if out is NotImplemented else out
 
 
-def _zeros_times(xp: Any, x: Any) -> Any:
-    """A row of zeros times a matrix: NaN where that is not finite. A tile adds it for the keys that it leaves out, for
+def _nothing(x: Any) -> Any:
+    """The sum of zero times each row: NaN where one is not finite. A tile adds it for the keys that it leaves out, for
     the weights of masked keys are zeros."""
-    return xp.matmul(xp.zeros((1, x.shape[-2]), x.dtype), x)
+    return (x * 0).sum(axis=-2, keepdims=True)
 
 
 def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
@@ -156,7 +156,7 @@ def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> A
         out = wide[*at, rows]
         xp.matmul(weights, _part(v, (*at, seen)), out=out)
         if seen.stop < k.shape[-2]:
-            out += _zeros_times(xp, _part(v, at)[..., seen.stop :, :])
+            out += _nothing(_part(v, at)[..., seen.stop :, :])
     return wide.astype(dtype, copy=False)
 
 
@@ -189,8 +189,7 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
             weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
         far = slice(seen.stop, None) if seen.stop < k.shape[-2] else None
         if far:
-            past = _zeros_times(xp, _part(v, at)[..., far, :])
-            slopes[..., :1] += xp.matmul(cotangent, xp.swapaxes(past, -1, -2))
+            slopes[..., :1] += _nothing(_part(v, at)[..., far, :]).sum(axis=-1, keepdims=True)
         slopes = _in_place(xp, SOFTMAX_BACKWARD, slopes, weights)
         add(0, (*at, rows), xp.matmul(slopes, y) * scale)
         add(1, (*at, seen), xp.matmul(xp.swapaxes(slopes, -1, -2), x))
@@ -198,9 +197,9 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
         if count > 3:
             add(3, (*at, rows, seen), slopes)
         if far:
-            add(0, (*at, rows), _zeros_times(xp, _part(k, at)[..., far, :]))
-            for i, times, a in ((1, slopes, x), (2, weights, cotangent)):
-                add(i, (*at, far), _zeros_times(xp, times[..., :1]) + _zeros_times(xp, a))
+            add(0, (*at, rows), _nothing(_part(k, at)[..., far, :]))
+            add(1, (*at, far), _nothing(slopes[..., :1] + x))
+            add(2, (*at, far), _nothing(weights[..., :1] + cotangent))
     found = [xp.zeros(x.shape, work) if s is None else s for s, x in zip(sums, wide, strict=False)]
     return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(found, operands, strict=False)])
 
