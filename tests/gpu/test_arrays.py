@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -100,3 +101,28 @@ def test_values_do_not_alias() -> None:
     np.testing.assert_array_equal(x.numpy(), X)
     x[2, 2] = -100.0
     assert float(view[1, 2]) == X[2, 2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tiles_of_short_floats_are_joined_in_float32(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients are within two units of the short dtype of those in float64."""
+    attention = sys.modules["meshtape.arrays.nn.attention"]
+    monkeypatch.setattr(attention, "TILE", 1)
+    monkeypatch.setattr(attention, "LEAST_ROWS", 4)
+    monkeypatch.setitem(sys.modules["meshtape.arrays.nn.linear_cross_entropy"].TILE, "cupy", 1 << 9)
+    labels = np.arange(24) % 40
+    for shapes, fn in (
+        ([(2, 24, 8)] * 3, lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        ([(24, 16), (16, 40)], lambda h, w: mt.nn.linear_cross_entropy(h, w, mt.asarray(labels), reduction="none")),
+    ):
+        hosts = [np.random.default_rng(i).standard_normal(s).astype(getattr(mt, dtype)) for i, s in enumerate(shapes)]
+
+        def pulled(where: str, to: str, fn: Any = fn, hosts: Any = hosts) -> list[np.ndarray]:
+            with mt.use_device(where):
+                args = [mt.asarray(h).astype(to) for h in hosts]
+                value, pull = mt.vjp(fn, *args)
+                found = [value, *pull(mt.ones_like(value))]
+                return [x.to_device("cpu").astype("float64").numpy() for x in found]
+
+        for got, want in zip(pulled("cuda:0", dtype), pulled("cpu", "float64"), strict=True):
+            assert np.abs(got - want).max() <= 2 * float(mt.finfo(dtype).eps) * np.abs(want).max()
