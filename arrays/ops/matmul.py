@@ -73,7 +73,7 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
         out[...] = _matmul(xp, x, y)
         return out
     # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
-    dtype = xp.result_type(x.dtype, y.dtype)
+    dtype = x.dtype if x.dtype == y.dtype else xp.result_type(x.dtype, y.dtype)
     if xp is np and is_low_precision(dtype):
         return product(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
     if xp.__name__ == "cupy":
@@ -87,7 +87,8 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
             rows = _matmul(xp, x.reshape(-1, x.shape[-1]), y)
             return rows.reshape(*x.shape[:-1], y.shape[-1])
         return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
-    return xp.matmul(x, y).astype(dtype, copy=False)
+    out = x @ y
+    return out if out.dtype == dtype else out.astype(dtype)
 
 
 MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True, wide_sums=True)

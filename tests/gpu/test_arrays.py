@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -106,3 +107,31 @@ def test_values_do_not_alias() -> None:
     np.testing.assert_array_equal(x.numpy(), X)
     x[2, 2] = -100.0
     assert float(view[1, 2]) == X[2, 2]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tiles_of_short_floats_are_joined_in_float32(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients are within two units of the short dtype of those in float64."""
+    attention = sys.modules["meshtape.arrays.nn.attention"]
+    monkeypatch.setattr(attention, "TILE", 1)
+    monkeypatch.setattr(attention, "LEAST_ROWS", 4)
+    lce = sys.modules["meshtape.arrays.nn.linear_cross_entropy"]
+    monkeypatch.setattr(sys.modules["meshtape.arrays.nn.losses"], "WHOLE", 0)
+    monkeypatch.setitem(lce.TILE, "cupy", 1 << 9)
+    labels = np.arange(24) % 40
+    for shapes, fn in (
+        ([(2, 24, 8)] * 3, lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        ([(24, 16), (16, 40)], lambda h, w: mt.nn.linear_cross_entropy(h, w, mt.asarray(labels), reduction="none")),
+    ):
+        hosts = [np.random.default_rng(i).standard_normal(s).astype(getattr(mt, dtype)) for i, s in enumerate(shapes)]
+
+        def pulled(where: str, to: str, fn: Any = fn, hosts: Any = hosts) -> list[mt.Array]:
+            with mt.use_device(where):
+                args = [mt.asarray(h).astype(to) for h in hosts]
+                value, pull = mt.vjp(fn, *args)
+                return [x.to_device("cpu") for x in (value, *pull(mt.ones_like(value)))]
+
+        for got, want in zip(pulled("cuda:0", dtype), pulled("cpu", "float64"), strict=True):
+            units = max(2 * float(mt.finfo(got.dtype).eps), 1e-5)  # a loss is float32
+            off = np.abs(got.numpy().astype(np.float64) - want.numpy())
+            assert off.max() <= units * np.abs(want.numpy()).max()
