@@ -54,8 +54,10 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
     """CUDA C++ of the kernel ``fused`` for operands that lie as ``layouts`` say: a template over whether it reads
     vectors.
 
-    With a ``count`` it takes so many sets of arrays; the second coordinate of a block says which is its own.
+    With a ``count`` it takes so many sets of arrays; the second coordinate of a block says which is its own. A group
+    that ends with a sum gives one of each block.
     """
+    total = code.sums_all(group.entries[-1], program)
     types = [launch.NAMES[program.avals[v].dtype] for v in group.inputs]
     held = [code.register_type(program.avals[v].dtype) for v in group.inputs]
     results = [launch.NAMES[program.avals[v].dtype] for v in group.outputs]
@@ -63,13 +65,15 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
     name = {v: f"x{i}" for i, v in enumerate(group.inputs)}
 
     body = []
-    for e in group.entries:
+    for e in group.entries[: len(group.entries) - total]:
         v = e.outputs[0]
         operands = [name[a] if isinstance(a, int) else None for a in e.inputs]
         text = code.expression(e, program, operands)
         name[v] = f"v{v}"
         body.append(f"    const {code.register_type(program.avals[v].dtype)} v{v} = {text};")
-    for k, v in enumerate(group.outputs):
+    if total:
+        body.append(f"    y0 += {name[group.entries[-1].inputs[0]]};")
+    for k, v in enumerate(() if total else group.outputs):
         short = results[k] in ("float16", "bfloat16")
         body.append(f"    y{k} = {f'narrow<{results[k]}>({name[v]})' if short else f'({results[k]}){name[v]}'};")
 
@@ -95,6 +99,7 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
         "    const i64 first = (i64)blockIdx.x * blockDim.x + threadIdx.x;",
         "    const i64 step = (i64)gridDim.x * blockDim.x;",
         "    i64 done = 0;",
+        *([f"    {results[0]} sum = 0;"] if total else []),
     ]
     if not strided:
         lines += [
@@ -106,16 +111,15 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
             if how == FULL:
                 vector = f"Vector<{types[i]}, {LANES}>"
                 lines.append(f"            const {vector} a{i} = reinterpret_cast<const {vector}*>(in{i})[i];")
-        lines += [f"            Vector<{r}, {LANES}> r{k};" for k, r in enumerate(results)]
+        stored = [] if total else list(enumerate(results))
+        lines += [f"            Vector<{r}, {LANES}> r{k};" for k, r in stored]
         args = []
         for i, how in enumerate(layouts):
             at = f"a{i}.at[k]"
             args.append(f"one{i}" if how == ONE else f"wide({at})" if types[i] in ("float16", "bfloat16") else at)
-        args += [f"r{k}.at[k]" for k in range(len(results))]
+        args += [f"r{k}.at[k]" for k, _ in stored] or ["sum"]
         lines += ["#pragma unroll", f"            for (int k = 0; k < {LANES}; ++k) element({', '.join(args)});"]
-        lines += [
-            f"            reinterpret_cast<Vector<{r}, {LANES}>*>(out{k})[i] = r{k};" for k, r in enumerate(results)
-        ]
+        lines += [f"            reinterpret_cast<Vector<{r}, {LANES}>*>(out{k})[i] = r{k};" for k, r in stored]
         lines += ["        }", "    }"]
     lines.append("    for (i64 i = done + first; i < n; i += step) {")
     if strided:
@@ -128,11 +132,13 @@ def source(group: FusedRun, program: Program, layouts: Sequence[str], count: int
     for i, how in enumerate(layouts):
         place = "i" if how == FULL else " + ".join(f"c{d} * s{i}_{d}" for d in range(ndim))
         args.append(f"one{i}" if how == ONE else load(i, place))
-    args += [f"out{k}[i]" for k in range(len(results))]
+    args += ["sum"] if total else [f"out{k}[i]" for k in range(len(results))]
     lines += [f"        element({', '.join(args)});", "    }"]
+    if total:
+        lines += [f"    sum = row_sum<{THREADS}>(sum);", "    if (threadIdx.x == 0) out0[blockIdx.x] = sum;"]
     return "\n".join(
         [
-            '#include "types.cuh"',
+            f'#include "{"reduce" if total else "types"}.cuh"',
             code.PRELUDE,
             f"__device__ inline void element({element})",
             "{",
@@ -160,6 +166,7 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
     sizes = [math.prod(m.shape) for m in members]
     size = max(sizes)
     results = [program.avals[v] for v in group.outputs]
+    total = code.sums_all(first.entries[-1], program)
     files: dict[tuple[str, ...], str] = {}
 
     def run(*inputs: Any, into: Sequence[Any] = (), failed: Callable[..., Exception] | None = None) -> list[Any]:
@@ -172,10 +179,15 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
 
     def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
-        outputs = [runner.xp.empty(*a) if o is None else o for o, a in zip(into, results, strict=True)]
+        if total:
+            blocks = max(1, min(-(-size // (THREADS * LANES)), runner.properties().multiprocessors * BLOCKS_EACH))
+            partial = runner.xp.empty((count, blocks), results[0].dtype)
+            outputs = list(partial)
+        else:
+            outputs = [runner.xp.empty(*a) if o is None else o for o, a in zip(into, results, strict=True)]
         if size == 0:
             return outputs
-        if count > 1:
+        if count > 1 or total:
             inputs = [launch.contiguous(a) for a in inputs]
         layouts = tuple(layout_of(a, shape) for a in inputs[:reads])
         file = files.get(layouts)
@@ -197,10 +209,11 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
             for a, how in zip(inputs, layouts, strict=True):
                 if how == STRIDED:
                     arguments += map(np.int64, strides_of(a, shape))
-        each = LANES if vectors else 1
-        blocks = min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH)
-        runner.launch(file, launch.named("fused", vectors), (max(blocks, 1), count, 1), (THREADS, 1, 1), arguments)
-        return outputs
+        if not total:
+            each = LANES if vectors else 1
+            blocks = max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
+        runner.launch(file, launch.named("fused", vectors), (blocks, count, 1), (THREADS, 1, 1), arguments)
+        return list(partial.sum(axis=1)) if total else outputs
 
     return run
 

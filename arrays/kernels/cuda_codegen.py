@@ -176,6 +176,14 @@ def expressible(e: Entry, program: Program) -> bool:
     return t is not None and _kind(t) in rule.kinds
 
 
+def sums_all(e: Entry, program: Program) -> bool:
+    """Whether an entry is the sum of a whole array of float32 or float64."""
+    if e.op.name != "sum" or not isinstance(e.inputs[0], int):
+        return False
+    x, out = program.avals[e.inputs[0]], program.avals[e.outputs[0]]
+    return x.dtype == out.dtype and x.dtype.char in "fd" and out.shape == () and math.prod(x.shape) > 1
+
+
 def expression(e: Entry, program: Program, names: Sequence[str | None]) -> str:
     """The C++ of an entry for operands held in the variables ``names`` (None for Python numbers); of the register type
     of its result."""

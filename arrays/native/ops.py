@@ -60,11 +60,11 @@ layer_norm_backward = partial(_norm_backward, "layer_norm_backward", 2)
 rms_norm_backward = partial(_norm_backward, "rms_norm_backward", 1)
 
 
-def _by_rows(kernel: str, *operands: Any, axis: int, masked: bool = False) -> Any:
+def _by_rows(kernel: str, *operands: Any, axis: int, masked: bool = False, out: Any = None) -> Any:
     x = operands[-1]
     if not _takes(x) or axis != x.ndim - 1:
         return NotImplemented
-    out = result_like(x)
+    out = result_like(x) if out is None else out
     return out if run(kernel, (*operands, out), *_rows(x, 1), flag=masked) else NotImplemented
 
 

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 
 from ..backends.row_blocks import wide as _wide
-from ..backends.threads import SMALLEST_SHARED
 from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import result_type
-from ..core.errors import DTypeError, ShapeError
+from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
+from ..native import ops
 from ..ops.creation import asarray
 from ..ops.elementwise import POSITIONS, WHERE, logical_and
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, repeat, reshape
-from ..ops.matmul import matmul
+from ..ops.matmul import MATMUL, matmul
 from ..ops.param_kinds import LABEL, NUMBER
 from ..reductions.reductions import sum as sum_
 from .dropout import dropout
@@ -33,7 +33,15 @@ from .softmax import SOFTMAX, SOFTMAX_BACKWARD, softmax
 
 NAME = "[scaled_dot_product_attention]"
 LEAST_ROWS = 64
-"""Rows of a tile, where the queries have so many: keys are read anew for each tile."""
+"""Rows of a tile of causal attention, where the queries have so many: keys are read anew for each tile. Where no tile
+sees fewer keys than another, four times as many."""
+
+TILE = 1 << 18
+"""Scores of a tile on a CPU: with their slopes they fit in a second-level cache, which makes up for computing the
+weights again. The number of threads has no say in it, so that it has none in the sums."""
+
+WHOLE = 1 << 22
+"""Weights up to which all are kept where nothing is masked: computing them anew takes a sixth more time."""
 
 
 def _check(q: Any, k: Any, v: Any) -> None:
@@ -79,11 +87,10 @@ def _tiles(
     xp: Any, lead: Sequence[int], rows: int, cols: int, diagonal: int | None
 ) -> Iterator[tuple[tuple[slice, ...], slice, slice]]:
     """Keys of the leading dimensions, of rows, and of the columns that these may see."""
-    limit = SMALLEST_SHARED if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
-    step = min(rows, max(LEAST_ROWS, limit // max(cols, 1)))
-    if diagonal is not None:  # short tiles see few of the keys
+    limit = TILE if xp is np else 1 << 25  # on a GPU launches of kernels are what costs
+    step = max(1, min(rows, max(4 * LEAST_ROWS, limit // max(cols, 1))))
+    if diagonal is not None and math.prod(lead) * rows * cols > TILE:  # short tiles see few of the keys
         step = min(step, max(LEAST_ROWS, -(-rows // 4)))
-    step = max(step, 1)
     room, ranges = max(1, limit // max(step * cols, 1)), []
     for n in reversed(lead):
         ranges.append([slice(i, i + room) for i in range(0, n, room)])
@@ -91,14 +98,19 @@ def _tiles(
     for at in itertools.product(*reversed(ranges)):
         for i in range(0, rows, step):
             stop = min(i + step, rows)
-            seen = cols if diagonal is None else max(0, min(cols, stop + diagonal))
+            seen = cols if diagonal is None else min(cols, max(1, stop + diagonal))
             yield at, slice(i, stop), slice(seen)
+
+
+def _times(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
+    """``x @ y``, on a GPU as the op has it, which a CUDA graph may hold."""
+    return np.matmul(x, y, out) if xp is np else MATMUL.bind(xp)(x, y, out=out)
 
 
 def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...], diagonal: int | None) -> Any:
     """The weights of a tile of scaled queries and the keys that it may see."""
     at, rows, seen = key
-    s = xp.matmul(q, xp.swapaxes(k, -1, -2))
+    s = _times(xp, q, xp.swapaxes(k, -1, -2))
     for m in mask:
         m = _part(m, (*at, rows, seen))
         allowed = m
@@ -115,7 +127,20 @@ def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...],
             s[..., first:] = part
         else:
             s = part
-    return SOFTMAX.bind(xp)(s, axis=s.ndim - 1, masked=bool(mask) or diagonal is not None)
+    return _in_place(xp, SOFTMAX, s, masked=bool(mask) or diagonal is not None)
+
+
+def _in_place(xp: Any, op: Op, x: Any, *operands: Any, **params: Any) -> Any:
+    """A function of the softmax family along the last axis; in the memory of ``x`` where a kernel in C takes it."""
+    params["axis"] = x.ndim - 1
+    out = getattr(ops, op.name)(x, *operands, out=x, **params) if xp is np else NotImplemented
+    return op.bind(xp)(x, *operands, **params) if out is NotImplemented else out
+
+
+def _zeros_times(xp: Any, x: Any) -> Any:
+    """A row of zeros times a matrix: NaN where that is not finite. A tile adds it for the keys that it leaves out, for
+    the weights of masked keys are zeros."""
+    return _times(xp, xp.zeros((1, x.shape[-2]), x.dtype), x)
 
 
 def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
@@ -132,11 +157,11 @@ def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> A
     wide = xp.empty(shape, _wide(dtype))
     for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
-        if seen.stop:
-            weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
-            xp.matmul(weights, _part(v, (*at, seen)), out=wide[*at, rows])
-        else:
-            wide[*at, rows] = 0
+        weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
+        out = wide[*at, rows]
+        _times(xp, weights, _part(v, (*at, seen)), out=out)
+        if seen.stop < k.shape[-2]:
+            out += _zeros_times(xp, _part(v, at)[..., seen.stop :, :])
     return wide.astype(dtype, copy=False)
 
 
@@ -161,20 +186,26 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
 
     for key in _tiles(xp, g.shape[:-2], g.shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
-        if not seen.stop:
-            continue
         x, cotangent = _part(q, (*at, rows)) * scale, g[*at, rows]
         y, z = (_part(a, (*at, seen)) for a in (k, v))
         weights = _weights(xp, x, y, mask, key, diagonal)
-        slopes = xp.matmul(cotangent, xp.swapaxes(z, -1, -2))
+        slopes = _times(xp, cotangent, xp.swapaxes(z, -1, -2))
         if slopes.shape != weights.shape:  # values may have more leading dimensions than keys
             weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
-        slopes = SOFTMAX_BACKWARD.bind(xp)(slopes, weights, axis=slopes.ndim - 1)
-        add(0, (*at, rows), xp.matmul(slopes, y) * scale)
-        add(1, (*at, seen), xp.matmul(xp.swapaxes(slopes, -1, -2), x))
-        add(2, (*at, seen), xp.matmul(xp.swapaxes(weights, -1, -2), cotangent))
+        far = slice(seen.stop, None) if seen.stop < k.shape[-2] else None
+        if far:
+            past = _zeros_times(xp, _part(v, at)[..., far, :])
+            slopes[..., :1] += _times(xp, cotangent, xp.swapaxes(past, -1, -2))
+        slopes = _in_place(xp, SOFTMAX_BACKWARD, slopes, weights)
+        add(0, (*at, rows), _times(xp, slopes, y) * scale)
+        add(1, (*at, seen), _times(xp, xp.swapaxes(slopes, -1, -2), x))
+        add(2, (*at, seen), _times(xp, xp.swapaxes(weights, -1, -2), cotangent))
         if count > 3:
             add(3, (*at, rows, seen), slopes)
+        if far:
+            add(0, (*at, rows), _zeros_times(xp, _part(k, at)[..., far, :]))
+            for i, times, a in ((1, slopes, x), (2, weights, cotangent)):
+                add(i, (*at, far), _zeros_times(xp, times[..., :1]) + _zeros_times(xp, a))
     found = [xp.zeros(x.shape, work) if s is None else s for s, x in zip(sums, wide, strict=False)]
     return tuple([s.reshape(x.shape).astype(x.dtype, copy=False) for s, x in zip(found, operands, strict=False)])
 
@@ -276,7 +307,7 @@ def scaled_dot_product_attention(
 
     The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not
     with its square. The matrix of the weights is held whole with dropout, by ``jvp`` and derivatives of higher order,
-    and where keys are split over ranks.
+    where keys are split over ranks, and up to four million weights where nothing is masked.
 
     Parameters
     ----------
@@ -286,7 +317,9 @@ def scaled_dot_product_attention(
         (grouped queries).
     mask
         Broadcasts to ``(..., q, k)``. Boolean: true where a query may look. Floating: added to the scores. A query that
-        may look nowhere gets zeros.
+        may look nowhere gets zeros. A key that is hidden from a query has no part in its weights, whatever its numbers;
+        a value that is hidden counts as zero times it, as in JAX: one that is NaN or infinite makes all queries NaN.
+        So it is with gradients: zero it where it is not meant (``mt.where(keep, value, 0)``).
     is_causal
         Query ``i`` looks at keys ``0 … i`` only.
     scale
@@ -307,6 +340,10 @@ def scaled_dot_product_attention(
     """
     q, k, v = asarray(query), asarray(key), asarray(value)
     _check(q, k, v)
+    if not isinstance(is_causal, bool | np.bool_):
+        raise ArgumentError(
+            f"{NAME} is_causal is True or False, got {is_causal!r}: what depends on values is a mask (mask=)"
+        )
     masks = [] if mask is None else [asarray(mask)]
     if masks and masks[0].dtype.kind in "iuc":
         raise DTypeError(
@@ -329,8 +366,11 @@ def scaled_dot_product_attention(
         else:  # heads may be split over more ranks than key and value have heads
             k, v, group = repeat(k, group, axis=-3), repeat(v, group, axis=-3), 1
     params = {"scale": float(scale), "diagonal": 0 if is_causal else None}
+    rows = _infer(ATTENTION, (q, k, v, *masks), params).shape[:-1]
     if dropout_rate:
         out = _composed(q, k, v, masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
+    elif not masks and not is_causal and q.sharding is None and math.prod(rows) * k.shape[-2] <= WHOLE:
+        out = _composed(q, k, v, masks, **params)
     else:
         out = apply(ATTENTION, (q, k, v, *masks), params)
     if group > 1:

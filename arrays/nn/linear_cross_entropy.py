@@ -59,12 +59,10 @@ class _Tiles:
     """The operands as matrices of the dtype in which products are made, and the slices of a tile's rows and classes."""
 
     def __init__(self, xp: Any, hidden: Any, weight: Any, labels: Any, ignore_index: int | None) -> None:
-        dtype = _common(hidden, weight)
-        self.xp, self.wide, self.times = xp, _wide(dtype), MATMUL.bind(xp)
-        # A GPU sums products of short floats in float32; NumPy has no products of these.
-        self.factor = self.wide if xp is np else dtype
+        # Products of short floats, too, are made in float32: no logit is rounded to two bytes.
+        self.xp, self.wide, self.times = xp, _wide(_common(hidden, weight)), MATMUL.bind(xp)
         rows, self.classes = labels.size, weight.shape[1]
-        self.hidden = hidden.reshape(rows, hidden.shape[-1]).astype(self.factor, copy=False)
+        self.hidden = hidden.reshape(rows, hidden.shape[-1]).astype(self.wide, copy=False)
         self.labels, self.valid, self.ignored = _looked_up(xp, labels.reshape(-1), self.classes, ignore_index)
         self.labels = self.labels.astype(np.intp, copy=False)
         tile = TILE[xp.__name__] // self.wide.itemsize
@@ -75,10 +73,7 @@ class _Tiles:
         self.columns = [slice(i, min(i + width, self.classes)) for i in range(0, self.classes, width)]
 
     def product(self, x: Any, y: Any) -> Any:
-        x = x.astype(self.factor, copy=False)
-        if self.xp is np:
-            return np.matmul(x, y, fresh((len(x), y.shape[1]), self.wide))
-        return self.times(x, y).astype(self.wide, copy=False)
+        return np.matmul(x, y, fresh((len(x), y.shape[1]), self.wide)) if self.xp is np else self.times(x, y)
 
     def targets(self, b: slice, c: slice) -> tuple[Any, tuple[Any, Any]]:
         """Which rows have their label in a tile, and an index of one element a row: that of the label."""
@@ -95,7 +90,7 @@ def _linear_cross_entropy(
     picked, total = xp.zeros(labels.size, np.float64), xp.zeros(labels.size, np.float64)
     with np.errstate(all="ignore"):
         for c in t.columns:
-            w = weight[:, c].astype(t.factor, copy=False)
+            w = weight[:, c].astype(t.wide, copy=False)
             for b in t.rows:
                 z = t.product(t.hidden[b], w)
                 inside, at = t.targets(b, c)
@@ -141,7 +136,7 @@ def _linear_cross_entropy_backward(
         hit = ((1 - label_smoothing) * g).astype(t.wide)
         even = (label_smoothing / max(t.classes, 1) * g).astype(t.wide)
         for c in t.columns:
-            w, dw = weight[:, c].astype(t.factor, copy=False), 0
+            w, dw = weight[:, c].astype(t.wide, copy=False), 0
             for b in t.rows:
                 z = t.product(t.hidden[b], w)
                 z -= shift[b, None]
@@ -154,7 +149,7 @@ def _linear_cross_entropy_backward(
                 if silent is not None:
                     xp.copyto(z, 0, where=silent[b, None])
                 d_hidden[b] += t.product(z, w.T)
-                dw = dw + t.product(t.hidden[b].T, z.astype(t.factor, copy=False))
+                dw = dw + t.product(t.hidden[b].T, z)
             d_weight[:, c] = dw
     return d_hidden.astype(hidden.dtype, copy=False).reshape(hidden.shape), d_weight
 

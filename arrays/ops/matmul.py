@@ -69,17 +69,19 @@ def transposed_times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     if xp is np and x.dtype == y.dtype and x.dtype.num in _OWN_PRODUCTS:
         return product(x, y, out)
+    if xp.__name__ == "cupy" and x.dtype == y.dtype:
+        found = cublaslt.product(x, y, out=out)
+        if found is not None:
+            return found
     if out is not None:
         out[...] = _matmul(xp, x, y)
         return out
     # NumPy has no product of its own for floats of one or two bytes; they are summed in float32 and rounded once.
-    dtype = xp.result_type(x.dtype, y.dtype)
+    dtype = x.dtype if x.dtype == y.dtype else xp.result_type(x.dtype, y.dtype)
     if xp is np and is_low_precision(dtype):
         return product(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
-    if xp.__name__ == "cupy":
-        found = cublaslt.product(x.astype(dtype, copy=False), y.astype(dtype, copy=False))
-        if found is not None:
-            return found
+    if x.dtype != y.dtype and xp is not np:
+        return _matmul(xp, x.astype(dtype, copy=False), y.astype(dtype, copy=False))
     if (
         xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
     ):  # CuPy has products of two matrices of these alone
@@ -87,7 +89,8 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
             rows = _matmul(xp, x.reshape(-1, x.shape[-1]), y)
             return rows.reshape(*x.shape[:-1], y.shape[-1])
         return xp.matmul(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
-    return xp.matmul(x, y).astype(dtype, copy=False)
+    out = x @ y
+    return out if out.dtype == dtype else out.astype(dtype)
 
 
 MATMUL = Op("matmul", ("x", "y"), _matmul, _infer_matmul, takes_out=True, wide_sums=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,8 +53,10 @@ def _narrow(part: Entry | FusedRun, program: Program) -> list[Entry | FusedRun]:
 def batched(parts: Sequence[Entry | FusedRun], program: Program) -> list[Entry | FusedRun]:
     """The parts in order, with runs that do the same to different arrays, as an optimizer does to its leaves, made one.
 
-    A run waits for others until its results are read.
+    A run waits for others until its results are read. One that is read by nothing but a sum over all of it ends with
+    this sum.
     """
+    reads = Counter(v for e in program.entries for v in e.inputs if isinstance(v, int)) + Counter(program.outputs)
     out: list[Entry | FusedRun] = []
     waiting: dict[Any, list[FusedRun]] = {}
     made: dict[int, Any] = {}  # keys of runs that wait, by what they make
@@ -63,13 +66,33 @@ def batched(parts: Sequence[Entry | FusedRun], program: Program) -> list[Entry |
         for v in (v for r in runs for v in r.outputs):
             del made[v]
         entries, inputs, outputs = (tuple(v for r in runs for v in r[k]) for k in range(3))
-        out.append(runs[0] if len(runs) == 1 else FusedRun(entries, inputs, outputs, runs[0].shape, tuple(runs)))
+        if len(entries) == 1:
+            out.append(entries[0])
+        else:
+            members = tuple(runs) if len(runs) > 1 else ()
+            out.append(FusedRun(entries, inputs, outputs, runs[0].shape, members))
+
+    def summed(part: Entry | FusedRun) -> FusedRun | None:
+        """The run, which no longer waits by itself, that ends with this sum."""
+        if not isinstance(part, Entry) or not cuda_codegen.sums_all(part, program) or reads[part.inputs[0]] > 1:
+            return None
+        key = made.get(part.inputs[0])
+        for run in waiting.get(key, ()):
+            if run.outputs == part.inputs:
+                waiting[key].remove(run)
+                del made[part.inputs[0]]
+                if not waiting[key]:
+                    del waiting[key]
+                return run._replace(entries=(*run.entries, part), outputs=part.outputs)
+        return None
 
     for part in parts:
-        for key in dict.fromkeys(made[v] for v in part.inputs if isinstance(v, int) and v in made):
+        total = summed(part)
+        for key in () if total else dict.fromkeys(made[v] for v in part.inputs if isinstance(v, int) and v in made):
             emit(key)
         pieces = [
-            grouped([p], set(part.outputs), program) if isinstance(p, Entry) else p for p in _pieces(part, program)
+            grouped([p], set(part.outputs), program) if isinstance(p, Entry) else p
+            for p in ([total] if total else _pieces(part, program))
         ]
         for run in pieces:
             key, each = _structure(run, program), 8 * (1 + len(run.inputs) + len(run.outputs))
@@ -88,8 +111,10 @@ def batched(parts: Sequence[Entry | FusedRun], program: Program) -> list[Entry |
 
 def _pieces(part: Entry | FusedRun, program: Program) -> list[Entry | FusedRun]:
     """A run in parts that share no array; none, where it reads operands of other shapes."""
-    if not isinstance(part, FusedRun):
-        return []
+    if isinstance(part, Entry):
+        if not cuda_codegen.expressible(part, program):
+            return []
+        part = grouped([part], set(part.outputs), program)
     shapes = {program.avals[v].shape for v in part.inputs}
     return streams(part, program) if all(s == part.shape or math.prod(s) == 1 for s in shapes) else []
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import DTypeError
 from ...arrays.ops.creation import asarray
-from ...arrays.ops.elementwise import abs, clip, minimum, sqrt, square
+from ...arrays.ops.elementwise import abs, add, clip, minimum, sqrt, square
 from ...arrays.ops.manipulation import stack
 from ...arrays.reductions.reductions import sum
 from ..tape.tape import is_differentiable
@@ -28,11 +30,15 @@ def global_norm(grads: Any) -> Array:
 def _global_norm(grads: Any) -> Array:
     # (A dot product would write no squares to memory. It would make a sparse gradient dense, and of millions of numbers
     # it loses digits.)
-    squares = [
-        square(abs(g) if g.dtype.kind == "c" else g) for x in trees.flatten(grads)[0] for g in [wide(asarray(x))]
+    sums = [
+        sum(square(abs(g) if g.dtype.kind == "c" else g)) for x in trees.flatten(grads)[0] for g in [wide(asarray(x))]
     ]
+    if not sums:
+        return asarray(0.0)
+    if all(s.sharding is None and s.device.kind == "cuda" for s in sums):
+        return sqrt(functools.reduce(add, sums))  # of which a compiled program makes one kernel
     # As one array: what is pending on a mesh is joined in one round, where each addition would ask for its own.
-    return sqrt(sum(stack([sum(s) for s in squares]))) if squares else asarray(0.0)
+    return sqrt(sum(stack(sums)))
 
 
 def clip_scale(norm: Array, limit: float) -> Array:
@@ -61,8 +67,21 @@ def clip_by_global_norm(grads: Any, limit: float, *, norm: Array | None = None) 
     (5.0, [0.6, 0.8])
     """
     check("clip_by_global_norm", limit=limit)
-    norm = global_norm(grads) if norm is None else norm
-    return _all_scaled(grads, clip_scale(norm, limit)), norm
+    fixed, given = (float(limit), None) if type(limit) in (int, float) else (None, limit)
+    norm, scale = _norm_and_scale(fixed)(grads, norm, given)
+    return _all_scaled(grads, scale), norm
+
+
+@functools.lru_cache(maxsize=16)
+def _norm_and_scale(fixed: float | None) -> Callable[..., tuple[Array, Array]]:
+    """(As an argument, a number would be an array of the compiled program, and a launch.)"""
+
+    @batched
+    def run(grads: Any, norm: Array | None, limit: Any) -> tuple[Array, Array]:
+        norm = _global_norm(grads) if norm is None else norm
+        return norm, clip_scale(norm, limit if fixed is None else fixed)
+
+    return run
 
 
 @batched

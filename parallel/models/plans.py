@@ -85,7 +85,10 @@ class Plan:
         if len(set(self.parts)) != len(self.parts):
             raise PlanError(f"a part stands twice in the plan {self}")
         if "sp" in self.parts and "tp" not in self.parts:
-            raise PlanError(f"the plan {self} has 'sp' without 'tp': the sequence is split between its regions")
+            raise PlanError(
+                f"the plan {self} has 'sp' without 'tp', between whose regions it splits the sequence: 'cp' splits it "
+                "throughout, with ring attention"
+            )
 
     def __str__(self) -> str:
         return "+".join(self.parts) or "none"

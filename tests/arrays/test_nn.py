@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import tracemalloc
@@ -12,7 +13,7 @@ from op_samples import calls
 
 import meshtape
 from meshtape import arrays as mt
-from meshtape.arrays.core.errors import DTypeError, ShapeError
+from meshtape.arrays.core.errors import ArgumentError, DTypeError, ShapeError
 from meshtape.arrays.nn import linear_cross_entropy as lce
 from meshtape.arrays.nn import losses
 from meshtape.errors import ArrayIndexError
@@ -355,15 +356,38 @@ def test_tiles_of_attention_are_parts_of_the_whole(name, monkeypatch):
     for args, params in calls(name):
         wanted = op.decompose(*map(mt.asarray, args), **params)
         for limit in (1, 12, 1000):
-            monkeypatch.setattr(attention, "SMALLEST_SHARED", limit)
+            monkeypatch.setattr(attention, "TILE", limit)
             found = op.numpy(*args, **params)
             for f, w in zip(*(x if op.nout > 1 else (x,) for x in (found, wanted)), strict=True):
                 np.testing.assert_allclose(f, n(w), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("where", "bad"), [(0, nan), (0, inf), (1, nan), (2, nan), (3, nan), (3, -inf)])
+def test_numbers_that_are_none_reach_as_far_in_tiles_as_in_the_whole(where, bad, monkeypatch):
+    shapes = (2, 12, 4), (2, 12, 3), (2, 12, 3), (2, 12, 4)  # of the cotangent, query, key and value
+    monkeypatch.setattr(attention, "TILE", 1)
+    hidden = rng.random((12, 12)) < 0.3
+    for row, diagonal, mask in itertools.product((0, 5, 11), (None, 0, -3), (False, hidden)):
+        operands, masks = [rng.normal(size=s) for s in shapes], [~hidden] if mask is hidden else []
+        operands[where][0, row, 1] = bad
+        found = []
+        for least in (1, 12):
+            monkeypatch.setattr(attention, "LEAST_ROWS", least)
+            with np.errstate(invalid="ignore"):
+                for name, given in (("attention", operands[1:]), ("attention_backward", operands)):
+                    out = mt.OPS[name].numpy(*given, *masks, scale=0.5, diagonal=diagonal)
+                    found += out if isinstance(out, tuple) else [out]
+        for tiled, whole in zip(found[:4], found[4:], strict=True):
+            np.testing.assert_allclose(tiled, whole, rtol=1e-9, atol=1e-9)
+        if where == 3:  # zero times NaN, as in softmax(scores, where=mask) @ value
+            assert not np.isfinite(found[0][0, :, 1]).any()
+            assert np.isfinite(found[0][1]).all()
+
+
 def test_memory_of_attention_grows_with_the_length_and_not_with_its_square(peak_of, monkeypatch):
-    monkeypatch.setattr(attention, "SMALLEST_SHARED", 1)
-    monkeypatch.setattr(attention, "LEAST_ROWS", 256)
+    monkeypatch.setattr(attention, "TILE", 1)
+    monkeypatch.setattr(attention, "LEAST_ROWS", 64)
+    monkeypatch.setattr(attention, "WHOLE", 0)
     step = meshtape.grad(lambda x: mt.sum(mt.nn.scaled_dot_product_attention(x, x, x)))
     inputs = [mt.ones((s, 8), dtype=mt.float32) for s in (1024, 2048)]
     short, long = (peak_of(lambda x=x: step(x)) for x in inputs)
@@ -423,3 +447,6 @@ def test_masks_of_attention_are_boolean_or_floating_and_heads_broadcast():
     for k, mask in ((q[:, :0], None), (q[:, :2], np.ones((2, 2, 5, 5), bool))):
         with pytest.raises(ShapeError, match="heads of the query"):
             mt.nn.scaled_dot_product_attention(q, k, k, mask=mask)
+    for flag in (1, None, "yes", mt.asarray(True)):
+        with pytest.raises(ArgumentError, match="is_causal is True or False"):
+            mt.nn.scaled_dot_product_attention(q, q, q, is_causal=flag)

@@ -315,6 +315,24 @@ def test_an_optimizer_is_one_kernel_for_leaves_of_many_shapes(place: Any, emulat
         assert len(emulator.launched) == launches
 
 
+def test_a_norm_of_all_leaves_is_one_kernel_for_their_squares(place: Any, emulator: Any, monkeypatch: Any) -> None:
+    """Of each dtype; also of leaves that take several blocks, odd sizes, one number and none."""
+    shapes = [(3,), (4, 5), (), (0, 2), (5001,), (2, 3, 4)]
+    leaves = [RNG.standard_normal(s).astype(np.float32) for s in shapes]
+    leaves[1] = np.asfortranarray(leaves[1])
+    hosts = [*leaves, *(values("bfloat16", n)[4:] for n in (40, 2051)), values("float64", 99)[4:]]
+    grads = [mt.asarray(x) for x in hosts]
+    want = mt.optim.global_norm(grads)
+    program = mt.compile(mt.optim.global_norm).program(grads)
+    for batch, sums in ((1 << 24, 3), (100, 6)):
+        emulator.launched.clear()
+        monkeypatch.setattr(cuda_fusion, "BATCH", batch)
+        (got,) = local_executable(program, emulator.xp)([place(x) if x.flags.c_contiguous else x for x in hosts])
+        np.testing.assert_allclose(got, float(want), rtol=1e-6)
+        texts = [launch.GENERATED[file] for file, *_ in emulator.launched]
+        assert len([t for t in texts if "row_sum" in t]) == sums
+
+
 def test_runs_that_need_one_another_stay_apart(place: Any, emulator: Any) -> None:
     def f(x: Any, y: Any) -> Any:
         a, b = x * 2.0 + 1.0, y * 2.0 + 1.0

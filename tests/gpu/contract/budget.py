@@ -43,7 +43,7 @@ TABLES = {
     """,
     "steps": """
     others: 0 0 0;
-    adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 8 0 0; clipping: 46 1 0;
+    adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 8 0 0; clipping: 4 0 0;
     decoder: 197 0 3; decoder, compiled: 169 0 0; experts: 334 6 19; layers: 30 0 0; layers, compiled: 15 0 0;
     layers, graphs: 4 0 0;
     """,
