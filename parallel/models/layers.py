@@ -124,20 +124,20 @@ def rotary_tables(
         raise ShapeError(f"rotary positions need heads of even length, got {d}")
     cosines, sines = _rotary_tables(tuple(positions.tolist()), d, theta, scaling, default_device())
     # What is traced has made them: they are constants, and nobody writes to them.
-    return made(wrap(cosines)), made(wrap(sines))
+    return made(wrap(cosines._buf)), made(wrap(sines._buf))
 
 
 @functools.lru_cache(maxsize=8)
 def _rotary_tables(
     positions: tuple[int, ...], d: int, theta: float, scaling: RopeScaling | None, device: Device
-) -> tuple[Any, Any]:
-    """Buffers of the tables, kept, so that a GPU is not sent them at every forward pass."""
+) -> tuple[Array, Array]:
+    """The tables, kept, so that a GPU is not sent them at every forward pass."""
     speeds = theta ** (-np.arange(0, d, 2) / d)
     angles = np.outer(np.asarray(positions, np.float64), speeds if scaling is None else scaling(speeds))
     angles = np.concatenate([angles, angles], axis=1)
     sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
-    cosines, sines = (asarray(t.astype(np.float32), device=device) for t in (np.cos(angles), np.sin(angles) * sign))
-    return cosines._buf, sines._buf
+    cosines, sines = np.cos(angles), np.sin(angles) * sign
+    return asarray(cosines.astype(np.float32), device=device), asarray(sines.astype(np.float32), device=device)
 
 
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:

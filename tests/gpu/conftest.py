@@ -79,7 +79,12 @@ def _compile_together() -> None:
     nothing."""
     if not _asked.exists():
         env = {k: v for k, v in os.environ.items() if k not in (EMULATED, "MESHTAPE_FAKE_VALUES")}
-        subprocess.run([sys.executable, HERE / "contract/sweeps.py", "asked", _asked], env=env, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, HERE / "contract/sweeps.py", "asked", _asked],
+            env=env,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     _fake.kernels.compile((source, tuple(names)) for source, names in json.loads(_asked.read_text()))
 
 

@@ -313,13 +313,15 @@ def _float8() -> list[str]:
     return out
 
 
-def _layouts(x: Any) -> dict[str, Any]:
+def _layouts(x: np.ndarray) -> dict[str, Any]:
     """A matrix, or a stack of them, in memory that a product takes as it is."""
-    cp = FAKE.cupy
-    wide = cp.zeros((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 5), x.dtype)
-    inner = wide[..., 1:, 1 : 1 + x.shape[-1]]  # an odd address, and rows apart
-    inner[...] = x
-    return {"rows": x, "columns": cp.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2), "apart": inner}
+    asarray, wide = FAKE.cupy.asarray, np.zeros((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 5), x.dtype)
+    wide[..., 1:, 1 : 1 + x.shape[-1]] = x
+    return {
+        "rows": asarray(x),
+        "columns": asarray(np.ascontiguousarray(x.swapaxes(-1, -2))).swapaxes(-1, -2),
+        "apart": asarray(wide)[..., 1:, 1 : 1 + x.shape[-1]],  # at an odd address
+    }
 
 
 STACKS = [((4, 3), (3, 5)), ((2, 4, 3), (3, 5)), ((2, 4, 3), (2, 3, 5)), ((4, 3), (2, 3, 5)), ((3,), (3, 5))]
@@ -354,9 +356,9 @@ def products(_: str) -> dict[str, Any]:
         for shapes in STACKS:
             hosts = [rng.standard_normal(s).astype(dtype) for s in shapes]
             want = np.matmul(*(h.astype(np.complex128) for h in hosts))
-            x, y = (_layouts(FAKE.cupy.asarray(h)) if h.ndim > 1 else {"": FAKE.cupy.asarray(h)} for h in hosts)
+            x, y = (_layouts(h) if h.ndim > 1 else {"": FAKE.cupy.asarray(h)} for h in hosts)
             ramp = np.arange(2 * hosts[1].shape[-1], dtype=np.float32).astype(dtype)
-            bias = FAKE.cupy.asarray(ramp)[::2]  # with gaps
+            bias = FAKE.cupy.asarray(ramp)[::2] if dtype is np.float32 else FAKE.cupy.asarray(ramp[::2].copy())
             for (a, left), (b, right) in itertools.product(x.items(), y.items()):
                 found = {"": (lt.product(left, right), want)}
                 if hosts[1].ndim > 1 and hosts[0].ndim > 1 and np.dtype(dtype).kind != "c":
@@ -485,6 +487,7 @@ def steps(_: str = "") -> dict[str, Any]:
     plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
     decoder, args = _decoder()
     made["decoder"], made["decoder, compiled"] = (decoder, args, plain), (decoder, args, compiled)
+    made["decoder, graph"] = decoder, args, graph
     params, slots, _ = args
     made["adamw"] = mt.optim.adamw(1e-2).update, (params, params, slots), plain
     clipped = functools.partial(mt.optim.clip_by_global_norm, limit=1.0)
@@ -508,10 +511,12 @@ def steps(_: str = "") -> dict[str, Any]:
             run(*given)
             with FAKE.calls() as calls, mt.host_waits() as waits:
                 got = arrays_of(run(*given))
+            traces = run(*given) and run.signatures if prepared is not plain else 0
         counted = fake_cuda.counts(calls)
         out[name] = {
             "cost": {"launch": counted["launch"] + counted["graph"], "upload": counted["h2d"], "wait": counted["wait"]},
             "graphs": counted["graph"],
+            "traces": traces,
             "told": len(waits),
             "differences": [
                 f"result {k}: {g.dtype}{list(g.shape)} on {g.device}, on the CPU {w.dtype}{list(w.shape)}"
