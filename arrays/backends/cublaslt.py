@@ -322,12 +322,12 @@ def _plan(
         return False, shape
 
 
-def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any = None) -> Any:
+def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any = None, out: Any = None) -> Any:
     """``x @ y`` of CuPy's arrays of one dtype on the current device, or None where cuBLASLt does not serve it.
 
     A ``bias`` along the last dimension is added before the result is rounded. With ``sums`` the result is followed by
     the sums of ``y`` over the dimension that is summed. ``float8`` is the dtype of two arrays of bytes, whose product
-    is float32.
+    is float32. ``out``, of the result's shape and dtype, takes the result.
     """
     if (float8 or x.dtype) not in CUDA_TYPES or library() is None:
         return None
@@ -349,14 +349,18 @@ def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any
         x, y = cupy.ascontiguousarray(x), cupy.ascontiguousarray(y)
     if not isinstance(plan, Plan):
         return None
-    out = cupy.ndarray(shape, plan.dtype)
-    if out.data.ptr % ALIGNED:  # memory of some other allocator
+    direct = out is not None and out.flags.c_contiguous and out.data.ptr % ALIGNED == 0
+    into = out if direct else cupy.ndarray(shape, plan.dtype)
+    if into.data.ptr % ALIGNED:  # memory of some other allocator
         return None
     try:
-        plan.run(cupy, x, y, out, vector)
+        plan.run(cupy, x, y, into, vector)
     except Unserved:
         return None
-    return (out, vector) if sums else out
+    if out is not None and not direct:
+        out[...] = into
+        return out
+    return (into, vector) if sums else into
 
 
 def _alignment(array: Any) -> int:

@@ -25,7 +25,7 @@ from ..native import ops
 from ..ops.creation import asarray
 from ..ops.elementwise import POSITIONS, WHERE, logical_and
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, repeat, reshape
-from ..ops.matmul import matmul
+from ..ops.matmul import MATMUL, matmul
 from ..ops.param_kinds import LABEL, NUMBER
 from ..reductions.reductions import sum as sum_
 from .dropout import dropout
@@ -102,10 +102,15 @@ def _tiles(
             yield at, slice(i, stop), slice(seen)
 
 
+def _times(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
+    """``x @ y``, on a GPU as the op has it, which a CUDA graph may hold."""
+    return np.matmul(x, y, out) if xp is np else MATMUL.bind(xp)(x, y, out=out)
+
+
 def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...], diagonal: int | None) -> Any:
     """The weights of a tile of scaled queries and the keys that it may see."""
     at, rows, seen = key
-    s = xp.matmul(q, xp.swapaxes(k, -1, -2))
+    s = _times(xp, q, xp.swapaxes(k, -1, -2))
     for m in mask:
         m = _part(m, (*at, rows, seen))
         allowed = m
@@ -154,7 +159,7 @@ def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> A
         at, rows, seen = key
         weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
         out = wide[*at, rows]
-        xp.matmul(weights, _part(v, (*at, seen)), out=out)
+        _times(xp, weights, _part(v, (*at, seen)), out=out)
         if seen.stop < k.shape[-2]:
             out += _nothing(_part(v, at)[..., seen.stop :, :])
     return wide.astype(dtype, copy=False)
@@ -184,16 +189,16 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
         x, cotangent = _part(q, (*at, rows)) * scale, g[*at, rows]
         y, z = (_part(a, (*at, seen)) for a in (k, v))
         weights = _weights(xp, x, y, mask, key, diagonal)
-        slopes = xp.matmul(cotangent, xp.swapaxes(z, -1, -2))
+        slopes = _times(xp, cotangent, xp.swapaxes(z, -1, -2))
         if slopes.shape != weights.shape:  # values may have more leading dimensions than keys
             weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
         far = slice(seen.stop, None) if seen.stop < k.shape[-2] else None
         if far:
             slopes[..., :1] += _nothing(_part(v, at)[..., far, :]).sum(axis=-1, keepdims=True)
         slopes = _in_place(xp, SOFTMAX_BACKWARD, slopes, weights)
-        add(0, (*at, rows), xp.matmul(slopes, y) * scale)
-        add(1, (*at, seen), xp.matmul(xp.swapaxes(slopes, -1, -2), x))
-        add(2, (*at, seen), xp.matmul(xp.swapaxes(weights, -1, -2), cotangent))
+        add(0, (*at, rows), _times(xp, slopes, y) * scale)
+        add(1, (*at, seen), _times(xp, xp.swapaxes(slopes, -1, -2), x))
+        add(2, (*at, seen), _times(xp, xp.swapaxes(weights, -1, -2), cotangent))
         if count > 3:
             add(3, (*at, rows, seen), slopes)
         if far:

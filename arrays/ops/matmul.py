@@ -69,6 +69,10 @@ def transposed_times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     if xp is np and x.dtype == y.dtype and x.dtype.num in _OWN_PRODUCTS:
         return product(x, y, out)
+    if xp.__name__ == "cupy" and x.dtype == y.dtype:
+        found = cublaslt.product(x, y, out=out)
+        if found is not None:
+            return found
     if out is not None:
         out[...] = _matmul(xp, x, y)
         return out
@@ -76,10 +80,8 @@ def _matmul(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     dtype = x.dtype if x.dtype == y.dtype else xp.result_type(x.dtype, y.dtype)
     if xp is np and is_low_precision(dtype):
         return product(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
-    if xp.__name__ == "cupy":
-        found = cublaslt.product(x.astype(dtype, copy=False), y.astype(dtype, copy=False))
-        if found is not None:
-            return found
+    if x.dtype != y.dtype and xp is not np:
+        return _matmul(xp, x.astype(dtype, copy=False), y.astype(dtype, copy=False))
     if (
         xp is not np and dtype.num >= FIRST_USER_DTYPE and (x.ndim > 2 or y.ndim > 2)
     ):  # CuPy has products of two matrices of these alone

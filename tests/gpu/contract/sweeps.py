@@ -487,6 +487,7 @@ def steps(_: str = "") -> dict[str, Any]:
     plain, compiled, graph = (lambda f: f), mt.compile, functools.partial(mt.compile, cuda_graph=True)
     decoder, args = _decoder()
     made["decoder"], made["decoder, compiled"] = (decoder, args, plain), (decoder, args, compiled)
+    made["decoder, graph"] = decoder, args, graph
     params, slots, _ = args
     made["adamw"] = mt.optim.adamw(1e-2).update, (params, params, slots), plain
     clipped = functools.partial(mt.optim.clip_by_global_norm, limit=1.0)

@@ -92,7 +92,7 @@ def test_nothing_costs_more_than_its_budget(kind: str, sweep: Sweep) -> None:
 def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
     steps = sweep("steps")
     assert {name: row["differences"] for name, row in steps.items() if row["differences"]} == {}
-    assert steps["layers, graphs"]["graphs"] == 1
+    assert [steps[n]["graphs"] for n in ("layers, graphs", "decoder, graph")] == [1, 1]
     assert [name for name, row in steps.items() if row["traces"] > 2] == []  # of three calls
     assert [name for name, row in steps.items() if row["told"] and row["cost"]["wait"] == 0] == []
 
