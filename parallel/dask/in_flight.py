@@ -8,6 +8,7 @@ import errno
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,8 +30,8 @@ IN_FLIGHT = 4
 class DroppedSlots:
     """The slots of a gang whose arrays were dropped by the client."""
 
-    def __init__(self, number: int, streams: Sequence[WorkerStream]) -> None:
-        self.number, self._streams = number, tuple(streams)
+    def __init__(self, gang: Gang) -> None:
+        self._gang, self._streams = weakref.ref(gang), tuple(f.stream for f in gang.futures)
         self._dead: deque[int] = deque()
 
     def drop(self, slot: int) -> None:
@@ -40,10 +41,11 @@ class DroppedSlots:
             self._streams[0].streams.flush_later(self._told)
 
     def _told(self) -> Sequence[WorkerStream]:
-        slots = tuple(popped(self._dead))
-        if slots:
-            for s in self._streams:
-                s.send({"op": "drop_slots", "n": self.number, "slots": slots})
+        gang, slots = self._gang(), tuple(popped(self._dead))
+        if gang is None or not slots:  # without a gang its futures are dropped, and all slots with them
+            return ()
+        for s in self._streams:
+            s.send({"op": "drop_slots", "n": gang.number, "slots": slots})
         return self._streams
 
 
@@ -73,7 +75,7 @@ class Gang:
     def __init__(self, what: str, futures: Sequence[WorkerFuture], on_end: Callable[[], None] | None = None) -> None:
         self.what, self.futures = what, list(futures)
         self.number = self.futures[0].number
-        self.slots = DroppedSlots(self.number, [f.stream for f in self.futures])
+        self.slots = DroppedSlots(self)
         self._on_end, self._open = on_end, len(self.futures)
         self._lock = threading.Lock()
         if on_end is not None:

@@ -28,6 +28,8 @@ from .workers import PerClient, check_running, scheduler_answer
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
+LATE = 0.01
+"""Seconds for which a message about dropped values waits for another one to the same worker."""
 
 _PAUSED = (
     "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del "
@@ -336,13 +338,13 @@ class WorkerStreams:
 
     def submit(self, number: int, name: str, messages: Mapping[str, dict[str, Any]]) -> dict[str, WorkerFuture]:
         """Send an item to each of some workers, by address. Called while :attr:`order` is held."""
-        futures = {}
+        futures, late = {}, self._put_late()
         for address, message in messages.items():
             stream = self._streams[address]
             futures[address] = future = WorkerFuture(stream, number, name)
             stream.pending[number] = future
             stream.send({**message, "n": number, "name": name})
-        self.flush(messages)
+        self.flush({*messages, *(s.address for s in late)})
         return futures
 
     def results(self, futures: Iterable[WorkerFuture], errors: bool = False) -> list[Any]:
@@ -370,17 +372,20 @@ class WorkerStreams:
             self._loop.call_soon_threadsafe(go)
 
     def flush_later(self, put: Callable[[], Iterable[WorkerStream]]) -> None:
-        """The same for finalizers, on the streams that ``put`` returns: many calls become one message."""
+        """The same for finalizers, on the streams that ``put`` returns: within :data:`LATE` seconds, or with the next
+        item. A loop of steps drops the results of each, for which a message of its own would be half of the work."""
         self._late.append(put)
         if not self._flushing:
             self._flushing = True
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._flush_late)
+                self._loop.call_soon_threadsafe(self._loop.call_later, LATE, self._flush_late)
+
+    def _put_late(self) -> set[WorkerStream]:
+        return {s for put in popped(self._late) for s in put()}
 
     def _flush_late(self) -> None:
         self._flushing = False
-        streams = {id(s): s for put in popped(self._late) for s in put()}
-        for s in streams.values():
+        for s in self._put_late():
             s.wake()
 
     # ----- are they alive ---------------------------------------------------------------------------------------------

@@ -93,9 +93,10 @@ def failure(message: Mapping[str, Any]) -> BaseException:
 
 
 def popped(queue: deque[T]) -> Iterator[T]:
-    """The elements of a queue, popped one by one; others may append meanwhile."""
-    while queue:
-        yield queue.popleft()
+    """The elements of a queue, popped one by one; other threads may append and pop meanwhile."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield queue.popleft()
 
 
 class Outbox:
