@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import itertools
 import os
 import threading
 import time
@@ -43,6 +44,10 @@ class DroppedSlots:
     def _told(self) -> Sequence[WorkerStream]:
         gang, slots = self._gang(), tuple(popped(self._dead))
         if gang is None or not slots:  # without a gang its futures are dropped, and all slots with them
+            return ()
+        if not gang.futures[0].done():  # that comes to pass most often as soon as it has ended
+            self._dead.extend(slots)
+            gang.futures[0].add_done_callback(lambda _: self._streams[0].streams.flush_later(self._told))
             return ()
         for s in self._streams:
             s.send({"op": "drop_slots", "n": gang.number, "slots": slots})
@@ -138,9 +143,14 @@ class RunQueue:
         """Wait until a gang has ended; raise its error, the cause before its consequences."""
         failed_at: float | None = None
         grace = settings.number("timeouts.abort")
-        ended = threading.Event()
+        ended, count = threading.Event(), itertools.count(1)
+
+        def one(f: WorkerFuture) -> None:  # this thread is not woken for each of many workers
+            if next(count) == len(this.futures) or f.failed:
+                ended.set()
+
         for f in this.futures:
-            f.add_done_callback(lambda _: ended.set())
+            f.add_done_callback(one)
         while not this.done:
             ended.wait(0.2 if failed_at is not None else LOOK)
             ended.clear()

@@ -305,7 +305,8 @@ class DaskRuntime:
             if forget:
                 for address in self.addresses:
                     self._streams[address].send({"op": "forget", "programs": forget})
-            futures = self._streams.submit(self._streams.number(), program.name, messages)
+            alike = text is None and not travel
+            futures = self._streams.submit(self._streams.number(), program.name, messages, alike)
         return Gang(program.name, list(futures.values()), self._lease.leave)
 
     def _loop(self, turns: Turns | None, given: int) -> Turning | None:

@@ -20,10 +20,11 @@ from typing import Any, TypeVar
 
 from distributed import Client
 from distributed.core import connect
+from distributed.protocol.pickle import dumps
 
 from ...arrays.core.errors import ClusterError, RankLost
 from ..base import settings
-from .worker_queue import Outbox, Ref, answered, failure, packed, popped
+from .worker_queue import Message, Outbox, Ref, answered, failure, messages_from, packed, popped
 from .workers import PerClient, check_running, scheduler_answer
 
 T = TypeVar("T")
@@ -133,13 +134,13 @@ class WorkerStream:
 
     # ----- any thread -------------------------------------------------------------------------------------------------
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Put a message in the queue; :meth:`WorkerStreams.flush` sends it."""
         self._outbox.put(message)
 
     def drop(self, number: int) -> None:
         """Have the worker drop a value. Called by finalizers, in any thread, at any moment: it takes no lock."""
-        self._outbox.put({"op": "drop", "numbers": (number,)})
+        self._outbox.put(dumps({"op": "drop", "numbers": (number,)}))
         self.streams.flush_later(lambda: (self,))
 
     # ----- the client's event loop ------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class WorkerStream:
     async def _read(self) -> None:
         try:
             while True:
-                for m in await self.comm.read():
+                for m in await messages_from(self.comm):
                     self.heard = True
                     if m["op"] == "pong":
                         self._is_paused(m["paused"])
@@ -336,14 +337,18 @@ class WorkerStreams:
             futures[address].hold([a for a in given if isinstance(a, WorkerFuture)])
         return futures
 
-    def submit(self, number: int, name: str, messages: Mapping[str, dict[str, Any]]) -> dict[str, WorkerFuture]:
-        """Send an item to each of some workers, by address. Called while :attr:`order` is held."""
+    def submit(
+        self, number: int, name: str, messages: Mapping[str, dict[str, Any]], alike: bool = False
+    ) -> dict[str, WorkerFuture]:
+        """Send an item to each of some workers, by address. Called while :attr:`order` is held. ``alike``: all get the
+        same small message."""
         futures, late = {}, self._put_late()
+        one = dumps({**next(iter(messages.values())), "n": number, "name": name}) if alike else None
         for address, message in messages.items():
             stream = self._streams[address]
             futures[address] = future = WorkerFuture(stream, number, name)
             stream.pending[number] = future
-            stream.send({**message, "n": number, "name": name})
+            stream.send(one or {**message, "n": number, "name": name})
         self.flush({*messages, *(s.address for s in late)})
         return futures
 

@@ -292,10 +292,10 @@ def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process]) -> Callable[[
         if found is None:
             lanes, other = processes[process].lanes, processes[q]
             found = known[process, of[q]] = [
-                Parcel(s, p.source)
+                Parcel(s, part)
                 for first, lane in other.wants
                 for s, held in lanes.get(lane, ())
-                if held not in other.has and (p := plan.piece(s, first)) is not None
+                if held not in other.has and (part := plan.part(s, first)) is not None
             ]
         return found
 
