@@ -149,7 +149,7 @@ class RunQueue:
             if next(count) == len(this.futures) or f.failed:
                 ended.set()
 
-        for f in this.futures:
+        for f in () if this.done else this.futures:
             f.add_done_callback(one)
         while not this.done:
             ended.wait(0.2 if failed_at is not None else LOOK)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+import sys
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +62,10 @@ class RemoteBlocks:
 
     def __init__(self, gang_: Gang, slot: int) -> None:
         self.gang, self.slot = gang_, slot
-        # Their memory is freed before the whole bundle is.
-        weakref.finalize(self, gang_.slots.drop, slot).atexit = False
+
+    def __del__(self) -> None:  # their memory is freed before the whole bundle is
+        if not sys.is_finalizing():
+            self.gang.slots.drop(self.slot)
 
 
 class DaskRuntime:
