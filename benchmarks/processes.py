@@ -28,19 +28,23 @@ from distributed import Client
 from gloo import gloo
 
 import meshtape as mt
+from meshtape.parallel.dask.cluster import SELDOM
 
 EACH = 128  # numbers a rank
 
 
 @contextlib.contextmanager
-def cluster(workers: int) -> Iterator[tuple[Client, int]]:
-    """A client of so many workers of one thread, and the number of the scheduler's process."""
+def cluster(workers: int, as_ours: bool = True) -> Iterator[tuple[Client, int]]:
+    """A client of so many workers of one thread, and the number of the scheduler's process. ``as_ours``: they look at
+    themselves as seldom as those of ``local_cluster``."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         file = ["--scheduler-file", f"{folder}/scheduler.json", "--no-dashboard"]
+        seldom = {f"DASK_{key.upper().replace('.', '__')}": ours for key, (_, ours) in SELDOM.items()}
+        environment = {**os.environ, **(seldom if as_ours else {})}
 
         def start(*args: str) -> int:
             quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            p = subprocess.Popen([sys.executable, "-m", "dask", *args, *file], **quiet)
+            p = subprocess.Popen([sys.executable, "-m", "dask", *args, *file], env=environment, **quiet)
             stack.callback(p.wait, 60)
             stack.callback(p.kill)
             return p.pid
@@ -87,12 +91,12 @@ def a_second(i: int) -> int:
     return i
 
 
-def measured(workers: int, calls: int) -> list[str]:
+def measured(workers: int, calls: int, as_ours: bool) -> list[str]:
     """A row of the table."""
     import dask.array as da
 
     host = np.ones(EACH * workers)
-    with cluster(workers) as (client, scheduler), mt.Mesh({"ranks": workers}, client=client) as mesh:
+    with cluster(workers, as_ours) as (client, scheduler), mt.Mesh({"ranks": workers}, client=client) as mesh:
         x = mt.compute(mt.distribute(host, mesh, ranks=mt.Shard(0)) + 0.0)
         step = mt.compile(lambda x: mt.sum(x * 2.0))
 
@@ -170,11 +174,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--defaults", action="store_true", help="leave Dask's own intervals to scheduler and workers")
     args = parser.parse_args()
     print(f"A compiled sum of {EACH} numbers a rank, on {os.cpu_count()} cores.\n")
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
     for n in args.workers:
-        print("| " + " | ".join(measured(n, args.calls)) + " |", flush=True)
+        print("| " + " | ".join(measured(n, args.calls, not args.defaults)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def forget() -> None:
         schedule._processes,
         schedule._shared,
         schedule._relayed,
+        schedule._parcels,
     ):
         cache.cache_clear()
 

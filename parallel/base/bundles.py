@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def _bundle_of(slots: dict[int, dict[int, np.ndarray]], device: str) -> Bundle:
         return Bundle({i: {r: memory.put(b) for r, b in blocks.items()} for i, blocks in slots.items()})
 
 
-def make_room(kept: Iterable[Any], needed: Iterable[Bundle], memory: BlockMemory) -> None:
+def make_room(kept: Callable[[], Iterable[Any]], needed: Iterable[Bundle], memory: BlockMemory) -> None:
     """Spill bundles that no run has read for longest, until what is kept and what the next run needs takes no more than
     its share of the device."""
     needed = {id(b): b for b in needed}
@@ -70,7 +70,8 @@ def make_room(kept: Iterable[Any], needed: Iterable[Bundle], memory: BlockMemory
         b.read()
     if not isinstance(memory, CudaMemory):
         return
-    others = sorted({id(b): b for b in kept if isinstance(b, Bundle) and id(b) not in needed}.values(), key=_last_read)
+    rest = {id(b): b for b in kept() if isinstance(b, Bundle) and id(b) not in needed}
+    others = sorted(rest.values(), key=_last_read)
     size = {k: n for b in needed.values() for host in (False, True) for k, n in b.blocks(host).items()}
     sizes = [b.blocks(host=False) for b in others]
     limit = settings.number("device-memory") * memory.total()

@@ -2,8 +2,9 @@
 
 Seconds of a round, of a message and of a byte (Hockney: The communication challenge for MPP, 1994; with a term for the
 overhead of a process for each message, as in Culler et al.: LogP, 1993). The constants of one host were fitted to two
-processes that share memory; those between hosts are figures of 10 Gbit Ethernet that were not measured here. They
-affect only the choice of the algorithm, never the result.
+processes that share memory, the message's to the processor time of up to fifteen of them in one exchange; those between
+hosts are figures of 10 Gbit Ethernet that were not measured here. They affect only the choice of the algorithm, never
+the result.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Costs(NamedTuple):
     ``only`` takes one algorithm wherever it applies.
     """
 
-    inside: Network = Network(30e-6, 8e-6, 0.75e-9)
-    between: Network = Network(80e-6, 12e-6, 1e-9)
+    inside: Network = Network(24e-6, 18e-6, 0.75e-9)
+    between: Network = Network(80e-6, 20e-6, 1e-9)
     join: float = 0.02e-9
     only: str | None = None
 
@@ -66,6 +67,7 @@ class Costs(NamedTuple):
         # Halving sends half of the block in the first round, within the host, and ever less afterwards.
         inner = nbytes * (1 - hosts / n)
         halves = inner * self.inside.byte + (share - inner) * net.byte
+        halves *= 1.4 if n & (n - 1) else 1.0  # without a power of two, some send for two others
         one, trees = net.round + (n - 1) * net.message, 1.0 if tree else math.inf
         if scatter:
             halving = levels + halves + share * self.join

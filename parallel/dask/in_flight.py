@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import itertools
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,8 +31,8 @@ IN_FLIGHT = 4
 class DroppedSlots:
     """The slots of a gang whose arrays were dropped by the client."""
 
-    def __init__(self, number: int, streams: Sequence[WorkerStream]) -> None:
-        self.number, self._streams = number, tuple(streams)
+    def __init__(self, gang: Gang) -> None:
+        self._gang, self._streams = weakref.ref(gang), tuple(f.stream for f in gang.futures)
         self._dead: deque[int] = deque()
 
     def drop(self, slot: int) -> None:
@@ -40,10 +42,15 @@ class DroppedSlots:
             self._streams[0].streams.flush_later(self._told)
 
     def _told(self) -> Sequence[WorkerStream]:
-        slots = tuple(popped(self._dead))
-        if slots:
-            for s in self._streams:
-                s.send({"op": "drop_slots", "n": self.number, "slots": slots})
+        gang, slots = self._gang(), tuple(popped(self._dead))
+        if gang is None or not slots:  # without a gang its futures are dropped, and all slots with them
+            return ()
+        if not gang.futures[0].done():  # that comes to pass most often as soon as it has ended
+            self._dead.extend(slots)
+            gang.futures[0].add_done_callback(lambda _: self._streams[0].streams.flush_later(self._told))
+            return ()
+        for s in self._streams:
+            s.send({"op": "drop_slots", "n": gang.number, "slots": slots})
         return self._streams
 
 
@@ -73,7 +80,7 @@ class Gang:
     def __init__(self, what: str, futures: Sequence[WorkerFuture], on_end: Callable[[], None] | None = None) -> None:
         self.what, self.futures = what, list(futures)
         self.number = self.futures[0].number
-        self.slots = DroppedSlots(self.number, [f.stream for f in self.futures])
+        self.slots = DroppedSlots(self)
         self._on_end, self._open = on_end, len(self.futures)
         self._lock = threading.Lock()
         if on_end is not None:
@@ -136,9 +143,14 @@ class RunQueue:
         """Wait until a gang has ended; raise its error, the cause before its consequences."""
         failed_at: float | None = None
         grace = settings.number("timeouts.abort")
-        ended = threading.Event()
-        for f in this.futures:
-            f.add_done_callback(lambda _: ended.set())
+        ended, count = threading.Event(), itertools.count(1)
+
+        def one(f: WorkerFuture) -> None:  # this thread is not woken for each of many workers
+            if next(count) == len(this.futures) or f.failed:
+                ended.set()
+
+        for f in () if this.done else this.futures:
+            f.add_done_callback(one)
         while not this.done:
             ended.wait(0.2 if failed_at is not None else LOOK)
             ended.clear()

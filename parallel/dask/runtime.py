@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+import sys
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +62,10 @@ class RemoteBlocks:
 
     def __init__(self, gang_: Gang, slot: int) -> None:
         self.gang, self.slot = gang_, slot
-        # Their memory is freed before the whole bundle is.
-        weakref.finalize(self, gang_.slots.drop, slot).atexit = False
+
+    def __del__(self) -> None:  # their memory is freed before the whole bundle is
+        if not sys.is_finalizing():
+            self.gang.slots.drop(self.slot)
 
 
 class DaskRuntime:
@@ -305,7 +308,8 @@ class DaskRuntime:
             if forget:
                 for address in self.addresses:
                     self._streams[address].send({"op": "forget", "programs": forget})
-            futures = self._streams.submit(self._streams.number(), program.name, messages)
+            alike = text is None and not travel
+            futures = self._streams.submit(self._streams.number(), program.name, messages, alike)
         return Gang(program.name, list(futures.values()), self._lease.leave)
 
     def _loop(self, turns: Turns | None, given: int) -> Turning | None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import sys
 import threading
 import uuid
 import weakref
@@ -20,14 +21,17 @@ from typing import Any, TypeVar
 
 from distributed import Client
 from distributed.core import connect
+from distributed.protocol.pickle import dumps
 
 from ...arrays.core.errors import ClusterError, RankLost
 from ..base import settings
-from .worker_queue import Outbox, Ref, answered, failure, packed, popped
+from .worker_queue import Message, Outbox, Ref, answered, failure, messages_from, packed, popped
 from .workers import PerClient, check_running, scheduler_answer
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
+LATE = 0.01
+"""Seconds for which a message about dropped values waits for another one to the same worker."""
 
 _PAUSED = (
     "paused by Dask, as it uses too much of its memory_limit: Dask's tasks wait there until arrays are given up (del "
@@ -50,7 +54,10 @@ class WorkerFuture:
         self._callbacks: list[Callable[[WorkerFuture], None]] = []
         self._needs: Sequence[WorkerFuture] = ()
         self._lock = threading.Lock()
-        weakref.finalize(self, stream.drop, number).atexit = False
+
+    def __del__(self) -> None:  # a hundredth of the time of weakref.finalize, once a worker and step
+        if not sys.is_finalizing():
+            self.stream.drop(self.number)
 
     def done(self) -> bool:
         """Whether there is an answer, or can be none."""
@@ -131,13 +138,13 @@ class WorkerStream:
 
     # ----- any thread -------------------------------------------------------------------------------------------------
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Put a message in the queue; :meth:`WorkerStreams.flush` sends it."""
         self._outbox.put(message)
 
     def drop(self, number: int) -> None:
         """Have the worker drop a value. Called by finalizers, in any thread, at any moment: it takes no lock."""
-        self._outbox.put({"op": "drop", "numbers": (number,)})
+        self._outbox.put(dumps({"op": "drop", "numbers": (number,)}))
         self.streams.flush_later(lambda: (self,))
 
     # ----- the client's event loop ------------------------------------------------------------------------------------
@@ -184,7 +191,7 @@ class WorkerStream:
     async def _read(self) -> None:
         try:
             while True:
-                for m in await self.comm.read():
+                for m in await messages_from(self.comm):
                     self.heard = True
                     if m["op"] == "pong":
                         self._is_paused(m["paused"])
@@ -334,15 +341,19 @@ class WorkerStreams:
             futures[address].hold([a for a in given if isinstance(a, WorkerFuture)])
         return futures
 
-    def submit(self, number: int, name: str, messages: Mapping[str, dict[str, Any]]) -> dict[str, WorkerFuture]:
-        """Send an item to each of some workers, by address. Called while :attr:`order` is held."""
-        futures = {}
+    def submit(
+        self, number: int, name: str, messages: Mapping[str, dict[str, Any]], alike: bool = False
+    ) -> dict[str, WorkerFuture]:
+        """Send an item to each of some workers, by address. Called while :attr:`order` is held. ``alike``: all get the
+        same small message."""
+        futures, late = {}, self._put_late()
+        one = dumps({**next(iter(messages.values())), "n": number, "name": name}) if alike else None
         for address, message in messages.items():
             stream = self._streams[address]
             futures[address] = future = WorkerFuture(stream, number, name)
             stream.pending[number] = future
-            stream.send({**message, "n": number, "name": name})
-        self.flush(messages)
+            stream.send(one or {**message, "n": number, "name": name})
+        self.flush({*messages, *(s.address for s in late)})
         return futures
 
     def results(self, futures: Iterable[WorkerFuture], errors: bool = False) -> list[Any]:
@@ -370,17 +381,20 @@ class WorkerStreams:
             self._loop.call_soon_threadsafe(go)
 
     def flush_later(self, put: Callable[[], Iterable[WorkerStream]]) -> None:
-        """The same for finalizers, on the streams that ``put`` returns: many calls become one message."""
+        """The same for finalizers, on the streams that ``put`` returns: within :data:`LATE` seconds, or with the next
+        item. A loop of steps drops the results of each, for which a message of its own would be half of the work."""
         self._late.append(put)
         if not self._flushing:
             self._flushing = True
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._flush_late)
+                self._loop.call_soon_threadsafe(self._loop.call_later, LATE, self._flush_late)
+
+    def _put_late(self) -> set[WorkerStream]:
+        return {s for put in popped(self._late) for s in put()}
 
     def _flush_late(self) -> None:
         self._flushing = False
-        streams = {id(s): s for put in popped(self._late) for s in put()}
-        for s in streams.values():
+        for s in self._put_late():
             s.wake()
 
     # ----- are they alive ---------------------------------------------------------------------------------------------

@@ -415,7 +415,7 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
         given = unpacked(m["blocks"]) if m["blocks"] else ()
-        make_room(state.resident.in_memory(), bundles.values(), memory)
+        make_room(state.resident.in_memory, bundles.values(), memory)
         inputs = list(_landed(m["sources"], bundles, given, memory))
         if context.peers:
             group = plane.group(mesh, epoch, context.process, context.peers, context.ranks, timeout, context.share)

@@ -15,7 +15,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,6 +73,11 @@ class ReshardPlan(ABC):
     @abstractmethod
     def piece(self, source: int, rank: int) -> Piece | None:
         """The piece of a rank's new block from ``source``, a rank of its lane; None if there is none."""
+
+    def part(self, source: int, rank: int) -> Box | None:
+        """The part of the source's block in :meth:`piece`."""
+        found = self.piece(source, rank)
+        return None if found is None else found.source
 
     @abstractmethod
     def lane(self, rank: int) -> Hashable: ...
@@ -156,8 +161,9 @@ def _along(rank: int, steps: Sequence[tuple[int, int]]) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _blocks_of(plan: Reshard) -> dict[tuple[int, bool], Box]:
-    """The blocks of ranks, old (True) and new, while a plan is being made: each meets many others."""
+def _blocks_of(plan: Reshard) -> dict[tuple[int, Any], Box]:
+    """The blocks of ranks, old (True) and new (False), while a plan is being made: each meets many others. In plans
+    without double cuts also what a new block takes of blocks of a shape: the same of all of them."""
     return {}
 
 
@@ -239,7 +245,7 @@ class Reshard(ReshardPlan):
         return rank - _along(rank, self._free)
 
     def same(self, rank: int) -> Hashable:
-        return self.box(rank), _along(rank, self._kept), self.neutral(rank)
+        return self._block(rank, False), _along(rank, self._kept), self.neutral(rank)
 
     def group(self, rank: int) -> Hashable:
         return _along(rank, self._idle)
@@ -265,11 +271,7 @@ class Reshard(ReshardPlan):
     def piece(self, source: int, rank: int) -> Piece | None:
         if self.neutral(rank):
             return None
-        blocks = _blocks_of(self)
-        if (have := blocks.get((source, True))) is None:
-            have = blocks[source, True] = block_box(self._source, self._sizes, self._shape, source)
-        if (want := blocks.get((rank, False))) is None:
-            want = blocks[rank, False] = self.box(rank)
+        have, want = self._block(source, True), self._block(rank, False)
         if self._apart:
             # One of the two is whole along each dimension, so that few boxes make all pieces.
             common = tuple(map(min, have.shape, want.shape))
@@ -282,6 +284,23 @@ class Reshard(ReshardPlan):
         for stride, n in self._reduced_steps:
             term = term * n + source // stride % n
         return Piece(source, *found, term)
+
+    def part(self, source: int, rank: int) -> Box | None:
+        if not self._apart:
+            return super().part(source, rank)
+        blocks, key = _blocks_of(self), (rank, self._block(source, True).shape)
+        found = blocks.get(key)
+        if found is None and (found := super().part(source, rank)) is not None:
+            blocks[key] = found
+        return found
+
+    def _block(self, rank: int, old: bool) -> Box:
+        blocks = _blocks_of(self)
+        if (found := blocks.get((rank, old))) is None:
+            found = blocks[rank, old] = (
+                block_box(self._source, self._sizes, self._shape, rank) if old else self.box(rank)
+            )
+        return found
 
     @functools.cached_property
     def elements_moved(self) -> int:

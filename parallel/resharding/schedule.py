@@ -232,7 +232,7 @@ def _plan_rounds(
     in_order = tuple(g for _, g in sorted(gathers, key=lambda x: x[0]))
     found = None
     if relayed:
-        found = route(sorted(processes), process, _parcels(plan, processes), deliveries)
+        found = route(sorted(processes), process, _parcels(plan, homes, concerned), deliveries)
     sends = () if relayed else tuple(_sends(plan, processes, process, shared))
     combined = tuple(shared.combined(process, blocks))
     return MoveRounds(tuple(blocks), sends, tuple(joins), in_order, combined, found, plan.reduce, wide, dtype)
@@ -273,8 +273,12 @@ def _sends(plan: ReshardPlan, processes: Mapping[int, _Process], process: int, s
                 yield Outgoing(q, tuple(BlockSource(p.rank, p.source.slices) for p in pieces), spans and spans[q])
 
 
-def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process]) -> Callable[[int, int], list[Parcel]]:
+@functools.lru_cache(maxsize=2)  # the choice of the algorithm asks for some first
+def _parcels(
+    plan: ReshardPlan, homes: tuple[int, ...], concerned: tuple[int, ...]
+) -> Callable[[int, int], list[Parcel]]:
     """A function (process, other process) that lists the parcels of one for the other, in a move without reduction."""
+    processes = _processes(plan, homes, concerned)
     # An all-gather has the same parcels for all that make the same blocks, and lack the same ones.
     kinds = dict[Any, int]()
     replicated = len(set().union(*(p.has for p in processes.values()))) < sum(len(p.has) for p in processes.values())
@@ -292,10 +296,10 @@ def _parcels(plan: ReshardPlan, processes: Mapping[int, _Process]) -> Callable[[
         if found is None:
             lanes, other = processes[process].lanes, processes[q]
             found = known[process, of[q]] = [
-                Parcel(s, p.source)
+                Parcel(s, part)
                 for first, lane in other.wants
                 for s, held in lanes.get(lane, ())
-                if held not in other.has and (p := plan.piece(s, first)) is not None
+                if held not in other.has and (part := plan.part(s, first)) is not None
             ]
         return found
 
@@ -318,7 +322,7 @@ def _relayed(
     n, (first, second, *_) = len(processes), sorted(processes)
     given = givers(first)
     giver, taker = (min(given), first) if given else (first, second)
-    parcels = _parcels(plan, processes)
+    parcels = _parcels(plan, homes, concerned)
     if len(parcels(giver, taker)) * n * (depth(n) + 2) > 16 * plan.size:
         return None  # planning the parcels would take longer than it saves
     lists = [parcels(giver, q) if q != giver else [] for q in processes]

@@ -52,12 +52,11 @@ class SpinPoller:
 
     def wait(self, seconds: float, eager: bool) -> list[int]:
         """Descriptors that are ready; none when so many seconds have passed. ``eager``: awake at first."""
-        found = self._poll.poll(0)
-        if not found and (not eager or self._asleep):
+        if not eager or self._asleep:
             self._asleep = max(0, self._asleep - 1)
             found = self._poll.poll(1000 * seconds)
-        elif not found:
-            found = self._stay_awake(seconds)
+        else:
+            found = self._poll.poll(0) or self._stay_awake(seconds)
         return [fd for fd, _ in found]
 
     def _stay_awake(self, seconds: float) -> list[tuple[int, int]]:

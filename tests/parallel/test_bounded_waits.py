@@ -268,9 +268,9 @@ def test_a_step_of_many_arrays_is_a_small_message(processes, monkeypatch):
     sent: list[int] = []
     goes = streams.WorkerStreams.submit
 
-    def seen(self: Any, number: int, name: str, messages: Any) -> Any:
+    def seen(self: Any, number: int, name: str, messages: Any, alike: bool) -> Any:
         sent.extend(sum(map(len, dumps([m]))) for m in messages.values() if m["op"] == "run")
-        return goes(self, number, name, messages)
+        return goes(self, number, name, messages, alike)
 
     with mt.Mesh({"a": 2}, client=processes) as mesh:
         step = mt.compile(lambda xs: [x + 1 for x in xs])

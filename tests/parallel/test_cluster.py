@@ -153,7 +153,7 @@ def test_a_compiled_step_is_one_message_a_worker_each_time(processes, runs):
 
 def test_blocks_stay_on_their_workers(processes):
     with mt.Mesh({"a": 4}, client=processes) as mesh:
-        y = mt.compute(mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)) + 1)
+        y = mt.compute(mt.distribute(np.arange(4096.0), mesh, a=mt.Shard(0)) + 1)
         handle = y._buf.handle
         assert isinstance(handle, runtime.RemoteBlocks)
         assert [f.stream.address for f in handle.gang.futures] == mesh.runtime.addresses

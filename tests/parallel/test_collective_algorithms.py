@@ -301,8 +301,8 @@ def test_what_crosses_hosts_is_a_small_part():
 
 def test_the_constants_choose_direct_ways_for_few_and_trees_for_many():
     best = lambda *args, **kwargs: COSTS.best(COSTS.reduction(*args, **kwargs))  # noqa: E731
-    assert [best(n, 64) for n in (2, 4, 8, 64, 1024)] == ["direct", "direct", "direct", "doubling", "doubling"]
-    assert [best(n, 64 << 20) for n in (2, 4, 8)] == ["scattered"] * 3
+    assert [best(n, 64) for n in (2, 4, 8, 64, 1024)] == ["direct", "direct", "doubling", "doubling", "doubling"]
+    assert [best(n, 64 << 20) for n in (2, 4, 8)] == ["scattered", "scattered", "halving"]
     assert best(1024, 1 << 20) == best(64, 1 << 20, hosts=8) == "halving"
     assert best(2, 1 << 20) == "direct"
 
