@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -73,6 +75,24 @@ def _start_fork_server() -> None:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+def _run_forked(program: Path, seconds: float) -> int | None:
+    process = multiprocessing.get_context("forkserver").Process(
+        target=runpy.run_path, args=(str(program), None, "__main__")
+    )
+    process.start()
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+@pytest.fixture(scope="session")
+def run_forked() -> Callable[[Path, float], int | None]:
+    """``run_forked(file, seconds)``: the exit status of a program that finds imported what workers import."""
+    return _run_forked
 
 
 # Whether a change passes must not depend on luck: the same examples each time, and no limit on the time of one. To look
