@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,11 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
     # A shell that starts us in the background has us, and what we start, ignore Ctrl-C; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import dask
+import distributed.utils
 import pytest
 from distributed import Client
+from distributed.nanny import _get_env_variables
 from hypothesis import HealthCheck, settings
 
 
@@ -49,6 +55,46 @@ sys.meta_path.append(_Shared)
 for _forced in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_forced, None)  # what is a terminal here the tests say themselves
 
+# Workers are forked from one process that has imported what they need: that takes each of them more than a second.
+# Those of programs that tests start are new processes, as users have them.
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+distributed.utils._forkserver_preload_set = True  # else Dask has this process import pandas
+forkserver.set_forkserver_preload(
+    ["meshtape.parallel.training", "meshtape.storage.browse.server.app", "zarr", "dask.array"]
+)
+
+
+def _start_fork_server() -> None:
+    """With the environment that a nanny gives its worker: allocators and libraries of threads read it once."""
+    from meshtape.parallel.dask.malloc import told_to_nannies
+
+    before = dict(os.environ)
+    with told_to_nannies():
+        os.environ.update(_get_env_variables("distributed.nanny.pre-spawn-environ"))
+        forkserver.ensure_running()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _run_forked(program: Path, seconds: float) -> int | None:
+    process = multiprocessing.get_context("forkserver").Process(
+        target=runpy.run_path, args=(str(program), None, "__main__")
+    )
+    process.start()
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+@pytest.fixture(scope="session")
+def run_forked() -> Callable[[Path, float], int | None]:
+    """``run_forked(file, seconds)``: the exit status of a program that finds imported what workers import."""
+    return _run_forked
+
+
 # Whether a change passes must not depend on luck: the same examples each time, and no limit on the time of one. To look
 # for new ones: pytest --hypothesis-profile=explore.
 settings.register_profile(
@@ -64,8 +110,10 @@ settings.load_profile("repeatable")
 gc.disable()  # the collection only adds objects
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what was collected out of the searches of the garbage collector, of which tests ask for some hundred."""
+    if any(item.nodeid.startswith(("tests/parallel/", "tests/docs/")) for item in session.items):
+        _start_fork_server()
     gc.enable()
     gc.collect()
     gc.freeze()

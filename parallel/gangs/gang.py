@@ -13,6 +13,7 @@ import contextlib
 import io
 import operator
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import cloudpickle
 import numpy as np
 from distributed import Client
-from distributed.protocol.pickle import dumps, loads
+from distributed.protocol.pickle import loads
 
 from ...arrays.core.array import Array
 from ...arrays.core.errors import (
@@ -50,28 +51,30 @@ from ..dask.worker import ProcessContext, blocks_of
 from ..dask.worker_queue import STOOD_STILL, read_error
 from ..dask.workers import check_client, check_known, check_running, known_workers, workers_with
 from ..transports.rendezvous import interface_of
-from .rank_process import block, leave_block
 
 _LOG = 1 << 20  # bytes of a rank's output that are brought, the last ones
 _SHOWN = 12  # lines of it in an error
 _LOOK = 0.05  # seconds between two looks at whether a rank has ended
 _SHARED = "/dev/shm"
 _FOLDER = "meshtape-gang-"
-_CHILD = "from meshtape.parallel.gangs.rank_process import start; start()"
+_CHILD = f"import runpy; runpy.run_path({str(Path(__file__).with_name('rank_process.py'))!r})['start']()"
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that replaces each split array by the rank's block."""
+    """A pickler that writes a number for each split array, which a rank reads as its block."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.arrays: list[Array] = []
+        self._numbers: dict[int, int] = {}
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Array) and obj.sharding is not None:
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Array) or obj.sharding is None:
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.arrays)
             self.arrays.append(obj)
-            return block, (len(self.arrays) - 1,)
-        return super().reducer_override(obj)
+        return self._numbers[id(obj)]
 
 
 class _RankEnd(NamedTuple):
@@ -429,8 +432,8 @@ def _run_ranks(
             for rank, _local in ranks:
                 mine = folder / str(rank)
                 mine.mkdir()
-                left = [leave_block(mine / f"block{i}", np.asarray(on_host(b[rank]))) for i, b in enumerate(blocks)]
-                (mine / "blocks").write_bytes(dumps(left))
+                left = [_leave(mine / f"block{i}", np.asarray(on_host(b[rank]))) for i, b in enumerate(blocks)]
+                (mine / "blocks").write_bytes(pickle.dumps(left))
         for rank, local in ranks:
             place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))}
             with (folder / str(rank) / "log").open("wb") as log:
@@ -462,6 +465,11 @@ def _run_ranks(
         _end([c for c in children.values() if c.returncode is None])
         shutil.rmtree(folder, ignore_errors=True)
         held.release()
+
+
+def _leave(path: Path, block: np.ndarray) -> tuple[str, tuple[int, ...], np.dtype]:
+    path.write_bytes(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+    return str(path), block.shape, block.dtype
 
 
 def _new_folder(root: Path) -> Hold:

@@ -1,54 +1,49 @@
-"""The process of one rank of :func:`meshtape.gang`.
+"""The program of one rank's process in :func:`meshtape.gang`.
 
-Its folder holds the pickled blocks of arrays (``blocks``) and gets the rank's result (``answer``). The parent folder
-holds the pickled call of all ranks (``call``). Standard input is empty and ends with the worker; the process then ends
-its children and itself, so that no rank outlives its worker.
+It is run by its path, and imports what it needs alone: a rank that asks for no array and nothing of meshtape does not
+wait until that is imported.
+
+Its folder holds (path, shape, dtype) of each block (``blocks``) and gets the rank's result (``answer``). The parent
+folder holds the pickled call of all ranks (``call``). Standard input is empty and ends with the worker; the process
+then ends its children and itself, so that no rank outlives its worker.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import pickle
 import shutil
 import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
-import numpy as np
-from distributed.protocol.pickle import dumps, loads
-
-from ...arrays.ops.creation import asarray
+import cloudpickle
 
 
-class SharedBlock(NamedTuple):
-    """A block that another process left in a file."""
+class _Unpickler(pickle.Unpickler):
+    """Reads a call, with this rank's block in place of each split array's number."""
 
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    def __init__(self, file: BinaryIO, blocks: list[tuple[str, tuple[int, ...], Any]]) -> None:
+        super().__init__(file)
+        self.block = functools.cache(lambda number: _array(*blocks[number]))
 
-    def array(self) -> Any:
-        """The block as an array; writes to it stay in this process."""
-        if 0 in self.shape:
-            return asarray(np.empty(self.shape, self.dtype))
-        return asarray(np.memmap(self.path, self.dtype, "c", shape=self.shape), copy=False)
+    def persistent_load(self, number: int) -> Any:
+        return self.block(number)
 
 
-def leave_block(path: Path, block: np.ndarray) -> SharedBlock:
-    """Write a block for :class:`SharedBlock`."""
-    path.write_bytes(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
-    return SharedBlock(str(path), block.shape, block.dtype)
+def _array(path: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    import numpy as np
 
+    import meshtape
 
-_blocks: list[Any] = []
-
-
-def block(number: int) -> Any:
-    """This rank's block of the array of this number, which the call names so."""
-    return _blocks[number]
+    if 0 in shape:
+        return meshtape.asarray(np.empty(shape, dtype))
+    return meshtape.asarray(np.memmap(path, dtype, "c", shape=shape), copy=False)  # writes stay in this process
 
 
 def main(folder: Path) -> int:
@@ -57,15 +52,15 @@ def main(folder: Path) -> int:
         target=_end_with_the_worker, args=(folder.parent,), name="meshtape-worker-watch", daemon=True
     ).start()
     try:
-        _blocks.extend(b.array() for b in loads((folder / "blocks").read_bytes()))
-        fn, args, kwargs = loads((folder.parent / "call").read_bytes())
-        answer, code = dumps((True, fn(*args, **kwargs))), 0
+        with (folder.parent / "call").open("rb") as file:
+            fn, args, kwargs = _Unpickler(file, pickle.loads((folder / "blocks").read_bytes())).load()
+        answer, code = cloudpickle.dumps((True, fn(*args, **kwargs))), 0
     except BaseException as e:
         traceback.print_exc()
         error, code = b"", 1
         with contextlib.suppress(Exception):  # one that cannot be pickled
-            error = dumps(e)
-        answer = dumps((False, f"{type(e).__name__}: {e}", error))
+            error = cloudpickle.dumps(e)
+        answer = cloudpickle.dumps((False, f"{type(e).__name__}: {e}", error))
     sys.stdout.flush()
     part = folder / "answer.part"
     part.write_bytes(answer)

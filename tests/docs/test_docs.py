@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import runpy
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +22,6 @@ PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts and "dev
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
-
-# What most pages import; the processes of all pages are forked from one that has imported it once.
-_PRELOADED = ["meshtape.storage.browse.server.app", "meshtape.parallel.training", "zarr", "dask.array", "numpy"]
 
 _PROGRAM = """
 import os, sys
@@ -41,20 +38,14 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(DOCS)))
-def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path) -> None:
-    # A process of its own: a page may start workers, and what it leaves must not reach another.
+def test_the_examples_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path, run_forked: Any) -> None:
+    # A process of its own: a page may start workers, and what it leaves must not reach another. It is forked from one
+    # that has imported what most pages import.
     program = tmp_path / "page.py"
     text = "\n\n".join(blocks(page, "python"))
     program.write_text(_PROGRAM.format(where=str(tmp_path), text=textwrap.indent(text, "    ")))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    process = context.Process(target=runpy.run_path, args=(str(program), None, "__main__"))
-    process.start()
-    process.join(840)  # of a busy machine
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    assert process.exitcode == 0, (tmp_path / "printed.txt").read_text()[-3000:]
+    status = run_forked(program, 840)  # of a busy machine
+    assert status == 0, (tmp_path / "printed.txt").read_text()[-3000:]
 
 
 def test_commands_that_are_shown_exist() -> None:

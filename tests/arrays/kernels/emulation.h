@@ -38,17 +38,21 @@ struct Index {
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
-#define UNSEEN __attribute__((no_sanitize("thread"), noinline))
+// The emulation itself is neither watched nor checked, and optimized where kernels are not: it takes most of the time.
+#define OWN __attribute__((no_sanitize("thread", "alignment", "shift", "integer-divide-by-zero", "signed-integer-overflow")))
+#define UNSEEN OWN __attribute__((noinline))
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 
 namespace emulation {
 
-inline float from_half(unsigned short b)
+OWN inline float from_half(unsigned short b)
 {
     _Float16 h;
     std::memcpy(&h, &b, 2);
     return (float)h;
 }
-inline unsigned short to_half(float x)
+OWN inline unsigned short to_half(float x)
 {
     const _Float16 h = (_Float16)x;
     unsigned short b;
@@ -80,9 +84,21 @@ struct Block {
 
 constexpr size_t STACK = 64 << 10;
 constexpr unsigned IN_FLIGHT = 3;  // blocks at most, with a seed
-static std::vector<Fiber> fibers;  // of the blocks in flight, one block after another, each in whole warps
-static std::vector<Warp> warps;
-static std::vector<Block> blocks;
+template <class T>
+struct Row {  // a vector that costs no calls where nothing is optimized
+    T* first = nullptr;
+    size_t count = 0;
+    OWN void assign(size_t n)
+    {
+        delete[] first;
+        first = new T[count = n]();
+    }
+    OWN T& operator[](size_t i) { return first[i]; }
+    OWN size_t size() const { return count; }
+};
+static Row<Fiber> fibers;  // of the blocks in flight, one block after another, each in whole warps
+static Row<Warp> warps;
+static Row<Block> blocks;
 static unsigned current, width;  // of `fibers`: the one that runs, and how many a block has
 static sigjmp_buf scheduler, rescue;
 static void (*body)(void*);
@@ -94,9 +110,9 @@ static unsigned block_number;  // of this process: shared memory belongs to one 
 static unsigned long long chance;  // the state of the random numbers, 0 without a seed
 static bool watching;  // a seed was given, and the code of a kernel runs, not that of this file
 
-inline Block& block_of_thread() { return blocks[current / width]; }
+OWN inline Block& block_of_thread() { return blocks[current / width]; }
 
-inline unsigned random_below(unsigned n)
+OWN inline unsigned random_below(unsigned n)
 {
     chance = chance * 6364136223846793005ULL + 1442695040888963407ULL;
     return (unsigned)(chance >> 33) % n;
@@ -107,14 +123,14 @@ struct Unwatched {
     UNSEEN ~Unwatched() { watching = chance != 0; }
 };
 
-[[noreturn]] inline void fail(const char* what)
+[[noreturn]] OWN inline void fail(const char* what)
 {
     std::snprintf(message, sizeof message, "%s in thread (%u, %u, %u) of block (%u, %u, %u)", what, threadIdx.x,
                   threadIdx.y, threadIdx.z, blockIdx.x, blockIdx.y, blockIdx.z);
     siglongjmp(rescue, 1);
 }
 
-inline void yield()
+OWN inline void yield()
 {
     Fiber& f = fibers[current];
     if (!sigsetjmp(f.at, 0)) siglongjmp(scheduler, 1);
@@ -131,7 +147,7 @@ UNSEEN inline void fiber_main()
     }
 }
 
-inline void resume(unsigned t)
+OWN inline void resume(unsigned t)
 {
     Fiber& f = fibers[t];
     current = t;
@@ -144,7 +160,7 @@ inline void resume(unsigned t)
     }
 }
 
-inline void forget(const void* address, size_t n);
+OWN inline void forget(const void* address, size_t n);
 
 // Shared memory of one declaration: fresh, and full of NaN, in each block. (Nothing is made when it is first met: that would be a race.)
 struct Shared {
@@ -153,7 +169,7 @@ struct Shared {
         size_t size;
         unsigned owner;
     } parts[IN_FLIGHT];
-    void* get(size_t n)
+    OWN void* get(size_t n)
     {
         const Unwatched here;
         auto& p = parts[current / width];
@@ -171,7 +187,7 @@ static Shared dynamic;
 static size_t dynamic_size;
 
 template <class T>
-T exchange(Kind kind, unsigned mask, T value, unsigned source_lane)
+OWN T exchange(Kind kind, unsigned mask, T value, unsigned source_lane)
 {
     static_assert(sizeof(T) <= 16, "a shuffle moves up to 16 bytes");
     const Unwatched here;
@@ -197,7 +213,7 @@ T exchange(Kind kind, unsigned mask, T value, unsigned source_lane)
     return out;
 }
 
-inline void on_signal(int signal, siginfo_t*, void*)
+OWN inline void on_signal(int signal, siginfo_t*, void*)
 {
     fail(signal == SIGILL ? "a misaligned or undefined operation" : "an illegal memory access");
 }
@@ -229,7 +245,7 @@ struct Signals {  // the handlers of the process are put back after each launch
 
 struct Access {
     unsigned block = 0, thread = 0, barriers = 0, syncs = 0;
-    bool before(const Access& o) const  // whether something puts it before a later one
+    OWN bool before(const Access& o) const  // whether something puts it before a later one
     {
         return block == o.block && (thread == o.thread || barriers != o.barriers || (thread / 32 == o.thread / 32 && syncs != o.syncs));
     }
@@ -241,25 +257,25 @@ struct Byte {
     Readers readers = NOBODY;  // since what the last write waited for; `read` is one of them
 };
 static std::unordered_map<uintptr_t, std::vector<Byte>> memory;  // by pages
+static uintptr_t last_page;  // that was looked for, and its bytes
+static Byte* bytes;
 
-inline Byte& byte_at(uintptr_t p)
+OWN inline Byte& byte_at(uintptr_t p)
 {
-    static uintptr_t last;
-    static Byte* bytes;
-    if (memory.empty() || last != p >> 12) {
-        auto& page = memory[last = p >> 12];
+    if (!bytes || last_page != p >> 12) {
+        auto& page = memory[last_page = p >> 12];
         if (page.empty()) page.resize(4096);
         bytes = page.data();
     }
     return bytes[p & 4095];
 }
-inline void forget(const void* address, size_t n)
+OWN inline void forget(const void* address, size_t n)
 {
     for (size_t i = 0; chance && i < n; ++i) byte_at((uintptr_t)address + i) = Byte();
 }
 
 // Whether all that has read a byte comes before `now`.
-inline bool read_before(const Byte& b, const Access& now)
+OWN inline bool read_before(const Byte& b, const Access& now)
 {
     Access any = b.read;
     if (b.readers >= ONE_WARP) any.thread = b.readers == ONE_WARP && any.thread / 32 == now.thread / 32 ? now.thread ^ 1 : ~0u;
@@ -301,12 +317,12 @@ UNSEEN inline void atomically(const void* p, size_t n) { access(p, n, true, true
 
 // ----- launches --------------------------------------------------------------------------------------------------------
 
-inline void bound_threads(unsigned most, unsigned = 0)
+OWN inline void bound_threads(unsigned most, unsigned = 0)
 {
     if (blockDim.x * blockDim.y * blockDim.z > most) fail("more threads than the launch bounds");
 }
 
-inline void run_blocks(long long next, long long last, bool descending)
+OWN inline void run_blocks(long long next, long long last, bool descending)
 {
     const unsigned n = blockDim.x * blockDim.y * blockDim.z, total = (unsigned)fibers.size();
     unsigned alive = 0;
@@ -346,7 +362,7 @@ inline void run_blocks(long long next, long long last, bool descending)
     }
 }
 
-inline int launch(void (*fn)(void*), void* arguments, const unsigned* grid, const unsigned* block, size_t shared,
+OWN inline int launch(void (*fn)(void*), void* arguments, const unsigned* grid, const unsigned* block, size_t shared,
                   long long first, long long last, int descending, unsigned long long seed = 0)
 {
     const unsigned n = block[0] * block[1] * block[2];
@@ -358,11 +374,12 @@ inline int launch(void (*fn)(void*), void* arguments, const unsigned* grid, cons
     dynamic_size = shared;
     chance = seed;
     memory.clear();
+    bytes = nullptr;
     width = (n + 31) / 32 * 32;
     const long long in_flight = seed ? IN_FLIGHT : 1;
-    blocks.assign(last - first < in_flight ? last - first : in_flight, Block());
-    fibers.assign(width * blocks.size(), Fiber());
-    warps.assign(fibers.size() / 32, Warp());
+    blocks.assign(last - first < in_flight ? last - first : in_flight);
+    fibers.assign(width * blocks.size());
+    warps.assign(fibers.size() / 32);
     stack_bytes = STACK * fibers.size();
     stacks = (char*)mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     for (unsigned i = 0; i < fibers.size(); ++i) {
@@ -381,6 +398,8 @@ inline int launch(void (*fn)(void*), void* arguments, const unsigned* grid, cons
     munmap(stacks, stack_bytes);
     return message[0] != 0;
 }
+
+#pragma GCC pop_options
 
 template <class... P, size_t... I>
 void call(void (*kernel)(P...), void** a, std::index_sequence<I...>)
@@ -431,37 +450,39 @@ struct Entry<kernel> {
 
 extern "C" const char* launch_message() { return emulation::message; }
 
-inline void __syncthreads()
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+OWN inline void __syncthreads()
 {
     const emulation::Unwatched here;
     emulation::fibers[emulation::current].state = emulation::AT_BARRIER;
     emulation::yield();
 }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::exchange(emulation::SYNC, mask, 0, 0); }
-inline unsigned lane_of_thread() { return emulation::current % 32; }
+OWN inline void __syncwarp(unsigned mask = 0xffffffffu) { emulation::exchange(emulation::SYNC, mask, 0, 0); }
+OWN inline unsigned lane_of_thread() { return emulation::current % 32; }
 template <class T>
-T __shfl_sync(unsigned mask, T v, int lane)
+OWN T __shfl_sync(unsigned mask, T v, int lane)
 {
     return emulation::exchange(emulation::SHUFFLE, mask, v, lane);
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T v, int lane_mask)
+OWN T __shfl_xor_sync(unsigned mask, T v, int lane_mask)
 {
     return emulation::exchange(emulation::SHUFFLE, mask, v, lane_of_thread() ^ lane_mask);
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T v, unsigned delta)
+OWN T __shfl_up_sync(unsigned mask, T v, unsigned delta)
 {
     const unsigned lane = lane_of_thread();
     return emulation::exchange(emulation::SHUFFLE, mask, v, lane < delta ? lane : lane - delta);
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T v, unsigned delta)
+OWN T __shfl_down_sync(unsigned mask, T v, unsigned delta)
 {
     const unsigned lane = lane_of_thread();
     return emulation::exchange(emulation::SHUFFLE, mask, v, lane + delta > 31 ? lane : lane + delta);
 }
-inline unsigned __ballot_sync(unsigned mask, bool p)
+OWN inline unsigned __ballot_sync(unsigned mask, bool p)
 {
     unsigned out = 0;
     emulation::exchange(emulation::BALLOT, mask, p, 0);
@@ -516,6 +537,8 @@ SEEN_OF(1) SEEN_OF(2) SEEN_OF(4) SEEN_OF(8) SEEN_OF(16)
 extern "C" UNSEEN void __tsan_read_range(void* p, unsigned long n) { emulation::access(p, n, false, false); }
 extern "C" UNSEEN void __tsan_write_range(void* p, unsigned long n) { emulation::access(p, n, true, false); }
 extern "C" void __tsan_init() {}
+
+#pragma GCC pop_options
 
 using std::exp;
 using std::log;

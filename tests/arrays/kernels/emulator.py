@@ -27,15 +27,24 @@ from meshtape.arrays.kernels.launch import NAMES, Properties, source
 HEADER = Path(__file__).with_name("emulation.h")
 COMPILER = shutil.which("g++")
 FLAGS = (
-    *("-std=c++17", "-O0", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
+    *("-std=c++17", "-O0", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
     *(
         "-fsanitize=alignment,shift,integer-divide-by-zero,signed-integer-overflow",
         "-fsanitize-undefined-trap-on-error",
     ),
     # The emulation has what it calls at each access: no runtime of the compiler's is linked.
     *("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics"),
-    *("-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s"),
 )
+LINK = (
+    "-shared",
+    "-nodefaultlibs",
+    "-lstdc++",
+    "-lm",
+    "-lc",
+    "-lgcc_s",
+)  # not with the header: nothing would be parsed
+WHOLE = 80
+"""Kernels of a file up to which all are compiled together: another library costs as much as forty of them."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -182,8 +191,9 @@ class Emulator:
 
     def _function(self, file: str, kernel: str) -> tuple[Any, Any, list[tuple[str, int]]]:
         if (file, kernel) not in _LOADED:
-            alike = _like(kernel)
-            _compile(self.cache, file, sorted({kernel, *(k for f, k in variants() if f == file and _like(k) == alike)}))
+            known = [k for f, k in variants() if f == file]
+            alike = known if len(known) <= WHOLE else [k for k in known if _like(k) == _like(kernel)]
+            _compile(self.cache, file, sorted({kernel, *alike}))
         return _LOADED[file, kernel]
 
 
@@ -191,8 +201,7 @@ _LOADED: dict[tuple[str, str], tuple[Any, Any, list[tuple[str, int]]]] = {}
 
 
 def _like(kernel: str) -> str:
-    """Kernels of a file that are compiled together, which costs a tenth of one by one: those of the same first
-    dtype."""
+    """The first dtype of a kernel: those of the same one are compiled together where a file has many."""
     return next((a for a in kernel.rstrip(">").partition("<")[2].split(", ") if a in _WORDS), "")
 
 
@@ -209,7 +218,7 @@ def _bounded(m: re.Match[str]) -> str:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256((text + HEADER.read_text() + " ".join(FLAGS)).encode()).hexdigest()[:32]
+    return hashlib.sha256((text + HEADER.read_text() + " ".join(FLAGS + LINK)).encode()).hexdigest()[:32]
 
 
 def _make(what: Path, arguments: Sequence[Any], name: str) -> None:
@@ -239,7 +248,7 @@ def _compile(cache: Path, file: str, kernels: Sequence[str]) -> None:
     if not library.exists():
         unit = cache / f"{library.stem}.{os.getpid()}.cpp"  # other runs may be compiling the same
         unit.write_text(text)
-        _make(library, [f"-I{_header(cache)}", unit], f"{file}, {kernels[0]}, …")
+        _make(library, [f"-I{_header(cache)}", unit, *LINK], f"{file}, {kernels[0]}, …")
         unit.unlink()
     loaded = ctypes.CDLL(str(library))
     loaded.launch_message.restype = ctypes.c_char_p

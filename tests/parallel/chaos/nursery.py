@@ -24,7 +24,7 @@ from distributed import Scheduler, Worker
 import meshtape as mt
 from meshtape.parallel.dask import runtime, worker
 from meshtape.parallel.dask.scheduler_plugin import MeshtapeScheduler
-from meshtape.parallel.gangs import gang, rank_process
+from meshtape.parallel.gangs import gang
 from meshtape.parallel.mesh import dask_export, dask_interop
 from meshtape.parallel.transforms import stream_store
 
@@ -36,7 +36,6 @@ _IMPORTED = (
     runtime,
     worker,
     gang,
-    rank_process,
     stream_store,
     MeshtapeScheduler,
 )
