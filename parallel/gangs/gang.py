@@ -13,7 +13,6 @@ import contextlib
 import io
 import operator
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -51,30 +50,35 @@ from ..dask.worker import ProcessContext, blocks_of
 from ..dask.worker_queue import STOOD_STILL, read_error
 from ..dask.workers import check_client, check_known, check_running, known_workers, workers_with
 from ..transports.rendezvous import interface_of
+from . import rank_process
 
 _LOG = 1 << 20  # bytes of a rank's output that are brought, the last ones
 _SHOWN = 12  # lines of it in an error
 _LOOK = 0.05  # seconds between two looks at whether a rank has ended
 _SHARED = "/dev/shm"
 _FOLDER = "meshtape-gang-"
-_CHILD = f"import runpy; runpy.run_path({str(Path(__file__).with_name('rank_process.py'))!r})['start']()"
+_CHILD = f"""
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location({rank_process.__name__!r}, {rank_process.__file__!r})
+module = sys.modules[spec.name] = module_from_spec(spec)
+spec.loader.exec_module(module)
+module.start()
+"""
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that writes a number for each split array, which a rank reads as its block."""
+    """A pickler that replaces each split array by the rank's block."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.arrays: list[Array] = []
-        self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, Array) or obj.sharding is None:
-            return None
-        if id(obj) not in self._numbers:
-            self._numbers[id(obj)] = len(self.arrays)
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Array) and obj.sharding is not None:
             self.arrays.append(obj)
-        return self._numbers[id(obj)]
+            return rank_process.block, (len(self.arrays) - 1,)
+        return super().reducer_override(obj)
 
 
 class _RankEnd(NamedTuple):
@@ -433,7 +437,7 @@ def _run_ranks(
                 mine = folder / str(rank)
                 mine.mkdir()
                 left = [_leave(mine / f"block{i}", np.asarray(on_host(b[rank]))) for i, b in enumerate(blocks)]
-                (mine / "blocks").write_bytes(pickle.dumps(left))
+                (mine / "blocks").write_bytes(cloudpickle.dumps(left))
         for rank, local in ranks:
             place = {"RANK": str(rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(len(ranks))}
             with (folder / str(rank) / "log").open("wb") as log:

@@ -1,7 +1,7 @@
 """The program of one rank's process in :func:`meshtape.gang`.
 
-It is run by its path, and imports what it needs alone: a rank that asks for no array and nothing of meshtape does not
-wait until that is imported.
+It is loaded by its path, without the packages that it lies in: a rank that asks for no array and nothing of meshtape
+does not wait until that is imported.
 
 Its folder holds (path, shape, dtype) of each block (``blocks``) and gets the rank's result (``answer``). The parent
 folder holds the pickled call of all ranks (``call``). Standard input is empty and ends with the worker; the process
@@ -13,34 +13,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import shutil
 import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import cloudpickle
 
-
-class _Unpickler(pickle.Unpickler):
-    """Reads a call, with this rank's block in place of each split array's number."""
-
-    def __init__(self, file: BinaryIO, blocks: list[tuple[str, tuple[int, ...], Any]]) -> None:
-        super().__init__(file)
-        self.block = functools.cache(lambda number: _array(*blocks[number]))
-
-    def persistent_load(self, number: int) -> Any:
-        return self.block(number)
+_blocks: list[tuple[str, tuple[int, ...], Any]] = []
 
 
-def _array(path: str, shape: tuple[int, ...], dtype: Any) -> Any:
+@functools.cache
+def block(number: int) -> Any:
+    """This rank's block of the split array of this number, as an array; the call names it so."""
     import numpy as np
 
     import meshtape
 
+    path, shape, dtype = _blocks[number]
     if 0 in shape:
         return meshtape.asarray(np.empty(shape, dtype))
     return meshtape.asarray(np.memmap(path, dtype, "c", shape=shape), copy=False)  # writes stay in this process
@@ -52,8 +45,8 @@ def main(folder: Path) -> int:
         target=_end_with_the_worker, args=(folder.parent,), name="meshtape-worker-watch", daemon=True
     ).start()
     try:
-        with (folder.parent / "call").open("rb") as file:
-            fn, args, kwargs = _Unpickler(file, pickle.loads((folder / "blocks").read_bytes())).load()
+        _blocks.extend(cloudpickle.loads((folder / "blocks").read_bytes()))
+        fn, args, kwargs = cloudpickle.loads((folder.parent / "call").read_bytes())
         answer, code = cloudpickle.dumps((True, fn(*args, **kwargs))), 0
     except BaseException as e:
         traceback.print_exc()
