@@ -409,9 +409,9 @@ class Resident:
 
     def forget(self, key: str) -> None:
         """Drop a value."""
-        if self._aside.pop(key, None) is None:
-            with contextlib.suppress(KeyError):
-                del self.worker.data[key]
+        self._aside.pop(key, None)
+        with contextlib.suppress(KeyError):  # there, too, where it could not be written
+            del self.worker.data[key]
 
     # ----- handlers of the worker -------------------------------------------------------------------------------------
 

@@ -125,6 +125,11 @@ class _Objects:
         self._withdraw()
 
 
+def sweep(folder: str) -> None:
+    """Delete the objects of processes that have ended."""
+    _living(store.at(store.join(folder, _FOLDER)))
+
+
 def _living(there: Store) -> set[str]:
     """The objects whose owners may live. Those of others are deleted."""
     found: set[str] = set()

@@ -13,6 +13,7 @@ from ..stores import atomic_directory, owners, store
 from ..stores.contract import failed
 from ..stores.filesystem import try_lock
 from . import object_commit
+from .anchor_lock import sweep
 from .contents import JOURNAL
 
 PART = ".part"
@@ -160,6 +161,8 @@ def gc(
     found = [x for x in leftovers(directory, older_than=older_than) if x.dead and (parts or x.kind != "part")]
     if dry_run:
         return found
+    if store.is_url(where := store.location(directory)):
+        sweep(where)
     return [x for x in found if _collected(x, older_than)]
 
 

@@ -190,7 +190,7 @@ class _Halting(http.server.ThreadingHTTPServer):
 def test_ctrl_c_in_the_middle_of_a_merge(tmp_path: Path) -> None:
     """It says that the same command goes on, and the same command goes on."""
     pytest.importorskip("obstore")
-    mt.save(tmp_path / "c", {f"k{i}": np.full(30_000, i, "f4") for i in range(4)})
+    mt.save(tmp_path / "c", {f"k{i}": np.full(60_000, i, "f4") for i in range(4)})
     mt.merge(tmp_path / "c", tmp_path / "served")
     server = _Halting(tmp_path, 3)
     try:

@@ -123,15 +123,16 @@ def test_a_bit_that_flips_in_a_copy_is_never_used(processes):
                 changed += 1
         return changed
 
+    large = np.tile(X, 100)  # small ones are not among Dask's data
     with mt.Mesh({"data": 2}, client=processes) as mesh:
-        x = mt.distribute(X, mesh, data=mt.Shard(0)) + 1
+        x = mt.distribute(large, mesh, data=mt.Shard(0)) + 1
         copy = Replica({"x": x})
         assert copy.wait(LIMIT)
         first, second = mesh.runtime.addresses
         assert all(processes.run(flip, workers=[first]).values())
         sharding = mt.Sharding(mesh, data=mt.Shard(0))
-        np.testing.assert_array_equal(np.asarray(copy.restore({"x": sharding})["x"]), X + 1)
-        np.testing.assert_array_equal(np.asarray(x), X + 1)
+        np.testing.assert_array_equal(np.asarray(copy.restore({"x": sharding})["x"]), large + 1)
+        np.testing.assert_array_equal(np.asarray(x), large + 1)
         assert all(processes.run(flip, workers=[second]).values())
         with pytest.raises(mt.errors.RankLost, match=r"no worker is left that keeps the block .* as it was"):
             copy.restore({"x": sharding})
