@@ -139,5 +139,6 @@ def _living(there: Store) -> set[str]:
             continue
         gone = e.name not in _mine and owners.why_dead(m[1], int(m[2]), e.modified, owners.SILENT_AGE)
         dead.append(e.name) if gone else found.add(e.name)
-    there.delete(dead)
+    if dead:
+        there.delete(dead)
     return found

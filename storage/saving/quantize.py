@@ -5,7 +5,8 @@ at most half a scale. A row without a negative number, such as Adam's mean squar
 and the largest in 254 (or 14) steps, and its scale is ``-sqrt(max) / 254``: ``x = ((q + 127) * scale) ** 2`` has the
 same bound, and no number that is not zero becomes zero, by which Adam would divide. Four-bit values are packed two a
 byte, the first in the lower half. An array becomes a small dict of arrays and values, so any format and any tool stores
-it. Rounding again and again adds up: what was restored from such a state is not quantised once more unless that is
+it. A row that holds NaN or infinity, or what float32 cannot, is NaN as a whole afterwards. Rounding again and again
+adds up: what was restored from such a state is not quantised once more unless that is
 asked for.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays import abs as absolute
-from ...arrays import asarray, astype, clip, float32, int8, isfinite, maximum, minimum, ones_like, sqrt, where
+from ...arrays import asarray, astype, clip, float32, int8, isfinite, maximum, minimum, nan, ones_like, sqrt, where
 from ...arrays import max as largest_of
 from ...arrays import min as least_of
 from ...arrays import round as rounded
@@ -109,15 +110,16 @@ def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
 
 def row_scales(wide: Any, levels: int) -> Any:
     """The scale of each row of a float32 array: its largest magnitude over ``levels``, negative where it is one of
-    roots; 1 for one of zeros, and one that is not finite."""
+    roots; 1 for one of zeros, and NaN for one that is not finite, which stays NaN."""
     largest = largest_of(absolute(wide), axis=-1, keepdims=True)
     roots = (least_of(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
     scale = where(roots, sqrt(largest) / (-2 * levels), largest / levels)
-    return where(isfinite(largest) & (largest > 0), scale, ones_like(largest))
+    return where(isfinite(largest), where(largest > 0, scale, ones_like(largest)), nan)
 
 
 def row_integers(wide: Any, scale: Any, levels: int) -> Any:
     """Rows in units of their scale, as int8."""
+    wide, scale = (where(isfinite(scale), x, ones_like(x)) for x in (wide, scale))
     roots = maximum(rounded(sqrt(maximum(wide, 0)) / -scale), astype(wide > 0, float32)) - levels
     return astype(clip(where(scale < 0, roots, rounded(wide / scale)), -levels, levels), int8)
 
