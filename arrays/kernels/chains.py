@@ -179,8 +179,12 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
 
     def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
+
+        def blocks_of(each: int) -> int:
+            return max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
+
         if total:
-            blocks = max(1, min(-(-size // (THREADS * LANES)), runner.properties().multiprocessors * BLOCKS_EACH))
+            blocks = blocks_of(LANES)
             partial = runner.xp.empty((count, blocks), results[0].dtype)
             outputs = list(partial)
         else:
@@ -210,8 +214,7 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
                 if how == STRIDED:
                     arguments += map(np.int64, strides_of(a, shape))
         if not total:
-            each = LANES if vectors else 1
-            blocks = max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
+            blocks = blocks_of(LANES if vectors else 1)
         runner.launch(file, launch.named("fused", vectors), (blocks, count, 1), (THREADS, 1, 1), arguments)
         return list(partial.sum(axis=1)) if total else outputs
 
