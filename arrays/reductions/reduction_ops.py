@@ -138,7 +138,9 @@ ARGMAX, ARGMIN = _arg("argmax", MAX), _arg("argmin", MIN)
 
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
     x = as_array(x)
-    return apply(op, (x,), {"axis": shape_rules.normalize_axis(op.name, axis, x._buf.ndim), "keepdims": bool(keepdims)})
+    ndim = x._buf.ndim
+    axes = tuple(range(ndim)) if axis is None else shape_rules.normalize_axis(op.name, axis, ndim)
+    return apply(op, (x,), {"axis": axes, "keepdims": bool(keepdims)})
 
 
 def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:
