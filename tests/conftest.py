@@ -37,6 +37,7 @@ import pytest
 from distributed import Client
 from distributed.nanny import _get_env_variables
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 
 class _Shared:
@@ -105,6 +106,9 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+# Hypothesis also draws numbers that stand in our sources, of all modules that are loaded: so examples would depend on
+# which other tests there are, and each process would parse the sources of all packages.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 gc.disable()  # the collection only adds objects
@@ -115,7 +119,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.nodeid.startswith(("tests/parallel/", "tests/docs/")) for item in session.items):
         _start_fork_server()
     gc.enable()
-    gc.collect()
     gc.freeze()
 
 
@@ -141,7 +144,9 @@ start clusters come last: a cluster stays with its process, and takes time and m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the tests in order. Leave the long runs out unless they are asked for, with ``-m slow`` or any other
     expression."""
-    items.sort(key=lambda item: next((i for i, part in enumerate(ORDER) if part in item.nodeid.partition("::")[0]), -1))
+    files = {item.path: item.nodeid.partition("::")[0] for item in items}
+    turns = {path: next((i for i, part in enumerate(ORDER) if part in f), -1) for path, f in files.items()}
+    items.sort(key=lambda item: turns[item.path])
     if config.option.markexpr:
         return
     skip = pytest.mark.skip(reason="a long run, of which a sample runs by default; ask for it with -m slow")

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy import signal
+import scipy  # whose parts are imported where they are used
 
 import meshtape
 from meshtape import arrays as mt
@@ -46,10 +46,10 @@ def test_conv2d_is_its_definition(stride, padding, dilation, groups):
 def test_conv1d_and_same_padding_are_scipys():
     x, w = rng.normal(size=9), rng.normal(size=4)
     got = mt.nn.conv1d(mt.asarray(x[None, None]), mt.asarray(w[None, None]))
-    np.testing.assert_allclose(np.asarray(got)[0, 0], signal.correlate(x, w, "valid"), atol=1e-12)
+    np.testing.assert_allclose(np.asarray(got)[0, 0], scipy.signal.correlate(x, w, "valid"), atol=1e-12)
     image, kernel = rng.normal(size=(5, 6)), rng.normal(size=(3, 3))
     got = mt.nn.conv2d(mt.asarray(image[None, None]), mt.asarray(kernel[None, None]), padding="same")
-    np.testing.assert_allclose(np.asarray(got)[0, 0], signal.correlate(image, kernel, "same"), atol=1e-12)
+    np.testing.assert_allclose(np.asarray(got)[0, 0], scipy.signal.correlate(image, kernel, "same"), atol=1e-12)
     for stride in (1, 2, 3):
         y = mt.nn.conv1d(mt.ones((1, 1, 7)), mt.ones((1, 1, 4)), padding="same", stride=stride)
         assert y.shape[2] == -(-7 // stride)

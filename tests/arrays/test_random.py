@@ -11,9 +11,9 @@ import types
 
 import numpy as np
 import pytest
+import scipy  # whose parts are imported where they are used
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from meshtape import arrays as mt
 from meshtape.arrays import random
@@ -342,7 +342,7 @@ LEVEL = 1e-3
 
 
 def ks(x, cdf):
-    return stats.kstest(np.asarray(x).astype(np.float64).reshape(-1), cdf).pvalue
+    return scipy.stats.kstest(np.asarray(x).astype(np.float64).reshape(-1), cdf).pvalue
 
 
 @pytest.mark.parametrize("dtype", [F64, F32])
@@ -350,9 +350,9 @@ def test_distributions(dtype):
     r = mt.random
     k = iter(r.split(r.key(11), 11))
     assert ks(r.uniform(next(k), (N,), dtype), "uniform") > LEVEL
-    assert ks(r.uniform(next(k), (N,), dtype, -2, 5), stats.uniform(-2, 7).cdf) > LEVEL
+    assert ks(r.uniform(next(k), (N,), dtype, -2, 5), scipy.stats.uniform(-2, 7).cdf) > LEVEL
     assert ks(r.normal(next(k), (N,), dtype), "norm") > LEVEL
-    assert ks(r.normal(next(k), (N,), dtype, 3.0, 0.1), stats.norm(3, 0.1).cdf) > LEVEL
+    assert ks(r.normal(next(k), (N,), dtype, 3.0, 0.1), scipy.stats.norm(3, 0.1).cdf) > LEVEL
     assert ks(r.exponential(next(k), (N,), dtype), "expon") > LEVEL
     assert ks(r.gumbel(next(k), (N,), dtype), "gumbel_r") > LEVEL
     for a, b in [(-1.0, 2.0), (1.5, math.inf), (-math.inf, -3.0), (6.0, 6.5), (-math.inf, math.inf)]:
@@ -360,7 +360,7 @@ def test_distributions(dtype):
         assert bool(mt.all(mt.isfinite(x)))
         assert float(mt.min(x)) >= a - 1e-6
         assert float(mt.max(x)) <= b + 1e-6
-        assert ks(x, stats.truncnorm(a, b).cdf) > LEVEL
+        assert ks(x, scipy.stats.truncnorm(a, b).cdf) > LEVEL
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -370,7 +370,7 @@ def test_short_dtypes(dtype):
     bits = 11 if dtype == F16 else 8
     counts = np.bincount((u * 2**bits).astype(int), minlength=2**bits)
     assert counts.size == 2**bits
-    assert stats.chisquare(counts).pvalue > LEVEL
+    assert scipy.stats.chisquare(counts).pvalue > LEVEL
     z = np.asarray(mt.random.normal(k2, (N,), dtype)).astype(np.float64)
     assert abs(z.mean()) < 4 / math.sqrt(N) + 1e-4
     assert abs(z.std() - 1) < 0.01
@@ -393,7 +393,7 @@ def test_the_tail_of_short_normals_is_there():
     values."""
     x = np.asarray(mt.random.normal(mt.random.key(8), (4_000_000,), F32))
     far = int((np.abs(x) > 4).sum())
-    assert stats.binomtest(far, x.size, 2 * stats.norm.sf(4)).pvalue > LEVEL
+    assert scipy.stats.binomtest(far, x.size, 2 * scipy.stats.norm.sf(4)).pvalue > LEVEL
     assert np.unique(x[np.abs(x) > 4]).size == far
 
 
@@ -404,7 +404,7 @@ def test_integers_are_even_and_stay_inside():
         assert x.min() >= 5
         assert x.max() < 5 + n
         if n > 1:
-            assert stats.chisquare(np.bincount(x - 5, minlength=n)).pvalue > LEVEL
+            assert scipy.stats.chisquare(np.bincount(x - 5, minlength=n)).pvalue > LEVEL
 
 
 @given(KEYS, st.integers(1, 2**64), st.data())
@@ -422,7 +422,7 @@ def test_integers_of_the_whole_range(dtype):
     x = mt.random.integers(mt.random.key(0), (1000,), int(limits.min), int(limits.max) + 1, dtype)
     assert x.dtype == dtype
     assert (
-        stats.kstest((np.asarray(x).astype(np.float64) - float(limits.min)) / 2.0**limits.bits, "uniform").pvalue
+        scipy.stats.kstest((np.asarray(x).astype(np.float64) - float(limits.min)) / 2.0**limits.bits, "uniform").pvalue
         > LEVEL
     )
 
@@ -431,7 +431,7 @@ def test_bernoulli():
     k = mt.random.key(6)
     for p in (0.5, 0.1, 0.999):
         hits = int(mt.sum(mt.random.bernoulli(k, p, (N,))))
-        assert stats.binomtest(hits, N, p).pvalue > LEVEL
+        assert scipy.stats.binomtest(hits, N, p).pvalue > LEVEL
     assert not bool(mt.any(mt.random.bernoulli(k, 0.0, (1000,))))
     assert bool(mt.all(mt.random.bernoulli(k, 1.0, (1000,))))
     p = mt.asarray([0.0, 0.25, 1.0])
@@ -451,7 +451,7 @@ def test_categorical():
         assert x.shape == (50_000,)
         weights = np.exp(np.log(p).astype(dtype).astype(float))
         counts = np.bincount(x, minlength=3)
-        assert stats.chisquare(counts, weights / weights.sum() * 50_000).pvalue > LEVEL
+        assert scipy.stats.chisquare(counts, weights / weights.sum() * 50_000).pvalue > LEVEL
     first = mt.random.categorical(mt.random.key(1), mt.zeros((3, 4, 5)), axis=1)
     assert first.shape == (3, 5)
 
@@ -464,7 +464,7 @@ def test_permutations_are_equally_likely():
         o = tuple(mt.random.permutation(k, 4).tolist())
         counts[orders.setdefault(o, len(orders))] += 1
     assert len(orders) == 24
-    assert stats.chisquare(counts).pvalue > LEVEL
+    assert scipy.stats.chisquare(counts).pvalue > LEVEL
 
 
 def test_permutation_of_an_array():
@@ -483,12 +483,12 @@ def test_choice():
     p = np.array([0.5, 0.0, 0.2, 0.3])
     counts = np.bincount(np.asarray(mt.random.choice(k, 4, (N,), p=p)), minlength=4)
     assert counts[1] == 0
-    assert stats.chisquare(counts[[0, 2, 3]], p[[0, 2, 3]] * N).pvalue > LEVEL
+    assert scipy.stats.chisquare(counts[[0, 2, 3]], p[[0, 2, 3]] * N).pvalue > LEVEL
     assert sorted(mt.random.choice(k, 10, (10,), replace=False).tolist()) == list(range(10))
     assert sorted(mt.random.choice(k, 4, (3,), replace=False, p=p).tolist()) == [0, 2, 3]
     # The first of a weighted sample without replacement has the weights as its law.
     firsts = [int(mt.random.choice(q, 4, (2,), replace=False, p=p)[0]) for q in mt.random.split(k, 3000)]
-    assert stats.chisquare(np.bincount(firsts, minlength=4)[[0, 2, 3]], p[[0, 2, 3]] * 3000).pvalue > LEVEL
+    assert scipy.stats.chisquare(np.bincount(firsts, minlength=4)[[0, 2, 3]], p[[0, 2, 3]] * 3000).pvalue > LEVEL
     a = mt.asarray([[1, 2], [3, 4], [5, 6]])
     assert mt.random.choice(k, a, (4,), axis=1).shape == (3, 4)
     assert mt.random.choice(k, a, p=[0, 0, 1]).tolist() == [5, 6]

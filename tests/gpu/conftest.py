@@ -106,8 +106,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = None
     except mt.errors.BackendError as e:
         reason = str(e)
+    here, contract = f"{HERE}/", f"{HERE}/contract/"
     for item in items:
-        if HERE in item.path.parents and HERE / "contract" not in item.path.parents:
+        if str(item.path).startswith(here) and not str(item.path).startswith(contract):
             item.add_marker(pytest.mark.gpu)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))

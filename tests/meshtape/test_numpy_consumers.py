@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.integrate
-import scipy.interpolate
-import scipy.ndimage
-import scipy.optimize
-import scipy.signal
-import scipy.sparse
-import scipy.spatial
-import scipy.special
-import scipy.stats
+import scipy  # whose parts are imported where they are used
 
 import meshtape as mt
 

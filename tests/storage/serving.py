@@ -139,13 +139,14 @@ class Proxy(Served):
         self.count, self.sent, self.log, self.fault = 0, 0, [], fault
 
 
+# The application of S3 itself: the one before it, which finds the service of a request, looks at every file of moto for
+# each, and takes as long as all the rest.
 _MOTO = """
-import threading
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
-threading.Event().wait()
+from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
+print(server.server_port, flush=True)
+server.serve_forever()
 """
 
 

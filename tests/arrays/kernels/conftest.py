@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -98,14 +100,34 @@ def emulator(request: pytest.FixtureRequest, emulation: ModuleType, library_cach
 
 
 @pytest.fixture
-def place(emulator: Any, emulation: ModuleType) -> Callable[..., np.ndarray]:
+def place(emulator: Any) -> Callable[..., np.ndarray]:
     """``place(values, dtype)``: an array between pages without access."""
+    return emulator.xp.array
 
-    def put(values: Any, dtype: Any = None) -> np.ndarray:
-        values = np.asarray(values, dtype)
-        return emulation.guarded(values.shape, values.dtype, emulator.xp._at, values)
 
-    return put
+@pytest.fixture(scope="module")
+def compiled_together(request: pytest.FixtureRequest, emulation: ModuleType, library_cache: Path) -> None:
+    """All kernels of a file of tests in one library: most of the time of a small one goes to what all have in common.
+    The tests are called once with emulators that only note what is launched."""
+    noted: set[tuple[str, str]] = set()
+    for item in request.session.items:
+        if item.path != request.path or "emulator" not in item.fixturenames or any(item.iter_markers("skip")):
+            continue
+        given = dict(item.callspec.params)
+        runner = emulation.Emulator(library_cache, *ORDERS[given.pop("emulator")])
+        runner.noted = noted
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            running_on(runner),
+            warnings.catch_warnings(action="ignore"),
+            contextlib.suppress(Exception),
+        ):
+            for name in ("assert_allclose", "assert_array_equal"):  # nothing is written to results
+                patch.setattr(np.testing, name, lambda *args, **kwargs: None)
+            given |= {"emulator": runner, "place": runner.xp.array, "monkeypatch": patch}
+            item.obj(**{name: given[name] for name in item._fixtureinfo.argnames})
+    if noted:
+        emulation.compile_kernels(library_cache, noted)
 
 
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,8 @@ class Emulator:
 
     ``at`` says how what kernels write is aligned, ``descending`` in which order the threads of a block run; with a
     ``seed`` they run in random order, several blocks at once, and races are errors. ``blocks`` limits each launch to
-    some blocks of its grid.
+    some blocks of its grid. With a set in ``noted`` it puts there what is launched,
+    and runs nothing.
     """
 
     def __init__(self, cache: Path, at: str = "start", descending: bool = False, seed: int = 0) -> None:
@@ -135,6 +136,7 @@ class Emulator:
         self.seed = seed
         self.device = Properties(multiprocessors=3, shared_memory=227 << 10)
         self.blocks: range | None = None
+        self.noted: set[tuple[str, str]] | None = None
         self.launched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
 
     def properties(self) -> Properties:
@@ -153,6 +155,9 @@ class Emulator:
         shared: int = 0,
     ) -> None:
         self.launched.append((file, kernel, tuple(grid), tuple(block)))
+        if self.noted is not None:
+            self.noted.add((file, kernel))
+            return
         if not all(n > 0 for n in (*grid, *block)) or block[0] * block[1] * block[2] > 1024:
             raise KernelError(f"{kernel}: a grid of {grid} blocks of {block} threads")
         if max(grid[1:]) > 65535 or grid[0] >= 2**31 or shared > self.device.shared_memory:
@@ -193,7 +198,7 @@ class Emulator:
         if (file, kernel) not in _LOADED:
             known = [k for f, k in variants() if f == file]
             alike = known if len(known) <= WHOLE else [k for k in known if _like(k) == _like(kernel)]
-            _compile(self.cache, file, sorted({kernel, *alike}))
+            compile_kernels(self.cache, {(file, k) for k in (kernel, *alike)})
         return _LOADED[file, kernel]
 
 
@@ -240,24 +245,30 @@ def _header(cache: Path) -> Path:
     return folder
 
 
-def _compile(cache: Path, file: str, kernels: Sequence[str]) -> None:
-    """Compile and load kernels as one library, kept in ``cache`` by what it is made of."""
-    entries = "".join(f"KERNEL({i}, {k})\n" for i, k in enumerate(kernels))
-    text = f"#include <{HEADER.name}>\n{_BOUNDS.sub(_bounded, source(file))}\n{entries}"
+def compile_kernels(cache: Path, kernels: Iterable[tuple[str, str]]) -> None:
+    """Compile and load kernels, those of each file in a namespace of its own, as one library that is kept in ``cache``
+    by its text."""
+    kernels = sorted(kernels)
+    parts: dict[str, str] = {}
+    for i, (file, k) in enumerate(kernels):
+        parts.setdefault(file, _BOUNDS.sub(_bounded, source(file)))
+        parts[file] += f"\nKERNEL({i}, {k})"
+    spaces = [f"namespace file_{i} {{\n{part}\n}}" for i, part in enumerate(parts.values())]
+    text = "\n".join([f"#include <{HEADER.name}>", *spaces])
     library = cache / f"{_digest(text)}.so"
     if not library.exists():
         unit = cache / f"{library.stem}.{os.getpid()}.cpp"  # other runs may be compiling the same
         unit.write_text(text)
-        _make(library, [f"-I{_header(cache)}", unit, *LINK], f"{file}, {kernels[0]}, …")
+        _make(library, [f"-I{_header(cache)}", unit, *LINK], f"{kernels[0]}, …")
         unit.unlink()
     loaded = ctypes.CDLL(str(library))
     loaded.launch_message.restype = ctypes.c_char_p
-    for i, k in enumerate(kernels):
+    for i, kernel in enumerate(kernels):
         signature, sizes = getattr(loaded, f"signature_{i}"), getattr(loaded, f"sizes_{i}")
         signature.restype, sizes.restype = ctypes.c_char_p, ctypes.POINTER(ctypes.c_ubyte)
         letters = signature().decode()
         parameters = list(zip(letters, sizes()[: len(letters)], strict=True))
-        _LOADED[file, k] = getattr(loaded, f"launch_{i}"), loaded.launch_message, parameters
+        _LOADED[kernel] = getattr(loaded, f"launch_{i}"), loaded.launch_message, parameters
 
 
-__all__ = ["COMPILER", "Emulator", "KernelError", "guarded"]
+__all__ = ["COMPILER", "Emulator", "KernelError", "compile_kernels", "guarded"]

@@ -31,17 +31,39 @@ SOURCES = {
 }
 
 
+SOUND = (("sum", "__syncthreads();"), ("sum", ""), ("warp", ""))
+MISTAKES = (
+    ("sum", "if (threadIdx.x < 32) __syncthreads();", "some threads never reach|have returned"),
+    ("warp", "if (threadIdx.x % 32 < 16) v += __shfl_xor_sync(WHOLE_WARP, v, 1);", "never reach|have returned"),
+    ("warp", "v += __shfl_xor_sync(0xffffu, v, 1);", r"without the whole warp in thread \(\d+, 0, 0\)"),
+    ("touch", "y[2] = x[0];", "illegal memory access"),
+    ("touch", "y[0] = x[-1];", "illegal memory access"),
+    ("touch", "y[0] = x[64];", "illegal memory access"),
+    ("bounded", "", "more threads than the launch bounds in thread"),
+    ("touch", "y[0] = reinterpret_cast<const Vector<float, 4>*>(x + 1)->at[0];", "misaligned"),
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(emulation: ModuleType, library_cache: Path) -> dict[tuple[str, str], str]:
+    """The sources with each line put in, under the names that one library has them by."""
+    files = {(which, line): f"{which} {line}" for which, line, *_ in (*SOUND, *MISTAKES)}
+    texts = {file: launch.source("types.cuh") + SOURCES[which] % line for (which, line), file in files.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulation, "source", texts.__getitem__)
+        emulation.compile_kernels(library_cache, {(file, "k<1>") for file in texts})
+    return files
+
+
 @pytest.fixture
-def run(emulation: ModuleType, library_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(emulation: ModuleType, library_cache: Path, compiled: dict[tuple[str, str], str]) -> Any:
     """Runs one of the sources, with a line put in, over 64 numbers in either order of the threads."""
 
     def go(which: str, line: str, descending: bool, at: str = "start") -> np.ndarray:
-        file = f"{which} {line}"  # a name of its own: compiled kernels are kept by file and name
-        monkeypatch.setattr(emulation, "source", lambda _: launch.source("types.cuh") + SOURCES[which] % line)
         e = emulation.Emulator(library_cache, at, descending)
         x = emulation.guarded(64, np.float32, at, np.arange(64, dtype=np.float32))
         y = emulation.guarded(2, np.float32, at)
-        e.launch(file, "k<1>", (1, 1, 1), (64, 1, 1), (x, y))
+        e.launch(compiled[which, line], "k<1>", (1, 1, 1), (64, 1, 1), (x, y))
         return y
 
     return go
@@ -58,19 +80,7 @@ def test_a_missing_barrier_shows_in_both_orders(run: Any) -> None:
         assert np.isnan(run("sum", "", descending)).any()
 
 
-@pytest.mark.parametrize(
-    ("which", "line", "says"),
-    [
-        ("sum", "if (threadIdx.x < 32) __syncthreads();", "some threads never reach|have returned"),
-        ("warp", "if (threadIdx.x % 32 < 16) v += __shfl_xor_sync(WHOLE_WARP, v, 1);", "never reach|have returned"),
-        ("warp", "v += __shfl_xor_sync(0xffffu, v, 1);", r"without the whole warp in thread \(\d+, 0, 0\)"),
-        ("touch", "y[2] = x[0];", "illegal memory access"),
-        ("touch", "y[0] = x[-1];", "illegal memory access"),
-        ("touch", "y[0] = x[64];", "illegal memory access"),
-        ("bounded", "", "more threads than the launch bounds in thread"),
-        ("touch", "y[0] = reinterpret_cast<const Vector<float, 4>*>(x + 1)->at[0];", "misaligned"),
-    ],
-)
+@pytest.mark.parametrize(("which", "line", "says"), MISTAKES)
 def test_mistakes_are_errors(run: Any, emulation: ModuleType, which: str, line: str, says: str) -> None:
     at = "end" if "[2]" in line or "[64]" in line else "start"
     with pytest.raises(emulation.KernelError, match=says):

@@ -17,6 +17,7 @@ from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun
 
+pytestmark = pytest.mark.usefixtures("compiled_together")
 RNG = np.random.default_rng(5)
 FLOATS = ["float32", "float64", "float16", "bfloat16"]
 INTS = ["int8", "uint16", "int32", "uint64"]
