@@ -171,17 +171,13 @@ class RankProgramBuilder:
             self.rounded[out] = self.rounded[var]
         return out
 
+    @staticmethod
     def localized(
-        self,
-        call: Entry | LocalCall,
-        part: PartCall,
-        operands: Sequence[Sequence[Box]],
-        results: Sequence[Sequence[Box]],
+        call: Entry | LocalCall, part: PartCall, operands: Sequence[list[Box]], results: Sequence[list[Box]]
     ) -> dict[int, Mapping[str, Any]]:
         """The parameters of each rank's call on parts, from the boxes of all ranks by operand and by result."""
-        known = [
-            boxes if isinstance(v, int) else [None] * len(boxes) for v, boxes in zip(call.inputs, operands, strict=True)
-        ]
+        given = zip(call.inputs, operands, strict=True)
+        known = [boxes if isinstance(v, int) else [None] * len(boxes) for v, boxes in given]
         views = zip(zip(*known, strict=True), zip(*results, strict=True), strict=True)
         return {r: part.localize(call.params, RankView(*view)) for r, view in enumerate(views)}
 
