@@ -73,7 +73,7 @@ def ours(rows: int, mesh: Any = None, zero: int = 0, snapshots: bool = False) ->
         clip=1.0,
     )
     trainer.session.start(trainer.init)
-    data = next(iter(trainer.session.batches(0, None)))
+    data = next(iter(trainer.session.loader.batches(0)))
 
     def step() -> float:
         loss = float(trainer.session.step(data)["loss"])

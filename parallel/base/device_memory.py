@@ -58,7 +58,7 @@ class BlockMemory(Protocol):
         """The error of an op, as an error of ours where there is one for it."""
 
 
-class HostMemory:
+class HostMemory(BlockMemory):
     """Blocks are NumPy arrays; large ones come from the pool."""
 
     name = "cpu"
@@ -83,12 +83,6 @@ class HostMemory:
             stream(to, source)
         else:
             to[...] = source
-
-    def mark(self) -> None:
-        return None
-
-    def follow(self, mark: Any) -> None:
-        pass
 
     def translated(self, error: Exception) -> Exception:
         return error

@@ -30,22 +30,16 @@ def work_of(scheduler: Any) -> list[dict[str, Any]]:
             if (ended is not None and ended > _REMEMBERED) or (running and report["left"] and age > _REMEMBERED):
                 continue
             done = a["done"]
-            if a["root"]:
+            if a["root"] and (a["doing"] or a["state"] == "done"):
+                done = a["total"]  # the step after the bytes has begun, though the last reports may not have come
+            elif a["root"]:
                 done = plugin.written(a["root"]) - report["bases"].get(a["id"], 0)
-                if a["doing"] or a["state"] == "done":
-                    done = a[
-                        "total"
-                    ]  # the step after the bytes has begun, though the workers' last reports may not have come
             out.append(
-                {
+                {name: a[name] for name in ("kind", "path", "total", "doing", "error")}
+                | {
                     "client": client,
-                    "kind": a["kind"],
-                    "path": a["path"],
                     "done": max(0, min(done, a["total"])),
-                    "total": a["total"],
-                    "doing": a["doing"],
                     "state": "left" if running and report["left"] else a["state"],
-                    "error": a["error"],
                     "seconds": a["seconds"] + (age if running and not report["left"] else 0.0),
                     "ended": ended,
                     "silent": age if running else 0.0,

@@ -16,7 +16,7 @@ from ...arrays.core.errors import MeshError
 from ...autodiff.transforms import check_function
 from ..partition.overlap import Buckets
 from .figures import DEVICES, DeviceFigures, LinkFigures, device_figures, link_figures
-from .replay import Order, RankForecast, Replay, forecast_rank
+from .replay import Order, RankForecast, Replay
 from .report import Forecast
 from .specs import Place, abstract, planned
 
@@ -90,7 +90,7 @@ def forecast(
 
     @functools.cache
     def of(rank: int) -> RankForecast:
-        return forecast_rank(Replay(order, rank), figures, wires)
+        return Replay(order, rank).forecast(figures, wires)
 
     nbytes = sum(a.nbytes for a in made.state)
     remarks = ()

@@ -19,14 +19,6 @@ def is_view(s: LocalCall, in_order: bool) -> bool:
     return s.op.view == "always" and (in_order or s.op.name != "reshape")
 
 
-def held(s: LocalCall, out: ShapeDtype) -> int:
-    """Bytes of a result: those of its elements, but for places along a dimension, which are repeated along all
-    others."""
-    if s.op.name == "positions":
-        return out.dtype.itemsize * out.shape[s.params["axis"]]
-    return out.nbytes
-
-
 def reorders(s: LocalCall, out: ShapeDtype) -> bool:
     """Whether a view lies in another order than that of its elements."""
     if s.op.name == "permute_dims":

@@ -15,10 +15,9 @@ from ..execution.fusion import BlockAvals, Chain, fused
 from ..partition.overlap import Buckets, Start, Wait, schedule
 from ..partition.rank_program import LocalCall, Move, Moves, RankProgram
 from .costs import flops, is_view, reorders, touched
-from .costs import held as held_bytes
 from .figures import DeviceFigures, LinkFigures
-from .specs import DATA, GRADIENTS
-from .traffic import Traffic, TrafficRound
+from .specs import GRADIENTS
+from .traffic import Traffic
 
 ACTIVATIONS, COLLECTIVES = "activations", "collective buffers"
 
@@ -139,9 +138,16 @@ class Replay:
         self.avals = BlockAvals(order.program, rank)
         self.traffic = Traffic(order.program, rank, order.names, order.ranks, order.hosts)
 
+    def forecast(self, device: DeviceFigures, links: LinkFigures) -> RankForecast:
+        """The memory and time of the rank."""
+        out = RankForecast(self.rank)
+        self._memory(out)
+        self._time(device, links, out)
+        return out
+
     # ----- memory -----------------------------------------------------------------------------------------------------
 
-    def memory(self, into: RankForecast) -> None:
+    def _memory(self, into: RankForecast) -> None:
         """The peak, and the blocks that are alive then."""
         most, worst = -1, 0
         for i, total in enumerate(self._totals({})):
@@ -181,8 +187,9 @@ class Replay:
                 elif first in memory.home and is_view(s, memory.in_order[first]):
                     out = s.outputs[0]
                     memory.share(out, first, memory.in_order[first] and not reorders(s, self.avals[out]))
-                elif s.op.name == "positions":
-                    memory.make(s.outputs[0], held_bytes(s, self.avals[s.outputs[0]]))
+                elif s.op.name == "positions":  # places along a dimension, which are repeated along all others
+                    shape, dtype = self.avals[s.outputs[0]]
+                    memory.make(s.outputs[0], dtype.itemsize * shape[s.params["axis"]])
                 else:
                     self._make(memory, s.outputs, dying if isinstance(s.op.numpy, np.ufunc) else set())
             elif not isinstance(s, Wait):
@@ -224,7 +231,7 @@ class Replay:
 
     # ----- time -------------------------------------------------------------------------------------------------------
 
-    def time(self, device: DeviceFigures, links: LinkFigures, into: RankForecast) -> None:
+    def _time(self, device: DeviceFigures, links: LinkFigures, into: RankForecast) -> None:
         """The time of the step. Calls run one after the other, and early rounds in a line of their own beside them."""
         now = line = 0.0
         ends: dict[int, float] = {}
@@ -286,25 +293,10 @@ def _spread(program: RankProgram, kinds: Mapping[int, str]) -> dict[int, str]:
             else:
                 full = program.avals[s.outputs[0]].shape
                 alike = [v for v in s.inputs if isinstance(v, int) and program.avals[v].shape == full and full]
-                if backwards:
-                    pairs = [(v, s.outputs[0]) for v in alike if s.op.name == "astype"]
-                elif not all(found.get(v) == GRADIENTS for v in alike):
-                    continue
-                else:
-                    pairs = [(v, s.outputs[0]) for v in alike]
+                whole = s.op.name == "astype" if backwards else all(found.get(v) == GRADIENTS for v in alike)
+                pairs = [(v, s.outputs[0]) for v in alike if whole]
             for source, target in pairs:
                 to, of = (source, target) if backwards else (target, source)
                 if found.get(of) == GRADIENTS:
                     found.setdefault(to, GRADIENTS)
     return found
-
-
-def forecast_rank(replay: Replay, device: DeviceFigures, links: LinkFigures) -> RankForecast:
-    """The memory and time of one rank."""
-    out = RankForecast(replay.rank)
-    replay.memory(out)
-    replay.time(device, links, out)
-    return out
-
-
-__all__ = ["ACTIVATIONS", "COLLECTIVES", "DATA", "GRADIENTS", "TrafficRound", "RankForecast", "Replay", "forecast_rank"]

@@ -19,7 +19,7 @@ from ..execution.executor import Prepared
 from ..partition.overlap import Buckets, dropped, variables
 from ..partition.rank_program import Move, Moves, RankProgram
 from ..resharding.expert_all_to_all import AllToAllV
-from ..transports.group import Receives, Sends
+from ..transports.group import Receives, Sends, Transport
 
 
 class TrafficRound(NamedTuple):
@@ -29,7 +29,7 @@ class TrafficRound(NamedTuple):
     received: Counter[int]
 
 
-class CountingTransport:
+class CountingTransport(Transport):
     """A transport that counts sends and receives, and moves nothing."""
 
     eager = True
@@ -48,21 +48,6 @@ class CountingTransport:
             for p, sinks in receives.items()
         }
         self.exchanges[step] = TrafficRound(Counter(sent), Counter(come))
-
-    def begin(self, run: int, timeout: float) -> None:
-        """Nothing waits."""
-
-    def turn(self, number: int) -> None:
-        """Turns are alike."""
-
-    def abort(self, reason: str) -> None:
-        """Nobody listens."""
-
-    def shutdown(self) -> None:
-        """Nothing is open."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class _Hollow(HostMemory):
@@ -126,11 +111,8 @@ class Traffic:
         alone = RankProgram(p.sizes, (m.source,), steps, (m.target,), p.avals, p.layouts, frees=frees, inner=p.inner)
         prepared = Prepared(alone, (self._rank,), self._homes, self._names, HOLLOW, Buckets(0, 0), self._hosts)
         transport = CountingTransport()
-        prepared.run([{self._rank: self._block(m.source)}], transport)
+        prepared.run([{self._rank: HOLLOW.empty(*p.block(m.source, self._rank))}], transport)
         return transport.exchanges
-
-    def _block(self, v: int) -> np.ndarray:
-        return HOLLOW.empty(*self._program.block(v, self._rank))
 
     def _likely(self, m: Move, what: AllToAllV) -> TrafficRound:
         """Rows that are sent where run-time numbers say: as if all were chosen as often."""

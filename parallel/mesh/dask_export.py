@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from ...arrays.core.errors import MeshError
 from ..base.device_memory import on_host
 from ..execution.runtime import HostValue, LocalRuntime
 from ..sharding.mesh_protocol import MeshProtocol
-from ..sharding.placement import Layout
+from ..sharding.placement import block_box
 from .mesh_transfer import ShardedLike
 
 if TYPE_CHECKING:
@@ -37,14 +36,17 @@ def to_dask(buf: ShardedLike) -> da.Array:
     if buf.layout.partials:
         buf = buf.mesh.moved(buf, buf.layout.reduced()).computed()
     mesh, layout = buf.mesh, buf.layout
-    chunks = _chunks(buf.shape, layout, mesh.sizes)
+    parts = [math.prod(mesh.sizes[a] for a in layout.axes_of(d)) for d in range(len(buf.shape))]
+    # Empty blocks are left out: some of Dask's functions go wrong beside chunks of no length.
+    spans = [dict(b for b in ceil_blocks(n, p) if b[1]) or {0: 0} for n, p in zip(buf.shape, parts, strict=True)]
+    chunks = tuple(tuple(s.values()) for s in spans)
     if isinstance(buf.handle, HostValue):
         return da.from_array(exported(buf.handle.value), chunks=chunks)
-    owners: dict[tuple[int, ...], int] = {}
+    owners: dict[tuple[int, ...], int] = {}  # the first rank of each block, by its position in the grid of chunks
     for rank in range(mesh.size):
-        place = _place(rank, layout, mesh, buf.shape)
-        if all(i < len(c) for i, c in zip(place, chunks, strict=True)):
-            owners.setdefault(place, rank)
+        offset = block_box(layout, mesh.sizes, buf.shape, rank).offset
+        if all(o in s for o, s in zip(offset, spans, strict=True)):
+            owners.setdefault(tuple(list(s).index(o) for o, s in zip(offset, spans, strict=True)), rank)
     name = f"meshtape-{uuid.uuid4().hex}"
     if isinstance(mesh.runtime, LocalRuntime):
         blocks = mesh.runtime.fetch(buf.handle, list(owners.values()))
@@ -52,27 +54,6 @@ def to_dask(buf: ShardedLike) -> da.Array:
     else:
         graph = {(name, *place): _future(buf, rank) for place, rank in owners.items()}
     return da.Array(graph, name, chunks, dtype=buf.dtype)
-
-
-def _chunks(shape: tuple[int, ...], layout: Layout, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    out = []
-    for d, n in enumerate(shape):
-        parts = math.prod(sizes[a] for a in layout.axes_of(d))
-        # Empty blocks are left out: some of Dask's functions go wrong beside chunks of no length.
-        out.append(tuple(length for _, length in ceil_blocks(n, parts) if length) or (0,))
-    return tuple(out)
-
-
-def _place(rank: int, layout: Layout, mesh: MeshProtocol, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Position of a rank's block in the grid of chunks."""
-    coords = mesh.coordinates(rank)
-    out = []
-    for d in range(len(shape)):
-        at = 0
-        for a in layout.axes_of(d):
-            at = at * mesh.sizes[a] + coords[a]
-        out.append(at)
-    return tuple(out)
 
 
 def _future(buf: ShardedLike, rank: int) -> Any:

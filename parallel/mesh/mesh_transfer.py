@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -107,11 +107,6 @@ def moved_to_mesh(x: Any, target: Sharding) -> Any:
     return apply(TRANSFER, (x,), {"source": x.sharding, "target": target})
 
 
-def transferred(buf: ShardedLike, target: Sharding) -> Any:
-    """The handle of the blocks of ``buf`` as blocks of another mesh."""
-    return assembled([(buf, (0,) * len(buf.shape))], buf.shape, target)
-
-
 def assembled(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tuple[int, ...], target: Sharding) -> Any:
     """The handle of an array of this shape in a sharding, put together from arrays on other meshes, each of which
     begins at an offset in it. An offset below zero leaves out the beginning of an array."""
@@ -139,12 +134,13 @@ def assembled(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tuple
             for t, pieces in enumerate(plan):
                 parts[t] += [(p.target, blocks[p.rank][p.source.slices]) for p in pieces]
         return new.runtime.adopt(
-            {t: _joined(block_box(target.layout, new.sizes, shape, t).shape, dtype, mine) for t, mine in parts.items()}
+            {t: joined(block_box(target.layout, new.sizes, shape, t).shape, dtype, mine) for t, mine in parts.items()}
         )
     return _over_dask(found, shape, target)
 
 
-def _joined(shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
+def joined(shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[tuple[Box, np.ndarray]]) -> np.ndarray:
+    """An array of these parts, each at its box."""
     out = np.empty(shape, dtype)
     for box, part in parts:
         out[box.slices] = part
@@ -187,10 +183,9 @@ def _over_dask(sources: Sequence[tuple[ShardedLike, Sequence[int]]], shape: tupl
                 boxes[t].append(((number, t, k), p.target))
         old._check_open()
         new._check_open()
-        source = buf.handle
-        old._queue.wait(source.gang)
+        old._queue.wait(buf.handle.gang)
         for (p, q), wanted in cuts.items():
-            given = [cut_parts, wanted, [(0, source.slot)], source.gang.futures[p]]
+            given = [cut_parts, wanted, [(0, buf.handle.slot)], buf.handle.gang.futures[p]]
             futures.setdefault(q, []).append(old.submit(call_on_blocks, "cut", {p: given})[p])
     args: dict[int, list[Any]] = {}
     for q in range(len(new.addresses)):
@@ -224,6 +219,6 @@ def join_blocks(
     pieces = {key: part for cut in cuts for key, part in cut.items()}
     slots: dict[int, dict[int, np.ndarray]] = {slot: {} for slot in range(count)}
     for (slot, t), (shape, dtype, wanted) in payloads.items():
-        parts = [(box, pieces[key].view(dtype).reshape(box.shape)) for key, box in wanted]
-        slots[slot][t] = _joined(shape, dtype, parts)
+        parts = ((box, pieces[key].view(dtype).reshape(box.shape)) for key, box in wanted)
+        slots[slot][t] = joined(shape, dtype, parts)
     return kept(context, slots)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -73,13 +72,11 @@ def plan_copies(
     sends: dict[tuple[str, str], list[Key]] = {}
     for key, (found, nbytes) in sorted(holders.items(), key=lambda item: (-item[1][1], item[0])):
         chosen: list[str] = []
-        for w in sorted(found, key=lambda w: (load[w], workers.index(w))):
+        least = sorted(found, key=lambda w: (load[w], workers.index(w)))
+        for w in least:
             if len(chosen) < COPIES and not any(_host(w) == _host(c) for c in chosen):
                 chosen.append(w)
-        # Two on one host are better than one.
-        chosen += [w for w in sorted(found, key=lambda w: (load[w], workers.index(w))) if w not in chosen][
-            : COPIES - len(chosen)
-        ]
+        chosen += [w for w in least if w not in chosen][: COPIES - len(chosen)]  # two on one host are better than one
         for w in chosen:
             keeps.setdefault(w, []).append(key)
             load[w] += nbytes
@@ -97,23 +94,11 @@ def _host(address: str) -> str:
     return urlsplit(address).hostname or address
 
 
-@dataclass
-class _ReplicaArray:
-    """An array of a replica."""
+class _LeafAval(ShapeDtype):
+    """Shape and dtype of an array of a replica, as a leaf of a tree."""
 
-    aval: ShapeDtype
-    here: Any = None  # its value, where it is in this process
-    boxes: list[Box] = field(default_factory=list)
-
+    __slots__ = ()
     __is_tree__ = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.aval.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.aval.dtype
 
 
 class Replica:
@@ -140,10 +125,10 @@ class Replica:
             far = []
         self._streams: Any = None
         self._client = arrays[far[0]].sharding.mesh.runtime.client if far else None  # type: ignore[union-attr]
-        self._leaves = [
-            _ReplicaArray(ShapeDtype(x.shape, x.dtype), None if i in far else _here(x)) for i, x in enumerate(arrays)
-        ]
-        self.tree = trees.unflatten(treedef, self._leaves)
+        self._avals = [_LeafAval(x.shape, x.dtype) for x in arrays]
+        self._here = {i: _here(x) for i, x in enumerate(arrays) if i not in far}  # values in this process
+        self._boxes: dict[int, list[Box]] = {}  # of the others
+        self.tree = trees.unflatten(treedef, self._avals)
         self._treedef = treedef
         self._held: list[Any] = []  # the arrays themselves, until their blocks are kept
         if far:
@@ -166,7 +151,7 @@ class Replica:
             for i, x in zip(numbers, mesh.settle([arrays[i] for i in numbers]), strict=True):
                 buf = x._buf
                 if isinstance(buf.handle, HostValue):
-                    self._leaves[i].here = asarray(buf.handle.value, copy=True)
+                    self._here[i] = asarray(buf.handle.value, copy=True)
                     continue
                 self._held.append(x)
                 for rank in range(mesh.size):
@@ -178,7 +163,7 @@ class Replica:
                     process = runtime.homes[rank]
                     where.setdefault(runtime.addresses[process], (buf.handle, rank, process))
                     holders[key] = (list(where), box.size * x.dtype.itemsize)
-                self._leaves[i].boxes = [k.box for k in sources if k.array == i]
+                self._boxes[i] = [k.box for k in sources if k.array == i]
         keeps, sends = plan_copies(holders, workers)
         cuts: dict[str, list[Any]] = {}
         for (source, target), keys in sends.items():
@@ -236,22 +221,22 @@ class Replica:
             raise ReshardError(f"the copy has the structure {self._treedef}, the shardings {treedef}")
         out: list[Any] = [None] * len(wanted)
         far: dict[int, Sharding] = {}
-        for i, (leaf, s) in enumerate(zip(self._leaves, wanted, strict=True)):
-            if leaf.here is None:
+        for i, s in enumerate(wanted):
+            if (here := self._here.get(i)) is None:
                 far[i] = s
             else:
-                out[i] = distribute(leaf.here, s) if leaf.here.sharding is None else reshard(leaf.here, s)
+                out[i] = distribute(here, s) if here.sharding is None else reshard(here, s)
         for mesh in dict.fromkeys(s.mesh for s in far.values()):
-            mine = {i: s.check(self._leaves[i].shape, self._leaves[i].dtype) for i, s in far.items() if s.mesh is mesh}
+            mine = {i: s.check(*self._avals[i]) for i, s in far.items() if s.mesh is mesh}
             for i, x in self._on(mesh, mine).items():
                 out[i] = x
         return trees.unflatten(treedef, out)
 
     def local(self) -> Any:
         """The arrays of a copy that is in this process, as local ones."""
-        if any(leaf.here is None for leaf in self._leaves):
+        if len(self._here) < len(self._avals):
             raise ReshardError("the copy is on the workers of a Dask cluster: restore it onto a mesh of its client")
-        return trees.unflatten(self._treedef, [asarray(np.asarray(leaf.here)) for leaf in self._leaves])
+        return trees.unflatten(self._treedef, [asarray(np.asarray(self._here[i])) for i in range(len(self._avals))])
 
     def _on(self, mesh: Mesh, wanted: Mapping[int, Sharding]) -> dict[int, Array]:
         from ..dask.runtime import DaskRuntime, RemoteBlocks
@@ -266,11 +251,11 @@ class Replica:
         blocks: dict[int, dict[tuple[int, int], tuple[tuple[int, ...], np.dtype, list[tuple[Any, Box]]]]] = {}
         slots = {i: slot for slot, i in enumerate(wanted)}
         for i, sharding in wanted.items():
-            leaf = self._leaves[i]
+            shape, dtype = self._avals[i]
             for t, q in enumerate(new.homes):
-                want = block_box(sharding.layout, mesh.sizes, leaf.shape, t)
+                want = block_box(sharding.layout, mesh.sizes, shape, t)
                 targets = []
-                for n, box in enumerate(leaf.boxes):
+                for n, box in enumerate(self._boxes[i]):
                     common = box.intersect(want) if want.size else None
                     if common is None:
                         continue
@@ -279,15 +264,14 @@ class Replica:
                     keeper = near if near in keepers else keepers[t % len(keepers)]
                     parts.setdefault((keeper, q), []).append(((i, t, n), Key(i, box), common.within(box)))
                     targets.append(((i, t, n), common.within(want)))
-                blocks.setdefault(q, {})[slots[i], t] = (want.shape, leaf.dtype, targets)
+                blocks.setdefault(q, {})[slots[i], t] = (want.shape, dtype, targets)
         cuts: dict[int, list[Any]] = {}
         for (keeper, q), cut_here in parts.items():
             cuts.setdefault(q, []).append(self._submit(cut_kept, keeper, "restore", cut_here, self._kept[keeper]))
         args = {q: [blocks.get(q, {}), len(wanted), *cuts.get(q, ())] for q in range(len(new.addresses))}
         this = new.kept(join_blocks, "restore", args)
         return {
-            i: sharded_array(mesh, s.layout, self._leaves[i].aval, RemoteBlocks(this, slots[i]))
-            for i, s in wanted.items()
+            i: sharded_array(mesh, s.layout, self._avals[i], RemoteBlocks(this, slots[i])) for i, s in wanted.items()
         }
 
     def _whole(self, arrays: Iterable[int], there: Collection[str]) -> dict[Key, list[str]]:
@@ -309,7 +293,7 @@ class Replica:
             if key.array in arrays:
                 out[key] = [w for w in workers if w in there and (w, key) not in bad]
                 if not out[key]:
-                    aval = self._leaves[key.array].aval
+                    aval = self._avals[key.array]
                     raise RankLost(f"no worker is left that keeps the block {key.box} of {aval} as it was")
         return out
 
@@ -318,8 +302,7 @@ class Replica:
         self._failed = True
         self._kept.clear()
         self._held.clear()
-        for leaf in self._leaves:
-            leaf.here = None
+        self._here.clear()
 
 
 def _remote(x: Array) -> bool:

@@ -30,7 +30,7 @@ from ..sharding.placement import REPLICATED, Layout, Sharding
 from ..sharding.propagate import Hints, propagate
 from ..sharding.splat import repeated_element
 from .dask_export import as_collection, persisted
-from .mesh_transfer import TRANSFER, transferred
+from .mesh_transfer import TRANSFER, assembled, joined
 from .visualize import blocks_html
 
 # A local array beside sharded ones is copied to every rank. Above this size mt.distribute must ask for it, unless the
@@ -83,7 +83,8 @@ class ShardedBuffer(Deferred):
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShardedBuffer, ...]:
         if op is TRANSFER:
             target = params["target"]
-            return (ShardedBuffer(target.mesh, target.layout, self.aval, handle=transferred(self, target)),)
+            handle = assembled([(self, (0,) * len(self.shape))], self.shape, target)
+            return (ShardedBuffer(target.mesh, target.layout, self.aval, handle=handle),)
         return self.mesh.pending.emit(op, args, params)
 
     def computed(self) -> ShardedBuffer:
@@ -112,10 +113,7 @@ class ShardedBuffer(Deferred):
         blocks = self.mesh.runtime.fetch(self.handle, sorted(first.values()))
         if len(first) == 1:
             return next(iter(blocks.values()))
-        out = np.empty(self.shape, self.dtype)
-        for box, rank in first.items():
-            out[box.slices] = blocks[rank]
-        return out
+        return joined(self.shape, self.dtype, ((box, blocks[rank]) for box, rank in first.items()))
 
     def elements(self, x: Array) -> Iterator[Array]:
         return elements(x, self.mesh)
@@ -162,14 +160,7 @@ class Pending:
                     f"{self.mesh}: "
                     "only arrays up to 1 MiB are copied to every rank by themselves; use mt.distribute(x, mesh, …)"
                 )
-            if one is not None:
-                return self._spread(buf, one)
-            known = self._inputs.get(id(buf))
-            if known is not None:
-                return known[0]
-            value = HostValue(np.asarray(a._concrete()), REPLICATED, self.mesh.sizes)
-            lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype(a.shape, a.dtype), handle=value)
-            return self._input(id(buf), lifted, (lifted, buf))
+            return self._lifted(buf, np.asarray(a._concrete())) if one is None else self._spread(buf, one)
         if buf.mesh is not self.mesh:
             raise two_meshes(op.name, self.mesh, buf.mesh)
         if buf.handle is None:
@@ -178,16 +169,18 @@ class Pending:
         known = self._inputs.get(id(buf))
         return known[0] if known is not None else self._input(id(buf), buf, buf)
 
+    def _lifted(self, buf: Any, value: np.ndarray) -> int:
+        """The input of a value that stands for a local buffer."""
+        known = self._inputs.get(id(buf))
+        if known is not None:
+            return known[0]
+        handle = HostValue(value, REPLICATED, self.mesh.sizes)
+        lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype(value.shape, value.dtype), handle=handle)
+        return self._input(id(buf), lifted, (lifted, buf))
+
     def _spread(self, buf: np.ndarray, one: np.ndarray) -> int:
         """Record a large array that is ``one`` everywhere as made by the ranks."""
-        known = self._inputs.get(id(buf))
-        if known is None:
-            value = HostValue(one, REPLICATED, self.mesh.sizes)
-            lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype((), one.dtype), handle=value)
-            source = self._input(id(buf), lifted, (lifted, buf))
-        else:
-            source = known[0]
-        aval = ShapeDtype(buf.shape, buf.dtype)
+        source, aval = self._lifted(buf, one), ShapeDtype(buf.shape, buf.dtype)
         (v,) = self._builder.add(BROADCAST_TO, (source,), {"shape": buf.shape}, (aval,), state.origin, call_site())
         self._layouts[v] = REPLICATED
         return v
@@ -242,15 +235,7 @@ class Pending:
             outputs = tuple(v for v, _ in wanted)
             key = (
                 tuple((v, builder.avals[v], layouts[v]) for v in builder.inputs),
-                tuple(
-                    (
-                        e.op,
-                        tuple(i if isinstance(i, int) else freeze(i.value) for i in e.inputs),
-                        e.outputs,
-                        freeze(e.params),
-                    )
-                    for e in builder.entries
-                ),
+                tuple(map(_key_of, builder.entries)),
                 tuple((v, b.layout) for v, b in wanted),
             )
             try:
@@ -283,6 +268,10 @@ class Pending:
             self._programs.clear()
             self._reset()
             self._lost(wanted, MeshError("this mesh was closed"))
+
+
+def _key_of(e: Entry) -> Any:
+    return e.op, tuple(i if isinstance(i, int) else freeze(i.value) for i in e.inputs), e.outputs, freeze(e.params)
 
 
 def two_meshes(op: str, a: MeshProtocol, b: MeshProtocol) -> MeshError:

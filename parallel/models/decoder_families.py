@@ -55,17 +55,12 @@ def rules(config: Any) -> Rules:
         ]
     else:
         lines.append("model.layers.{i}.block_sparse_moe.gate.weight -> layers.{i}.ffn.router, permute()")
-        shapes = {
-            "gate": (config.width, config.ffn),
-            "up": (config.width, config.ffn),
-            "down": (config.ffn, config.width),
-        }
-        for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
-            lines.append(
-                f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> "
-                f"layers.{{i}}.ffn.experts.{ours}, "
-                f"permute(), reshape([1, {', '.join(map(str, shapes[ours]))}]), concat(0)"
-            )
+        up, down = f"{config.width}, {config.ffn}", f"{config.ffn}, {config.width}"
+        lines += [
+            f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight -> "
+            f"layers.{{i}}.ffn.experts.{ours}, permute(), reshape([1, {shape}]), concat(0)"
+            for theirs, ours, shape in (("w1", "gate", up), ("w3", "up", up), ("w2", "down", down))
+        ]
     lines.append("model.layers.{i}.self_attn.rotary_emb.inv_freq -> _, optional()")
     lines.append("lm_head.weight -> _, optional()" if config.tied else "lm_head.weight -> head, permute()")
     return Rules("\n".join(lines))

@@ -16,13 +16,13 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.dtypes import is_low_precision
 from ...arrays.core.op import Op, ShapeDtype
-from ...arrays.core.program import Const, Program
+from ...arrays.core.program import Const, Entry, Program
 from ...arrays.ops.elementwise import ASTYPE
 from ..resharding.collective_plans import Collective
 from ..resharding.plan import Fetch
-from ..sharding.factors import FactorRule, RankView
+from ..sharding.factors import FactorRule, PartCall, RankView
 from ..sharding.placement import REPLICATED, Layout, Replicate, block_box, make_layout
-from ..sharding.propagate import Hints
+from ..sharding.propagate import Hints, Placed, reason
 from .rank_program import LocalCall, Move, Moves, Step
 
 
@@ -50,6 +50,11 @@ class RankProgramBuilder:
         self.next_var += 1
         self.avals[v], self.layouts[v] = aval, layout
         return v
+
+    def boxes(self, var: int | Const, layout: Layout) -> list[Box]:
+        """The block of each rank, if a variable has this layout."""
+        shape = self.avals[var].shape if isinstance(var, int) else ()
+        return [block_box(layout, self.sizes, shape, r) for r in range(math.prod(self.sizes))]
 
     def aval(self, var: int) -> ShapeDtype:
         """Shape and dtype of the values that a variable stands for."""
@@ -86,7 +91,7 @@ class RankProgramBuilder:
         short = self.aval(var).dtype
         if now != layout and self.is_wide(short, layout):
             var = self.widened(var)
-        if now == layout or _same_blocks(now, layout, self.avals[var].shape, self.sizes):
+        if now == layout or now.on_many(self.sizes) == layout.on_many(self.sizes):
             return var
         key = (var, layout)
         found = self.moved.get(key)
@@ -120,6 +125,13 @@ class RankProgramBuilder:
                 self.due_targets.add(found)
         return found
 
+    def operand(self, e: Entry, placed: Placed, i: int) -> Any:
+        """Operand ``i`` of a call, in the layout that was chosen for it."""
+        v, layout = e.inputs[i], placed.operands[i]
+        if not isinstance(v, int) or layout is None:
+            return v
+        return self.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, self.layouts[v], self.sizes))
+
     def _made_as(self, made: LocalCall, var: int, layout: Layout, origin: str | None, why: str | None) -> int:
         """A result that any rank can make any block of, made in the blocks of ``layout``; operands are cut as it is
         split."""
@@ -151,20 +163,23 @@ class RankProgramBuilder:
         if not fresh:
             return None
         between = make_layout({**dict(now.shards), **fresh}, dict(now.partials))
-        shape = self.avals[var].shape
-        by_rank = {}
-        for r in range(math.prod(self.sizes)):
-            operands = (
-                block_box(self.layouts[v], self.sizes, self.avals[v].shape, r) if isinstance(v, int) else None
-                for v in made.inputs
-            )
-            view = RankView(tuple(operands), (block_box(between, self.sizes, shape, r),))
-            by_rank[r] = rule.part.localize(made.params, view)
+        operands = [self.boxes(v, self.layouts[v] if isinstance(v, int) else REPLICATED) for v in made.inputs]
+        by_rank = self.localized(made, rule.part, operands, [self.boxes(var, between)])
         out = self.new(self.avals[var], between)
         self.steps.append(made._replace(op=rule.part.op, outputs=(out,), rule=AS_IT_IS, by_rank=by_rank))
         if var in self.rounded:
             self.rounded[out] = self.rounded[var]
         return out
+
+    @staticmethod
+    def localized(
+        call: Entry | LocalCall, part: PartCall, operands: Sequence[list[Box]], results: Sequence[list[Box]]
+    ) -> dict[int, Mapping[str, Any]]:
+        """The parameters of each rank's call on parts, from the boxes of all ranks by operand and by result."""
+        given = zip(call.inputs, operands, strict=True)
+        known = [boxes if isinstance(v, int) else [None] * len(boxes) for v, boxes in given]
+        views = zip(zip(*known, strict=True), zip(*results, strict=True), strict=True)
+        return {r: part.localize(call.params, RankView(*view)) for r, view in enumerate(views)}
 
     def new_inner(self, aval: ShapeDtype) -> int:
         """A variable of per-rank code, with the aval of a block."""
@@ -201,7 +216,7 @@ class RankProgramBuilder:
             var = self.moved_to(var, Layout(now.shards, layout.partials), origin, "its parts are fetched")
             now = self.layouts[var]
         shape = self.avals[var].shape
-        if now == layout and all(b == block_box(now, self.sizes, shape, r) for r, b in enumerate(boxes)):
+        if now == layout and list(boxes) == self.boxes(var, now):
             return var  # a kernel of one place, a slice of everything: each rank has what it needs
         key = ("fetch", var, layout, boxes)
         found = self.seen.get(key)
@@ -254,13 +269,3 @@ def _between(now: Layout, then: Layout) -> Layout | None:
         first = {a for a, op in begins if op == begins[0][1]}
         return Layout(now.shards, tuple(p for p in then.partials if p[0] in first or p[0] in dict(now.partials)))
     return None
-
-
-def _same_blocks(a: Layout, b: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether two layouts differ in axes of length one alone."""
-
-    def strip(x: Layout) -> tuple[object, ...]:
-        shards = tuple((d, tuple(i for i in axes if sizes[i] > 1)) for d, axes in x.shards)
-        return tuple(s for s in shards if s[1]), tuple(p for p in x.partials if sizes[p[0]] > 1)
-
-    return strip(a) == strip(b)

@@ -12,8 +12,8 @@ from ...arrays.core.op import Op, ShapeDtype
 from ...arrays.core.program import Entry, site_text
 from ..resharding import expert_all_to_all as d
 from ..resharding.collective_plans import Collective, groups_of
-from ..sharding.placement import REPLICATED, Layout, block_box
-from ..sharding.propagate import Placed, reason
+from ..sharding.placement import REPLICATED
+from ..sharding.propagate import Placed
 from .builder import RankProgramBuilder
 from .rank_program import Move, Moves
 
@@ -23,17 +23,12 @@ def place_dispatch(w: RankProgramBuilder, e: Entry, placed: Placed) -> None:
     rule = placed.rule
     exchange = rule.exchange
     assert exchange is not None
-    inputs: list[Any] = []
-    for i, (v, layout) in enumerate(zip(e.inputs, placed.operands, strict=True)):
-        assert isinstance(v, int)
-        assert layout is not None
-        why = reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes)
-        inputs.append(w.moved_to(v, layout, e.origin, why))
+    inputs: list[int] = [w.operand(e, placed, i) for i in range(len(e.inputs))]
     steps = _StepWriter(w, e.origin or e.op.name, "" if e.site is None else site_text(e.site))
     chosen = inputs[exchange.chosen]
     bounds = _bounds(w, placed, inputs)
     groups = groups_of(w.sizes, placed.exchanged)
-    held = _held(w, placed.operands[exchange.chosen], chosen)
+    held = [math.prod(box.shape[:-1]) for box in w.boxes(chosen, w.layouts[chosen])]  # rows that each rank has
     amounts = _amounts(groups, bounds, held, w.avals[chosen].shape[-1])
     forth = d.AllToAllV(placed.exchanged, groups, False, *amounts)
 
@@ -87,15 +82,7 @@ def _bounds(w: RankProgramBuilder, placed: Placed, inputs: Sequence[int]) -> lis
         if x is not None and x.factor == expert
     )
     assert layout is not None
-    boxes = [block_box(layout, w.sizes, w.avals[v].shape, r) for r in range(math.prod(w.sizes))]
-    return [(b.offset[dim], b.offset[dim] + b.shape[dim]) for b in boxes]
-
-
-def _held(w: RankProgramBuilder, layout: Layout | None, chosen: int) -> list[int]:
-    """Rows that each rank has."""
-    assert layout is not None
-    shape = w.avals[chosen].shape
-    return [math.prod(block_box(layout, w.sizes, shape, r).shape[:-1]) for r in range(math.prod(w.sizes))]
+    return [(b.offset[dim], b.offset[dim] + b.shape[dim]) for b in w.boxes(v, layout)]
 
 
 def _amounts(

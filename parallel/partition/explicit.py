@@ -93,8 +93,8 @@ def _refuse(
 ) -> None:
     moved = [
         (axes, after)
-        for d, axes in _longer(now, sizes)
-        if (after := dict(_longer(then, sizes)).get(d, ())) != axes
+        for d, axes in now.on_many(sizes).shards
+        if (after := then.on_many(sizes).axes_of(d)) != axes
         and (after[: len(axes)] != axes or aval.shape[d] % math.prod(sizes[a] for a in after))
     ]
     if not moved:
@@ -108,9 +108,3 @@ def _refuse(
         f"({count * aval.dtype.itemsize // math.prod(sizes)} bytes a rank), {why}: reshard it by name, or split it "
         "otherwise"
     )
-
-
-def _longer(layout: Layout, sizes: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Split dimensions, each with its mesh axes of more than one rank."""
-    found = ((d, tuple(a for a in axes if sizes[a] > 1)) for d, axes in layout.shards)
-    return [(d, axes) for d, axes in found if axes]

@@ -25,7 +25,7 @@ from ...autodiff.captures.tracing import Tracer, _Trace
 from ..sharding.factors import rule_for
 from ..sharding.ops import RESHARD
 from ..sharding.placement import REPLICATED, Layout
-from ..sharding.propagate import Placed, propagate, reason
+from ..sharding.propagate import Placed, propagate
 from ..spmd.per_rank_op import ShardMapOp
 from .builder import RankProgramBuilder
 from .expert_dispatch import place_dispatch
@@ -166,9 +166,7 @@ def _place_wide(
 ) -> None:
     """A call with a pending sum of short floats: it computes in float32, and rounds results that are not pending."""
     inputs = tuple(
-        w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
-        if v in w.rounded and layout is not None and not w.is_wide(w.rounded[v], layout)
-        else v
+        w.operand(e, placed, i) if v in w.rounded and layout is not None and not w.is_wide(w.rounded[v], layout) else v
         for i, (v, layout) in enumerate(zip(e.inputs, placed.operands, strict=True))
     )
     if e.op is not GETITEM or inputs[0] in w.rounded:  # each element is read by one rank, and the others add zeros
@@ -198,12 +196,7 @@ def _place(w: RankProgramBuilder, e: Entry, placed: Placed, renamed: dict[int, i
     if placed.exchanged:
         place_dispatch(w, e, placed)
         return
-    inputs = tuple(
-        w.moved_to(v, layout, e.origin, reason(e.origin or e.op.name, placed, i, w.layouts[v], w.sizes))
-        if isinstance(v, int)
-        else v
-        for i, (v, layout) in enumerate(zip(e.inputs, placed.operands, strict=True))
-    )
+    inputs = tuple(w.operand(e, placed, i) for i in range(len(e.inputs)))
     # Decompositions repeat what the program has: the statistics of a norm, forward and backward.
     key = (e.op, tuple(v if isinstance(v, int) else freeze(v.value) for v in inputs), freeze(e.params))
     seen = w.seen.setdefault(key, e.outputs)

@@ -126,6 +126,11 @@ class Layout:
         """The same blocks with nothing left to reduce."""
         return Layout(self.shards)
 
+    def on_many(self, sizes: Sequence[int]) -> Layout:
+        """The same blocks, without mesh axes of one rank."""
+        shards = {d: [a for a in axes if sizes[a] > 1] for d, axes in self.shards}
+        return make_layout(shards, {a: op for a, op in self.partials if sizes[a] > 1})
+
 
 REPLICATED = Layout()
 

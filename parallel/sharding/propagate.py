@@ -145,15 +145,14 @@ def _propagate(
                 split.setdefault(factor, []).append(axis)
             continue
         candidates: dict[Any, float] = {}
+        gathered = {i: move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays}
         for i in arrays:
             p = now[i].placement(axis)
-            if not isinstance(p, Shard):
-                continue
-            d = rule.operands[i][p.dim]
+            d = rule.operands[i][p.dim] if isinstance(p, Shard) else None
             if d is None:
                 continue
             if rule.factors[d.factor].whole:
-                lost += move_bytes(avals[i], sizes, now[i], axis, "replicate")
+                lost += gathered[i]
             elif d.factor not in candidates and _even(rule, d.factor, [*split.get(d.factor, ()), axis], sizes):
                 candidates[d.factor] = _cost(rule, avals, now, sizes, axis, d.factor)
                 if rule.part is not None and d.factor in rule.part.factors and rule.factors[d.factor].reduce:
@@ -161,12 +160,11 @@ def _propagate(
                     candidates[d.factor] += 2 * result_bytes * (sizes[axis] - 1) / sizes[axis]
         for group in rule.linear:
             if all(dict(now[i].partials).get(axis) == "sum" for i in group):
-                others = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays if i not in group)
+                others = sum(n for i, n in gathered.items() if i not in group)
                 # The result is reduced later: to defer that pays if it is no larger than the pending operand.
                 growth = result_bytes / max(sum(avals[i].nbytes for i in group), 1)
-                now_bytes = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in group)
-                candidates[group] = others + growth * now_bytes
-        candidates[None] = sum(move_bytes(avals[i], sizes, now[i], axis, "replicate") for i in arrays)
+                candidates[group] = others + growth * sum(gathered[i] for i in group)
+        candidates[None] = sum(gathered.values())
         best = min(candidates, key=lambda c: candidates[c])  # the first of equals; replication comes last
         chosen[axis] = best
         if isinstance(best, int):
@@ -175,9 +173,9 @@ def _propagate(
         split[factor] = _nesting(rule, now, factor, axes)
     operands = tuple(_operand(rule, i, split, chosen) if i in now else None for i in range(len(avals)))
     if rule.valueless:
-        pending = [dict(lay.partials) if lay else {} for lay in layouts]
+        pending = [lay.partials if lay else () for lay in layouts]
         operands = tuple(
-            lay and make_layout(dict(lay.shards), {a: op for a, op in p.items() if not _splits(lay, a)})
+            lay and make_layout(dict(lay.shards), {a: op for a, op in p if not isinstance(lay.placement(a), Shard)})
             for lay, p in zip(operands, pending, strict=True)
         )
     results = tuple(_result(rule, r, split, chosen, exchanged) for r in rule.results)
@@ -242,10 +240,6 @@ class Hints:
         split = found.split | {dims[d].factor for d in fresh}  # type: ignore[union-attr]
         layout = make_layout({**dict(now.shards), **fresh}, dict(now.partials))
         return found._replace(results=(layout,), split=split)
-
-
-def _splits(layout: Layout, axis: int) -> bool:
-    return any(axis in axes for _, axes in layout.shards)
 
 
 def _shard_order(layouts: Iterable[Layout], axes: int) -> dict[int, int]:

@@ -8,12 +8,13 @@ array than it has. Indices are checked against the whole length first, as on one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...arrays.backends import host_sync
+from ...arrays.core.blocks import Box
 from ...arrays.core.errors import ArrayIndexError
 from ...arrays.core.index_template import result_shape
 from ...arrays.indexing import indexing as ix
@@ -148,63 +149,51 @@ WRITE_PART = RankOp("write_part", ("x", "v", "*arrays"), _write)
 # ----- parameters of one rank -----------------------------------------------------------------------------------------
 
 
-def _parts(
-    template: keys.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
-) -> tuple[Part | None, ...]:
-    """The rank's part of each dimension that is looked up and split."""
-    out: list[Part | None] = []
+def _local(
+    template: keys.Template, whole: Sequence[int], box: Box, sliced: Callable[[keys.Span, int, int, int], keys.Span]
+) -> dict[str, Any]:
+    """The template and the parts for a block of the indexed array: ``sliced(span, length, start, count)`` are slices
+    relative to it, and parts those of dimensions that are looked up and split."""
+    inner: list[Any] = []
+    parts: list[Part | None] = []
     for p in template:
-        if p is None or isinstance(p, keys.Truth | keys.Gap):
-            continue
-        d = len(out)
-        looked_up = isinstance(p, keys.Slot) or type(p) is int
-        out.append((offset[d], shape[d], whole[d]) if looked_up and shape[d] != whole[d] else None)
-    return tuple(out)
+        d = len(parts)
+        if isinstance(p, keys.Span) and (box.offset[d], box.shape[d]) != (0, whole[d]):
+            p = sliced(p, whole[d], box.offset[d], box.shape[d])
+        inner.append(p)
+        if not (p is None or isinstance(p, keys.Truth | keys.Gap)):
+            looked_up = isinstance(p, keys.Slot) or type(p) is int
+            split = looked_up and box.shape[d] != whole[d]
+            parts.append((box.offset[d], box.shape[d], whole[d]) if split else None)
+    return {"template": tuple(inner), "parts": tuple(parts)}
 
 
-def _within(
-    template: keys.Template, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int]
-) -> keys.Template:
-    """The template with slices relative to a block of the indexed array."""
-    out: list[Any] = []
-    d = 0
-    for p in template:
-        if isinstance(p, keys.Span) and (offset[d], shape[d]) != (0, whole[d]):
-            taken = p.places(whole[d])
-            lo, count = Halo("slice_grad", (taken.start, taken.step, len(taken))).region(offset[d], shape[d])
-            start = taken.start + lo * taken.step - offset[d]
-            stop = start + count * taken.step
-            p = keys.Span(start, stop if stop >= 0 else None, taken.step) if count else keys.Span(0, 0, None)
-        out.append(p)
-        d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
-    return tuple(out)
+def _fetched(span: keys.Span, n: int, offset: int, length: int) -> keys.Span:
+    """All that the rank has: it fetched just the elements of the slice that its block of the result needs."""
+    return keys.Span(None, None, span.places(n).step)
+
+
+def _within(span: keys.Span, n: int, offset: int, length: int) -> keys.Span:
+    """The part of a slice that is in a block."""
+    taken = span.places(n)
+    lo, count = Halo("slice_grad", (taken.start, taken.step, len(taken))).region(offset, length)
+    start = taken.start + lo * taken.step - offset
+    stop = start + count * taken.step
+    return keys.Span(start, stop if stop >= 0 else None, taken.step) if count else keys.Span(0, 0, None)
 
 
 def local_read(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
     """Parameters of :data:`READ_PART` for the parts that a rank has."""
     box = view.operands[0]
     assert box is not None
-    template = params["template"]
-    inner: list[Any] = []
-    d = 0
-    for p in template:
-        if isinstance(p, keys.Span) and box.shape[d] != whole[d]:
-            # The rank fetched just the elements of the slice that its block of the result needs.
-            p = keys.Span(None, None, p.places(whole[d]).step)
-        inner.append(p)
-        d += not (p is None or isinstance(p, keys.Truth | keys.Gap))
-    return {"template": tuple(inner), "parts": _parts(template, whole, box.offset, box.shape)}
+    return _local(params["template"], whole, box, _fetched)
 
 
 def local_scatter(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
     """Parameters of :data:`SCATTER_PART`."""
-    box = view.results[0]
-    template = _within(params["template"], whole, box.offset, box.shape)
-    return {"template": template, "parts": _parts(template, whole, box.offset, box.shape), "shape": box.shape}
+    return {**_local(params["template"], whole, view.results[0], _within), "shape": view.results[0].shape}
 
 
 def local_write(whole: tuple[int, ...], op: str, params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
     """Parameters of :data:`WRITE_PART`."""
-    box = view.results[0]
-    template = _within(params["template"], whole, box.offset, box.shape)
-    return {"template": template, "parts": _parts(template, whole, box.offset, box.shape), "op": op}
+    return {**_local(params["template"], whole, view.results[0], _within), "op": op}

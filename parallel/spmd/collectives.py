@@ -313,15 +313,3 @@ def broadcast(tree: Any, axis: Axis, *, source: int = 0) -> Any:
     if not 0 <= operator.index(source) < n:
         raise MeshError(f"[broadcast] source {source} is none of the {n} ranks of {axis!r}")
     return trees.tree_map(lambda x: ops.broadcast(trace.lift(x), axes, source) if isinstance(x, Array) else x, tree)
-
-
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "axis_index",
-    "axis_size",
-    "broadcast",
-    "permute",
-    "reduce_scatter",
-]

@@ -177,7 +177,6 @@ class TracedShardMap:
         return out
 
     def _derivative(self, smooth_in: tuple[int, ...], smooth_out: tuple[int, ...]) -> TracedShardMap:
-        count = len(self.in_avals)
         in_avals = [*self.in_avals, *(self.out_avals[i] for i in smooth_out)]
         in_layouts = [*self.in_layouts, *(self.out_layouts[i].reduced() for i in smooth_out)]
 
@@ -186,36 +185,28 @@ class TracedShardMap:
             split = {a for _, axes in shards for a in axes}
             return make_layout({d: list(axes) for d, axes in shards}, dict.fromkeys(sorted(varying - split), "sum"))
 
-        def body(trace: RankTrace, arguments: Sequence[Array]) -> Sequence[Array]:
-            return self._pull_back(trace, arguments[:count], arguments[count:], smooth_in, smooth_out)
-
         return TracedShardMap(
             f"{self.name} vjp",
             self.mesh,
             in_avals,
             in_layouts,
             layout_of,
-            body,
+            functools.partial(self._pull_back, smooth_in, smooth_out),
             lambda k: f"cotangent {smooth_in[k]}",
             is_derivative=True,
         )
 
     def _pull_back(
-        self,
-        trace: RankTrace,
-        operands: Sequence[Array],
-        seeds: Sequence[Array],
-        smooth_in: tuple[int, ...],
-        smooth_out: tuple[int, ...],
+        self, smooth_in: tuple[int, ...], smooth_out: tuple[int, ...], trace: RankTrace, arguments: Sequence[Array]
     ) -> list[Array]:
+        operands, seeds = arguments[: len(self.in_avals)], arguments[len(self.in_avals) :]
         tape = Tape()
         with tape:
             tape.watch([operands[i] for i in smooth_in])
             # Calls with derivatives of their own, or to be made again: the code says which, its calls do not.
             outs = (self._once_more if self.has_calls else self._replay)(trace, operands)
         names = [operands[i]._id for i in smooth_in]
-        targets, given = [outs[i] for i in smooth_out], list(seeds)
-        pairs = [(t, s) for t, s in zip(targets, given, strict=True) if tape.watches(t)]
+        pairs = [(outs[i], s) for i, s in zip(smooth_out, seeds, strict=True) if tape.watches(outs[i])]
         found = tape.backward([t for t, _ in pairs], [s for _, s in pairs], names)
         out = []
         for i, name in zip(smooth_in, names, strict=True):
@@ -252,8 +243,8 @@ class TracedShardMap:
                 args = [env[v] if isinstance(v, int) else v.value for v in e.inputs]
                 if e.op is ops.AXIS_INDEX:
                     env[e.outputs[0]] = trace.index(e.params["axes"])
-                elif e.op in ops.REPLAY:
-                    env[e.outputs[0]] = ops.REPLAY[e.op](trace.lift(args[0]), e.params)
+                elif isinstance(e.op, ops.RankOp):
+                    env[e.outputs[0]] = ops.replay(e.op, trace.lift(args[0]), e.params)
                 else:
                     out = apply(e.op, tuple(args), e.params)
                     env.update(zip(e.outputs, out if e.op.nout > 1 else (out,), strict=True))

@@ -25,7 +25,7 @@ already cannot be taken for one another (JAX, *Autodiff and sharding*; Megatron-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -137,19 +137,11 @@ def broadcast(x: Array, axes: tuple[int, ...], source: int) -> Array:
     return apply(BROADCAST, (_varied(x, axes),), {"axes": axes, "shape": x.shape, "source": source})
 
 
-REPLAY: dict[Op, Callable[[Array, Mapping[str, Any]], Array]] = {
-    VARY: lambda x, p: trace_of(x).varied(x, p["axes"]),
-    ALL_REDUCE: lambda x, p: all_reduce(x, p["axes"]),
-    ALL_REDUCE_BY: lambda x, p: all_reduce(x, p["axes"], p["op"]),
-    ALL_GATHER: lambda x, p: all_gather(x, p["axes"], p["dim"]),
-    ALL_GATHER_VARYING: lambda x, p: all_gather(x, p["axes"], p["dim"], varying=True),
-    REDUCE_SCATTER: lambda x, p: reduce_scatter(x, p["axes"], p["dim"]),
-    SLICE: lambda x, p: slice_local(x, p["axes"], p["dim"]),
-    ALL_TO_ALL: lambda x, p: all_to_all(x, p["axes"], p["split_dim"], p["concat_dim"], p["sizes"]),
-    PERMUTE: lambda x, p: send(x, p["axes"], p["pairs"]),
-    BROADCAST: lambda x, p: broadcast(x, p["axes"], p["source"]),
-}
-"""The function that replays each op on another value."""
+def replay(op: RankOp, x: Array, params: Mapping[str, Any]) -> Array:
+    """A call of one of these ops again, on another value of the same shape."""
+    if op is not SLICE:
+        x = _varied(x, params["axes"])
+    return x if op is VARY else apply(op, (x,), params)
 
 
 def _with_length(shape: Shape, dim: int, n: int) -> Shape:

@@ -10,18 +10,11 @@ with trainer.py, then step.py and recovery.py.
 
 from .callbacks import Callback, EarlyStop
 from .data.batching import BatchSizes, batch_sizes
+from .data.columnar import ArrowSource, ParquetSource
 from .data.loader import Batch, Loader
+from .data.mapping import MapSource
 from .data.sampler import Sampler
-from .data.sources import (
-    ArraySource,
-    ArrowSource,
-    DaskSource,
-    MapSource,
-    ParquetSource,
-    Source,
-    TokenSource,
-    ZarrSource,
-)
+from .data.sources import ArraySource, DaskSource, Source, TokenSource, ZarrSource
 from .elastic import Elastic
 from .job.jobs import cluster_mesh
 from .methods import lora

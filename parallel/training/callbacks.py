@@ -83,7 +83,6 @@ class EarlyStop(Callback):
         return self.without >= self.patience
 
     def on_evaluate(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
-        """See :class:`Callback`."""
         if self.metric not in numbers:
             raise TrainingError(
                 f"[EarlyStop] there is no {self.metric!r} to wait for: the evaluation gives {', '.join(numbers)}"
@@ -92,10 +91,8 @@ class EarlyStop(Callback):
             trainer.stop(f"early stop: {self.metric} has not improved for {self.patience} evaluations")
 
     def state(self) -> dict[str, Any]:
-        """See :class:`Callback`."""
         return {"best": None if math.isinf(self.best) else self.best, "without": self.without}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See :class:`Callback`."""
         self.best = math.inf if state["best"] is None else state["best"]
         self.without = state["without"]

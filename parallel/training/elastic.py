@@ -131,9 +131,8 @@ def rebuild(
             try:
                 return Mesh(policy.axes(first, per_worker, len(there), fits), client=client, workers=there)
             except (MeshtapeError, OSError, TimeoutError):
-                if (
-                    waited >= policy.patience
-                ):  # a worker that goes while the mesh is built is simply not there next time
+                # A worker that goes while the mesh is built is simply not there next time.
+                if waited >= policy.patience:
                     raise
         elif waited >= policy.patience:
             raise TrainingError(

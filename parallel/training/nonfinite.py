@@ -90,6 +90,3 @@ class Watch:
             if self._in_a_row == IN_A_ROW:
                 return NonFiniteStep(f"{IN_A_ROW} steps in a row were skipped: {said}")
         return None
-
-
-__all__ = ["ROLLBACKS", "NonFiniteStep", "OnNonFinite", "Watch", "are_finite"]

@@ -114,33 +114,22 @@ class Pipeline:
 
     def put(self, batch: Any, stage: int) -> Any:
         """A micro-batch on the part of a stage: from this process, or from the part where it is."""
-        part = self.parts[stage]
-
-        def one(x: Any) -> Array:
-            x = asarray(x)
-            return (
-                self._moved(x, part) if x.sharding is not None else distribute(x, fitted(self.plan.batch(part), x.ndim))
-            )
-
-        return trees.tree_map(one, batch)
+        sharding = self.plan.batch(self.parts[stage])
+        return self._placed(batch, self.parts[stage], lambda x: fitted(sharding, x.ndim))
 
     def to(self, x: Any, stage: int) -> Any:
         """Values moved to the part of a stage, split as before; local ones are replicated."""
-        part = self.parts[stage]
+        return self._placed(x, self.parts[stage], lambda x: Sharding(self.parts[stage]))
 
-        def one(a: Any) -> Array:
-            a = asarray(a)
-            return distribute(a, part) if a.sharding is None else self._moved(a, part)
+    def _placed(self, tree: Any, part: Mesh, of_local: Callable[[Array], Sharding]) -> Any:
+        def one(x: Any) -> Array:
+            x = asarray(x)
+            here = x.sharding
+            if here is None:
+                return distribute(x, of_local(x))
+            return x if here.mesh is part else reshard(x, Sharding.of(part, here.layout.reduced()))
 
-        return trees.tree_map(one, x)
-
-    @staticmethod
-    def _moved(a: Array, part: Mesh) -> Array:
-        here = a.sharding
-        assert here is not None
-        if here.mesh is part:
-            return a
-        return reshard(a, Sharding.of(part, here.layout.reduced()))
+        return trees.tree_map(one, tree)
 
     # ----- a step -----------------------------------------------------------------------------------------------------
 
@@ -372,6 +361,3 @@ def _leaf(tree: Any, name: str) -> Any:
 
 def _with_leaf(tree: Any, name: str, value: Any) -> Any:
     return trees.map_with_path(lambda p, x: value if trees.path_name(p) == name else x, tree)
-
-
-__all__ = ["Pipeline"]

@@ -108,5 +108,3 @@ class Precision:
 
 UNSAID = Precision()
 """The precision of a run for which none was chosen."""
-
-__all__ = ["DTYPES", "LEAST", "UNSAID", "Precision"]

@@ -92,15 +92,12 @@ class Recovery:
     def _still_connected(self, error: Exception, mesh: Mesh | None) -> None:
         """Raise a clear error if the scheduler is gone, as errors of the broken connection say little."""
         client = client_of(mesh)
-        if (
-            client is not None
-            and client.status != "running"
-            and isinstance(error, MeshtapeError | OSError | RuntimeError)
-        ):
+        gone = client is not None and client.status != "running"
+        if gone and isinstance(error, MeshtapeError | OSError | RuntimeError):
             raise ClusterError(
                 f"the Dask scheduler at {self.scheduler} is gone, and its workers with it ({type(error).__name__}: "
-                f"{error}). The newest "
-                f"checkpoint is {self.trainer.newest() or 'none'}; a run on another scheduler goes on from there"
+                f"{error}). The newest checkpoint is {self.trainer.newest() or 'none'}; a run on another scheduler "
+                "goes on from there"
             ) from error
 
     def _count(self, error: Exception, mesh: Mesh, policy: Elastic) -> None:

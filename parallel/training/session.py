@@ -5,7 +5,7 @@ A session whose mesh has stages of a pipeline is a :class:`~.stages.StagedSessio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -87,29 +87,23 @@ class Session:
 
     # ----- work -------------------------------------------------------------------------------------------------------
 
-    def batches(self, consumed: int, epochs: int | None) -> Iterator[Batch]:
-        """See :class:`Loader`."""
-        return self.loader.batches(consumed, epochs=epochs)
-
     def step(self, batch: Batch) -> dict[str, Array]:
         """One optimizer step. The numbers are computed when they are read."""
-        with self._quiet():
-            self.state, found = self._step(self.state, batch.micro, self.key, self._going)
+        handles = not self.recipe.halts  # overflows, of which NumPy then says nothing
+        with np.errstate(over="ignore", invalid="ignore") if handles else np.errstate():
+            found = self._stepped(batch)
         if self.recipe.halts:
             self._going = found["finite"]
         return found
 
-    def _quiet(self) -> Any:
-        """NumPy says nothing of overflows that the step handles by itself."""
-        return np.errstate(over="ignore", invalid="ignore") if not self.recipe.halts else np.errstate()
+    def _stepped(self, batch: Batch) -> dict[str, Array]:
+        self.state, found = self._step(self.state, batch.micro, self.key, self._going)
+        return found
 
     def go(self) -> None:
         """Steps are taken again, after one that was not finite."""
-        self._going = self._everywhere(np.asarray(True)) if self.recipe.halts else None
-
-    def _everywhere(self, x: Any) -> Array:
-        """A value on all ranks."""
-        return asarray(x) if self.mesh is None else self.mesh.replicate(asarray(x))
+        yes = asarray(True)
+        self._going = None if not self.recipe.halts else yes if self.mesh is None else self.mesh.replicate(yes)
 
     def finite(self) -> bool:
         """Whether all parameters are."""
@@ -127,9 +121,7 @@ class Session:
 
     def evaluate(self, source: Source, averaged: bool = False) -> dict[str, float]:
         """Loss and metrics over a whole data set, without dropout (the loss is given the key None)."""
-        params = self.state["params"]
-        if averaged:
-            params = self.average()
+        params = self.average() if averaged else self.state["params"]
         whole = Sampler(len(source), shuffle=False)
         loader = Loader(source, self.sizes, whole, *self._feed(), self.loader.ahead)
         judge, sums = self._judge(params), dict[str, float]()

@@ -101,7 +101,6 @@ class StagedSession(Session):
         self.go()
 
     def go(self) -> None:
-        """See :meth:`Session.go`."""
         self._steps = -1
         self._going = self._pipe.to(asarray(True), self.ranks - 1) if self.recipe.halts else None
 
@@ -120,8 +119,8 @@ class StagedSession(Session):
     def _learn(self, params: Any) -> None:
         """Find the leaves of the parameters that each stage needs, and their owners."""
         leaves, self._form = _leaves(params)
-        numbers = trees.unflatten(self._form, [None if x is None else _Number(k) for k, x in enumerate(leaves)])
-        self.needs = [[n.k for n in trees.flatten(t)[0]] for t in self.pipelining.stages.split(numbers, self.count)]
+        numbers = trees.unflatten(self._form, [None if x is None else _Leaf(k) for k, x in enumerate(leaves)])
+        self.needs = [[n.value for n in trees.flatten(t)[0]] for t in self.pipelining.stages.split(numbers, self.count)]
         owners = [next((s for s, ks in enumerate(self.needs) if k in ks), None) for k in range(len(leaves))]
         for (path, x), s in zip(trees.flatten_with_path(params, is_leaf=_is_none), owners, strict=True):
             if s is None and x is not None:
@@ -151,9 +150,7 @@ class StagedSession(Session):
     @property
     def state(self) -> Any:
         """The whole state, its leaves on the parts that have them."""
-        if not self._states:
-            return None
-        return self._whole(self._states)
+        return self._whole(self._states) if self._states else None
 
     @state.setter
     def state(self, whole: Any) -> None:
@@ -174,7 +171,7 @@ class StagedSession(Session):
     # ----- the state --------------------------------------------------------------------------------------------------
 
     def start(self, init: Any) -> None:
-        """See :meth:`Session.start`. Each part makes its own parameters."""
+        """The state before the first step; each part makes its own parameters."""
         made: list[Any] = []
         for r, part in enumerate(self.parts):
             params = init(part.replicate(random.fold_in(self.key, 0))) if callable(init) else init
@@ -189,10 +186,10 @@ class StagedSession(Session):
 
     def _resting(self, tree: Any) -> Any:
         self._learn(tree["params"])
-        places = trees.map_with_path(lambda path, x: _PathLeaf(path, x), tree)
+        places = trees.map_with_path(lambda *leaf: _Leaf(leaf), tree)
 
-        def on(part: int, leaf: _PathLeaf | None) -> Any:
-            return None if leaf is None else self.recipe.sharding(leaf.path, leaf.x, self.parts[part])
+        def on(part: int, leaf: _Leaf | None) -> Any:
+            return None if leaf is None else self.recipe.sharding(*leaf.value, self.parts[part])
 
         return self._walk([places], lambda k, row: on(self.owner[k], row[0]), lambda row: on(0, row[0]))
 
@@ -220,11 +217,6 @@ class StagedSession(Session):
                     parts[r][k] = g if held is None else wide(held) + wide(g)
         return [trees.unflatten(self._form, leaves) for leaves in parts]
 
-    def step(self, batch: Batch) -> dict[str, Array]:
-        """See :meth:`Session.step`."""
-        with self._quiet():
-            return self._stepped(batch)
-
     def _stepped(self, batch: Batch) -> dict[str, Array]:
         recipe = self.recipe
         if self._steps < 0:
@@ -241,53 +233,30 @@ class StagedSession(Session):
             scale=self._states[last]["scaler"]["scale"] if recipe.precision.scales else None,
         )
         reduced = [fn(g) for fn, g in zip(self._reduced, self._gathered_grads(grads), strict=True)]
-        norm = self._agreed([n for _, n in reduced])
-        self._states, found = map(
-            list,
-            zip(
-                *(
-                    finish(state, g, *self._pipe.to((norm, sums, self._going), r))
-                    for r, (finish, state, (g, _)) in enumerate(zip(self._finished, self._states, reduced, strict=True))
-                ),
-                strict=True,
-            ),
-        )
+        first, *others = [square(self._pipe.to(n, last)) for _, n in reduced]
+        norm = sqrt(sum(others, first))  # of the gradients of all parts
+        done = [
+            finish(state, g, *self._pipe.to((norm, sums, self._going), r))
+            for r, (finish, state, (g, _)) in enumerate(zip(self._finished, self._states, reduced, strict=True))
+        ]
+        self._states = [state for state, _ in done]
         self._steps += 1
-        if recipe.halts:
-            self._going = found[last]["finite"]
-        return found[last]
-
-    def _agreed(self, norms: Sequence[Array]) -> Array:
-        """The norm of the gradients of all parts, on the last one."""
-        first, *others = [square(self._pipe.to(n, self.ranks - 1)) for n in norms]
-        return sqrt(sum(others, first))
+        return done[last][1]
 
     def average(self) -> Any:
-        """See :meth:`Session.average`."""
         if self.recipe.ema is None:
             return super().average()
-        values = [self.recipe.ema.value(s["ema"], s["params"]) for s in self._states]
-        return self._whole(values)
+        return self._whole([self.recipe.ema.value(s["ema"], s["params"]) for s in self._states])
 
     def _judge(self, params: Any) -> Callable[[Any], dict[str, Array]]:
         return partial(self._pipe.sums, self._given(params))
 
 
 @dataclass(frozen=True)
-class _PathLeaf:
-    """A leaf with its path, as a leaf itself."""
+class _Leaf:
+    """Any value as a leaf of a tree."""
 
-    path: trees.Path
-    x: Any
-
-    __is_tree__ = False
-
-
-@dataclass(frozen=True)
-class _Number:
-    """The place of a leaf in the tree of parameters, as a leaf itself."""
-
-    k: int
+    value: Any
 
     __is_tree__ = False
 

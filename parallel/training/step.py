@@ -139,19 +139,19 @@ class TrainingConfig:
         """Raise where no parameter is trained, or one that is has no gradient."""
         if not trees.flatten(params)[0]:
             raise TrainingError("there are no parameters to train")
-        if not trees.flatten(self.masked(params))[0]:
+        trained = trees.flatten_with_path(self.masked(params))
+        if not trained:
             raise TrainingError("no parameter is trained: trainable refuses all of them")
         refuse_foreign("Trainer.fit", self.masked(params), "the parameters")
-        for path, x in trees.flatten_with_path(self.masked(params)):
-            if self.precision is UNSAID and isinstance(x, Array | np.ndarray) and x.dtype == np.float64:
-                warnings.warn(
-                    f"parameter {trees.path_name(path)} is float64, and the Trainer computes in float32: pass "
-                    "precision='float64' to compute with all digits, precision='float32' to be told no more, or "
-                    "parameters of float32 for half of the memory",
-                    stacklevel=2,
-                )
-                break
-        for path, x in trees.flatten_with_path(self.masked(params)):
+        double = [path for path, x in trained if isinstance(x, Array | np.ndarray) and x.dtype == np.float64]
+        if double and self.precision is UNSAID:
+            warnings.warn(
+                f"parameter {trees.path_name(double[0])} is float64, and the Trainer computes in float32: pass "
+                "precision='float64' to compute with all digits, precision='float32' to be told no more, or "
+                "parameters of float32 for half of the memory",
+                stacklevel=2,
+            )
+        for path, x in trained:
             if not trains(x):
                 raise TrainingError(
                     f"parameter {trees.path_name(path)} is {getattr(x, 'dtype', type(x).__name__)}, which has no "
@@ -309,8 +309,7 @@ def weighted(found: Any, batch: Any) -> dict[str, Array]:
             )
         if len(found) == 3 and not isinstance(found[2], Mapping):
             raise TrainingError(f"the metrics of a loss are a dict of numbers by name, got {type(found[2]).__name__}")
-        total, weight = found[:2]
-        metrics = found[2] if len(found) == 3 else {}
+        total, weight, metrics = found if len(found) == 3 else (*found, {})
         taken = {"loss", "weight", "grad_norm", "finite", "scale", "skipped", "rollbacks"} & set(metrics)
         if taken:
             raise TrainingError(f"metrics of a loss cannot be called {', '.join(sorted(taken))}")
@@ -332,8 +331,8 @@ def refuse_constant(total: Array) -> None:
     if not is_watched(total):
         raise TrainingError(
             "the loss does not depend on the parameters, so that nothing would be trained: compute it from the params "
-            "that it is given, by "
-            "functions of meshtape; float(...), mt.stop_gradient, comparisons and integers have no derivative"
+            "that it is given, by functions of meshtape; float(...), mt.stop_gradient, comparisons and integers have "
+            "no derivative"
         )
 
 

@@ -20,7 +20,6 @@ from ...storage import CheckpointManager, SaveHandle, load, open_checkpoint
 from ..mesh.mesh import Mesh
 from ..models.plans import Plan, Stages, of_any_model
 from .callbacks import Callback
-from .data.loader import Batch
 from .data.sampler import Sampler
 from .data.sources import as_source
 from .elastic import Elastic
@@ -202,10 +201,8 @@ class Trainer(RunCheckpoints):
             directory = job.directory
         if job is not None and resume == "auto":
             resume = job.resume
-        plan = of_any_model(plan)
-        self.recipe = TrainingConfig(
-            loss, optimizer, plan, Precision.of(precision), zero, clip, ema, trainable, on_nonfinite
-        )
+        precision, plan = Precision.of(precision), of_any_model(plan)
+        self.recipe = TrainingConfig(loss, optimizer, plan, precision, zero, clip, ema, trainable, on_nonfinite)
         self.pipelining = None if stages is None else Pipelining(stages, schedule, chunks)
         self.mesh = mesh
         self.source = as_source(data)
@@ -317,16 +314,9 @@ class Trainer(RunCheckpoints):
             self.recovery.drop_snapshots()
             self.report.close()
         self.report.note("stopped" if reason.startswith("SIG") else "finished", reason=reason)
-        result = TrainResult(
-            reason,
-            self.progress.step,
-            self.progress.epoch,
-            self.progress.consumed,
-            math.nan if self.progress.loss is None else self.progress.loss,
-            self.history,
-            self.recovery.restarts,
-            None if self.checkpoints is None else self.checkpoints.latest(),
-        )
+        at, newest = self.progress, None if self.checkpoints is None else self.checkpoints.latest()
+        loss, restarts = math.nan if at.loss is None else at.loss, self.recovery.restarts
+        result = TrainResult(reason, at.step, at.epoch, at.consumed, loss, self.history, restarts, newest)
         if (job := current_job()) is not None:
             job.results.append(result)
         if result.stopped:
@@ -378,8 +368,7 @@ class Trainer(RunCheckpoints):
         if steps:
             raise NonFiniteError(
                 f"no checkpoint in {self.checkpoints.directory} has finite parameters (steps "
-                f"{', '.join(map(str, steps))}): begin anew "
-                "with resume='never' and another directory"
+                f"{', '.join(map(str, steps))}): begin anew with resume='never' and another directory"
             )
         return None
 
@@ -390,10 +379,8 @@ class Trainer(RunCheckpoints):
             raise TrainingError(f"{path} was not saved by a Trainer: it does not say how far the run had come")
         known = {f.name for f in dataclasses.fields(Progress)}
         found = Progress(**{k: v for k, v in held.items() if k in known})
-        for what, mine, theirs in (
-            ("seed", self.progress.seed, found.seed),
-            ("samples", self.progress.samples, found.samples),
-        ):
+        for what in ("seed", "samples"):
+            mine, theirs = getattr(self.progress, what), getattr(found, what)
             if mine != theirs:
                 raise TrainingError(
                     f"{path} belongs to a run with {what} {theirs}, this one has {mine}: its order of samples would be "
@@ -428,13 +415,13 @@ class Trainer(RunCheckpoints):
             self.recovery.take_snapshot()
         self.session.go()
         self.watch = Watch(self.recipe.on_nonfinite, self.recipe.precision.scales)
-        batches = self.session.batches(at.consumed, self.epochs)
+        batches = self.session.loader.batches(at.consumed, epochs=self.epochs)
         try:
             for batch in batches:
                 found = self.session.step(batch)
                 self.watch.begin(at)
                 meter.step(found)
-                self._advance(batch)
+                at.step, at.consumed, at.epoch = at.step + 1, batch.consumed, self.sampler.epoch(batch.consumed)
                 self.landed()
                 self.report.display.step(at.step)
                 reason = self._done()
@@ -457,12 +444,6 @@ class Trainer(RunCheckpoints):
         finally:
             batches.close()
         return "epochs"
-
-    def _advance(self, batch: Batch) -> None:
-        at = self.progress
-        at.step += 1
-        at.consumed = batch.consumed
-        at.epoch = self.sampler.epoch(batch.consumed)
 
     def _done(self) -> str | None:
         at = self.progress

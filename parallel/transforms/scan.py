@@ -107,7 +107,8 @@ def scan(
         if mesh is None:
             mesh = _mesh_of(state, batch[0])
             if mesh is not None:
-                state = _on(mesh, state)
+                leaves, treedef = trees.flatten(state)
+                state = trees.unflatten(treedef, mesh.settle(leaves))
         if mesh is None:
             outs = []
             for x in batch:
@@ -192,24 +193,20 @@ def _mesh_of(*values: Any) -> Mesh | None:
     return found[0] if found else None
 
 
-def _on(mesh: Mesh, state: Any) -> Any:
-    leaves, treedef = trees.flatten(state)
-    return trees.unflatten(treedef, mesh.settle([mesh.replicate(a) for a in leaves]))
-
-
 def _stacked(outs: Sequence[Any]) -> Any:
     """Arrays and numbers of all turns, with the turns as first dimension."""
-    return trees.tree_map(lambda *xs: stack(list(map(asarray, xs))) if _is_numeric(xs[0]) else _constant(xs), *outs)
+
+    def one(*xs: Any) -> Any:
+        numeric = isinstance(xs[0], Array | np.ndarray | np.generic | bool | int | float | complex)
+        return stack(list(map(asarray, xs))) if numeric else _constant(xs)
+
+    return trees.tree_map(one, *outs)
 
 
 def _joined(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     return trees.tree_map(lambda *xs: concat(xs) if isinstance(xs[0], Array) else _constant(xs), *parts)
-
-
-def _is_numeric(x: Any) -> bool:
-    return isinstance(x, Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
 def _constant(xs: Sequence[Any]) -> Any:
@@ -250,7 +247,8 @@ class _Turn:
             shardings = [a.sharding for a in arrays if isinstance(a, Array)]
             on[mesh] = mesh.loaded(ready.program, shardings, self._name)
         load, results, constants = on[mesh]
-        each = [handles_of([mesh._buffer(a._buf, "data of a turn") for a in map(asarray, _arrays(x))]) for x in batch]
+        arrays_of = ((asarray(a) for a in trees.flatten(x)[0] if isinstance(a, Array | np.ndarray)) for x in batch)
+        each = [handles_of([mesh._buffer(a._buf, "data of a turn") for a in given]) for given in arrays_of]
         turns = Turns(len(batch), len(carried), each)
         handles = load(handles_of([a._buf for a in carried] + constants), turns)
         made = []
@@ -261,10 +259,6 @@ class _Turn:
             made.append(sharded_array(mesh, layout, aval, h))
         state, out = ready.rebuilt(made)
         return state, trees.tree_map(lambda x: x if isinstance(x, Array) else _stacked([x] * len(batch)), out)
-
-
-def _arrays(tree: Any) -> list[Any]:
-    return [a for a in trees.flatten(tree)[0] if isinstance(a, Array | np.ndarray)]
 
 
 def _as_before(before: Any, after: Any) -> Any:

@@ -35,6 +35,7 @@ from ...storage.stores.store import location
 from ..base.device_memory import current_memory, on_host
 from ..execution.executor import Prepared
 from ..mesh.mesh import Mesh
+from ..mesh.mesh_transfer import joined
 from ..partition.partition import partition
 from ..partition.rank_program import LocalCall, RankProgram
 from ..partition.streaming_passes import Pass, passes_of
@@ -346,30 +347,22 @@ def _joined(parts: Mapping[int, np.ndarray], p: RankProgram, v: int, mesh: Mesh,
         if all(c == 0 or a in bound for a, c in enumerate(mesh.coordinates(r))):
             box = block_box(layout, p.sizes, aval.shape, r * count)
             blocks[box] = x if box not in blocks or op is None else REDUCERS[op](blocks[box], x)
-    out = np.empty(aval.shape, aval.dtype)
-    for box, x in blocks.items():
-        out[box.slices] = x
-    return out
+    return joined(aval.shape, aval.dtype, blocks.items())
 
 
 # ----- on the workers -------------------------------------------------------------------------------------------------
 
 
 def _run_blocks(payloads: Mapping[int, _StreamJob], blocks: Any) -> dict[int, list[Any]]:
-    """Run the virtual ranks of one process's ranks one after the other, and join pending reductions."""
     return {r: _run_rank(job) for r, job in payloads.items()}
 
 
 def _run_rank(job: _StreamJob) -> list[Any]:
+    """Run the virtual ranks of a rank one after the other, and join pending reductions."""
     p, memory = job.program, current_memory()
-    sources = [
-        open_array(x.path) if isinstance(x, PendingStored) else open_array(x) if isinstance(x, str) else x
-        for x in job.inputs
-    ]
-    targets = [
-        open_array(o.path, "r+") if isinstance(o, PendingStored) else None if o is None else o.open()
-        for o in job.outputs
-    ]
+    paths = [x.path if isinstance(x, PendingStored) else x for x in job.inputs]
+    sources = [open_array(x) if isinstance(x, str) else x for x in paths]
+    targets = [o and o.open() for o in job.outputs]
     homes = tuple(range(math.prod(p.sizes)))
     last = len(p.sizes) - 1
     kept: list[Any] = [None] * len(p.outputs)

@@ -225,6 +225,10 @@ class PendingStored:
         )
         return parts
 
+    def open(self) -> Any:
+        """The array, opened for writing."""
+        return open_array(self.path, "r+")
+
     def write(self, array: Any, box: Box, place: Sequence[int], block: np.ndarray) -> None:
         """Write the block of the rank at ``place`` of the mesh."""
         array[(*(place[a] for a in self.axes), *box.slices)] = block.astype(array.dtype)

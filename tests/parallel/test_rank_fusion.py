@@ -198,7 +198,7 @@ def test_training_on_worker_processes_is_training_here(processes: Any) -> None:
     def losses(mesh: Any) -> list[float]:
         trainer = mt.Trainer(loss, params, mt.optim.adamw(1e-2), data, batch=32, steps=1, mesh=mesh, clip=1.0)
         trainer.session.start(trainer.init)
-        batch = next(iter(trainer.session.batches(0, None)))
+        batch = next(iter(trainer.session.loader.batches(0)))
         return [float(trainer.session.step(batch)["loss"]) for _ in range(4)]
 
     with mt.Mesh({"data": 2}, client=processes) as mesh:

@@ -2,15 +2,3 @@
 sharding/factors.py."""
 
 from . import convolution, elementwise, experts, indexing, linalg, random, reductions, softmax, structure
-
-__all__ = [
-    "convolution",
-    "elementwise",
-    "experts",
-    "indexing",
-    "linalg",
-    "random",
-    "reductions",
-    "softmax",
-    "structure",
-]

@@ -8,7 +8,7 @@ kernel's derivative) leaves a pending sum. Where there are several groups of cha
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +100,7 @@ IMAGE_PART = RankOp("conv_image_part", ("g", "w"), _image_part)
 KERNEL_PART = RankOp("conv_kernel_part", ("g", "x"), _kernel_part)
 
 
-def _block(channels: _Channels, operand: int | None, params: Params, view: RankView) -> Params:
+def _block(operand: int | None, channels: _Channels, params: Params, view: RankView) -> Params:
     return {**_own_groups(channels, operand, params, view), "shape": view.results[0].shape}
 
 
@@ -116,49 +116,41 @@ def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
 # ----- rules ----------------------------------------------------------------------------------------------------------
 
 
-@rule(c.CONV)
-def _conv(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    x, w, y = avals[0].shape, avals[1].shape, outs[0].shape
-    batch = letters.new(x[0])
-    channels = _channels(letters, x[1], w[0], params, "ins")
-    kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:])
-    part = PartCall(_factors(places) | channels.groups, CONV_PART, functools.partial(_block, channels, None))
-    image = _halo("conv", places, w[2:], params)
-    return letters.rule(
-        [(batch, channels.ins, *image), (channels.outs, channels.seen, *kernel)],
-        [(batch, channels.outs, *places)],
-        bilinear(outs),
-        part=part,
-    )
+class _Convolution(NamedTuple):
+    """An op of the three: its image, kernel and result in the order of operands and result, the channels that it sums
+    over, and what a rank runs on parts."""
+
+    order: str
+    summed: str
+    part: RankOp
+    localize: Callable[..., Params]
 
 
-@rule(c.CONV_IMAGE)
-def _image(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    y, w, x = avals[0].shape, avals[1].shape, outs[0].shape
-    batch = letters.new(y[0])
-    channels = _channels(letters, x[1], y[1], params, "outs")
-    kernel, image = letters.many(w[2:], whole=True), letters.many(x[2:])
-    places = _halo("conv_transpose", image, w[2:], params, y[2:])
-    part = PartCall(_factors(image) | channels.groups, IMAGE_PART, functools.partial(_image_block, channels))
-    return letters.rule(
-        [(batch, channels.outs, *places), (channels.outs, channels.seen, *kernel)],
-        [(batch, channels.ins, *image)],
-        bilinear(outs),
-        part=part,
-    )
+_OPS = {
+    c.CONV: _Convolution("xwy", "ins", CONV_PART, functools.partial(_block, None)),
+    c.CONV_IMAGE: _Convolution("ywx", "outs", IMAGE_PART, _image_block),
+    c.CONV_KERNEL: _Convolution("yxw", "none", KERNEL_PART, functools.partial(_block, 0)),
+}
 
 
-@rule(c.CONV_KERNEL)
-def _kernel(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    y, x, w = avals[0].shape, avals[1].shape, outs[0].shape
-    batch = letters.new(y[0], reduce="sum")
-    channels = _channels(letters, x[1], y[1], params, "none")
-    kernel, places = letters.many(w[2:], whole=True), letters.many(y[2:], reduce="sum")
-    part = PartCall(_factors(places) | channels.groups, KERNEL_PART, functools.partial(_block, channels, 0))
-    image = _halo("conv", places, w[2:], params)
-    return letters.rule(
-        [(batch, channels.outs, *places), (batch, channels.ins, *image)],
-        [(channels.outs, channels.seen, *kernel)],
-        bilinear(outs),
-        part=part,
-    )
+@rule(*_OPS)
+def _convolution(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    this = _OPS[op]
+    x, w, y = (dict(zip(this.order, (*avals, *outs), strict=True))[name].shape for name in "xwy")
+    reduce = "sum" if op is c.CONV_KERNEL else None
+    batch = letters.new(x[0], reduce=reduce)
+    channels = _channels(letters, x[1], y[1], params, this.summed)
+    kernel = letters.many(w[2:], whole=True)
+    split = letters.many(x[2:] if op is c.CONV_IMAGE else y[2:], reduce=reduce)
+    if op is c.CONV_IMAGE:
+        image, places = split, _halo("conv_transpose", split, w[2:], params, y[2:])
+    else:
+        image, places = _halo("conv", split, w[2:], params), split
+    part = PartCall(_factors(split) | channels.groups, this.part, functools.partial(this.localize, channels))
+    dims = {
+        "x": (batch, channels.ins, *image),
+        "w": (channels.outs, channels.seen, *kernel),
+        "y": (batch, channels.outs, *places),
+    }
+    *operands, result = (dims[name] for name in this.order)
+    return letters.rule(operands, [result], bilinear(outs), part=part)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.linalg import lapack as la
 from ....arrays.ops import fft
@@ -38,28 +35,19 @@ def _solve(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -
 # ----- along axes -----------------------------------------------------------------------------------------------------
 
 
-def _along(letters: Letters, avals: Avals, outs: Outs, axes: Sequence[int], linear: bool) -> FactorRule:
+_ORDERED = (cumulative.CUMULATIVE_PROD, sorting.SORT, sorting.ARGSORT)
+"""Kept whole by choice: a product by doubling would multiply in another order, which has other bits, and NaN where
+complex numbers are infinite."""
+
+
+@rule(fft.FFT, fft.RFFT, fft.IRFFT, cumulative.CUMULATIVE_SUM, *_ORDERED)
+def _along(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    axes = params["axes"] if op is fft.FFT else (params["axis"],)
     dims = [letters.new(n, whole=i in axes) for i, n in enumerate(avals[0].shape)]
     out = [letters.new(n, whole=True) if i in axes else dims[i] for i, n in enumerate(outs[0].shape)]
-    return letters.rule([dims], [out], [(0,)] if linear else [])
-
-
-@rule(fft.FFT)
-def _fft(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    return _along(letters, avals, outs, params["axes"], linear=True)
-
-
-@rule(fft.RFFT, fft.IRFFT, cumulative.CUMULATIVE_SUM)
-def _linear_along(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    return _along(letters, avals, outs, (params["axis"],), linear=True)
-
-
-@rule(cumulative.CUMULATIVE_PROD, sorting.SORT, sorting.ARGSORT)
-def _one_axis(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    # A product by doubling would multiply in another order: that has other bits, and NaN where complex numbers are
-    # infinite.
-    found = _along(letters, avals, outs, (params["axis"],), linear=False)
-    return replace(found, choice=f"as {op.name} needs dimension {params['axis']} whole")
+    if op in _ORDERED:
+        return letters.rule([dims], [out], choice=f"as {op.name} needs dimension {axes[0]} whole")
+    return letters.rule([dims], [out], [(0,)])
 
 
 @rule(searching.SEARCHSORTED)

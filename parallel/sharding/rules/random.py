@@ -12,27 +12,16 @@ from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn import dropout
 from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, replicated_rule, rule
 
-DRAWS = (
-    r.BITS,
-    r.UNIFORM,
-    r.NORMAL,
-    r.TRUNCATED_NORMAL,
-    r.INTEGERS,
-    r.BERNOULLI,
-    r.EXPONENTIAL,
-    r.GUMBEL,
-    r.SPLIT,
-    r.PERMUTATION,
-    r.CHOICE,
-)
-
 
 def _local_block(params: Params, view: RankView) -> Params:
     box = view.results[0]
     return {**params, "shape": box.shape, "offset": box.offset}
 
 
-@rule(*DRAWS)
+@rule(
+    *(r.BITS, r.UNIFORM, r.NORMAL, r.TRUNCATED_NORMAL, r.INTEGERS, r.BERNOULLI, r.EXPONENTIAL, r.GUMBEL),
+    *(r.SPLIT, r.PERMUTATION, r.CHOICE),
+)
 def _draw(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     operands = [letters.many(a.shape, whole=True) if isinstance(a, ShapeDtype) else () for a in avals]
     return letters.rule(operands, [letters.many(outs[0].shape)], localize=_local_block, made=True)

@@ -19,29 +19,23 @@ def _softmax(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params)
     return letters.rule([dims] * len(avals), [dims], [(0,)] if len(avals) == 2 else [])
 
 
-@rule(ce.CROSS_ENTROPY)
+@rule(ce.CROSS_ENTROPY, ce.CROSS_ENTROPY_BACKWARD)
 def _cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    batch, classes = letters.many(avals[1].shape), letters.new(avals[0].shape[-1], whole=True)
-    return letters.rule([(*batch, classes), batch], [batch])
+    logits, labels = avals[-2:]
+    batch, classes = letters.many(labels.shape), letters.new(logits.shape[-1], whole=True)
+    rows = (*batch, classes)
+    if op is ce.CROSS_ENTROPY:
+        return letters.rule([rows, batch], [batch])
+    return letters.rule([batch, rows, batch], [rows], [(0,)])
 
 
-@rule(ce.CROSS_ENTROPY_BACKWARD)
-def _cross_entropy_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    batch, classes = letters.many(avals[2].shape), letters.new(avals[1].shape[-1], whole=True)
-    return letters.rule([batch, (*batch, classes), batch], [(*batch, classes)], [(0,)])
-
-
-@rule(lce.LINEAR_CROSS_ENTROPY)
+@rule(lce.LINEAR_CROSS_ENTROPY, lce.LINEAR_CROSS_ENTROPY_BACKWARD)
 def _linear_cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    batch, (width, classes) = letters.many(avals[2].shape), letters.many(avals[1].shape, whole=True)
-    return letters.rule([(*batch, width), (width, classes), batch], [batch, batch])
-
-
-@rule(lce.LINEAR_CROSS_ENTROPY_BACKWARD)
-def _linear_cross_entropy_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    batch = letters.many(avals[4].shape, reduce="sum")
-    width, classes = letters.many(avals[3].shape, whole=True)
-    hidden, weight = (*batch, width), (width, classes)
+    _, weights, labels = avals[:3] if op is lce.LINEAR_CROSS_ENTROPY else avals[2:5]
+    batch, weight = letters.many(labels.shape, reduce="sum"), letters.many(weights.shape, whole=True)
+    hidden = (*batch, weight[0])
+    if op is lce.LINEAR_CROSS_ENTROPY:
+        return letters.rule([hidden, weight, batch], [batch, batch])
     return letters.rule([batch, batch, hidden, weight, batch, batch], [hidden, weight], [(0, 1)])
 
 

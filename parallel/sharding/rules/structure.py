@@ -124,64 +124,42 @@ def _matmul(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) 
 # ----- norms ----------------------------------------------------------------------------------------------------------
 
 
-@rule(layer_norm.LAYER_NORM, layer_norm.RMS_NORM)
+@rule(layer_norm.LAYER_NORM, layer_norm.RMS_NORM, layer_norm.LAYER_NORM_BACKWARD, layer_norm.RMS_NORM_BACKWARD)
 def _row_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    shape, n = avals[0].shape, params["naxes"]
-    batch = letters.many(shape[: len(shape) - n])
-    inner = letters.many(shape[len(shape) - n :], whole=True)
-    return letters.rule([(*batch, *inner), *[inner] * (len(avals) - 1)], [(*batch, *inner)])
-
-
-@rule(layer_norm.LAYER_NORM_BACKWARD, layer_norm.RMS_NORM_BACKWARD)
-def _row_norm_backward(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    shape, n = avals[1].shape, params["naxes"]
-    batch = letters.many(shape[: len(shape) - n], reduce="sum")
-    inner = letters.many(shape[len(shape) - n :], whole=True)
+    shape = outs[0].shape
+    split = len(shape) - params["naxes"]
+    batch, inner = letters.many(shape[:split], reduce="sum"), letters.many(shape[split:], whole=True)
     x = (*batch, *inner)
+    if op in (layer_norm.LAYER_NORM, layer_norm.RMS_NORM):
+        return letters.rule([x, *[inner] * (len(avals) - 1)], [x])
     return letters.rule([x, x, inner], [x, *[inner] * (len(outs) - 1)])
 
 
-def _image_dims(letters: Letters, shape: Sequence[int], params: Params, reduce: str | None) -> list[Dim]:
-    """Samples, and channels in groups that stay together; the places are whole."""
-    groups, axis = params["num_groups"], params["axis"]
-    x = [letters.new(n, whole=True) if i else letters.new(n, reduce=reduce) for i, n in enumerate(shape)]
-    if shape[axis]:
-        x[axis] = Dim(letters.new(groups).factor, shape[axis] // groups)
-    return x
-
-
 def _local_groups(inside: int, params: Params, view: RankView) -> Params:
-    """The groups that a rank has; one where it has no channel."""
+    """As many groups as a rank has; one where it has no channel."""
     return {**params, "num_groups": max(view.results[0].shape[params["axis"]] // inside, 1)}
 
 
 @rule(group_norm.GROUP_NORM, group_norm.GROUP_NORM_BACKWARD)
 def _group_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    forward, axis = op is group_norm.GROUP_NORM, params["axis"]
-    shape = outs[0].shape
-    x = _image_dims(letters, shape, params, None if forward else "sum")
+    """Samples, and channels in groups that stay together; the places are whole."""
+    shape, groups, axis = outs[0].shape, params["num_groups"], params["axis"]
+    x = [letters.new(n, whole=True) if i else letters.new(n, reduce="sum") for i, n in enumerate(shape)]
+    if shape[axis]:
+        x[axis] = Dim(letters.new(groups).factor, shape[axis] // groups)
     c = (x[axis],)
-    local = functools.partial(_local_groups, max(shape[axis] // params["num_groups"], 1))
-    if forward:
+    local = functools.partial(_local_groups, max(shape[axis] // groups, 1))
+    if op is group_norm.GROUP_NORM:
         return letters.rule([x, c, c], [x], localize=local)
     return letters.rule([x, x, c], [x, c, c], localize=local)
 
 
-def _by_channel(letters: Letters, shape: Sequence[int], axis: int, whole: bool) -> tuple[list[Dim], tuple[Dim, ...]]:
-    """Dims of images whose channels may be split, and those of a number a channel."""
-    x = [letters.new(n, whole=whole and i != axis) for i, n in enumerate(shape)]
-    return x, (x[axis],)
-
-
-@rule(batch_norm.BATCH_NORM, batch_norm.BATCH_NORM_BACKWARD)
+@rule(batch_norm.BATCH_NORM, batch_norm.BATCH_NORM_BACKWARD, batch_norm.BATCH_NORM_INFERENCE)
 def _batch_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    x, c = _by_channel(letters, outs[0].shape, params["axis"], whole=True)
-    if op is batch_norm.BATCH_NORM:
-        return letters.rule([x, c, c], [x, c, c])
-    return letters.rule([x, c, c, x, c], [x, c, c])
-
-
-@rule(batch_norm.BATCH_NORM_INFERENCE)
-def _batch_norm_inference(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    x, c = _by_channel(letters, avals[0].shape, params["axis"], whole=False)
-    return letters.rule([x, c, c, c, c], [x])
+    """Channels may be split; in inference all else, too."""
+    inference, axis = op is batch_norm.BATCH_NORM_INFERENCE, params["axis"]
+    x = [letters.new(n, whole=not inference and i != axis) for i, n in enumerate(outs[0].shape)]
+    c = (x[axis],)
+    if inference:
+        return letters.rule([x, c, c, c, c], [x])
+    return letters.rule([x, c, c] if op is batch_norm.BATCH_NORM else [x, c, c, x, c], [x, c, c])

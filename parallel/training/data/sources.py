@@ -12,7 +12,7 @@ from ....arrays.core import tree as trees
 from ....arrays.core.array import Array
 from ....arrays.core.errors import DataError
 from ...dask.workers import while_answering
-from .columnar import ArrowSource, ParquetSource
+from .columnar import ArrowSource
 from .mapping import MapSource, array_of, is_map_style
 from .parts import PartedSource, Sized
 
@@ -235,16 +235,3 @@ def as_source(data: Any) -> Any:
     if is_map_style(data):
         return MapSource(data)
     return ArraySource(dict(data) if isinstance(data, Mapping) else data)
-
-
-__all__ = [
-    "ArraySource",
-    "ArrowSource",
-    "DaskSource",
-    "MapSource",
-    "ParquetSource",
-    "Source",
-    "TokenSource",
-    "ZarrSource",
-    "as_source",
-]

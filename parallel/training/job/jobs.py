@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,8 +119,6 @@ def cluster_mesh(axes: Mapping[str, int] | None = None, *, client: Any = None) -
 
 def _dask_client() -> Any:
     """The current Dask client of the script, without importing Dask if the script has not."""
-    import sys
-
     if "distributed" not in sys.modules:
         return None
     from distributed import default_client

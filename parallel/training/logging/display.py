@@ -48,22 +48,15 @@ class Display:
         console = Console(stderr=True)
         if not console.is_terminal:
             return
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress
 
-        self._bar = Progress(
-            TextColumn("[cyan]training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+        self._bar = progress.Progress(
+            progress.TextColumn("[cyan]training"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[numbers]}"),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
             console=console,
         )
         self._bar.start()
