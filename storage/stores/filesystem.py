@@ -163,6 +163,15 @@ class Files:
             raise
         return fd
 
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """A block with a descriptor for writing to a file that exists."""
+        fd = self.open(path)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
     def write_file(self, path: str, data: bytes) -> None:
         """A new, synced file with ``data``."""
         fd = self.create(path)
