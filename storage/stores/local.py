@@ -103,7 +103,7 @@ class LocalStore(Store):
         path = self._path(name)
         try:
             # A pipe that nobody writes to would wait for ever; to files the flag means nothing.
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as e:

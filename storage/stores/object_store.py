@@ -71,10 +71,7 @@ def client(root: str) -> tuple[Any, str]:
     """(obstore's store of the bucket, prefix of ``root`` in it); one store a bucket and environment."""
     scheme, _, rest = root.partition("://")
     bucket, _, prefix = rest.partition("/")  # with the options of the URL
-    if scheme == "memory":
-        key: Any = (scheme, bucket)
-    else:
-        key = (scheme, bucket, environment())
+    key = (scheme, bucket, "" if scheme == "memory" else environment())
     with _lock:
         if key not in _clients:
             _clients[key] = _connect(scheme, bucket)
@@ -340,9 +337,6 @@ class _ObjectReader(Reader):
             if at >= start + n:
                 break
         return memoryview(out)
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
