@@ -255,8 +255,7 @@ def _write(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar;
-    print its report."""
+    """Write a checkpoint by a function of ``storage`` with the options of ``_TARGET`` and a bar; print its report."""
     with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
         options |= {"client": client, "progress": progress, "overwrite": overwrite, "rules": key_rules(rules)}
         try:

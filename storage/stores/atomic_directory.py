@@ -159,8 +159,7 @@ def make_parents(target: str) -> None:
 
 @contextlib.contextmanager
 def writing(target: str, needs: str = "more room") -> Iterator[None]:
-    """Errors of the file system while ``target`` is written, as errors that name it: `StorageFull`, or `StoreError` for
-    any other."""
+    """Errors of the file system while ``target`` is written, as `StorageFull` or `StoreError` that names it."""
     try:
         yield
     except MeshtapeError:

@@ -151,8 +151,6 @@ def listed(folder: str) -> list[str]:
         return []
 
 
-# ----- the versions of what is read -----------------------------------------------------------------------------------
-
 _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)
 
 

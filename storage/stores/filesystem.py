@@ -116,8 +116,7 @@ class Files:
         os.link(source, target)
 
     def clone(self, source: int, path: str) -> int | None:
-        """A descriptor of a new file with the blocks of an open one (a reflink); None, with nothing left there, where
-        the system cannot."""
+        """A descriptor of a new file with the blocks of an open one (a reflink); None where the system cannot."""
         fd = self.create(path)
         try:
             import fcntl
@@ -134,8 +133,6 @@ class Files:
 
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
-
-    # ----- made of the operations above -------------------------------------------------------------------------------
 
     def write_new(self, path: str, batches: Generator[Sequence[Any]]) -> int:
         """A new file of these buffers; returns its descriptor, which is the caller's to sync and close.

@@ -54,8 +54,7 @@ def address(root: str) -> tuple[str, dict[str, Any]]:
 
 
 def filesystem(root: str) -> tuple[Any, str]:
-    """(the file system of a location, the location's path in it). Each thread has its own: not every one may be
-    shared."""
+    """(the file system of a location, the location's path in it), one a thread: not every one may be shared."""
     url, options = address(root)
     try:
         held, path = importlib.import_module("fsspec").url_to_fs(url, **options)

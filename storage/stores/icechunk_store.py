@@ -117,8 +117,7 @@ def asked(root: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Branches and tags of a repository, each with the id of its snapshot, and icechunk's facts of the newest
-    snapshots, the newest first."""
+    """Branches and tags of a repository with the ids of their snapshots; facts of the snapshots, newest first."""
 
     branches: dict[str, str]
     tags: dict[str, str]

@@ -70,8 +70,7 @@ class _LocalReader(Reader):
         return self._fd
 
     def gather(self, nbytes: int, starts: range) -> bytes:
-        """The short runs of ``nbytes`` that begin at ``starts``, one after the other; fewer bytes where the file ends
-        before."""
+        """The short runs of ``nbytes`` that begin at ``starts``, joined; fewer bytes where the file ends before."""
         pread, fd = os.pread, self._fd
         try:
             return b"".join([pread(fd, nbytes, at) for at in starts])

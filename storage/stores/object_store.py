@@ -58,9 +58,6 @@ def _obstore() -> Any:
         raise StoreError("object stores need obstore: install meshtape[s3], or obstore itself") from None
 
 
-# ----- clients --------------------------------------------------------------------------------------------------------
-
-
 def environment() -> str:
     """A digest of the credentials and endpoints in the environment, which reveals none of them."""
     held = sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_")))
@@ -141,9 +138,6 @@ def _shared_files() -> Any:
     return None
 
 
-# ----- errors ---------------------------------------------------------------------------------------------------------
-
-
 def plain_text(error: BaseException) -> str:
     """The first line of a client's error, without anything that may be secret."""
     text = str(error).strip().split("\n")[0].split("Debug source")[0][:400]
@@ -217,9 +211,6 @@ def _fetched(work: Callable[[], T], where: str) -> T:
         return repeated(work, where)
     except FileExistsError:
         raise CheckpointReplaced(f"{where} was replaced while it was read; open it again") from None
-
-
-# ----- the store ------------------------------------------------------------------------------------------------------
 
 
 class _ObjectReader(Reader):

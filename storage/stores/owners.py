@@ -117,8 +117,7 @@ def _is_locked(path: str) -> bool | None:
 
 
 def last_write(path: str) -> float:
-    """When anything at or below a path was last written, in seconds since the epoch, as far as a look at some thousand
-    files tells."""
+    """When anything at or below a path was last written (seconds since the epoch), as some thousand files tell."""
     newest, seen = os.lstat(path).st_mtime, 0
     for folder, folders, files in os.walk(path, onerror=unlisted):
         for name in (*folders, *files):

@@ -258,8 +258,7 @@ def zarr_sink(
     raw: bool = False,
     dual: bool = False,
 ) -> ZarrSink:
-    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw``
-    as in `SaveItem`."""
+    """The sink for a checkpoint of ours; blocks of at most ``pack`` bytes share files, ``raw`` is as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
     items = []
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)

@@ -70,8 +70,7 @@ def _journal(part: str) -> Iterator[int]:
 
 
 def _listed(fd: int, key: str, count: int) -> dict[int, tuple[list[int], CastLoss]] | None:
-    """Windows that the journal lists, by number, with sums and losses, or None when it is of another plan. A torn last
-    line counts for nothing."""
+    """Sums and losses of windows that the journal lists, less a torn last line; None if it is of another plan."""
     size = os.fstat(fd).st_size
     lines = os.pread(fd, size, 0).decode("utf-8", "replace").split("\n")[:-1]
     if not lines or lines[0] != key:

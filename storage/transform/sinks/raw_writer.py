@@ -31,8 +31,7 @@ _ALIGNED = 16  # bytes: no item is longer
 
 
 def begin(root: str, heads: Mapping[str, bytes]) -> None:
-    """Make files that start with a header, in which zeros keep the place of checksums. Elements that an interrupted run
-    has written stay."""
+    """Make files that start with a header, zeros in place of checksums; elements of an interrupted run stay."""
     fs = active()
     for file, head in heads.items():
         path = os.path.join(root, file)
@@ -42,8 +41,7 @@ def begin(root: str, heads: Mapping[str, bytes]) -> None:
 
 
 def seal(root: str, file: str, head: bytes, sums: Sequence[int], nbytes: int) -> bytes:
-    """Write the header of a file of ``nbytes`` anew, with the checksums of its tensors, and make the file durable;
-    returns the header."""
+    """Write the header of a file of ``nbytes`` anew, with checksums; make the file durable; returns the header."""
     fs, head = active(), tensor_sums.sealed(head, sums)
     with fs.opened(os.path.join(root, file)) as fd:
         fs.write(fd, [head], 0)
@@ -102,8 +100,7 @@ class RawWriter:
 def put_all(
     writers: Sequence[WindowWriter], root: str, windows: Sequence[Box], tensors: Sequence[Any]
 ) -> list[tuple[list[int], CastLoss]]:
-    """Write one window of any writer, or several of those with ``raw_of``, which share reads and writes; returns the
-    checksums of each, and the losses of its casts."""
+    """Write one window, or several of writers with ``raw_of``; returns checksums and losses of casts of each."""
     if not hasattr(writers[0], "raw_of"):
         with tallied(Tally()) as tally:
             sums = writers[0].put(root, windows[0], tensors[0])

@@ -75,8 +75,7 @@ class TransferSink(Protocol):
         """The names of the files that it writes, for a report."""
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
-        """Windows of at most ``limit`` bytes (one chunk at least, one shard where it is compressed) that cover every
-        array, in order of places."""
+        """Windows that cover every array, in order of places: of ``limit`` bytes; one chunk or shard at least."""
 
     def describe(self) -> Any:
         """The plan as JSON: equal plans write equal files."""

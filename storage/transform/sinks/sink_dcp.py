@@ -28,8 +28,7 @@ CHUNK = 256 << 20  # bytes of a chunk: PyTorch reads each as a whole
 
 @dataclass(frozen=True, slots=True)
 class ChunksWriter:
-    """The writer of a tensor in chunks, each row-major in its archive. The sums of a window are its crc32c and its
-    CRC32."""
+    """The writer of a tensor in chunks, each row-major in its archive, with crc32c and CRC32 of each window."""
 
     chunks: tuple[RawWriter, ...]
 
