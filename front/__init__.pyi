@@ -1,60 +1,41 @@
 """Made by docs/generate/stubs.py for type checkers."""
 
-from collections.abc import Callable as Callable
-from collections.abc import Iterable as Iterable
-from collections.abc import Iterator as Iterator
-from collections.abc import Mapping as Mapping
-from collections.abc import Sequence as Sequence
+from collections.abc import (
+    Callable as Callable, Iterable as Iterable, Iterator as Iterator, Mapping as Mapping, Sequence as Sequence
+)
 from contextlib import AbstractContextManager as AbstractContextManager
 from distributed.client import Client as Client
-from meshtape import arrays as arrays
-from meshtape import autodiff as autodiff
-from meshtape import errors as errors
-from meshtape import fft as fft
-from meshtape import linalg as linalg
-from meshtape import models as models
-from meshtape import nn as nn
-from meshtape import optim as optim
-from meshtape import parallel as parallel
-from meshtape import random as random
-from meshtape import storage as storage
-from meshtape import training as training
-from meshtape import tree as tree
+from meshtape import (
+    arrays as arrays, autodiff as autodiff, errors as errors, fft as fft, linalg as linalg, models as models, nn as nn,
+    optim as optim, parallel as parallel, random as random, storage as storage, training as training, tree as tree
+)
 from meshtape.arrays.core.array import Array as Array
 from meshtape.arrays.core.devices import Device as Device
 from meshtape.arrays.core.dtype_objects import DType as DType
-from meshtape.arrays.core.dtypes import FloatInfo as FloatInfo
-from meshtape.arrays.core.dtypes import IntInfo as IntInfo
-from meshtape.arrays.core.op import Op as Op
-from meshtape.arrays.core.op import ShapeDtype as ShapeDtype
-from meshtape.arrays.core.program import Const as Const
-from meshtape.arrays.core.program import Entry as Entry
-from meshtape.arrays.core.program import Program as Program
+from meshtape.arrays.core.dtypes import FloatInfo as FloatInfo, IntInfo as IntInfo
+from meshtape.arrays.core.op import Op as Op, ShapeDtype as ShapeDtype
+from meshtape.arrays.core.program import Const as Const, Entry as Entry, Program as Program
 from meshtape.arrays.nn.norms.batch_norm import BatchNorm as BatchNorm
-from meshtape.arrays.prefetch import Prefetcher as Prefetcher
-from meshtape.arrays.prefetch import T as T
+from meshtape.arrays.prefetch import Prefetcher as Prefetcher, T as T
 from meshtape.arrays.reductions.reduction_ops import Axis as Axis
 from meshtape.arrays.reductions.sorting import TopK as TopK
-from meshtape.arrays.statistics.sets import UniqueAll as UniqueAll
-from meshtape.arrays.statistics.sets import UniqueCounts as UniqueCounts
-from meshtape.arrays.statistics.sets import UniqueInverse as UniqueInverse
+from meshtape.arrays.statistics.sets import (
+    UniqueAll as UniqueAll, UniqueCounts as UniqueCounts, UniqueInverse as UniqueInverse
+)
 from meshtape.arrays.statistics.statistics import Histogram as Histogram
 from meshtape.autodiff.compiler.compile import Compiled as Compiled
 from meshtape.autodiff.tape.custom_vjp import custom_vjp as custom_vjp
 from meshtape.autodiff.tape.sparse import SparseGradient as SparseGradient
 from meshtape.autodiff.tape.tape import Tape as Tape
-from meshtape.parallel.forecasting.figures import DeviceFigures as DeviceFigures
-from meshtape.parallel.forecasting.figures import LinkFigures as LinkFigures
+from meshtape.parallel.forecasting.figures import DeviceFigures as DeviceFigures, LinkFigures as LinkFigures
 from meshtape.parallel.forecasting.report import Forecast as Forecast
 from meshtape.parallel.forecasting.specs import Place as Place
 from meshtape.parallel.gangs.gang import GangRun as GangRun
 from meshtape.parallel.mesh.mesh import Mesh as Mesh
 from meshtape.parallel.mesh.visualize import Drawing as Drawing
-from meshtape.parallel.sharding.placement import Partial as Partial
-from meshtape.parallel.sharding.placement import Placement as Placement
-from meshtape.parallel.sharding.placement import Replicate as Replicate
-from meshtape.parallel.sharding.placement import Shard as Shard
-from meshtape.parallel.sharding.placement import Sharding as Sharding
+from meshtape.parallel.sharding.placement import (
+    Partial as Partial, Placement as Placement, Replicate as Replicate, Shard as Shard, Sharding as Sharding
+)
 from meshtape.parallel.training.logging.progress import Progress as Progress
 from meshtape.parallel.training.trainer import Trainer as Trainer
 from meshtape.parallel.transforms.pipeline_schedules import Schedule as Schedule
@@ -69,16 +50,11 @@ from meshtape.storage.rules.match import Rule as Rule
 from meshtape.storage.rules.rules import Rules as Rules
 from meshtape.storage.saving.background import SaveHandle as SaveHandle
 from meshtape.storage.saving.manager import CheckpointManager as CheckpointManager
-from meshtape.storage.saving.save import SaveOptions as SaveOptions
-from meshtape.storage.saving.save import SaveReport as SaveReport
-from meshtape.storage.transform.convert import ConvertReport as ConvertReport
-from meshtape.storage.transform.convert import TransformOptions as TransformOptions
+from meshtape.storage.saving.save import SaveOptions as SaveOptions, SaveReport as SaveReport
+from meshtape.storage.transform.convert import ConvertReport as ConvertReport, TransformOptions as TransformOptions
 from meshtape.storage.transform.estimate import Estimate as Estimate
 from meshtape.storage.transform.merge import MergeReport as MergeReport
-from typing import Any as Any
-from typing import BinaryIO as BinaryIO
-from typing import Literal as Literal
-from typing import Unpack as Unpack
+from typing import Any as Any, BinaryIO as BinaryIO, Literal as Literal, Unpack as Unpack
 import builtins
 import builtins as builtins
 import meshtape.arrays.core.dtype_objects

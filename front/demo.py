@@ -31,9 +31,6 @@ class DemoFailed(MeshtapeError, RuntimeError):
     """The demo ran, and a result is wrong."""
 
 
-# ----- the model: pure functions over a tree of parameters ------------------------------------------------------------
-
-
 def init(key: Any, features: int) -> dict[str, Any]:
     """Parameters of the two-layer network."""
     k1, k2 = mt.random.split(key)
@@ -67,9 +64,6 @@ def train_step(state: Any, x: Any, y: Any) -> tuple[Any, Any]:
     (value, accuracy), grads = mt.value_and_grad(loss, has_aux=True)(state["params"])
     params, slots = optimizer.update(state["params"], grads, state["optimizer"])
     return {"params": params, "optimizer": slots}, {"loss": value, "accuracy": accuracy}
-
-
-# ----- data -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -110,9 +104,6 @@ def load_digits() -> Digits:
     x, y = x[order], y[order].astype(np.int64)
     held_out = len(x) // 5
     return Digits(x[held_out:], y[held_out:], x[:held_out], y[:held_out])
-
-
-# ----- the job --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -258,8 +249,7 @@ def _train(
     title: str,
     console: Any,
 ) -> tuple[Any, float]:
-    """Steps ``first … last-1`` with a progress bar; checkpoints half way and at the end. The state, and steps a
-    second."""
+    """Train from step ``first`` to ``last``, with a bar and two checkpoints; returns the state, and steps a second."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     step_fn = mt.compile(train_step)

@@ -1,61 +1,26 @@
 """Made by docs/generate/stubs.py for type checkers."""
 
-from meshtape.arrays.core.errors import AnomalyError as AnomalyError
-from meshtape.arrays.core.errors import ArgumentError as ArgumentError
-from meshtape.arrays.core.errors import ArrayIndexError as ArrayIndexError
-from meshtape.arrays.core.errors import AxisError as AxisError
-from meshtape.arrays.core.errors import BackendError as BackendError
-from meshtape.arrays.core.errors import BatchSizeError as BatchSizeError
-from meshtape.arrays.core.errors import CheckpointDTypeError as CheckpointDTypeError
-from meshtape.arrays.core.errors import CheckpointError as CheckpointError
-from meshtape.arrays.core.errors import CheckpointExists as CheckpointExists
-from meshtape.arrays.core.errors import CheckpointKeyError as CheckpointKeyError
-from meshtape.arrays.core.errors import CheckpointReplaced as CheckpointReplaced
-from meshtape.arrays.core.errors import CheckpointShapeError as CheckpointShapeError
-from meshtape.arrays.core.errors import ClusterError as ClusterError
-from meshtape.arrays.core.errors import CollectiveMismatch as CollectiveMismatch
-from meshtape.arrays.core.errors import CollectiveTimeout as CollectiveTimeout
-from meshtape.arrays.core.errors import ConcurrentWriteError as ConcurrentWriteError
-from meshtape.arrays.core.errors import CorruptCheckpoint as CorruptCheckpoint
-from meshtape.arrays.core.errors import DTypeError as DTypeError
-from meshtape.arrays.core.errors import DataError as DataError
-from meshtape.arrays.core.errors import DeviceError as DeviceError
-from meshtape.arrays.core.errors import DirectoryInUse as DirectoryInUse
-from meshtape.arrays.core.errors import DonatedArrayError as DonatedArrayError
-from meshtape.arrays.core.errors import GradientError as GradientError
-from meshtape.arrays.core.errors import IncompleteCheckpoint as IncompleteCheckpoint
-from meshtape.arrays.core.errors import Interrupted as Interrupted
-from meshtape.arrays.core.errors import LinAlgError as LinAlgError
-from meshtape.arrays.core.errors import Lossy as Lossy
-from meshtape.arrays.core.errors import MeshError as MeshError
-from meshtape.arrays.core.errors import MeshtapeError as MeshtapeError
-from meshtape.arrays.core.errors import NonDifferentiableError as NonDifferentiableError
-from meshtape.arrays.core.errors import NonFiniteError as NonFiniteError
-from meshtape.arrays.core.errors import NondeterministicError as NondeterministicError
-from meshtape.arrays.core.errors import NotACheckpoint as NotACheckpoint
-from meshtape.arrays.core.errors import NotAFunction as NotAFunction
-from meshtape.arrays.core.errors import NumPyAttributeError as NumPyAttributeError
-from meshtape.arrays.core.errors import NumPyFunctionError as NumPyFunctionError
-from meshtape.arrays.core.errors import NumberRangeError as NumberRangeError
-from meshtape.arrays.core.errors import OutOfMemory as OutOfMemory
-from meshtape.arrays.core.errors import ParentChanged as ParentChanged
-from meshtape.arrays.core.errors import PlanError as PlanError
-from meshtape.arrays.core.errors import ProgramError as ProgramError
-from meshtape.arrays.core.errors import RankLost as RankLost
-from meshtape.arrays.core.errors import ReshardError as ReshardError
-from meshtape.arrays.core.errors import RestartsExhausted as RestartsExhausted
-from meshtape.arrays.core.errors import RuleConflict as RuleConflict
-from meshtape.arrays.core.errors import RuleMatchError as RuleMatchError
-from meshtape.arrays.core.errors import RuleSyntaxError as RuleSyntaxError
-from meshtape.arrays.core.errors import SchedulerUnreachable as SchedulerUnreachable
-from meshtape.arrays.core.errors import ShapeError as ShapeError
-from meshtape.arrays.core.errors import ShardingConflict as ShardingConflict
-from meshtape.arrays.core.errors import StorageFull as StorageFull
-from meshtape.arrays.core.errors import StoreError as StoreError
-from meshtape.arrays.core.errors import TracedValueError as TracedValueError
-from meshtape.arrays.core.errors import TrainingError as TrainingError
-from meshtape.arrays.core.errors import TreeError as TreeError
-from meshtape.arrays.core.errors import UnsupportedModel as UnsupportedModel
-from meshtape.arrays.core.errors import UnsupportedVersion as UnsupportedVersion
-from meshtape.arrays.core.errors import WorkerMismatch as WorkerMismatch
+from meshtape.arrays.core.errors import (
+    AnomalyError as AnomalyError, ArgumentError as ArgumentError, ArrayIndexError as ArrayIndexError,
+    AxisError as AxisError, BackendError as BackendError, BatchSizeError as BatchSizeError,
+    CheckpointDTypeError as CheckpointDTypeError, CheckpointError as CheckpointError,
+    CheckpointExists as CheckpointExists, CheckpointKeyError as CheckpointKeyError,
+    CheckpointReplaced as CheckpointReplaced, CheckpointShapeError as CheckpointShapeError,
+    ClusterError as ClusterError, CollectiveMismatch as CollectiveMismatch, CollectiveTimeout as CollectiveTimeout,
+    ConcurrentWriteError as ConcurrentWriteError, CorruptCheckpoint as CorruptCheckpoint, DTypeError as DTypeError,
+    DataError as DataError, DeviceError as DeviceError, DirectoryInUse as DirectoryInUse,
+    DonatedArrayError as DonatedArrayError, GradientError as GradientError,
+    IncompleteCheckpoint as IncompleteCheckpoint, Interrupted as Interrupted, LinAlgError as LinAlgError,
+    Lossy as Lossy, MeshError as MeshError, MeshtapeError as MeshtapeError,
+    NonDifferentiableError as NonDifferentiableError, NonFiniteError as NonFiniteError,
+    NondeterministicError as NondeterministicError, NotACheckpoint as NotACheckpoint, NotAFunction as NotAFunction,
+    NumPyAttributeError as NumPyAttributeError, NumPyFunctionError as NumPyFunctionError,
+    NumberRangeError as NumberRangeError, OutOfMemory as OutOfMemory, ParentChanged as ParentChanged,
+    PlanError as PlanError, ProgramError as ProgramError, RankLost as RankLost, ReshardError as ReshardError,
+    RestartsExhausted as RestartsExhausted, RuleConflict as RuleConflict, RuleMatchError as RuleMatchError,
+    RuleSyntaxError as RuleSyntaxError, SchedulerUnreachable as SchedulerUnreachable, ShapeError as ShapeError,
+    ShardingConflict as ShardingConflict, StorageFull as StorageFull, StoreError as StoreError,
+    TracedValueError as TracedValueError, TrainingError as TrainingError, TreeError as TreeError,
+    UnsupportedModel as UnsupportedModel, UnsupportedVersion as UnsupportedVersion, WorkerMismatch as WorkerMismatch
+)
 

@@ -16,8 +16,7 @@ def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def is_command() -> bool:
-    """Whether this process is ``meshtape`` or ``python -m meshtape``, whose program has no name yet when its package is
-    imported."""
+    """Whether this process is the command, whose program has no name yet when its package is imported."""
     name = sys.argv[0] if sys.argv else ""
     return name == "-m" or PurePath(name).stem == "meshtape"
 

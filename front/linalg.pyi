@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence as Sequence
 from meshtape.arrays.core.array import Array as Array
-from meshtape.arrays.linalg.decompositions import EigResult as EigResult
-from meshtape.arrays.linalg.decompositions import EighResult as EighResult
-from meshtape.arrays.linalg.decompositions import QRResult as QRResult
-from meshtape.arrays.linalg.decompositions import SVDResult as SVDResult
-from meshtape.arrays.linalg.decompositions import SlogdetResult as SlogdetResult
+from meshtape.arrays.linalg.decompositions import (
+    EigResult as EigResult, EighResult as EighResult, QRResult as QRResult, SVDResult as SVDResult,
+    SlogdetResult as SlogdetResult
+)
 from meshtape.arrays.linalg.least_squares import LstsqResult as LstsqResult
 from typing import Any as Any
 

@@ -63,7 +63,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Have ``import`` find these. (First of all finders: a folder of a package would be found by its path, as a second
-    copy.)"""
+    """Have ``import`` find these, first of all: a folder of a package would be found as a second copy."""
     if not any(type(f) is _Finder for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

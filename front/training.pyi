@@ -1,25 +1,19 @@
 """Made by docs/generate/stubs.py for type checkers."""
 
-from collections.abc import Callable as Callable
-from collections.abc import Mapping as Mapping
-from collections.abc import Sequence as Sequence
+from collections.abc import Callable as Callable, Mapping as Mapping, Sequence as Sequence
 from meshtape.arrays.core.array import Array as Array
 from meshtape.parallel.mesh.mesh import Mesh as Mesh
 from meshtape.parallel.training import lora as lora
-from meshtape.parallel.training.callbacks import Callback as Callback
-from meshtape.parallel.training.callbacks import EarlyStop as EarlyStop
+from meshtape.parallel.training.callbacks import Callback as Callback, EarlyStop as EarlyStop
 from meshtape.parallel.training.data.batching import BatchSizes as BatchSizes
-from meshtape.parallel.training.data.columnar import ArrowSource as ArrowSource
-from meshtape.parallel.training.data.columnar import ParquetSource as ParquetSource
-from meshtape.parallel.training.data.loader import Batch as Batch
-from meshtape.parallel.training.data.loader import Loader as Loader
+from meshtape.parallel.training.data.columnar import ArrowSource as ArrowSource, ParquetSource as ParquetSource
+from meshtape.parallel.training.data.loader import Batch as Batch, Loader as Loader
 from meshtape.parallel.training.data.mapping import MapSource as MapSource
 from meshtape.parallel.training.data.sampler import Sampler as Sampler
-from meshtape.parallel.training.data.sources import ArraySource as ArraySource
-from meshtape.parallel.training.data.sources import DaskSource as DaskSource
-from meshtape.parallel.training.data.sources import Source as Source
-from meshtape.parallel.training.data.sources import TokenSource as TokenSource
-from meshtape.parallel.training.data.sources import ZarrSource as ZarrSource
+from meshtape.parallel.training.data.sources import (
+    ArraySource as ArraySource, DaskSource as DaskSource, Source as Source, TokenSource as TokenSource,
+    ZarrSource as ZarrSource
+)
 from meshtape.parallel.training.elastic import Elastic as Elastic
 from meshtape.parallel.training.logging.progress import TrainResult as TrainResult
 from meshtape.parallel.training.pipeline import Pipeline as Pipeline

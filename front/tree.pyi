@@ -1,9 +1,7 @@
 """Made by docs/generate/stubs.py for type checkers."""
 
-from collections.abc import Callable as Callable
-from collections.abc import Iterable as Iterable
-from meshtape.arrays.core.tree import Path as Path
-from meshtape.arrays.core.tree import TreeDef as TreeDef
+from collections.abc import Callable as Callable, Iterable as Iterable
+from meshtape.arrays.core.tree import Path as Path, TreeDef as TreeDef
 from typing import Any as Any
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]: ...

@@ -1,8 +1,6 @@
 """Made by docs/generate/stubs.py for type checkers."""
 
-from collections.abc import Callable as Callable
-from collections.abc import Iterator as Iterator
-from collections.abc import Sequence as Sequence
+from collections.abc import Callable as Callable, Iterator as Iterator, Sequence as Sequence
 from meshtape.arrays.core.blocks import BlockSharding as BlockSharding
 from meshtape.arrays.core.devices import Device as Device
 from meshtape.arrays.interface.at import AtIndex as AtIndex

@@ -10,6 +10,7 @@ import inspect
 import keyword
 import re
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterable
@@ -39,7 +40,11 @@ class Stub:
 
     def text(self) -> str:
         head = '"""Made by docs/generate/stubs.py for type checkers."""'
-        return "\n".join([head, "", *sorted(self.imports), "", *self.lines, ""])
+        homes: dict[str, list[str]] = {}
+        for line in sorted(self.imports):
+            home, _, name = line.partition(" import ")
+            homes.setdefault(home, []).extend([name] if name else [])
+        return "\n".join([head, "", *(_imports(*item) for item in homes.items()), "", *self.lines, ""])
 
     def _imported(self, name: str, rest: str, fn: Any) -> str:
         """How an annotation of a function writes a name, and what follows it after a point. Types of libraries that are
@@ -103,6 +108,16 @@ class Stub:
             else:
                 self.lines.append(f"{name}: {kind.__module__}.{kind.__qualname__}")
                 self.imports.add(f"import {kind.__module__}")
+
+
+def _imports(home: str, names: list[str]) -> str:
+    """The statement that imports names of a module, or a module."""
+    line = f"{home} import {', '.join(names)}" if names else home
+    if len(line) <= 120:
+        return line
+    whole = ", ".join(name.replace(" ", "\xa0") for name in names)  # broken between names, not within them
+    rows = textwrap.fill(whole, 120, initial_indent="    ", subsequent_indent="    ").replace("\xa0", " ")
+    return f"{home} import (\n{rows}\n)"
 
 
 class _Text(str):

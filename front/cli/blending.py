@@ -83,14 +83,9 @@ def lora_extract(tuned: str, base: str, dst: str, as_json: bool, **options: Any)
     if (options["rank"] is None) == (options["energy"] is None):
         raise click.UsageError("give --rank or --energy")
     r = mt.storage.extract_lora(tuned, base, dst, **options)
-    left = f"; without a place in it: {', '.join(r.left)}" if r.left else ""
-    kept = min(r.energy.values())
-    _tell(
-        r,
-        as_json,
-        f"{r.path}: {len(r.ranks)} modules, rank at most {max(r.ranks.values())}, at least {kept:.1%} of each "
-        f"difference{left}",
-    )
+    text = f"{r.path}: {len(r.ranks)} modules, rank at most {max(r.ranks.values())}, "
+    text += f"at least {min(r.energy.values()):.1%} of each difference"
+    _tell(r, as_json, text + (f"; without a place in it: {', '.join(r.left)}" if r.left else ""))
 
 
 COMMANDS = (blend, lora_merge, lora_extract)

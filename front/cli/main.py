@@ -40,9 +40,7 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One line each, broken and never cut."""
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, self.commands[name].get_short_help_str(200)) for name in self.list_commands(ctx)]
-            )
+            formatter.write_dl([(n, self.commands[n].get_short_help_str(200)) for n in self.list_commands(ctx)])
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         extra.setdefault("terminal_width", max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 2)))
@@ -176,17 +174,7 @@ def completion(shell: str) -> None:
     click.echo(kind(main, {}, "meshtape", "_MESHTAPE_COMPLETE").source())
 
 
-for _command in (
-    look.ls,
-    look.show,
-    runs.gc,
-    runs.du,
-    derive,
-    serve,
-    *COMMANDS,
-    *blending.COMMANDS,
-    *cli_run.COMMANDS,
-):
+_FURTHER = (look.ls, look.show, runs.gc, runs.du, derive, serve, browse)
+for _command in (*_FURTHER, *COMMANDS, *blending.COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
-main.add_command(browse)
 use_in(main)

@@ -86,8 +86,7 @@ def dtype_names(ctx: click.Context, param: click.Parameter, incomplete: str) -> 
 
 
 def checked(what: str) -> Any:
-    """A callback for an option that is a ``"dtype"`` or a ``"compression"``: one that does not exist is a wrong
-    call."""
+    """A callback for a ``"dtype"`` or a ``"compression"``: one that does not exist is a wrong call."""
 
     def check(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
         from ..errors import MeshtapeError

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -24,21 +24,20 @@ from typing import Any
 import click
 
 from ..errors import ClusterError, Interrupted, MeshtapeError
-from .parts import JSON, examples, print_json
+from .parts import JSON, each, examples, print_json
 from .parts import as_json as json_text
 
 SUMMARY = "summary.json"
 
 
-def _tls(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of a command that may speak to a scheduler over TLS."""
+_TLS = tuple(
+    click.option(name, type=click.Path(exists=True, dir_okay=False), help=text)
     for name, text in (
-        ("--tls-key", "Key of this client's certificate."),
-        ("--tls-cert", "Certificate of this client."),
         ("--tls-ca", "Certificate of the authority, for tls:// schedulers."),
-    ):
-        command = click.option(name, type=click.Path(exists=True, dir_okay=False), help=text)(command)
-    return command
+        ("--tls-cert", "Certificate of this client."),
+        ("--tls-key", "Key of this client's certificate."),
+    )
+)
 
 
 @click.command(
@@ -78,7 +77,7 @@ def _tls(command: Callable[..., None]) -> Callable[..., None]:
     type=click.Path(file_okay=False),
     help="Where checkpoints, numbers, logs and the summary go. Workers must see it too. Default: runs/SCRIPT.",
 )
-@_tls
+@each(_TLS)
 @JSON
 def run(
     script: str,
@@ -91,10 +90,8 @@ def run(
     wait: float,
     resume: str,
     directory: str | None,
-    tls_ca: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
     as_json: bool,
+    **tls: str | None,
 ) -> None:
     """Run a script as a job on a Dask cluster.
 
@@ -116,10 +113,9 @@ def run(
         wanted = None if axes is None else parse_axes(axes)
     except MeshtapeError as e:
         raise click.BadParameter(str(e), param_hint="--mesh") from None
-    home = Path(directory) if directory is not None else Path("runs") / Path(script).stem
-    home = home.absolute()
+    home = Path(directory or Path("runs") / Path(script).stem).absolute()
     home.mkdir(parents=True, exist_ok=True)
-    security = _security(tls_ca, tls_cert, tls_key)
+    security = _security(**tls)
     click.get_current_context().with_resource(held(home))
     (home / SUMMARY).unlink(missing_ok=True)  # a job that is killed leaves none, and not that of the one before
     summary: dict[str, Any] = {
@@ -189,14 +185,15 @@ def _interrupted(error: KeyboardInterrupt, summary: dict[str, Any]) -> int:
     return 128 + came
 
 
-def _security(ca: str | None, cert: str | None, key: str | None) -> Any:
-    if ca is None and cert is None and key is None:
+def _security(tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> Any:
+    given = [x is not None for x in (tls_ca, tls_cert, tls_key)]
+    if not any(given):
         return None
-    if ca is None or cert is None or key is None:
+    if not all(given):
         raise click.UsageError("--tls-ca, --tls-cert and --tls-key belong together")
     from distributed.security import Security
 
-    return Security(tls_ca_file=ca, tls_client_cert=cert, tls_client_key=key, require_encryption=True)
+    return Security(tls_ca_file=tls_ca, tls_client_cert=tls_cert, tls_client_key=tls_key, require_encryption=True)
 
 
 @contextlib.contextmanager
@@ -333,16 +330,9 @@ def _outcome(job: Any) -> dict[str, Any]:
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Ask a Dask scheduler for its jobs instead of reading a directory."
 )
-@_tls
+@each(_TLS)
 @JSON
-def status(
-    path: str | None,
-    scheduler: str | None,
-    tls_ca: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    as_json: bool,
-) -> None:
+def status(path: str | None, scheduler: str | None, as_json: bool, **tls: str | None) -> None:
     """Show how jobs stand.
 
     Step, loss, workers, last checkpoint.
@@ -356,7 +346,7 @@ def status(
     if scheduler is not None:
         from ..parallel.dask.cluster import connect
 
-        with connect(scheduler, security=_security(tls_ca, tls_cert, tls_key)) as client:
+        with connect(scheduler, security=_security(**tls)) as client:
             jobs = scheduler_jobs(client)
     else:
         places = [Path(path)] if path is not None else sorted(p.parent for p in Path("runs").glob(f"*/{FILE}"))

@@ -33,20 +33,12 @@ def _table(found: list[Any], title: str) -> None:
     from ..storage.browse.model.text import visible
     from .tables import Column, write
 
-    write(
-        [
-            Column("leftover", name=True),
-            Column("kind", rank=1),
-            Column("bytes", number=True),
-            Column("age"),
-            Column("owner"),
-        ],
-        [
-            [visible(x.path, 10**5), x.kind, human_bytes(x.nbytes), _ago(x.age), x.why or "lives, or cannot be asked"]
-            for x in found
-        ],
-        title=title,
-    )
+    columns = [Column("leftover", name=True), Column("kind", rank=1), Column("bytes", number=True)]
+    rows = [
+        [visible(x.path, 10**5), x.kind, human_bytes(x.nbytes), _ago(x.age), x.why or "lives, or cannot be asked"]
+        for x in found
+    ]
+    write([*columns, Column("age"), Column("owner")], rows, title=title)
 
 
 def _plain(x: Any) -> dict[str, Any]:
@@ -71,23 +63,18 @@ def show(path: str, as_json: bool) -> bool:
     run = history(path)
     line = {s.name for s in run.branch.line(run.complete)}
     latest, best = run.latest, run.best
-    rows = []
-    for s in run.steps:
-        marks = [t for t, x in (("latest", latest), ("best", best)) if x is s]
-        rows.append(
-            {
-                "name": s.name,
-                "step": s.step,
-                "arrays": s.arrays,
-                "nbytes": s.nbytes,
-                "branch": str(s.branch),
-                "current": s.name in line,
-                "metrics": dict(s.metrics),
-                "note": s.note,
-                "marks": marks,
-                "base": None if s.base is None else s.base.name,
-            }
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            **{k: getattr(s, k) for k in ("name", "step", "arrays", "nbytes")},
+            "branch": str(s.branch),
+            "current": s.name in line,
+            "metrics": dict(s.metrics),
+            "note": s.note,
+            "marks": [t for t, x in (("latest", latest), ("best", best)) if x is s],
+            "base": None if s.base is None else s.base.name,
+        }
+        for s in run.steps
+    ]
     if as_json:
         print_json({"path": path, "branch": str(run.branch), "steps": rows, "leftovers": [_plain(x) for x in left]})
         return True

@@ -26,14 +26,14 @@ def _mapping(ctx: click.Context, param: click.Parameter, value: str | None) -> d
     """``data=2,model=4`` as a dict."""
     if value is None:
         return None
+    pairs = [part.split("=") for part in value.split(",")]
     try:
-        pairs = [part.split("=") for part in value.split(",")]
         out = {name.strip(): int(n) for name, n in pairs}
-        if len(out) < len(pairs):
-            raise click.BadParameter(f"{value!r}: a name occurs twice")
-        return out
     except ValueError:
         raise click.BadParameter(f"{value!r}: write NAME=NUMBER,NAME=NUMBER") from None
+    if len(out) < len(pairs):
+        raise click.BadParameter(f"{value!r}: a name occurs twice")
+    return out
 
 
 def _mesh(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, int] | None:
@@ -81,11 +81,7 @@ _SELECTION = (
 )
 _MESH = (
     click.option(
-        "--mesh",
-        callback=_mesh,
-        is_eager=True,
-        metavar="AXES",
-        help="Axes of the target mesh: data=2,model=4.",
+        "--mesh", callback=_mesh, is_eager=True, metavar="AXES", help="Axes of the target mesh: data=2,model=4."
     ),
     click.option(
         "--shard",
@@ -185,28 +181,26 @@ def key_rules(path: str | None) -> Any:
         raise RuleSyntaxError(f"{path}: {e}") from None
 
 
-class _Lines:
-    """Progress lines for a pipe: one at the start, at most one every few seconds, and one at the end."""
+def _lines(title: str, every: float = 5.0) -> Callable[[int, int], None]:
+    """Progress lines for a pipe: one at the start, at most one in so many seconds, and one at the end."""
+    started, last, first = time.monotonic(), 0.0, -1
 
-    EVERY = 5.0  # seconds
-
-    def __init__(self, title: str) -> None:
-        self.title, self.started, self.last, self.first = title, time.monotonic(), 0.0, -1
-
-    def __call__(self, done: int, total: int) -> None:
+    def show(done: int, total: int) -> None:
+        nonlocal last, first
         now = time.monotonic()
-        if self.first < 0:
-            self.first = done
-        elif done < total and now - self.last < self.EVERY:
+        if first < 0:
+            first = done
+        elif done < total and now - last < every:
             return
-        self.last = now
-        seconds = now - self.started
-        rate = (done - self.first) / seconds if seconds > 0 else 0.0
-        text = f"{self.title}: {human_bytes(done)} of {human_bytes(total)} ({100 * done // max(total, 1)} %)"
+        last, seconds = now, now - started
+        rate = (done - first) / seconds if seconds > 0 else 0.0
+        text = f"{title}: {human_bytes(done)} of {human_bytes(total)} ({100 * done // max(total, 1)} %)"
         if rate > 0:
             text += f", {human_bytes(int(rate))}/s"
             text += f", {(total - done) / rate:.0f} s left" if done < total else f", {seconds:.1f} s"
         click.echo(text, err=True)
+
+    return show
 
 
 def _cluster(address: str | None) -> AbstractContextManager[Any]:
@@ -230,7 +224,7 @@ def _progress(title: str, shown: bool) -> Iterator[Callable[[int, int], None] | 
         return
     on = console(stderr=True)
     if not on.is_terminal:
-        yield _Lines(title)
+        yield _lines(title)
         return
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=on)
@@ -261,8 +255,7 @@ def _write(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run a function of ``storage`` that writes a checkpoint, with the options of ``_TARGET`` and its own, and a bar;
-    print its report."""
+    """Write a checkpoint by a function of ``storage`` with the options of ``_TARGET`` and a bar; print its report."""
     with _cluster(scheduler) as client, _progress(title, not as_json) as progress:
         options |= {"client": client, "progress": progress, "overwrite": overwrite, "rules": key_rules(rules)}
         try:
@@ -275,19 +268,10 @@ def _write(
             raise CheckpointExists(f"{dst} exists; --overwrite replaces it") from None
         except KeyboardInterrupt:
             raise WorkStopped(f"interrupted. What was written stays: the same command goes on with {dst}") from None
-    written = f"{r.path}: {count(r.arrays, 'array')}, {human_bytes(r.total_size)}{more(r)}"
-    _tell(r, as_json, f"{written}{_left_out(r)}{_lost(r)}")
-
-
-def _lost(report: Any) -> str:
-    """Lines about the losses of casts, and about documents that differ from the source."""
-    lines = [*report.notes, *(f"{name}: {loss}" for name, loss in report.losses.items())]
-    return "".join(f"\n  {line}" for line in lines)
-
-
-def _left_out(report: Any) -> str:
-    told = {"left out": report.skipped, "left behind": report.left_behind}
-    return "".join(f"; {how}: {', '.join(names)}" for how, names in told.items() if names)
+    text = f"{r.path}: {count(r.arrays, 'array')}, {human_bytes(r.total_size)}{more(r)}"
+    for how, names in (("left out", r.skipped), ("left behind", r.left_behind)):
+        text += f"; {how}: {', '.join(names)}" if names else ""
+    _tell(r, as_json, "\n  ".join([text, *r.notes, *(f"{name}: {loss}" for name, loss in r.losses.items())]))
 
 
 def _tell(report: Any, as_json: bool, text: str) -> None:

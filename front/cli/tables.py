@@ -229,8 +229,7 @@ def _framed(on: Any, columns: Sequence[Column], body: list[list[str]], title: st
     names = [i for i in shown if columns[i].name]
 
     def room() -> int:
-        """Cells that are left for names: a cell has two of padding and one of the frame beside it, and the frame begins
-        with one."""
+        """Cells left for names: a cell has three of padding and frame beside it, and the frame begins with one."""
         taken = sum(natural[i] for i in shown if i not in names) + 3 * len(shown) + 1
         return (on.width - taken) // max(1, len(names))
 

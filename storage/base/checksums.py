@@ -14,8 +14,6 @@ from functools import cache, lru_cache
 import numpy as np
 
 CASTAGNOLI, ZIP = 0x82F63B78, 0xEDB88320  # polynomials of crc32c and of CRC32, bits reversed
-
-
 _LONG = 32 << 10  # bytes for which it pays to let other threads run meanwhile
 
 
@@ -51,9 +49,7 @@ def crc32c(data: bytes | np.ndarray, start: int = 0) -> int:
     """Checksum of ``data`` (bytes or a C-contiguous array), continuing from ``start``."""
     if isinstance(data, np.ndarray):
         if data.nbytes < _LONG:
-            data = (
-                data.tobytes()
-            )  # the package takes read-only buffers alone; to make one takes longer than to copy so little
+            data = data.tobytes()  # the package takes read-only buffers alone; so little is copied faster than made one
         elif (call := _native()) is not None:
             return call(start, data.__array_interface__["data"][0], data.nbytes)
         else:
@@ -97,6 +93,5 @@ def _advance(nbytes: int, polynomial: int) -> tuple[int, ...]:
 
 
 def combine(first: int, second: int, second_nbytes: int, polynomial: int = CASTAGNOLI) -> int:
-    """crc32c of two byte strings one after the other, from the checksum of each and the length of the second; CRC32 by
-    ``ZIP``."""
+    """crc32c (``ZIP``: CRC32) of two byte strings together, from the checksum of each and the second's length."""
     return _times(_advance(second_nbytes, polynomial), first) ^ second

@@ -30,9 +30,8 @@ _RESERVED = frozenset(
 _LONGEST = 160
 _PLAIN = re.compile(r"(?!__)[\w-][\w.-]{0,98}[\w-]", re.ASCII)  # most names, which stay as they are
 _NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
-_SIMPLE = re.compile(
-    r"[\w-][\w.-]{0,99}(?:/[\w-][\w.-]{0,99}){0,3}", re.ASCII
-)  # nearly all names; not . or .. or a long one
+# Nearly all names; not . or .. or a long one.
+_SIMPLE = re.compile(r"[\w-][\w.-]{0,99}(?:/[\w-][\w.-]{0,99}){0,3}", re.ASCII)
 
 
 def _digest(text: str) -> str:
@@ -95,8 +94,7 @@ def check_distinct(paths: Sequence[Sequence[str | int]], named: Sequence[str]) -
 
 
 def plain(relative: object, source: str) -> list[str]:
-    """The parts of a name of a file below some directory; `CorruptCheckpoint` where untrusted text is none, or leads
-    out of it."""
+    """The parts of a file's name below a directory; `CorruptCheckpoint` where untrusted text is none, or leads out."""
     if isinstance(relative, str) and _SIMPLE.fullmatch(relative):
         return relative.split("/")
     if not isinstance(relative, str) or not relative:

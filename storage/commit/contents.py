@@ -24,9 +24,7 @@ from ..stores.contract import unlisted
 
 GROUP = "zarr.json"
 DCP = ".metadata"  # of torch.distributed.checkpoint
-CHECKPOINTS = frozenset(
-    [manifest.FILE, HF_INDEX, HF_SINGLE, DCP]
-)  # what makes a place a checkpoint: the tables of contents
+CHECKPOINTS = frozenset([manifest.FILE, HF_INDEX, HF_SINGLE, DCP])  # tables of contents: each makes a checkpoint
 SAVED = frozenset([manifest.FILE])
 PROGRAMS = frozenset([PROGRAM])
 CLAIM = ".meshtape-writing"
@@ -188,8 +186,7 @@ def check(root: str, tables: frozenset[str], held: Iterable[str] | None = None) 
 
 
 def refuse_base(root: str, identity: str) -> None:
-    """Raise `CheckpointExists` where checkpoints in the same folder are deltas from that of ``identity``, which nobody
-    could read without it."""
+    """Raise `CheckpointExists` where deltas from the checkpoint ``identity`` lie in the same folder, and need it."""
     home, own = store.split(root)
     folders = store.at(home).folders() if identity else []
     numbered = [n for n in folders if _STEP.match(n)]

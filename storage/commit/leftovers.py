@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...arrays.core.errors import StoreError
 from ..stores import atomic_directory, owners, store
-from ..stores.contract import failed
+from ..stores.contract import listed
 from ..stores.filesystem import try_lock
 from . import object_commit
 from .anchor_lock import sweep
@@ -49,9 +49,8 @@ def _size(path: str) -> int:
     """Bytes that are free when it is deleted: those of files with other names, which steps share, are not."""
     if not os.path.isdir(path) or os.path.islink(path):
         return os.lstat(path).st_size
-    files = (os.path.join(folder, f) for folder, _, names in os.walk(path) for f in names)
     total = 0
-    for file in files:
+    for file in (os.path.join(folder, f) for folder, _, names in os.walk(path) for f in names):
         with contextlib.suppress(OSError):
             found = os.lstat(file)
             total += found.st_size if found.st_nlink == 1 else 0
@@ -61,25 +60,17 @@ def _size(path: str) -> int:
 @contextlib.contextmanager
 def _idle(part: str) -> Iterator[bool]:
     """Whether an unfinished transfer is idle; it stays so within the block."""
-    try:
-        fd = os.open(os.path.join(part, JOURNAL), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    except OSError:
-        yield False
-        return
-    try:
-        yield try_lock(fd) is True
-    finally:
-        os.close(fd)
+    with contextlib.ExitStack() as stack:
+        try:
+            journal = stack.enter_context(open(os.path.join(part, JOURNAL), "rb", buffering=0))
+        except OSError:
+            yield False
+            return
+        yield try_lock(journal.fileno()) is True
 
 
 def _local(parent: str, only: str | None, silence: float | None) -> Iterator[Leftover]:
-    try:
-        listed = sorted(os.listdir(parent))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as e:
-        raise failed(e, f"{parent[:200]} cannot be listed") from e
-    for entry in listed:
+    for entry in listed(parent):
         path = os.path.join(parent, entry)
         m = atomic_directory.KINDS.match(entry)
         if m is None and not (entry.endswith(PART) and os.path.exists(os.path.join(path, JOURNAL))):

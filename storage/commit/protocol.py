@@ -11,8 +11,7 @@ from . import directory_commit, object_commit
 
 
 class CommitProtocol(Protocol):
-    """How a place becomes a checkpoint, a whole one or none. ``tables`` are the tables of contents of what may be
-    replaced (see ``contents``)."""
+    """How a place becomes a checkpoint, or none. ``tables``: those of contents that are replaced (see ``contents``)."""
 
     def is_begun(self, root: str, /) -> bool:
         """Whether a writer has begun to fill a place under its own name, and has not finished."""

@@ -136,8 +136,7 @@ class DeflatedTensor(PlacedTensor):
 
 
 def _npy_header(start: bytes, where: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    """(shape, whether the first dimension is the fastest, dtype, the header's length); `CheckpointDTypeError` for
-    elements that have no form here."""
+    """(shape, whether its first dimension is the fastest, dtype, length of the header); refuses other dtypes."""
     f = io.BytesIO(start)  # no more: NumPy takes memory for any length that a file claims
     try:
         version = np.lib.format.read_magic(f)
@@ -160,8 +159,7 @@ def _strides(shape: tuple[int, ...], fortran: bool) -> tuple[int, ...]:
 
 
 def _prefix(reader: Reader, head: bytes, start: int, most: int) -> bytes:
-    """The first bytes of a file of NumPy's in ``most`` bytes from ``start`` on, with its whole header; ``head`` has
-    some of them."""
+    """The start of a file of NumPy's in ``most`` bytes from ``start`` on, header and all; ``head`` has some of it."""
     version, length = head[6:7], head[8:12]
     needed = 12 + int.from_bytes(length[:2] if version == b"\1" else length, "little")
     if len(head) < min(needed, most, _MAX_NPY_HEADER):

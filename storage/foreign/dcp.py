@@ -240,8 +240,7 @@ def described(
 
 
 def archive_of(reader: Reader, chunk: DcpChunk) -> zipfile.ZipFile:
-    """The archive in a part of a file. zipfile does not count its entries: one of a wrong length would swallow those
-    behind it."""
+    """The archive in a part of a file. Its entries are counted: zipfile takes a wrong length for that of several."""
     archive = zipfile.ZipFile(io.BufferedReader(_FileSlice(reader, chunk.offset, chunk.nbytes), 64 << 10))
     end = bytearray(_END.size)
     reader.readv([end], chunk.offset + chunk.nbytes - _END.size - len(archive.comment))
@@ -299,8 +298,7 @@ class ChunkLocation(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor as its description has it: the entry of its storage, its first element and strides there, and how it is
-    turned."""
+    """A tensor in its description: the entry of its storage, its first element and strides there, and its turns."""
 
     entry: str
     first: int
@@ -350,8 +348,7 @@ def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def entry_heads(
     reader: Reader, entries: Sequence[zipfile.ZipInfo], base: int = 0, more: int = 0, threads: int = 1
 ) -> Iterator[bytes]:
-    """The header of each entry of an archive at ``base``, and ``more`` bytes; in an object store each is a request, so
-    many are under way at a time."""
+    """The header of each entry of an archive at ``base``, and ``more`` bytes; several requests at a time to a store."""
 
     def head(info: zipfile.ZipInfo) -> bytes:
         out = bytearray(_LOCAL_HEADER.size + len(_name(info)) + more)
@@ -441,8 +438,7 @@ def _stored(root: str, info: PickledObject) -> tuple[str, int, int]:
 
 
 def _value(root: str, name: str, info: PickledObject, crc: int | None) -> Any:
-    """A value that is no tensor; `CheckpointDTypeError` where it is whole and not plain, `CorruptCheckpoint` where it
-    is damaged."""
+    """A value that is no tensor; `CheckpointDTypeError` for one that is not plain, `CorruptCheckpoint` for damage."""
     file, offset, nbytes = _stored(root, info)
     where = f"{root}/{file}, key {name!r}"
     chunk = DcpChunk(Box((), ()), file, offset, nbytes)

@@ -38,8 +38,7 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """The place of an archive: ``head``, then ``nbytes`` of elements, then the tail. The elements are of ``box`` of a
-    tensor; a value has none."""
+    """The place of an archive: ``head``, ``nbytes`` of elements (of a tensor's ``box``; a value has none), tail."""
 
     name: str
     head: bytes

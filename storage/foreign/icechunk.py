@@ -26,8 +26,7 @@ from ..readers.tensor import ChunkedTensor
 
 @dataclass(slots=True, eq=False)
 class IcechunkTensor(ChunkedTensor):
-    """An array each of whose chunks is an object of its own: its bytes, then their crc32c. The attribute has the crc32c
-    of each place."""
+    """An array whose chunks are objects with their crc32c behind them. The attribute has the crc32c of each place."""
 
     node: str = ""
     summed: ClassVar[bool] = True

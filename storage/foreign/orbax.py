@@ -121,9 +121,7 @@ def _listed(node: Any) -> Any:
 
 def _tensor(root: str, node: str, database: bool, driver: str) -> Any:
     if not database:
-        return open_array(
-            root, node
-        )  # Orbax gives Zarr v2 dtypes that zarr-python does not know by name: `local_zarr` does
+        return open_array(root, node)  # `local_zarr` knows the dtypes of Orbax's Zarr v2, zarr-python does not
     try:
         held = _opened(root, node, driver)
         dtype = dtypes.by_name(held.dtype.name)

@@ -246,9 +246,6 @@ def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
         raise CorruptCheckpoint(f"{where}: not a description of tensors: {e}") from None
 
 
-# ----- writing --------------------------------------------------------------------------------------------------------
-
-
 def dumps(value: Any) -> bytes:
     """The pickle (protocol 2) of plain values and of what `read_values` gives: names, objects and persistent ids; its
     inverse.

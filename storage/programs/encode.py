@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,9 @@ VERSION = len(MIGRATIONS) + 1
 _NAN = struct.pack(">d", math.nan).hex()
 
 
-# ----- values ---------------------------------------------------------------------------------------------------------
-
-
 def encode(value: Any, where: str) -> Any:
     """A parameter as JSON. Raises :class:`ProgramError` that names ``where`` for a value without a JSON form."""
-    if value is None or (isinstance(value, bool | int | str) and type(value) in (bool, int, str)):
+    if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         if math.isfinite(value):
@@ -91,16 +88,40 @@ def decode(value: Any, where: str) -> Any:
         raise ProgramError(f"{where}: {short(value)} is no value of a program file: {e}") from None
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{short(value)} is no integer")
+def _typed(value: Any, what: str, *types: type) -> Any:
+    if type(value) not in types:
+        raise TypeError(f"{short(value)} is no {what}")
     return value
+
+
+def _whole(value: Any) -> int:
+    return _typed(value, "integer", int)
 
 
 def _size(value: Any) -> int:
     if _whole(value) < 0:
         raise ValueError(f"{value} is no size of a dimension")
     return value
+
+
+def _number(value: Any) -> bool | int | float | complex:
+    return _typed(value, "number", bool, int, float, complex)
+
+
+_KINDS: dict[str, Callable[[Any, str], Any]] = {
+    "float": lambda v, where: float(_typed(v, "text", str)),
+    "nan": lambda v, where: struct.unpack(">d", bytes.fromhex(v))[0],  # whose sign and payload are not the usual ones
+    "complex": lambda v, where: complex(*(decode(v[i], where) for i in (0, 1))),
+    "span": lambda v, where: Span(*[n if n is None else _whole(n) for n in v]),
+    "slot": lambda v, where: Slot(_whole(v)),
+    "truth": lambda v, where: Truth(_typed(v, "truth", bool)),
+    "gap": lambda v, where: Gap(),
+    "tuple": lambda v, where: tuple(decode(x, where) for x in v),
+    "dict": lambda v, where: {k: decode(x, where) for k, x in v},
+    "dtype": lambda v, where: dtypes.parse(v).dtype,
+    "scalar": lambda v, where: np.frombuffer(bytes.fromhex(v[1]), dtypes.parse(v[0]).dtype)[0],
+}
+"""The value that an object of a program file stands for, by its one key."""
 
 
 def _decoded(value: Any, where: str) -> Any:
@@ -111,33 +132,9 @@ def _decoded(value: Any, where: str) -> Any:
     if len(value) != 1:
         raise ProgramError(f"{where}: expected an object of one key, got {sorted(value)}")
     ((kind, v),) = value.items()
-    if kind == "float" and type(v) is str:
-        return float(v)
-    if kind == "nan":  # with its sign and payload, where they are not the usual ones
-        return struct.unpack(">d", bytes.fromhex(v))[0]
-    if kind == "complex":
-        return complex(decode(v[0], where), decode(v[1], where))
-    if kind == "span":
-        start, stop, step = (n if n is None else _whole(n) for n in v)
-        return Span(start, stop, step)
-    if kind == "slot":
-        return Slot(_whole(v))
-    if kind == "truth" and type(v) is bool:
-        return Truth(v)
-    if kind == "gap":
-        return Gap()
-    if kind == "tuple":
-        return tuple(decode(x, where) for x in v)
-    if kind == "dict":
-        return {k: decode(x, where) for k, x in v}
-    if kind == "dtype":
-        return dtypes.parse(v).dtype
-    if kind == "scalar":
-        return np.frombuffer(bytes.fromhex(v[1]), dtypes.parse(v[0]).dtype)[0]
-    raise ProgramError(f"{where}: unknown kind of value {kind!r}")
-
-
-# ----- programs -------------------------------------------------------------------------------------------------------
+    if kind not in _KINDS:
+        raise ProgramError(f"{where}: unknown kind of value {kind!r}")
+    return _KINDS[kind](v, where)
 
 
 def to_json(program: Program) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -267,12 +264,6 @@ def from_json(document: Any, constants: Mapping[str, np.ndarray]) -> Program:
     if not known.issuperset(outputs):
         raise ProgramError(f"the program returns variables that nothing defines: {sorted(set(outputs) - known)}")
     return Program(inputs, tuple(entries), outputs, avals, values)
-
-
-def _number(value: Any) -> bool | int | float | complex:
-    if type(value) not in (bool, int, float, complex):
-        raise TypeError(f"{short(value)} is no number")
-    return value
 
 
 def _constant(constants: Mapping[str, np.ndarray], name: str, aval: ShapeDtype) -> np.ndarray:

@@ -101,7 +101,7 @@ def save_program(path: str | os.PathLike[str], fn: Callable[..., Any], *args: An
     ):
         document["file"] = marked(_CONSTANTS, folder.suffix)
         save_safetensors(store.join(folder.root, document["file"]), constants)
-        folder.put(PROGRAM, json.dumps(_signed(document), indent=1, allow_nan=False).encode())
+        folder.put(PROGRAM, json.dumps({**document, "crc32c": _sum_of(document)}, indent=1, allow_nan=False).encode())
         folder.settle()
         folder.commit()
 
@@ -138,7 +138,7 @@ def program_document(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
         name: {"dtype": a.dtype.name, "shape": list(a.shape), "base64": base64.b64encode(_bytes(a)).decode()}
         for name, a in constants.items()
     }
-    return _signed(document)
+    return {**document, "crc32c": _sum_of(document)}
 
 
 def load_program(source: str | os.PathLike[str] | Mapping[str, Any]) -> LoadedProgram:
@@ -239,10 +239,6 @@ def _bytes(a: np.ndarray) -> np.ndarray:
 def _sum_of(document: Mapping[str, Any]) -> str:
     text = json.dumps({k: v for k, v in document.items() if k != "crc32c"}, sort_keys=True, separators=(",", ":"))
     return f"{crc32c(text.encode()):08x}"
-
-
-def _signed(document: dict[str, Any]) -> dict[str, Any]:
-    return {**document, "crc32c": _sum_of(document)}
 
 
 def _check_signature(document: Any, where: str) -> None:
@@ -367,8 +363,8 @@ class LoadedProgram:
         if self._most > free:
             raise OutOfMemory(
                 f"{self._named(self._most_at)} would hold {human_bytes(self._most)} at once with what is there then, "
-                "and this machine "
-                f"has {human_bytes(free)} free: take a larger one, or give the program arrays of a mesh"
+                f"and this machine has {human_bytes(free)} free: take a larger one, or give the program arrays of "
+                "a mesh"
             )
 
     def _named(self, n: int) -> str:
@@ -437,13 +433,9 @@ def _build(d: Any, env: Mapping[int, Array]) -> Any:
     if kind == "none":
         return None
     children = [_build(c, env) for c in d["children"]]
-    return (
-        dict(zip(d["keys"], children, strict=True))
-        if kind == "dict"
-        else tuple(children)
-        if kind == "tuple"
-        else children
-    )
+    if kind == "dict":
+        return dict(zip(d["keys"], children, strict=True))
+    return tuple(children) if kind == "tuple" else children
 
 
 __all__ = ["LoadedProgram", "load_program", "program_document", "save_program"]

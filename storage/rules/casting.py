@@ -119,9 +119,6 @@ class CastLoss:
         return cls(*counts, tuple((tuple(map(int, at)), str(value), str(result)) for at, value, result in places))
 
 
-# ----- counting -------------------------------------------------------------------------------------------------------
-
-
 def is_float(dtype: np.dtype) -> bool:
     """Whether a dtype is floating, ml_dtypes' own too.
 
@@ -241,9 +238,6 @@ def _loss(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...], **found: np.nda
     return CastLoss(**counts, places=tuple(places))
 
 
-# ----- telling --------------------------------------------------------------------------------------------------------
-
-
 class Tally(dict[Any, CastLoss]):
     """Losses by array. Casts of several threads may add to one."""
 
@@ -343,8 +337,7 @@ def _tell(name: str, loss: CastLoss, allowed: bool = False) -> None:
 
 @contextlib.contextmanager
 def watched(name: str, total: np.ndarray, offset: tuple[int, ...]) -> Iterator[None]:
-    """Arithmetic on ``total`` whose overflows are losses, as those of a cast are. Infinities and NaN of the operands
-    are none."""
+    """Arithmetic on ``total`` whose overflows are losses, as those of a cast. Those of its operands are none."""
     seen: list[str] = []
     with np.errstate(all="ignore", over="call", call=lambda kind, _: seen.append(kind)):
         yield
@@ -353,8 +346,7 @@ def watched(name: str, total: np.ndarray, offset: tuple[int, ...]) -> Iterator[N
 
 
 def count_overflows(name: str, result: np.ndarray, operands: Sequence[np.ndarray], offset: tuple[int, ...]) -> None:
-    """Elements of a result that are not finite, where those of all its operands are, are losses, as those of a cast
-    are."""
+    """Count elements of a result that are not finite, where all operands are, as losses of a cast are counted."""
     bad = ~np.isfinite(result)
     if bad.any():
         finite = np.logical_and.reduce([np.isfinite(x) for x in operands])

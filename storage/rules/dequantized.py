@@ -76,8 +76,7 @@ def dequantizes(tensor: Any) -> bool:
 
 
 def not_followed(key: str, names: Container[str]) -> str | None:
-    """The reason to refuse a weight, or a scale, whose names say that its numbers mean something else than a product
-    with a scale."""
+    """The reason to refuse a weight or scale whose name says that the numbers are no factors of a product."""
     base = key.removesuffix("_packed")
     if f"{base}_g_idx" in names:
         return (
@@ -101,8 +100,7 @@ def not_followed(key: str, names: Container[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Dequantized(DerivedTensor):
-    """``source`` times ``scale``, less ``zero`` before, one of each for a ``block``. Reads the scales of the blocks
-    that a box meets."""
+    """``source``, less ``zero``, times ``scale``, one of each for a ``block``; reads those that a box meets."""
 
     name: str
     source: Any

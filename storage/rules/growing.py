@@ -29,8 +29,7 @@ _TILE = 1 << 19  # elements of whole rows
 
 @dataclass(frozen=True, slots=True)
 class GrownRows(DerivedTensor):
-    """``count`` rows beyond the end of ``source`` along ``axis``. Reads all rows of the columns that it is asked
-    for."""
+    """``count`` rows beyond the end of ``source`` along ``axis``, for which all rows of their columns are read."""
 
     name: str
     source: Any
@@ -64,8 +63,7 @@ class GrownRows(DerivedTensor):
             yield lambda: self._read(box, out)
 
     def _statistics(self, box: Box) -> tuple[np.ndarray, np.ndarray, int]:
-        """(mean, deviation) of each column of a box, with a length of 1 along the axis; and the bytes that were
-        read."""
+        """(mean, deviation) of each column of a box, of length 1 along the axis; and the bytes that were read."""
         n = self.source.shape[self.axis]
         step = max(1, _TILE * n // math.prod(self.source.shape))
         count, nbytes = 0, 0

@@ -351,9 +351,6 @@ class Agreed(DerivedTensor):
         )
 
 
-# ----- reshape --------------------------------------------------------------------------------------------------------
-
-
 def groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[slice, slice]]:
     """Dimensions of two shapes of one size that can be matched: the smallest groups with equal products.
 

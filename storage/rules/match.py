@@ -155,9 +155,6 @@ def _by_values(
     return {tuple(values[i] for i in at): key for key, values in hits}
 
 
-# ----- application ----------------------------------------------------------------------------------------------------
-
-
 class BoundRules:
     """Rules bound to the keys of one checkpoint."""
 
@@ -234,8 +231,6 @@ class BoundRules:
         for target in rest:
             out[target] = self.given[target]
         return out
-
-    # ----- matching ---------------------------------------------------------------------------------------------------
 
     def _found(self, pattern: Pattern) -> list[tuple[str, tuple[str, ...]]]:
         """(key, captured texts) of all keys that match."""
@@ -345,8 +340,6 @@ class BoundRules:
                 _check_gaps(rule, collected, [(values, rows[i]) for values, rows in groups])
         return shared, out
 
-    # ----- one rule ---------------------------------------------------------------------------------------------------
-
     def _run(self, rule: Rule, follows: Rule | None = None) -> None:
         counted = _counted(rule)
         shared, found = self._combinations(rule) if rule.sources else ((), [((), [])])
@@ -405,8 +398,6 @@ class BoundRules:
             if name in given:
                 raise RuleConflict(f"{name!r} is given twice, by\n  {self._giver(name).shown}\nand by\n  {rule.shown}")
             given[name] = renamed(name, tensor)
-
-    # ----- inverse ----------------------------------------------------------------------------------------------------
 
     def inverted(self) -> list[Rule]:
         """The inverses of the applied rules, last first."""

@@ -222,9 +222,6 @@ def _step(line: _Line, name: str, arguments: list[tuple[str | None, Any, int]], 
         line.fail(f"{name} needs {', '.join(lacking)}", start)
 
 
-# ----- writing --------------------------------------------------------------------------------------------------------
-
-
 def quote(name: str) -> str:
     """A name as it stands in a line."""
     if re.fullmatch(_PLAIN, name) and name != "_" and not name.startswith("@"):

@@ -15,7 +15,7 @@ from typing import Any
 from ...arrays.core.errors import MeshtapeError, StorageFull
 from ..base.locations import is_url
 from . import owners
-from .contract import failed
+from .contract import failed, listed
 from .filesystem import active
 
 KINDS = re.compile(
@@ -71,13 +71,7 @@ def temporary(target: str) -> Iterator[tuple[str, int]]:
 def siblings(target: str, kind: str) -> list[str]:
     """Paths of the ``NAME.kind-ID`` beside a target, in order of name."""
     parent, name = os.path.split(os.path.abspath(target))
-    try:
-        listed = sorted(os.listdir(parent))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as e:
-        raise failed(e, f"{parent} cannot be listed") from e
-    found = ((entry, KINDS.match(entry)) for entry in listed)
+    found = ((entry, KINDS.match(entry)) for entry in listed(parent))
     return [os.path.join(parent, entry) for entry, m in found if m and m["name"] == name and m["kind"] == kind]
 
 
@@ -99,13 +93,8 @@ def resolve(target: str) -> str:
 
 def recover(parent: str) -> list[str]:
     """Put back checkpoints that were set aside, and delete leftovers of dead owners; returns their paths."""
-    parent = os.path.abspath(parent)
-    try:
-        listed = sorted(os.listdir(parent))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    done = []
-    for entry in listed:
+    parent, done = os.path.abspath(parent), []
+    for entry in listed(parent):
         m = KINDS.match(entry)
         path = os.path.join(parent, entry)
         # Another process may be collecting the same: whoever comes second finds it gone. What cannot be deleted is no
@@ -170,8 +159,7 @@ def make_parents(target: str) -> None:
 
 @contextlib.contextmanager
 def writing(target: str, needs: str = "more room") -> Iterator[None]:
-    """Errors of the file system while ``target`` is written, as errors that name it: `StorageFull`, or `StoreError` for
-    any other."""
+    """Errors of the file system while ``target`` is written, as `StorageFull` or `StoreError` that names it."""
     try:
         yield
     except MeshtapeError:

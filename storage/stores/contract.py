@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from ...arrays.core.errors import CheckpointReplaced, CorruptCheckpoint, StoreEr
 from ..base.locations import join
 
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 LONGEST = 1 << 30  # bytes of an object that `Store.get` reads; a table of a million chunks has a fifth of that
 
 
@@ -71,16 +73,18 @@ class Store(ABC):
     def reader(self, name: str) -> Reader:
         """Open an object; ``FileNotFoundError`` where there is none, at the latest when it is read."""
 
-    @abstractmethod
     def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
         """Write an object whole from bytes or buffers; returns its length. ``new``: it must not exist.
 
-        A function that makes the buffers anew may be called again, where an upload has failed on the way.
+        A function that makes the buffers anew may be called again, where an upload has failed on the way. A store that
+        can only be read refuses.
         """
+        self.refuse_writes()
+        raise NotImplementedError
 
-    @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects."""
+        self.refuse_writes()
 
     @abstractmethod
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
@@ -106,19 +110,15 @@ class Store(ABC):
 
     def size(self, name: str) -> int | None:
         """The length of an object, or None where there is none."""
-        try:
-            with contextlib.closing(self.reader(name)) as r:
-                return r.nbytes
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
+        with contextlib.suppress(*_ABSENT), contextlib.closing(self.reader(name)) as r:
+            return r.nbytes
+        return None
 
     def tag(self, name: str) -> str | None:
         """The version tag of the present object, or None where there is none."""
-        try:
-            with contextlib.closing(self.reader(name)) as r:
-                return r.tag or None
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return None
+        with contextlib.suppress(*_ABSENT), contextlib.closing(self.reader(name)) as r:
+            return r.tag or None
+        return None
 
     def refuse_writes(self) -> None:
         if not self.writable:
@@ -139,10 +139,17 @@ def failed(error: OSError, what: str) -> StoreError:
 def unlisted(error: OSError) -> None:
     """The ``onerror`` of ``os.walk``: a folder that cannot be listed is an error, not empty; one that is gone is."""
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        raise failed(error, f"{error.filename} cannot be listed") from error
+        raise failed(error, f"{error.filename[:200]} cannot be listed") from error
 
 
-# ----- the versions of what is read -----------------------------------------------------------------------------------
+def listed(folder: str) -> list[str]:
+    """The names in a local folder, in order; none where it is gone."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as e:
+        unlisted(e)
+        return []
+
 
 _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", default=None)
 
@@ -151,21 +158,22 @@ _opened: ContextVar[list[tuple[str, Reader]] | None] = ContextVar("opened", defa
 def recording() -> Iterator[Callable[[], dict[str, str]]]:
     """Gives a function that returns the tag of each object that this thread reads within the block."""
     opened: list[tuple[str, Reader]] = []
+
+    def tags() -> dict[str, str]:
+        out: dict[str, str] = {}
+        for where, reader in opened:
+            if out.setdefault(where, reader.tag) != reader.tag:
+                raise CheckpointReplaced(
+                    f"{where} was replaced while the checkpoint was opened: it had {out[where]}; now it has "
+                    f"{reader.tag}"
+                )
+        return out
+
     token = _opened.set(opened)
     try:
-        yield lambda: _tags(opened)
+        yield tags
     finally:
         _opened.reset(token)
-
-
-def _tags(opened: list[tuple[str, Reader]]) -> dict[str, str]:
-    out: dict[str, str] = {}
-    for where, reader in opened:
-        if out.setdefault(where, reader.tag) != reader.tag:
-            raise CheckpointReplaced(
-                f"{where} was replaced while the checkpoint was opened: it had {out[where]}; now it has {reader.tag}"
-            )
-    return out
 
 
 def recorded(where: str, reader: Reader) -> Reader:

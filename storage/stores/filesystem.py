@@ -28,22 +28,13 @@ _WORTH = 256 << 10  # bytes of a write after which the disk is told to begin
 
 
 @cache
-def _renameat2() -> Any:
-    """Linux's ``renameat2``, or None where the C library has none."""
+def _system_call(name: str, *argtypes: Any) -> Any:
+    """A function of Linux's C library; None where the library has none of that name."""
     try:
-        return ctypes.CDLL(None, use_errno=True).renameat2
+        call = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-
-
-@cache
-def _sync_file_range() -> Any:
-    """Linux's ``sync_file_range``, or None where the C library has none."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    call.argtypes = argtypes or None
     return call
 
 
@@ -55,11 +46,11 @@ class Files:
 
     def create(self, path: str) -> int:
         """A descriptor for writing a new file; fails where the name exists."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     def open(self, path: str) -> int:
         """A descriptor for writing to a file that exists."""
-        return os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        return os.open(path, os.O_WRONLY)
 
     def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         """Write all of ``buffers`` (at most `IOV_MAX` of them) from ``offset`` on; returns the number of bytes."""
@@ -81,7 +72,7 @@ class Files:
         if total >= _WORTH:
             # The disk may begin: what `fsync` waits for later is then mostly done. It promises nothing, so errors are
             # left to `fsync`.
-            call = _sync_file_range()
+            call = _system_call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
             if call is not None:
                 call(fd, offset, total, _SYNC_FILE_RANGE_WRITE)
         return total
@@ -110,7 +101,7 @@ class Files:
 
     def exchange(self, a: str, b: str) -> bool:
         """Swap two names in one step. False, with nothing changed, where the system cannot."""
-        call = _renameat2()
+        call = _system_call("renameat2")
         if call is None:
             return False
         if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
@@ -125,8 +116,7 @@ class Files:
         os.link(source, target)
 
     def clone(self, source: int, path: str) -> int | None:
-        """A descriptor of a new file with the blocks of an open one (a reflink); None, with nothing left there, where
-        the system cannot."""
+        """A descriptor of a new file with the blocks of an open one (a reflink); None where the system cannot."""
         fd = self.create(path)
         try:
             import fcntl
@@ -144,8 +134,6 @@ class Files:
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
 
-    # ----- made of the operations above -------------------------------------------------------------------------------
-
     def write_new(self, path: str, batches: Generator[Sequence[Any]]) -> int:
         """A new file of these buffers; returns its descriptor, which is the caller's to sync and close.
 
@@ -162,6 +150,15 @@ class Files:
             self.close(fd)
             raise
         return fd
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """A block with a descriptor for writing to a file that exists."""
+        fd = self.open(path)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
 
     def write_file(self, path: str, data: bytes) -> None:
         """A new, synced file with ``data``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar, TypeVar
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from ...arrays.core.errors import MeshtapeError, StoreError
 from ..base.locations import join
 from . import url_options
-from .contract import Pieces, Reader, Store, StoredObjectInfo, recorded
+from .contract import Reader, Store, StoredObjectInfo, recorded
 from .object_store import plain_text, repeated
 
 T = TypeVar("T")
@@ -54,8 +54,7 @@ def address(root: str) -> tuple[str, dict[str, Any]]:
 
 
 def filesystem(root: str) -> tuple[Any, str]:
-    """(the file system of a location, the location's path in it). Each thread has its own: not every one may be
-    shared."""
+    """(the file system of a location, the location's path in it), one a thread: not every one may be shared."""
     url, options = address(root)
     try:
         held, path = importlib.import_module("fsspec").url_to_fs(url, **options)
@@ -146,9 +145,6 @@ class _FsspecReader(Reader):
             v[: len(data)], data = data[: len(v)], data[len(v) :]
         return count
 
-    def close(self) -> None:
-        pass
-
 
 @dataclass(frozen=True)
 class FsspecStore(Store):
@@ -165,13 +161,6 @@ class FsspecStore(Store):
 
     def reader(self, name: str) -> Reader:
         return _FsspecReader(self.root, name)
-
-    def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
-        self.refuse_writes()
-        raise AssertionError("unreachable")
-
-    def delete(self, names: Sequence[str]) -> None:
-        self.refuse_writes()
 
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
         def once() -> list[StoredObjectInfo]:

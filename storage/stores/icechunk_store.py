@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from ...arrays.core.errors import CheckpointError, NotACheckpoint, StoreError
 from ..base.locations import is_url, join
 from . import url_options
-from .contract import Pieces, Reader, Store, StoredObjectInfo
+from .contract import Reader, Store, StoredObjectInfo
 from .object_store import environment
 
 SCHEME = "icechunk"
@@ -117,8 +117,7 @@ def asked(root: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Branches and tags of a repository, each with the id of its snapshot, and icechunk's facts of the newest
-    snapshots, the newest first."""
+    """Branches and tags of a repository with the ids of their snapshots; facts of the snapshots, newest first."""
 
     branches: dict[str, str]
     tags: dict[str, str]
@@ -192,9 +191,6 @@ class _IcechunkReader(Reader):
             total += len(part)
         return total
 
-    def close(self) -> None:
-        pass
-
 
 @dataclass(frozen=True)
 class IcechunkStore(Store):
@@ -227,11 +223,8 @@ class IcechunkStore(Store):
             raise FileNotFoundError(key)
         return _IcechunkReader(found.to_bytes(), ref)
 
-    def put(self, name: str, pieces: Pieces, *, new: bool = False) -> int:
+    def refuse_writes(self) -> None:
         raise StoreError(f"{self.root} can only be read here; mt.save commits to a branch")
-
-    def delete(self, names: Sequence[str]) -> None:
-        self.put("", b"")
 
     def _names(self, under: str) -> list[str]:
         from zarr.core.sync import sync

@@ -70,8 +70,7 @@ class _LocalReader(Reader):
         return self._fd
 
     def gather(self, nbytes: int, starts: range) -> bytes:
-        """The short runs of ``nbytes`` that begin at ``starts``, one after the other; fewer bytes where the file ends
-        before."""
+        """The short runs of ``nbytes`` that begin at ``starts``, joined; fewer bytes where the file ends before."""
         pread, fd = os.pread, self._fd
         try:
             return b"".join([pread(fd, nbytes, at) for at in starts])
@@ -103,7 +102,7 @@ class LocalStore(Store):
         path = self._path(name)
         try:
             # A pipe that nobody writes to would wait for ever; to files the flag means nothing.
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError as e:

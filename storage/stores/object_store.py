@@ -58,9 +58,6 @@ def _obstore() -> Any:
         raise StoreError("object stores need obstore: install meshtape[s3], or obstore itself") from None
 
 
-# ----- clients --------------------------------------------------------------------------------------------------------
-
-
 def environment() -> str:
     """A digest of the credentials and endpoints in the environment, which reveals none of them."""
     held = sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_")))
@@ -71,10 +68,7 @@ def client(root: str) -> tuple[Any, str]:
     """(obstore's store of the bucket, prefix of ``root`` in it); one store a bucket and environment."""
     scheme, _, rest = root.partition("://")
     bucket, _, prefix = rest.partition("/")  # with the options of the URL
-    if scheme == "memory":
-        key: Any = (scheme, bucket)
-    else:
-        key = (scheme, bucket, environment())
+    key = (scheme, bucket, "" if scheme == "memory" else environment())
     with _lock:
         if key not in _clients:
             _clients[key] = _connect(scheme, bucket)
@@ -142,9 +136,6 @@ def _shared_files() -> Any:
     with contextlib.suppress(ImportError):
         return importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider()
     return None
-
-
-# ----- errors ---------------------------------------------------------------------------------------------------------
 
 
 def plain_text(error: BaseException) -> str:
@@ -220,9 +211,6 @@ def _fetched(work: Callable[[], T], where: str) -> T:
         return repeated(work, where)
     except FileExistsError:
         raise CheckpointReplaced(f"{where} was replaced while it was read; open it again") from None
-
-
-# ----- the store ------------------------------------------------------------------------------------------------------
 
 
 class _ObjectReader(Reader):
@@ -340,9 +328,6 @@ class _ObjectReader(Reader):
             if at >= start + n:
                 break
         return memoryview(out)
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Hold:
 
 
 def _open(path: str) -> int:
-    return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
+    return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
 
 
 def _is_locked(path: str) -> bool | None:
@@ -117,8 +117,7 @@ def _is_locked(path: str) -> bool | None:
 
 
 def last_write(path: str) -> float:
-    """When anything at or below a path was last written, in seconds since the epoch, as far as a look at some thousand
-    files tells."""
+    """When anything at or below a path was last written (seconds since the epoch), as some thousand files tell."""
     newest, seen = os.lstat(path).st_mtime, 0
     for folder, folders, files in os.walk(path, onerror=unlisted):
         for name in (*folders, *files):
@@ -150,11 +149,8 @@ def why_dead(owner: str, pid: int, modified: float, silence: float = FOREIGN_AGE
     """
     if owner != host():
         quiet = time.time() - modified
-        return (
-            f"its owner is of another machine or container, and wrote nothing for {quiet:.0f} s"
-            if quiet > silence
-            else None
-        )
+        told = f"its owner is of another machine or container, and wrote nothing for {quiet:.0f} s"
+        return told if quiet > silence else None
     if pid == os.getpid():
         return "its owner had the number of this process"
     return None if _runs(pid, modified) else f"its owner, process {pid}, does not run any more"

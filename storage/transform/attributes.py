@@ -19,8 +19,7 @@ from ..stores import store
 def held_attributes(
     ckpt: Checkpoint, arrays: Mapping[str, Any], notes: list[str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """What other writers said of the arrays that are written as they are stored, by name, as `array_metadata` takes it;
-    and the attributes of the group."""
+    """What other writers said of arrays that stay as stored (see `array_metadata`), and the attributes of the group."""
     nodes, group, held = {}, ckpt.group, ckpt.manifest
     if held is not None:
         try:

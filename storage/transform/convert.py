@@ -15,7 +15,6 @@ from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, Checkpo
 from ..base import activity, names
 from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, fill
-from ..commit.contents import CHECKPOINTS
 from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
@@ -39,13 +38,14 @@ from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
 from ..stores.generations import Generation, Listed
 from .attributes import attributes_left, held_attributes
-from .plan import Progress
+from .plan import MEMORY_LIMIT, THREADS, Progress
 from .sinks.sink import TransferSink
 from .sinks.sink_dcp import DcpSink
 from .sinks.sink_safetensors import HuggingFaceSink, split_files
 from .sinks.sink_zarr import ZarrSink
-from .transfer import MEMORY_LIMIT, THREADS, transfer
-from .workers import executor_of
+from .transfer import transfer
+from .upload import upload
+from .workers import Workers, executor_of
 
 KEEP = "keep"  # the compression of the source
 
@@ -142,11 +142,8 @@ class Selection:
     def left_behind(self) -> list[str]:
         """Files and folders beside another writer's model that are not copied."""
         held = self.ckpt.documents
-        return (
-            held.others()
-            if isinstance(held, Documents) and self.ckpt.manifest is None and self.ckpt.computed is None
-            else []
-        )
+        foreign = self.ckpt.manifest is None and self.ckpt.computed is None
+        return held.others() if foreign and isinstance(held, Documents) else []
 
     @classmethod
     def of(
@@ -183,19 +180,10 @@ class Selection:
             refuse_scaled(arrays, wanted)
             arrays = {n: t if is_fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
-        unread = unread_of(ckpt, keys, drop)
+        paths = {n: ckpt.arrays[n].path for n in arrays}
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-        return cls(
-            ckpt,
-            arrays,
-            {n: ckpt.arrays[n].path for n in arrays},
-            structure,
-            skipped,
-            unread,
-            compression,
-            wanted,
-            ahead.reserved,
-        )
+        unread = unread_of(ckpt, keys, drop)
+        return cls(ckpt, arrays, paths, structure, skipped, unread, compression, wanted, ahead.reserved)
 
 
 def floating(dtype: Any) -> np.dtype:
@@ -270,8 +258,7 @@ def zarr_sink(
     raw: bool = False,
     dual: bool = False,
 ) -> ZarrSink:
-    """The sink for a checkpoint of ours, cut as ``choice`` says. Blocks of at most ``pack`` bytes share files; ``raw``
-    as in `SaveItem`."""
+    """The sink for a checkpoint of ours; blocks of at most ``pack`` bytes share files, ``raw`` is as in `SaveItem`."""
     directories = names.zarr_names(list(held.arrays))
     items = []
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
@@ -428,16 +415,15 @@ def convert(
     held = replace(Selection.of(src, rules, keys, drop, dtype, prefix, missing, memory_limit), given=added)
     sink: TransferSink
     if format in ("safetensors", "dcp"):
-        if mesh is not None or shardings is not None:
-            raise CheckpointError(f"{format} files have no block layout; leave out mesh= and shardings=")
-        if pack is not None:
-            raise CheckpointError(f"small arrays share files in any case in {format}; leave out pack=")
-        if dtype_fallback is not None:
-            raise CheckpointError(f"{format} has every dtype under its name; leave out dtype_fallback=")
-        if compression != KEEP and chosen(compression) is not None:
-            raise CheckpointError(
-                f'{format} files are never compressed; leave out compression=, or write format="zarr"'
-            )
+        compresses = compression != KEEP and chosen(compression) is not None
+        for given_too, why in (
+            (mesh is not None or shardings is not None, "files have no block layout; leave out mesh= and shardings="),
+            (pack is not None, "has small arrays share files in any case; leave out pack="),
+            (dtype_fallback is not None, "has every dtype under its name; leave out dtype_fallback="),
+            (compresses, 'files are never compressed; leave out compression=, or write format="zarr"'),
+        ):
+            if given_too:
+                raise CheckpointError(f"{format} {why}")
         if max_shard_bytes is not None and max_shard_bytes < 1:
             raise CheckpointError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
         sink = (hugging_face_sink if format == "safetensors" else dcp_sink)(held, max_shard_bytes)
@@ -451,41 +437,33 @@ def convert(
         raise CheckpointError(f"format must be 'zarr', 'safetensors' or 'dcp', got {format!r}")
     if target in held.ckpt.places:
         raise CheckpointError(f"{target} is the source; write to another place")
+    if memory_limit < 1 or threads < 1:
+        raise CheckpointError(f"memory_limit and threads must be positive, got {memory_limit} and {threads}")
     tensors = list(held.arrays.values())
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with atomic_directory.writing(target), activity.under_way(kind, target) as work:
-        nbytes, resumed, losses = transfer(
+        nbytes, resumed, losses = (upload if store.is_url(target) else transfer)(
             source_generation(held.ckpt),
             tensors,
             sink,
             target,
             memory_limit=memory_limit - held.reserved,
-            threads=threads,
+            spread=Workers(threads, executor_of(client)),
             overwrite=overwrite,
-            tables=CHECKPOINTS,
             progress=work.follow(progress),
-            executor=executor_of(client),
             allow_overflow=allow_overflow,
         )
-    files = list(sink.files)
-    skipped = [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread]
-    total = sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors)
-    seconds = time.perf_counter() - started
-    told = dict(sorted(losses.items()))
     return ConvertReport(
         target,
         len(tensors),
-        files,
-        total,
+        list(sink.files),
+        sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors),
         nbytes,
         resumed,
-        skipped,
-        seconds,
-        told,
-        [
-            *held.notes,
-            *attributes_left(held.arrays, getattr(sink, "said", ())),
-        ],
+        [*(held.skipped if isinstance(sink, HuggingFaceSink) else []), *held.unread],
+        time.perf_counter() - started,
+        dict(sorted(losses.items())),
+        [*held.notes, *attributes_left(held.arrays, getattr(sink, "said", ()))],
         held.left_behind(),
     )
 

@@ -17,7 +17,7 @@ from ..checkpoint.checkpoint import unread
 from ..format.chunk_grid import windows
 from ..readers.tensor import read_into
 from .convert import Selection
-from .transfer import MEMORY_LIMIT
+from .plan import MEMORY_LIMIT
 
 _MISSING = object()
 

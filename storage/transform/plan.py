@@ -11,6 +11,8 @@ from ..rules.lazy_tensors import Recipes
 from ..stores.generations import Generation
 from .sinks.sink import TransferSink
 
+MEMORY_LIMIT = 256 << 20
+THREADS = 2
 Progress = Callable[[int, int], None]
 
 

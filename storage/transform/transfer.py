@@ -24,22 +24,19 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CheckpointExists, CorruptCheckpoint, StoreError
 from ..base import scratch, strict_json
 from ..commit import directory_commit
-from ..commit.contents import JOURNAL
+from ..commit.contents import CHECKPOINTS, JOURNAL
 from ..rules.casting import CastLoss, Tally
 from ..rules.measured import measure_all
-from ..stores import atomic_directory, store
+from ..stores import atomic_directory
 from ..stores.filesystem import active, try_lock
 from ..stores.generations import Generation
 from .plan import Progress, fingerprint
 from .sinks.raw_writer import check_all, put_all
 from .sinks.sink import BATCH, TransferSink, WindowWriter
 from .unpacked import unpacked
-from .upload import upload
 from .verify_writes import put_and_check, steps_of
-from .workers import Executor, Workers
+from .workers import Workers
 
-MEMORY_LIMIT = 256 << 20
-THREADS = 2
 _LEAST = 64 << 10
 
 
@@ -54,7 +51,7 @@ def _journal(part: str) -> Iterator[int]:
                 fs.mkdir(part)
             elif not os.path.exists(path) and os.listdir(part):
                 raise CheckpointExists(f"{part} is in the way: it is no unfinished transfer; move it elsewhere")
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except CheckpointExists:
             raise
         except (FileExistsError, FileNotFoundError):  # another process has just made it, or removed it
@@ -73,8 +70,7 @@ def _journal(part: str) -> Iterator[int]:
 
 
 def _listed(fd: int, key: str, count: int) -> dict[int, tuple[list[int], CastLoss]] | None:
-    """Windows that the journal lists, by number, with sums and losses, or None when it is of another plan. A torn last
-    line counts for nothing."""
+    """Sums and losses of windows that the journal lists, less a torn last line; None if it is of another plan."""
     size = os.fstat(fd).st_size
     lines = os.pread(fd, size, 0).decode("utf-8", "replace").split("\n")[:-1]
     if not lines or lines[0] != key:
@@ -110,12 +106,10 @@ def transfer(
     target: str,
     *,
     memory_limit: int,
-    threads: int,
+    spread: Workers,
     overwrite: bool,
-    tables: frozenset[str],
     progress: Progress | None,
-    executor: Executor | None = None,
-    allow_overflow: bool = False,
+    allow_overflow: bool,
 ) -> tuple[int, int, Tally]:
     """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, those that an earlier run had
     written, and losses of casts.
@@ -123,38 +117,22 @@ def transfer(
     Unless ``allow_overflow``, `Lossy` is raised once an array is complete whose cast lost values, and nothing is
     committed.
 
-    ``source`` is what the tensors read. With an ``executor`` the windows are read and written by its processes, which
-    must see both; the journal stays here.
+    ``source`` is what the tensors read. With an executor the windows are read and written by its processes, which must
+    see both; the journal stays here.
     """
-    if memory_limit < 1 or threads < 1:
-        raise CheckpointError(f"memory_limit and threads must be positive, got {memory_limit} and {threads}")
-    if store.is_url(target):
-        return upload(
-            source,
-            tensors,
-            sink,
-            target,
-            memory_limit=memory_limit,
-            spread=Workers(threads, executor),
-            overwrite=overwrite,
-            tables=tables,
-            progress=progress,
-            allow_overflow=allow_overflow,
-        )
-    spread = Workers(threads, executor)
     atomic_directory.make_parents(target)
     atomic_directory.recover(os.path.dirname(target))
-    directory_commit.check_target(target, overwrite, tables)
+    directory_commit.check_target(target, overwrite, CHECKPOINTS)
     part = f"{target}.part"
     if not os.path.isdir(part):
         atomic_directory.check_space(sink.nbytes, target)  # before a plan of perhaps millions of windows is made
     # A thread holds a window, the reader's staging memory and the writer's.
-    limit = max(_LEAST, min(memory_limit // (3 * threads), scratch.KEPT))
+    limit = max(_LEAST, min(memory_limit // (3 * spread.threads), scratch.KEPT))
     units = sink.units(tensors, limit)
     items = [t.dtype.itemsize for t in tensors]
     sizes = [u.box.size * items[u.array] for u in units]
     total = sum(sizes)
-    key = fingerprint(source, tensors, sink, len(units), memory_limit, threads)
+    key = fingerprint(source, tensors, sink, len(units), memory_limit, spread.threads)
     writers = [sink.writer(i, limit) for i in range(len(tensors))]
     fs = active()
 
@@ -209,7 +187,7 @@ def transfer(
                 steps = steps_of(left_units, units, sizes, writers, min(limit, BATCH))
                 # What other processes have written is read back when none of them is at work any more: a task may be
                 # carried out again while another worker, thought to be lost, still writes the same window.
-                here = executor is None
+                here = spread.executor is None
                 for windows, result in spread.over(
                     put_and_check if here else put_all,
                     steps,
@@ -243,7 +221,7 @@ def transfer(
                     synced.result()
                 source.check()
                 nbytes = sink.finish(atomic_directory.Folder(part), target)
-                directory_commit.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=tables)
+                directory_commit.adopt(part, target, without=JOURNAL, overwrite=overwrite, tables=CHECKPOINTS)
         except BaseException as e:
             # Nothing was written yet, the source or the plan is wrong, or another process was first: what is there is
             # of no use.

@@ -14,8 +14,7 @@ from ..stores.atomic_directory import check_space, temporary
 
 @contextlib.contextmanager
 def unpacked(tensors: Sequence[Any], target: str, limit: int) -> Iterator[Sequence[Any]]:
-    """The tensors, with large entries read from a temporary file beside ``target``. ``limit``: bytes of a window, which
-    an entry may have."""
+    """The tensors, with entries above a window's ``limit`` of bytes read from a temporary file beside ``target``."""
     found = {t.key: t for tensor in tensors for t in leaves(tensor) if isinstance(t, DeflatedTensor)}
     large = {key: t for key, t in found.items() if t.nbytes > limit}
     if not large:

@@ -20,7 +20,7 @@ from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, StoreError
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..commit import object_commit
-from ..commit.contents import JOURNAL
+from ..commit.contents import CHECKPOINTS, JOURNAL
 from ..rules.casting import CastLoss, Tally, tallied
 from ..stores import store as stores
 from ..stores.contract import Store
@@ -114,16 +114,15 @@ def upload(
     memory_limit: int,
     spread: Workers,
     overwrite: bool,
-    tables: frozenset[str],
     progress: Progress | None,
-    allow_overflow: bool = False,
+    allow_overflow: bool,
 ) -> tuple[int, int, Tally]:
     """As `transfer`, for a target in an object store."""
     if spread.executor is not None:
         raise CheckpointError(
             f"{target}: uploads are made by this process; leave out client=, or write to a shared directory"
         )
-    object_commit.check_target(target, overwrite, tables)
+    object_commit.check_target(target, overwrite, CHECKPOINTS)
     limit = max(64 << 10, memory_limit // (3 * spread.threads))
     key = fingerprint(source, tensors, sink, 0, memory_limit, spread.threads)
     found = _Journal.read(stores.at(target), key)
@@ -134,7 +133,7 @@ def upload(
         held, lost = found[1:]
     else:
         object_commit.recover(target)
-        object_commit.check_target(target, overwrite, tables)
+        object_commit.check_target(target, overwrite, CHECKPOINTS)
         folder.begin()
     keep, stack = False, contextlib.ExitStack()
     try:

@@ -17,15 +17,14 @@ from ...checkpoint.checkpoint import Checkpoint, StoredArray
 from ...loading.verify import verify
 from ...readers.raw_tensor import RawTensor
 from .pieces import Pieces
-from .statistics import numbers_of
+from .statistics import not_finite, numbers_of
 
 MOST = 2000  # findings of one kind that are kept; all are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing worth a look. ``level`` is ``"bad"`` (values or files are broken) or ``"note"`` (perhaps on
-    purpose)."""
+    """One thing worth a look. ``level``: ``"bad"`` (values or files are broken) or ``"note"`` (perhaps on purpose)."""
 
     kind: str
     level: str
@@ -138,26 +137,20 @@ def _scan_array(array: StoredArray, health: Health, tell: Callable[[int], None])
         digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         if first is None:
             first = values.reshape(-1)[:1].copy()
-        same = same and bool(
-            (values.reshape(-1).view(np.uint8).reshape(-1, values.itemsize) == first.view(np.uint8)).all()
-        )
+        raw = values.reshape(-1).view(np.uint8).reshape(-1, values.itemsize)
+        same = same and bool((raw == first.view(np.uint8)).all())
         numbers = numbers_of(values)
-        if numbers.dtype.kind == "f":
-            finite = np.isfinite(numbers)
-            if not finite.all():
-                n = int(np.count_nonzero(np.isnan(numbers)))
-                nan += n
-                infinite += numbers.size - int(np.count_nonzero(finite)) - n
+        found = not_finite(numbers)
+        nan, infinite = nan + found[0], infinite + found[1]
         if dead is not None:
             alive = (numbers != 0).any(axis=tuple(range(1, numbers.ndim)))
             dead[box.offset[0] : box.stop[0]] &= ~alive
         done += values.nbytes
         tell(done)
     size = math.prod(array.shape)
-    if nan:
-        health.add(Finding("nan", "bad", array.name, f"{nan:,} of {size:,} elements"))
-    if infinite:
-        health.add(Finding("infinite", "bad", array.name, f"{infinite:,} of {size:,} elements"))
+    for kind, n in (("nan", nan), ("infinite", infinite)):
+        if n:
+            health.add(Finding(kind, "bad", array.name, f"{n:,} of {size:,} elements"))
     if size > 1 and same and first is not None:
         zero = not np.any(first.view(np.uint8))
         text = f"all {size:,} elements are {'zero' if zero else first[0].item()}"

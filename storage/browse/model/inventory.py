@@ -39,14 +39,8 @@ class ArrayRow:
         return self.path[-1] if self.path else self.name
 
     def data(self) -> dict[str, Any]:
-        shape = list(self.shape)
-        return {
-            "name": self.name,
-            "shape": shape,
-            "dtype": self.dtype,
-            "nbytes": self.nbytes,
-            "sharding": self.sharding,
-        }
+        facts = {k: getattr(self, k) for k in ("name", "shape", "dtype", "nbytes", "sharding")}
+        return facts | {"shape": list(self.shape)}
 
 
 @dataclass(slots=True)
@@ -213,11 +207,10 @@ class Inventory:
         """The rows that ``query`` selects, in the order of the checkpoint, or of ``rows``."""
         text = query.words.casefold().strip()
         pattern, words = ("*" in text or "?" in text), text.split()
+        most = math.inf if query.most is None else query.most
 
         def fits(r: ArrayRow) -> bool:
-            if (query.dtype and r.dtype != query.dtype) or not query.least <= r.nbytes <= (
-                math.inf if query.most is None else query.most
-            ):
+            if (query.dtype and r.dtype != query.dtype) or not query.least <= r.nbytes <= most:
                 return False
             name = r.name.casefold()
             return fnmatchcase(name, text) if pattern else all(w in name for w in words)

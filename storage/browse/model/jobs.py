@@ -19,8 +19,7 @@ class Stopped(Exception):
 
 
 class BrowseJob:
-    """One piece of work. ``work(job)`` is called in a thread; it calls `advance`, and may set ``result`` before it
-    ends."""
+    """One piece of work: ``work(job)``, called in a thread, calls `advance` and may set ``result`` before it ends."""
 
     def __init__(self, work: Callable[[BrowseJob], Any]) -> None:
         self.id = secrets.token_urlsafe(12)

@@ -188,11 +188,9 @@ def _state(
     coord = tuple(o // s for o, s in zip(box.offset, grid.shard, strict=True))
     held = tensor.objects[coord]
     packed = isinstance(tensor, PackedBlocks)
-    nbytes, file_nbytes = (
-        (held.nbytes, held.file_nbytes)
-        if packed
-        else (math.prod(grid.chunk) * item + 4 * (not held.start), held.nbytes)
-    )
+    nbytes, file_nbytes = held.nbytes, held.file_nbytes if packed else held.nbytes
+    if not packed:
+        nbytes = math.prod(grid.chunk) * item + 4 * (not held.start)
     if local:
         size = length(os.path.join(tensor.root, held.file))
         if size is None:
@@ -200,10 +198,9 @@ def _state(
         if size != file_nbytes:
             return held.file, nbytes, "length", f"the file has {size:,} bytes, the manifest says {file_nbytes:,}"
         if isinstance(tensor, CompressedTensor):
+            local_index = tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
             try:
-                stored = tensor.chunk_nbytes(
-                    coord, tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
-                )
+                stored = tensor.chunk_nbytes(coord, local_index)
             except CheckpointError as e:
                 return held.file, None, "damaged", str(e)
             note = f"{stored / nbytes:.0%} of its {nbytes - 4:,} bytes, by {tensor.compression}"

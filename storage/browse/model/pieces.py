@@ -18,8 +18,7 @@ _DECODED = 256 << 20  # bytes: a chunk that unpacks to more is not opened for a 
 
 
 def refuse_giants(array: StoredArray) -> None:
-    """Raise `CheckpointError` where reading one element means to unpack gigabytes: a small hostile file could ask for
-    all memory."""
+    """Raise where reading one element unpacks gigabytes: a small hostile file could ask for all memory."""
     if isinstance(array.tensor, ZarrTensor) or getattr(array.tensor, "compression", None) is not None:
         nbytes = math.prod(array.tensor.chunk) * array.dtype.itemsize
         if nbytes > _DECODED:
@@ -76,8 +75,7 @@ class Pieces:
         return (self.box(k) for k in range(self.total))
 
     def spread(self, n: int) -> Iterator[Box]:
-        """At most ``n`` pieces, spread evenly: one in each of ``n`` stretches of equal length, at a place that looks
-        random."""
+        """At most ``n`` pieces: one in each of ``n`` stretches of equal length, at a place that looks random."""
         if n >= self.total:
             yield from self.all()
             return

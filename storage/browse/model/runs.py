@@ -70,11 +70,8 @@ class RunSteps:
     def best(self) -> RunCheckpoint | None:
         """The complete step with the best value of ``metric``, the newest of equals; None where no step has it."""
         sign = 1.0 if self.best_is == "lowest" else -1.0
-        having = [
-            (sign * v, -s.step, s)
-            for s in self.complete
-            if (v := s.metric(self.metric)) is not None and not math.isnan(v)
-        ]
+        values = [(s, s.metric(self.metric)) for s in self.complete]
+        having = [(sign * v, -s.step, s) for s, v in values if v is not None and not math.isnan(v)]
         return min(having, key=lambda t: t[:2])[2] if having else None
 
     @property
@@ -124,14 +121,11 @@ def history(directory: str, metric: str = "", best_is: Literal["lowest", "highes
     folders = _folders(directory)
     steps = [_step(directory, name) for name in list(numbered.listed(folders))[-_MOST:]]
     held = {s.name: s.identity for s in steps}
-    if any(
-        s.base and held.get(s.base.name) != s.base.identity for s in steps
-    ):  # a base may have a name of another form
+    if any(s.base and held.get(s.base.name) != s.base.identity for s in steps):  # or it has a name of another form
         sound = {stores.split(c.path)[1] for c in numbered.complete(directory)}
-        lost = [s for s in steps if s.base and s.name not in sound]
-        steps = [
-            replace(s, note=f"its base {s.base.name} is gone, or another by now") if s in lost else s for s in steps
-        ]
+        for i, s in enumerate(steps):
+            if s.base and s.name not in sound:
+                steps[i] = replace(s, note=f"its base {s.base.name} is gone, or another by now")
     steps.sort(key=lambda s: (s.step, s.name))
     metrics = list(dict.fromkeys(name for s in steps for name, _ in s.metrics))
     remains = [e for e in folders if atomic_directory.KINDS.match(e)]

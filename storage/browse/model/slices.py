@@ -73,8 +73,7 @@ class SliceView:
 
     @property
     def is_turned(self) -> bool:
-        """Whether rows run along the faster dimension: the file is then read the other way round, and the picture
-        turned."""
+        """Whether rows run along the faster dimension: the file is read the other way round, and the picture turned."""
         return self.rows is not None and self.columns is not None and self.rows > self.columns
 
     @property

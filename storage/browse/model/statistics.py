@@ -119,11 +119,8 @@ def statistics(
             counts = _count(finite, edges)
             finite.sort()
             found = [finite[k].item() for k in places]
-        extra |= {
-            "quantiles": dict(zip(QUANTILES, found, strict=True)),
-            "edges": edges.tolist(),
-            "counts": counts.tolist(),
-        }
+        extra |= {"quantiles": dict(zip(QUANTILES, found, strict=True))}
+        extra |= {"edges": edges.tolist(), "counts": counts.tolist()}
         extra |= {"low": moments.low, "high": moments.high, "mean": moments.mean, "norm": math.sqrt(moments.squares)}
         extra["std"] = math.sqrt(moments.m2 / moments.n) if moments.m2 >= 0 else math.nan
     size, kind = math.prod(array.shape), array.dtype.kind
@@ -137,11 +134,17 @@ def numbers_of(a: np.ndarray) -> np.ndarray:
     if a.dtype.kind == "c":
         with np.errstate(all="ignore"):
             return np.abs(a)
-    if a.dtype.kind in "f" and a.dtype.itemsize >= 4:
-        return a
-    if a.dtype.kind in "iu":
-        return a
-    return a.astype(np.float32)
+    own = a.dtype.kind in "iu" or (a.dtype.kind == "f" and a.dtype.itemsize >= 4)
+    return a if own else a.astype(np.float32)
+
+
+def not_finite(numbers: np.ndarray) -> tuple[int, int, np.ndarray | None]:
+    """(NaN, infinities, where the others are); None for the last where all are finite."""
+    finite = np.isfinite(numbers) if numbers.dtype.kind == "f" else None
+    if finite is None or finite.all():
+        return 0, 0, None
+    nan = int(np.count_nonzero(np.isnan(numbers)))
+    return nan, numbers.size - int(np.count_nonzero(finite)) - nan, finite
 
 
 @dataclass
@@ -162,13 +165,9 @@ class _Moments:
     def add(self, flat: np.ndarray) -> np.ndarray:
         """Take a block in; returns its finite elements."""
         self.seen += flat.size
-        if flat.dtype.kind == "f":
-            finite = np.isfinite(flat)
-            if not finite.all():
-                nan = int(np.count_nonzero(np.isnan(flat)))
-                self.nan += nan
-                self.infinite += flat.size - int(np.count_nonzero(finite)) - nan
-                flat = flat[finite]
+        nan, infinite, finite = not_finite(flat)
+        self.nan, self.infinite = self.nan + nan, self.infinite + infinite
+        flat = flat if finite is None else flat[finite]
         if not flat.size:
             return flat
         self.zeros += flat.size - int(np.count_nonzero(flat))

@@ -171,8 +171,6 @@ def _listen(host: str, port: int) -> list[socket.socket]:
         ) from None
 
 
-# ----- in a notebook or a session -------------------------------------------------------------------------------------
-
 _lock = threading.Lock()
 _shared: Server | None = None
 

@@ -13,7 +13,6 @@ Protections:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import json
 import logging
@@ -54,8 +53,7 @@ PATIENCE = 0.2  # seconds after which the frame of a page is sent before its vie
 
 @dataclass
 class Access:
-    """A site and who may see it. ``hosts`` are the names that the Host header may give (None: any); ``token`` is asked
-    for when set."""
+    """A site and who may see it: ``hosts`` are the names in a Host header (None: any); ``token`` is asked for."""
 
     site: Site
     hosts: frozenset[str] | None = None
@@ -93,10 +91,8 @@ class Handler(web.RequestHandler):
             self.set_header(name, value)
 
     def prepare(self) -> None:
-        access = self.access
-        if access.hosts is not None and host_of(self.request.host) not in access.hosts:
-            raise web.HTTPError(403, reason="This server does not go by that name")
-        if access.token is not None and not self._knows_token(access.token):
+        self._check_host()
+        if self.access.token is not None and not self._knows_token(self.access.token):
             return
         if self.request.method == "POST":
             site = self.request.headers.get("Sec-Fetch-Site")
@@ -106,6 +102,10 @@ class Handler(web.RequestHandler):
             same = origin is None or urlsplit(origin).netloc == self.request.host
             if not (site in ("same-origin", "none") if site else same):
                 raise web.HTTPError(403, reason="This form was sent from another site")
+
+    def _check_host(self) -> None:
+        if self.access.hosts is not None and host_of(self.request.host) not in self.access.hosts:
+            raise web.HTTPError(403, reason="This server does not go by that name")
 
     def _knows_token(self, token: str) -> bool:
         """Whether the cookie or the address has the token; an address that has it is traded for a cookie."""
@@ -152,14 +152,11 @@ class Handler(web.RequestHandler):
             raise web.HTTPError(400, reason=f"{name} must be whole numbers with commas between them")
         return tuple(min(int(t), 2**62) for t in parts)
 
-    async def answer(self, make: Callable[[], Shown], patience: float | None = PATIENCE) -> None:
-        """Make a view in a thread and write it. The frame of a page goes ahead where the view takes longer than
-        ``patience`` seconds."""
+    async def answer(self, make: Callable[[], Shown], patience: float | None) -> None:
+        """Make a view in a thread and write it; after ``patience`` seconds the frame of the page goes ahead."""
         work = IOLoop.current().run_in_executor(self.access.pool, _guarded, make)
         self.set_header("Content-Type", "text/html; charset=utf-8")
-        if self.format != "html":
-            patience = None
-        if not (await asyncio.wait([work], timeout=patience))[0]:
+        if not (await asyncio.wait([work], timeout=patience if self.format == "html" else None))[0]:
             # From here on the status is that of the page, whatever the view turns out to be.
             title = self.parameter("name") or self.parameter("at").rpartition("/")[2]
             self.write(opening(title, waiting="Reading …"))
@@ -205,9 +202,6 @@ def _guarded(make: Callable[[], Shown]) -> Shown:
         return Shown(title, body, {"error": type(e).__name__, "message": str(e)}, [("error", None)], status)
 
 
-# ----- the views ------------------------------------------------------------------------------------------------------
-
-
 def _query(h: Handler) -> Query:
     sort, down = h.parameter("sort", "tree"), bool(h.parameter("down"))
     least, page = h.number("least", 0) or 0, h.number("page", 0, 10**9) or 0
@@ -222,9 +216,10 @@ def _view(h: Handler) -> dict[str, Any]:
 
 
 _PARAMETERS: dict[str, Callable[[Handler], Any]] = {
-    **{name: lambda h, name=name: h.parameter(name) for name in ("name", "b", "metric", "best", "job")},  # type: ignore[misc]
+    **{name: lambda h, name=name: h.parameter(name) for name in ("name", "b", "metric", "job")},  # type: ignore[misc]
     **{name: lambda h, name=name: bool(h.parameter(name)) for name in ("fragment", "check", "again")},  # type: ignore[misc]
     "at": lambda h: h.parameter("at", "0"),
+    "best": lambda h: "highest" if h.parameter("best") == "highest" else "lowest",
     "a": lambda h: h.parameter("a") or h.parameter("at", "0"),
     "in": lambda h: h.parameters("in"),
     "json": lambda h: h.format == "json",
@@ -247,23 +242,17 @@ def _open(site: Site, at: str, metric: str, best: str) -> Shown:
     kind = site.kind(site.place(at))
     if kind == "directory":
         return view_places.directory(site, at)
-    also = {"metric": metric, "best": best} if kind == "run" else {}
+    also = {"metric": metric, "best": best if best == "highest" else None} if kind == "run" else {}
     return Shown("", status=302, location=href(kind, at=at, **also))
 
 
-def _run(site: Site, at: str, metric: str, best: str) -> Shown:
-    return view_places.run(site, at, metric, "highest" if best == "highest" else "lowest")
-
-
 def _stop(site: Site, number: str) -> None:
-    job = site.jobs.get(number)
-    if job is not None:
+    if (job := site.jobs.get(number)) is not None:
         job.stop()
 
 
 class _PageSpec(NamedTuple):
-    """How a page is made, and the names of its parameters; what its form starts, with which, and the page after
-    that."""
+    """How a page is made, of which parameters; what its form starts, of which; and the page after that."""
 
     make: Callable[..., Shown] | None
     takes: str = ""
@@ -277,7 +266,7 @@ class _PageSpec(NamedTuple):
 _VIEWS = {
     "": _PageSpec(_home, "json", patience=None),
     "open": _PageSpec(_open, "at metric best", patience=None),
-    "run": _PageSpec(_run, "at metric best"),
+    "run": _PageSpec(view_places.run, "at metric best"),
     "checkpoint": _PageSpec(view_checkpoint.checkpoint, "at query in fragment"),
     "rows": _PageSpec(view_checkpoint.unfolded, "at in", only="fragment"),
     "map": _PageSpec(view_checkpoint.bytes_map, "at in"),
@@ -330,16 +319,14 @@ class _PageHandler(Handler):
         await self.answer(begin, None)
 
     def back(self) -> str:
-        """The page that a form names, of this site alone: anything else would make this server lead a reader
-        elsewhere."""
+        """The page that a form names, of this site alone: others would make this server lead a reader elsewhere."""
         view, _, query = self.parameter("back").partition("?")
         return f"{view}?{query}" if view in ("health", "compare") else "./"
 
 
 class _Static(Handler):
     def prepare(self) -> None:  # these hold no secrets, and the page that refuses a visitor wants its style
-        if self.access.hosts is not None and host_of(self.request.host) not in self.access.hosts:
-            raise web.HTTPError(403, reason="This server does not go by that name")
+        self._check_host()
 
     def get(self, name: str) -> None:
         if name not in _STATIC:
@@ -347,12 +334,7 @@ class _Static(Handler):
         data = asset(name)
         self.set_header("Content-Type", f"{_STATIC[name]}; charset=utf-8")
         self.set_header("Cache-Control", "no-cache")
-        self.set_header("ETag", f'"{hashlib.sha256(data).hexdigest()[:16]}"')
-        if self.check_etag_header():
-            self.set_status(304)
-            self.finish()
-            return
-        self.finish(data)
+        self.finish(data)  # which tags it, and answers 304 to a visitor that has it
 
 
 class _Nothing(Handler):
@@ -363,8 +345,7 @@ class _Nothing(Handler):
 
 
 def routes(access: Access | Callable[[], Access], prefix: str = "/") -> list[tuple[str, type[Handler], dict[str, Any]]]:
-    """(pattern, handler, arguments) of every page below ``prefix``. ``access`` may be a function that is called when a
-    page is asked for."""
+    """(pattern, handler, arguments) of every page below ``prefix``; a function ``access`` is called at each request."""
     pages = [(prefix + path, _PageHandler, {"access": access, "view": view}) for path, view in _VIEWS.items()]
     return [*pages, (f"{prefix}static/(.*)", _Static, {"access": access})]
 

@@ -43,8 +43,7 @@ class Chart:
         return self.__html__()
 
     def image(self) -> Markup:
-        """As an ``img`` with a style of its own: a viewer that strips styles and drawings shows its label, not the
-        digits in it."""
+        """As an ``img`` with its own style: a viewer that strips drawings shows its label, not the digits in it."""
         if not self.shapes:
             return Markup(self)
         svg = render("chart.html", chart=self, wide=False, style=Markup(asset("charts.css").decode()))

@@ -18,8 +18,7 @@ from ..model.text import count, human_bytes, key, number, percent, visible
 
 @dataclass(frozen=True)
 class Shown:
-    """A view, ready: its body as markup and the same as plain data. ``status`` is that of HTTP; a redirect has a
-    ``location`` alone."""
+    """A view as markup and as plain data. ``status`` is that of HTTP; a redirect has a ``location`` alone."""
 
     title: str
     body: str = ""
@@ -63,8 +62,7 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def _safe(value: Any) -> Any:
-    """The value of each ``{{ … }}``, before it is escaped: control characters are spelt out in all that is no markup
-    yet."""
+    """The value of each ``{{ … }}`` before it is escaped, with control characters spelt out in all but markup."""
     return value if hasattr(value, "__html__") else "" if value is None else visible(str(value), 10**6)
 
 

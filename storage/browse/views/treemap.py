@@ -20,8 +20,7 @@ class Rectangle(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A child of a group. ``item`` is None for the gathered rest; inside an ``outer`` one follow the tiles of its
-    children."""
+    """A child of a group; ``item`` is None for the gathered rest. Behind an ``outer`` one follow its children's."""
 
     place: Rectangle
     item: NameGroup | ArrayRow | None
@@ -68,8 +67,7 @@ def squarify(sizes: Sequence[float], place: Rectangle) -> list[Rectangle]:
 
 
 def treemap(group: NameGroup, width: float, height: float, depth: int = 2) -> list[Tile]:
-    """Tiles of a group's children, and after those that have room the tiles of theirs. Empty arrays have no area and no
-    tile."""
+    """Tiles of a group's children, and behind those that have room the tiles of theirs; none of empty arrays."""
     return list(_tiles(group, Rectangle(0, 0, width, height), depth))
 
 

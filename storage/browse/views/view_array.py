@@ -85,16 +85,12 @@ def parameters(v: SliceView) -> dict[str, Any]:
 
 
 def _first_look(opened: Opened, a: StoredArray, view: dict[str, Any]) -> SliceView:
-    """The view that was asked for. Where no steps were, all of the array, unless that had to be fetched: then its first
-    corner."""
+    """The view that was asked for; without steps all of the array, or its first corner if that is remote."""
     look = SliceView.of(a.shape, **view)
     asked = any(view.get("steps") or ())
     if not asked and store.is_url(opened.ckpt.path) and cost(a, look) > _REMOTE_LIMIT:
         return SliceView.of(a.shape, **{**view, "steps": (1, 1)})
     return look
-
-
-# ----- values ---------------------------------------------------------------------------------------------------------
 
 
 def _values(a: StoredArray, look: SliceView, to: Callable[..., str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -107,19 +103,12 @@ def _values(a: StoredArray, look: SliceView, to: Callable[..., str]) -> tuple[di
         return {"seen": None, "unread": visible(str(e), 600)}, {"error": str(e)}
     v = seen.view
     arrows = []
-    for symbol, way, d, sign in (
-        ("←", "left", v.columns, -1),
-        ("→", "right", v.columns, 1),
-        ("↑", "up", v.rows, -1),
-        ("↓", "down", v.rows, 1),
-    ):
-        moved = v.moved(a.shape, d, sign) if d is not None else v
-        arrows.append((symbol, way, to(moved) if moved != v else None))
-    zooms = {
-        "closer": v.zoomed(a.shape, 0.5),
-        "wider": v.zoomed(a.shape, 2),
-        "whole": SliceView.of(a.shape, v.rows, v.columns),
-    }
+    for d, ways in ((v.columns, (("←", "left", -1), ("→", "right", 1))), (v.rows, (("↑", "up", -1), ("↓", "down", 1)))):
+        for symbol, way, sign in ways:
+            moved = v.moved(a.shape, d, sign) if d is not None else v
+            arrows.append((symbol, way, to(moved) if moved != v else None))
+    zooms = {"closer": v.zoomed(a.shape, 0.5), "wider": v.zoomed(a.shape, 2)}
+    zooms["whole"] = SliceView.of(a.shape, v.rows, v.columns)
     steps = list(zip(v.steps, ("row", "column"), strict=True)) if v.rows is not None else [(v.steps[1], "element")]
     every = " and ".join(f"every {_ordinal(k)} {thing}" for k, thing in steps if k > 1) or "every element"
     cells = f"{seen.values.shape[0]} × {seen.values.shape[1]} cells"
@@ -178,15 +167,9 @@ def values(site: Site, at: str, name: str, view: dict[str, Any]) -> Shown:
     def line(d: int | None, n: int, step: int) -> list[int]:
         return [v.at[d] + k * step for k in range(n)] if d is not None else [0] * n
 
-    data = {
-        "at": list(v.at),
-        "rows": v.rows,
-        "columns": v.columns,
-        "row_index": line(v.rows, rows, v.steps[0]),
-        "column_index": line(v.columns, columns, v.steps[1]),
-        "values": [[_exactly(x) for x in row] for row in seen.values],
-    }
-    return Shown("", data=data)
+    index = {"row_index": line(v.rows, rows, v.steps[0]), "column_index": line(v.columns, columns, v.steps[1])}
+    values = [[_exactly(x) for x in row] for row in seen.values]
+    return Shown("", data={"at": list(v.at), "rows": v.rows, "columns": v.columns, **index, "values": values})
 
 
 def _exactly(x: Any) -> str:
@@ -196,19 +179,14 @@ def _exactly(x: Any) -> str:
     return str(x)
 
 
-# ----- statistics -----------------------------------------------------------------------------------------------------
-
-
 def distribution(site: Site, at: str, name: str) -> Shown:
     """The statistics of an array, or of a sample of it."""
     opened = site.open(at)
     a = find(opened, name)
     here = href("array", at=at, name=key(a.name))
     job = site.jobs.find(("statistics", opened.ckpt.path, a.name))
-    if job is not None and job.state == "done":
-        found = job.result
-    else:
-        found = statistics(a, limit=_REMOTE_LIMIT if store.is_url(opened.ckpt.path) else LIMIT)
+    limit = _REMOTE_LIMIT if store.is_url(opened.ckpt.path) else LIMIT
+    found = job.result if job is not None and job.state == "done" else statistics(a, limit=limit)
     body = render(
         "distribution.html",
         s=found,
@@ -239,10 +217,8 @@ def _described(s: Statistics) -> dict[str, Any]:
     names = {0.25: "¼", 0.5: "median", 0.75: "¾"}
     marks = [(names[q], v) for q, v in s.quantiles.items() if q in names]
     kind = "magnitudes" if s.magnitudes else "values"
-    facts = [
-        (k, number(getattr(s, of)))
-        for k, of in (("min", "low"), ("max", "high"), *((k, k) for k in ("mean", "std", "norm")))
-    ]
+    facts = [("min", number(s.low)), ("max", number(s.high))]
+    facts += [(k, number(getattr(s, k))) for k in ("mean", "std", "norm")]
     facts += [("zeros", percent(s.zeros / max(s.seen, 1))), ("NaN", f"{s.nan:,}"), ("infinite", f"{s.infinite:,}")]
     return {
         "bad": " and ".join(f"{n:,} {what}" for n, what in ((s.nan, "NaN"), (s.infinite, "infinite")) if n),
@@ -252,17 +228,11 @@ def _described(s: Statistics) -> dict[str, Any]:
     }
 
 
-# ----- placement and storage ------------------------------------------------------------------------------------------
-
-
 def _placement(a: StoredArray, v: SliceView) -> dict[str, Any]:
     parts = layout.blocks(a)
     if parts is None:
-        text = "It was saved from one process, not from a mesh."
-        if a.mesh:
-            text = (
-                f"Saved as {a.sharding_text}: too many ranks to draw, or a placement that this version does not know."
-            )
+        text = f"Saved as {a.sharding_text}: too many ranks to draw, or a placement that this version does not know."
+        text = text if a.mesh else "It was saved from one process, not from a mesh."
         return {"picture": "", "note": None, "text": text}
     copies = max(len(b.ranks) for b in parts)
     empty = sum(len(b.ranks) for b in parts if not b.box.size)
@@ -280,10 +250,7 @@ def _storage(a: StoredArray, v: SliceView, to: Callable[..., str], check: bool) 
     except (CheckpointError, OSError) as e:
         return {"stored": None, "damage": visible(str(e), 600)}
     facts = [("Files", f"{s.files:,}"), ("Stored", None if s.nbytes is None else human_bytes(s.nbytes))]
-    facts += [
-        ("Chunk", shape_text(s.chunk) if s.place is None else None),
-        ("Shard", shape_text(s.shard) if s.shard else None),
-    ]
+    facts += [("Chunk", None if s.place else shape_text(s.chunk)), ("Shard", shape_text(s.shard) if s.shard else None)]
     shown: dict[str, Any] = {"stored": s, "storage_facts": facts, "chunks": None}
     if s.place is None and m is not None and m.chunks:
 

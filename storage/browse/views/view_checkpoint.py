@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..model.inventory import PAGE, SORTS, ArrayRow, NameGroup, Query, largest_first
@@ -53,9 +54,6 @@ def facts_of(opened: Opened) -> dict[str, Any]:
     return {"path": ckpt.path, "kind": ckpt.kind, "step": ckpt.step, "meshes": ckpt.meshes} | opened.inventory.facts()
 
 
-# ----- the list -------------------------------------------------------------------------------------------------------
-
-
 def checkpoint(site: Site, at: str, query: Query, inside: list[str], rows_only: bool = False) -> Shown:
     """The list of arrays: the children of one group, or the matches of a query."""
     opened = site.open(at)
@@ -84,20 +82,12 @@ def _tree(opened: Opened, inside: list[str], page: int) -> tuple[Markup, dict[st
     found = f"{count(group.arrays, 'array')}, {human_bytes(group.nbytes)}"
     if inside:
         found += f" ({percent(group.nbytes / held.nbytes if held.nbytes else 0)} of the checkpoint)"
-    listing = _listing(
-        rows,
-        _trail("checkpoint", at, group, inside),
-        found,
-        page,
-        pages,
-        lambda p: href("checkpoint", at=at, in_=inside, page=p),
-    )
+    trail = _trail("checkpoint", at, group, inside)
+    listing = _listing(rows, trail, found, page, pages, lambda p: href("checkpoint", at=at, in_=inside, page=p))
+    groups = sorted(group.groups.values(), key=lambda g: natural(g.label))
     return listing, {
         "inside": list(group.path),
-        "groups": [
-            {"name": g.label, "arrays": g.arrays, "nbytes": g.nbytes}
-            for g in sorted(group.groups.values(), key=lambda g: natural(g.label))
-        ],
+        "groups": [{"name": g.label, "arrays": g.arrays, "nbytes": g.nbytes} for g in groups],
         "rows": [r.data() for r in group.rows[page * PAGE : (page + 1) * PAGE]],
     }
 
@@ -108,9 +98,8 @@ def _found(opened: Opened, query: Query) -> tuple[Markup, dict[str, Any]]:
     asked |= {"sort": query.sort if query.sort != "tree" else None, "down": query.descending}
     rows = _drawn(opened, [(r, r.name, [], 0, False) for r in listing.rows])
     found = f"{count(listing.found, 'array')} found, {human_bytes(listing.nbytes)}"
-    shown = _listing(
-        rows, [], found, listing.page, listing.pages, lambda p: href("checkpoint", at=opened.place.at, **asked, page=p)
-    )
+    to = partial(href, "checkpoint", at=opened.place.at, **asked)
+    shown = _listing(rows, [], found, listing.page, listing.pages, lambda p: to(page=p))
     data = {"found": listing.found, "page": listing.page, "pages": listing.pages}
     return shown, data | {"rows": [r.data() for r in listing.rows]}
 
@@ -118,10 +107,8 @@ def _found(opened: Opened, query: Query) -> tuple[Markup, dict[str, Any]]:
 def _listing(
     rows: Markup, trail: list[Any], found: str, page: int, pages: int, to: Callable[[int | None], str]
 ) -> Markup:
-    before, after = to(page - 1 or None) if page > 0 else None, to(page + 1) if page + 1 < pages else None
-    return render(
-        "listing.html", rows=rows, trail=trail, found=found, page=page, pages=pages, before=before, after=after
-    )
+    beside = {"before": to(page - 1 or None) if page > 0 else None, "after": to(page + 1) if page + 1 < pages else None}
+    return render("listing.html", rows=rows, trail=trail, found=found, page=page, pages=pages, **beside)
 
 
 def _rows(
@@ -172,9 +159,6 @@ def _trail(view: str, at: str, group: NameGroup, inside: list[str]) -> list[tupl
         elif k == _CRUMBS:
             steps.append((f"… {len(group.path) - 2 * _CRUMBS:,} levels …", None))
     return steps
-
-
-# ----- map ------------------------------------------------------------------------------------------------------------
 
 
 def bytes_map(site: Site, at: str, inside: list[str]) -> Shown:

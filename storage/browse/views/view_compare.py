@@ -38,13 +38,14 @@ def comparison(site: Site, a: str, b: str, rules: str = "", fragment: bool = Fal
         body = render("compare_with.html", head=head(left, "compare"), a=a, others=others)
         return Shown(f"{left.place.label}: compare", body, {}, trail, up=up)
     right = site.open(b)
-    wrong: MeshtapeError | None = None
+    wrong, mapped = None, left.ckpt
     try:
         mapped = ruled(left.ckpt, rules)
     except MeshtapeError as e:
-        wrong, mapped = e, left.ckpt
+        wrong = e
     job = None if wrong else site.jobs.find(("compare", left.ckpt.path, right.ckpt.path, rules))
     found = job.result if job is not None and job.result is not None else names(mapped, right.ckpt)
+    edges, counts = found.histogram()
     ranked = [c for c in found.ranked() if c.note or c.changed or c.dtypes[0] != c.dtypes[1]]
     body = render(
         "compare.html",
@@ -67,7 +68,7 @@ def comparison(site: Site, a: str, b: str, rules: str = "", fragment: bool = Fal
             ("Equal", f"{found.equal:,}" if job else None),
             ("Compared", f"{len(found.changes):,}" if job and not found.complete else None),
         ],
-        ratios=_ratios(found),
+        ratios=charts.histogram(edges, counts, x_name="decimal logarithm of the update ratio") if counts else "",
         changes=[(c, c.name in left.ckpt.arrays, _cells(c)) for c in ranked[:_SHOWN]],
         changed=len(ranked),
         only=[
@@ -101,11 +102,6 @@ def _others(site: Site, a: str) -> dict[str, str]:
             found |= {e.at: f"{place.label}/{e.name}" for e in site.entries(place) if e.kind == "checkpoint"}
     found.pop(a, None)
     return found
-
-
-def _ratios(c: Comparison) -> charts.Chart | str:
-    edges, counts = c.histogram()
-    return charts.histogram(edges, counts, x_name="decimal logarithm of the update ratio") if counts else ""
 
 
 def _cells(c: Change) -> list[str]:

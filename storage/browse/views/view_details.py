@@ -52,10 +52,6 @@ def details(site: Site, at: str) -> Shown:
         documents=[_document(ckpt, n) for n in list(ckpt.documents)[:_DOCUMENTS]],
         seconds=opened.seconds,
     )
-    data = facts_of(opened) | {
-        "metadata": plain(ckpt.metadata),
-        "values": dict(leaves[:_VALUES]),
-        "skipped": ckpt.skipped,
-    }
+    data = {"metadata": plain(ckpt.metadata), "values": dict(leaves[:_VALUES]), "skipped": ckpt.skipped}
     trail = crumbs(site, opened.place, ("details", None))
-    return Shown(f"{opened.place.label}: details", body, data, trail, up=href("checkpoint", at=at))
+    return Shown(f"{opened.place.label}: details", body, facts_of(opened) | data, trail, up=href("checkpoint", at=at))

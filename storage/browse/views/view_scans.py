@@ -52,17 +52,9 @@ def health(site: Site, at: str, fragment: bool = False) -> Shown:
     )
     trail = crumbs(site, opened.place, ("health", None))
     title = f"{opened.place.label}: health"
-    return Shown(title, body, _health_data(job, found), trail, up=href("checkpoint", at=at))
-
-
-def _health_data(job: BrowseJob | None, h: Health | None) -> dict[str, Any]:
-    state = {
-        "state": job.state if job else "none",
-        "share": job.share if job else 0.0,
-        "error": job.error if job else "",
-    }
-    if h is None:
-        return state
-    findings = [dataclasses.asdict(f) for f in list(h.findings)[:1000]]
-    facts = {"arrays": h.arrays, "scanned": h.scanned, "counts": dict(h.counts), "verified": h.verified}
-    return state | facts | {"findings": findings}
+    data: dict[str, Any] = {"state": "none", "share": 0.0, "error": ""}
+    data |= {k: getattr(job, k) for k in data} if job else {}
+    if found is not None:
+        data |= {"arrays": found.arrays, "scanned": found.scanned, "counts": dict(found.counts)}
+        data |= {"verified": found.verified, "findings": [dataclasses.asdict(f) for f in list(found.findings)[:1000]]}
+    return Shown(title, body, data, trail, up=href("checkpoint", at=at))

@@ -112,8 +112,7 @@ def copy_chunks(
     out: dict[Coord, int] = {}
     found = moves(tensor.grid, grid, chunks)
     for target, theirs in itertools.groupby(found, key=lambda m: m.target):
-        fd = fs.open(path_of(target))
-        try:
+        with fs.opened(path_of(target)) as fd:
             for source, group in itertools.groupby(theirs, key=lambda m: m.source):
                 path = tensor.path(source)
                 with opened(path, f"part of {tensor.name!r}", tensor.generation) as reader:
@@ -122,8 +121,6 @@ def copy_chunks(
                         sums = tensor.read_stored(reader, path, source, run[0].at, data)
                         out.update(zip((m.index for m in run), sums, strict=True))
                         fs.write(fd, [data], run[0].to * nbytes)
-        finally:
-            fs.close(fd)
     return out
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....arrays.core.blocks import Box
-from ...base.checksums import crc32c
+from ....arrays.core.errors import CorruptCheckpoint
+from ...base.checksums import CASTAGNOLI, ZIP, combine, crc32c
 from ...base.scratch import scratch
 from ...format import tensor_sums
 from ...format.chunk_grid import runs
@@ -21,37 +23,30 @@ from ...readers.reading import Job, run
 from ...readers.tensor import read_into
 from ...rules.casting import CastLoss, Tally, making, tallied
 from ...rules.lazy_tensors import casts
+from ...stores import store
 from ...stores.filesystem import IOV_MAX, active, preadv
-from .sink import WindowWriter, cut, touch
+from .sink import CHECKED, WindowWriter, cut, touch
 
 _ALIGNED = 16  # bytes: no item is longer
 
 
 def begin(root: str, heads: Mapping[str, bytes]) -> None:
-    """Make files that start with a header, in which zeros keep the place of checksums. Elements that an interrupted run
-    has written stay."""
+    """Make files that start with a header, zeros in place of checksums; elements of an interrupted run stay."""
     fs = active()
     for file, head in heads.items():
         path = os.path.join(root, file)
         touch(fs, path)
-        fd = fs.open(path)
-        try:
+        with fs.opened(path) as fd:
             fs.write(fd, [head], 0)
-        finally:
-            fs.close(fd)
 
 
 def seal(root: str, file: str, head: bytes, sums: Sequence[int], nbytes: int) -> bytes:
-    """Write the header of a file of ``nbytes`` anew, with the checksums of its tensors, and make the file durable;
-    returns the header."""
+    """Write the header of a file of ``nbytes`` anew, with checksums; make the file durable; returns the header."""
     fs, head = active(), tensor_sums.sealed(head, sums)
-    fd = fs.open(os.path.join(root, file))
-    try:
+    with fs.opened(os.path.join(root, file)) as fd:
         fs.write(fd, [head], 0)
         cut(fd, nbytes)
         fs.fsync(fd)
-    finally:
-        fs.close(fd)
     return head
 
 
@@ -73,15 +68,39 @@ class RawWriter:
         """The writer of the block in which a window lies."""
         return self
 
-    def sums(self, data: np.ndarray) -> list[int]:
-        return [crc32c(data), *([zlib.crc32(data.reshape(-1).view(np.uint8))] if self.zipped else [])]
+    def sums(self, data: np.ndarray, start: Sequence[int] = (0, 0)) -> list[int]:
+        """The sums of elements, continuing from ``start``."""
+        zipped = [zlib.crc32(data.reshape(-1).view(np.uint8), start[1])] if self.zipped else []
+        return [crc32c(data, start[0]), *zipped]
+
+    def joined(self, root: str, written: Iterable[tuple[Box, list[int]]]) -> list[int]:
+        """The sums of the block, from those of its windows; read back where these are not stretches of the file."""
+        found: list[tuple[int, int, list[int]]] = []
+        for window, sums in written:
+            (_, start, length), *more = itertools.islice(runs(window.within(self.block), self.block.shape), 2)
+            if more:
+                return self._read_back(root)
+            found.append((start, length * self.itemsize, sums))
+        out = [0] * (1 + self.zipped)
+        for _, nbytes, sums in sorted(found):
+            out = [combine(a, b, nbytes, kind) for a, b, kind in zip(out, sums, (CASTAGNOLI, ZIP), strict=False)]
+        return out
+
+    def _read_back(self, root: str) -> list[int]:
+        out, nbytes = [0] * (1 + self.zipped), self.block.size * self.itemsize
+        with contextlib.closing(store.at(root).reader(self.file)) as reader:
+            for at in range(0, nbytes, CHECKED):
+                part = scratch("sum", min(CHECKED, nbytes - at))
+                if reader.readv([part], self.start + at) != part.size:
+                    raise CorruptCheckpoint(f"{self.file} ends early; nothing was committed")
+                out = self.sums(part, out)
+        return out
 
 
 def put_all(
     writers: Sequence[WindowWriter], root: str, windows: Sequence[Box], tensors: Sequence[Any]
 ) -> list[tuple[list[int], CastLoss]]:
-    """Write one window of any writer, or several of those with ``raw_of``, which share reads and writes; returns the
-    checksums of each, and the losses of its casts."""
+    """Write one window, or several of writers with ``raw_of``; returns checksums and losses of casts of each."""
     if not hasattr(writers[0], "raw_of"):
         with tallied(Tally()) as tally:
             sums = writers[0].put(root, windows[0], tensors[0])
@@ -147,17 +166,11 @@ def _stretches(raws: Sequence[RawWriter], windows: Sequence[Box], parts: Sequenc
 def _write(root: str, stretches: Sequence[_Stretch]) -> None:
     fs = active()
     for file, some in itertools.groupby(stretches, key=attrgetter("file")):
-        fd = fs.open(os.path.join(root, file))
-        try:
+        with fs.opened(os.path.join(root, file)) as fd:
             for _, place, pieces in some:
                 fs.write(fd, pieces, place)
-        finally:
-            fs.close(fd)
 
 
 def _read(root: str, stretch: _Stretch) -> bool:
-    fd = os.open(os.path.join(root, stretch.file), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        return preadv(fd, stretch.pieces, stretch.place) == sum(b.nbytes for b in stretch.pieces)
-    finally:
-        os.close(fd)
+    with open(os.path.join(root, stretch.file), "rb", buffering=0) as f:
+        return preadv(f.fileno(), stretch.pieces, stretch.place) == sum(b.nbytes for b in stretch.pieces)

@@ -113,11 +113,8 @@ class ShardWriter:
     def sync(self, root: str, window: Box, sums: list[int]) -> Record:
         """Make a shard durable."""
         fs, coord = active(), self._coord(window)
-        fd = fs.open(self._path(root, coord))
-        try:
+        with fs.opened(self._path(root, coord)) as fd:
             fs.fsync(fd)
-        finally:
-            fs.close(fd)
         return Record(f"{self.directory}/{self.grid.key(coord)}", *sums[:2], packed(sums[2:]))
 
 

@@ -26,9 +26,7 @@ from ...stores.atomic_directory import Folder
 from ...stores.filesystem import Files, active
 
 BATCH = 8 << 20  # bytes handed to the kernel in one call, and of staging memory
-CHECKED = (
-    1 << 20
-)  # bytes that are read back at a time: they are still in a processor's cache when their checksum is taken
+CHECKED = 1 << 20  # bytes that are read back at a time: their checksum is taken while a processor's cache has them
 
 
 class Unit(NamedTuple):
@@ -77,8 +75,7 @@ class TransferSink(Protocol):
         """The names of the files that it writes, for a report."""
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
-        """Windows of at most ``limit`` bytes (one chunk at least, one shard where it is compressed) that cover every
-        array, in order of places."""
+        """Windows that cover every array, in order of places: of ``limit`` bytes; one chunk or shard at least."""
 
     def describe(self) -> Any:
         """The plan as JSON: equal plans write equal files."""
@@ -122,6 +119,14 @@ def stretches(shape: tuple[int, ...], chunk: Sequence[int], itemsize: int, limit
     """Windows that follow one another in a row-major file: whole rows of chunks where they fit."""
     rows = (*(max(c, 1) for c in chunk[:1]), *shape[1:])
     return windows(shape, rows if math.prod(rows) * itemsize <= limit else (1,) * len(shape), itemsize, limit)
+
+
+def by_array(sums: Mapping[Unit, list[int]]) -> dict[int, list[tuple[Box, list[int]]]]:
+    """(box, sums) of the windows of each array."""
+    out: dict[int, list[tuple[Box, list[int]]]] = {}
+    for unit, values in sums.items():
+        out.setdefault(unit.array, []).append((unit.box, values))
+    return out
 
 
 def sums(documents: Mapping[str, bytes]) -> dict[str, int]:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,27 +12,23 @@ from typing import Any
 import numpy as np
 
 from ....arrays.core.blocks import Box
-from ....arrays.core.errors import CorruptCheckpoint
-from ...base.checksums import ZIP, combine, crc32c
-from ...base.scratch import scratch
+from ...base.checksums import combine, crc32c
 from ...base.threads import SYNCS, in_threads
 from ...commit.contents import DCP
 from ...foreign import dcp_archive
 from ...foreign.dcp_archive import Archive
-from ...format.chunk_grid import runs, windows
-from ...stores import store
+from ...format.chunk_grid import windows
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import active
 from .raw_writer import RawWriter
-from .sink import BATCH, Unit, UploadStream, clear, cut, read, stretches, touch
+from .sink import Unit, UploadStream, by_array, clear, cut, read, stretches, touch
 
 CHUNK = 256 << 20  # bytes of a chunk: PyTorch reads each as a whole
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksWriter:
-    """The writer of a tensor in chunks, each row-major in its archive. The sums of a window are its crc32c and its
-    CRC32."""
+    """The writer of a tensor in chunks, each row-major in its archive, with crc32c and CRC32 of each window."""
 
     chunks: tuple[RawWriter, ...]
 
@@ -102,57 +96,31 @@ class DcpSink:
             touch(active(), os.path.join(root, file))
 
     def writer(self, array: int, limit: int) -> ChunksWriter:
-        return ChunksWriter(
-            tuple(
-                RawWriter(a.file, a.start, a.box, self._items[array], True)
-                for a in self.archives[self._first[array] : self._first[array + 1]]
-                if a.box is not None
-            )
-        )
+        archives = self.archives[self._first[array] : self._first[array + 1]]
+        return ChunksWriter(tuple(self._raw(a, a.box) for a in archives if a.box is not None))
+
+    def _raw(self, a: Archive, box: Box) -> RawWriter:
+        return RawWriter(a.file, a.start, box, self._items[self._number[a.name]], True)
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
-        held: dict[int, list[tuple[Box, list[int]]]] = {}
-        for unit, found in sums.items():
-            held.setdefault(unit.array, []).append((unit.box, found))
+        held, fs = by_array(sums), active()
 
         def write(a: Archive) -> int:
-            crc, crc32 = self._joined(root, a, held.get(self._number.get(a.name, -1), ()))
+            crc = crc32 = 0
+            if (box := a.box) is not None:
+                windows = held.get(self._number[a.name], ())
+                crc, crc32 = self._raw(a, box).joined(root, (w for w in windows if _within(w[0], box)))
             tail = a.tail(crc32)
-            fd = active().open(os.path.join(root, a.file))
-            try:
-                active().write(fd, [a.head], a.offset)
-                active().write(fd, [tail], a.start + a.nbytes)
-            finally:
-                active().close(fd)
+            with fs.opened(os.path.join(root, a.file)) as fd:
+                fs.write(fd, [a.head], a.offset)
+                fs.write(fd, [tail], a.start + a.nbytes)
             return _whole(a, crc, tail)
 
         self._sums = in_threads(write, self.archives, SYNCS)
         for file, nbytes in self._sizes.items():
-            fd = active().open(os.path.join(root, file))
-            try:
+            with fs.opened(os.path.join(root, file)) as fd:
                 cut(fd, nbytes)
-                active().fsync(fd)
-            finally:
-                active().close(fd)
-
-    def _joined(self, root: str, a: Archive, written: Sequence[tuple[Box, list[int]]]) -> tuple[int, int]:
-        """The crc32c and CRC32 of the elements of a chunk, from those of its windows; read back where these are not
-        stretches of the file."""
-        if a.box is None or not a.nbytes:
-            return 0, 0
-        item = self._items[self._number[a.name]]
-        found: list[tuple[int, int, list[int]]] = []
-        for box, values in written:
-            if not _within(box, a.box):
-                continue
-            (_, start, length), *more = itertools.islice(runs(box.within(a.box), a.box.shape), 2)
-            if more:
-                return _read_back(root, a)
-            found.append((start, length * item, values))
-        crc = crc32 = 0
-        for _, nbytes, (one, other) in sorted(found):
-            crc, crc32 = combine(crc, one, nbytes), combine(crc32, other, nbytes, ZIP)
-        return crc, crc32
+                fs.fsync(fd)
 
     def mark(self, suffix: str) -> None:
         names = {file: f"{file.removesuffix('.distcp')}{suffix}.distcp" for file in self._sizes}
@@ -192,14 +160,3 @@ class DcpSink:
 def _whole(a: Archive, crc: int, tail: bytes) -> int:
     """The crc32c of an archive."""
     return combine(combine(crc32c(a.head), crc, a.nbytes), crc32c(tail), len(tail))
-
-
-def _read_back(root: str, a: Archive) -> tuple[int, int]:
-    crc = crc32 = 0
-    with contextlib.closing(store.at(root).reader(a.file)) as reader:
-        for at in range(0, a.nbytes, BATCH):
-            part = scratch("sum", min(BATCH, a.nbytes - at))
-            if reader.readv([part], a.start + at) != part.size:
-                raise CorruptCheckpoint(f"{a.file} ends early; nothing was committed")
-            crc, crc32 = crc32c(part, crc), zlib.crc32(part, crc32)
-    return crc, crc32

@@ -7,7 +7,6 @@ with the header, so there the index alone has them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,15 +17,15 @@ import numpy as np
 
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CorruptCheckpoint
-from ...base.checksums import combine, crc32c
+from ...base.checksums import crc32c
 from ...format import dtypes, tensor_sums
-from ...format.chunk_grid import runs, windows
+from ...format.chunk_grid import windows
 from ...format.hf_index import HF_INDEX
 from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
-from .sink import Unit, UploadStream, clear, read, stretches, sums
+from .sink import Unit, UploadStream, by_array, clear, read, stretches, sums
 
 _MOST_SAID = 1 << 20  # bytes of attributes of all arrays, which each reader of a header unpacks
 
@@ -118,33 +117,12 @@ class HuggingFaceSink:
         return RawWriter(self.files[number], place, Box.whole(self.shapes[array]), self.itemsizes[array])
 
     def sync(self, root: str, sums: dict[Unit, list[int]]) -> None:
-        parts: dict[int, list[tuple[Unit, int]]] = {}
-        for unit, (value,) in sums.items():
-            parts.setdefault(unit.array, []).append((unit, value))
+        parts = by_array(sums)
         for number, (file, place) in enumerate(zip(self.files, self.places, strict=True)):
-            held = [self._sum(root, self._number[n], parts.get(self._number[n], [])) for n in place]
+            held = [self.writer(n, 0).joined(root, parts.get(n, ()))[0] for n in map(self._number.__getitem__, place)]
             self._sums.append(held)
             nbytes = len(self.heads[number]) + sum(t.nbytes for t in place.values())
             self.heads[number] = seal(root, file, self.heads[number], held, nbytes)
-
-    def _sum(self, root: str, array: int, parts: list[tuple[Unit, int]]) -> int:
-        """The crc32c of a written tensor, from its windows; read back where these are not ranges of the file."""
-        shape, item = self.shapes[array], self.itemsizes[array]
-        found: list[tuple[int, int, int]] = []
-        for unit, value in parts:
-            (_, start, length), *more = itertools.islice(runs(unit.box, shape), 2)
-            if more:
-                number, place = self._at[array]
-                with contextlib.closing(store.at(root).reader(self.files[number])) as reader:
-                    whole = tensor_sums.of_range(reader, place, math.prod(shape) * item)
-                if whole is None:
-                    raise CorruptCheckpoint(f"{self.files[number]} ends early; nothing was committed")
-                return whole
-            found.append((start, value, length * item))
-        total = 0
-        for _, value, nbytes in sorted(found):
-            total = combine(total, value, nbytes)
-        return total
 
     def mark(self, suffix: str) -> None:
         self.files = [f"{file.removesuffix('.safetensors')}{suffix}.safetensors" for file in self.files]

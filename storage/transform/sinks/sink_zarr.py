@@ -70,11 +70,8 @@ class ZarrWriter:
 
         def flush() -> None:
             if pending:
-                fd = fs.open(os.path.join(root, self.directory, grid.key(where[0])))
-                try:
+                with fs.opened(os.path.join(root, self.directory, grid.key(where[0]))) as fd:
                     fs.write(fd, pending, where[1])
-                finally:
-                    fs.close(fd)
                 pending.clear()
 
         for coord, local, box in self.chunks(window):
@@ -110,17 +107,14 @@ class ZarrWriter:
         wanted = sorted((coord, local, value) for (coord, local, _), value in zip(chunks, sums, strict=True))
         for coord, group in itertools.groupby(wanted, key=lambda w: w[0]):
             of = {local: value.to_bytes(4, "little") for _, local, value in group}
-            fd = os.open(os.path.join(root, self.directory, grid.key(coord)), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            try:
+            with open(os.path.join(root, self.directory, grid.key(coord)), "rb", buffering=0) as f:
                 for number, some in consecutive(list(of), grid.present(coord), slots):
                     data = held[: len(some) * n]
-                    if preadv(fd, [data], number * n) != data.size:
+                    if preadv(f.fileno(), [data], number * n) != data.size:
                         return False
                     for local, row in zip(some, data.reshape(-1, n), strict=True):
                         if row[-4:].tobytes() != of[local] or crc32c(row[:-4]).to_bytes(4, "little") != of[local]:
                             return False
-            finally:
-                os.close(fd)
         return True
 
 
@@ -244,14 +238,11 @@ class ZarrSink:
         for value in values:
             digest, total = combine(digest, value, n), total + n + 4
         file = f"{item.directory}/{grid.key(coord)}"
-        fd = fs.open(os.path.join(root, file))
-        try:
+        with fs.opened(os.path.join(root, file)) as fd:
             if grid.shape:
                 total += fs.write(fd, [shard_index(grid, coord, n + 4)], total)
             cut(fd, total)
             fs.fsync(fd)
-        finally:
-            fs.close(fd)
         return Record(file, total, digest, packed(values))
 
     def mark(self, suffix: str) -> None:
