@@ -68,7 +68,7 @@ class WorkerState:
 
     def drop_device_groups(self, mesh: bytes) -> None:
         """Close the transports of device blocks of a mesh."""
-        for key in [k for k in self.device_groups if k[0] == mesh]:
+        for key in [k for k in list(self.device_groups) if k[0] == mesh]:
             self.device_groups.pop(key).close()
 
     def forget(self, mesh: bytes) -> None:
@@ -78,12 +78,12 @@ class WorkerState:
         self.drop_device_groups(mesh)
         self.contexts.pop(mesh, None)
         self.owners.pop(mesh, None)
-        for p in [p for p in self.programs if p.startswith(f"{mesh.hex()}/")]:
+        for p in [p for p in list(self.programs) if p.startswith(f"{mesh.hex()}/")]:
             del self.programs[p]
 
     def left(self, client: str) -> None:
         """Forget the meshes of a client whose stream has ended."""
-        for mesh in [m for m, c in self.owners.items() if c == client]:
+        for mesh in [m for m, c in list(self.owners.items()) if c == client]:
             self.forget(mesh)
 
 
@@ -334,6 +334,8 @@ def _drop_slots(client_session: ClientSession, number: int, slots: Sequence[int]
     for slot in slots:
         bundle.slots.pop(slot, None)
     client_session.resident.store(key, bundle)  # its size has changed
+    if number not in client_session.kept:  # the client left meanwhile
+        client_session.resident.forget(key)
 
 
 def _run_item(state: WorkerState, client_session: ClientSession, m: dict[str, Any]) -> WorkItem:
