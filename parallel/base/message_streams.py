@@ -1,4 +1,4 @@
-"""Streams of messages between a client and a worker.
+"""Messages between a client and a worker, and the streams that carry them.
 
 :class:`DaskMessages` uses a connection of Dask's as it is. :class:`SocketMessages` takes the socket out of one in the
 clear: any thread writes to it at once, and a message costs a tenth of the processor time.
@@ -12,12 +12,13 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pickle import dumps
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import cloudpickle
 from distributed.comm.tcp import TCP
-from distributed.protocol.pickle import loads
+from distributed.protocol import Serialize, pickle, to_serialize
 
 T = TypeVar("T")
 Message: TypeAlias = "dict[str, Any] | bytes"
@@ -30,6 +31,49 @@ _READ = 256 << 10
 def encoded(message: dict[str, Any]) -> bytes:
     """A message of plain data as bytes; of functions and errors it holds what Dask has pickled."""
     return dumps(message, 5)
+
+
+def packed(value: Any) -> list[Any]:
+    """A value for a message, which :func:`unpacked` reads where it is used. If it cannot be read there, only the item
+    that needs it fails, not the stream."""
+    buffers: list[Any] = []
+    head = pickle.dumps(value, buffer_callback=buffers.append)
+    return [to_serialize(head), *map(to_serialize, buffers)]
+
+
+def unpacked(message: Sequence[Any]) -> Any:
+    """See :func:`packed`."""
+    head, *buffers = (m.data if isinstance(m, Serialize) else m for m in message)
+    # Arrays in them may be written to: what was pickled from memory that may not be is bytes.
+    return pickle.loads(head, buffers=[bytearray(b) if isinstance(b, bytes) else b for b in buffers])
+
+
+def read_error(pickled: bytes) -> BaseException | None:
+    """An exception that another process has pickled; None where this one cannot make it: it has no such class, or one
+    with arguments of its own."""
+    try:
+        error = pickle.loads(pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+class RemoteError(Exception):
+    """Stands for a worker's error that this process cannot rebuild: its name and text."""
+
+
+def failure_message(error: BaseException) -> dict[str, Any]:
+    """An error for a message, which :func:`failure` reads. Dask's own messages show pickled bytes where one cannot be
+    read."""
+    pickled = b""
+    with contextlib.suppress(Exception):
+        pickled = cloudpickle.dumps(error)
+    return {"failed": f"{type(error).__name__}: {error}", "pickled": pickled}
+
+
+def failure(message: Mapping[str, Any]) -> BaseException:
+    """See :func:`failure_message`."""
+    return read_error(message["pickled"]) or RemoteError(message["failed"])
 
 
 def popped(queue: deque[T]) -> Iterator[T]:
@@ -94,7 +138,7 @@ class DaskMessages:
     async def _read(self, handle: Callable[[dict[str, Any]], None]) -> None:
         while True:
             for m in await self._comm.read():
-                handle(loads(m) if isinstance(m, bytes) else m)
+                handle(pickle.loads(m) if isinstance(m, bytes) else m)
 
     async def _write(self) -> None:
         while True:
@@ -199,7 +243,7 @@ class SocketMessages:
                 end = at + size + _LENGTH.unpack_from(self._got, at)[0]
                 if len(self._got) < end:
                     break
-                handle(loads(bytes(self._got[at + size : end])))
+                handle(pickle.loads(bytes(self._got[at + size : end])))
                 at = end
             del self._got[:at]
         except BlockingIOError:

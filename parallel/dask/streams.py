@@ -30,10 +30,12 @@ from ..base.message_streams import (
     MessageStream,
     SocketMessages,
     encoded,
+    failure,
     has_plain_socket,
+    packed,
     popped,
 )
-from .worker_queue import Ref, answered, failure, packed
+from .worker_queue import Ref, answered
 from .workers import PerClient, check_running, scheduler_answer
 
 T = TypeVar("T")
@@ -201,7 +203,7 @@ class WorkerStream:
         self.heard = True
         if m["op"] == "pong":
             self._is_paused(m["paused"])
-        future = self.pending.pop(m.get("n"), None)
+        future = self.pending.pop(m.get("n", 0), None)
         if future is None:
             return
         if m["op"] == "done":

@@ -24,12 +24,13 @@ from ...arrays.core.errors import ClusterError, RankLost
 from ...storage.base import activity
 from ..base.bundles import Bundle, make_room, register_with_dask_cuda
 from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
+from ..base.message_streams import failure_message, unpacked
 from ..execution.executor import Prepared
 from ..transports.group import LinkGroup, Transport
 from ..transports.nccl import NcclGroup
 from ..transports.rendezvous import Address, DataPlane, interface_of
 from ..transports.staged import Staged
-from .worker_queue import ClientSession, Ref, Resident, WorkItem, failure_message, unpacked
+from .worker_queue import ClientSession, Ref, Resident, WorkItem
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""

@@ -18,20 +18,27 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import cloudpickle
 from distributed import Worker
 from distributed.core import Status
-from distributed.protocol import Serialize, to_serialize
-from distributed.protocol.pickle import dumps, loads
+from distributed.protocol import to_serialize
 
 from ...arrays.core.errors import RankLost
 from ..base import settings
-from ..base.message_streams import DaskMessages, MessageStream, SocketMessages, encoded, has_plain_socket
+from ..base.message_streams import (
+    DaskMessages,
+    MessageStream,
+    RemoteError,
+    SocketMessages,
+    encoded,
+    failure,
+    failure_message,
+    has_plain_socket,
+)
 from .workers import LOOK
 
 PREFIX = "meshtape."
@@ -51,49 +58,6 @@ class Ref(NamedTuple):
     number: int
     address: str
     session: str
-
-
-def packed(value: Any) -> list[Any]:
-    """A value for a message, which :func:`unpacked` reads where it is used. If it cannot be read there, only the item
-    that needs it fails, not the stream."""
-    buffers: list[Any] = []
-    head = dumps(value, buffer_callback=buffers.append)
-    return [to_serialize(head), *map(to_serialize, buffers)]
-
-
-def unpacked(message: Sequence[Any]) -> Any:
-    """See :func:`packed`."""
-    head, *buffers = (m.data if isinstance(m, Serialize) else m for m in message)
-    # Arrays in them may be written to: what was pickled from memory that may not be is bytes.
-    return loads(head, buffers=[bytearray(b) if isinstance(b, bytes) else b for b in buffers])
-
-
-def read_error(pickled: bytes) -> BaseException | None:
-    """An exception that another process has pickled; None where this one cannot make it: it has no such class, or one
-    with arguments of its own."""
-    try:
-        error = loads(pickled)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
-
-
-class RemoteError(Exception):
-    """Stands for a worker's error that this process cannot rebuild: its name and text."""
-
-
-def failure_message(error: BaseException) -> dict[str, Any]:
-    """An error for a message, which :func:`failure` reads. Dask's own messages show pickled bytes where one cannot be
-    read."""
-    pickled = b""
-    with contextlib.suppress(Exception):
-        pickled = cloudpickle.dumps(error)
-    return {"failed": f"{type(error).__name__}: {error}", "pickled": pickled}
-
-
-def failure(message: Mapping[str, Any]) -> BaseException:
-    """See :func:`failure_message`."""
-    return read_error(message["pickled"]) or RemoteError(message["failed"])
 
 
 @dataclass(slots=True)
@@ -158,6 +122,7 @@ class ClientSession:
 
     def add(self, item: WorkItem) -> None:
         """Queue an item behind the earlier ones."""
+        self.resident.touch([key for r in item.needs if (key := self.kept.get(r.number)) is not None])
         with self._lock:
             self.latest = max(self.latest, item.number)
             self.unfinished.add(item.number)
@@ -378,13 +343,18 @@ class Resident:
         self.sessions: dict[str, ClientSession] = {}
         self.counts: OrderedDict[str, Count] = OrderedDict()
         self.fences: dict[str, tuple[int, bool]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loops_thread = threading.get_ident()
         self._aside: dict[str, Any] = {}
-        self._with_dask: set[str] = set()
+        self._large: set[str] = set()
+        """Keys whose values are in the worker's ``data``, or on the way there. The event loop alone uses that."""
         self._in_memory: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
+        self._closed = False
 
     def close(self) -> None:
         """End all streams, as the worker closes."""
+        self._closed = True
         for s in list(self.sessions.values()):
             s.end()
         self.thread.shutdown(wait=False, cancel_futures=True)
@@ -393,20 +363,47 @@ class Resident:
 
     def store(self, key: str, value: Any) -> None:
         """Keep a value where Dask can spill it; a small one here, as Dask's books take longer than most steps."""
-        try:
-            if sys.getsizeof(value) <= _SMALL:
-                self._aside[key] = value
-            else:
-                self._with_dask.add(key)
-                self.worker.data[key] = value
-        except Exception:  # that has no room, or cannot be written: it stays here
-            self._aside[key] = value
+        self._aside[key] = value
         with contextlib.suppress(TypeError):
             self._in_memory[key] = value
+        if key in self._large or sys.getsizeof(value) > _SMALL:
+            self._large.add(key)
+            self._soon(self._give_to_dask, key)
+
+    def _give_to_dask(self, key: str) -> None:
+        if key in self._aside:  # it may have been dropped meanwhile
+            with contextlib.suppress(Exception):  # Dask has no room, or cannot write it: it stays here
+                self.worker.data[key] = self._aside[key]
+                self._aside.pop(key, None)
+
+    def _soon(self, fn: Callable[[str], None], key: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(fn, key)
 
     def value(self, key: str) -> Any:
-        """A kept value."""
-        return self._aside[key] if key in self._aside else self.worker.data[key]
+        """A kept value, from disk if it is there."""
+        with contextlib.suppress(KeyError):
+            return self._aside[key]
+        if (found := self._in_memory.get(key)) is not None:
+            return found
+        if threading.get_ident() == self._loops_thread:
+            return self.worker.data[key]
+
+        async def read() -> Any:
+            return self.worker.data[key]
+
+        read_there = asyncio.run_coroutine_threadsafe(read(), self._loop)
+        while not wait([read_there], LOOK).done:
+            if self._closed:
+                raise RankLost(f"worker {self.worker.address} closes")
+        return read_there.result()
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Have Dask spill others before these, if they are in memory."""
+        for key in keys:
+            if key in self._large and key in self._in_memory:
+                with contextlib.suppress(KeyError):
+                    self.worker.data[key]
 
     def in_memory(self) -> list[Any]:
         """The kept values that are not on disk."""
@@ -416,10 +413,13 @@ class Resident:
     def forget(self, key: str) -> None:
         """Drop a value."""
         self._aside.pop(key, None)
-        if key in self._with_dask:
-            self._with_dask.discard(key)
-            with contextlib.suppress(KeyError):
-                del self.worker.data[key]
+        if key in self._large:
+            self._large.discard(key)
+            self._soon(self._take_from_dask, key)
+
+    def _take_from_dask(self, key: str) -> None:
+        with contextlib.suppress(KeyError):
+            del self.worker.data[key]
 
     # ----- handlers of the worker -------------------------------------------------------------------------------------
 
