@@ -11,10 +11,11 @@ import contextlib
 import socket
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pickle import dumps
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import cloudpickle
 from distributed.comm.tcp import TCP
@@ -25,7 +26,7 @@ Message: TypeAlias = "dict[str, Any] | bytes"
 """A message: a dictionary, or one that :func:`encoded` has made bytes, once for all workers. Dask takes 25 µs to look
 through a dictionary, and 2 µs for bytes."""
 _LENGTH = struct.Struct("<Q")
-_READ = 256 << 10
+_READ = 64 << 10
 
 
 def encoded(message: dict[str, Any]) -> bytes:
@@ -83,20 +84,33 @@ def popped(queue: deque[T]) -> Iterator[T]:
             yield queue.popleft()
 
 
-class MessageStream(Protocol):
-    """One end of a stream. All but :meth:`serve` may be called in any thread."""
+class MessageStream(ABC):
+    """One end of a stream over a connection of Dask's, made on the event loop. All but :meth:`serve` may be called in
+    any thread."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self._loop = comm, asyncio.get_running_loop()
+        self._messages: deque[Message] = deque()
 
     def put(self, message: Message) -> None:
         """Add a message, without a lock and without sending it."""
+        self._messages.append(message)
 
+    @abstractmethod
     def wake(self) -> None:
         """Send what was added, without waiting for the other end."""
 
+    @abstractmethod
     async def serve(self, handle: Callable[[dict[str, Any]], None]) -> None:
         """Have incoming messages handled on the event loop, until the stream ends, by an error."""
 
+    @abstractmethod
     def abort(self) -> None:
         """End the stream."""
+
+    def _soon(self, fn: Callable[..., Any], *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(fn, *args)
 
 
 def has_plain_socket(comm: Any) -> bool:
@@ -104,26 +118,18 @@ def has_plain_socket(comm: Any) -> bool:
     return type(comm) is TCP and comm.stream is not None
 
 
-class DaskMessages:
-    """Messages over a connection of Dask's; those that have gathered are sent together."""
+class DaskMessages(MessageStream):
+    """Messages over the connection as it is; those that have gathered are sent together."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self._loop = comm, asyncio.get_running_loop()
-        self._messages: deque[Message] = deque()
+        super().__init__(comm)
         self._some = asyncio.Event()
-
-    def put(self, message: Message) -> None:
-        self._messages.append(message)
 
     def wake(self) -> None:
         self._soon(self._some.set)
 
     def abort(self) -> None:
         self._soon(self._comm.abort)
-
-    def _soon(self, fn: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(fn)
 
     async def serve(self, handle: Callable[[dict[str, Any]], None]) -> None:
         both = [asyncio.ensure_future(self._read(handle)), asyncio.ensure_future(self._write())]
@@ -148,16 +154,16 @@ class DaskMessages:
                 await self._comm.write(list(popped(self._messages)))
 
 
-class SocketMessages:
-    """Messages over the socket of a connection of Dask's, which nothing is read from or written to any more.
+class SocketMessages(MessageStream):
+    """Messages over the socket of the connection, which nothing else is read from or written to any more.
 
-    Made on the event loop, in a moment in which the other end sends nothing: by the worker as soon as it has written
+    Made in a moment in which the other end sends nothing: by the worker as soon as it has written
     its answer to the client's hello, by the client as soon as it has read that. Each message is pickled, behind its
     length. The connection must outlive the stream, and is aborted with it.
     """
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self._loop = comm, asyncio.get_running_loop()
+        super().__init__(comm)
         stream = comm.stream
         if stream is None or stream.writing() or stream._read_buffer_size:
             raise ConnectionError("its connection is not at rest")
@@ -165,13 +171,9 @@ class SocketMessages:
         self._socket: socket.socket = stream.socket.dup()  # the connection closes its own
         self._socket.setblocking(False)
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._messages: deque[Message] = deque()
         self._got, self._unsent = bytearray(), bytearray()
         self._full = False
         self._lock = threading.Lock()
-
-    def put(self, message: Message) -> None:
-        self._messages.append(message)
 
     def wake(self) -> None:
         try:
@@ -211,10 +213,6 @@ class SocketMessages:
     def abort(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # which the reader sees
-
-    def _soon(self, fn: Callable[..., Any], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(fn, *args)
 
     def _end(self, error: Exception) -> None:
         if not self._ended.done():
