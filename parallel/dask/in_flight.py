@@ -19,9 +19,9 @@ from distributed import Client
 from ...arrays.core.errors import CollectiveTimeout, MeshtapeError, RankLost, StorageFull, StoreError
 from ...storage.stores.contract import failed
 from ..base import settings
+from ..base.message_streams import RemoteError, popped
 from .lease import Lease
 from .streams import WorkerFuture, WorkerStream, WorkerStreams
-from .worker_queue import RemoteError, popped
 from .workers import LOOK, check_running
 
 IN_FLIGHT = 4

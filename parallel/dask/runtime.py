@@ -26,6 +26,7 @@ from ...arrays.core.devices import CPU, Device
 from ...arrays.core.devices import device as named
 from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLost
 from ..base import settings
+from ..base.message_streams import packed
 from ..execution.devices import DeviceChoice, choose, visible
 from ..execution.memory_limits import Value, check_memory
 from ..execution.runtime import HostValue, Turns, called
@@ -37,7 +38,7 @@ from .lease import lease_of
 from .progress import last_word
 from .set_up import set_up
 from .streams import WorkerFuture
-from .worker_queue import answered, packed
+from .worker_queue import answered
 from .workers import (
     ask,
     call_scheduler,

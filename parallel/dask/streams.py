@@ -21,11 +21,21 @@ from typing import Any, TypeVar
 
 from distributed import Client
 from distributed.core import connect
-from distributed.protocol.pickle import dumps
 
 from ...arrays.core.errors import ClusterError, RankLost
 from ..base import settings
-from .worker_queue import Message, Outbox, Ref, answered, failure, messages_from, packed, popped
+from ..base.message_streams import (
+    DaskMessages,
+    Message,
+    MessageStream,
+    SocketMessages,
+    encoded,
+    failure,
+    has_plain_socket,
+    packed,
+    popped,
+)
+from .worker_queue import Ref, answered
 from .workers import PerClient, check_running, scheduler_answer
 
 T = TypeVar("T")
@@ -124,7 +134,6 @@ class WorkerStream:
     def __init__(self, streams: WorkerStreams, address: str) -> None:
         self.streams, self.address = streams, address
         self.session = uuid.uuid4().hex
-        self.comm: Any = None
         self.far = False
         """Whether it goes through the scheduler."""
         self.pending: dict[int, WorkerFuture] = {}
@@ -133,18 +142,18 @@ class WorkerStream:
         self.paused, self.paused_for = False, 0.0
         self.lost: str | None = None
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._outbox = Outbox()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._messages: MessageStream
+        self._serving: asyncio.Task[None] | None = None
 
     # ----- any thread -------------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
         """Put a message in the queue; :meth:`WorkerStreams.flush` sends it."""
-        self._outbox.put(message)
+        self._messages.put(message)
 
     def drop(self, number: int) -> None:
         """Have the worker drop a value. Called by finalizers, in any thread, at any moment: it takes no lock."""
-        self._outbox.put(dumps({"op": "drop", "numbers": (number,)}))
+        self._messages.put(encoded({"op": "drop", "numbers": (number,)}))
         self.streams.flush_later(lambda: (self,))
 
     # ----- the client's event loop ------------------------------------------------------------------------------------
@@ -161,8 +170,10 @@ class WorkerStream:
             try:
                 seconds = settings.number("timeouts.connect")
                 comm = await connect(where, timeout=seconds, **client.connection_args)
-                await comm.write(message)
+                await comm.write(message if far else {**message, "plain": has_plain_socket(comm)})
                 said = await asyncio.wait_for(comm.read(), settings.number("timeout"))
+                plain = isinstance(said, Mapping) and said.get("plain")
+                self._messages = SocketMessages(comm) if plain else DaskMessages(comm)
             except (OSError, TimeoutError) as e:
                 problem = e
                 if comm is not None:
@@ -171,42 +182,34 @@ class WorkerStream:
             if not isinstance(said, Mapping) or said.get("status") != "OK":
                 comm.abort()
                 raise ClusterError(f"worker {self.address} did not set up meshtape's worker plugin: {_said(said)}")
-            self.comm, self.far = comm, bool(far)
-            self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
+            self.far = bool(far)
+            self._serving = asyncio.ensure_future(self._serve())
             return
         raise ClusterError(f"worker {self.address} cannot be reached: {type(problem).__name__}: {problem}")
 
     def wake(self) -> None:
         """Send the messages in the queue, if any."""
-        self._outbox.wake()
+        self._messages.wake()
 
-    async def _write(self) -> None:
+    async def _serve(self) -> None:
         try:
-            await self._outbox.write_to(self.comm)
+            await self._messages.serve(self._answered)
         except OSError as e:
             self.lose(f"its connection ended: {e}")
-        except Exception as e:  # an unsendable message, or an error of ours: never an endless wait
-            self.lose(f"a message to it could not be sent: {type(e).__name__}: {e}")
+        except Exception as e:  # an unreadable or unsendable message, or an error of ours: never an endless wait
+            self.lose(f"its stream of messages broke: {type(e).__name__}: {e}")
 
-    async def _read(self) -> None:
-        try:
-            while True:
-                for m in await messages_from(self.comm):
-                    self.heard = True
-                    if m["op"] == "pong":
-                        self._is_paused(m["paused"])
-                    future = self.pending.pop(m.get("n"), None)
-                    if future is None:
-                        continue
-                    if m["op"] == "done":
-                        future.finish("done")
-                    else:
-                        future.finish("failed", failure(m))
-                    future = None
-        except OSError as e:
-            self.lose(f"its connection ended: {e}")
-        except Exception as e:
-            self.lose(f"it sent what cannot be read: {type(e).__name__}: {e}")
+    def _answered(self, m: dict[str, Any]) -> None:
+        self.heard = True
+        if m["op"] == "pong":
+            self._is_paused(m["paused"])
+        future = self.pending.pop(m.get("n", 0), None)
+        if future is None:
+            return
+        if m["op"] == "done":
+            future.finish("done")
+        else:
+            future.finish("failed", failure(m))
 
     def _is_paused(self, paused: bool) -> None:
         if paused and not self.paused:
@@ -218,20 +221,18 @@ class WorkerStream:
         if self.lost is not None:
             return
         self.lost = why
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        if self.comm is not None:
-            self.comm.abort()
+        if self._serving is not None:
+            self._messages.abort()
+            if self._serving is not asyncio.current_task():
+                self._serving.cancel()
         if not self.gone.done():
             self.gone.set_result(None)
         self.give_up()
 
     def give_up(self) -> None:
         """End all pending futures of a lost worker with its error."""
-        pending, self.pending = list(self.pending.values()), {}
-        for future in pending:
-            future.finish("lost", self.error())
+        while self.pending:  # another thread may add one meanwhile
+            self.pending.popitem()[1].finish("lost", self.error())
 
     def error(self) -> RankLost:
         """The error of a lost worker."""
@@ -347,7 +348,7 @@ class WorkerStreams:
         """Send an item to each of some workers, by address. Called while :attr:`order` is held. ``alike``: all get the
         same small message."""
         futures, late = {}, self._put_late()
-        one = dumps({**next(iter(messages.values())), "n": number, "name": name}) if alike else None
+        one = encoded({**next(iter(messages.values())), "n": number, "name": name}) if alike else None
         for address, message in messages.items():
             stream = self._streams[address]
             futures[address] = future = WorkerFuture(stream, number, name)

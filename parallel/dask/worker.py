@@ -24,12 +24,13 @@ from ...arrays.core.errors import ClusterError, RankLost
 from ...storage.base import activity
 from ..base.bundles import Bundle, make_room, register_with_dask_cuda
 from ..base.device_memory import BlockMemory, is_on_host, memory_of, on_host, serving
+from ..base.message_streams import failure_message, unpacked
 from ..execution.executor import Prepared
 from ..transports.group import LinkGroup, Transport
 from ..transports.nccl import NcclGroup
 from ..transports.rendezvous import Address, DataPlane, interface_of
 from ..transports.staged import Staged
-from .worker_queue import ClientSession, Ref, Resident, WorkItem, failure_message, unpacked
+from .worker_queue import ClientSession, Ref, Resident, WorkItem
 
 TOPIC = "meshtape"
 """Of the events that workers log: ``client.get_events("meshtape")``."""
@@ -68,7 +69,7 @@ class WorkerState:
 
     def drop_device_groups(self, mesh: bytes) -> None:
         """Close the transports of device blocks of a mesh."""
-        for key in [k for k in self.device_groups if k[0] == mesh]:
+        for key in [k for k in list(self.device_groups) if k[0] == mesh]:
             self.device_groups.pop(key).close()
 
     def forget(self, mesh: bytes) -> None:
@@ -78,12 +79,12 @@ class WorkerState:
         self.drop_device_groups(mesh)
         self.contexts.pop(mesh, None)
         self.owners.pop(mesh, None)
-        for p in [p for p in self.programs if p.startswith(f"{mesh.hex()}/")]:
+        for p in [p for p in list(self.programs) if p.startswith(f"{mesh.hex()}/")]:
             del self.programs[p]
 
     def left(self, client: str) -> None:
         """Forget the meshes of a client whose stream has ended."""
-        for mesh in [m for m, c in self.owners.items() if c == client]:
+        for mesh in [m for m, c in list(self.owners.items()) if c == client]:
             self.forget(mesh)
 
 
@@ -334,6 +335,8 @@ def _drop_slots(client_session: ClientSession, number: int, slots: Sequence[int]
     for slot in slots:
         bundle.slots.pop(slot, None)
     client_session.resident.store(key, bundle)  # its size has changed
+    if number not in client_session.kept:  # the client left meanwhile
+        client_session.resident.forget(key)
 
 
 def _run_item(state: WorkerState, client_session: ClientSession, m: dict[str, Any]) -> WorkItem:

@@ -17,22 +17,30 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
-import cloudpickle
 from distributed import Worker
 from distributed.core import Status
 from distributed.protocol import to_serialize
-from distributed.protocol.pickle import dumps, loads
 
 from ...arrays.core.errors import RankLost
 from ..base import settings
+from ..base.message_streams import (
+    DaskMessages,
+    MessageStream,
+    RemoteError,
+    SocketMessages,
+    encoded,
+    failure,
+    failure_message,
+    has_plain_socket,
+)
 from .workers import LOOK
 
-T = TypeVar("T")
 PREFIX = "meshtape."
 """Of the keys under which a worker keeps our values."""
 
@@ -52,90 +60,6 @@ class Ref(NamedTuple):
     session: str
 
 
-def packed(value: Any) -> list[Any]:
-    """A value for a message, which :func:`unpacked` reads where it is used. If it cannot be read there, only the item
-    that needs it fails, not the stream."""
-    buffers: list[Any] = []
-    head = dumps(value, buffer_callback=buffers.append)
-    return [to_serialize(head), *(to_serialize(b.raw()) for b in buffers)]
-
-
-def unpacked(message: Sequence[Any]) -> Any:
-    """See :func:`packed`."""
-    return loads(message[0], buffers=message[1:])
-
-
-def read_error(pickled: bytes) -> BaseException | None:
-    """An exception that another process has pickled; None where this one cannot make it: it has no such class, or one
-    with arguments of its own."""
-    try:
-        error = loads(pickled)
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
-
-
-class RemoteError(Exception):
-    """Stands for a worker's error that this process cannot rebuild: its name and text."""
-
-
-def failure_message(error: BaseException) -> dict[str, Any]:
-    """An error for a message, which :func:`failure` reads. Dask's own messages show pickled bytes where one cannot be
-    read."""
-    pickled = b""
-    with contextlib.suppress(Exception):
-        pickled = cloudpickle.dumps(error)
-    return {"failed": f"{type(error).__name__}: {error}", "pickled": pickled}
-
-
-def failure(message: Mapping[str, Any]) -> BaseException:
-    """See :func:`failure_message`."""
-    return read_error(message["pickled"]) or RemoteError(message["failed"])
-
-
-def popped(queue: deque[T]) -> Iterator[T]:
-    """The elements of a queue, popped one by one; other threads may append and pop meanwhile."""
-    with contextlib.suppress(IndexError):
-        while True:
-            yield queue.popleft()
-
-
-Message: TypeAlias = "dict[str, Any] | bytes"
-"""A message of a stream: a dictionary, or one that is pickled. Dask takes 25 µs to look through a dictionary, and 2 µs
-for bytes, which are made once for all workers."""
-
-
-async def messages_from(comm: Any) -> list[dict[str, Any]]:
-    """The next messages from the other end of a stream."""
-    return [loads(m) if isinstance(m, bytes) else m for m in await comm.read()]
-
-
-class Outbox:
-    """Messages to the other end of a stream; those that have gathered are sent together. :meth:`put` may be called in
-    any thread, the rest only on the event loop."""
-
-    def __init__(self) -> None:
-        self._messages: deque[Message] = deque()
-        self._some = asyncio.Event()
-
-    def put(self, message: Message) -> None:
-        """Add a message, without a lock and without waking the writer."""
-        self._messages.append(message)
-
-    def wake(self) -> None:
-        """Wake the writer."""
-        if self._messages:
-            self._some.set()
-
-    async def write_to(self, comm: Any) -> None:
-        """Write messages as they come, until the stream ends."""
-        while True:
-            await self._some.wait()
-            self._some.clear()
-            while self._messages:
-                await comm.write(list(popped(self._messages)))
-
-
 @dataclass(slots=True)
 class WorkItem:
     """A piece of work. ``work`` is called with the values of the items ``needs``. If it fails, items of the same
@@ -148,6 +72,11 @@ class WorkItem:
     epoch: tuple[bytes, int] | None = None
     stop: threading.Event | None = None
     """Set to end the work early, if the work checks it."""
+
+    @property
+    def leased(self) -> bool:
+        """Whether it needs the client's lease."""
+        return self.epoch is not None or self.stop is not None
 
 
 @dataclass
@@ -162,14 +91,18 @@ class Count:
 @dataclass
 class ClientSession:
     """The items of one client on this worker, and their values. A client that reconnects gets a new session, without
-    the values of an earlier one. Used on the worker's event loop."""
+    the values of an earlier one.
+
+    Items come in on the worker's event loop. The thread that runs them goes from one to the next, and says how each
+    ended, without crossing the loop.
+    """
 
     resident: Resident
     client: str
     session: str
-    comm: Any
+    messages: MessageStream
     queue: deque[WorkItem | Callable[[], None]] = field(default_factory=deque)
-    ended: dict[int, asyncio.Event] = field(default_factory=dict)
+    unfinished: set[int] = field(default_factory=set)
     kept: dict[int, str] = field(default_factory=dict)
     failures: dict[int, BaseException] = field(default_factory=dict)
     broken: dict[bytes, tuple[int, str]] = field(default_factory=dict)
@@ -177,77 +110,99 @@ class ClientSession:
     open: bool = True
 
     def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.RLock()
+        self._busy = False
+        """Whether the thread works for this session, or is going to."""
         self._now: WorkItem | None = None
-        self._fetch: asyncio.Future[list[Any]] | None = None
-        self._come, self._answers = asyncio.Event(), Outbox()
-        self._tasks = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._answer())]
-        for task in self._tasks:
-            task.add_done_callback(self._over)
-
-    def _over(self, task: asyncio.Task[None]) -> None:
-        # Where not even an error could be told (without memory, say), the end of the stream tells the client.
-        if not task.cancelled() and task.exception() is not None:
-            self.comm.abort()
+        self._fetch: Future[list[Any]] | None = None
+        self._awaited: dict[int, asyncio.Event] = {}
 
     # ----- incoming items ---------------------------------------------------------------------------------------------
 
     def add(self, item: WorkItem) -> None:
         """Queue an item behind the earlier ones."""
-        self.latest = max(self.latest, item.number)
-        self.ended.setdefault(item.number, asyncio.Event())
-        self.then(item)
-        if self.resident.fences.get(self.client, (0, False))[1]:
-            self.cut_off()
+        self.resident.touch([key for r in item.needs if (key := self.kept.get(r.number)) is not None])
+        with self._lock:
+            self.latest = max(self.latest, item.number)
+            self.unfinished.add(item.number)
+        if item.leased and self.resident.fences.get(self.client, (0, False))[1]:
+            self._failed(item.number, RankLost(STOOD_STILL))
+        else:
+            self.then(item)
 
     def then(self, what: WorkItem | Callable[[], None]) -> None:
         """The same for a short action without an answer."""
-        self.queue.append(what)
-        self._come.set()
+        with self._lock:
+            self.queue.append(what)
+            begin, self._busy = not self._busy, True
+        if begin:
+            self._in_thread(self._next)
 
     def cut_off(self) -> None:
         """Do not begin items that need the lease, and stop those that can be stopped."""
-        items = [i for i in (self._now, *self.queue) if isinstance(i, WorkItem)]
-        self.cancel([i.number for i in items if i.epoch is not None or i.stop is not None], STOOD_STILL)
+        with self._lock:
+            items = [i for i in (self._now, *self.queue) if isinstance(i, WorkItem)]
+            self.cancel([i.number for i in items if i.leased], STOOD_STILL)
 
     def cancel(self, numbers: Iterable[int], why: str = "it was given up") -> None:
         """Do not begin these items, and stop those that can be stopped or wait for values of other workers."""
         given_up = set(numbers)
-        if self._now is not None and self._now.number in given_up:
-            if self._now.stop is not None:
-                self._now.stop.set()
-            if self._fetch is not None:
-                self._fetch.cancel()
-        for item in [i for i in self.queue if isinstance(i, WorkItem) and i.number in given_up]:
-            self.queue.remove(item)
+        with self._lock:
+            if self._now is not None and self._now.number in given_up:
+                if self._now.stop is not None:
+                    self._now.stop.set()
+                if self._fetch is not None:
+                    self._fetch.cancel()
+            items = [i for i in self.queue if isinstance(i, WorkItem) and i.number in given_up]
+            for item in items:
+                self.queue.remove(item)
+        for item in items:
             self._failed(item.number, RankLost(why))
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Drop the values of these items."""
         for n in numbers:
-            self.ended.pop(n, None)
             self.failures.pop(n, None)
             if (key := self.kept.pop(n, None)) is not None:
                 self.resident.forget(key)
 
     def keep(self, number: int, name: str, value: Any) -> None:
         """Keep an item's value, and wake those that wait for it."""
-        self.kept[number] = key = f"{PREFIX}{name.replace('-', '_')}-{self.session}-{number}"
+        key = f"{PREFIX}{name.replace('-', '_')}-{self.session}-{number}"
         self.resident.store(key, value)
-        self.ended.setdefault(number, asyncio.Event()).set()
+        with self._lock:
+            if self.open:
+                self.kept[number] = key
+        if number not in self.kept:  # the client left meanwhile
+            self.resident.forget(key)
+        self._ended(number)
 
     def _failed(self, number: int, error: BaseException) -> None:
         self.failures[number] = error.with_traceback(None)  # whose frames hold blocks
-        self.ended.setdefault(number, asyncio.Event()).set()
+        self._ended(number)
         self.say({"op": "failed", "n": number, **failure_message(error)})
+
+    def _ended(self, number: int) -> None:
+        with self._lock:
+            self.unfinished.discard(number)
+            awaited = self._awaited.pop(number, None)
+        if awaited is not None:
+            with contextlib.suppress(RuntimeError):  # the worker's loop is closed
+                self._loop.call_soon_threadsafe(awaited.set)
 
     # ----- values of items --------------------------------------------------------------------------------------------
 
     async def value(self, number: int) -> Any:
         """The value of an item, once it has ended. Raises its error, or :class:`RankLost` where the value is gone."""
-        if number not in self.ended and number > self.latest:  # on its way, by another connection
-            self.ended[number] = asyncio.Event()
-        if (ended := self.ended.get(number)) is not None:
-            await ended.wait()
+        with self._lock:
+            ended = number in self.kept or number in self.failures or not self.open
+            if not ended and (number in self.unfinished or number > self.latest):  # on its way, by another connection
+                awaited = self._awaited.setdefault(number, asyncio.Event())
+            else:
+                awaited = None
+        if awaited is not None:
+            await awaited.wait()
         return self.now(number)
 
     def now(self, number: int) -> Any:
@@ -258,59 +213,72 @@ class ClientSession:
             raise RankLost(f"worker {self.resident.worker.address} does not have what was left there any more")
         return self.resident.value(key)
 
-    # ----- working ----------------------------------------------------------------------------------------------------
+    # ----- working, in the thread -------------------------------------------------------------------------------------
 
-    async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self.open:
-            while not self.queue:
-                self._come.clear()
-                await self._come.wait()
-            what = self.queue.popleft()
+    def _in_thread(self, fn: Callable[..., None], *args: Any) -> None:
+        def go() -> None:
+            try:
+                fn(*args)
+            except BaseException:  # not even an error could be told, without memory, say: the end of the stream tells
+                self.messages.abort()
+                raise
+
+        with contextlib.suppress(RuntimeError):  # the worker closes
+            self.resident.thread.submit(go)
+
+    def _next(self) -> None:
+        """Work through the queue. Where there are other sessions, they have their turn after an item."""
+        while True:
+            with self._lock:
+                if not (self.open and self.queue):
+                    self._busy = False
+                    return
+                what = self.queue.popleft()
+                if isinstance(what, WorkItem):
+                    self._now = what
+                    if any(r.session != self.session for r in what.needs):
+                        self._fetch = asyncio.run_coroutine_threadsafe(self._fetched(what.needs), self._loop)
+                        self._fetch.add_done_callback(partial(self._in_thread, self._go_on, what))
+                        return
             if not isinstance(what, WorkItem):
                 what()
                 continue
-            begun = time.perf_counter()
-            self._now = what
-            try:
-                if what.epoch is not None:
-                    broken, why = self.broken.get(what.epoch[0], (-1, ""))
-                    if broken >= what.epoch[1]:
-                        raise RankLost(f"it did not begin, as another of its mesh failed: {why}")
-                values = await self._values(what.needs)
-                value = await loop.run_in_executor(self.resident.thread, what.work, values)
-                self.keep(what.number, what.name, value)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as e:
-                if what.epoch is not None and self.broken.get(what.epoch[0], (-1, ""))[0] < what.epoch[1]:
-                    self.broken[what.epoch[0]] = what.epoch[1], f"{type(e).__name__}: {e}"
-                self.resident.count(what.name, None)
-                self._failed(what.number, e)
-            else:
-                self.resident.count(what.name, time.perf_counter() - begun)
-                self.say({"op": "done", "n": what.number})
-            finally:
-                what = values = value = None  # type: ignore[assignment]  # they must not live until the next item comes
-                self._now = None
+            self._run(what)
+            what = None  # type: ignore[assignment]  # it must not live until the next item comes
+            if len(self.resident.sessions) > 1:
+                self._in_thread(self._next)
+                return
 
-    async def _values(self, needs: Sequence[Ref]) -> list[Any]:
-        """The values of earlier items. Where another worker has one, :meth:`cancel` ends the wait for it."""
-        if all(r.session == self.session for r in needs):
-            return [self.now(r.number) for r in needs]  # they came before
+    def _go_on(self, item: WorkItem, fetch: Future[list[Any]]) -> None:
+        self._fetch = None
+        self._run(item, fetch)
+        self._next()
 
-        async def fetch() -> list[Any]:
-            return [self.now(r.number) if r.session == self.session else await self._sent(r) for r in needs]
-
-        self._fetch = asyncio.ensure_future(fetch())
+    def _run(self, item: WorkItem, fetch: Future[list[Any]] | None = None) -> None:
+        begun = time.perf_counter()
         try:
-            await asyncio.wait([self._fetch])
-            if self._fetch.cancelled():
+            if item.epoch is not None:
+                broken, why = self.broken.get(item.epoch[0], (-1, ""))
+                if broken >= item.epoch[1]:
+                    raise RankLost(f"it did not begin, as another of its mesh failed: {why}")
+            if fetch is not None and fetch.cancelled():
                 raise RankLost("it was given up while it waited for another worker")
-            return self._fetch.result()
-        finally:
-            self._fetch.cancel()
-            self._fetch = None
+            # Those of this session came before.
+            values = [self.now(r.number) for r in item.needs] if fetch is None else fetch.result()
+            self.keep(item.number, item.name, item.work(values))
+        except BaseException as e:
+            if item.epoch is not None and self.broken.get(item.epoch[0], (-1, ""))[0] < item.epoch[1]:
+                self.broken[item.epoch[0]] = item.epoch[1], f"{type(e).__name__}: {e}"
+            self.resident.count(item.name, None)
+            self._failed(item.number, e)
+        else:
+            self.resident.count(item.name, time.perf_counter() - begun)
+            self.say({"op": "done", "n": item.number})
+        self._now = None
+
+    async def _fetched(self, needs: Sequence[Ref]) -> list[Any]:
+        """The values of earlier items, some of them on other workers."""
+        return [self.now(r.number) if r.session == self.session else await self._sent(r) for r in needs]
 
     async def _sent(self, ref: Ref) -> Any:
         source = self.resident.worker.rpc(ref.address)
@@ -328,31 +296,30 @@ class ClientSession:
 
     def names(self) -> list[str]:
         """Names of the running and the waiting items."""
-        waiting = [i.name for i in self.queue if isinstance(i, WorkItem)]
-        return [self._now.name, *waiting] if self._now is not None else waiting
+        with self._lock:
+            return [i.name for i in (self._now, *self.queue) if isinstance(i, WorkItem)]
 
     # ----- saying -----------------------------------------------------------------------------------------------------
 
     def say(self, message: dict[str, Any]) -> None:
         """Send a message to the client."""
-        self._answers.put(dumps(message))
-        self._answers.wake()
-
-    async def _answer(self) -> None:
-        with contextlib.suppress(OSError):  # the client is gone: the stream ends, too
-            await self._answers.write_to(self.comm)
+        self.messages.put(encoded(message))
+        self.messages.wake()
 
     def end(self) -> None:
         """End the session: the client is gone."""
-        self.open = False
-        if self._now is not None and self._now.stop is not None:
-            self._now.stop.set()
-        for task in self._tasks:
-            task.cancel()
-        for event in self.ended.values():
-            event.set()
+        with self._lock:
+            self.open = False
+            if self._now is not None and self._now.stop is not None:
+                self._now.stop.set()
+            if self._fetch is not None:
+                self._fetch.cancel()
+            self.queue.clear()
+            waiting = [*self._awaited]
+        for n in waiting:
+            self._ended(n)
         self.drop(list(self.kept))
-        self.queue.clear()
+        self.messages.abort()
 
 
 def answered(found: Any) -> Any:
@@ -376,31 +343,67 @@ class Resident:
         self.sessions: dict[str, ClientSession] = {}
         self.counts: OrderedDict[str, Count] = OrderedDict()
         self.fences: dict[str, tuple[int, bool]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._loops_thread = threading.get_ident()
         self._aside: dict[str, Any] = {}
+        self._large: set[str] = set()
+        """Keys whose values are in the worker's ``data``, or on the way there. The event loop alone uses that."""
         self._in_memory: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="meshtape-gang")
+        self._closed = False
 
     def close(self) -> None:
         """End all streams, as the worker closes."""
+        self._closed = True
         for s in list(self.sessions.values()):
             s.end()
-            s.comm.abort()
         self.thread.shutdown(wait=False, cancel_futures=True)
 
     # ----- values -----------------------------------------------------------------------------------------------------
 
     def store(self, key: str, value: Any) -> None:
         """Keep a value where Dask can spill it; a small one here, as Dask's books take longer than most steps."""
-        try:
-            (self._aside if sys.getsizeof(value) <= _SMALL else self.worker.data)[key] = value
-        except Exception:  # that has no room, or cannot be written: it stays here
-            self._aside[key] = value
+        self._aside[key] = value
         with contextlib.suppress(TypeError):
             self._in_memory[key] = value
+        if key in self._large or sys.getsizeof(value) > _SMALL:
+            self._large.add(key)
+            self._soon(self._give_to_dask, key)
+
+    def _give_to_dask(self, key: str) -> None:
+        if key in self._aside:  # it may have been dropped meanwhile
+            with contextlib.suppress(Exception):  # Dask has no room, or cannot write it: it stays here
+                self.worker.data[key] = self._aside[key]
+                self._aside.pop(key, None)
+
+    def _soon(self, fn: Callable[[str], None], key: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(fn, key)
 
     def value(self, key: str) -> Any:
-        """A kept value."""
-        return self._aside[key] if key in self._aside else self.worker.data[key]
+        """A kept value, from disk if it is there."""
+        with contextlib.suppress(KeyError):
+            return self._aside[key]
+        if (found := self._in_memory.get(key)) is not None:
+            return found
+        if threading.get_ident() == self._loops_thread:
+            return self.worker.data[key]
+
+        async def read() -> Any:
+            return self.worker.data[key]
+
+        read_there = asyncio.run_coroutine_threadsafe(read(), self._loop)
+        while not wait([read_there], LOOK).done:
+            if self._closed:
+                raise RankLost(f"worker {self.worker.address} closes")
+        return read_there.result()
+
+    def touch(self, keys: Iterable[str]) -> None:
+        """Have Dask spill others before these, if they are in memory."""
+        for key in keys:
+            if key in self._large and key in self._in_memory:
+                with contextlib.suppress(KeyError):
+                    self.worker.data[key]
 
     def in_memory(self) -> list[Any]:
         """The kept values that are not on disk."""
@@ -410,22 +413,28 @@ class Resident:
     def forget(self, key: str) -> None:
         """Drop a value."""
         self._aside.pop(key, None)
-        with contextlib.suppress(KeyError):  # there, too, where it could not be written
+        if key in self._large:
+            self._large.discard(key)
+            self._soon(self._take_from_dask, key)
+
+    def _take_from_dask(self, key: str) -> None:
+        with contextlib.suppress(KeyError):
             del self.worker.data[key]
 
     # ----- handlers of the worker -------------------------------------------------------------------------------------
 
-    async def stream(self, comm: Any, client: str, session: str) -> Any:
-        """A client's stream, until it ends."""
+    async def stream(self, comm: Any, client: str, session: str, plain: bool = False) -> Any:
+        """A client's stream, until it ends. ``plain``: it can take the socket of the connection."""
         for old in [d for d in self.sessions.values() if d.client == client]:
             self._end(old)
-            old.comm.abort()
-        client_session = self.sessions[session] = ClientSession(self, client, session, comm)
+        plain = plain and has_plain_socket(comm)
+        messages: MessageStream = DaskMessages(comm)
+        client_session = self.sessions[session] = ClientSession(self, client, session, messages)
         try:
-            await comm.write({"status": "OK"})
-            while True:
-                for message in await messages_from(comm):
-                    self._commands(client_session, message)
+            await comm.write({"status": "OK", "plain": plain})
+            if plain:
+                client_session.messages = messages = SocketMessages(comm)
+            await messages.serve(lambda m: self._commands(client_session, m))
         except OSError:
             pass
         finally:
@@ -488,10 +497,10 @@ class Resident:
     def report(self) -> dict[str, Any]:
         """Running, waiting and ended items, and the bytes of kept values, as plain data."""
         names = [n for s in self.sessions.values() for n in s.names()]
-        keys = [k for s in self.sessions.values() for k in s.kept.values()]
+        keys = [k for s in self.sessions.values() for k in list(s.kept.values())]
         return {
             "running": names[:1],
             "waiting": names[1:_NAMES],
-            "counts": {n: (c.done, c.failed, c.seconds) for n, c in self.counts.items()},
+            "counts": {n: (c.done, c.failed, c.seconds) for n, c in list(self.counts.items())},
             "bytes": sum(sys.getsizeof(v) for k in keys if (v := self._in_memory.get(k)) is not None),
         }

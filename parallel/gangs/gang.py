@@ -43,11 +43,12 @@ from ...arrays.core.errors import (
 from ...storage.stores.atomic_directory import writing
 from ...storage.stores.owners import Hold
 from ..base.device_memory import on_host
+from ..base.message_streams import read_error
 from ..dask.lease import lease_of
 from ..dask.set_up import set_up
 from ..dask.streams import WorkerFuture, WorkerStreams
 from ..dask.worker import ProcessContext, blocks_of
-from ..dask.worker_queue import STOOD_STILL, read_error
+from ..dask.worker_queue import STOOD_STILL
 from ..dask.workers import check_client, check_known, check_running, known_workers, workers_with
 from ..transports.rendezvous import interface_of
 from . import rank_process

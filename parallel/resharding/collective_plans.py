@@ -80,6 +80,7 @@ class CollectivePlan(ReshardPlan):
         self.fill = "sum"
         self._sender = {d: s for s, d in self._params.get("pairs", ())}
         self._starts: dict[tuple[str, Hashable], list[int]] = {}
+        self._cuts: dict[tuple[int, Shape], list[Box | None]] = {}
 
     def _given(self, rank: int) -> Shape:
         return self._c.shapes[rank if len(self._c.shapes) > 1 else 0]
@@ -133,6 +134,21 @@ class CollectivePlan(ReshardPlan):
             return None
         return Piece(source, *where, self._place[source][1] if self.reduce else 0)
 
+    def part(self, source: int, rank: int) -> Box | None:
+        if self._c.kind != "all_to_all":
+            return super().part(source, rank)
+        # Ranks with equal blocks and sizes cut alike: without the place in the new block, a part is looked up.
+        sizes, given = self._params["sizes"], self._given(source)
+        row = sizes.of[self._place[source][1]]
+        cuts = self._cuts.get((row, given))
+        if cuts is None:
+            dim, lengths = self._params["split_dim"], sizes.rows[row]
+            boxes = (
+                _part(given, dim, *at) for at in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False)
+            )
+            cuts = self._cuts[row, given] = [b if b.size else None for b in boxes]
+        return cuts[self._place[rank][1]]
+
     def _part(self, g: int, i: int, me: int, source: int, rank: int) -> tuple[Box, Box] | None:
         """The piece from place ``i`` to place ``me`` of group ``g``: its boxes in the source and in the new block."""
         kind, params, given = self._c.kind, self._params, self._given(source)
@@ -153,13 +169,14 @@ class CollectivePlan(ReshardPlan):
             start = self._starts_of("lengths", 0, lambda: lengths)[me]
             return _part(given, dim, start, lengths[me]), self.box(rank)
         if kind == "all_to_all":
-            split, concat, sizes = params["split_dim"], params["concat_dim"], params["sizes"]
-            start = self._starts_of("row", sizes.of[i], lambda: sizes.row(i))[me]
-            if split == concat:
+            part = self.part(source, rank)
+            if part is None:
+                return None
+            concat, sizes = params["concat_dim"], params["sizes"]
+            if params["split_dim"] == concat:
                 at = self._starts_of("column", sizes.kinds(me), lambda: sizes.column(me))[i]
             else:
                 at = self._starts_of("blocks", g, lambda: [self._given(q)[concat] for q in self._c.groups[g]])[i]
-            part = _part(given, split, start, sizes.row(i)[me])
             return part, _part(self.box(rank).shape, concat, at, part.shape[concat])
         raise AssertionError(f"no collective called {kind}")
 
@@ -175,8 +192,8 @@ class CollectivePlan(ReshardPlan):
         return sum(self._received(r) for r in self._place if self.takes_part(r))
 
     def _received(self, rank: int) -> int:
-        own = self.piece(rank, rank)
-        mine = 0 if own is None else own.source.size
+        own = self.part(rank, rank)
+        mine = 0 if own is None else own.size
         if self.reduce:
             return self.terms * self.box(rank).size - mine
         return 0 if self.neutral(rank) else self.box(rank).size - mine

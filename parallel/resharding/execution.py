@@ -78,7 +78,9 @@ class ReshardExecution:
             if r.gathers:
                 yield self._gather()
             return
-        yield from together([iter([(found, wanted), self._gather()]), *others])
+        if found or wanted or r.gathers:
+            others.append(iter([(found, wanted), self._gather()]))
+        yield from together(others)
         for t, c in zip(trees, r.combined, strict=True):
             for i, part in c.blocks:
                 self._out[i] = t.result[part].reshape(r.blocks[i].shape)

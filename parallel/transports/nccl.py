@@ -65,6 +65,7 @@ class NcclGroup:
         device = self._device = cupy.cuda.Device()
         self._stream = cupy.cuda.Stream(non_blocking=True)
         made: list[Any] = []
+        given_up, deciding = threading.Event(), threading.Lock()
 
         def make() -> None:  # it waits for all others, and knows no time limit
             try:
@@ -73,16 +74,23 @@ class NcclGroup:
                         comm = self._nccl.NcclCommunicator(count, tuple(ident.view(np.int8).tolist()), process)
                     except OverflowError:  # a char has no sign on this machine (aarch64)
                         comm = self._nccl.NcclCommunicator(count, tuple(ident.tolist()), process)
-                    made.append(comm)
             except Exception as e:
-                made.append(e)
+                comm = e
+            with deciding:
+                made.append(comm)
+            if given_up.is_set() and not isinstance(comm, Exception):
+                with device:
+                    comm.abort()  # which frees it, and waits for no other process
 
         thread = threading.Thread(target=make, name="meshtape-nccl", daemon=True)
         thread.start()
         deadline = time.monotonic() + timeout
         while thread.is_alive() and time.monotonic() < deadline and not ended():
             thread.join(0.05)
-        if not made:
+        with deciding:
+            if not made:
+                given_up.set()
+        if given_up.is_set():
             if ended():
                 raise RankLost("another rank failed, or left the cluster, before all processes joined NCCL")
             raise CollectiveTimeout(f"not all processes joined NCCL within {timeout:.0f} s")

@@ -453,7 +453,7 @@ def test_nothing_is_left_behind(processes, eventually):
         return {
             "programs": len(state.programs),
             "secrets": len(state.plane._secrets),
-            "values": sum(len(d.kept) + len(d.ended) for d in state.resident.sessions.values()),
+            "values": sum(len(d.kept) + len(d.unfinished) for d in state.resident.sessions.values()),
             "Dask's": sum(str(k).startswith("meshtape.") for k in dask_worker.data),
             "connections": sum(isinstance(o, Link) for o in objects),
             "sockets": sum(isinstance(o, SocketStream) and o.fileno() >= 0 for o in objects),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshtape.errors import CollectiveTimeout
 from meshtape.parallel.base.device_memory import memory_of
 from meshtape.parallel.execution.executor import Beside
 from meshtape.parallel.transports.nccl import NcclGroup
@@ -22,17 +23,22 @@ pytestmark = pytest.mark.timeout(300)
 _epochs = itertools.count()
 
 
-def groups(planes: list[DataPlane], xp: Any) -> list[NcclGroup]:
-    """One of each device."""
+def joined(planes: list[DataPlane], xp: Any, timeout: float) -> list[Any]:
+    """A group of each device, or the error."""
     epoch = next(_epochs)
 
     def join(me: int) -> NcclGroup:
         with xp.cuda.Device(me):
             host = planes[me].group(MESH, epoch, me, {1 - me: planes[1 - me].address}, RANKS, 60.0)
             host.begin(1, 60.0)
-            return NcclGroup(host, me, 2, 60.0)
+            return NcclGroup(host, me, 2, timeout)
 
-    found = together(lambda: join(0), lambda: join(1))
+    return together(lambda: join(0), lambda: join(1))
+
+
+def groups(planes: list[DataPlane], xp: Any) -> list[NcclGroup]:
+    """One of each device."""
+    found = joined(planes, xp, 60.0)
     for g in found:
         assert isinstance(g, NcclGroup), g
         g.begin(2, 60.0)
@@ -114,6 +120,24 @@ def test_a_communicator_is_given_up_by_a_thread_of_its_own(planes, monkeypatch, 
         assert where == []
         go.set()
         eventually(lambda: sorted(where) == [(0, 0), (1, 1)])
+
+
+def test_a_communicator_that_comes_too_late_is_freed(planes, monkeypatch, eventually):
+    made, go, freed = emulated_gpu.Nccl.NcclCommunicator, threading.Event(), list[tuple[int, int]]()
+
+    def connect(self: Any, count: int, name: tuple[int, ...], rank: int) -> Any:
+        go.wait(60)
+        return made(self, count, name, rank)
+
+    monkeypatch.setattr(emulated_gpu.Nccl, "NcclCommunicator", connect)
+    monkeypatch.setattr(
+        emulated_gpu.Communicator, "abort", lambda self: freed.append((self._rank, emulated_gpu.current.device))
+    )
+    with emulated_gpu.installed(2) as xp:
+        assert [type(e) for e in joined(planes, xp, 0.1)] == [CollectiveTimeout] * 2
+        assert freed == []
+        go.set()
+        eventually(lambda: sorted(freed) == [(0, 0), (1, 1)])
 
 
 def test_rounds_beside_follow_the_stream_of_the_computation_and_it_follows_them(monkeypatch):

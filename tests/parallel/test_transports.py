@@ -3,6 +3,7 @@ are noticed."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import ssl
@@ -14,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed import LocalCluster
+from distributed.comm import connect, listen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshtape.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from meshtape.parallel.base.message_streams import DaskMessages, SocketMessages, encoded
 from meshtape.parallel.collectives import pieces, reduction_tree
 from meshtape.parallel.collectives.pieces import QUANTUM, Fold, chunks
 from meshtape.parallel.transports import frames, memory
@@ -429,3 +432,45 @@ def test_heads_that_are_none_of_ours_are_not_read():
     assert frames.unpack(head(frames.ABORT, frames.TEXT_LIMIT + 1)) is None  # nobody makes room for more
     assert frames.unpack(head(b"X", 8)) is None
     assert frames.unpack(b"MTX1" + head(frames.DATA, 8)[4:]) is None  # another version's
+
+
+# ----- messages between a client and a worker -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DaskMessages, SocketMessages])
+def test_messages_of_any_size_arrive_in_order_and_nobody_waits_for_a_slow_reader(kind):
+    sent: list[Any] = [{"n": 0}, encoded({"n": 1}), {"n": 2, "bytes": b"x" * (9 << 20)}, {"n": 3}]
+
+    async def run() -> list[dict[str, Any]]:
+        accepted: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        got: list[dict[str, Any]] = []
+        last = asyncio.Event()
+
+        async def serve(comm: Any) -> None:
+            accepted.set_result(comm)
+
+        def take(m: dict[str, Any]) -> None:
+            got.append(m)
+            if m["n"] == 3:
+                last.set()
+
+        def send() -> None:  # in another thread, while nobody reads
+            for m in sent:
+                here.put(m)
+                here.wake()
+
+        async with await listen("tcp://127.0.0.1:0", serve) as listener:
+            here, there = kind(await connect(listener.contact_address)), kind(await accepted)
+            both = [asyncio.ensure_future(here.serve(take))]
+            await asyncio.wait_for(asyncio.to_thread(send), 20)
+            both.append(asyncio.ensure_future(there.serve(take)))
+            await asyncio.wait_for(last.wait(), 20)
+            here.abort()
+            for ends in both:
+                with pytest.raises(OSError):
+                    await asyncio.wait_for(ends, 20)
+        return got
+
+    got = asyncio.run(run())
+    assert [m["n"] for m in got] == [0, 1, 2, 3]
+    assert len(got[2]["bytes"]) == 9 << 20
