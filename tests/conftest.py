@@ -147,12 +147,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {item.path: item.nodeid.partition("::")[0] for item in items}
     turns = {path: next((i for i, part in enumerate(ORDER) if part in f), -1) for path, f in files.items()}
     items.sort(key=lambda item: turns[item.path])
+    if not config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=long)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
     if config.option.markexpr:
-        return
-    skip = pytest.mark.skip(reason="a long run, of which a sample runs by default; ask for it with -m slow")
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(skip)
+        return None
+    return "long runs are deselected, of which samples run by default; ask for them with -m slow"
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def test_many_bytes_are_sent_twice_at_most(n):
 def test_every_reduction_of_every_dtype(op, dtype, monkeypatch):
     if (dtype == "?") != (op in ("any", "all")) or (dtype[0] == "c" and op in ("max", "min")):
         pytest.skip("not a reduction of these")
-    for n in (2, 3, 5, 8, 21):
+    for n in (2, 3, 5, 8, *([21] if dtype in ("?", "i4", "bfloat16", "f4") else [])):
         x = values(n, (4, 5), dtype)
         wide = x[0].dtype.kind in "fV" and x[0].dtype.itemsize < 4
         terms = [b.astype("f4") if wide else b for b in x.values()]

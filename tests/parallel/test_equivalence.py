@@ -166,7 +166,7 @@ NAMES_OF_OPS = sorted(n for n in OPS if samples("split", n))
 
 
 @pytest.mark.parametrize("name", NAMES_OF_OPS)
-@settings(bounded, max_examples=8)
+@settings(bounded, max_examples=6)
 @given(data=st.data())
 def test_split_equals_unsplit(name, data):
     split_equals_unsplit(name, data, draw_mesh(data))
