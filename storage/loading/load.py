@@ -18,7 +18,7 @@ import numpy as np
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import Box
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError, IncompleteCheckpoint
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
 from ...arrays.ops.creation import asarray
 from ..base.names import leaf_name
@@ -31,7 +31,7 @@ from ..rules.casting import CastLoss, Tally, tracked
 from ..rules.lazy_tensors import casts
 from ..rules.rules import Rules
 from ..stores.generations import once_more
-from ..stores.store import listed_once
+from ..stores.store import is_url, listed_once
 from .match_target import (
     Ignored,
     LoadTarget,
@@ -114,6 +114,11 @@ def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: T
     report.bytes_read += run(jobs, readers)
     del jobs  # which hold the buffers too
     return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
+
+
+def _check(targets: Mapping[str, LoadTarget]) -> None:
+    for t in targets.values():
+        t.source.check()
 
 
 def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
@@ -295,9 +300,11 @@ def _load(
         else:
             targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
         check_shardings(targets)
-        for t in targets.values():
-            t.source.check()
-    if sum(t.source.nbytes for t in targets.values()) > _LONG:
+        # A short load of a disk tells itself what is missing.
+        brief = sum([t.source.nbytes for t in targets.values()]) < _LONG
+        if not (brief and all([t.sharding is None for t in targets.values()])) or is_url(ckpt.path):
+            _check(targets)
+    if not brief:
         resting.close()
     kept.arrays = len(targets)
     if report is not None:
@@ -305,7 +312,11 @@ def _load(
     planned = time.perf_counter()
 
     losses = Tally()
-    loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept, losses)
+    try:
+        loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept, losses)
+    except IncompleteCheckpoint:
+        _check(targets)  # which names all that is missing
+        raise
     for _, group in by_mesh(targets.values()):
         loaded |= _read_split({t.source.name: t for t in group}, kept, report is not None, losses)
     losses.refuse(allow_overflow)

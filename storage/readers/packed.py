@@ -17,7 +17,7 @@ from ..format.stored_objects import StoredObject
 from ..stores import store
 from ..stores.contract import Reader
 from .reading import Job, RangeJob, opened
-from .tensor import ChunkedTensor, bytes_of, view
+from .tensor import ChunkedTensor, buffer_of, view
 
 _CHECKED = 8 << 20  # bytes of one read of `check`
 
@@ -59,8 +59,7 @@ class PackedBlocks(ChunkedTensor):
                     take = partial(self._take, held, place, part.within(held.box))
             elif not out.flags.c_contiguous:
                 take = partial(self._take, held, out, held.box.within(held.box))
-            # (A view as bytes is for dtypes whose arrays are no buffers.)
-            to = None if take is not None else place if place.dtype.isbuiltin == 1 else bytes_of(place)
+            to = None if take is not None else buffer_of(place)
             yield RangeJob(self, coord, _path(self.root, held.file), held.start, held.nbytes, value, to, take)
 
     def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:

@@ -56,6 +56,11 @@ def bytes_of(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
+def buffer_of(a: np.ndarray) -> np.ndarray:
+    """The array as a buffer: dtypes that are not NumPy's own are none."""
+    return a if a.dtype.isbuiltin == 1 else bytes_of(a)
+
+
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------
 
 
@@ -160,9 +165,9 @@ class ChunkedTensor:
             if box == stored.box:
                 local, target = Box.whole(box.shape), out
                 if self._is_range(stored, out):
-                    wanted = self.wanted(coord) if self.verify else None
-                    value = None if wanted is None else int(wanted[0])
-                    yield RangeJob(self, coord, self.path(coord), stored.start, out.nbytes, value, bytes_of(out))
+                    value = stored.crc32c if self.verify else None
+                    path = f"{self.root}/{stored.file}"  # a name of ours below one that was looked at
+                    yield RangeJob(self, coord, path, stored.start, out.nbytes, value, buffer_of(out), root=self.root)
                     continue
             elif (part := box.intersect(stored.box)) is not None:  # 0-d boxes always meet
                 local, target = part.within(stored.box), view(out, part.within(box))
