@@ -106,11 +106,10 @@ def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: T
     for name, t in targets.items():
         tensor = t.tensor
         shape = tensor.shape
-        buffers[name] = room(name, shape, t.dtype)
-        some = tensor.jobs(Box.whole(shape), buffers[name])
+        out = buffers[name] = room(name, shape, t.dtype)
+        some = tensor.jobs(Box.whole(shape), out)
         jobs += tracked(losses, name, some) if casts(tensor) else some
         readers = max(readers, tensor.readers)
-        report.bytes_needed += t.source.nbytes
     report.bytes_read += run(jobs, readers)
     del jobs  # which hold the buffers too
     return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
@@ -301,10 +300,11 @@ def _load(
             targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
         check_shardings(targets)
         # A short load of a disk tells itself what is missing.
-        brief = sum([t.source.nbytes for t in targets.values()]) < _LONG
-        if not (brief and all([t.sharding is None for t in targets.values()])) or is_url(ckpt.path):
+        local = {n: t for n, t in targets.items() if t.sharding is None}
+        kept.bytes_needed = sum([t.source.nbytes for t in local.values()])
+        if kept.bytes_needed > _LONG or len(local) < len(targets) or is_url(ckpt.path):
             _check(targets)
-    if not brief:
+    if sum([t.source.nbytes for t in targets.values()]) > _LONG:
         resting.close()
     kept.arrays = len(targets)
     if report is not None:
@@ -313,7 +313,7 @@ def _load(
 
     losses = Tally()
     try:
-        loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept, losses)
+        loaded = _read_local(local, kept, losses)
     except IncompleteCheckpoint:
         _check(targets)  # which names all that is missing
         raise
@@ -334,8 +334,8 @@ def _load(
         scalars = held(ckpt, picked)[1]
         return _rebuild(like, {**scalars, **loaded}, {*kept.loaded, *kept.grown})
     structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-    order = list(ckpt.arrays)
-    return fill(structure, lambda leaf: loaded[order[leaf.index]])
+    values = list(map(loaded.get, ckpt.arrays))
+    return fill(structure, lambda leaf: values[leaf.index])
 
 
 def _rebuild(like: Any, values: Mapping[str, Any], fitting: set[str]) -> Any:

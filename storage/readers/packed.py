@@ -60,7 +60,8 @@ class PackedBlocks(ChunkedTensor):
             elif not out.flags.c_contiguous:
                 take = partial(self._take, held, out, held.box.within(held.box))
             to = None if take is not None else buffer_of(place)
-            yield RangeJob(self, coord, _path(self.root, held.file), held.start, held.nbytes, value, to, take)
+            span = held.start, held.nbytes, held.file_nbytes
+            yield RangeJob(self, coord, _path(self.root, held.file), *span, value, to, take)
 
     def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:
         stored = data.view(dtypes.bits(self.dtype)).reshape(held.box.shape)

@@ -73,23 +73,21 @@ def _together(jobs: Sequence[Job]) -> int:
 def _kept_open() -> Iterator[None]:
     """Local files that this thread opens stay open meanwhile, as many arrays may lie in one, and so do the folders of
     checkpoints."""
-    before, _own.readers = getattr(_own, "readers", None), {}
-    outer, _own.folders = getattr(_own, "folders", None), {}
+    before, _own.kept = getattr(_own, "kept", None), ({}, {})
     try:
         yield
     finally:
-        for held in (*_own.readers.values(), *_own.folders.values()):
-            held.close()
-        _own.readers, _own.folders = before, outer
+        for held in _own.kept:
+            for each in held.values():
+                each.close()
+        _own.kept = before
 
 
-def _beneath(root: str, where: str, what: str) -> int:
+def _beneath(root: str, where: str, what: str, folders: dict[str, Beneath] | None) -> int:
     """The descriptor of a local file, which links must not lead out of ``root``; -1 where it is still to be opened."""
     name, fd = where[len(root) + 1 :], -1
-    if (folders := getattr(_own, "folders", None)) is not None:
-        if (folder := folders.get(root)) is None:
-            folder = folders[root] = Beneath(root)
-        fd = folder.open(name)
+    if folders is not None:
+        fd = (folders.get(root) or folders.setdefault(root, Beneath(root))).open(name)
     if fd < 0:
         names.inside(root, name, f"{root}: {what}")
     return fd
@@ -109,7 +107,7 @@ class opened:  # used as a function is
         self._where, self._what, self._generation, self._root = where, what, generation, root
 
     def __enter__(self) -> Reader:
-        held = getattr(_own, "readers", None)
+        held, folders = getattr(_own, "kept", None) or (None, None)
         self._closes: Reader | None = None
         reader: Reader | None = held.get(self._where) if held else None
         if reader is None:
@@ -119,7 +117,7 @@ class opened:  # used as a function is
                     store, name = stores.holding(self._where)
                     reader = store.reader(name)
                 else:
-                    fd = _beneath(self._root, self._where, self._what) if self._root else -1
+                    fd = _beneath(self._root, self._where, self._what, folders) if self._root else -1
                     reader = _LOCAL.reader(self._where) if fd < 0 else local_reader(fd, self._where)
                 if self._generation.ahead is not None:
                     reader = self._generation.ahead.reader(self._where, reader)
@@ -170,12 +168,13 @@ class Ranged(Protocol):
 class RangeJob:
     """A read of one range of a file, which `run` joins with its neighbours.
 
+    ``file_nbytes`` is the length of the file, where the tensor has nothing else to look at.
     The bytes go to ``out``, or without it to ``take``. Links must not lead out of the folder ``root``. They are compared with ``value``; where that is None, nothing
     binds them to what was opened, and the generation is looked at instead.
     """
 
     # There may be a hundred thousand of them: no frozen dataclass, which takes four times as long to make.
-    __slots__ = ("coord", "nbytes", "out", "path", "root", "start", "take", "tensor", "value")
+    __slots__ = ("coord", "file_nbytes", "nbytes", "out", "path", "root", "start", "take", "tensor", "value")
 
     def __init__(
         self,
@@ -184,13 +183,14 @@ class RangeJob:
         path: str,
         start: int,
         nbytes: int,
+        file_nbytes: int,
         value: int | None,
         out: np.ndarray | None,
         take: Callable[[np.ndarray], None] | None = None,
         root: str = "",
     ) -> None:
         self.tensor, self.coord, self.path, self.start, self.root = tensor, coord, path, start, root
-        self.nbytes, self.value, self.out, self.take = nbytes, value, out, take
+        self.nbytes, self.file_nbytes, self.value, self.out, self.take = nbytes, file_nbytes, value, out, take
 
     def __call__(self) -> int:
         return _read_ranges([self])
@@ -247,9 +247,8 @@ def _read_ranges(group: list[RangeJob], wait: bool = True) -> int:
     job = group[0]
     first, path, tensor = job.start, job.path, job.tensor
     with opened(path, f"part of {tensor.name!r}", tensor.generation, job.root) as reader:
-        buffers, parts = [job.out if job.out is not None else np.empty(job.nbytes, np.uint8)], []
-        parts.append(buffers[0])
-        end = first + job.nbytes
+        buffers = [job.out if job.out is not None else np.empty(job.nbytes, np.uint8)]
+        parts, end = buffers[:], first + job.nbytes
         for job in group[1:]:
             if job.start < end:  # the same bytes as those before, for another place
                 parts.append(parts[-1])
@@ -264,7 +263,8 @@ def _read_ranges(group: list[RangeJob], wait: bool = True) -> int:
             done = reader.readv(buffers, first)
         elif (done := reader.read_now(buffers, first)) != end - first:
             return -1
-        tensor.check_length(reader, group[0].coord, path)
+        if reader.nbytes != group[0].file_nbytes:
+            tensor.check_length(reader, group[0].coord, path)
         if done != end - first:
             raise CorruptCheckpoint(
                 f"{path} ends early (it holds part of {tensor.name!r}); it changed while it was read"
