@@ -168,9 +168,9 @@ class Ranged(Protocol):
 class RangeJob:
     """A read of one range of a file, which `run` joins with its neighbours.
 
-    ``file_nbytes`` is the length of the file, where the tensor has nothing else to look at.
-    The bytes go to ``out``, or without it to ``take``. Links must not lead out of the folder ``root``. They are compared with ``value``; where that is None, nothing
-    binds them to what was opened, and the generation is looked at instead.
+    The bytes go to ``out``, or without it to ``take``. They are compared with ``value``; where that is None, nothing
+    binds them to what was opened, and the generation is looked at instead. ``file_nbytes`` is the length of the file,
+    where the tensor looks at nothing else. Links must not lead out of the folder ``root``.
     """
 
     # There may be a hundred thousand of them: no frozen dataclass, which takes four times as long to make.

@@ -431,7 +431,7 @@ def save_safetensors(
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)
     if checksums:
-        head = tensor_sums.sealed(head, [sum_of(arrays[name]) for name in place])
+        head = tensor_sums.sealed(head, [sum_of(pieces_of(arrays[name])) for name in place])
     nbytes = len(head) + sum(t.nbytes for t in place.values())
     body = joined(itertools.chain([head], itertools.chain.from_iterable(pieces_of(arrays[name]) for name in place)))
     if isinstance(path, (str, os.PathLike)):
@@ -458,9 +458,9 @@ def save_safetensors(
     return nbytes
 
 
-def sum_of(a: np.ndarray) -> int:
+def sum_of(pieces: Iterable[Any]) -> int:
     value = 0
-    for piece in pieces_of(a):
+    for piece in pieces:
         value = crc32c(piece, value)
     return value
 

@@ -155,12 +155,15 @@ def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[R
     """The records of the blocks of one pack, and a source of the bytes of its file."""
     arrays = dict(zip((t.name for t in tasks), parts, strict=True))
     head, places = head_of(tasks, [a.dtype for a in parts])
-    sums = {name: sum_of(arrays[name]) for name in places}
+    # What is short is copied once, for its checksum and for the file.
+    brief = sum([a.nbytes for a in parts]) <= HELD
+    pieces = {name: tuple(pieces_of(arrays[name])) for name in places} if brief else {}
+    sums = {name: sum_of(pieces.get(name) or pieces_of(arrays[name])) for name in places}
     head = tensor_sums.sealed(head, list(sums.values()))
 
     def body() -> Iterator[Any]:
         yield head
         for name in places:
-            yield from pieces_of(arrays[name])
+            yield from pieces.get(name) or pieces_of(arrays[name])
 
     return records_of(tasks, head, places, sums), lambda: joined(body())
