@@ -28,7 +28,9 @@ _RESERVED = frozenset(
     + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
 )
 _LONGEST = 160
-_PLAIN = re.compile(r"(?!__)[\w-][\w.-]{0,98}[\w-]", re.ASCII)  # most names, which stay as they are
+_PLAIN = re.compile(  # most names, which stay as they are
+    rf"(?!__|(?i:{'|'.join(map(re.escape, sorted(_RESERVED)))})(?:\.|\Z))[\w-][\w.-]{{0,98}}[\w-]", re.ASCII
+)
 _NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
 # Nearly all names; not . or .. or a long one.
 _SIMPLE = re.compile(r"[\w-][\w.-]{0,99}(?:/[\w-][\w.-]{0,99}){0,3}", re.ASCII)
@@ -39,7 +41,7 @@ def _digest(text: str) -> str:
 
 
 def _escape(name: str) -> str:
-    if _PLAIN.fullmatch(name) and name.split(".")[0].lower() not in _RESERVED and name.lower() not in _RESERVED:
+    if _PLAIN.fullmatch(name):
         return name
     raw = name.encode("utf-8", "surrogatepass")
     if not raw:
@@ -59,10 +61,11 @@ def _escape(name: str) -> str:
 def zarr_names(names: Sequence[str]) -> list[str]:
     """One Zarr node name for each leaf name; distinct even where the file system ignores case."""
     escaped = [_escape(name) for name in names]
-    count = Counter(e.casefold() for e in escaped)
+    folded = [e.casefold() for e in escaped]
+    count = Counter(folded)
     return [
-        e if count[e.casefold()] == 1 else f"{e[: _LONGEST - 17]}~{_digest(name)}"
-        for e, name in zip(escaped, names, strict=True)
+        e if count[f] == 1 else f"{e[: _LONGEST - 17]}~{_digest(name)}"
+        for e, f, name in zip(escaped, folded, names, strict=True)
     ]
 
 

@@ -35,8 +35,7 @@ class StoredObject(NamedTuple):
     file_nbytes: int = -1  # of a pack: the length of the whole file
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """A safetensors file of the small blocks of many arrays: its length, and length and checksum of its header."""
 
     file: str
@@ -69,12 +68,12 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
     packs: Sequence[Pack] | None = None  # of a packed array: all packs, which its objects number; it has no directory
     dual: bool = False  # its files are safetensors files, too (see ``zarr_format``)
     delta: bool = False  # its files hold differences from the array of the same name in the manifest's base
-    name: str = field(init=False)
+    name: str = ""  # that of its path
     _last: tuple[tuple[int, ...], StoredObject] | None = field(init=False, default=None)
     _elsewhere: dict[str, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.name = names.leaf_name(self.path)
+        self.name = self.name or names.leaf_name(self.path)
 
     @property
     def shape(self) -> tuple[int, ...]:

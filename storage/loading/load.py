@@ -18,7 +18,7 @@ import numpy as np
 
 from ...arrays.backends.collector import no_collections
 from ...arrays.core.blocks import Box
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError, IncompleteCheckpoint
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
 from ...arrays.ops.creation import asarray
 from ..base.names import leaf_name
@@ -31,7 +31,7 @@ from ..rules.casting import CastLoss, Tally, tracked
 from ..rules.lazy_tensors import casts
 from ..rules.rules import Rules
 from ..stores.generations import once_more
-from ..stores.store import listed_once
+from ..stores.store import is_url, listed_once
 from .match_target import (
     Ignored,
     LoadTarget,
@@ -106,14 +106,18 @@ def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: T
     for name, t in targets.items():
         tensor = t.tensor
         shape = tensor.shape
-        buffers[name] = room(name, shape, t.dtype)
-        some = tensor.jobs(Box.whole(shape), buffers[name])
+        out = buffers[name] = room(name, shape, t.dtype)
+        some = tensor.jobs(Box.whole(shape), out)
         jobs += tracked(losses, name, some) if casts(tensor) else some
         readers = max(readers, tensor.readers)
-        report.bytes_needed += t.source.nbytes
     report.bytes_read += run(jobs, readers)
     del jobs  # which hold the buffers too
     return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
+
+
+def _check(targets: Mapping[str, LoadTarget]) -> None:
+    for t in targets.values():
+        t.source.check()
 
 
 def _as_wanted(name: str, buffer: np.ndarray, like: Any) -> Any:
@@ -295,9 +299,12 @@ def _load(
         else:
             targets = match_like(ckpt, like, picked, cast, strict, ignored, kept)
         check_shardings(targets)
-        for t in targets.values():
-            t.source.check()
-    if sum(t.source.nbytes for t in targets.values()) > _LONG:
+        # A short load of a disk tells itself what is missing.
+        local = {n: t for n, t in targets.items() if t.sharding is None}
+        kept.bytes_needed = sum([t.source.nbytes for t in local.values()])
+        if kept.bytes_needed > _LONG or len(local) < len(targets) or is_url(ckpt.path):
+            _check(targets)
+    if sum([t.source.nbytes for t in targets.values()]) > _LONG:
         resting.close()
     kept.arrays = len(targets)
     if report is not None:
@@ -305,7 +312,11 @@ def _load(
     planned = time.perf_counter()
 
     losses = Tally()
-    loaded = _read_local({p: t for p, t in targets.items() if t.sharding is None}, kept, losses)
+    try:
+        loaded = _read_local(local, kept, losses)
+    except IncompleteCheckpoint:
+        _check(targets)  # which names all that is missing
+        raise
     for _, group in by_mesh(targets.values()):
         loaded |= _read_split({t.source.name: t for t in group}, kept, report is not None, losses)
     losses.refuse(allow_overflow)
@@ -323,8 +334,8 @@ def _load(
         scalars = held(ckpt, picked)[1]
         return _rebuild(like, {**scalars, **loaded}, {*kept.loaded, *kept.grown})
     structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
-    order = list(ckpt.arrays)
-    return fill(structure, lambda leaf: loaded[order[leaf.index]])
+    values = list(map(loaded.get, ckpt.arrays))
+    return fill(structure, lambda leaf: values[leaf.index])
 
 
 def _rebuild(like: Any, values: Mapping[str, Any], fitting: set[str]) -> Any:

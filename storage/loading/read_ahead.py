@@ -164,8 +164,5 @@ class _AheadReader:
         self._ahead.used(segment, wanted)
         return done
 
-    def at_hand(self, offset: int) -> bool:
-        return self._inner.at_hand(offset)
-
     def close(self) -> None:
         self._inner.close()

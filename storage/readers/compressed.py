@@ -105,8 +105,8 @@ class CompressedTensor(ChunkedTensor):
 
     compression: Codec = _ZSTD
 
-    def _is_range(self, stored: StoredObject, out: np.ndarray) -> bool:
-        return False
+    def _range(self, coord: Coord, stored: StoredObject, out: np.ndarray) -> None:
+        return None
 
     def starts(self, reader: Reader, path: str, coord: Coord) -> np.ndarray:
         """Where the chunks of a shard begin in its file, and where the last one ends."""

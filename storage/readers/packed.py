@@ -17,7 +17,7 @@ from ..format.stored_objects import StoredObject
 from ..stores import store
 from ..stores.contract import Reader
 from .reading import Job, RangeJob, opened
-from .tensor import ChunkedTensor, bytes_of, view
+from .tensor import ChunkedTensor, buffer_of, view
 
 _CHECKED = 8 << 20  # bytes of one read of `check`
 
@@ -59,9 +59,9 @@ class PackedBlocks(ChunkedTensor):
                     take = partial(self._take, held, place, part.within(held.box))
             elif not out.flags.c_contiguous:
                 take = partial(self._take, held, out, held.box.within(held.box))
-            # (A view as bytes is for dtypes whose arrays are no buffers.)
-            to = None if take is not None else place if place.dtype.isbuiltin == 1 else bytes_of(place)
-            yield RangeJob(self, coord, _path(self.root, held.file), held.start, held.nbytes, value, to, take)
+            to = None if take is not None else buffer_of(place)
+            span = held.start, held.nbytes, held.file_nbytes
+            yield RangeJob(self, coord, _path(self.root, held.file), *span, value, to, take)
 
     def _take(self, held: StoredObject, out: np.ndarray, local: Box, data: np.ndarray) -> None:
         stored = data.view(dtypes.bits(self.dtype)).reshape(held.box.shape)

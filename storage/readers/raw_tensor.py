@@ -20,7 +20,7 @@ from ..stores import store as stores
 from ..stores.contract import Reader
 from ..stores.generations import Generation
 from .reading import SMALL, Job, RangeJob, opened
-from .tensor import bytes_of, rows_of, view
+from .tensor import buffer_of, bytes_of, rows_of, view
 
 _SHORT = 4 << 10  # bytes of a row that is sooner copied to its place than read there
 
@@ -139,7 +139,7 @@ class RawTensor:
         whole = self.strides is None and out.nbytes > 0 and box.shape == self.shape and out.flags.c_contiguous
         # A request costs as much as so many bytes: neighbours share one.
         if whole and (out.nbytes <= SMALL or out.nbytes <= stores.holding(self.path)[0].gap):
-            yield RangeJob(self, None, self.path, self.start, out.nbytes, self.crc32c, bytes_of(out))
+            yield RangeJob(self, None, self.path, self.start, out.nbytes, -1, self.crc32c, buffer_of(out))
             return
         if self.crc32c is not None and box.size and box.shape == self.shape:
             if out.flags.c_contiguous:

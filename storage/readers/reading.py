@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ..base import names
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..stores import generations
@@ -19,7 +21,7 @@ from ..stores import store as stores
 from ..stores.contract import Reader
 from ..stores.filesystem import IOV_MAX
 from ..stores.generations import Generation
-from ..stores.local import LocalStore
+from ..stores.local import Beneath, LocalStore, local_reader
 
 Job = Callable[[], int]
 SMALL = (
@@ -41,7 +43,8 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
     rest: list[Job] = [j for j in jobs if type(j) is not RangeJob] if ranges else list(jobs)
     total = 0
     if ranges:
-        done, later = _at_hand(_neighbours(ranges))
+        with _kept_open():
+            done, later = _at_hand(_neighbours(ranges))
         total += done
         rest += [lambda group=group: _read_ranges(group) for group in later]
     workers = min(readers, len(rest), max(readers if readers > 4 else 2, os.cpu_count() or 1))
@@ -61,15 +64,33 @@ def run(jobs: Sequence[Job], readers: int = 4) -> int:
 
 
 def _together(jobs: Sequence[Job]) -> int:
-    """Execute jobs one after the other; the local files that they open stay open between them, as many arrays may lie
-    in one."""
-    before, _own.readers = getattr(_own, "readers", None), {}
-    try:
+    """Execute jobs one after the other."""
+    with _kept_open():
         return sum([job() for job in jobs])
+
+
+@contextlib.contextmanager
+def _kept_open() -> Iterator[None]:
+    """Local files that this thread opens stay open meanwhile, as many arrays may lie in one, and so do the folders of
+    checkpoints."""
+    before, _own.kept = getattr(_own, "kept", None), ({}, {})
+    try:
+        yield
     finally:
-        for reader in _own.readers.values():
-            reader.close()
-        _own.readers = before
+        for held in _own.kept:
+            for each in held.values():
+                each.close()
+        _own.kept = before
+
+
+def _beneath(root: str, where: str, what: str, folders: dict[str, Beneath] | None) -> int:
+    """The descriptor of a local file, which links must not lead out of ``root``; -1 where it is still to be opened."""
+    name, fd = where[len(root) + 1 :], -1
+    if folders is not None:
+        fd = (folders.get(root) or folders.setdefault(root, Beneath(root))).open(name)
+    if fd < 0:
+        names.inside(root, name, f"{root}: {what}")
+    return fd
 
 
 class opened:  # used as a function is
@@ -79,20 +100,25 @@ class opened:  # used as a function is
     """
 
     # A class, as a generator takes longer than to read a small file.
-    __slots__ = ("_closes", "_generation", "_what", "_where")
+    __slots__ = ("_closes", "_generation", "_root", "_what", "_where")
 
-    def __init__(self, where: str, what: str, generation: Generation = generations.NONE) -> None:
-        self._where, self._what, self._generation = where, what, generation
+    def __init__(self, where: str, what: str, generation: Generation = generations.NONE, root: str = "") -> None:
+        """``root``: a folder that links must not lead out of."""
+        self._where, self._what, self._generation, self._root = where, what, generation, root
 
     def __enter__(self) -> Reader:
-        held = getattr(_own, "readers", None)
+        held, folders = getattr(_own, "kept", None) or (None, None)
         self._closes: Reader | None = None
         reader: Reader | None = held.get(self._where) if held else None
         if reader is None:
             remote = stores.is_url(self._where)
-            store, name = stores.holding(self._where) if remote else (_LOCAL, self._where)
             try:
-                reader = store.reader(name)
+                if remote:
+                    store, name = stores.holding(self._where)
+                    reader = store.reader(name)
+                else:
+                    fd = _beneath(self._root, self._where, self._what, folders) if self._root else -1
+                    reader = _LOCAL.reader(self._where) if fd < 0 else local_reader(fd, self._where)
                 if self._generation.ahead is not None:
                     reader = self._generation.ahead.reader(self._where, reader)
             except BaseException as e:
@@ -143,11 +169,12 @@ class RangeJob:
     """A read of one range of a file, which `run` joins with its neighbours.
 
     The bytes go to ``out``, or without it to ``take``. They are compared with ``value``; where that is None, nothing
-    binds them to what was opened, and the generation is looked at instead.
+    binds them to what was opened, and the generation is looked at instead. ``file_nbytes`` is the length of the file,
+    where the tensor looks at nothing else. Links must not lead out of the folder ``root``.
     """
 
     # There may be a hundred thousand of them: no frozen dataclass, which takes four times as long to make.
-    __slots__ = ("coord", "nbytes", "out", "path", "start", "take", "tensor", "value")
+    __slots__ = ("coord", "file_nbytes", "nbytes", "out", "path", "root", "start", "take", "tensor", "value")
 
     def __init__(
         self,
@@ -156,12 +183,14 @@ class RangeJob:
         path: str,
         start: int,
         nbytes: int,
+        file_nbytes: int,
         value: int | None,
         out: np.ndarray | None,
         take: Callable[[np.ndarray], None] | None = None,
+        root: str = "",
     ) -> None:
-        self.tensor, self.coord, self.path, self.start = tensor, coord, path, start
-        self.nbytes, self.value, self.out, self.take = nbytes, value, out, take
+        self.tensor, self.coord, self.path, self.start, self.root = tensor, coord, path, start, root
+        self.nbytes, self.file_nbytes, self.value, self.out, self.take = nbytes, file_nbytes, value, out, take
 
     def __call__(self) -> int:
         return _read_ranges([self])
@@ -169,23 +198,26 @@ class RangeJob:
 
 def _neighbours(jobs: list[RangeJob]) -> list[list[RangeJob]]:
     """The jobs in groups that one read serves."""
+    files: dict[str, list[RangeJob]] = {}
+    for job in jobs:
+        files.setdefault(job.path, []).append(job)
     groups: list[list[RangeJob]] = []
-    path, first, end, gap, limit = "", 0, 0, 0, 0
-    for job in sorted(jobs, key=attrgetter("path", "start", "nbytes")):
-        if job.path != path:
-            path = job.path
-            store = stores.holding(path)[0] if stores.is_url(path) else LocalStore
-            gap, limit = store.gap, store.job
-        else:
-            last, stop = groups[-1][-1], job.start + job.nbytes
-            again = job.start == last.start and stop == end
-            near = again or end <= job.start <= end + gap
-            if near and stop - first <= limit and len(groups[-1]) < IOV_MAX // 2:
+    for path, held in files.items():
+        if len(held) == 1:
+            groups.append(held)
+            continue
+        store = stores.holding(path)[0] if stores.is_url(path) else LocalStore
+        first = end = -1
+        for job in sorted(held, key=attrgetter("start", "nbytes")):
+            stop = job.start + job.nbytes
+            again = first >= 0 and job.start == groups[-1][-1].start and stop == end
+            near = again or 0 <= end <= job.start <= end + store.gap
+            if near and stop - first <= store.job and len(groups[-1]) < IOV_MAX // 2:
                 groups[-1].append(job)
-                end = stop
-                continue
-        groups.append([job])
-        first, end = job.start, job.start + job.nbytes
+            else:
+                groups.append([job])
+                first = job.start
+            end = stop
     return groups
 
 
@@ -214,12 +246,9 @@ def _read_ranges(group: list[RangeJob], wait: bool = True) -> int:
     """Fill the ``out`` of each; -1 where that would ``wait`` for a disk and must not."""
     job = group[0]
     first, path, tensor = job.start, job.path, job.tensor
-    with opened(path, f"part of {tensor.name!r}", tensor.generation) as reader:
-        if not wait and not reader.at_hand(first):
-            return -1
-        buffers, parts = [job.out if job.out is not None else np.empty(job.nbytes, np.uint8)], []
-        parts.append(buffers[0])
-        end = first + job.nbytes
+    with opened(path, f"part of {tensor.name!r}", tensor.generation, job.root) as reader:
+        buffers = [job.out if job.out is not None else np.empty(job.nbytes, np.uint8)]
+        parts, end = buffers[:], first + job.nbytes
         for job in group[1:]:
             if job.start < end:  # the same bytes as those before, for another place
                 parts.append(parts[-1])
@@ -230,8 +259,12 @@ def _read_ranges(group: list[RangeJob], wait: bool = True) -> int:
             buffers.append(part)
             parts.append(part)
             end = job.start + job.nbytes
-        done = reader.readv(buffers, first)
-        tensor.check_length(reader, group[0].coord, path)
+        if wait:
+            done = reader.readv(buffers, first)
+        elif (done := reader.read_now(buffers, first)) != end - first:
+            return -1
+        if reader.nbytes != group[0].file_nbytes:
+            tensor.check_length(reader, group[0].coord, path)
         if done != end - first:
             raise CorruptCheckpoint(
                 f"{path} ends early (it holds part of {tensor.name!r}); it changed while it was read"

@@ -24,6 +24,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring
+from operator import itemgetter
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -341,7 +342,7 @@ def build_header(
 
     ``sums``: with zeros in the place of checksums, for `tensor_sums.sealed`.
     """
-    rows = list(tensors)
+    rows = [(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
     names = [name for name, _, _ in rows]
     if odd := [n for n in names if not isinstance(n, str)]:
         raise CheckpointKeyError(f"names of tensors are texts, got {odd[0]!r}; str() makes one")
@@ -360,25 +361,28 @@ def build_header(
         free = {"format": "pt", **free, tensor_sums.KEY: tensor_sums.text([0] * (1 + len(rows)))}
     rows_text = [f'"__metadata__":{json.dumps(free, separators=(",", ":"), ensure_ascii=False)}'] if free else []
     place: dict[str, TensorInfo] = {}
+    forms: dict[Any, tuple[int, str]] = {}  # bytes and text that those which are alike share
     position = 0
-    for name, dtype, shape in sorted(rows, key=lambda r: (-dtypes.SAFETENSORS_RANK[r[1]], r[0])):
-        bits = math.prod(shape) * dtypes.SAFETENSORS[dtype].bits
-        if bits % 8:
-            raise CheckpointDTypeError(f"{name!r}: {dtype} of shape {shape} ends inside a byte (MisalignedSlice)")
-        end = position + bits // 8
-        place[name] = TensorInfo(dtype, tuple(shape), position, end)
-        rows_text.append(
-            f'{encode_basestring(name)}:{{"dtype":"{dtype}","shape":{sizes_text(tuple(shape))},"data_offsets":[{position},{end}]}}'
-        )
+    rows.sort(key=itemgetter(0))
+    for name, dtype, shape in sorted(rows, key=lambda r: -dtypes.SAFETENSORS_RANK[r[1]]):
+        if (form := forms.get((dtype, shape))) is None:
+            bits = math.prod(shape) * dtypes.SAFETENSORS[dtype].bits
+            if bits % 8:
+                raise CheckpointDTypeError(f"{name!r}: {dtype} of shape {shape} ends inside a byte (MisalignedSlice)")
+            text = f'{{"dtype":"{dtype}","shape":{sizes_text(shape)},"data_offsets":['
+            form = forms[dtype, shape] = bits // 8, text
+        end = position + form[0]
+        place[name] = TensorInfo(dtype, shape, position, end)
+        rows_text.append(f"{encode_basestring(name)}:{form[1]}{position},{end}]}}")
         position = end
     try:
-        text = f"{{{','.join(rows_text)}}}".encode()
+        head = f"{{{','.join(rows_text)}}}".encode()
     except UnicodeEncodeError as e:
         raise CheckpointKeyError(f"a name holds half of a surrogate pair: {e}") from None
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise CheckpointError(f"the header has {len(text)} bytes, at most {MAX_HEADER} are allowed (HeaderTooLarge)")
-    return struct.pack("<Q", len(text)) + text, place
+    head += b" " * (-len(head) % 8)
+    if len(head) > MAX_HEADER:
+        raise CheckpointError(f"the header has {len(head)} bytes, at most {MAX_HEADER} are allowed (HeaderTooLarge)")
+    return struct.pack("<Q", len(head)) + head, place
 
 
 @not_recording()  # what is stored needs no derivative
@@ -427,7 +431,7 @@ def save_safetensors(
     rows = [(name, dtypes.safetensors_name(a.dtype, repr(name)), a.shape) for name, a in arrays.items()]
     head, place = build_header(rows, metadata, sums=checksums)
     if checksums:
-        head = tensor_sums.sealed(head, [sum_of(arrays[name]) for name in place])
+        head = tensor_sums.sealed(head, [sum_of(pieces_of(arrays[name])) for name in place])
     nbytes = len(head) + sum(t.nbytes for t in place.values())
     body = joined(itertools.chain([head], itertools.chain.from_iterable(pieces_of(arrays[name]) for name in place)))
     if isinstance(path, (str, os.PathLike)):
@@ -454,9 +458,9 @@ def save_safetensors(
     return nbytes
 
 
-def sum_of(a: np.ndarray) -> int:
+def sum_of(pieces: Iterable[Any]) -> int:
     value = 0
-    for piece in pieces_of(a):
+    for piece in pieces:
         value = crc32c(piece, value)
     return value
 

@@ -56,6 +56,11 @@ def bytes_of(a: np.ndarray) -> np.ndarray:
     return a.reshape(-1).view(np.uint8)
 
 
+def buffer_of(a: np.ndarray) -> np.ndarray:
+    """The array as a buffer: dtypes that are not NumPy's own are none."""
+    return a if a.dtype.isbuiltin == 1 else bytes_of(a)
+
+
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------
 
 
@@ -151,19 +156,33 @@ class ChunkedTensor:
         spans = zip(box.offset, box.stop, self.grid.chunk, strict=True)
         return unit * math.prod(-(-b // c) - a // c for a, b, c in spans) if box.size else 0
 
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
+    def jobs(self, box: Box, out: np.ndarray) -> Iterable[Job]:
         """Calls that together fill ``out`` (of the box's shape) with the elements of ``box``."""
+        if (alone := only_shard(self.grid)) is not None and box.shape == self.grid.shape:
+            job = self._range(alone, self.objects[alone], out)
+            if job is not None:
+                return (job,)
+        return self._jobs(box, out)
+
+    def _range(self, coord: tuple[int, ...], stored: StoredObject, out: np.ndarray) -> RangeJob | None:
+        """The read of a shard that is one small chunk without padding, directly into ``out``."""
+        _, shard, chunk = self.grid
+        if stored.nbytes > SMALL or not chunk == shard == out.shape or not out.flags.c_contiguous:
+            return None
+        path = f"{self.root}/{stored.file}"  # a name of ours below one that was looked at
+        value, to = stored.crc32c if self.verify else None, buffer_of(out)
+        return RangeJob(self, coord, path, stored.start, out.nbytes, stored.nbytes, value, to, root=self.root)
+
+    def _jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         unit = math.prod(self.grid.chunk) * self.dtype.itemsize + 4
         step = max(1, store.at(self.root).job // unit)
         for coord in self._shards(box):
             stored = self.objects[coord]
             if box == stored.box:
-                local, target = Box.whole(box.shape), out
-                if self._is_range(stored, out):
-                    wanted = self.wanted(coord) if self.verify else None
-                    value = None if wanted is None else int(wanted[0])
-                    yield RangeJob(self, coord, self.path(coord), stored.start, out.nbytes, value, bytes_of(out))
+                if (job := self._range(coord, stored, out)) is not None:
+                    yield job
                     continue
+                local, target = Box.whole(box.shape), out
             elif (part := box.intersect(stored.box)) is not None:  # 0-d boxes always meet
                 local, target = part.within(stored.box), view(out, part.within(box))
             else:  # only a box beyond the array ends here
@@ -171,16 +190,6 @@ class ChunkedTensor:
             chunks = list(cells(local, self.grid.chunk))
             for first in range(0, len(chunks), step):
                 yield lambda c=coord, t=target, b=local, group=chunks[first : first + step]: self._read(c, b, t, group)
-
-    def _is_range(self, stored: StoredObject, out: np.ndarray) -> bool:
-        """Whether a shard is one small chunk without padding, which is read directly into ``out``."""
-        grid = self.grid
-        return (
-            stored.nbytes <= SMALL
-            and grid.chunk == stored.box.shape
-            and grid.chunk == grid.shard
-            and out.flags.c_contiguous
-        )
 
     def refused(self, coord: tuple[int, ...], value: int) -> CorruptCheckpoint:
         """The error for the one chunk of a shard, whose bytes have the checksum ``value``."""
@@ -361,7 +370,7 @@ class StoredTensor(Protocol):
 
     def planned(self, box: Box) -> int: ...
 
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]: ...
+    def jobs(self, box: Box, out: np.ndarray) -> Iterable[Job]: ...
 
 
 def read_box(tensor: StoredTensor, box: Box | None = None) -> tuple[np.ndarray, int]:

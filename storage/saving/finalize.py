@@ -101,6 +101,7 @@ def _entries(
                 packs=packs if item.packed else None,
                 dual=item.dual,
                 delta=item.base is not None,
+                name=item.name,
             )
         )
     if lost or written:

@@ -45,10 +45,10 @@ class SaveItem:
     said: str = ""  # see ``array_metadata``
     base: Any = None  # the tensor from which the array is a delta
 
-    name: str = field(init=False)
+    name: str = ""  # that of its path
 
     def __post_init__(self) -> None:
-        self.name = names.leaf_name(self.path)
+        self.name = self.name or names.leaf_name(self.path)
         if not self.shape:  # a bare chunk of a few bytes
             self.compression = None
 
@@ -64,16 +64,21 @@ class SaveItem:
         """Whether its files can only be written from their first byte to their last."""
         return self.compression is not None or self.dual
 
-    @property
-    def least_nbytes(self) -> int:
-        """Bytes that its files will surely need."""
-        return self.stored_nbytes if self.compression is None and not self.like else 0
-
     def most(self, coord: tuple[int, ...]) -> int:
         """Bytes of the file of a shard; with compression, the most that it can have."""
         if self.dual:
             return dual_shard(self.name, self.dtype, self.grid, coord).nbytes
         return most_nbytes(self.grid, coord, self.dtype.itemsize, self.compression)
+
+
+def sizes_of(items: Iterable[SaveItem]) -> tuple[int, int]:
+    """Bytes that the files of items will have at most, and those that they will surely need."""
+    most = surely = 0
+    for item in items:
+        nbytes = item.stored_nbytes
+        most += nbytes
+        surely += nbytes if item.compression is None and not item.like else 0
+    return most, surely
 
 
 @dataclass(frozen=True, slots=True)

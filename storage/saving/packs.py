@@ -130,10 +130,11 @@ def assign(
 def head_of(tasks: Sequence[Task], kinds: Sequence[np.dtype]) -> tuple[bytes, dict[str, TensorInfo]]:
     """The first bytes of a pack, with zeros in the place of checksums, and where its blocks go. Names are distinct: a
     rank has one block of an array."""
-    boxes = [place_of(t.grid, t.coord, 1).box for t in tasks]
-    rows = [(t.name, dtypes.safetensors_name(k), b.shape) for t, k, b in zip(tasks, kinds, boxes, strict=True)]
-    offsets = [sizes_text(b.offset, ", ") for b in boxes]
-    info = [f'{quoted(t.name)}: {{"saved_offsets": {o}}}' for t, o in zip(tasks, offsets, strict=True)]
+    rows, info = [], []
+    for t, kind in zip(tasks, kinds, strict=True):
+        box = place_of(t.grid, t.coord, 1).box
+        rows.append((t.name, dtypes.safetensors_name(kind), box.shape))
+        info.append(f'{quoted(t.name)}: {{"saved_offsets": {sizes_text(box.offset, ", ")}}}')
     return build_header(rows, {"format": "pt", DCP_INFO: f"{{{', '.join(info)}}}"}, sums=True)
 
 
@@ -141,22 +142,28 @@ def records_of(
     tasks: Sequence[Task], head: bytes, places: Mapping[str, TensorInfo], sums: Mapping[str, int]
 ) -> list[Record]:
     """The records of the blocks of one pack that was written."""
-    pack = Pack(tasks[0].pack, len(head) + sum(p.nbytes for p in places.values()), len(head), crc32c(head))
-    return [
-        Record(t.file, places[t.name].nbytes, sums[t.name], b"", pack, len(head) + places[t.name].begin) for t in tasks
-    ]
+    first, last = len(head), next(reversed(places.values()))
+    pack = Pack(tasks[0].pack, first + last.end, first, crc32c(head))
+    out = []
+    for t in tasks:
+        _, _, begin, end = places[t.name]
+        out.append(Record(t.file, end - begin, sums[t.name], b"", pack, first + begin))
+    return out
 
 
 def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
     """The records of the blocks of one pack, and a source of the bytes of its file."""
     arrays = dict(zip((t.name for t in tasks), parts, strict=True))
     head, places = head_of(tasks, [a.dtype for a in parts])
-    sums = {name: sum_of(arrays[name]) for name in places}
+    # What is short is copied once, for its checksum and for the file.
+    brief = sum([a.nbytes for a in parts]) <= HELD
+    pieces = {name: tuple(pieces_of(arrays[name])) for name in places} if brief else {}
+    sums = {name: sum_of(pieces.get(name) or pieces_of(arrays[name])) for name in places}
     head = tensor_sums.sealed(head, list(sums.values()))
 
     def body() -> Iterator[Any]:
         yield head
         for name in places:
-            yield from pieces_of(arrays[name])
+            yield from pieces.get(name) or pieces_of(arrays[name])
 
     return records_of(tasks, head, places, sums), lambda: joined(body())

@@ -50,7 +50,7 @@ from . import icechunk_commit, packs, sharing
 from .background import SaveHandle, finish_earlier, start
 from .dual import choose_dual, is_dual
 from .finalize import finish_directory
-from .items import DeltaBase, Record, SaveItem, tasks_of
+from .items import DeltaBase, Record, SaveItem, sizes_of, tasks_of
 from .write_shards import write_blocks
 
 _SCALARS = (bool, int, float, str)
@@ -97,21 +97,24 @@ def _classify(tree: Any) -> tuple[Any, list[SaveItem]]:
 
 
 def _item(leaf: Any, path: Path) -> SaveItem:
-    where = f"key {names.leaf_name(path)!r}"
-    leaf = taken(leaf, where)
-    if isinstance(leaf, np.generic):
-        leaf = np.asarray(leaf)
-    # Sparse matrices have a shape and a dtype, and are no arrays.
-    sharding = getattr(leaf, "sharding", None)
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype") and (sharding is not None or hasattr(leaf, "__array__"))):
-        raise CheckpointDTypeError(
-            f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
-        )
+    name = names.leaf_name(path)
+    where, sharding = f"key {name!r}", None
+    if type(leaf) is not np.ndarray:
+        leaf = taken(leaf, where)
+        if isinstance(leaf, np.generic):
+            leaf = np.asarray(leaf)
+        # Sparse matrices have a shape and a dtype, and are no arrays.
+        sharding = getattr(leaf, "sharding", None)
+        held = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if not held or (sharding is None and not hasattr(leaf, "__array__")):
+            raise CheckpointDTypeError(
+                f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
+            )
     shape = leaf.shape if type(leaf) is np.ndarray else tuple(int(n) for n in leaf.shape)
     dtype = dtypes.check_storable(leaf.dtype, where)
     whole = sharding is None
     grid = whole_grid(shape, dtype.itemsize) if whole else choose_grid(shape, dtype.itemsize, _boxes(sharding, shape))
-    return SaveItem(path, leaf, shape, dtype, sharding, grid)
+    return SaveItem(path, leaf, shape, dtype, sharding, grid, name=name)
 
 
 def _boxes(sharding: BlockSharding | None, shape: tuple[int, ...]) -> list[Box]:
@@ -490,13 +493,13 @@ class _Save:
         target, items = self.target, self.items
         if self.share is not None:
             sharing.match(items, self.share)
-        expected = sum(i.stored_nbytes for i in items)
+        expected, surely = sizes_of(items)
         if expected >= _BRIEF:
             resting.close()
         slack = 4096 * (2 * len(items) + 2)
         with (
             activity.under_way(kind, target, expected) as work,
-            atomic_directory.room_for(sum(i.least_nbytes for i in items) + slack, target),
+            atomic_directory.room_for(surely + slack, target),
             protocol_of(target).replacing(target, overwrite=self.overwrite, tables=contents.SAVED) as folder,
         ):
             work.root = folder.root

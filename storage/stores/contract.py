@@ -49,9 +49,14 @@ class Reader(Protocol):
     def readv(self, buffers: list[Any], offset: int) -> int:
         """Fill all buffers from ``offset`` on, or as many as the object has bytes for; returns the number of bytes."""
 
+    def read_now(self, buffers: list[Any], offset: int) -> int:
+        """As `readv`, of bytes that are in this machine's memory; fewer, or -1, where it would have to wait for others,
+        or cannot tell."""
+        return -1
+
     def at_hand(self, offset: int) -> bool:
         """Whether the bytes there come from this machine's memory: then a small read costs little."""
-        return False
+        return self.read_now([bytearray(1)], offset) == 1
 
     def close(self) -> None: ...
 

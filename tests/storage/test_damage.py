@@ -12,6 +12,7 @@ from meshtape import errors
 from meshtape.storage import load, merge, open_checkpoint, save, save_safetensors, verify
 from meshtape.storage.base.checksums import crc32c
 from meshtape.storage.format import manifest
+from meshtape.storage.stores import local
 
 HOSTILE = [
     "../x",
@@ -305,14 +306,20 @@ def test_a_newer_version_is_refused_and_both_are_named(saved):
         load(saved)
 
 
-def test_links_out_of_the_checkpoint_are_refused(saved, tmp_path):
-    secret = tmp_path / "secret"
-    size = (saved / "w" / "c.0.0").stat().st_size
-    secret.write_bytes(bytes(size))
-    (saved / "w" / "c.0.0").unlink()
-    (saved / "w" / "c.0.0").symlink_to(secret)
+@pytest.mark.parametrize("part", ["w", "w/c.0.0"])
+@pytest.mark.parametrize("beneath", [True, False])  # whether the system looks at links itself
+def test_links_out_of_the_checkpoint_are_refused(saved, tmp_path, part, beneath, monkeypatch):
+    if not beneath:
+        monkeypatch.setattr(local.Beneath, "open", lambda self, name: -1)
+    same = load(saved)["w"]
+    (saved / part).rename(tmp_path / "secret")
+    (saved / part).symlink_to(tmp_path / "secret")
     with pytest.raises(errors.CorruptCheckpoint, match="link out of the checkpoint"):
         load(saved)
+    (saved / part).unlink()
+    (tmp_path / "secret").rename(saved / "inside")
+    (saved / part).symlink_to(os.path.relpath(saved / "inside", (saved / part).parent))
+    assert np.array_equal(np.asarray(load(saved)["w"]), np.asarray(same))  # one that stays inside is followed
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,10 @@ def _at_hand(where):
 def test_neighbours_share_reads(form, tmp_path, monkeypatch):
     where, tree = tmp_path / "c.safetensors", trees()
     save(where, tree, pack=True) if form == "packed" else save_safetensors(where, tree)
-    reads, real = [], local.preadv
-    monkeypatch.setattr(local, "preadv", lambda *args: reads.append(1) or real(*args))
+    reads = []
+    for name in ("readv", "read_now"):
+        real = getattr(local._LocalReader, name)
+        monkeypatch.setattr(local._LocalReader, name, lambda *args, real=real: reads.append(1) or real(*args))
     same(load(where), tree)
     assert len(reads) < COUNT / 10
     reads.clear()
@@ -109,7 +111,7 @@ def test_the_text_of_a_manifest_is_that_of_a_writer_of_json(tmp_path):
 
 def test_they_are_read_by_threads_where_a_disk_must_be_waited_for(kept, monkeypatch):
     _, where, tree = kept
-    monkeypatch.setattr(local._LocalReader, "at_hand", lambda self, offset: False)
+    monkeypatch.setattr(local._LocalReader, "read_now", lambda self, buffers, offset: -1)
     same(load(where), tree)
     same(load(where, verify=False), tree)
 
@@ -129,7 +131,8 @@ def test_damage_names_the_array(kept, at_hand, monkeypatch):
         byte = f.read(1)
         f.seek(start)
         f.write(bytes([byte[0] ^ 1]))
-    monkeypatch.setattr(local._LocalReader, "at_hand", lambda self, offset: at_hand)
+    if not at_hand:
+        monkeypatch.setattr(local._LocalReader, "read_now", lambda self, buffers, offset: -1)
     with pytest.raises(errors.CorruptCheckpoint, match=r"layers\.7\.w"):
         load(where)
     got = load(where, verify=False)
