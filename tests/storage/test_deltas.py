@@ -589,7 +589,7 @@ def test_turns_in_an_object_store(monkeypatch, owner):
     who = {"dead": f"{owners.host()}-{2**22 + 1}", "of this process": f"{owners.host()}-{os.getpid()}"}
     held = who.get(owner, "0123abcd-89abcdef-7")
     if owner.endswith("silent"):
-        monkeypatch.setattr(owners, "SILENT_AGE", -60.0)
+        monkeypatch.setattr(anchor_lock, "_SILENCE", -60.0)
     for kind, number in (("shared", 4), ("alone", 5)):
         with contextlib.ExitStack() as stack:
             name = f"{kind}-{held}-00000000"
