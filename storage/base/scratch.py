@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 
 import numpy as np
 
@@ -31,6 +32,16 @@ def scratch(use: str, nbytes: int) -> np.ndarray:
 def release() -> None:
     """Free this thread's scratch memory. A thread that ends frees its own."""
     _own.__dict__.clear()
+
+
+@cache
+def keep_freed() -> None:
+    """Let the system's allocator keep freed memory for the temporaries of computing, from now on.
+
+    glibc maps each block above a threshold anew, and gives the top of the heap back above another; both grow to the
+    largest block that was freed, up to 32 MB. So a block that nobody touches is freed here; elsewhere for nothing.
+    """
+    np.empty(31 << 20, np.uint8)
 
 
 def room(name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

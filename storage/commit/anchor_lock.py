@@ -10,9 +10,10 @@ requests arrive, the one that lists last sees the other: lists show what was put
 that). Nobody goes on beside another that it sees, unless both share. One that shares, or one of two that want it
 alone, takes its object away and tries again later; one that wants it alone leaves its object while it waits for those
 that share, so newcomers step back and it gets its turn. The objects of killed processes are passed over and deleted, by
-the rules of ``owners``: at once for a process of this machine that has ended, and after `SILENT_AGE` for another
-machine's, which puts its object anew four times in that. Who was stopped for longer, and goes on, holds a lock no more;
-a save looks at its base once more after its commit, for that.
+the rules of ``owners``: at once for a process of this machine that has ended, and after ten minutes for another
+machine's, which puts its object anew every minute. Both times are the store's: the age of an object is counted up to
+our own, so no clock of a machine matters. Who was stopped for longer, and goes on, holds a lock no more; a save looks
+at its base once more after its commit, for that.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..stores.filesystem import try_lock
 
 PATIENCE = 60.0  # seconds that a deletion waits for saves, and a save for a deletion
 _PAUSE = 0.02
+_SILENCE = 600.0  # seconds after which an object that is not put anew is of a killed process
 _FOLDER = ".meshtape-turns"  # of the objects, in the folder of the run
 _ALONE = "alone"
 _NAME = re.compile(r"(?:alone|shared)-(\w+-\w+)-(\d{1,9})-\w+")  # owner, and its process
@@ -98,7 +100,7 @@ class _Objects:
             self._name = f"{'shared' if self._shared else _ALONE}-{owners.new_id()}"
             _mine.add(self._name)
             self._store.put(self._name, b"")
-        others = _living(self._store) - {self._name}
+        others = _living(self._store, self._name) - {self._name}
         alone = any(name.startswith(_ALONE) for name in others)
         if alone or (others and not self._shared):
             if alone:
@@ -109,7 +111,7 @@ class _Objects:
         return True
 
     def _renew(self) -> None:
-        while not self._ended.wait(owners.SILENT_AGE / 4):
+        while not self._ended.wait(_SILENCE / 10):
             with suppress(StoreError):
                 self._store.put(self._name, b"")
 
@@ -130,14 +132,17 @@ def sweep(folder: str) -> None:
     _living(store.at(store.join(folder, _FOLDER)))
 
 
-def _living(there: Store) -> set[str]:
-    """The objects whose owners may live. Those of others are deleted."""
+def _living(there: Store, own: str = "") -> set[str]:
+    """The objects whose owners may live. Those of others are deleted. ``own``: an object that we have put."""
     found: set[str] = set()
     dead = []
-    for e in there.entries():
+    entries = list(there.entries())
+    ahead = next((time.time() - e.modified for e in entries if e.name == own), None)  # of the store's clock, or more
+    silence = owners.SILENT_AGE if ahead is None else _SILENCE
+    for e in entries:
         if (m := _NAME.fullmatch(e.name)) is None:
             continue
-        gone = e.name not in _mine and owners.why_dead(m[1], int(m[2]), e.modified, owners.SILENT_AGE)
+        gone = e.name not in _mine and owners.why_dead(m[1], int(m[2]), e.modified + (ahead or 0.0), silence)
         dead.append(e.name) if gone else found.add(e.name)
     if dead:
         there.delete(dead)

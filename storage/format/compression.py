@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
+from ..base.scratch import scratch
 from .chunk_grid import ChunkGrid, place_of
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -34,6 +35,7 @@ class _Levelled:
     name: ClassVar[str]  # in the manifest
     called: ClassVar[str]  # by users
     levels: ClassVar[range]
+    signed: ClassVar[bool] = False  # whether it takes signed numbers near zero as they are
 
     def __post_init__(self) -> None:
         if type(self.level) is not int or self.level not in self.levels:
@@ -180,6 +182,89 @@ class ShuffledZstd(_Levelled):
         return BloscCodec(typesize=_grouped(itemsize), cname="zstd", clevel=self.level, shuffle="shuffle", blocksize=0)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedZstd(_Levelled):
+    """Differences of 16 bits, most of them near zero: -1, 0 and 1 take two bits. For deltas, not for users.
+
+    A code of Huffman spends a bit on each byte at least, more than most differences hold; four of them in a byte come
+    near their entropy. A frame is the length of a frame of Zstandard (4 bytes), that frame, whose content is the lesser
+    of 3 and the `zigzag` of four elements a byte, lowest bits first, and, where there are others, their zigzag minus 3
+    as a frame of `ShuffledZstd`. After a length of 0 that frame holds all elements as they are.
+    """
+
+    level: int = 1
+    name: ClassVar[str] = "packed-zstd"
+    called: ClassVar[str] = "deltas"
+    levels: ClassVar[range] = range(1, 10)
+    since: ClassVar[int] = 5
+    signed: ClassVar[bool] = True
+
+    def most(self, nbytes: int) -> int:
+        """Bytes of the longest frame for so many bytes of data."""
+        return 4 + ShuffledZstd().most(nbytes)
+
+    def compress(self, data: np.ndarray, itemsize: int = 2) -> bytes:
+        """The frame of some differences."""
+        held = zigzag(data.view("<u2").copy())
+        large = held[held >= 3] - np.uint16(3)
+        four = np.zeros((-(-held.size // 4), 4), np.uint8)
+        np.minimum(held, 3, out=four.reshape(-1)[: held.size], casting="unsafe")
+        small = Zstd(self.level).compress(four @ np.array([1, 4, 16, 64], np.uint8))
+        rest = ShuffledZstd(self.level).compress(large.view(np.uint8), 2) if large.size else b""
+        frame = b"".join([len(small).to_bytes(4, "little"), small, rest])
+        return frame if len(frame) < data.size else bytes(4) + ShuffledZstd(self.level).compress(data, 2)
+
+    def decompress(self, frame: np.ndarray, out: np.ndarray) -> None:
+        """Unpack a frame to exactly ``out``. ``ValueError`` where it is damaged or its content has another length."""
+        end = 4 + int.from_bytes(frame[:4].tobytes(), "little")
+        if end == 4:
+            ShuffledZstd().decompress(frame[4:], out)
+            return
+        held = out.view("<u2")
+        packed = scratch("packed", -(-held.size // 4))
+        Zstd().decompress(frame[4:end], packed)
+        whole = held.size // 4
+        np.take(_FOUR, packed[:whole], out=held[: 4 * whole].view("<u8"), mode="clip")
+        held[4 * whole :] = _FOUR[packed[whole:]].view("<u2")[: held.size % 4]
+        large = np.flatnonzero(held == _LARGE)
+        if large.size:
+            rest = scratch("large", 2 * large.size)
+            ShuffledZstd().decompress(frame[end:], rest)
+            held[large] = unzigzag(rest.view("<u2") + np.uint16(3))
+        elif end != len(frame):
+            raise ValueError("its frame is longer than it says")
+
+    def codec(self, itemsize: int) -> Any:
+        """Zarr's codec of the frames that make up its own; readers of Zarr refuse deltas before they come to it."""
+        return ShuffledZstd(self.level).codec(itemsize)
+
+
+def zigzag(held: np.ndarray) -> np.ndarray:
+    """Signed numbers as unsigned ones that are small where they are near zero, in place: 0, -1, 1, -2, … become 0, 1,
+    2, 3, …"""
+    signed = np.dtype(f"i{held.itemsize}")
+    sign = np.right_shift(held.view(signed), 8 * held.itemsize - 1, out=_like(held).view(signed))
+    np.left_shift(held, 1, out=held)
+    return np.bitwise_xor(held, sign.view(held.dtype), out=held)
+
+
+def unzigzag(held: np.ndarray) -> np.ndarray:
+    """Inverse of `zigzag`."""
+    sign = np.bitwise_and(held, 1, out=_like(held))
+    np.negative(sign, out=sign)
+    np.right_shift(held, 1, out=held)
+    return np.bitwise_xor(held, sign, out=held)
+
+
+def _like(held: np.ndarray) -> np.ndarray:
+    """Memory for as many elements: fresh pages would take as long as the arithmetic."""
+    return scratch("sign", held.nbytes).view(held.dtype).reshape(held.shape)
+
+
+_LARGE = 2  # no -1, 0 or 1
+_FOUR = np.array([0, -1, 1, _LARGE], "<i2")[np.arange(256)[:, None] >> np.arange(0, 8, 2) & 3].view("<u8").reshape(-1)
+"""The four differences of a byte."""
+
 _BLOSC = struct.Struct("<4B3I")  # versions, flags, size of an element; lengths of the content, of a block, of the frame
 _HEADER = _BLOSC.size
 _SHUFFLED, _STORED, _ZSTD = 1, 2, 4 << 5
@@ -230,7 +315,7 @@ def content_nbytes(head: bytes) -> int | None:
 
 
 KINDS = (Zstd, ShuffledZstd)
-Codec = Zstd | ShuffledZstd
+Codec = Zstd | ShuffledZstd | PackedZstd
 Compression = Codec | None
 
 
@@ -259,7 +344,7 @@ def of_plain(kept: Any) -> Compression:
     """Inverse of ``plain``; ``ValueError`` for anything else."""
     if kept is None:
         return None
-    for kind in KINDS if isinstance(kept, dict) and kept.keys() == {"name", "level"} else ():
+    for kind in (*KINDS, PackedZstd) if isinstance(kept, dict) and kept.keys() == {"name", "level"} else ():
         if kept["name"] == kind.name:
             return kind(kept["level"])
     raise ValueError(f"compression {str(kept)[:80]} is not known")

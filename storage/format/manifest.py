@@ -29,15 +29,15 @@ from ..stores import store
 from . import dtypes
 from .chunk_grid import ChunkGrid
 from .chunk_sums import Section, has_section
-from .compression import Compression, of_plain
+from .compression import Compression, PackedZstd, of_plain
 from .migrations import Step, upgraded
 from .stored_objects import FILE, ArrayEntry, Pack, pack_of
 from .zarr_format import is_dual_grid
 
 FORMAT = "meshtape"
 # An earlier version is still written where it has all that is needed, so that older readers read it. Version 2 has
-# packs, and version 3 the layout dual and more compressions; version 4 has deltas.
-MIGRATIONS: list[Step] = [lambda document: document] * 3
+# packs, and version 3 the layout dual and more compressions; version 4 has deltas, and version 5 those in few bits.
+MIGRATIONS: list[Step] = [lambda document: document] * 4
 VERSION = len(MIGRATIONS) + 1
 
 MAX_DEPTH = 200
@@ -288,6 +288,8 @@ def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
         raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
     if type(delta) is not bool or (delta and (dual or compression is None or dtype.itemsize > MOST_DELTA)):
         raise ValueError("a delta is compressed, of items of at most 8 bytes, and not of layout 'dual'")
+    if isinstance(compression, PackedZstd) and not (delta and dtype.itemsize == 2):
+        raise ValueError(f"compression {compression.name!r} is for deltas of items of 2 bytes")
     return grid, dtype, math.prod(grid.counts), mesh, sharding, compression, packed, dual, delta
 
 

@@ -20,7 +20,7 @@ from ...arrays.core.blocks import Box
 from ..base.scratch import scratch
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.chunk_grid import ChunkGrid, cells
-from ..format.compression import Compression, compression_of
+from ..format.compression import Codec, Compression, compression_of, unzigzag, zigzag
 from ..format.manifest import MOST_DELTA
 from ..readers.compressed import CompressedTensor
 from ..readers.reading import Job
@@ -35,7 +35,7 @@ def unsigned(dtype: np.dtype) -> np.dtype:
 
 
 def from_base(
-    base: Any, grid: ChunkGrid, coord: tuple[int, ...], index: tuple[int, ...], data: np.ndarray
+    base: Any, grid: ChunkGrid, coord: tuple[int, ...], codec: Codec, index: tuple[int, ...], data: np.ndarray
 ) -> np.ndarray:
     """The bytes of a chunk of a delta, by those of its elements and the tensor of the base; this thread's, until it
     asks for the next."""
@@ -48,16 +48,7 @@ def from_base(
     read_into(base, box, inside.view(base.dtype))
     held = held.reshape(-1)
     np.subtract(data.view(kind), held, out=held)
-    signed = np.dtype(f"i{kind.itemsize}")
-    sign = np.right_shift(held.view(signed), 8 * kind.itemsize - 1, out=_like(held).view(signed))
-    np.left_shift(held, 1, out=held)
-    np.bitwise_xor(held, sign.view(kind), out=held)
-    return held.view(np.uint8)
-
-
-def _like(held: np.ndarray) -> np.ndarray:
-    """Memory for as many elements: fresh pages would take as long as the arithmetic."""
-    return scratch("sign", held.nbytes).view(held.dtype).reshape(held.shape)
+    return (held if codec.signed else zigzag(held)).view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +95,11 @@ class DeltaTensor(DerivedTensor):
     def _read(self, box: Box, out: np.ndarray) -> int:
         base, stored = self.parts
         nbytes = math.prod(box.shape) * self.dtype.itemsize
-        held, below = (scratch(use, nbytes).view(stored.dtype).reshape(box.shape) for use in ("difference", "below"))
-        total = read_into(stored, box, held)[1] + read_into(base, box, below.view(self.dtype))[1]
-        sign = np.bitwise_and(held, 1, out=_like(held))
-        np.negative(sign, out=sign)
-        np.right_shift(held, 1, out=held)
-        np.bitwise_xor(held, sign, out=held)
-        np.add(below, held, out=out.view(stored.dtype))
+        held = scratch("difference", nbytes).view(stored.dtype).reshape(box.shape)
+        total = read_into(stored, box, held)[1] + read_into(base, box, out)[1]
+        if not stored.compression.signed:
+            unzigzag(held)
+        out.view(stored.dtype)[...] += held
         return total
 
 

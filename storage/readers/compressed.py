@@ -33,7 +33,7 @@ Coord = tuple[int, ...]
 _ZSTD = Zstd()
 _KEPT = 4 << 20  # entries of all the indexes that a process remembers
 _LARGE = 1 << 16  # bytes of an index
-_DENSEST = 15  # no frame holds more than 2**15 times its own length: a block of 128 KiB costs four bytes
+_DENSEST = 18  # no frame holds more than 2**18 times its own length: a block of 128 KiB, of eighths, costs four bytes
 
 
 # ----- indexes --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
+from ..base.scratch import keep_freed
 from ..format.chunk_grid import runs, windows
 from ..readers.reading import Job
 from ..readers.tensor import StoredTensor, read_into, rows_of
@@ -31,6 +32,7 @@ _PIECE = 8 << 20  # bytes that a cast holds at once
 
 def pieces(box: Box, chunk: Sequence[int], itemsize: int) -> Iterator[tuple[Box, Box]]:
     """(box of the tensor, the same within ``box``) of each piece that a conversion holds at once."""
+    keep_freed()
     for part in windows(box.shape, tuple(max(c, 1) for c in chunk), itemsize, _PIECE):
         yield part.shifted(box.offset), part
 

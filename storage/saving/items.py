@@ -16,7 +16,7 @@ from ...arrays.core.tree import Path
 from ..base import names
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.chunk_grid import ChunkGrid, cells, only_shard, place_of
-from ..format.compression import Compression, ShuffledZstd, most_nbytes
+from ..format.compression import Compression, PackedZstd, ShuffledZstd, most_nbytes
 from ..format.manifest import Base
 from ..format.stored_objects import Pack
 from ..format.zarr_format import dual_shard
@@ -108,7 +108,7 @@ class DeltaBase:
         for item in items:
             item.base = None if item.packed else base_of(self.ckpt, item.name, item.shape, item.dtype)
             if item.base is not None:
-                item.compression, found = ShuffledZstd(), True
+                item.compression, found = PackedZstd() if item.dtype.itemsize == 2 else ShuffledZstd(), True
         return self.entry if found else None
 
     def taken_back(self) -> None:

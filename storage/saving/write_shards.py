@@ -98,7 +98,11 @@ def _file(job: _Job, helpers: int) -> tuple[Callable[[], Generator[list[Any]]], 
         if task.dual is not None:
             shard = DualBytes(part, task.grid, task.coord, wrote, task.dual)
         else:
-            delta = None if task.base is None else partial(from_base, task.base, task.grid, task.coord)
+            delta = (
+                partial(from_base, task.base, task.grid, task.coord, task.compression)
+                if task.base is not None and task.compression is not None
+                else None
+            )
             shard = ShardBytes(part, task.grid, task.coord, wrote, task.compression, helpers, delta)
         return shard.batches, lambda: [Record(task.file, shard.nbytes, shard.digest, packed(shard.sums))]
     records, body = laid_out(*job[1:])

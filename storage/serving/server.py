@@ -24,6 +24,7 @@ from urllib.parse import quote
 from tornado import web
 
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint
+from ..base.scratch import keep_freed
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
 from ..checkpoint.checkpoint import Checkpoint
@@ -69,6 +70,7 @@ class Sender:
     """Threads that send long answers."""
 
     def __init__(self) -> None:
+        keep_freed()  # of the windows that are computed
         self.pool = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")
         self._ahead = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")  # one span each that is sent
         self._busy: set[socket.socket] = set()

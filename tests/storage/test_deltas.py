@@ -2,6 +2,7 @@
 pass for anything else."""
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -30,6 +31,8 @@ from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model import layout
 from meshtape.storage.commit import anchor_lock, object_commit
 from meshtape.storage.format import chunk_grid
+from meshtape.storage.format.compression import PackedZstd, ShuffledZstd
+from meshtape.storage.saving import items
 from meshtape.storage.stores import atomic_directory, owners, store
 
 RNG = np.random.default_rng(7)
@@ -127,6 +130,32 @@ def test_a_little_training_is_small(tmp_path):
 
 
 # ----- managers -------------------------------------------------------------------------------------------------------
+
+
+def test_deltas_of_16_bits_in_both_forms(tmp_path, monkeypatch):
+    """Packed, and as version 4 of the format has them."""
+    w = np.random.default_rng(0).normal(size=(301, 41)).astype(np.float16)
+    save(tmp_path / "a", {"w": w})
+    for codec, moved in itertools.product((PackedZstd, ShuffledZstd), (w, w * np.float16(1.01), -w[::-1])):
+        monkeypatch.setattr(items, "PackedZstd", codec)
+        save(tmp_path / "b", {"w": moved}, base=tmp_path / "a", overwrite=True)
+        assert open_checkpoint(tmp_path / "b").manifest.version == max(4, codec.since)
+        assert np.asarray(load(tmp_path / "b")["w"]).tobytes() == moved.tobytes()
+
+
+def test_packed_frames_that_lie_are_refused():
+    codec, rng, room = PackedZstd(), np.random.default_rng(0), np.zeros(2 * 4099 + 64, "u1")
+    for most in (1, 2, 9, 1 << 15):
+        d = rng.integers(-most, most, 4099).astype("<i2").view("u1")
+        good = codec.compress(d)
+        for at, bits in [(0, 0), *zip(*rng.integers(1, (len(good), 256), (60, 2)).T.tolist(), strict=True)]:
+            frame = np.frombuffer(good, "u1").copy()
+            frame[at] ^= bits
+            room[:] = 77
+            with contextlib.suppress(ValueError):
+                codec.decompress(frame, room[:-64])
+                assert bits or (room[:-64] == d).all()
+            assert (room[-64:] == 77).all()
 
 
 @pytest.mark.parametrize("where", ["disk", "memory"])
@@ -560,7 +589,7 @@ def test_turns_in_an_object_store(monkeypatch, owner):
     who = {"dead": f"{owners.host()}-{2**22 + 1}", "of this process": f"{owners.host()}-{os.getpid()}"}
     held = who.get(owner, "0123abcd-89abcdef-7")
     if owner.endswith("silent"):
-        monkeypatch.setattr(owners, "SILENT_AGE", -60.0)
+        monkeypatch.setattr(anchor_lock, "_SILENCE", -60.0)
     for kind, number in (("shared", 4), ("alone", 5)):
         with contextlib.ExitStack() as stack:
             name = f"{kind}-{held}-00000000"

@@ -36,7 +36,7 @@ def read(root: Path) -> tuple[dict[str, Any], Any]:
     assert google_crc32c.value(raw[: tail.start()] + b"}") == int(tail[1], 16)
     manifest = json.loads(raw)
     assert manifest["format"] == "meshtape"
-    assert manifest["version"] in (1, 3, 4)
+    assert manifest["version"] in (1, 3, 5)
     arrays = [array(root, a) for a in manifest["arrays"]]
     if "base" in manifest:
         name, identity = manifest["base"]
@@ -44,7 +44,9 @@ def read(root: Path) -> tuple[dict[str, Any], Any]:
         assert identity == f"meshtape:{base['crc32c']}"
         below = {tuple(a["path"]): array(root.parent / name, a) for a in base["arrays"]}
         said = manifest["arrays"]
-        arrays = [added(below[tuple(a["path"])], x) if a.get("delta") else x for a, x in zip(said, arrays, strict=True)]
+        arrays = [
+            added(below[tuple(a["path"])], x, a) if a.get("delta") else x for a, x in zip(said, arrays, strict=True)
+        ]
     for name, (crc, file) in manifest.get("documents", {}).items():
         assert google_crc32c.value((root / file).read_bytes()) == int(crc, 16), name
     return manifest, node(manifest["tree"], arrays)
@@ -65,11 +67,26 @@ def node(n: Any, arrays: list[np.ndarray]) -> Any:
     return plain(value)
 
 
-def added(base: np.ndarray, differences: np.ndarray) -> np.ndarray:
+def signed(z: np.ndarray) -> np.ndarray:
+    return (z >> 1) ^ (np.zeros_like(z) - (z & 1))
+
+
+def added(base: np.ndarray, stored: np.ndarray, a: dict[str, Any]) -> np.ndarray:
     """Section 2.6."""
-    bits = f"u{base.dtype.itemsize}"
-    z = differences.view(bits)
-    return (base.view(bits) + ((z >> 1) ^ (np.zeros_like(z) - (z & 1)))).view(base.dtype)
+    bits = stored.view(f"u{base.dtype.itemsize}")
+    d = bits if a["compression"]["name"] == "packed-zstd" else signed(bits)
+    return (base.view(bits.dtype) + d).view(base.dtype)
+
+
+def unpacked(frame: bytes) -> bytes:
+    """The content of a frame of ``packed-zstd``."""
+    end = 4 + int.from_bytes(frame[:4], "little")
+    if end == 4:
+        return blosc.decompress(frame[4:])
+    z = np.array([b >> k & 3 for b in zstd.decompress(frame[4:end]) for k in (0, 2, 4, 6)], "<u2")
+    if (z == 3).any():
+        z[z == 3] += np.frombuffer(blosc.decompress(frame[end:]), "<u2")
+    return signed(z).tobytes()
 
 
 def array(root: Path, a: dict[str, Any]) -> np.ndarray:
@@ -98,13 +115,15 @@ def array(root: Path, a: dict[str, Any]) -> np.ndarray:
             table.append((at, size + 4))
             at += size + 4
             if stored is not None:
-                block = {"zstd": zstd, "shuffle-zstd": blosc}[a["compression"]["name"]].decompress(block)
+                kind = a["compression"]["name"]
+                codec = {"zstd": zstd.decompress, "shuffle-zstd": blosc.decompress, "packed-zstd": unpacked}[kind]
+                block = codec(block)
             ends = [min(s + c, n) for s, c, n in zip(start, a["chunk"], shape, strict=True)]
             place = tuple(slice(o + s, o + e) for o, s, e in zip(offset, start, ends, strict=True))
             inside = tuple(slice(e - s) for s, e in zip(start, ends, strict=True))
             assert not seen[place].any(), "each element once"
             seen[place] = True
-            out[place] = np.frombuffer(block, dtype).reshape(a["chunk"])[inside]
+            out[place] = np.frombuffer(block, dtype, math.prod(a["chunk"])).reshape(a["chunk"])[inside]
         assert google_crc32c.value(together) == int(crc, 16)
         if a["shape"]:  # 1.3: a 0-d array is one bare chunk, without an index
             index_bytes = b"".join(struct.pack("<QQ", *row) for row in table)
