@@ -119,7 +119,6 @@ class ShardedBuffer(Deferred):
         return elements(x, self.mesh)
 
     def dask(self) -> Any:
-        """The ``dask.array`` of the blocks."""
         return as_collection(self)
 
     def dask_persisted(self) -> tuple[Any, tuple[Any, ...]]:
@@ -275,7 +274,6 @@ def _key_of(e: Entry) -> Any:
 
 
 def two_meshes(op: str, a: MeshProtocol, b: MeshProtocol) -> MeshError:
-    """The error of a call on arrays of two meshes."""
     return MeshError(
         f"[{op}] arrays of two meshes in one op: {a} and {b}{_alike(a, b)}; move one first, with mt.reshard(x, "
         "y.sharding)"
@@ -283,7 +281,6 @@ def two_meshes(op: str, a: MeshProtocol, b: MeshProtocol) -> MeshError:
 
 
 def another_mesh(what: str, theirs: MeshProtocol, ours: MeshProtocol) -> MeshError:
-    """The error of a value that is on a mesh where it cannot be used."""
     return MeshError(f"{what} is on another mesh: {theirs}, not {ours}{_alike(theirs, ours)}")
 
 
@@ -292,7 +289,6 @@ def _alike(a: MeshProtocol, b: MeshProtocol) -> str:
 
 
 def sharded_array(mesh: MeshProtocol, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:
-    """An Array around blocks."""
     return wrap(ShardedBuffer(mesh, layout, aval, handle=handle))
 
 
