@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -159,7 +159,7 @@ class Pending:
                     f"{self.mesh}: "
                     "only arrays up to 1 MiB are copied to every rank by themselves; use mt.distribute(x, mesh, …)"
                 )
-            return self._lifted(buf, np.asarray(a._concrete())) if one is None else self._spread(buf, one)
+            return self._lifted(buf, lambda: np.asarray(a._concrete())) if one is None else self._spread(buf, one)
         if buf.mesh is not self.mesh:
             raise two_meshes(op.name, self.mesh, buf.mesh)
         if buf.handle is None:
@@ -168,18 +168,19 @@ class Pending:
         known = self._inputs.get(id(buf))
         return known[0] if known is not None else self._input(id(buf), buf, buf)
 
-    def _lifted(self, buf: Any, value: np.ndarray) -> int:
+    def _lifted(self, buf: Any, value_of: Callable[[], np.ndarray]) -> int:
         """The input of a value that stands for a local buffer."""
         known = self._inputs.get(id(buf))
         if known is not None:
             return known[0]
+        value = value_of()
         handle = HostValue(value, REPLICATED, self.mesh.sizes)
         lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype(value.shape, value.dtype), handle=handle)
         return self._input(id(buf), lifted, (lifted, buf))
 
     def _spread(self, buf: np.ndarray, one: np.ndarray) -> int:
         """Record a large array that is ``one`` everywhere as made by the ranks."""
-        source, aval = self._lifted(buf, one), ShapeDtype(buf.shape, buf.dtype)
+        source, aval = self._lifted(buf, lambda: one), ShapeDtype(buf.shape, buf.dtype)
         (v,) = self._builder.add(BROADCAST_TO, (source,), {"shape": buf.shape}, (aval,), state.origin, call_site())
         self._layouts[v] = REPLICATED
         return v
