@@ -108,7 +108,6 @@ class CudaMemory:
         return fn if "dtype" not in op.params else lambda *bufs, **params: _block(fn(*bufs, **params))
 
     def total(self) -> int:
-        """Bytes of the device."""
         with self.xp.cuda.Device(self._where.index):
             return self.xp.cuda.runtime.memGetInfo()[1]
 
@@ -169,7 +168,6 @@ def on_host(block: Any) -> np.ndarray:
 
 
 def is_on_host(block: Any) -> bool:
-    """Whether a block is host memory."""
     return isinstance(block, np.ndarray)
 
 

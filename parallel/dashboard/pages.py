@@ -93,7 +93,6 @@ def programs_of(scheduler: Any) -> dict[str, dict[str, Any]]:
 
 
 def _report(worker: Any) -> dict[str, Any]:
-    """The report in a worker's last heartbeat."""
     said = worker.metrics.get("meshtape")
     usual: dict[str, Any] = {"running": (), "waiting": (), "counts": {}, "bytes": 0, "exchanges": {}}
     return {**usual, **said} if isinstance(said, dict) else usual
@@ -134,7 +133,6 @@ def state_of(scheduler: Any) -> dict[str, Any]:
 
 
 def _worker_row(worker: Any, address: str, mesh: str) -> dict[str, Any]:
-    """One worker of a mesh."""
     if worker is None:
         return {"address": address, "alive": False}
     report = _report(worker)

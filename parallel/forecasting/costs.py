@@ -60,5 +60,4 @@ def flops(s: LocalCall, avals: Mapping[int, ShapeDtype]) -> float:
 
 
 def touched(inputs: Sequence[Any], outputs: Sequence[int], avals: Mapping[int, ShapeDtype]) -> int:
-    """Bytes that a call reads and writes."""
     return sum(avals[v].nbytes for v in {v for v in inputs if isinstance(v, int)} | set(outputs))

@@ -100,14 +100,12 @@ class _VirtualMemory:
         self._users: Counter[int] = Counter()
 
     def make(self, v: int, nbytes: int) -> None:
-        """Allocate memory for a variable."""
         self.home[v], self.in_order[v] = v, True
         self._users[v] += 1
         self.held[v] = v, nbytes
         self.total += nbytes
 
     def share(self, v: int, other: int, in_order: bool) -> None:
-        """Put a variable in the memory of another."""
         self.home[v], self.in_order[v] = self.home[other], in_order
         self._users[self.home[v]] += 1
 
@@ -139,7 +137,6 @@ class Replay:
         self.traffic = Traffic(order.program, rank, order.names, order.ranks, order.hosts)
 
     def forecast(self, device: DeviceFigures, links: LinkFigures) -> RankForecast:
-        """The memory and time of the rank."""
         out = RankForecast(self.rank)
         self._memory(out)
         self._time(device, links, out)
@@ -221,7 +218,6 @@ class Replay:
         return p.layouts[m.source].partials == p.layouts[m.target].partials and not self.traffic.of((m,))
 
     def _called(self, s: Any) -> str:
-        """A step in words."""
         if isinstance(s, Chain):
             return ", ".join(dict.fromkeys(c.origin or c.op.name for c in s.calls))
         return (s.origin or s.op.name) if isinstance(s, LocalCall) else self._moved(s.moves)

@@ -38,7 +38,6 @@ class CountingTransport(Transport):
         self.exchanges: dict[int, TrafficRound] = {}
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
-        """Count one round."""
         sent = {
             p: sum(a.nbytes for b in batches for a in (b if isinstance(b, tuple) else (b,)))
             for p, batches in sends.items()

@@ -492,7 +492,6 @@ def _new_folder(root: Path) -> Hold:
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and their process groups."""
     for c in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group of processes that have ended
             os.killpg(c.pid, signal.SIGKILL)

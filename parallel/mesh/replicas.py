@@ -95,8 +95,6 @@ def _host(address: str) -> str:
 
 
 class _LeafAval(ShapeDtype):
-    """Shape and dtype of an array of a replica, as a leaf of a tree."""
-
     __slots__ = ()
     __is_tree__ = False
 
@@ -335,8 +333,6 @@ def _wanted(
 
 
 class ReplicaBlocks:
-    """Blocks that a worker keeps."""
-
     def __init__(self, blocks: dict[Key, np.ndarray]) -> None:
         self.blocks = blocks
         self.sums = {key: _sum(block) for key, block in blocks.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,6 @@ class ShardedBuffer(Deferred):
         return elements(x, self.mesh)
 
     def dask(self) -> Any:
-        """The ``dask.array`` of the blocks."""
         return as_collection(self)
 
     def dask_persisted(self) -> tuple[Any, tuple[Any, ...]]:
@@ -160,7 +159,7 @@ class Pending:
                     f"{self.mesh}: "
                     "only arrays up to 1 MiB are copied to every rank by themselves; use mt.distribute(x, mesh, …)"
                 )
-            return self._lifted(buf, np.asarray(a._concrete())) if one is None else self._spread(buf, one)
+            return self._lifted(buf, lambda: np.asarray(a._concrete())) if one is None else self._spread(buf, one)
         if buf.mesh is not self.mesh:
             raise two_meshes(op.name, self.mesh, buf.mesh)
         if buf.handle is None:
@@ -169,18 +168,19 @@ class Pending:
         known = self._inputs.get(id(buf))
         return known[0] if known is not None else self._input(id(buf), buf, buf)
 
-    def _lifted(self, buf: Any, value: np.ndarray) -> int:
+    def _lifted(self, buf: Any, value_of: Callable[[], np.ndarray]) -> int:
         """The input of a value that stands for a local buffer."""
         known = self._inputs.get(id(buf))
         if known is not None:
             return known[0]
+        value = value_of()
         handle = HostValue(value, REPLICATED, self.mesh.sizes)
         lifted = ShardedBuffer(self.mesh, REPLICATED, ShapeDtype(value.shape, value.dtype), handle=handle)
         return self._input(id(buf), lifted, (lifted, buf))
 
     def _spread(self, buf: np.ndarray, one: np.ndarray) -> int:
         """Record a large array that is ``one`` everywhere as made by the ranks."""
-        source, aval = self._lifted(buf, one), ShapeDtype(buf.shape, buf.dtype)
+        source, aval = self._lifted(buf, lambda: one), ShapeDtype(buf.shape, buf.dtype)
         (v,) = self._builder.add(BROADCAST_TO, (source,), {"shape": buf.shape}, (aval,), state.origin, call_site())
         self._layouts[v] = REPLICATED
         return v
@@ -275,7 +275,6 @@ def _key_of(e: Entry) -> Any:
 
 
 def two_meshes(op: str, a: MeshProtocol, b: MeshProtocol) -> MeshError:
-    """The error of a call on arrays of two meshes."""
     return MeshError(
         f"[{op}] arrays of two meshes in one op: {a} and {b}{_alike(a, b)}; move one first, with mt.reshard(x, "
         "y.sharding)"
@@ -283,7 +282,6 @@ def two_meshes(op: str, a: MeshProtocol, b: MeshProtocol) -> MeshError:
 
 
 def another_mesh(what: str, theirs: MeshProtocol, ours: MeshProtocol) -> MeshError:
-    """The error of a value that is on a mesh where it cannot be used."""
     return MeshError(f"{what} is on another mesh: {theirs}, not {ours}{_alike(theirs, ours)}")
 
 
@@ -292,7 +290,6 @@ def _alike(a: MeshProtocol, b: MeshProtocol) -> str:
 
 
 def sharded_array(mesh: MeshProtocol, layout: Layout, aval: ShapeDtype, handle: Any) -> Array:
-    """An Array around blocks."""
     return wrap(ShardedBuffer(mesh, layout, aval, handle=handle))
 
 

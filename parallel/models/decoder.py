@@ -270,7 +270,6 @@ def project(params: Any, x: Array, config: Config, *, plan: Plan | None = None) 
 
 
 def _head(params: Any, x: Array, config: Config, plan: Plan | None) -> tuple[Array, Array]:
-    """The factors of the logits."""
     x = constrained(plan, nn.rms_norm(x, config.width, params["norm"], eps=config.eps), "region")
     return x, matrix_transpose(params["embed"]) if config.tied else params["head"]
 

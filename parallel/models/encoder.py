@@ -174,7 +174,6 @@ def apply(
 
 
 def _tokens(p: Any, ids: Any, c: Config, types: Any, key: Array | None, plan: Plan | None) -> Array:
-    """The embedded tokens, which are the input of the first block."""
     ids = check_ids("encoder", ids, c.max_length)
     segment = p["type"][0] if types is None else nn.embedding(types, p["type"])
     x = nn.embedding(ids, p["word"]) + p["place"][: ids.shape[1]] + segment

@@ -39,7 +39,6 @@ Recompute = Literal["none", "attention", "blocks"]
 
 
 def check_recompute(recompute: str) -> None:
-    """Raise for an unknown recomputation policy."""
     if recompute not in get_args(Recompute):
         raise ValueError(f"recompute must be one of {', '.join(get_args(Recompute))}, got {recompute!r}")
 

@@ -182,7 +182,6 @@ class RankProgramBuilder:
         return {r: part.localize(call.params, RankView(*view)) for r, view in enumerate(views)}
 
     def new_inner(self, aval: ShapeDtype) -> int:
-        """A variable of per-rank code, with the aval of a block."""
         v = self.new(aval, REPLICATED)
         self.inners.add(v)
         return v

@@ -189,7 +189,6 @@ def _place_wide(
 
 
 def _place(w: RankProgramBuilder, e: Entry, placed: Placed, renamed: dict[int, int]) -> None:
-    """The steps of a call whose layouts were chosen."""
     if placed.rule.part is not None and not placed.split.isdisjoint(placed.rule.part.factors):
         partition_halo_call(w, e, placed)
         return

@@ -47,7 +47,6 @@ class Move(NamedTuple):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The variables that the move reads."""
         return (self.source,) if self.table is None else (self.source, self.table)
 
 

@@ -136,7 +136,6 @@ REPLICATED = Layout()
 
 
 def make_layout(shards: Mapping[int, Sequence[int]], partials: Mapping[int, str] | None = None) -> Layout:
-    """A :class:`Layout` in canonical form."""
     return Layout(
         tuple((d, tuple(axes)) for d, axes in sorted(shards.items()) if axes),
         tuple(sorted((partials or {}).items())),

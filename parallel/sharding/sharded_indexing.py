@@ -190,10 +190,8 @@ def local_read(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView
 
 
 def local_scatter(whole: tuple[int, ...], params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
-    """Parameters of :data:`SCATTER_PART`."""
     return {**_local(params["template"], whole, view.results[0], _within), "shape": view.results[0].shape}
 
 
 def local_write(whole: tuple[int, ...], op: str, params: Mapping[str, Any], view: RankView) -> Mapping[str, Any]:
-    """Parameters of :data:`WRITE_PART`."""
     return {**_local(params["template"], whole, view.results[0], _within), "op": op}

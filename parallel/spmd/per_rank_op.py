@@ -132,7 +132,6 @@ class TracedShardMap:
     # ----- calls ------------------------------------------------------------------------------------------------------
 
     def __call__(self, arguments: Sequence[Array]) -> list[Array]:
-        """Record the call as one op."""
         if not self.out_avals:
             return []
         given = [*arguments, *(made(c.current()) for c in self.captured)]
@@ -153,7 +152,6 @@ class TracedShardMap:
     # ----- derivative -------------------------------------------------------------------------------------------------
 
     def backward(self, operands: Sequence[Array], seeds: Sequence[Array | None]) -> list[Array | None]:
-        """Cotangents of the operands of a call."""
         # A derivative reads constants of rules beside its arguments. Nobody else knows these, so they need no
         # cotangent.
         known = self.in_avals[: self.count] if self.is_derivative else self.in_avals
@@ -273,7 +271,6 @@ class ShardMapOp(ops.RankOp):
 
 @functools.cache
 def shard_map_op(nout: int) -> ShardMapOp:
-    """The op of calls with ``nout`` results."""
     op = ShardMapOp(nout)
 
     def pull(xp: Any, g: Any, xs: Sequence[Any], code: TracedShardMap) -> Sequence[Any]:

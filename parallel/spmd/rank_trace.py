@@ -67,8 +67,6 @@ class _Notes:
 
 
 class RankTrace(Refusals):
-    """A trace of per-rank code."""
-
     def __init__(self, mesh: MeshProtocol) -> None:
         self.mesh = mesh
         self.builder = ProgramBuilder()
@@ -97,7 +95,6 @@ class RankTrace(Refusals):
     # ----- values -----------------------------------------------------------------------------------------------------
 
     def input(self, aval: ShapeDtype, varying: frozenset[int]) -> Array:
-        """A block that is given to the code."""
         return wrap(RankTracer(self, self.builder.input(aval), aval, varying))
 
     def lift(self, x: Array) -> Array:
@@ -126,7 +123,6 @@ class RankTrace(Refusals):
         return x._buf.varying
 
     def varied(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """The value, made to vary along the axes."""
         x = self.lift(x)
         missing = tuple(sorted(self._real(axes) - x._buf.varying))
         if not missing:

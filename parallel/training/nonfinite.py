@@ -59,7 +59,6 @@ class Watch:
         self._in_a_row = 0
 
     def begin(self, at: Progress) -> None:
-        """Record the start of a step."""
         self._before.append(dataclasses.replace(at))
 
     def read(self, rows: Sequence[Mapping[str, float]], at: Progress) -> NonFiniteStep | None:

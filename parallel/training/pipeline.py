@@ -250,7 +250,6 @@ class PipelineRun:
         self.batches: dict[tuple[int, int], Any] = {}
 
     def _given(self, stage: int, i: int) -> tuple[Any, Any]:
-        """Micro-batch and key of a stage."""
         if (stage, i) not in self.batches:
             batch = self.pipe.put(self.micro[i], stage) if stage in self.seen else None
             self.batches[stage, i] = (batch, None if self.keys[i] is None else self.pipe.to(self.keys[i], stage))
@@ -322,12 +321,10 @@ def _forward(stage: Stage) -> Callable[..., Any]:
 
 
 def _sums(stage: Stage) -> Callable[..., dict[str, Array]]:
-    """Loss, weight and metrics of the last stage."""
     return lambda params, x, batch: weighted(stage(params, x, batch, None), batch)
 
 
 def _loss_backward(stage: Stage) -> Callable[..., Any]:
-    """Sums and gradients of the last stage."""
 
     def run(params: Any, frozen: Any, x: Any, batch: Any, key: Any, scale: Any, unit: float | None) -> Any:
         def loss(params: Any, x: Any) -> Any:

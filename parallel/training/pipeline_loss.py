@@ -114,12 +114,10 @@ def pipeline(
     pipe = Pipeline(stages, mesh, kind=plan.kind, axis=axis, chunks=plan.stages // ranks)
 
     def placed(params: Any, shared: Any) -> list[Any]:
-        """The parameters of each stage, on its part."""
         own = [trees.tree_map(lambda p, i=i: _row(p, starts[i], mesh, pipe.parts[i]), params) for i in range(last + 1)]
         return [*own[:-1], (own[-1], trees.tree_map(lambda a: distribute(a, pipe.parts[last]), shared))]
 
     def cut(tree: Any, part: Mesh) -> list[Any]:
-        """The micro-batches, on a part."""
 
         def one(a: Array, j: int) -> Array:
             n = a.shape[0] // plan.micros

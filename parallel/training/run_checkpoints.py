@@ -20,7 +20,6 @@ class RunCheckpoints(TrainingRun):
     state: Any
 
     def newest(self) -> str | None:
-        """The newest checkpoint of this run."""
         return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
 
     def _go_back(self, path: str) -> None:
@@ -59,7 +58,6 @@ class RunCheckpoints(TrainingRun):
         self._saved(step)
 
     def saving_at(self) -> int | None:
-        """Step of the newest checkpoint that was begun."""
         return self.saved_at if self._saving is None else self._saving[0]
 
     def _saved(self, step: int) -> None:

@@ -106,7 +106,6 @@ class Session:
         self._going = None if not self.recipe.halts else yes if self.mesh is None else self.mesh.replicate(yes)
 
     def finite(self) -> bool:
-        """Whether all parameters are."""
         return are_finite(self.state["params"])
 
     def _judge(self, params: Any) -> Callable[[Any], dict[str, Array]]:

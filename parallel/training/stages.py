@@ -72,8 +72,6 @@ def session_of(
 
 
 class StagedSession(Session):
-    """A session of a pipeline."""
-
     def __init__(self, recipe: TrainingConfig, mesh: Mesh, *args: Any, pipelining: Pipelining, **sizes: Any) -> None:
         axis = AXES["pp"]
         self.pipelining, self.ranks = pipelining, mesh.describe()[axis]

@@ -131,7 +131,6 @@ class TrainingConfig:
     # ----- the state --------------------------------------------------------------------------------------------------
 
     def init(self, params: Any, mesh: Mesh | None) -> dict[str, Any]:
-        """The state before the first step. On a mesh it is computed lazily."""
         self.check(params)
         return self.begun(params, mesh)
 

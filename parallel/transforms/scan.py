@@ -124,7 +124,6 @@ def scan(
 
 
 def _turns(each: Any, length: int | None) -> Iterator[Any]:
-    """The data of each turn."""
     if length is not None and (not hasattr(length, "__index__") or length < 1):
         raise ShapeError(f"[scan] length must be a whole number from 1, got {length!r}")
     if each is None:
@@ -148,7 +147,6 @@ def _turns(each: Any, length: int | None) -> Iterator[Any]:
 
 
 def _first(each: Iterable[Any], length: int) -> Iterator[Any]:
-    """As many turns as were asked for."""
     data = iter(each)
     for i in range(length):
         x = next(data, _first)
@@ -237,7 +235,6 @@ class _Turn:
         self._loaded: weakref.WeakKeyDictionary[Any, dict[Mesh, Any]] = weakref.WeakKeyDictionary()
 
     def run(self, mesh: Mesh, state: Any, batch: Sequence[Any]) -> tuple[Any, Any]:
-        """Several turns in one run."""
         carried, _ = trees.flatten(state)
         leaves, treedef = trees.flatten(((state, batch[0]), {}))
         arrays = [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]

@@ -149,7 +149,6 @@ class StoreTarget:
     """The path that it is written to before the commit."""
 
     def open(self) -> Any:
-        """The array, opened for writing."""
         from zarr import Array, AsyncArray
         from zarr.storage import MemoryStore, StorePath
 
@@ -212,7 +211,6 @@ class PendingStored:
 
     @classmethod
     def create(cls, path: str, p: RankProgram, v: int) -> PendingStored:
-        """Create the array for an output of a program."""
         layout, aval = p.layouts[v], p.avals[v]
         parts = cls(path, tuple(a for a, _ in layout.partials), next((op for _, op in layout.partials), None))
         wide = bool(parts.axes) and is_low_precision(aval.dtype)
@@ -226,7 +224,6 @@ class PendingStored:
         return parts
 
     def open(self) -> Any:
-        """The array, opened for writing."""
         return open_array(self.path, "r+")
 
     def write(self, array: Any, box: Box, place: Sequence[int], block: np.ndarray) -> None:
@@ -325,7 +322,6 @@ def open_group(path: str, mode: str) -> Any:
 
 
 def new_array(path: str, shape: tuple[int, ...], dtype: np.dtype, chunks: Sequence[int]) -> Any:
-    """A new Zarr array."""
     return _created(_place(path), shape, dtype, chunks)
 
 

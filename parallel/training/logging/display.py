@@ -23,7 +23,6 @@ def human_rate(n: float) -> str:
 
 
 def line(numbers: dict[str, Any]) -> str:
-    """The numbers of a step as text."""
     parts = [f"loss {numbers['loss']:.4f}"] if "loss" in numbers else []
     if "eval_loss" in numbers:
         parts.append(f"eval {numbers['eval_loss']:.4f}")
@@ -63,14 +62,12 @@ class Display:
         self._task = self._bar.add_task("", total=total, numbers="")
 
     def step(self, done: int) -> None:
-        """``done`` steps are behind us."""
         if self._first is None:  # it took the time of making ready, too
             self._first = done, time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
 
     def log(self, done: int, numbers: dict[str, Any]) -> None:
-        """New numbers."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, numbers=line(numbers))
         elif self.wanted:
@@ -86,13 +83,11 @@ class Display:
         return f"  {timedelta(seconds=round(seconds))} left"
 
     def say(self, text: str) -> None:
-        """Something that happened."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self.wanted is not False:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()

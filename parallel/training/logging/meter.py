@@ -20,7 +20,6 @@ class Meter:
         self._since = time.perf_counter()
 
     def step(self, found: dict[str, Any]) -> None:
-        """Numbers of one more step."""
         self._held.append(found)
 
     def rows(self) -> list[dict[str, float]]:

@@ -41,7 +41,6 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -95,5 +94,4 @@ class EventFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -49,12 +49,10 @@ class Reporting:
         self._writers = []
 
     def close(self) -> None:
-        """Close the files, and restore the terminal."""
         self.display.close()
         self._close_writers()
 
     def log(self, step: int, numbers: dict[str, Any]) -> None:
-        """Log the numbers of a step."""
         self._write(step, numbers)
         self.display.log(step, numbers)
         self.note("running")
