@@ -3,6 +3,7 @@ the real one."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import re
 import sys
@@ -350,7 +351,11 @@ def test_blocks_that_dask_puts_aside_come_back_to_their_device(gpus, monkeypatch
         cuda.is_device_object = Dispatch()
         monkeypatch.setitem(sys.modules, "dask_cuda", ModuleType("dask_cuda"))
         monkeypatch.setitem(sys.modules, cuda.__name__, cuda)
-        MeshtapeWorker().setup(SimpleNamespace(address="tcp://nowhere", metrics={}, handlers={}))
+
+        async def set_up() -> None:  # as Dask does, on its event loop
+            MeshtapeWorker().setup(SimpleNamespace(address="tcp://nowhere", metrics={}, handlers={}))
+
+        asyncio.run(set_up())
         close_state("tcp://nowhere")
         assert cuda.is_device_object(bundle)
         assert not cuda.is_device_object(Bundle({0: {3: np.arange(4)}}))
