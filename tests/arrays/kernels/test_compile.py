@@ -96,13 +96,13 @@ BUDGETS = """
     scatter.cu    | join_chunks<bfloat16, float>                                      | 32  0 16
     scatter.cu    | mark_last<int>                                                    | 16  0  1
     scatter.cu    | write_kept<unsigned short>                                        | 32  0 80
-    softmax.cu    | cross_entropy_backward<bfloat16, 512, 32, 8>                      | 64  8  2
-    softmax.cu    | cross_entropy_backward_long<bfloat16, 8>                          | 64 12  2
-    softmax.cu    | cross_entropy_forward_long<bfloat16, 8>                           | 64  9  3
-    softmax.cu    | softmax_backward<true, bfloat16, 512, 32, 8>                      | 64 12  0
-    softmax.cu    | softmax_backward_long<true, bfloat16, 8>                          | 64 22  0
-    softmax.cu    | softmax_forward<true, bfloat16, 512, 32, 8>                       | 64  8  0
-    softmax.cu    | softmax_forward_long<true, bfloat16, 8>                           | 64 16  0
+    softmax.cu    | cross_entropy_backward<bfloat16, 512, 0, 8>                       | 64  9  5
+    softmax.cu    | cross_entropy_backward<bfloat16, 512, 32, 8>                      | 64  8  4
+    softmax.cu    | cross_entropy_forward<bfloat16, 512, 0, 8>                        | 64  6  5
+    softmax.cu    | softmax_backward<true, bfloat16, 512, 0, 8>                       | 64 15  4
+    softmax.cu    | softmax_backward<true, bfloat16, 512, 32, 8>                      | 64 12  3
+    softmax.cu    | softmax_forward<true, bfloat16, 512, 0, 8>                        | 64  9  3
+    softmax.cu    | softmax_forward<true, bfloat16, 512, 32, 8>                       | 64  8  2
 """
 """File and kernel, on compute capability 9.0: registers at most, accesses of 16 bytes at least, and narrower ones at
 most. Element by element goes what is not aligned, and (0 of 16 bytes) what lies apart or has sums of its own."""
