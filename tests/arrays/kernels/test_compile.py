@@ -87,12 +87,12 @@ BUDGETS = """
     philox.cu     | dropout<true, bfloat16>                                           | 40  3 26
     philox.cu     | philox_fill<Uniform<bfloat16>, bfloat16>                          | 32  1 10
     row_norm.cu   | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>     | 96 20  2
-    row_norm.cu   | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>         | 64 43  2
+    row_norm.cu   | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>         | 64 23  2
     row_norm.cu   | norm_columns<true, bfloat16, bfloat16>                            | 32  0 21
     row_norm.cu   | norm_forward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>      | 64 16  0
-    row_norm.cu   | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>          | 56 22  0
+    row_norm.cu   | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>          | 56 14  0
     scatter.cu    | add_atomically<bfloat16, float>                                   | 32  0 10
-    scatter.cu    | add_in_order<bfloat16, float>                                     | 40  0 64
+    scatter.cu    | add_in_order<bfloat16, float, 8>                                  | 48 31 15
     scatter.cu    | join_chunks<bfloat16, float>                                      | 32  0 16
     scatter.cu    | mark_last<int>                                                    | 16  0  1
     scatter.cu    | write_kept<unsigned short>                                        | 32  0 80
