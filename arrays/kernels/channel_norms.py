@@ -26,13 +26,13 @@ def variants() -> Iterator[tuple[str, str]]:
             for v in (1,) if last else vectors:
                 yield GROUP, named("group_norm_forward", last, d, o, o, v)
                 yield GROUP, named("group_norm_backward", last, d, o, o, v)
-            yield BATCH, named("batch_sums", last, d, o)
+            yield from ((BATCH, named("batch_sums", last, d, o, v)) for v in (vectors[:1] if last else vectors))
             for v in vectors:
                 yield BATCH, named("linear", last, False, d, o, o, v)
                 yield BATCH, named("linear", last, True, d, o, d, v)
     for d in KERNEL_FLOATS:
-        for last in (False, True):
-            yield BATCH, named("batch_moments", last, d)
+        for last, v in ((True, 1), (False, 1), (False, 16 // d.itemsize)):
+            yield BATCH, named("batch_moments", last, d, v)
     for a in dict.fromkeys(wide(d) for d in KERNEL_FLOATS):
         for name in ("merge_moments", "backward_factors", "forward_factors"):
             yield BATCH, named(name, a)
@@ -58,6 +58,10 @@ class ChannelLayout(NamedTuple):
         """Elements of a vector: of one channel, or of neighbouring ones."""
         run = self.channels if self.last else self.spatial
         return vector_length(run, [itemsize], [runner().address(a) for a in arrays])
+
+    def summed(self, *arrays: Any) -> int:
+        """Elements that a sum over a channel reads at once: of arrays with the channels second."""
+        return 1 if self.last else self.vector(arrays[0].dtype.itemsize, *arrays)
 
 
 def layout(shape: tuple[int, ...], axis: int) -> ChannelLayout:
@@ -93,7 +97,7 @@ def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, ep
     y = r.xp.empty(x.shape, o)
     if xs.size:
         lay = layout(x.shape, axis)
-        vector = 1 if lay.last else lay.vector(d.itemsize, xs, y)
+        vector = lay.summed(xs, y)
         grid, block = (min(lay.samples * num_groups, MAX_GRID), 1, 1), (_THREADS, 1, 1)
         kernel = named("group_norm_forward", lay.last, d, o, o, vector)
         r.launch(GROUP, kernel, grid, block, (xs, w, b, y, *_group_numbers(xs, lay, num_groups, eps)))
@@ -111,7 +115,7 @@ def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: i
     lay = layout(x.shape, axis)
     dx = r.xp.empty(x.shape, d)
     partial = r.xp.empty((lay.samples, 2 * lay.channels), wide(d))
-    vector = 1 if lay.last else lay.vector(d.itemsize, xs, gs, dx)
+    vector = lay.summed(xs, gs, dx)
     grid, block = (min(lay.samples * num_groups, MAX_GRID), 1, 1), (_THREADS, 1, 1)
     kernel = named("group_norm_backward", lay.last, d, o, o, vector)
     r.launch(GROUP, kernel, grid, block, (gs, xs, w, dx, partial, *_group_numbers(xs, lay, num_groups, eps)))
@@ -143,7 +147,7 @@ def _moments(x: Any, lay: ChannelLayout) -> tuple[Any, Any]:
     r, a = runner(), wide(x.dtype)
     grid, block = _shares(lay)
     partial = r.xp.empty((grid[1], lay.channels, 3), a)
-    r.launch(BATCH, named("batch_moments", lay.last, x.dtype), grid, block, (x, partial, *lay.numbers))
+    r.launch(BATCH, named("batch_moments", lay.last, x.dtype, lay.summed(x)), grid, block, (x, partial, *lay.numbers))
     mean, var = (r.xp.empty(lay.channels, a) for _ in range(2))
     numbers = (i64(grid[1]), i64(lay.channels))
     _a_channel_each(named("merge_moments", a), lay.channels, partial, mean, var, *numbers)
@@ -214,7 +218,7 @@ def batch_norm_backward(
     grid, block = _shares(lay)
     partial = r.xp.empty((grid[1], 2 * lay.channels), a)
     arguments = (gs, xs, mean, var, partial, *lay.numbers, np.float64(eps))
-    r.launch(BATCH, named("batch_sums", lay.last, d, o), grid, block, arguments)
+    r.launch(BATCH, named("batch_sums", lay.last, d, o, lay.summed(xs, gs)), grid, block, arguments)
     sums = sum_parts(partial, a)
     factors = r.xp.empty((4, lay.channels), a)
     given = _as(a, weight, g_mean, g_var)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 LADDER = ((32, 8), (128, 8), (256, 16), (512, 32))
 """Threads of a row and elements of each, from the shortest rows to the longest that registers hold."""
 
@@ -37,7 +39,7 @@ def vector_length(width: int, itemsizes: Sequence[int], addresses: Sequence[int]
 
 class RowPlan(NamedTuple):
     """A row has ``threads`` threads with ``items`` elements each, read ``vector`` at a time; a block has ``rows``
-    rows."""
+    rows. Where ``items`` is 0 the row is longer than registers hold."""
 
     threads: int
     items: int
@@ -52,6 +54,20 @@ class RowPlan(NamedTuple):
         """A block for every group of rows."""
         return (min(ceil_div(rows, self.rows), MAX_GRID), 1, 1)
 
+    def kept(self, width: int, itemsizes: Sequence[int], shared_memory: int) -> tuple[np.int32, int]:
+        """Vectors of a long row that a thread keeps in shared memory, of arrays with these sizes of elements, and the
+        bytes of all: with two blocks on a multiprocessor, one reads while the other writes.
+
+        >>> RowPlan(512, 0, 8, 1).kept(50_257, (2,), 232_448)
+        (np.int32(13), 106496)
+        """
+        if self.items or not itemsizes:
+            return np.int32(0), 0
+        each = self.threads * self.vector * sum(itemsizes)
+        most = (shared_memory - 4096) // 2 // each
+        vectors = min(ceil_div(width, self.threads * self.vector), most)
+        return np.int32(vectors), vectors * each
+
 
 def ladder(itemsize: int, vector: int) -> tuple[tuple[int, int], ...]:
     """The rungs for elements of this size: numbers of 8 bytes fill the registers sooner, and long rows that must be
@@ -62,19 +78,18 @@ def ladder(itemsize: int, vector: int) -> tuple[tuple[int, int], ...]:
     return (*LADDER[:-1], (top, items * 4 // max(itemsize, 4)))
 
 
-def row_plan(width: int, itemsizes: Sequence[int], addresses: Sequence[int]) -> RowPlan | None:
-    """How rows of ``width`` elements are held in registers; None where they are too long.
+def row_plan(width: int, itemsize: int, vector: int) -> RowPlan:
+    """How rows of ``width`` elements of this size at most are held.
 
-    >>> row_plan(768, (4, 4), (0, 0))
+    >>> row_plan(768, 4, 4)
     RowPlan(threads=128, items=8, vector=4, rows=1)
-    >>> row_plan(100_000, (4,), (0,)) is None
-    True
+    >>> row_plan(100_000, 4, 4)
+    RowPlan(threads=512, items=0, vector=4, rows=1)
     """
-    vector = vector_length(width, itemsizes, addresses)
-    for threads, items in ladder(max(itemsizes), vector):
+    for threads, items in ladder(itemsize, vector):
         if width <= threads * items:
             return RowPlan(threads, items, vector, 8 if threads == 32 else 1)
-    return None
+    return RowPlan(512, 0, vector, 1)
 
 
 def persistent_grid(blocks: int, multiprocessors: int, threads: int, shared: int, shared_per_sm: int) -> int:

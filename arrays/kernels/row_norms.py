@@ -10,12 +10,11 @@ import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import MAX_GRID, RowPlan, ceil_div, ladder, persistent_grid, row_plan, vector_length
+from .geometry import RowPlan, ceil_div, ladder, persistent_grid, row_plan, vector_length
 from .launch import contiguous, i64, named, runner, wide
 
 FILE = "row_norm.cu"
 COLUMNS = "columns.cu"
-_LONG_THREADS = 512
 
 
 def dtypes_of(x: np.dtype, *others: np.dtype) -> tuple[np.dtype, np.dtype]:
@@ -75,15 +74,15 @@ def _forward(center: bool, x: Any, weight: Any, bias: Any, naxes: int, eps: floa
     if x.size:
         rows = x.size // width
         numbers = (i64(rows), i64(width), np.float64(eps))
-        among = width, (d.itemsize, o.itemsize), [r.address(a) for a in (x, w, b, y)]
-        plan = row_plan(*among)
-        if plan is None:
-            grid, block = (min(rows, MAX_GRID), 1, 1), (_LONG_THREADS, 1, 1)
-            kernel = named("norm_forward_long", center, d, o, o, vector_length(*among))
-            r.launch(FILE, kernel, grid, block, (x, w, b, y, *numbers))
-        else:
-            kernel = named("norm_forward", center, d, o, o, plan.threads, plan.items, plan.vector)
+        vector = vector_length(width, (d.itemsize, o.itemsize), [r.address(a) for a in (x, w, b, y)])
+        plan = row_plan(width, o.itemsize, vector)
+        if plan.items:
+            kernel = named("norm_forward", center, d, o, o, plan.threads, plan.items, vector)
             r.launch(FILE, kernel, plan.grid(rows), plan.block, (x, w, b, y, *numbers))
+        else:
+            slots, shared = plan.kept(width, [d.itemsize], r.properties().shared_memory)
+            kernel, numbers = named("norm_forward_long", center, d, o, o, vector), (*numbers[:2], slots, numbers[2])
+            r.launch(FILE, kernel, plan.grid(rows), plan.block, (x, w, b, y, *numbers), shared)
     return y.astype(out_dtype, copy=False)
 
 
@@ -99,10 +98,10 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, naxes: int, eps: float)
     dx = r.xp.empty(x.shape, d)
     rows = xs.size // width
     numbers = (i64(rows), i64(width), np.float64(eps))
-    among = width, (d.itemsize, o.itemsize), [r.address(v) for v in (gs, xs, w, dx)]
-    plan = row_plan(*among)
+    vector = vector_length(width, (d.itemsize, o.itemsize), [r.address(v) for v in (gs, xs, w, dx)])
+    plan = row_plan(width, o.itemsize, vector)
     device = r.properties()
-    if plan is not None and _shared(plan, kinds, a) <= device.shared_memory:
+    if plan.items and _shared(plan, kinds, a) <= device.shared_memory:
         shared = _shared(plan, kinds, a)
         blocks = persistent_grid(
             ceil_div(rows, plan.rows), device.multiprocessors, plan.threads * plan.rows, shared, device.shared_memory
@@ -112,8 +111,10 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, naxes: int, eps: float)
         r.launch(FILE, kernel, (blocks, 1, 1), plan.block, (gs, xs, w, dx, partial, *numbers), shared)
     else:
         scales = r.xp.empty((rows, 2), a)
-        kernel = named("norm_backward_long", center, d, o, o, vector_length(*among))
-        r.launch(FILE, kernel, (min(rows, MAX_GRID), 1, 1), (_LONG_THREADS, 1, 1), (gs, xs, w, dx, scales, *numbers))
+        plan = RowPlan(512, 0, vector, 1)
+        slots, shared = plan.kept(width, (d.itemsize, o.itemsize), device.shared_memory)
+        kernel, numbers = named("norm_backward_long", center, d, o, o, vector), (*numbers[:2], slots, numbers[2])
+        r.launch(FILE, kernel, plan.grid(rows), plan.block, (gs, xs, w, dx, scales, *numbers), shared)
         tiles = ceil_div(width, 32)
         splits = max(1, min(ceil_div(rows, 64), ceil_div(8 * device.multiprocessors, tiles), 65535))
         partial = r.xp.empty((splits, kinds, width), a)

@@ -17,7 +17,7 @@ import numpy as np
 from ..backends.determinism import is_deterministic
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.index_template import Slot, Span, fitted, is_basic, numpy_key, result_shape
-from .geometry import ceil_div
+from .geometry import ceil_div, vector_length
 from .launch import contiguous, i64, named, runner, wide
 
 FILE = "scatter.cu"
@@ -43,8 +43,10 @@ def summed_as(dtype: np.dtype) -> np.dtype:
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d in (*KERNEL_FLOATS, *_RAW.values()):
-        for kernel in ("add_atomically", "add_in_order", "join_chunks"):
+        for kernel in ("add_atomically", "join_chunks"):
             yield FILE, named(kernel, d, summed_as(d))
+        for vector in (1, 16 // d.itemsize) if d in KERNEL_FLOATS else (1,):
+            yield FILE, named("add_in_order", d, summed_as(d), vector)
     for d in (np.dtype(np.int32), _I64):
         yield FILE, named("mark_last", d)
         yield FILE, named("kept_by_mark", d)
@@ -140,17 +142,20 @@ def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> 
     count = places.shape[0]
     order = contiguous(r.xp.argsort(places, kind="stable").astype(np.int64, copy=False))
     ordered = contiguous(places[order])
-    tiles = ceil_div(inner, 32)
+    a, vector = summed_as(out.dtype), 1
+    if out.dtype in KERNEL_FLOATS and not one:
+        vector = vector_length(inner, [out.dtype.itemsize], [r.address(x) for x in (values, out)])
+    tiles = ceil_div(inner, 32 * vector)
     chunk = max(8, min(256, ceil_div(count * tiles, 32 * r.properties().multiprocessors)))
     chunk = max(chunk, ceil_div(count, 8 * 65535))  # blocks along y are few
     chunks = ceil_div(count, chunk)
-    a = summed_as(out.dtype)
     carry = r.xp.empty((chunks, 2, inner), a)
-    grid, block = (tiles, ceil_div(chunks, 8), 1), (32, 8, 1)
+    block, blocks = (32, 8, 1), ceil_div(chunks, 8)
     numbers = (i64(count), i64(inner), i64(chunk))
-    kernel = named("add_in_order", out.dtype, a)
-    r.launch(FILE, kernel, grid, block, (ordered, order, values, out, carry, *numbers, np.bool_(one)))
+    kernel = named("add_in_order", out.dtype, a, vector)
+    r.launch(FILE, kernel, (tiles, blocks, 1), block, (ordered, order, values, out, carry, *numbers, np.bool_(one)))
     if chunks > 1:
+        grid = (ceil_div(inner, 32), blocks, 1)
         r.launch(FILE, named("join_chunks", out.dtype, a), grid, block, (ordered, carry, out, *numbers))
 
 

@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import MAX_GRID, ladder, row_plan, vector_length
+from .geometry import ladder, row_plan
 from .launch import contiguous, i64, named, runner, wide
 
 FILE = "softmax.cu"
-_LONG_THREADS = 512
 
 
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d in KERNEL_FLOATS:
-        vectors = (1, 16 // d.itemsize)
-        sizes = [(t, i, v) for v in vectors for t, i in ladder(d.itemsize, v)]
+        vector = 16 // d.itemsize
+        sizes = [(t, i, vector) for t, i in (*ladder(d.itemsize, vector), (512, 0))]
         for kind in ("forward", "backward"):
             for log in (False, True):
-                yield from ((FILE, named(f"softmax_{kind}_long", log, d, v)) for v in vectors)
                 yield from ((FILE, named(f"softmax_{kind}", log, d, *s)) for s in sizes)
-            yield from ((FILE, named(f"cross_entropy_{kind}_long", d, v)) for v in vectors)
             yield from ((FILE, named(f"cross_entropy_{kind}", d, *s)) for s in sizes)
 
 
 def _rows(
-    kernel: str, before: tuple[Any, ...], rows: int, width: int, vectors: list[Any], arguments: list[Any]
+    kernel: str,
+    before: tuple[Any, ...],
+    rows: int,
+    width: int,
+    vectors: list[Any],
+    arguments: Callable[..., list[Any]],
+    kept: int = 1,
 ) -> None:
-    """Start a kernel of rows in its form for rows of this width; ``vectors`` are the arrays that it reads in
-    vectors."""
+    """Start a kernel of rows in its form for rows of this width.
+
+    ``vectors`` are the arrays that it reads in vectors; ``kept`` of them it reads more than once. The last one is
+    written: others that begin elsewhere within a vector are copied. ``arguments`` gives the kernel's from them and the
+    numbers that all kernels take.
+    """
     r = runner()
-    d = vectors[0].dtype
-    among = width, [d.itemsize], [r.address(a) for a in vectors]
-    plan = row_plan(*among)
-    if plan is None:
-        name, grid, block = (
-            named(f"{kernel}_long", *before, d, vector_length(*among)),
-            (min(rows, MAX_GRID), 1, 1),
-            (_LONG_THREADS, 1, 1),
-        )
-    else:
-        name, grid, block = (
-            named(kernel, *before, d, plan.threads, plan.items, plan.vector),
-            plan.grid(rows),
-            plan.block,
-        )
-    r.launch(FILE, name, grid, block, arguments)
+    size = vectors[0].dtype.itemsize
+    starts = [r.address(a) % 16 for a in vectors]
+    vectors = [a if s == starts[-1] else r.xp.array(a) for a, s in zip(vectors, starts, strict=True)]
+    plan = row_plan(width, size, 16 // size)
+    slots, shared = plan.kept(width, [size] * kept, r.properties().shared_memory)
+    name = named(kernel, *before, vectors[0].dtype, plan.threads, plan.items, plan.vector)
+    numbers = i64(rows), i64(width), slots
+    r.launch(FILE, name, plan.grid(rows), plan.block, arguments(*vectors, *numbers), shared)
 
 
 def _along(fn: Any, axis: int, *arrays: Any) -> Any:
@@ -67,7 +66,7 @@ def _forward(log: bool, x: Any, axis: int, masked: bool) -> Any:
         y = runner().xp.empty(x.shape, x.dtype)
         if x.size:
             n, width = x.size // x.shape[-1], x.shape[-1]
-            _rows("softmax_forward", (log,), n, width, [x, y], [x, y, i64(n), i64(width), np.bool_(masked)])
+            _rows("softmax_forward", (log,), n, width, [x, y], lambda *a: [*a, np.bool_(masked)])
         return y
 
     return _along(rows, axis, x)
@@ -81,7 +80,7 @@ def _backward(log: bool, g: Any, y: Any, axis: int) -> Any:
         dx = runner().xp.empty(y.shape, y.dtype)
         if y.size:
             n, width = y.size // y.shape[-1], y.shape[-1]
-            _rows("softmax_backward", (log,), n, width, [g, y, dx], [g, y, dx, i64(n), i64(width)])
+            _rows("softmax_backward", (log,), n, width, [g, y, dx], lambda *a: [*a], kept=2)
         return dx
 
     return _along(rows, axis, g.astype(d, copy=False), y.astype(d, copy=False)).astype(y.dtype, copy=False)
@@ -129,8 +128,11 @@ def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_s
     if n and not width:  # no class, no loss
         losses[...] = xp.where(flat == ignored, 0, np.nan) if has_ignored else np.nan
     elif n:
-        numbers = [i64(n), i64(width), np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
-        _rows("cross_entropy_forward", (), n, width, [x], [x, flat, losses, *numbers])
+        numbers = [np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
+        _rows(
+            *("cross_entropy_forward", (), n, width, [x], lambda x, *a: [x, flat, losses, *a, *numbers]),
+            kept=bool(label_smoothing),
+        )
     return losses
 
 
@@ -145,6 +147,6 @@ def cross_entropy_backward(
     dx = xp.empty(x.shape, x.dtype)
     n, width = labels.size, x.shape[-1]
     if x.size:
-        numbers = [i64(n), i64(width), np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
-        _rows("cross_entropy_backward", (), n, width, [x, dx], [scale, x, flat, dx, *numbers])
+        numbers = [np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
+        _rows("cross_entropy_backward", (), n, width, [x, dx], lambda x, *a: [scale, x, flat, *a, *numbers])
     return dx

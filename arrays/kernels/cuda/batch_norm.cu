@@ -4,13 +4,14 @@
 #include "row.cuh"
 
 constexpr int THREADS = 256;
-constexpr int CHUNK = 8;
+template <int VEC>
+constexpr int CHUNK = VEC == 1 ? 8 : 2;  // vectors at a time
 
 // ----- sums over the batch, of a share of it for each block -------------------------------------------------------------
 
-// f(k, offset) for up to CHUNK elements at a time of channel blockIdx.x (!LAST), or of one of 32 channels (LAST); after(count)
-// when they were given. Blocks along y have a share each.
-template <bool LAST, class F, class After>
+// f(k, offset) for up to CHUNK vectors at a time of channel blockIdx.x (!LAST, VEC divides the positions), or of elements of one of 32
+// channels (LAST); after(count) when they were given. Blocks along y have a share each.
+template <bool LAST, int VEC, class F, class After>
 __device__ inline void each_of_channel(i64 channel, i64 samples, i64 channels, i64 spatial, F f, After after)
 {
     if constexpr (LAST) {
@@ -18,7 +19,7 @@ __device__ inline void each_of_channel(i64 channel, i64 samples, i64 channels, i
         for (i64 row = (i64)blockIdx.y * blockDim.y + threadIdx.y; row < rows;) {
             int count = 0;
 #pragma unroll
-            for (int k = 0; k < CHUNK; ++k, row += step)
+            for (int k = 0; k < CHUNK<1>; ++k, row += step)
                 if (row < rows) {
                     f(k, row * channels + channel);
                     count = k + 1;
@@ -26,15 +27,16 @@ __device__ inline void each_of_channel(i64 channel, i64 samples, i64 channels, i
             after(count);
         }
     } else {
+        spatial /= VEC;
         const i64 total = samples * spatial, step = (i64)gridDim.y * THREADS;
         const i64 step_sample = step / spatial, step_position = step % spatial;
         i64 e = (i64)blockIdx.y * THREADS + threadIdx.x, sample = e / spatial, position = e % spatial;
         while (e < total) {
             int count = 0;
 #pragma unroll
-            for (int k = 0; k < CHUNK; ++k) {
+            for (int k = 0; k < CHUNK<VEC>; ++k) {
                 if (e < total) {
-                    f(k, (sample * channels + channel) * spatial + position);
+                    f(k, ((sample * channels + channel) * spatial + position) * VEC);
                     count = k + 1;
                 }
                 e += step;
@@ -51,20 +53,25 @@ __device__ inline void each_of_channel(i64 channel, i64 samples, i64 channels, i
 }
 
 // partial[share][channel]; blocks of THREADS threads a channel (!LAST), or of 32 channels by 8 rows (LAST).
-template <bool LAST, class T>
+template <bool LAST, class T, int VEC>
 __global__ void __launch_bounds__(THREADS, 4)
     batch_moments(const T* x, Moments<Wide<T>>* partial, i64 samples, i64 channels, i64 spatial)
 {
     using A = Wide<T>;
     const i64 channel = LAST ? (i64)blockIdx.x * 32 + threadIdx.x : (i64)blockIdx.x;
     Moments<A> m = Moments<A>::none();
-    A v[CHUNK];
+    A v[CHUNK<VEC> * VEC];
 #pragma unroll
-    for (int k = 0; k < CHUNK; ++k) v[k] = A(0);
+    for (int k = 0; k < CHUNK<VEC> * VEC; ++k) v[k] = A(0);
     if (channel < channels)
-        each_of_channel<LAST>(
-            channel, samples, channels, spatial, [&](int k, i64 at) { v[k] = wide(x[at]); },
-            [&](int count) { m.add(v, count); });
+        each_of_channel<LAST, VEC>(
+            channel, samples, channels, spatial,
+            [&](int k, i64 at) {
+                const Vector<T, VEC> found = vector_at<VEC>(x + at);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) v[k * VEC + i] = wide(found.at[i]);
+            },
+            [&](int count) { m.add(v, count * VEC); });
     if constexpr (LAST) {
         SHARED(Moments<A>, tile, 8 * 32);
         tile[threadIdx.y * 32 + threadIdx.x] = m;
@@ -80,7 +87,7 @@ __global__ void __launch_bounds__(THREADS, 4)
 }
 
 // partial[share][which][channel]: sums of g times the normalised element, and of g.
-template <bool LAST, class T, class G>
+template <bool LAST, class T, class G, int VEC>
 __global__ void __launch_bounds__(THREADS, 4)
     batch_sums(const G* g, const T* x, const Wide<T>* mean, const Wide<T>* var, Wide<T>* partial, i64 samples,
                i64 channels, i64 spatial, double eps)
@@ -90,12 +97,16 @@ __global__ void __launch_bounds__(THREADS, 4)
     A one = A(0), n = A(0);
     if (channel < channels) {
         const A center = mean[channel], inverse = A(1) / sqrt(var[channel] + A(eps));
-        each_of_channel<LAST>(
+        each_of_channel<LAST, VEC>(
             channel, samples, channels, spatial,
             [&](int, i64 at) {
-                const A gi = wide(g[at]);
-                one += gi;
-                n += gi * ((wide(x[at]) - center) * inverse);
+                const Vector<T, VEC> v = vector_at<VEC>(x + at);
+                const Vector<G, VEC> d = vector_at<VEC>(g + at);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) {
+                    one += wide(d.at[k]);
+                    n += wide(d.at[k]) * ((wide(v.at[k]) - center) * inverse);
+                }
             },
             [](int) {});
     }

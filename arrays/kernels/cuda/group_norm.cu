@@ -142,6 +142,16 @@ __global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : LAST ? 2 :
             along_one += w * one;
             along_n += w * n;
         };
+        // The elements of a vector, added to the sums of their channel.
+        const auto add = [&](i64 at, A& one, A& n) {
+            const Vector<T, VEC> v = vector_at<VEC>(xs + at);
+            const Vector<G, VEC> d = vector_at<VEC>(gs + at);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                one += wide(d.at[k]);
+                n += wide(d.at[k]) * ((wide(v.at[k]) - s.mean) * s.inverse);
+            }
+        };
         if constexpr (LAST) {
             // Threads of one channel stand `inside` apart, so that neighbours read neighbours.
             for (i64 start = 0; start < inside; start += THREADS) {
@@ -149,11 +159,7 @@ __global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : LAST ? 2 :
                 const int per = THREADS / wide_channels, t = threadIdx.x;
                 A one = A(0), n = A(0);
                 if (t < per * wide_channels)
-                    for (i64 p = t / wide_channels; p < spatial; p += per) {
-                        const i64 at = p * o.channels + start + t % wide_channels;
-                        one += wide(gs[at]);
-                        n += wide(gs[at]) * ((wide(xs[at]) - s.mean) * s.inverse);
-                    }
+                    for (i64 p = t / wide_channels; p < spatial; p += per) add(p * o.channels + start + t % wide_channels, one, n);
                 __syncthreads();
                 table[t] = Pair<A>{one, n};
                 __syncthreads();
@@ -168,10 +174,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : LAST ? 2 :
         } else if (inside >= WARPS) {  // a warp for each channel
             for (i64 c = threadIdx.x / 32; c < inside; c += WARPS) {
                 A one = A(0), n = A(0);
-                for (i64 i = c * spatial + threadIdx.x % 32; i < (c + 1) * spatial; i += 32) {
-                    one += wide(gs[i]);
-                    n += wide(gs[i]) * ((wide(xs[i]) - s.mean) * s.inverse);
-                }
+#pragma unroll(VEC > 1 ? 2 : 4)
+                for (i64 i = c * spatial + threadIdx.x % 32 * VEC; i < (c + 1) * spatial; i += 32 * VEC) add(i, one, n);
                 one = warp_reduce<Add>(one);
                 n = warp_reduce<Add>(n);
                 if (threadIdx.x % 32 == 0) found(c, one, n);
@@ -179,11 +183,8 @@ __global__ void __launch_bounds__(THREADS, sizeof(Wide<T>) == 8 ? 1 : LAST ? 2 :
         } else {  // all threads for each channel
             for (i64 c = 0; c < inside; ++c) {
                 A one = A(0), n = A(0);
-#pragma unroll 4
-                for (i64 i = c * spatial + threadIdx.x; i < (c + 1) * spatial; i += THREADS) {
-                    one += wide(gs[i]);
-                    n += wide(gs[i]) * ((wide(xs[i]) - s.mean) * s.inverse);
-                }
+#pragma unroll(VEC > 1 ? 2 : 4)
+                for (i64 i = c * spatial + threadIdx.x * VEC; i < (c + 1) * spatial; i += THREADS * VEC) add(i, one, n);
                 const Pair<A> p = row_sums<THREADS>(one, n);
                 if (threadIdx.x == 0) found(c, p.a, p.b);
             }

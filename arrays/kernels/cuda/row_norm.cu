@@ -1,7 +1,7 @@
 // layer_norm (CENTER) and rms_norm (not CENTER) over contiguous rows, forward and backward.
 //
 // T is the dtype of x, G that of y and its cotangent, W that of weight and bias. A row is read once and kept in registers;
-// longer rows than registers hold are read again, mostly from the second-level cache.
+// longer ones are kept in shared memory, and what does not fit there is read again, mostly from the second-level cache.
 #include "row.cuh"
 
 template <class A>
@@ -112,21 +112,29 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>)
 
 // ----- rows of any length ---------------------------------------------------------------------------------------------
 
+// f(j, column) for the vectors of a long row that a thread has.
+template <int VEC, class F>
+__device__ inline void each_long(i64 length, F f)
+{
+    each_vector<LONG, 0, VEC>(length, f);
+}
+
 template <bool CENTER, int VEC, class T>
-__device__ inline Scale<Wide<T>> long_row_scale(const T* x, i64 length, double eps)
+__device__ inline Scale<Wide<T>> long_row_scale(const LongRow<T, VEC>& x, i64 length, double eps)
 {
     using A = Wide<T>;
     if constexpr (CENTER) {
         constexpr int EACH = 8 / VEC < 2 ? 2 : 8 / VEC;  // vectors at a time
         Moments<A> m = Moments<A>::none();
-        for (i64 start = (i64)threadIdx.x * VEC; start < length; start += LONG * VEC * EACH) {
+        i64 i = 0;
+        for (i64 start = (i64)threadIdx.x * VEC; start < length; start += LONG * VEC * EACH, i += EACH) {
             A v[EACH * VEC];
             int count = 0;
 #pragma unroll
             for (int j = 0; j < EACH; ++j) {
                 const i64 at = start + j * LONG * VEC;
                 Vector<T, VEC> found;
-                if (at < length) found = vector_at<VEC>(x + at);
+                if (at < length) found = x.first(i + j, at);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) v[j * VEC + k] = at < length ? wide(found.at[k]) : A(0);
                 count += at < length ? VEC : 0;
@@ -137,8 +145,8 @@ __device__ inline Scale<Wide<T>> long_row_scale(const T* x, i64 length, double e
         return Scale<A>{m.mean, A(1) / sqrt(m.m2 / A(length) + A(eps))};
     } else {
         A s = A(0);
-        each_long<VEC>(length, [&](i64 column) {
-            const Vector<T, VEC> v = vector_at<VEC>(x + column);
+        each_long<VEC>(length, [&](i64 j, i64 column) {
+            const Vector<T, VEC> v = x.first(j, column);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) s += wide(v.at[k]) * wide(v.at[k]);
         });
@@ -147,16 +155,17 @@ __device__ inline Scale<Wide<T>> long_row_scale(const T* x, i64 length, double e
 }
 
 template <bool CENTER, class T, class G, class W, int VEC>
-__global__ void __launch_bounds__(LONG, 2)
-    norm_forward_long(const T* x, const W* weight, const W* bias, G* y, i64 rows, i64 length, double eps)
+__global__ void __launch_bounds__(LONG, sizeof(Wide<T>) == 8 ? 1 : 2)
+    norm_forward_long(const T* x, const W* weight, const W* bias, G* y, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;
+    DYNAMIC_SHARED(char, shared);
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T* r = x + row * length;
-        const Scale<A> s = long_row_scale<CENTER, VEC>(r, length, eps);
-        store_long<VEC>(y + row * length, length, [&](i64 column) {
+        const LongRow<T, VEC> r(x + row * length, shared, kept);
+        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
+        store_row<LONG, 0, VEC>(y + row * length, length, [&](i64 j, i64 column) {
             const Vector<W, VEC> b = CENTER ? vector_at<VEC>(bias + column) : Vector<W, VEC>{};
-            return [=, v = vector_at<VEC>(r + column), w = vector_at<VEC>(weight + column)](int k) {
+            return [=, v = r.vector(j, column), w = vector_at<VEC>(weight + column)](int k) {
                 return (wide(v.at[k]) - s.mean) * s.inverse * wide(w.at[k]) + (CENTER ? wide(b.at[k]) : A(0));
             };
         });
@@ -165,24 +174,24 @@ __global__ void __launch_bounds__(LONG, 2)
 
 // dx, and the statistics of each row for `norm_columns`.
 template <bool CENTER, class T, class G, class W, int VEC>
-__global__ void __launch_bounds__(LONG, 2) norm_backward_long(const G* g, const T* x, const W* weight, T* dx,
-                                                           Wide<T>* scales, i64 rows, i64 length, double eps)
+__global__ void __launch_bounds__(LONG, sizeof(Wide<T>) == 8 ? 1 : 2) norm_backward_long(const G* g, const T* x, const W* weight, T* dx,
+                                                           Wide<T>* scales, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;
+    DYNAMIC_SHARED(char, shared);
     for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T* r = x + row * length;
-        const G* c = g + row * length;
-        const Scale<A> s = long_row_scale<CENTER, VEC>(r, length, eps);
-        // Of the elements at a column: normalised, and the cotangent times the weight.
-        const auto pairs = [&](i64 column) {
-            return [=, v = vector_at<VEC>(r + column), d = vector_at<VEC>(c + column),
-                    w = vector_at<VEC>(weight + column)](int k) {
+        const LongRow<T, VEC> r(x + row * length, shared, kept);
+        const LongRow<G, VEC> c(g + row * length, r.rest(), kept);
+        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
+        // Of the elements of a vector: normalised, and the cotangent times the weight.
+        const auto pairs = [&](i64 j, i64 column, const Vector<G, VEC>& d) {
+            return [=, v = r.vector(j, column), w = vector_at<VEC>(weight + column)](int k) {
                 return Pair<A>{(wide(v.at[k]) - s.mean) * s.inverse, wide(d.at[k]) * wide(w.at[k])};
             };
         };
         A along_one = A(0), along_n = A(0);
-        each_long<VEC>(length, [&](i64 column) {
-            const auto pair = pairs(column);
+        each_long<VEC>(length, [&](i64 j, i64 column) {
+            const auto pair = pairs(j, column, c.first(j, column));
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 along_one += pair(k).b;
@@ -191,8 +200,10 @@ __global__ void __launch_bounds__(LONG, 2) norm_backward_long(const G* g, const 
         });
         const Pair<A> p = row_sums<LONG>(along_one, along_n);
         const A one = CENTER ? p.a / A(length) : A(0), slope = p.b / A(length);
-        store_long<VEC>(dx + row * length, length, [&](i64 column) {
-            return [=, pair = pairs(column)](int k) { return (pair(k).b - one - pair(k).a * slope) * s.inverse; };
+        store_row<LONG, 0, VEC>(dx + row * length, length, [&](i64 j, i64 column) {
+            return [=, pair = pairs(j, column, c.vector(j, column))](int k) {
+                return (pair(k).b - one - pair(k).a * slope) * s.inverse;
+            };
         });
         if (threadIdx.x == 0) {
             scales[2 * row] = s.mean;

@@ -54,47 +54,50 @@ __global__ void __launch_bounds__(THREADS)
 // ----- sums, always in the order of the rows ----------------------------------------------------------------------------
 
 // The rows are visited in the order of their places: `sorted` are the places in ascending order, `order` the rows they belong
-// to. Each thread adds up a column over a chunk of them. What lies within a chunk is added to `out` at once, by the only thread
+// to. Each thread adds up VEC columns over a chunk of them. What lies within a chunk is added to `out` at once, by the only thread
 // that has that place; a sum that goes on in a neighbouring chunk is left in `carry[chunk][0]` if it began before the chunk,
-// and in `carry[chunk][1]` if it begins in it.
-template <class T, class A>
+// and in `carry[chunk][1]` if it begins in it. With `one`, VEC is 1.
+template <class T, class A, int VEC>
 __global__ void __launch_bounds__(THREADS, 4)
     add_in_order(const i64* sorted, const i64* order, const T* values, T* out, A* carry, i64 count, i64 inner, i64 chunk,
                  bool one)
 {
-    const i64 column = (i64)blockIdx.x * 32 + threadIdx.x;
+    const i64 column = ((i64)blockIdx.x * 32 + threadIdx.x) * VEC;
     const i64 index = (i64)blockIdx.y * blockDim.y + threadIdx.y;
     const i64 start = index * chunk, stop = start + chunk < count ? start + chunk : count;
     if (column >= inner || start >= count) return;
     const bool began_before = start > 0 && sorted[start - 1] == sorted[start];
     const bool goes_on = stop < count && sorted[stop] == sorted[stop - 1];
-    A sum = A(0);
+    Vector<A, VEC> sum{};
     bool first = true;  // within the run that the chunk starts in
     i64 place = sorted[start];
+    const auto put = [&](bool later) {  // `later`: the run goes on in the next chunk
+        if (first && began_before)
+            store_vector<VEC>(carry + index * 2 * inner + column, sum);
+        else if (later)
+            store_vector<VEC>(carry + (index * 2 + 1) * inner + column, sum);
+        else {
+            T* o = out + place * inner + column;
+            Vector<T, VEC> all = vector_at<VEC>(o);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) all.at[k] = narrow<T>(as<A>(all.at[k]) + sum.at[k]);
+            store_vector<VEC>(o, all);
+        }
+    };
 #pragma unroll 4
     for (i64 p = start; p < stop; ++p) {
         const i64 next = sorted[p];
+        const Vector<T, VEC> v = vector_at<VEC>(values + (one ? 0 : order[p] * inner + column));
         if (next != place) {
-            if (first && began_before)
-                carry[index * 2 * inner + column] = sum;
-            else {
-                T* o = out + place * inner + column;
-                *o = narrow<T>(as<A>(*o) + sum);
-            }
+            put(false);
             first = false;
-            sum = A(0);
+            sum = Vector<A, VEC>{};
             place = next;
         }
-        sum += as<A>(values[one ? 0 : order[p] * inner + column]);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) sum.at[k] += as<A>(v.at[k]);
     }
-    if (first && began_before)
-        carry[index * 2 * inner + column] = sum;
-    else if (goes_on)
-        carry[(index * 2 + 1) * inner + column] = sum;
-    else {
-        T* o = out + place * inner + column;
-        *o = narrow<T>(as<A>(*o) + sum);
-    }
+    put(goes_on);
 }
 
 // Sums over several chunks come together, in their order, where they begin.

@@ -9,6 +9,14 @@ __device__ inline A shift_of(A maximum)
     return maximum == infinity<A>() || maximum == -infinity<A>() ? A(0) : maximum;
 }
 
+// f(element) for those of a vector.
+template <class T, int N, class F>
+__device__ inline void each_of(const Vector<T, N>& v, F f)
+{
+#pragma unroll
+    for (int k = 0; k < N; ++k) f(wide(v.at[k]));
+}
+
 // The maximum and the sum of exp(x - shift) of a part of a row, found in one pass.
 template <class A>
 struct Exponentials {
@@ -29,16 +37,14 @@ struct Exponentials {
         o.rescale(larger);
         total += o.total;
     }
-    template <int N>
-    __device__ void add(const A (&x)[N])  // -inf stands for no element
+    template <class V>
+    __device__ void add(const V& x)
     {
         A m = maximum;
-#pragma unroll
-        for (int k = 0; k < N; ++k) m = Max::of(m, x[k]);
+        each_of(x, [&](A v) { m = Max::of(m, v); });
         rescale(m);
         const A s = shift_of(m);
-#pragma unroll
-        for (int k = 0; k < N; ++k) total += exp(x[k] - s);
+        each_of(x, [&](A v) { total += exp(v - s); });
     }
 };
 
@@ -56,7 +62,7 @@ __device__ inline Exponentials<A> warp_exponentials(Exponentials<A> v)
 }
 
 template <int THREADS, class A>
-__device__ inline Exponentials<A> row_exponentials(Exponentials<A> v)
+__device__ inline Exponentials<A> block_exponentials(Exponentials<A> v)
 {
     v = warp_exponentials(v);
     SHARED(Exponentials<A>, slots, THREADS / 32);
@@ -67,16 +73,23 @@ __device__ inline Exponentials<A> row_exponentials(Exponentials<A> v)
     return warp_exponentials(lane < THREADS / 32 ? slots[lane] : Exponentials<A>::none());
 }
 
-// The shift of a row in registers, and the sum of its exponentials.
-template <int THREADS, int ITEMS, int VEC, class T>
-__device__ inline Exponentials<Wide<T>> row_exponentials(const Row<T, THREADS, ITEMS, VEC>& x, int width)
+// The shift of a row, and the sum of its exponentials: the maximum first where registers hold the row, both in one pass where it is longer.
+template <class T, int THREADS, int ITEMS, int VEC>
+__device__ inline Exponentials<Wide<T>> row_exponentials(const CutRow<T, THREADS, ITEMS, VEC>& x, const Cut<THREADS, ITEMS, VEC>& cut)
 {
     using A = Wide<T>;
-    A m = -infinity<A>(), s = A(0);
-    x.each(width, [&](A v) { m = Max::of(m, v); });
-    const A shift = shift_of(row_reduce<Max, THREADS>(m, -infinity<A>()));
-    x.each(width, [&](A v) { s += exp(v - shift); });
-    return Exponentials<A>{shift, row_sum<THREADS>(s)};
+    if constexpr (ITEMS == 0) {
+        Exponentials<A> e = Exponentials<A>::none();
+        cut.each([&](auto p) { e.add(x.first(p)); });
+        e = block_exponentials<THREADS>(e);
+        return Exponentials<A>{shift_of(e.maximum), e.total};
+    } else {
+        A m = -infinity<A>(), s = A(0);
+        cut.each([&](auto p) { each_of(x(p), [&](A v) { m = Max::of(m, v); }); });
+        const A shift = shift_of(row_reduce<Max, THREADS>(m, -infinity<A>()));
+        cut.each([&](auto p) { each_of(x(p), [&](A v) { s += exp(v - shift); }); });
+        return Exponentials<A>{shift, row_sum<THREADS>(s)};
+    }
 }
 
 // ----- softmax --------------------------------------------------------------------------------------------------------
@@ -95,95 +108,40 @@ __device__ inline A scale_of(A total, bool masked)
 }
 
 template <bool LOG, class T, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
-    softmax_forward(const T* x, T* y, i64 rows, i64 length, bool masked)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
+    softmax_forward(const T* x, T* y, i64 rows, i64 length, int kept, bool masked)
 {
     using A = Wide<T>;
-    const int width = (int)length;
+    DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        Row<T, THREADS, ITEMS, VEC> r;
-        r.load(x + row * length, width);
-        const Exponentials<A> e = row_exponentials(r, width);
+        const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
+        const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
+        const Exponentials<A> e = row_exponentials(r, cut);
         const A scale = scale_of<LOG>(e.total, masked);
-        store_row<T, THREADS, ITEMS, VEC>(y + row * length, width, [&](int j, int k, int) {
-            return weight_of<LOG>(r.at(j, k), e.maximum, scale);
+        cut.store(y + row * length, [&](auto p) {
+            return [=, v = r(p)](int k) { return weight_of<LOG>(wide(v.at[k]), e.maximum, scale); };
         });
     }
 }
 
 template <bool LOG, class T, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
-    softmax_backward(const T* g, const T* y, T* dx, i64 rows, i64 length)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
+    softmax_backward(const T* g, const T* y, T* dx, i64 rows, i64 length, int kept)
 {
     using A = Wide<T>;
-    const int width = (int)length;
+    DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        Row<T, THREADS, ITEMS, VEC> c, r;
-        c.load(g + row * length, width);
-        r.load(y + row * length, width);
+        const Cut<THREADS, ITEMS, VEC> cut(y + row * length, length);
+        const CutRow<T, THREADS, ITEMS, VEC> c(g + row * length, cut, shared, kept), r(y + row * length, cut, c.rest(), kept);
         A s = A(0);
-        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int) {
+        cut.each([&](auto p) {
+            const auto cs = c.first(p), rs = r.first(p);
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) s += LOG ? c.at(j, k) : c.at(j, k) * r.at(j, k);
+            for (int k = 0; k < (int)(sizeof(cs) / sizeof(T)); ++k) s += LOG ? wide(cs.at[k]) : wide(cs.at[k]) * wide(rs.at[k]);
         });
         s = row_sum<THREADS>(s);
-        store_row<T, THREADS, ITEMS, VEC>(dx + row * length, width, [&](int j, int k, int) {
-            return LOG ? c.at(j, k) - exp(r.at(j, k)) * s : r.at(j, k) * (c.at(j, k) - s);
-        });
-    }
-}
-
-template <int VEC, class T>
-__device__ inline Exponentials<Wide<T>> long_row_exponentials(const T* x, i64 length)
-{
-    using A = Wide<T>;
-    constexpr int EACH = 8 / VEC < 2 ? 2 : 8 / VEC;  // vectors at a time
-    Exponentials<A> e = Exponentials<A>::none();
-    for (i64 start = (i64)threadIdx.x * VEC; start < length; start += LONG * VEC * EACH) {
-        A v[EACH * VEC];
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) {
-            const i64 at = start + j * LONG * VEC;
-            Vector<T, VEC> found;
-            if (at < length) found = vector_at<VEC>(x + at);
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) v[j * VEC + k] = at < length ? wide(found.at[k]) : -infinity<A>();
-        }
-        e.add(v);
-    }
-    e = row_exponentials<LONG>(e);
-    return Exponentials<A>{shift_of(e.maximum), e.total};
-}
-
-template <bool LOG, class T, int VEC>
-__global__ void __launch_bounds__(LONG, 2) softmax_forward_long(const T* x, T* y, i64 rows, i64 length, bool masked)
-{
-    using A = Wide<T>;
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T* r = x + row * length;
-        const Exponentials<A> e = long_row_exponentials<VEC>(r, length);
-        const A scale = scale_of<LOG>(e.total, masked);
-        store_long<VEC>(y + row * length, length, [&](i64 column) {
-            return [=, v = vector_at<VEC>(r + column)](int k) { return weight_of<LOG>(wide(v.at[k]), e.maximum, scale); };
-        });
-    }
-}
-
-template <bool LOG, class T, int VEC>
-__global__ void __launch_bounds__(LONG, 2) softmax_backward_long(const T* g, const T* y, T* dx, i64 rows, i64 length)
-{
-    using A = Wide<T>;
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T *c = g + row * length, *r = y + row * length;
-        A s = A(0);
-        each_long<VEC>(length, [&](i64 column) {
-            const Vector<T, VEC> cs = vector_at<VEC>(c + column), rs = vector_at<VEC>(r + column);
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) s += LOG ? wide(cs.at[k]) : wide(cs.at[k]) * wide(rs.at[k]);
-        });
-        s = row_sum<LONG>(s);
-        store_long<VEC>(dx + row * length, length, [&](i64 column) {
-            return [=, cs = vector_at<VEC>(c + column), rs = vector_at<VEC>(r + column)](int k) {
+        cut.store(dx + row * length, [&](auto p) {
+            return [=, cs = c(p), rs = r(p)](int k) {
                 const A ck = wide(cs.at[k]), rk = wide(rs.at[k]);
                 return LOG ? ck - exp(rk) * s : rk * (ck - s);
             };
@@ -223,20 +181,20 @@ __device__ inline A loss_of(const Label& label, A at_label, A sum, A total, i64 
 }
 
 template <class T, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
-    cross_entropy_forward(const T* x, const i64* labels, Wide<T>* losses, i64 rows, i64 length, bool has_ignored,
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
+    cross_entropy_forward(const T* x, const i64* labels, Wide<T>* losses, i64 rows, i64 length, int kept, bool has_ignored,
                           i64 ignored, double smoothing)
 {
     using A = Wide<T>;
-    const int width = (int)length;
+    DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        Row<T, THREADS, ITEMS, VEC> r;
-        r.load(x + row * length, width);
+        const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
+        const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const Exponentials<A> e = row_exponentials(r, width);
+        const Exponentials<A> e = row_exponentials(r, cut);
         A sum = A(0);
         if (smoothing != 0) {
-            r.each(width, [&](A v) { sum += v - e.maximum; });
+            cut.each([&](auto p) { each_of(r(p), [&](A v) { sum += v - e.maximum; }); });
             sum = row_sum<THREADS>(sum);
         }
         if (threadIdx.x == 0) {
@@ -257,64 +215,20 @@ __device__ inline A slope_of(A p, bool here, A scale, i64 classes, A smoothing)
 // The softmax is computed again: cheaper than writing it in the forward pass and reading it back. What does not count is zero
 // by selection, so that a NaN in it goes nowhere.
 template <class T, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
-    cross_entropy_backward(const Wide<T>* g, const T* x, const i64* labels, T* dx, i64 rows, i64 length,
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
+    cross_entropy_backward(const Wide<T>* g, const T* x, const i64* labels, T* dx, i64 rows, i64 length, int kept,
                            bool has_ignored, i64 ignored, double smoothing)
 {
     using A = Wide<T>;
-    const int width = (int)length;
+    DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        Row<T, THREADS, ITEMS, VEC> r;
-        r.load(x + row * length, width);
+        const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
+        const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const Exponentials<A> e = row_exponentials(r, width);
+        const Exponentials<A> e = row_exponentials(r, cut);
         const A scale = g[row], inverse = A(1) / e.total;
-        store_row<T, THREADS, ITEMS, VEC>(dx + row * length, width, [&](int j, int k, int column) {
-            const A p = exp(r.at(j, k) - e.maximum) * inverse;
-            return label.valid ? slope_of(p, column + k == label.at, scale, length, A(smoothing)) : A(0);
-        });
-    }
-}
-
-template <class T, int VEC>
-__global__ void __launch_bounds__(LONG, 2)
-    cross_entropy_forward_long(const T* x, const i64* labels, Wide<T>* losses, i64 rows, i64 length, bool has_ignored,
-                               i64 ignored, double smoothing)
-{
-    using A = Wide<T>;
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T* r = x + row * length;
-        const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const Exponentials<A> e = long_row_exponentials<VEC>(r, length);
-        A sum = A(0);
-        if (smoothing != 0) {
-            each_long<VEC>(length, [&](i64 column) {
-                const Vector<T, VEC> v = vector_at<VEC>(r + column);
-#pragma unroll
-                for (int k = 0; k < VEC; ++k) sum += wide(v.at[k]) - e.maximum;
-            });
-            sum = row_sum<LONG>(sum);
-        }
-        if (threadIdx.x == 0) {
-            const A at_label = label.valid ? wide(r[label.at]) - e.maximum : A(0);
-            losses[row] = loss_of(label, at_label, sum, e.total, length, A(smoothing));
-        }
-    }
-}
-
-template <class T, int VEC>
-__global__ void __launch_bounds__(LONG, 2)
-    cross_entropy_backward_long(const Wide<T>* g, const T* x, const i64* labels, T* dx, i64 rows, i64 length,
-                                bool has_ignored, i64 ignored, double smoothing)
-{
-    using A = Wide<T>;
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const T* r = x + row * length;
-        const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const Exponentials<A> e = long_row_exponentials<VEC>(r, length);
-        const A scale = g[row], inverse = A(1) / e.total;
-        store_long<VEC>(dx + row * length, length, [&](i64 column) {
-            return [=, v = vector_at<VEC>(r + column)](int k) {
+        cut.store(dx + row * length, [&](auto p) {
+            return [=, v = r(p), column = p.column](int k) {
                 const A p = exp(wide(v.at[k]) - e.maximum) * inverse;
                 return label.valid ? slope_of(p, column + k == label.at, scale, length, A(smoothing)) : A(0);
             };

@@ -10,8 +10,8 @@ typedef unsigned long long u64;
 
 #ifndef EMULATED
 #define SHARED(type, name, count) __shared__ type name[count]
-#define DYNAMIC_SHARED(type, name)                    \
-    extern __shared__ double dynamic_shared_memory[]; \
+#define DYNAMIC_SHARED(type, name)                                  \
+    extern __shared__ __align__(16) double dynamic_shared_memory[]; \
     type* name = reinterpret_cast<type*>(dynamic_shared_memory)
 #endif
 

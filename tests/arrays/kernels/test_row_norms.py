@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshtape.arrays import OPS
-from meshtape.arrays.kernels.geometry import ladder, persistent_grid, row_plan
+from meshtape.arrays.kernels.geometry import ladder, persistent_grid, row_plan, vector_length
 
 # The kernels are the same for both short floats: by default one of them is tried.
 SHORT = [pytest.param(np.float16, marks=pytest.mark.slow), ml_dtypes.bfloat16]
@@ -168,15 +168,15 @@ def test_every_width_has_a_plan_that_covers_it(itemsize: int) -> None:
     top = ladder(itemsize, 16 // itemsize)[-1]
     for width in (*range(1, 300), 1023, 1024, 1025, 4095, 4096, 4097, top[0] * top[1]):
         for aligned in (0, itemsize):
-            plan = row_plan(width, (itemsize,), (aligned,))
-            if plan is None:
+            plan = row_plan(width, itemsize, vector_length(width, (itemsize,), (aligned,)))
+            if not plan.items:
                 assert width > 4096
                 continue
             assert plan.threads * plan.items >= width
             assert plan.items % plan.vector == 0
             assert plan.vector == 1 or (aligned == 0 and width % plan.vector == 0)
             assert plan.threads * plan.rows <= 1024
-    assert row_plan(top[0] * top[1] + 16, (itemsize,), (0,)) is None
+    assert not row_plan(top[0] * top[1] + 16, itemsize, 16 // itemsize).items
 
 
 def test_a_persistent_grid_is_never_larger_than_the_work() -> None:
