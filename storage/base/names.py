@@ -28,6 +28,7 @@ _RESERVED = frozenset(
     + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
 )
 _LONGEST = 160
+STEP = re.compile(r"step-\d{8,}")  # the folder of a numbered checkpoint
 _PLAIN = re.compile(r"(?!__)[\w-][\w.-]{0,98}[\w-]", re.ASCII)  # most names, which stay as they are
 _NAME_MAX, _PATH_MAX = 255, 1024  # no file system has longer ones
 _SIMPLE = re.compile(
