@@ -68,6 +68,22 @@ def zarr_names(names: Sequence[str]) -> list[str]:
     ]
 
 
+def zarr_paths(names: Sequence[str]) -> list[str]:
+    """The nodes of leaf names in a hierarchy where slashes lead into groups. A name that would lie below that of
+    another array is one node, as of `zarr_names`.
+
+    >>> zarr_paths(["a", "a/b", "g/x.y", "g/../w"])
+    ['a', 'a%2Fb', 'g/x.y', 'g/%2E%2E/w']
+    """
+    arrays = set(names)
+
+    def nested(name: str) -> bool:
+        return "/" in name and not any(name[:i] in arrays for i, c in enumerate(name) if c == "/")
+
+    flat = zarr_names(names)
+    return ["/".join(map(_escape, n.split("/"))) if nested(n) else f for n, f in zip(names, flat, strict=True)]
+
+
 def leaf_name(path: Sequence[str | int]) -> str:
     """A path as people read it: ``('layers', 0, 'w')`` becomes ``layers.0.w``."""
     try:
