@@ -139,7 +139,8 @@ def _index_array(item: Any, axis: int) -> Array:
         raise ArrayIndexError(
             f"a boolean mask of shape {array.shape} selects a number of elements that is known only when it is "
             "computed: use mt.where(mask, x, 0), for x[mask] *= c write x = x.at[mask].multiply(c) or x = "
-            "mt.where(mask, x * c, x), or compute the mask first"
+            "mt.where(mask, x * c, x), or compute the mask first. Where another library made it (xarray's polyfit "
+            "does, of columns with NaN), fill the missing values first, or give it np.asarray(x)"
         )
     return array
 

@@ -91,6 +91,20 @@ def as_plain_array() -> bool:
     return "xarray.namedarray.utils" in askers and "xarray.namedarray.daskmanager" not in askers
 
 
+def beside_labels(asking: FrameType) -> bool:
+    """Whether xarray asks for the namespace of operands of which some are NumPy's texts, dates or objects."""
+    frame: FrameType | None = asking
+    if asking.f_code.co_name != "_get_single_namespace" or (frame := asking.f_back) is None:
+        return False
+    if frame.f_code.co_name != "get_array_namespace":  # a comprehension of its own, before Python 3.12
+        frame = frame.f_back
+    values: tuple[Any, ...] = frame.f_locals.get("values", ()) if frame else ()
+    above = frame.f_back if frame else None
+    if above is not None and above.f_code.co_name == "to_like_array":
+        values += (above.f_locals.get("array"),)
+    return any(getattr(getattr(v, "dtype", None), "kind", "b") in "OSUMm" for v in values)
+
+
 def refuse_applied(x: Any) -> None:
     """Raise where a function under ``xarray.apply_ufunc`` would fetch all values of an array on a mesh."""
     f: Any = sys._getframe(2)

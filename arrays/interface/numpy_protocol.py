@@ -249,6 +249,8 @@ def array_function(self: Array, func: Any, types: Any, args: Any, kwargs: Any) -
         out = keywords.pop("out", None)
         result = _of_numbers(_called_with, name, ours, positional, keywords)
     if result is NotImplemented:
+        if func is np.where and len(args) == 3 and next(_arrays(args[1:]), None) is None:
+            args = (_as_numpy(args[0]), *args[1:])  # texts or dates, which stay NumPy's wherever the condition lies
         showing, kwargs = func.__name__ in _SHOWING, {k: v for k, v in kwargs.items() if k != "out"}
         result = _through_numpy(name, func, args, kwargs, showing)
     return result if out is None else _written(name, result, out)

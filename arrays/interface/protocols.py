@@ -13,7 +13,7 @@ from ..backends.dlpack import export, read_only
 from ..core.array import Array
 from ..core.dispatch import Deferred, refuse_watched
 from ..core.errors import ArgumentError
-from .askers import refuse_applied
+from .askers import beside_labels, refuse_applied
 
 _API_VERSIONS = ("2021.12", "2022.12", "2023.12", "2024.12", "2025.12")
 
@@ -55,8 +55,9 @@ class Protocols:
         """The function that gives the namespace of the array API.
 
         xarray's indexing is not shown it, and so takes NumPy's way: its way for arrays of the standard refuses
-        pointwise indices, and writes to the points of outer ones instead of to their product."""
-        if sys._getframe(1).f_code.co_name == "as_indexable":
+        pointwise indices, and writes to the points of outer ones instead of to their product. Nor is it shown where
+        xarray has texts or dates beside the array, which stay NumPy's."""
+        if sys._getframe(1).f_code.co_name == "as_indexable" or beside_labels(sys._getframe(1)):
             raise AttributeError("__array_namespace__")
         return _namespace
 

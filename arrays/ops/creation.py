@@ -373,9 +373,13 @@ def eye(
     return _place(np.eye(n_rows, n_cols, k, _dtype("eye", dtype)), device)
 
 
-def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None) -> Array:
+def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None, shape: Any) -> Array:
     x = asarray(x)
     dtype = x.dtype if dtype is None else as_dtype(dtype, name)
+    if shape is not None:  # of another shape there is no sharding to keep
+        return full(
+            shape, value, dtype=dtype, device=x.device if where is None and not isinstance(x._buf, Deferred) else where
+        )
     if name == "full_like" and isinstance(value, int | float | complex):
         check_numbers(name, value, dtype)
     if isinstance(x._buf, Deferred) and x._buf.memory is None and where is None:
@@ -391,40 +395,43 @@ def _like(name: str, x: Any, value: Any, dtype: Any, where: Device | str | None)
     return full(x.shape, value, dtype=dtype, device=x.device if where is None else where)
 
 
-def zeros_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
-    """Zeros with the shape, dtype, device and sharding of ``x``.
+def zeros_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None, shape: Any = None) -> Array:
+    """Zeros with the shape, dtype, device and sharding of ``x``; of another ``shape``, unsplit.
 
     >>> mt.zeros_like(mt.asarray([1, 2]))
     Array([0, 0])
     """
-    return _like("zeros_like", x, 0, dtype, device)
+    return _like("zeros_like", x, 0, dtype, device, shape)
 
 
-def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
-    """Ones with the shape, dtype, device and sharding of ``x``.
+def ones_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None, shape: Any = None) -> Array:
+    """Ones with the shape, dtype, device and sharding of ``x``; of another ``shape``, unsplit.
 
     >>> mt.ones_like(mt.asarray([1.5, 2.0]))
     Array([1., 1.], dtype=float64)
     """
-    return _like("ones_like", x, 1, dtype, device)
+    return _like("ones_like", x, 1, dtype, device, shape)
 
 
-def full_like(x: Any, /, fill_value: Any, dtype: Any = None, *, device: Device | str | None = None) -> Array:
-    """One repeated value, with the shape, dtype, device and sharding of ``x``.
+def full_like(
+    x: Any, /, fill_value: Any, dtype: Any = None, *, device: Device | str | None = None, shape: Any = None
+) -> Array:
+    """One repeated value, with the shape, dtype, device and sharding of ``x``; of another ``shape``, unsplit.
 
     >>> mt.full_like(mt.asarray([1, 2]), 7)
     Array([7, 7])
     """
-    return _like("full_like", x, fill_value, dtype, device)
+    return _like("full_like", x, fill_value, dtype, device, shape)
 
 
-def empty_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None) -> Array:
-    """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``.
+def empty_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None, shape: Any = None) -> Array:
+    """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``; of another ``shape``,
+    unsplit.
 
     >>> mt.empty_like(mt.ones((2, 3))).shape
     (2, 3)
     """
-    return _like("empty_like", x, 0, dtype, device)
+    return _like("empty_like", x, 0, dtype, device, shape)
 
 
 def from_dlpack(x: Any, /, *, device: Device | str | None = None, copy: bool | None = None) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,8 @@ def reshard(x: Array, target: Sharding | None = None, /, **placements: Placement
     >>> mt.reshard(x, data=mt.Replicate(), model=mt.Shard(1)).sharding
     Sharding(data=Replicate(), model=Shard(1))
     """
+    if isinstance(x, str | os.PathLike):
+        raise MeshError(f"[reshard] takes an array; mt.storage.reshard(src, dst, …) reshards a checkpoint such as {x}")
     x = asarray(x)
     now = x.sharding
     if now is None:

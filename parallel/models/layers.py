@@ -16,6 +16,7 @@ from ...arrays.core.array import Array
 from ...arrays.core.devices import Device, default_device
 from ...arrays.core.dispatch import made, wrap
 from ...arrays.core.errors import ShapeError
+from ...arrays.core.op import not_recording
 from ...arrays.nn import nn
 from ...arrays.nn.linear_cross_entropy import linear as linear
 from ...arrays.ops.creation import asarray
@@ -136,7 +137,8 @@ def _rotary_tables(
     angles = np.concatenate([angles, angles], axis=1)
     sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
     cosines, sines = np.cos(angles), np.sin(angles) * sign
-    return asarray(cosines.astype(np.float32), device=device), asarray(sines.astype(np.float32), device=device)
+    with not_recording():  # the caller tells of them, at the first call as at every later one
+        return asarray(cosines.astype(np.float32), device=device), asarray(sines.astype(np.float32), device=device)
 
 
 def rotate(x: Array, cosines: Array, sines: Array) -> Array:

@@ -28,6 +28,7 @@ _RESERVED = frozenset(
     + [f"{device}{n}" for device in ("com", "lpt") for n in range(10)]
 )
 _LONGEST = 160
+STEP = re.compile(r"step-\d{8,}")  # the folder of a numbered checkpoint
 _PLAIN = re.compile(  # most names, which stay as they are
     rf"(?!__|(?i:{'|'.join(map(re.escape, sorted(_RESERVED)))})(?:\.|\Z))[\w-][\w.-]{{0,98}}[\w-]", re.ASCII
 )
@@ -67,6 +68,22 @@ def zarr_names(names: Sequence[str]) -> list[str]:
         e if count[f] == 1 else f"{e[: _LONGEST - 17]}~{_digest(name)}"
         for e, f, name in zip(escaped, folded, names, strict=True)
     ]
+
+
+def zarr_paths(names: Sequence[str]) -> list[str]:
+    """The nodes of leaf names in a hierarchy where slashes lead into groups. A name that would lie below that of
+    another array is one node, as of `zarr_names`.
+
+    >>> zarr_paths(["a", "a/b", "g/x.y", "g/../w"])
+    ['a', 'a%2Fb', 'g/x.y', 'g/%2E%2E/w']
+    """
+    arrays = set(names)
+
+    def nested(name: str) -> bool:
+        return "/" in name and not any(name[:i] in arrays for i, c in enumerate(name) if c == "/")
+
+    flat = zarr_names(names)
+    return ["/".join(map(_escape, n.split("/"))) if nested(n) else f for n, f in zip(names, flat, strict=True)]
 
 
 def leaf_name(path: Sequence[str | int]) -> str:

@@ -270,11 +270,12 @@ class Checkpoint(Mapping[str, StoredArray]):
         return fill(self.structure, lambda leaf: stored[leaf.index])
 
     def below(self, prefix: str) -> Checkpoint:
-        """The part of the checkpoint below a name, with names from there on.
+        """The part of the checkpoint below a name, or below a group of nested Zarr, with names from there on.
 
         Raises `CheckpointKeyError` where nothing lies there.
         """
-        start = prefix.removesuffix(".") + "."
+        starts = f"{prefix.removesuffix('.')}.", f"{prefix.removesuffix('/')}/"
+        start = next((s for s in starts if any(name.startswith(s) for name in self.arrays)), starts[0])
         kept: dict[str, StoredArray] = {}
         for name, a in self.arrays.items():
             if name.startswith(start):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError
+from ..base.names import STEP
 from ..format import manifest
 from ..stores import atomic_directory, store
 from . import branches
@@ -19,7 +19,6 @@ METRICS = "meshtape.metrics"
 """The key of a step's metrics in the metadata of its manifest."""
 DELTA = "meshtape.delta"
 """The key of the number of saves since the anchor, as a manager counts them, in the metadata of a delta."""
-_NAME = re.compile(r"\Astep-(\d{8,})\Z")
 _LOOKS = 100  # at a directory, while another process rotates it
 
 
@@ -48,7 +47,7 @@ def listed(folders: list[str]) -> dict[str, None]:
     """Of the folders of a directory the names of checkpoints that are there, or are being replaced, in order."""
     # One that is just being replaced has only its set-aside name for a moment; a reader finds it under its own.
     heads = (e.partition(".old-")[0] for e in folders)
-    return dict.fromkeys(sorted(e for e in heads if _NAME.match(e)))
+    return dict.fromkeys(sorted(e for e in heads if STEP.fullmatch(e)))
 
 
 def of_manifest(path: str, held: manifest.Manifest) -> Numbered:
@@ -86,7 +85,7 @@ def _orphans(directory: str, held: Mapping[str, Any]) -> dict[str, str]:
 def _dead_links(directory: str) -> list[str]:
     """The links of a local directory that have the name of a checkpoint, and lead to nothing."""
     entries = [] if store.is_url(directory) or not os.path.isdir(directory) else os.listdir(directory)
-    paths = {n: os.path.join(directory, n) for n in sorted(entries) if _NAME.match(n)}
+    paths = {n: os.path.join(directory, n) for n in sorted(entries) if STEP.fullmatch(n)}
     return [n for n, path in paths.items() if os.path.islink(path) and not os.path.exists(path)]
 
 

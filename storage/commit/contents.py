@@ -15,6 +15,7 @@ from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
 from ..base import strict_json
+from ..base.names import STEP
 from ..base.threads import UPLOADS, in_threads
 from ..format import chunk_sums, manifest
 from ..format.documents import MARK, PROGRAM, is_kept
@@ -32,7 +33,6 @@ TRASH = ".meshtape-trash"
 JOURNAL = ".meshtape-transfer"  # of a transfer that can go on
 _SHOWN = 8
 _OTHERS = 256  # folders beside a checkpoint, without the number of a step, that are looked at for deltas from it
-_STEP = re.compile(r"step-\d{8,}")
 _VERSION = re.compile(rb'"version":(\d+)')
 _IN_ARRAY = re.compile(r"zarr\.json|c([./].*)?")
 _SHARD = re.compile(r"(model[^/]*|pack-(local|\d+-\d+)-\d+(~g[0-9a-f]{8})?)\.safetensors")
@@ -189,8 +189,8 @@ def refuse_base(root: str, identity: str) -> None:
     """Raise `CheckpointExists` where deltas from the checkpoint ``identity`` lie in the same folder, and need it."""
     home, own = store.split(root)
     folders = store.at(home).folders() if identity else []
-    numbered = [n for n in folders if _STEP.match(n)]
-    others = [n for n in folders if not _STEP.match(n)][:_OTHERS]
+    numbered = [n for n in folders if STEP.match(n)]
+    others = [n for n in folders if not STEP.match(n)][:_OTHERS]
 
     def needs(name: str) -> bool:
         start, temporary = bytearray(64), atomic_directory.KINDS.match(name)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint, IncompleteCheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
 from ..base import names
 from ..base.checksums import crc32c
 from ..stores import store as stores
@@ -182,10 +182,7 @@ class Documents(Mapping[str, Any]):
         wanted, stored = self._sums[file]
         where = names.inside(self._root, stored, self._root)
         with self.generation.guarded():
-            try:
-                data = stores.at(self._root).get(stored)
-            except FileNotFoundError:
-                raise IncompleteCheckpoint(f"{where} is missing; restore it or another checkpoint") from None
+            data = stores.at(self._root).get(stored)
             if wanted is not None and crc32c(data) != wanted:
                 raise CorruptCheckpoint(f"{where} does not fit its crc32c: it is damaged or was edited")
         if wanted is None:

@@ -121,6 +121,11 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
             except CheckpointReplaced:
                 if attempt == generations.ATTEMPTS - 1:
                     raise
+            except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost
+                if isinstance(e, CheckpointError):  # such as `NotACheckpoint`
+                    raise
+                if attempt == generations.ATTEMPTS - 1:
+                    raise IncompleteCheckpoint(f"{e.filename or given} is missing, which was listed before") from None
             else:
                 ckpt.belongs_to(generation)
                 return ckpt

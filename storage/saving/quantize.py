@@ -3,9 +3,10 @@
 A row is everything along the last dimension. ``scale = max|row| / 127`` (or 7), ``q = round(x / scale)``: the error is
 at most half a scale. A row without a negative number, such as Adam's mean squares, is stored by its roots, between 0
 and the largest in 254 (or 14) steps, and its scale is ``-sqrt(max) / 254``: ``x = ((q + 127) * scale) ** 2`` has the
-same bound, and no number that is not zero becomes zero, by which Adam would divide. Four-bit values are packed two a
+same bound, and no number that is not zero becomes zero, by which Adam would divide. Scales of float64 are float64, all
+others float32. Four-bit values are packed two a
 byte, the first in the lower half. An array becomes a small dict of arrays and values, so any format and any tool stores
-it. A row that holds NaN or infinity, or what float32 cannot, is NaN as a whole afterwards. Rounding again and again
+it. A row that holds NaN or infinity is NaN as a whole afterwards. Rounding again and again
 adds up: what was restored from such a state is not quantised once more unless that is
 asked for.
 """
@@ -18,19 +19,31 @@ from typing import Any
 import numpy as np
 
 from ...arrays import abs as absolute
-from ...arrays import asarray, astype, clip, float32, int8, isfinite, maximum, minimum, nan, ones_like, sqrt, where
+from ...arrays import (
+    asarray,
+    astype,
+    clip,
+    int8,
+    isfinite,
+    maximum,
+    minimum,
+    nan,
+    ones_like,
+    sqrt,
+    where,
+)
 from ...arrays import max as largest_of
 from ...arrays import min as least_of
 from ...arrays import round as rounded
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
-from ...arrays.core.tree import map_with_path
+from ...arrays.core.tree import Path, flatten_with_path, map_with_path
 from ..base.names import fits, leaf_name
 from ..format import dtypes
 
 MARK = "meshtape.quantized"
 MAX_TIMES = 1
 LEVELS = {8: 127, 4: 7}
-_MOST = 1e38  # the square of a root above it may be infinite
+_MOST = 3.4e38  # the square of a root above it may be infinite in float32
 
 
 def quantize(
@@ -60,7 +73,8 @@ def quantize(
     Raises
     ------
     CheckpointError
-        ``bits`` is neither, or the state has been through it and ``allow_again`` is false.
+        ``bits`` is neither, the state has been through it and ``allow_again`` is false, or an array is quantised
+        now.
     CheckpointDTypeError
         An array that ``keys`` names exactly is not floating.
 
@@ -81,6 +95,7 @@ def quantize(
             "allow_again=True"
         )
     patterns = [keys] if isinstance(keys, str) else list(keys)
+    refuse_quantized((path for path, _ in flatten_with_path(tree)), patterns)
 
     def one(path: Any, leaf: Any) -> Any:
         name = leaf_name(path)
@@ -98,8 +113,23 @@ def quantize(
     return map_with_path(one, tree)
 
 
+def refuse_quantized(paths: Iterable[Path], patterns: Iterable[str]) -> None:
+    """Raise where one of the leaves marks a quantised array whose scales fit the patterns."""
+    for path in paths:
+        if path and path[-1] == MARK and fits(leaf_name((*path[:-1], "scale")), patterns):
+            raise CheckpointError(
+                f"key {leaf_name(path[:-1])!r} is quantised already: restore it first (tree, times = "
+                "dequantize(tree)), or leave it out of keys="
+            )
+
+
+def wide_of(dtype: Any) -> np.dtype:
+    """The dtype in which rows are computed, and that of their scales."""
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
 def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
-    wide = astype(asarray(x), float32)
+    wide = astype(asarray(x), wide_of(x.dtype))
     scale = row_scales(wide, LEVELS[bits])
     q = row_integers(wide, scale, LEVELS[bits])
     length = int(x.shape[-1])
@@ -109,18 +139,19 @@ def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
 
 
 def row_scales(wide: Any, levels: int) -> Any:
-    """The scale of each row of a float32 array: its largest magnitude over ``levels``, negative where it is one of
-    roots; 1 for one of zeros, and NaN for one that is not finite, which stays NaN."""
+    """The scale of each row of a float32 or float64 array: its largest magnitude over ``levels``, negative where it is
+    one of roots; 1 for one of zeros, and NaN for one that is not finite, which stays NaN."""
     largest = largest_of(absolute(wide), axis=-1, keepdims=True)
     roots = (least_of(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
-    scale = where(roots, sqrt(largest) / (-2 * levels), largest / levels)
+    least = float(np.finfo(wide.dtype).smallest_subnormal)  # so that a scale is never 0, nor rounded down to half
+    scale = where(roots, sqrt(largest) / (-2 * levels), largest / levels + least)
     return where(isfinite(largest), where(largest > 0, scale, ones_like(largest)), nan)
 
 
 def row_integers(wide: Any, scale: Any, levels: int) -> Any:
     """Rows in units of their scale, as int8."""
     wide, scale = (where(isfinite(scale), x, ones_like(x)) for x in (wide, scale))
-    roots = maximum(rounded(sqrt(maximum(wide, 0)) / -scale), astype(wide > 0, float32)) - levels
+    roots = maximum(rounded(sqrt(maximum(wide, 0)) / -scale), astype(wide > 0, wide.dtype)) - levels
     return astype(clip(where(scale < 0, roots, rounded(wide / scale)), -levels, levels), int8)
 
 
@@ -179,6 +210,7 @@ def _large(node: dict[str, Any]) -> Any:
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None
     values = asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
-    wide, scale = astype(asarray(values), float32), asarray(scale)
+    scale = asarray(scale)
+    wide = astype(asarray(values), scale.dtype)
     roots = (wide + LEVELS[bits]) * minimum(scale, 0)
     return astype(where(scale < 0, roots * roots, wide * scale), dtype)

@@ -14,7 +14,7 @@ from ..readers.raw_tensor import RawTensor
 from ..stores import store as stores
 from ..stores import url_options
 from .virtual_files import ChunkFile, FileSpan, raw
-from .zarr_view import FILE, ZarrView, node
+from .zarr_view import FILE, ZarrView, grid_node
 
 
 def _divided(grid: ChunkGrid, tensor: RawTensor) -> ChunkGrid:
@@ -36,9 +36,9 @@ class References:
     """The metadata of a hierarchy, and for each chunk the range of a file."""
 
     def __init__(self, view: ZarrView) -> None:
-        self.nodes: dict[str, dict[str, Any]] = {}
+        self.nodes: dict[str, dict[str, Any]] = dict(view.nodes)
         self._tensors: dict[str, tuple[RawTensor, ChunkGrid]] = {}
-        for (folder, tensor), shown in zip(view.tensors.items(), view.nodes.values(), strict=True):
+        for folder, tensor in view.tensors.items():
             held = raw(tensor)
             if held is None:
                 raise CheckpointError(
@@ -46,8 +46,7 @@ class References:
                     "it: as_zarr and serve compute such chunks when they are read"
                 )
             grid = _divided(view.grids[folder], held)
-            name = shown["dimension_names"][0].rpartition(".")[0] if grid.shape else ""
-            self.nodes[folder] = node(name, tensor, grid)
+            self.nodes[folder] = {**view.nodes[folder], "chunk_grid": grid_node(grid)}
             self._tensors[folder] = held, grid
         inside = {**view.group["consolidated_metadata"], "metadata": self.nodes}
         self.group = {**view.group, "consolidated_metadata": inside}

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +19,7 @@ from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.safetensors import build_header
 from ..stores import store as stores
 from .virtual_files import JoinedFile, RealFile, TensorFile, TextFile, VirtualFile
-from .zarr_view import FILE, ZarrView
+from .zarr_view import ZarrView
 
 
 def _real(ckpt: Checkpoint) -> dict[str, VirtualFile] | None:
@@ -90,20 +89,13 @@ class _Generation:
             return Found(names=("safetensors/", "zarr/"))
         if top not in ("safetensors", "zarr"):
             return None
-        if not below:
-            return Found(names=tuple(self._names(top)))
+        if not below and top == "safetensors":
+            return Found(names=tuple(self.safetensors))
         file = self.safetensors.get(below) if top == "safetensors" else self.zarr.find(below)
         if file is None:
-            folder = below.rstrip("/")
-            return Found(names=(FILE,)) if top == "zarr" and self.zarr.has_folder(folder) else None
+            names = self.zarr.names(below.rstrip("/")) if top == "zarr" else ()
+            return Found(names=names) if names else None
         return Found(file, self.etag(path))
-
-    def _names(self, top: str) -> Iterator[str]:
-        if top == "safetensors":
-            yield from self.safetensors
-        else:
-            yield FILE
-            yield from (f"{folder}/" for folder in self.zarr.nodes)
 
 
 class ServedCheckpoint:

@@ -1,5 +1,5 @@
-"""A checkpoint as the keys of a Zarr v3 hierarchy: a group with one array for each name, in chunks without a
-compressor.
+"""A checkpoint as the keys of a Zarr v3 hierarchy: one array for each name, in chunks without a compressor. Slashes in
+names lead into groups.
 
 A tensor that lies in a file as one run is cut into runs of rows; all others are computed in pieces of whole stored
 chunks.
@@ -13,24 +13,31 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from ..base.names import zarr_names
+from ..base.names import zarr_paths
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.chunk_grid import ChunkGrid, slashed_key, windows
+from ..format.zarr_format import own_names
 from ..readers.raw_tensor import PackedTensor
 from ..readers.tensor import StoredTensor
+from ..transform.attributes import held_attributes
 from .virtual_files import ChunkFile, TextFile, VirtualFile, raw, rows
 
 LIMIT = 16 << 20  # bytes of a chunk
 _COMPUTED = 4 << 20  # bytes of a chunk that is computed
-_KEY = re.compile(r"(?:([^/]+)/)?(zarr\.json|c(?:/(?:0|[1-9]\d{0,18}))*)\Z")
+_KEY = re.compile(r"(?:(.+?)/)?(zarr\.json|c(?:/(?:0|[1-9]\d{0,18}))*)\Z")
 FILE = "zarr.json"
+GROUP = {"zarr_format": 3, "node_type": "group"}
 
 
-def node(name: str, tensor: StoredTensor, grid: ChunkGrid) -> dict[str, Any]:
-    """The metadata of an array of plain chunks. A dtype that Zarr has no name for is said to be the unsigned integers
-    of its bits."""
-    dtype = tensor.dtype
+def grid_node(grid: ChunkGrid) -> dict[str, Any]:
+    return {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk)}}
+
+
+def _node(name: str, tensor: StoredTensor, grid: ChunkGrid, said: str) -> dict[str, Any]:
+    """The metadata of an array of plain chunks, with what another writer said of it. A dtype that Zarr has no name for
+    is said to be the unsigned integers of its bits."""
+    dtype, others = tensor.dtype, json.loads(said or "{}")
     known = dtype.name not in dtypes.NOT_IN_ZARR
     fill: Any = {"b": False, "c": [0.0, 0.0], "f": 0.0}.get(dtype.kind, 0)
     return {
@@ -38,12 +45,12 @@ def node(name: str, tensor: StoredTensor, grid: ChunkGrid) -> dict[str, Any]:
         "node_type": "array",
         "shape": list(tensor.shape),
         "data_type": dtype.name if known else f"uint{8 * dtype.itemsize}",
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk)}},
+        "chunk_grid": grid_node(grid),
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill,
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-        "attributes": {} if known else {"dtype": dtype.name},
-        "dimension_names": [f"{name}.{axis}" for axis in range(len(tensor.shape))],
+        "attributes": others.get("attributes", {}) | ({} if known else {"dtype": dtype.name}),
+        "dimension_names": others.get("dimension_names", own_names(name, len(tensor.shape))),
     }
 
 
@@ -66,9 +73,15 @@ class ZarrView:
         self.ckpt = ckpt
         shown = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
         self.skipped = [*ckpt.skipped, *(n for n in ckpt.arrays if n not in shown)]
-        self.tensors = dict(zip(zarr_names(list(shown)), shown.values(), strict=True))
+        said, self._attributes = held_attributes(ckpt, shown, [])
+        self.tensors = dict(zip(zarr_paths(list(shown)), shown.values(), strict=True))
         self.grids = {d: chunks_of(t) for d, t in self.tensors.items()}
-        self.nodes = {d: node(n, t, self.grids[d]) for n, (d, t) in zip(shown, self.tensors.items(), strict=True)}
+        arrays = {
+            d: _node(n, t, self.grids[d], said.get(n, ""))
+            for n, (d, t) in zip(shown, self.tensors.items(), strict=True)
+        }
+        within = {d[:i] for d in arrays for i, c in enumerate(d) if c == "/"}
+        self.nodes = {**dict.fromkeys(sorted(within), GROUP), **arrays}
 
     @cached_property
     def group(self) -> dict[str, Any]:
@@ -76,9 +89,8 @@ class ZarrView:
         said = {"step": self.ckpt.step, "skipped": self.skipped}
         inside = {"kind": "inline", "must_understand": False, "metadata": self.nodes}
         return {
-            "zarr_format": 3,
-            "node_type": "group",
-            "attributes": {k: v for k, v in said.items() if v not in (None, [])},
+            **GROUP,
+            "attributes": {**self._attributes, **{k: v for k, v in said.items() if v not in (None, [])}},
             "consolidated_metadata": inside,
         }
 
@@ -106,9 +118,13 @@ class ZarrView:
     def every_key(self) -> Iterator[str]:
         """All keys, array by array."""
         yield FILE
-        for folder, grid in self.grids.items():
+        for folder in self.nodes:
             yield f"{folder}/{FILE}"
-            yield from (f"{folder}/{slashed_key(c)}" for c in grid.shards())
+            if folder in self.grids:
+                yield from (f"{folder}/{slashed_key(c)}" for c in self.grids[folder].shards())
 
-    def has_folder(self, folder: str) -> bool:
-        return folder in self.grids
+    def names(self, folder: str) -> tuple[str, ...]:
+        """The metadata and the nodes of a folder, to list; empty where there is no such folder."""
+        start = f"{folder}/" if folder else ""
+        below = (n.removeprefix(start) for n in self.nodes if n.startswith(start))
+        return (FILE, *(f"{n}/" for n in below if "/" not in n)) if not folder or folder in self.nodes else ()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
-from ...arrays.core.errors import CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointReplaced, CorruptCheckpoint, IncompleteCheckpoint
 from ..base.threads import UPLOADS, in_threads
 from . import store as stores
 from .contract import Reader
@@ -100,6 +100,11 @@ class Generation:
         except (CorruptCheckpoint, IncompleteCheckpoint):
             self.check()
             raise
+        except (FileNotFoundError, NotADirectoryError) as e:
+            if isinstance(e, CheckpointError):
+                raise
+            self.check()
+            raise IncompleteCheckpoint(f"{e.filename or e} is missing; restore it or another checkpoint") from None
 
 
 NONE = Generation()

@@ -21,7 +21,7 @@ from ..readers.reading import Job
 from ..readers.tensor import read_into, rows_of
 from ..rules.casting import cast, watched
 from ..rules.lazy_tensors import Agreed, DerivedTensor, of_source
-from ..saving.quantize import pack, row_integers, row_scales
+from ..saving.quantize import pack, row_integers, row_scales, wide_of
 
 _FACTORS = 4 << 20  # bytes of the factors of a product that a piece holds at once
 
@@ -182,7 +182,7 @@ class RowScales(DerivedTensor):
     levels: int
 
     how: ClassVar[str] = "scales of quantised rows, taken when they are read"
-    dtype = property(lambda self: np.dtype(np.float32))
+    dtype = property(lambda self: wide_of(self.source.dtype))
     shape = property(lambda self: (*self.source.shape[:-1], 1))
     chunk = property(lambda self: (*self.source.chunk[:-1], 1))
 
@@ -190,10 +190,10 @@ class RowScales(DerivedTensor):
         return Box((*box.offset[:-1], 0), (*box.shape[:-1], self.source.shape[-1]))
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 12 * self.source.shape[-1])
+        return self.by_pieces(box, out, 3 * self.dtype.itemsize * self.source.shape[-1])
 
     def _read(self, box: Box, out: np.ndarray) -> int:
-        held, nbytes = _at_work(self.source, self.needs(box), np.dtype(np.float32))
+        held, nbytes = _at_work(self.source, self.needs(box), self.dtype)
         out[...] = np.asarray(row_scales(asarray(held, copy=False), self.levels))
         return nbytes
 
@@ -209,10 +209,10 @@ class RowIntegers(RowScales):
     chunk = property(lambda self: rows_of(self.shape))
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        return self.by_pieces(box, out, 32)
+        return self.by_pieces(box, out, 8 * wide_of(self.source.dtype).itemsize)
 
     def _read(self, box: Box, out: np.ndarray) -> int:
-        rows, nbytes = _at_work(self.source, self.needs(box), np.dtype(np.float32))
+        rows, nbytes = _at_work(self.source, self.needs(box), wide_of(self.source.dtype))
         wide = asarray(rows, copy=False)
         with np.errstate(invalid="ignore"):
             q = np.asarray(row_integers(wide, row_scales(wide, self.levels), self.levels))

@@ -28,11 +28,11 @@ from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
-from ..format.manifest import Leaf
+from ..format.manifest import Leaf, scalar_leaves
 from ..loading.report import listed
 from ..rules.lazy_tensors import Converted, Sliced
 from ..rules.rules import Rules
-from ..saving.quantize import LEVELS, MARK
+from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform.convert import floating, is_fixed, refuse_scaled, scaled
 from .computed import Equal, LowRankSum, RowIntegers, RowScales, WeightedSum, working_dtype
@@ -437,6 +437,7 @@ class Quantize(Node):
         base = made[0]
         stored, held = list(base.arrays.values()), dict[str, StoredArray]()
         label = str(self)
+        refuse_quantized((path for path, _ in scalar_leaves(base.structure)), self.keys)
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:
             a = StoredArray(path, tensor)

@@ -77,7 +77,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("order", lambda x: mt.sort(x, order="name")),
     ("retstep", lambda x: mt.linspace(0, 1, 3, retstep=True)),
     ("UPLO", lambda x: mt.linalg.eigh(mt.eye(2), UPLO="U")),
-    ("shape", lambda x: mt.full_like(x, 1, shape=(2,))),
     ("axs", lambda x: mt.sum(x, axs=0)),
     ("base", lambda x: mt.topk(x, 1, base=2)),
     ("approximate", lambda x: mt.erf(x, approximate=True)),

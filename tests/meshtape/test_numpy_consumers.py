@@ -108,6 +108,12 @@ def at_zero(d: Any, key: Any, value: Any = 5.0) -> Any:
     return d
 
 
+def labelled(found: Any) -> Any:
+    """Labels that stayed NumPy's, as numbers that tell them apart."""
+    assert type(found.data) is np.ndarray
+    return found.copy(data=np.char.str_len(found.values.astype(str)).astype(float))
+
+
 def points(**indices: Any) -> dict[str, Any]:
     xr = pytest.importorskip("xarray")
     return {k: xr.DataArray(v, dims="z") for k, v in indices.items()}
@@ -210,6 +216,14 @@ XARRAY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "persist": (lambda d: d.persist(), ""),
     "load": (lambda d: d.copy().load(), ""),
 }
+# Results that are NumPy's by their nature: labels, which are chosen by values, and arrays without a sharding.
+LABELLED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "idxmax of dates": (lambda d: labelled(daily(d).idxmax("t")), "t"),
+    "idxmin of texts": (lambda d: labelled(d.assign_coords(x=list("abcd")).idxmin("x")), "t"),
+    "where of dates": (lambda d: labelled((e := daily(d)).t.where(e.isel(x=0) > 0)), "t"),
+    "where of texts": (lambda d: labelled(d.g.astype(str).where(d.isel(x=0) > 0, "no")), "t"),
+    "like of a shape": (lambda d: [np.full_like(d.data, 2.0, shape=(2, 3)), np.zeros_like(d.data, shape=2)], ""),
+}
 # Values that leave: NumPy's, and Dask's of an array on a mesh. (A file keeps those of a watched array, as np.save does.)
 LEFT: dict[str, Callable[[Any], Any]] = {
     "to_zarr": of_store,
@@ -220,16 +234,20 @@ LEFT: dict[str, Callable[[Any], Any]] = {
     "to_dict": lambda d: np.asarray(d.to_dict()["data"]),
     "to_netcdf": lambda d: np.frombuffer(d.to_netcdf(engine="scipy"), np.uint8),
     "chunk": lambda d: d.chunk(t=4).mean("t").compute(),
+    "chunk and NaN": lambda d: d.chunk(t=4).sum("t").compute(),
+    "chunk, cumsum": lambda d: d.chunk(t=5).cumsum("t").compute(),
+    "chunk, median": lambda d: d.chunk(t=5).median("x").compute(),
     "unify_chunks": lambda d: d.to_dataset().chunk(t=4).unify_chunks().to_dask_dataframe().compute()[["v"]],
 }
 LABELS = {"t": np.arange(8), "x": np.arange(4), "g": ("t", np.arange(8) % 3)}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*XARRAY, *LEFT])
+@pytest.mark.parametrize("name", [*XARRAY, *LABELLED, *LEFT])
 def test_xarray(name: str) -> None:
     xr = pytest.importorskip("xarray")
-    way, refused = XARRAY[name] if name in XARRAY else (LEFT[name], "t" if name == "to_zarr" else "wt")
+    named = XARRAY | LABELLED
+    way, refused = named[name] if name in named else (LEFT[name], "t" if name == "to_zarr" else "wt")
 
     def call(x: Any) -> Any:
         found = way(xr.DataArray(x, dims=("t", "x"), coords=LABELS, name="v"))

@@ -277,6 +277,8 @@ def test_what_cannot_be_resharded():
         mt.distribute(mt.asarray(1.0), mesh, a=mt.Shard(0))
     with pytest.raises(mt.errors.MeshError, match=r"Mesh\(a=2\) has no axis 'rows': its axes are 'a'"):
         mt.reshard(x, rows=mt.Shard(0))
+    with pytest.raises(mt.errors.MeshError, match=r"mt\.storage\.reshard\(src, dst, …\) reshards a checkpoint"):
+        mt.reshard("run/step-00000001", "resharded")
     with pytest.raises(mt.errors.MeshError, match=r"not on a mesh: use mt\.distribute"):
         mt.reshard(mt.ones(3), a=mt.Shard(0))
     with pytest.raises(mt.errors.ReshardError, match="makes no pending reductions"):

@@ -10,6 +10,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.storage.serving import virtual_files, zarr_view
+from meshtape.storage.serving.served import ServedCheckpoint
 
 zarr = pytest.importorskip("zarr")
 from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest  # noqa: E402
@@ -78,6 +79,32 @@ def test_every_kind_opens_as_zarr(tmp_path, make):
     same(group, tree(), list(mt.open_checkpoint(made)))
     np.testing.assert_array_equal(group["model.embed.weight"][3:40:7, 2], tree()["model.embed.weight"][3:40:7, 2])
     assert group["model.embed.weight"].metadata.dimension_names[0] == "model.embed.weight.0"
+
+
+@pytest.mark.parametrize("form", ["foreign", "zarr", "safetensors"])
+def test_nested_groups_open_under_their_names(tmp_path, form):
+    names = {
+        "time": np.arange(3.0),
+        "sub/deep/w": np.arange(3.0),
+        "sub/deep/time": np.arange(3.0),
+        "sub/a%2Fb": np.ones(3),
+    }
+    for name, x in names.items():
+        zarr.create_array(f"{tmp_path}/foreign", name=name, data=x, dimension_names=["time"], attributes={"units": "m"})
+    if form != "foreign":
+        mt.storage.convert(tmp_path / "foreign", tmp_path / form, format=form)
+    store = mt.storage.as_zarr(tmp_path / form)
+    for group in (zarr.open_group(store, mode="r"), zarr.open_group(store, mode="r", use_consolidated=False)):
+        for name in ("time", "sub/deep/w", "sub/deep/time"):
+            np.testing.assert_array_equal(group[name][...], names[name])
+        assert sorted(group["sub/deep"].array_keys()) == ["time", "w"]
+        assert dict(group["sub/deep/w"].attrs) == {"units": "m"}
+    assert ServedCheckpoint(tmp_path / form).find("zarr/sub").names == ("zarr.json", "deep/", "a%252Fb/")
+    xarray = pytest.importorskip("xarray")
+    deep = xarray.open_zarr(store, group="sub/deep")
+    assert list(deep.w.dims) == list(deep.indexes) == ["time"]
+    if form == "safetensors":
+        assert "sub/deep/zarr.json" in mt.storage.zarr_references(tmp_path / form)["refs"]
 
 
 def test_rows_of_raw_tensors_are_ranges(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import shutil
 import time
 from pathlib import Path
 
@@ -270,6 +271,41 @@ def test_in_an_object_store(layout, s3):
     with pytest.raises(errors.CheckpointReplaced):
         ckpt["w0"][:]
     assert values(load(url).values()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "how"),
+    [
+        (open_checkpoint, {"format": "safetensors"}),
+        (open_checkpoint, {"format": "dcp"}),
+        (verify, {"format": "zarr", "layout": "dual"}),
+        (load, {"format": "zarr"}),
+    ],
+)
+def test_a_deleter_beside_a_reader_is_told_as_an_error_of_ours(call, how, tmp_path, monkeypatch):
+    save(tmp_path / "c", {"a": np.ones((3, 4)), "s": np.float32(2)})
+    storage.convert(tmp_path / "c", tmp_path / "kept", **how)
+    path, plain_open, left = tmp_path / "w", os.open, [0]
+
+    def opened(file, *args, **kwargs):
+        if str(file).startswith(str(path)):
+            left[0] -= 1
+            if left[0] == 0:
+                path.rename(tmp_path / f"gone{number}")
+        return plain_open(file, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opened)
+    for number in range(1, 30):
+        left[0] = 0
+        shutil.copytree(tmp_path / "kept", path)
+        left[0] = number
+        try:
+            call(path)
+        except errors.MeshtapeError as e:
+            assert str(path) in str(e)  # noqa: PT017
+        if left[0] > 0:
+            return
+    raise AssertionError("it opens ever more files")
 
 
 def test_the_tags_of_objects(tmp_path):

@@ -73,20 +73,45 @@ def test_arrays_of_a_mesh():
 
 
 def test_what_has_no_range_stays_as_it_was():
-    x = np.float32([[np.inf, 1], [3e38, 1], [1e-45, 0], [0, -0.0]])
+    x = np.float32([[np.inf, 1], [3.402e38, 1], [1e-45, 0], [0, -0.0]])
     held = quantize({"m": x})["m"]
     assert np.array_equal(np.sign(np.asarray(held["scale"]))[:, 0], [np.nan, 1, -1, 1], equal_nan=True)
     assert np.isnan(np.asarray(dequantize({"m": held})[0]["m"])[0]).all()  # and no number
     assert np.asarray(dequantize({"m": held})[0]["m"]).tolist()[2:] == x.tolist()[2:]
-    assert np.abs(np.asarray(dequantize({"m": held})[0]["m"])[1] - x[1]).max() <= 3e38 / 254
+    assert np.abs(np.asarray(dequantize({"m": held})[0]["m"])[1] - x[1]).max() <= 3.402e38 / 254
 
 
-def test_mistakes():
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "row",
+    [[1e-50, 2e-50, -1e-51], [1e-50, 2e-51, 0], [1e300, -1e299, 2], [1e-45, -1e-45], [1e-40, -3e-41], [1e38, 1e20]],
+)
+def test_the_ends_of_a_dtypes_range(tmp_path, row, bits):
+    x = np.array([row], "f8" if not 1e-45 <= row[0] <= 1e39 else "f4")
+    held, levels, unit = (
+        quantize({"m": x}, bits=bits),
+        {8: 254, 4: 14}[bits],
+        float(np.finfo(x.dtype).smallest_subnormal),
+    )
+    got = np.asarray(dequantize(held)[0]["m"])
+    assert (np.abs(got - x) <= x.max() / levels * (1 + 1e-5) + unit).all()
+    assert min(row) < 0 or ((got > 0) == (x > 0)).all()
+    save(tmp_path / "x", {"m": x})
+    lazy = mt.storage.virtual.quantize(tmp_path / "x", bits=bits)
+    assert all(np.array_equal(lazy[f"m.{n}"][...], np.asarray(held["m"][n])) for n in ("q", "scale"))
+
+
+def test_mistakes(tmp_path):
     with pytest.raises(errors.CheckpointError, match="8 or 4"):
         quantize({}, bits=2)
     with pytest.raises(errors.CheckpointDTypeError, match="key 'n'"):
         quantize({"n": np.arange(3)}, keys=["n"])
-    held = quantize({"m": np.ones((2, 3))})
+    held = quantize({"m": np.ones((2, 3)), "n": np.ones(3)}, keys=["m"])
+    assert quantize(held, keys="n")["m"] == held["m"]  # arrays that are left out stay
+    save(tmp_path / "held", held)
+    for again in (lambda: quantize(held), lambda: mt.storage.virtual.quantize(tmp_path / "held")):
+        with pytest.raises(errors.CheckpointError, match="key 'm' is quantised already"):
+            again()
     held["m"]["length"] = 9
     with pytest.raises(errors.CorruptCheckpoint, match="incomplete"):
         dequantize(held)

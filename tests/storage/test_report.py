@@ -164,6 +164,17 @@ def test_a_prefix_of_flat_names(nested, tmp_path):
     assert list(load(tmp_path / "hf", prefix="params.layers")) == ["0.w", "1.w", "2.w"]
 
 
+def test_a_prefix_is_a_group_of_nested_zarr(tmp_path):
+    import zarr
+
+    for name in ("sub/deep/w", "sub/deep/time", "sub/deeper", "top"):
+        zarr.create_array(f"{tmp_path}/nested", name=name, data=np.arange(3.0), dimension_names=["time"])
+    for prefix in ("sub/deep", "sub/deep/"):
+        report = convert(tmp_path / "nested", tmp_path / "c", format="zarr", prefix=prefix, overwrite=True)
+        assert sorted(zarr.open_group(report.path, mode="r").array_keys()) == ["time", "w"]
+    assert sorted(load(tmp_path / "nested", prefix="sub")) == ["deep/time", "deep/w", "deeper"]
+
+
 def test_names_in_the_file_are_those_in_the_index(nested, tmp_path):
     """A prefix that is taken off is off everywhere."""
     import json
