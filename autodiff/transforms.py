@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.core import tree as trees
-from ..arrays.core.array import Array, new_id
+from ..arrays.core.array import Array, next_id
 from ..arrays.core.dispatch import apply, number, wrap
 from ..arrays.core.errors import DTypeError, GradientError, check_function
 from ..arrays.core.op import state
@@ -40,7 +40,8 @@ def real(x: Any) -> Any:
 def own(x: Any) -> Any:
     """A number as an Array of its own: an array passed twice gets two gradients."""
     if type(x) is Array and not state.recorders:
-        return wrap(settled(x))
+        buf = x._buf
+        return wrap(buf if type(buf) is np.ndarray else settled(x))
     x = number(x)
     return apply(ALIAS, (asarray(x),)) if isinstance(x, Array | float | complex | np.ndarray | np.generic) else x
 
@@ -50,14 +51,17 @@ def watched(tape: Tape, leaves: Sequence[Any]) -> list[Any]:
     sources = list(leaves)
     for i, x in enumerate(leaves):
         if isinstance(x, Array):
-            tape.follow(new_id(x), x._buf)
+            name = x._id = x._id or next_id()
+            tape.follow(name, x._buf)
             sources[i] = same_value(x)
     return sources
 
 
 def without_derivatives(x: Any) -> bool:
     """Whether a leaf has no derivatives: integers, booleans, another library's array, an object that hides arrays."""
-    if isinstance(x, (Array, np.ndarray, np.generic)):  # (A union of types would be made at each call.)
+    if type(x) is Array:
+        return not is_differentiable(x._buf.dtype)
+    if isinstance(x, (np.ndarray, np.generic)):  # (A union of types would be made at each call.)
         return not is_differentiable(x.dtype)
     return is_integer(x) or is_foreign(type(x)) or hides_arrays(x)
 

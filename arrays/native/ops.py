@@ -160,6 +160,8 @@ def where(condition: Any, x: Any, y: Any) -> Any:
     whole = x if type(x) is np.ndarray else y
     if not (AVAILABLE and type(whole) is np.ndarray and type(condition) is np.ndarray and condition.dtype.char == "?"):
         return NotImplemented
+    if condition.size < WORTH_A_CALL and whole.size < WORTH_A_CALL and getattr(y, "size", 1) < WORTH_A_CALL:
+        return NotImplemented  # NumPy is done before the shapes are compared here
     dtype = whole.dtype
     if dtype.kind not in "fiu" or dtype.itemsize not in _VIEWS or not dtype.isnative:
         return NotImplemented

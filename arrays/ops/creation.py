@@ -305,6 +305,8 @@ def arange(
     if stop is None:
         start, stop = 0, start
     for v in (start, stop, step):
+        if type(v) is int or type(v) is float:
+            continue
         refuse_history("arange", v, "write start + step * mt.arange(n)")
         if v is None or np.iscomplexobj(v):
             raise ArgumentError(f"[arange] counts in real numbers, got {v!r}")

@@ -43,8 +43,22 @@ def _concat(xp: Any, *xs: Any, axis: int) -> Any:
     return xp.concatenate(xs, axis=axis)
 
 
-def _with_shape(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(params["shape"], args[0].dtype)
+def _no_view(shape: tuple[int, ...], wanted: tuple[int, ...]) -> ShapeError:
+    return ShapeError(f"[reshape] cannot view shape {shape} ({math.prod(shape)} elements) as {wanted}")
+
+
+def _infer_reshape(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    (x,), shape = args, params["shape"]
+    if math.prod(x.shape) != math.prod(shape):
+        raise _no_view(x.shape, shape)
+    return ShapeDtype(shape, x.dtype)
+
+
+def _infer_broadcast(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
+    (x,), shape = args, params["shape"]
+    if shape_rules.broadcast_shapes(op, [x.shape, shape]) != shape:
+        raise ShapeError(f"[{op.name}] shape {x.shape} does not broadcast to {shape}")
+    return ShapeDtype(shape, x.dtype)
 
 
 def _infer_permute(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
@@ -65,9 +79,9 @@ def _infer_concat(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype((*first[:axis], total, *first[axis + 1 :]), result_type(*(a.dtype for a in args)))
 
 
-RESHAPE = Op("reshape", ("x",), _reshape, _with_shape, params={"shape": SIZES}, view="always")
+RESHAPE = Op("reshape", ("x",), _reshape, _infer_reshape, params={"shape": SIZES}, view="always")
 PERMUTE_DIMS = Op("permute_dims", ("x",), _permute_dims, _infer_permute, params={"axes": ORDER}, view="always")
-BROADCAST_TO = Op("broadcast_to", ("x",), _broadcast_to, _with_shape, params={"shape": SIZES}, view="always")
+BROADCAST_TO = Op("broadcast_to", ("x",), _broadcast_to, _infer_broadcast, params={"shape": SIZES}, view="always")
 FLIP = Op("flip", ("x",), _flip, shape_rules.same, params={"axis": AXES}, view="always")
 CONCAT = Op("concat", ("*xs",), _concat, _infer_concat, params={"axis": AXIS})
 
@@ -139,14 +153,12 @@ def reshape(x: Any, /, shape: int | Sequence[int], *, copy: bool | None = None, 
         wanted = tuple(map(operator.index, shape)) if several else (operator.index(shape),)
     except TypeError:
         raise ShapeError(f"[reshape] a shape is an integer or a tuple of them, got {shape!r}") from None
-    full, size = wanted, x.size
-    if -1 in wanted:
-        known = math.prod(n for n in wanted if n != -1)
-        if wanted.count(-1) == 1 and known > 0 and size % known == 0:
-            full = tuple(size // known if n == -1 else n for n in wanted)
-    if math.prod(full) != size or (full and min(full) < 0):
-        raise ShapeError(f"[reshape] cannot view shape {x.shape} ({size} elements) as {wanted}")
-    return apply(RESHAPE, (x,), {"shape": full})
+    if wanted and min(wanted) < 0:  # of two unknown lengths, or -2, NumPy would make something
+        known, size = math.prod(n for n in wanted if n != -1), x.size
+        if wanted.count(-1) != 1 or known <= 0 or size % known:
+            raise _no_view(x.shape, wanted)
+        wanted = tuple(size // known if n == -1 else n for n in wanted)
+    return apply(RESHAPE, (x,), {"shape": wanted})
 
 
 def permute_dims(x: Any, /, axes: Sequence[int]) -> Array:
@@ -172,9 +184,10 @@ def matrix_transpose(x: Any, /) -> Array:
            [2, 4]])
     """
     x = as_array(x)
-    if x.ndim < 2:
+    ndim = x.ndim
+    if ndim < 2:
         raise ShapeError(f"[matrix_transpose] needs at least two dimensions, got shape {x.shape}")
-    return permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+    return apply(PERMUTE_DIMS, (x,), {"axes": (*range(ndim - 2), ndim - 1, ndim - 2)})
 
 
 def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int], /) -> Array:
@@ -205,8 +218,6 @@ def broadcast_to(x: Any, /, shape: int | Sequence[int]) -> Array:
     """
     x = as_array(x)
     shape = shape_rules.as_shape("broadcast_to", shape)
-    if shape_rules.broadcast_shapes(BROADCAST_TO, [x.shape, shape]) != shape:
-        raise ShapeError(f"[broadcast_to] shape {x.shape} does not broadcast to {shape}")
     # Never x itself: a write to the result must not be seen through x.
     return apply(BROADCAST_TO, (x,), {"shape": shape})
 
@@ -291,7 +302,6 @@ def concat(arrays: Sequence[Any], /, axis: int | None = 0) -> Array:
     if axis is None:
         xs, axis = [reshape(x, (-1,)) for x in xs], 0
     axis = shape_rules.one_axis("concat", axis, xs[0].ndim)
-    _infer_concat(CONCAT, tuple(ShapeDtype(x.shape, x.dtype) for x in xs), {"axis": axis})
     return apply(CONCAT, tuple(xs), {"axis": axis})
 
 
@@ -302,11 +312,15 @@ def stack(arrays: Sequence[Any], /, axis: int = 0) -> Array:
     Array([[1, 3],
            [2, 4]])
     """
-    arrays = [as_array(a) for a in arrays]
-    shapes = {a.shape for a in arrays}
-    if len(shapes) > 1:
-        raise ShapeError(f"[stack] takes arrays of one shape, got {', '.join(map(str, (a.shape for a in arrays)))}")
-    return concat([expand_dims(a, axis=axis) for a in arrays], axis=axis)
+    xs = [as_array(a) for a in arrays]
+    shapes = [x.shape for x in xs]
+    if len(set(shapes)) > 1:
+        raise ShapeError(f"[stack] takes arrays of one shape, got {', '.join(map(str, shapes))}")
+    if not xs:
+        raise ShapeError("[stack] needs at least one array")
+    axis = shape_rules.one_axis("stack", axis, len(shapes[0]) + 1)
+    shape = (*shapes[0][:axis], 1, *shapes[0][axis:])
+    return concat([reshape(x, shape) for x in xs], axis=axis)
 
 
 def unstack(x: Any, /, axis: int = 0) -> tuple[Array, ...]:

@@ -31,7 +31,10 @@ NOT_NAN = "elements that are not NaN"
 def _dtypes(name: str, x: Array, dtype: Any) -> tuple[np.dtype, np.dtype]:
     """In which dtype a moment of ``x`` is computed, and in which it is given where ``dtype`` is asked for (None: by
     that of ``x``)."""
-    own = np.dtype(np.float64) if x.dtype.kind in "biu" else x.dtype
+    own = x.dtype
+    if dtype is None and own.kind in "fc" and own.itemsize > 2:
+        return own, own
+    own = np.dtype(np.float64) if own.kind in "biu" else own
     out = own if dtype is None else as_dtype(dtype, name)
     if out.kind in "biu":
         raise DTypeError(f"[{name}] {out.name} has no place for a fraction: write mt.{name}(x).astype(mt.{out.name})")

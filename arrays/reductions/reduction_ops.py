@@ -32,35 +32,37 @@ _UFUNC_REDUCE = {
 }
 
 
-def _reduced(xp: Any, name: str, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-    if xp is np:
-        return _UFUNC_REDUCE[name](x, axis=axis, keepdims=keepdims)
-    return getattr(x, name)(axis=axis, keepdims=keepdims)
+def _named(name: str) -> Callable[..., Any]:
+    reduce = _UFUNC_REDUCE[name]
+
+    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+        if xp is np:
+            return reduce(x, axis=axis, keepdims=keepdims)
+        return getattr(x, name)(axis=axis, keepdims=keepdims)
+
+    return impl
 
 
 def _accumulated(name: str) -> Callable[..., Any]:
     """``xp.name`` that sums low-precision floats in float32 and rounds once."""
+    plainly = _named(name)
 
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
         if is_low_precision(x.dtype):
             return getattr(x, name)(axis=axis, keepdims=keepdims, dtype=np.float32).astype(x.dtype)
-        return _reduced(xp, name, x, axis, keepdims)
+        return plainly(xp, x, axis, keepdims)
 
     return impl
 
 
-def _named(name: str) -> Callable[..., Any]:
-    def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
-        return _reduced(xp, name, x, axis, keepdims)
-
-    return impl
+_summed = _named("sum")
 
 
 def _mean_over(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool, count: int) -> Any:
     divisor = count or np.nan  # there is no mean of nothing, and no reason to warn of it
     if is_low_precision(x.dtype):
         return (x.sum(axis=axis, keepdims=keepdims, dtype=np.float32) / divisor).astype(x.dtype)
-    return _reduced(xp, "sum", x, axis, keepdims) / divisor
+    return _summed(xp, x, axis, keepdims) / divisor
 
 
 def _nothing_to_choose(name: str, shape: tuple[int, ...], axis: tuple[int, ...]) -> bool:
@@ -73,10 +75,12 @@ def _nothing_to_choose(name: str, shape: tuple[int, ...], axis: tuple[int, ...])
 
 
 def _extremum(name: str) -> Callable[..., Any]:
+    plainly = _named(name)
+
     def impl(xp: Any, x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
         if x.size == 0 and _nothing_to_choose(name, x.shape, axis):
             return xp.empty(shape_rules.reduced_shape(x.shape, axis, keepdims), x.dtype)
-        return _reduced(xp, name, x, axis, keepdims)
+        return plainly(xp, x, axis, keepdims)
 
     return impl
 
@@ -134,7 +138,9 @@ ARGMAX, ARGMIN = _arg("argmax", MAX), _arg("argmin", MIN)
 
 def _reduce(op: Op, x: Any, axis: Axis, keepdims: bool) -> Any:
     x = as_array(x)
-    return apply(op, (x,), {"axis": shape_rules.normalize_axis(op.name, axis, x._buf.ndim), "keepdims": bool(keepdims)})
+    ndim = x._buf.ndim
+    axes = tuple(range(ndim)) if axis is None else shape_rules.normalize_axis(op.name, axis, ndim)
+    return apply(op, (x,), {"axis": axes, "keepdims": bool(keepdims)})
 
 
 def plainly(op: Op, x: Any, axis: Axis, keepdims: bool, dtype: Any) -> Any:

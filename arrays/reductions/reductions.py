@@ -96,6 +96,8 @@ def all(x: Any, /, axis: Axis = None, *, keepdims: bool = False, where: Any = No
 
 def _argreduce(op: Op, x: Any, axis: int | None, keepdims: bool) -> Array:
     x = as_array(x)
+    if axis is None and x.ndim == 1:
+        axis = 0
     if axis is None:
         out = apply(op, (reshape(x, (-1,)),), {"axis": 0, "keepdims": False})
         return reshape(out, (1,) * x.ndim) if keepdims else out

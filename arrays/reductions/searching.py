@@ -40,9 +40,9 @@ def take(x: Any, indices: Any, /, axis: int | None = None) -> Array:
     x = as_array(x)
     indices = _indices("take", indices)
     if axis is None:
-        x, axis = reshape(x, (-1,)), 0
+        x, axis = x if x.ndim == 1 else reshape(x, (-1,)), 0
     axis = shape_rules.one_axis("take", axis, x.ndim)
-    return x[(*(slice(None),) * axis, indices)]
+    return x[(*(slice(None),) * axis, indices)] if axis else x[indices]
 
 
 def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
@@ -59,8 +59,10 @@ def take_along_axis(x: Any, indices: Any, /, axis: int = -1) -> Array:
     indices = _indices("take_along_axis", indices)
     axis = shape_rules.one_axis("take_along_axis", axis, x.ndim)
     if indices.ndim == x.ndim:
-        lead = shape_rules.broadcast_shapes(_TAKE, [(*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape)])
-        x = broadcast_to(x, (*lead[:axis], x.shape[axis], *lead[axis:]))
+        ours, theirs = ((*s[:axis], *s[axis + 1 :]) for s in (x.shape, indices.shape))
+        if ours != theirs:
+            lead = shape_rules.broadcast_shapes(_TAKE, [ours, theirs])
+            x = broadcast_to(x, (*lead[:axis], x.shape[axis], *lead[axis:]))
     return x[along_axis("take_along_axis", x.shape, indices, axis)]
 
 

@@ -174,7 +174,8 @@ def _concerned(plan: ReshardPlan, homes: tuple[int, ...], process: int) -> tuple
 @functools.lru_cache(maxsize=8)
 def _processes(plan: ReshardPlan, homes: tuple[int, ...], concerned: tuple[int, ...]) -> dict[int, _Process]:
     """The processes concerned, which is one cached table for all of them."""
-    return {h: _Process(plan, _hosted(homes)[h]) for h in concerned}
+    ranks = _hosted(homes)  # once: to look it up takes a hash of all homes
+    return {h: _Process(plan, ranks[h]) for h in concerned}
 
 
 def plan_rounds(
