@@ -125,6 +125,11 @@ class Report:
         if not good:
             self.failures.append(f"{what}: {value}")
 
+    def judge(self) -> None:
+        """Raise :class:`DemoFailed` with all that does not hold."""
+        if self.failures:
+            raise DemoFailed("; ".join(self.failures))
+
 
 def cluster(scheduler: str | None, workers: int) -> contextlib.AbstractContextManager[Any]:
     """A client of the scheduler at an address, or of a cluster of this machine that is started here."""
@@ -221,8 +226,7 @@ def run(
     report.add("files", _near(home), directory=str(home))
     (home / "report.json").write_text(as_json(report.facts) + "\n", encoding="utf-8")
     _show(report, manager.latest(), file, console)
-    if report.failures:
-        raise DemoFailed("; ".join(report.failures))
+    report.judge()
     return report
 
 
