@@ -341,11 +341,14 @@ class Agreed(DerivedTensor):
             held, n = read_into(other, box)
             nbytes += n
             if held.tobytes() != out.tobytes():
-                raise CheckpointError(
-                    f"{self.name!r} is joined from sources that must agree, but {self.source.name!r} holds {out} and "
-                    f"{other.name!r} holds {held}; drop them, or leave one with a rule of its own"
-                )
+                raise self._differ(other, out, held)
         return nbytes
+
+    def _differ(self, other: Any, ours: np.ndarray, theirs: np.ndarray) -> CheckpointError:
+        return CheckpointError(
+            f"{self.name!r} is joined from sources that must agree, but {self.parts[0].name!r} holds {ours} and "
+            f"{other.name!r} holds {theirs}; drop them, or leave one with a rule of its own"
+        )
 
 
 def groups(a: Sequence[int], b: Sequence[int]) -> list[tuple[slice, slice]]:
