@@ -25,62 +25,19 @@ __version__ = "0.1.0"
 _install()
 
 # Names of the packages with heavy dependencies, and their modules: imported on first use.
+_PARALLEL = (
+    "Mesh Partial Replicate Shard Sharding abstract all_gather all_reduce all_to_all axis_index axis_size "
+    "broadcast compute distribute explain explicit_sharding forecast from_dask from_zarr gang permute pipeline "
+    "reduce_scatter reshard scan shard_map stream visualize"
+)
+_STORAGE = (
+    "Checkpoint CheckpointManager LoadReport Rule Rules SaveHandle convert estimate load load_program merge "
+    "open_checkpoint save save_async save_program verify"
+)
 _LAZY = {
-    **dict.fromkeys(
-        (
-            "Mesh",
-            "Partial",
-            "Replicate",
-            "Shard",
-            "Sharding",
-            "abstract",
-            "all_gather",
-            "all_reduce",
-            "all_to_all",
-            "axis_index",
-            "axis_size",
-            "broadcast",
-            "compute",
-            "distribute",
-            "explain",
-            "explicit_sharding",
-            "forecast",
-            "from_dask",
-            "from_zarr",
-            "gang",
-            "permute",
-            "pipeline",
-            "reduce_scatter",
-            "reshard",
-            "scan",
-            "shard_map",
-            "stream",
-            "visualize",
-        ),
-        "parallel",
-    ),
+    **dict.fromkeys(_PARALLEL.split(), "parallel"),
     **dict.fromkeys(("Trainer", "cluster_mesh"), "parallel.training"),
-    **dict.fromkeys(
-        (
-            "Checkpoint",
-            "CheckpointManager",
-            "LoadReport",
-            "Rule",
-            "Rules",
-            "SaveHandle",
-            "convert",
-            "estimate",
-            "load",
-            "load_program",
-            "merge",
-            "open_checkpoint",
-            "save",
-            "save_async",
-            "save_program",
-            "verify",
-        ),
-        "storage",
-    ),
+    **dict.fromkeys(_STORAGE.split(), "storage"),
 }
 _PACKAGES = ("arrays", "autodiff", "parallel", "storage")
 # NumPy's functions that write into an argument; people look for them here.

@@ -188,11 +188,7 @@ def run(
         report.add(
             "bytes read while resharding 2×2 → 3 ranks",
             f"{reading.bytes_read:,} for blocks of {reading.bytes_needed:,}, in {reading.seconds:.2f} s",
-            reshard={
-                "bytes_read": reading.bytes_read,
-                "bytes_needed": reading.bytes_needed,
-                "seconds": reading.seconds,
-            },
+            reshard={k: getattr(reading, k) for k in ("bytes_read", "bytes_needed", "seconds")},
         )
         state, speed = _train(state, digits, mesh, step, total, seed, manager, "3 training on model=3", console)
         report.add("steps per second, mesh model=3", f"{speed:.0f}", steps_per_second_resumed=speed)
@@ -223,12 +219,8 @@ def run(
 
     # 5: what came of it.
     accuracy = float((on_mesh.argmax(axis=1) == digits.test_y).mean())
-    report.check(
-        f"test accuracy (must exceed {WANTED_ACCURACY})",
-        accuracy > WANTED_ACCURACY,
-        f"{accuracy:.4f}",
-        accuracy=accuracy,
-    )
+    wanted = f"test accuracy (must exceed {WANTED_ACCURACY})"
+    report.check(wanted, accuracy > WANTED_ACCURACY, f"{accuracy:.4f}", accuracy=accuracy)
     seconds = time.perf_counter() - started
     report.add("seconds in all", f"{seconds:.1f}", steps=total, seconds=seconds)
     report.add("files", _near(home), directory=str(home))
@@ -239,15 +231,7 @@ def run(
 
 
 def _train(
-    state: Any,
-    digits: Digits,
-    mesh: Any,
-    first: int,
-    last: int,
-    seed: int,
-    manager: Any,
-    title: str,
-    console: Any,
+    state: Any, digits: Digits, mesh: Any, first: int, last: int, seed: int, manager: Any, title: str, console: Any
 ) -> tuple[Any, float]:
     """Train from step ``first`` to ``last``, with a bar and two checkpoints; returns the state, and steps a second."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -68,11 +68,7 @@ def show(console: Any) -> None:
     ]
     columns = [Column("package"), Column("version"), Column("for", rank=2), Column("how to get it", rank=1)]
     write(columns, rows, title=f"meshtape {facts['meshtape']}", on=console)
-    lines = [f"Python {facts['python']}"]
-    kernels = (
-        "yes" if facts["native_kernels"] else "no, the same in NumPy (an install with a C compiler at hand builds them)"
-    )
-    lines += [f"native kernels: {kernels}", f"devices: {', '.join(facts['devices'])}"]
-    if facts["cuda"] != "ready":
-        lines.append(f"CUDA: {facts['cuda']}")
-    write_text("\n".join(lines), console)
+    without = "no, the same in NumPy (an install with a C compiler at hand builds them)"
+    text = f"Python {facts['python']}\nnative kernels: {'yes' if facts['native_kernels'] else without}\n"
+    text += f"devices: {', '.join(facts['devices'])}"
+    write_text(text if facts["cuda"] == "ready" else f"{text}\nCUDA: {facts['cuda']}", console)

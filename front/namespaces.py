@@ -22,11 +22,7 @@ HOMES = {
 }
 """Names in ``meshtape``, and where their modules are."""
 
-DOCUMENTED = {
-    **HOMES,
-    "parallel.allocator": "parallel.dask.malloc",
-    "parallel.cluster": "parallel.dask.cluster",
-}
+DOCUMENTED = {**HOMES, "parallel.allocator": "parallel.dask.malloc", "parallel.cluster": "parallel.dask.cluster"}
 """The same, with modules inside a package that the documentation names."""
 
 

@@ -78,8 +78,7 @@ def browse(paths: tuple[str, ...], host: str, port: int, token: str | None, open
 
 @click.command(
     epilog=examples(
-        "meshtape serve run/step-00000264 --port 8080",
-        "meshtape serve model.safetensors --host 0.0.0.0 --port 8080",
+        "meshtape serve run/step-00000264 --port 8080", "meshtape serve model.safetensors --host 0.0.0.0 --port 8080"
     )
 )
 @click.argument("path", type=CHECKPOINT, metavar="PATH_OR_URL")

@@ -67,23 +67,16 @@ def ls(path: str, match: str | None, dtype: str | None, sort: str, as_json: bool
     how = "" if ckpt.compression is None else f", {ckpt.compression}"
     how += "" if ckpt.computed is None else f" {ckpt.computed.expression}"
     how += "" if ckpt.base is None else f", delta of {ckpt.base.path}"
-    step = "" if ckpt.step is None else f", step {ckpt.step}"
-    mesh = "".join(f", saved from {' × '.join(f'{n}={s}' for n, s in m.items())}" for m in ckpt.meshes)
-    write(
-        [
-            Column("name", name=True),
-            Column("dtype", rank=1),
-            Column("shape", rank=2),
-            Column("bytes", number=True),
-            Column("sharding", rank=3),
-        ],
-        [
-            [visible(r.name, 10**6), r.dtype, str(r.shape), human_bytes(r.nbytes), visible(r.sharding or "", 10**4)]
-            for r in rows
-        ],
-        title=visible(f"{ckpt.path} ({ckpt.kind}{how}{step}{mesh})", 10**4),
-        footer=[count(len(rows), "array"), "", "", human_bytes(total), ""],
-    )
+    how += "" if ckpt.step is None else f", step {ckpt.step}"
+    how += "".join(f", saved from {' × '.join(f'{n}={s}' for n, s in m.items())}" for m in ckpt.meshes)
+    columns = [Column("name", name=True), Column("dtype", rank=1), Column("shape", rank=2)]
+    columns += [Column("bytes", number=True), Column("sharding", rank=3)]
+    lines = [
+        [visible(r.name, 10**6), r.dtype, str(r.shape), human_bytes(r.nbytes), visible(r.sharding or "", 10**4)]
+        for r in rows
+    ]
+    footer = [count(len(rows), "array"), "", "", human_bytes(total), ""]
+    write(columns, lines, title=visible(f"{ckpt.path} ({ckpt.kind}{how})", 10**4), footer=footer)
     if ckpt.skipped:
         write_text(visible(ckpt.unread()[2:], 10**4))
 
@@ -188,13 +181,8 @@ def _describe(stored: Any, exact: bool) -> dict[str, Any]:
     """Facts in the order in which they are shown; without elements there are no statistics."""
     from ..storage.browse.model.statistics import statistics
 
-    facts: dict[str, Any] = {
-        "name": stored.name,
-        "dtype": stored.dtype.name,
-        "shape": list(stored.shape),
-        "nbytes": stored.nbytes,
-        "sharding": stored.sharding_text,
-    }
+    facts: dict[str, Any] = {"name": stored.name, "dtype": stored.dtype.name, "shape": list(stored.shape)}
+    facts |= {"nbytes": stored.nbytes, "sharding": stored.sharding_text}
     if stored.rule:
         facts["rule"] = stored.rule
     if not stored.nbytes:

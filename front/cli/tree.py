@@ -71,14 +71,12 @@ def as_text(ckpt: Any, depth: int | None = None) -> list[str]:
         rows = _runs(node)
         for i, (text, child, n) in enumerate(rows):
             end = i == len(rows) - 1
-            many = f" × {n}" if n > 1 else ""
-            if child.array is not None:
-                a = child.array
-                facts = f"  {a.dtype.name}{list(a.shape)}  {human_bytes(a.nbytes)}" + (
-                    f"  {a.sharding_text}" if a.sharding_text else ""
-                )
+            many, each = (f" × {n}", " each") if n > 1 else ("", "")
+            if (a := child.array) is not None:
+                facts = f"  {a.dtype.name}{list(a.shape)}  {human_bytes(a.nbytes)}"
+                facts += f"  {a.sharding_text}" if a.sharding_text else ""
             else:
-                facts = f"  ({count(child.count, 'array')}, {human_bytes(child.nbytes)}{' each' if n > 1 else ''})"
+                facts = f"  ({count(child.count, 'array')}, {human_bytes(child.nbytes)}{each})"
             lines.append(f"{indent}{'└── ' if end else '├── '}{text}{many}{facts}")
             walk(child, indent + ("    " if end else "│   "), level + 1)
 
@@ -91,8 +89,7 @@ def as_data(ckpt: Any) -> dict[str, Any]:
 
     def of(node: _TreeRow) -> dict[str, Any]:
         out: dict[str, Any] = {"arrays": node.count, "nbytes": node.nbytes}
-        if node.array is not None:
-            a = node.array
+        if (a := node.array) is not None:
             out |= {"name": a.name, "dtype": a.dtype.name, "shape": list(a.shape), "sharding": a.sharding_text}
         if node.children:
             out["children"] = {name: of(child) for name, child in node.children.items()}

@@ -60,14 +60,7 @@ class Activity:
         now = time.monotonic()
         return {
             "id": f"{_process}-{id(self):x}",
-            "kind": self.kind,
-            "path": self.path,
-            "root": self.root,
-            "done": self.done,
-            "total": self.total,
-            "doing": self.doing,
-            "state": self.state,
-            "error": self.error,
+            **{k: v for k, v in vars(self).items() if not k.startswith("_")},
             "seconds": (self._ended or now) - self._started,
             "ended": None if self._ended is None else now - self._ended,
         }

@@ -101,10 +101,9 @@ class _Objects:
             _mine.add(self._name)
             self._store.put(self._name, b"")
         others = _living(self._store, self._name) - {self._name}
-        alone = any(name.startswith(_ALONE) for name in others)
+        if alone := any(name.startswith(_ALONE) for name in others):
+            self._withdraw()
         if alone or (others and not self._shared):
-            if alone:
-                self._withdraw()
             return False
         self._renewing = threading.Thread(target=self._renew, daemon=True)
         self._renewing.start()

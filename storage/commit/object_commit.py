@@ -396,9 +396,6 @@ def replacing(root: str, *, overwrite: bool, tables: frozenset[str]) -> Iterator
     try:
         yield folder
     finally:
-        if folder.committed:
-            folder.end(True)
-        else:
-            # The error that brought us here matters more than one of the clean-up; `recover` collects the rest.
-            with contextlib.suppress(Exception):
-                folder.end(False)
+        # An error that brought us here matters more than one of the clean-up; `recover` collects the rest.
+        with contextlib.suppress(*(() if folder.committed else (Exception,))):
+            folder.end(folder.committed)

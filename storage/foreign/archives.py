@@ -172,16 +172,11 @@ def _threads(path: str) -> int:
     return UPLOADS if store.is_url(path) else 1
 
 
-def _parted(path: str) -> tuple[str, str, int]:
-    root, file = store.split(path)
-    with opened(path, "the arrays") as reader:
-        return root, file, reader.nbytes
-
-
 def open_npy(path: str) -> Checkpoint:
     """A checkpoint of one array, called ``arr_0`` as in an ``.npz`` of NumPy."""
-    root, file, size = _parted(path)
+    root, file = store.split(path)
     with opened(path, "an array") as reader:
+        size = reader.nbytes
         start = bytearray(min(size, _MAX_NPY_HEADER))
         reader.readv([start], 0)
     shape, fortran, dtype, at = _npy_header(start, path)
@@ -196,7 +191,9 @@ def open_npy(path: str) -> Checkpoint:
 
 def open_archive(path: str, verify: bool) -> Checkpoint:
     """A zip archive of NumPy's or PyTorch's."""
-    root, file, size = _parted(path)
+    root, file = store.split(path)
+    with opened(path, "the arrays") as reader:
+        size = reader.nbytes
     whole = DcpChunk(Box((), ()), file, 0, size)
     with opened(path, "the arrays") as reader, damage(path), archive_of(reader, whole) as archive:
         inside = archive.namelist()
@@ -215,9 +212,7 @@ def open_archive(path: str, verify: bool) -> Checkpoint:
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise CorruptCheckpoint(f"{where}: compressed by a method that NumPy does not use")
             stored = info.compress_type == zipfile.ZIP_STORED
-            start = entry_start(head, info, where) if stored else 0
-            if stored and start + info.file_size > size:
-                raise CorruptCheckpoint(f"{where}: elements beyond the file")
+            start = entry_start(head, info, where, size) if stored else 0
             try:
                 if stored:
                     prefix = _prefix(reader, head[start - info.header_offset :], start, info.file_size)
@@ -261,9 +256,7 @@ def _open_torch(
         if info.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpoint(f"{where}: compressed elements")
         check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
-        start = entry_start(heads[info.filename], info, where)
-        if start + info.file_size > whole.nbytes:
-            raise CorruptCheckpoint(f"{where}: elements beyond the file")
+        start = entry_start(heads[info.filename], info, where, whole.nbytes)
         at = start + first * dtype.itemsize
         place = ChunkLocation(at, whole.nbytes, strides, (start, info.file_size), info.CRC, turns=turns)
         chunk = DcpChunk(Box.whole(shape), whole.file, 0, whole.nbytes)
@@ -284,9 +277,8 @@ def _open_torch(
         if isinstance(node, (list, tuple)):
             return type(node)(part(v, (*keys, i)) for i, v in enumerate(node))
         if isinstance(node, (PickledObject, PickledName)):
-            raise CheckpointDTypeError(
-                f"the file makes it by {node.name[:100]!r}, which is refused: nothing of a file is run"
-            )
+            made_by = repr(node.name[:100])
+            raise CheckpointDTypeError(f"the file makes it by {made_by}, which is refused: nothing of a file is run")
         encode_json(node, "it")
         return node
 
@@ -295,9 +287,8 @@ def _open_torch(
         name = names.leaf_name(keys)
         try:
             if not named:
-                raise CheckpointDTypeError(
-                    f"its key {keys[-1]!r} is a {type(keys[-1]).__name__}; keys are texts and ints"
-                )
+                kind = type(keys[-1]).__name__
+                raise CheckpointDTypeError(f"its key {keys[-1]!r} is a {kind}; keys are texts and ints")
             if not isinstance(node, (dict, list, tuple)) and seen.setdefault(name, keys) != keys:
                 name = ".".join(map(repr, keys))
                 raise CheckpointDTypeError("another key has the same name")

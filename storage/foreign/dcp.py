@@ -163,15 +163,14 @@ class DcpTensor:
         """Compare every byte of the elements with its CRC32, in little memory; returns their number."""
         total = 0
         for chunk in self.chunks:
-            if chunk.crc32c is not None:  # covers what stands around the elements, too
-                path = names.inside(self.root, chunk.file, self.root)
+            path, own = names.inside(self.root, chunk.file, self.root), chunk.crc32c
+            if own is not None:  # covers what stands around the elements, too
                 with opened(path, f"a part of {self.name!r}", self.generation) as reader:
-                    if tensor_sums.of_range(reader, chunk.offset, chunk.nbytes) != chunk.crc32c:
+                    if tensor_sums.of_range(reader, chunk.offset, chunk.nbytes) != own:
                         raise self._damaged(path, chunk)
                 total += chunk.nbytes
                 continue
             place = self.place(chunk)
-            path = names.inside(self.root, chunk.file, self.root)
             at, nbytes = place.stored
             value, end = place.seed, at + nbytes
             with opened(path, f"a part of {self.name!r}", self.generation) as reader:
@@ -245,10 +244,7 @@ def archive_of(reader: Reader, chunk: DcpChunk) -> zipfile.ZipFile:
     end = bytearray(_END.size)
     reader.readv([end], chunk.offset + chunk.nbytes - _END.size - len(archive.comment))
     mark, count = _END.unpack(end)
-    if mark != b"PK\x05\x06" or count not in (
-        0xFFFF,
-        len(archive.infolist()),
-    ):  # the former: more than a short number holds
+    if mark != b"PK\x05\x06" or count not in (0xFFFF, len(archive.infolist())):  # the former: too many for its number
         archive.close()
         raise zipfile.BadZipFile(f"its end counts {count} entries, its table has {len(archive.infolist())}")
     return archive
@@ -358,14 +354,17 @@ def entry_heads(
         yield from in_threads(head, entries[first : first + _AT_ONCE], threads)
 
 
-def entry_start(head: bytes, info: zipfile.ZipInfo, where: str) -> int:
-    """Where the bytes of an entry with this ``head`` begin, counted as in its archive."""
+def entry_start(head: bytes, info: zipfile.ZipInfo, where: str, size: int) -> int:
+    """Where the bytes of an entry with this ``head`` begin, counted as in its archive of ``size`` bytes."""
     fields = _LOCAL_HEADER.unpack_from(head.ljust(_LOCAL_HEADER.size, b"\0"))
     if fields[0] != b"PK\x03\x04" or head[_LOCAL_HEADER.size :][: fields[9]] != _name(info):
         raise CorruptCheckpoint(f"{where}: no header of this entry where the archive says")
     if info.flag_bits & _UNREADABLE:
         raise CorruptCheckpoint(f"{where}: an encrypted or patched entry")
-    return info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+    start = info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+    if start + info.file_size > size:
+        raise CorruptCheckpoint(f"{where}: elements beyond their archive")
+    return start
 
 
 def _name(info: zipfile.ZipInfo) -> bytes:
@@ -392,9 +391,7 @@ def _place(root: str, chunk: DcpChunk, name: str, dtype: np.dtype, tag: str | No
             raise CorruptCheckpoint(f"{where}: compressed elements")
         check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
         (head,) = entry_heads(reader, [info], chunk.offset)
-        start = chunk.offset + entry_start(head, info, where)
-        if start + info.file_size > chunk.offset + chunk.nbytes:
-            raise CorruptCheckpoint(f"{where}: elements beyond their archive")
+        start = chunk.offset + entry_start(head, info, where, chunk.nbytes)
     return ChunkLocation(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)
 
 

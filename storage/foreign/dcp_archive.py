@@ -106,10 +106,9 @@ def of_chunk(name: str, dtype: np.dtype, box: Box) -> Archive:
     legacy = _STORAGE_OF.get(dtype.name)
     kind = PickledName(legacy or "torch.storage.UntypedStorage")
     storage = Persistent(("storage", kind, "0", "cpu", count if legacy else count * dtype.itemsize))
-    args = (storage, 0, shape, strides, False, PickledObject("collections.OrderedDict", ()))
-    made = PickledObject(
-        f"torch._utils._rebuild_tensor_v{2 if legacy else 3}", args if legacy else (*args, torch_dtype(dtype, name))
-    )
+    args: tuple[Any, ...] = (storage, 0, shape, strides, False, PickledObject("collections.OrderedDict", ()))
+    args += () if legacy else (torch_dtype(dtype, name),)
+    made = PickledObject(f"torch._utils._rebuild_tensor_v{2 if legacy else 3}", args)
     return _archive(name, dumps(made), box, count * dtype.itemsize)
 
 

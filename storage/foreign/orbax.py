@@ -91,10 +91,8 @@ def _leaves(where: str, top: Any) -> Iterator[tuple[tuple[str | int, ...], str]]
     """(keys, kind) of every leaf."""
     try:
         for entry in top["tree_metadata"].values():
-            keys = tuple(
-                int(k["key"]) if k["key_type"] == 1 and k["key"].isdecimal() else str(k["key"])
-                for k in entry["key_metadata"]
-            )
+            said = [(k["key"], k["key_type"]) for k in entry["key_metadata"]]
+            keys = tuple(int(k) if kind == 1 and k.isdecimal() else str(k) for k, kind in said)
             yield keys, str(entry["value_metadata"]["value_type"])
     except (KeyError, TypeError, AttributeError, ValueError) as e:
         raise CorruptCheckpoint(f"{where}: not the metadata of an Orbax checkpoint: {e!r}") from None
@@ -153,13 +151,10 @@ def open_orbax(root: str) -> Checkpoint:
         raise CorruptCheckpoint(f"{where}: not JSON: {e}") from None
     database = store.size(DATABASE) is not None
     if database and (importlib.util.find_spec("tensorstore") is None or stores.is_url(root)):
-        what = (
-            "copy the directory to a disk" if stores.is_url(root) else "install meshtape[orbax], or tensorstore itself"
-        )
-        raise CheckpointError(
-            f"{root} is an Orbax checkpoint in OCDBT, a database of TensorStore: {what}, or save it anew with "
-            "use_ocdbt=False"
-        )
+        remote = stores.is_url(root)
+        what = "copy the directory to a disk" if remote else "install meshtape[orbax], or tensorstore itself"
+        told = f"{root} is an Orbax checkpoint in OCDBT, a database of TensorStore"
+        raise CheckpointError(f"{told}: {what}, or save it anew with use_ocdbt=False")
     driver = "zarr3" if isinstance(top, dict) and top.get("use_zarr3") else "zarr"
     arrays: dict[str, StoredArray] = {}
     tree: dict[Any, Any] = {}

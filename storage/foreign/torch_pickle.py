@@ -20,17 +20,15 @@ from ...arrays.core.errors import CheckpointDTypeError, CorruptCheckpoint
 
 _NAMES = {
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties "
-    "ChunkStorageMetadata "
-    "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.serialization": "_get_layout",
     "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter",
     "torch.storage": "UntypedStorage",
     "torch": "Size FloatStorage DoubleStorage HalfStorage BFloat16Storage LongStorage IntStorage ShortStorage "
-    "CharStorage ByteStorage "
-    "BoolStorage ComplexFloatStorage ComplexDoubleStorage float64 float32 float16 bfloat16 complex64 complex128 bool "
-    "int64 int32 int16 "
-    "int8 uint8 uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+    "CharStorage ByteStorage BoolStorage ComplexFloatStorage ComplexDoubleStorage float64 float32 float16 bfloat16 "
+    "complex64 complex128 bool int64 int32 int16 int8 uint8 uint16 uint32 uint64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
     # dtypes without a form here, whose tensors are named and skipped
     "complex32 float4_e2m1fn_x2 qint8 quint8 qint32 quint4x2 quint2x4 bits8 bits16 bits1x8 bits2x4 bits4x2 "
     "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
@@ -124,10 +122,7 @@ def _run(data: bytes, lenient: bool) -> Any:
         raise ValueError("it has no mark")
 
     def pairs(items: list[Any]) -> dict[Any, Any]:
-        out: dict[Any, Any] = {}
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            out[_key(key)] = value
-        return out
+        return {_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
 
     for op, argument, _ in pickletools.genops(data):
         name = op.name
@@ -154,9 +149,7 @@ def _run(data: bytes, lenient: bool) -> Any:
             stack[-n:] = [tuple(stack[-n:])]
         elif name in ("APPEND", "APPENDS"):
             items = marked() if name == "APPENDS" else [stack.pop()]
-            if not isinstance(
-                stack[-1], PickledObject
-            ):  # a class of its own: an object like others, whatever lies in it
+            if not isinstance(stack[-1], PickledObject):  # a class of its own is an object, whatever lies in it
                 stack[-1].extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = marked() if name == "SETITEMS" else [stack.pop() for _ in range(2)][::-1]

@@ -88,19 +88,9 @@ class CastLoss:
         return any(self._counts)
 
     def __str__(self) -> str:
-        told = (
-            f"{n} {what}"
-            for n, what in (
-                (self.overflow, "became infinite"),
-                (self.nan, "became NaN"),
-                (self.wrapped, "out of range"),
-                (self.fraction, "lost a fraction"),
-                (self.imaginary, "lost an imaginary part"),
-                (self.underflow, "became zero"),
-            )
-            if n
-        )
-        return ", ".join(told)
+        kinds = ("became infinite", "became NaN", "out of range", "lost a fraction")
+        kinds += ("lost an imaginary part", "became zero")
+        return ", ".join(f"{n} {what}" for n, what in zip(self._counts, kinds, strict=True) if n)
 
     def encode(self) -> list[Any]:
         """Plain values, for a journal."""
@@ -190,11 +180,9 @@ def measure(a: np.ndarray, b: np.ndarray, offset: tuple[int, ...] = ()) -> CastL
             if magnitude.min() > 0 and magnitude.max() <= limit:
                 return CastLoss()
         magnitude = _magnitudes(a)
-        under = (
-            int(np.count_nonzero(magnitude < least) - np.count_nonzero(magnitude == 0))
-            if magnitude.min() < least
-            else 0
-        )
+        under = 0
+        if magnitude.min() < least:
+            under = int(np.count_nonzero(magnitude < least) - np.count_nonzero(magnitude == 0))
         return replace(_to_floats(a, b, offset) if magnitude.max() > top else CastLoss(), underflow=under)
     if a.dtype.kind in "biu" and b.dtype.name in dtypes.FLOATS:
         with np.errstate(all="ignore"):

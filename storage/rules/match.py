@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from itertools import chain, islice
 from typing import Any
@@ -77,8 +77,8 @@ def _check_gaps(
             there = ", ".join([*([ranges(known)] if known else []), *sorted(held - set(known.values()))[:8]])
             raise RuleMatchError(
                 f"{name}={lost} is missing{where}: the keys that the rule collects have {name}={there}. Restore it; "
-                "where it is left out on "
-                f"purpose, name each source, or write a rule for each array that has fewer; in the rule\n  {rule.shown}"
+                "where it is left out on purpose, name each source, or write a rule for each array that has fewer; in "
+                f"the rule\n  {rule.shown}"
             )
 
 
@@ -108,11 +108,9 @@ class Rule:
         optional: bool = False,
         line: int | None = None,
     ) -> None:
-        object.__setattr__(self, "sources", _names(sources))
-        object.__setattr__(self, "targets", _names(targets))
-        object.__setattr__(self, "steps", tuple(steps))
-        object.__setattr__(self, "optional", optional)
-        object.__setattr__(self, "line", line)
+        values = (_names(sources), _names(targets), steps, optional, line)
+        for f, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, f.name, value)
         for name in (*self.sources, *self.targets):
             problem = text.check_pattern(name)
             if problem:
@@ -189,8 +187,7 @@ class BoundRules:
         for name in self.temporary:
             dropped.pop(name, None)
             read.pop(name, None)
-        both = next((k for k in dropped if k in read), None)
-        if both is not None:
+        if (both := next((k for k in dropped if k in read), None)) is not None:
             drops, reads = (
                 next(a.rule for a in self.applied if bool(a.targets) is reads and both in a.sources)
                 for reads in (False, True)
@@ -312,10 +309,7 @@ class BoundRules:
         # Tuples that a later pattern has and the first has not must not be lost without a word.
         for o, table in zip(outer, tables, strict=True):
             seen = {tuple(c.get(k, "") for k in o) for c in combos}
-            for values in table:
-                if values not in seen:
-                    row = dict(zip(o, values, strict=True))
-                    combos.append(row)
+            combos += [dict(zip(o, values, strict=True)) for values in table if values not in seen]
         out, groups = [], []
         for values in sorted(combos, key=lambda c: natural(c.get(k, "") for k in shared)):
             keys: list[tuple[Any, str]] = []
@@ -445,9 +439,8 @@ def _for_state(rule: Rule, template: str) -> Rule | None:
         return None
 
     def put(name: str) -> str:
-        if name.startswith("$"):
-            return "$" + _escape_hole(template).replace("{}", name[1:])
-        return _escape_hole(template).replace("{}", name)
+        before, after = map(_escaped, template.split("{}"))
+        return f"{'$' * name.startswith('$')}{before}{name.removeprefix('$')}{after}"
 
     steps = [
         replace(s, value=0, fill="value") if isinstance(s, Pad) else s
@@ -457,8 +450,3 @@ def _for_state(rule: Rule, template: str) -> Rule | None:
     # Scales have no state of their own.
     sources = rule.sources[:1] if any(isinstance(s, Dequantize) for s in rule.steps) else rule.sources
     return Rule(map(put, sources), map(put, rule.targets), *steps, optional=True, line=rule.line)
-
-
-def _escape_hole(template: str) -> str:
-    before, after = template.split("{}")
-    return f"{_escaped(before)}{{}}{_escaped(after)}"

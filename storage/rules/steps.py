@@ -45,14 +45,11 @@ def _sliced(t: Any, axis: int, start: int, stop: int) -> Sliced:
 def _joined(tensors: Sequence[Any], axis: int) -> Any:
     first = tensors[0]
     k = axis_of(axis, first)
+    rest = (*first.shape[:k], *first.shape[k + 1 :])
     for t in tensors[1:]:
-        if len(t.shape) != len(first.shape) or any(
-            a != b for d, (a, b) in enumerate(zip(t.shape, first.shape, strict=True)) if d != k
-        ):
-            raise CheckpointShapeError(
-                f"{first.name!r} of shape {first.shape} and {t.name!r} of shape {t.shape} cannot be joined along axis "
-                f"{k}"
-            )
+        if len(t.shape) != len(first.shape) or (*t.shape[:k], *t.shape[k + 1 :]) != rest:
+            both = f"{first.name!r} of shape {first.shape} and {t.name!r} of shape {t.shape}"
+            raise CheckpointShapeError(f"{both} cannot be joined along axis {k}")
         if t.dtype != first.dtype:
             raise CheckpointDTypeError(
                 f"{first.name!r} is {first.dtype} and {t.name!r} is {t.dtype}; put cast(...) before they are joined"

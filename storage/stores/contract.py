@@ -130,6 +130,15 @@ class Store(ABC):
             raise StoreError(f"{self.root} can only be read; write to a local directory, s3://, gs:// or az://")
 
 
+def fill(views: list[memoryview], data: memoryview) -> None:
+    """Move data into buffers of bytes, one after the other; what is left of them stays in the list."""
+    while len(data):
+        n = min(len(data), len(views[0]))
+        views[0][:n], data, views[0] = data[:n], data[n:], views[0][n:]
+        if not len(views[0]):
+            views.pop(0)
+
+
 def failed(error: OSError, what: str) -> StoreError:
     """The operating system's error as one of ours; ``what`` says what could not be done, and where.
 

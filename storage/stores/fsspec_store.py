@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from ...arrays.core.errors import MeshtapeError, StoreError
 from ..base.locations import join
 from . import url_options
-from .contract import Reader, Store, StoredObjectInfo, recorded
+from .contract import Reader, Store, StoredObjectInfo, fill, recorded
 from .object_store import plain_text, repeated
 
 T = TypeVar("T")
@@ -140,9 +140,7 @@ class _FsspecReader(Reader):
                 raise ConnectionError(f"{len(data)} bytes came where {count} from {offset} on were asked for")
             return memoryview(data)
 
-        data = _asked(once, self._where)
-        for v in views:
-            v[: len(data)], data = data[: len(v)], data[len(v) :]
+        fill(views, _asked(once, self._where))
         return count
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from ...arrays.core.errors import CheckpointError, NotACheckpoint, StoreError
 from ..base.locations import is_url, join
 from . import url_options
-from .contract import Reader, Store, StoredObjectInfo
+from .contract import Reader, Store, StoredObjectInfo, fill
 from .object_store import environment
 
 SCHEME = "icechunk"
@@ -183,13 +183,10 @@ class _IcechunkReader(Reader):
         return len(self._data)
 
     def readv(self, buffers: list[Any], offset: int) -> int:
-        total = 0
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            part = self._data[offset + total : offset + total + len(view)]
-            view[: len(part)] = part
-            total += len(part)
-        return total
+        views = [memoryview(b).cast("B") for b in buffers]
+        part = self._data[offset : offset + sum(map(len, views))]
+        fill(views, part)
+        return len(part)
 
 
 @dataclass(frozen=True)

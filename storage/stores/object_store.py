@@ -28,7 +28,7 @@ from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, StoreError
 from ..base.checksums import crc32c
 from ..base.locations import READ_ONLY, join
 from . import multipart, url_options
-from .contract import Pieces, Reader, Store, StoredObjectInfo, recorded
+from .contract import Pieces, Reader, Store, StoredObjectInfo, fill, recorded
 
 T = TypeVar("T")
 
@@ -163,9 +163,8 @@ def _explained(error: Exception, where: str) -> Exception:
         return FileNotFoundError(f"{where}: no such object")
     if kind == "AlreadyExistsError" or kind == "PreconditionError":
         return FileExistsError(f"{where} was written by somebody else")
-    if kind in ("PermissionError", "PermissionDeniedError", "UnauthenticatedError") or re.search(
-        r"\b(401|403)\b(?!\.)", str(error)
-    ):
+    refused = kind in ("PermissionError", "PermissionDeniedError", "UnauthenticatedError")
+    if refused or re.search(r"\b(401|403)\b(?!\.)", str(error)):
         return StoreError(
             f"{where}: access was refused; check the credentials in the environment, and what they may do "
             f"({plain_text(error)})"
@@ -262,13 +261,7 @@ class _ObjectReader(Reader):
             if not len(data):
                 break
             total += len(data)
-            while len(data):
-                n = min(len(data), len(views[0]))
-                views[0][:n] = data[:n]
-                data = data[n:]
-                views[0] = views[0][n:]
-                if not len(views[0]):
-                    views.pop(0)
+            fill(views, data)
         return total
 
     def _range(self, start: int, n: int) -> memoryview:
@@ -429,11 +422,9 @@ class ObjectStore(Store):
 
     def _put_whole(self, name: str, data: bytes, mode: Any) -> int:
         held, key, where = self._at(name)
+        options = {"mode": mode, "use_multipart": False, "attributes": self._attributes()}
         try:
-            attributes = self._attributes()
-            repeated(
-                lambda: _obstore().put(held, key, data, mode=mode, use_multipart=False, attributes=attributes), where
-            )
+            repeated(lambda: _obstore().put(held, key, data, **options), where)
         except FileExistsError:
             # An answer that was lost is asked for again, and then the object that is there may be this very one.
             if self.get(name) != data:

@@ -39,10 +39,7 @@ def location(path: str | os.PathLike[str]) -> str:
     >>> location("s3://bucket/run//step-1/"), location("file:///tmp/x")
     ('s3://bucket/run/step-1', '/tmp/x')
     """
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        text = None
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise CheckpointError(f"a location is a text or a path, not {path!r:.40}")
     if "\0" in text:

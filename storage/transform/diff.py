@@ -141,18 +141,16 @@ def diff(
     theirs = {n: t for n, t in right.arrays.items() if wanted(n)}
     if keys is not None and not ours and not theirs:
         raise CheckpointError(f"neither checkpoint has an array that matches {keys}")
-    common = [n for n in ours if n in theirs]
     # Both sides, what the comparison makes of them, and a few threads.
     limit = max(1 << 16, memory_limit // 32)
-    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], limit, values), common)
-    leaves = _values(left, right, wanted)
+    found = in_threads(lambda n: _compare(n, ours[n], theirs[n], limit, values), [n for n in ours if n in theirs])
     return DiffReport(
         left.ckpt.path,
         right.ckpt.path,
         [n for n in ours if n not in theirs],
         [n for n in theirs if n not in ours],
         [d for d in found if d is not None],
-        leaves,
+        _values(left, right, wanted),
         sum(d is None for d in found),
         list(filter(wanted, dict.fromkeys([*left.unread, *right.unread]))),
     )

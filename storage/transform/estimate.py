@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
-from ...arrays.core.formatting import human_bytes
+from ...arrays.core.formatting import count, human_bytes
 from ...arrays.core.tree import flatten_with_path
 from ..base.names import leaf_name
 from ..format import dtypes
@@ -64,18 +64,15 @@ class Estimate:
 
     def __str__(self) -> str:
         worst = max(self.ranks, key=lambda r: r.total)
-        parts = ("parameters", "gradients", "optimizer", "master")
-        files = f"{len(self.files):,} file{'s' if len(self.files) != 1 else ''}"
+        parts = ", ".join(f"{part} {human_bytes(n)}" for part, n in vars(worst).items() if n)
         most, how = ("at most ", f" ({self.compression})") if self.compression else ("", "")
         hf = "no form as safetensors"
         if self.safetensors is not None:
-            hf = f"{human_bytes(self.safetensors)} as safetensors in {files}"
+            hf = f"{human_bytes(self.safetensors)} as safetensors in {count(len(self.files), 'file')}"
         return (
             f"{self.arrays:,} arrays, {self.elements:,} elements, {human_bytes(self.nbytes)}\n"
             f"on disk: {most}{human_bytes(self.zarr)} as Zarr{how}, {hf}\n"
-            f"{len(self.ranks):,} rank{'s' if len(self.ranks) != 1 else ''}, the largest: {human_bytes(worst.total)} ("
-            + ", ".join(f"{part} {human_bytes(n)}" for part in parts if (n := getattr(worst, part)))
-            + ")"
+            f"{count(len(self.ranks), 'rank')}, the largest: {human_bytes(worst.total)} ({parts})"
         )
 
 
@@ -84,15 +81,16 @@ def _shapes(source: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         source = dict(open_checkpoint(source))
         return {n: (a.shape, a.dtype) for n, a in source.items()}
     found = {}
-    for path, leaf in flatten_with_path(
-        source, is_leaf=lambda x: _pair(x) or (hasattr(x, "shape") and hasattr(x, "dtype"))
-    ):
+    for path, leaf in flatten_with_path(source, is_leaf=lambda x: _pair(x) or _array(x)):
         if _pair(leaf):
-            shape, dtype = leaf
-            found[leaf_name(path)] = (tuple(shape), dtypes.by_name(dtype))
-        elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            found[leaf_name(path)] = (tuple(leaf[0]), dtypes.by_name(leaf[1]))
+        elif _array(leaf):
             found[leaf_name(path)] = (tuple(leaf.shape), np.dtype(leaf.dtype))
     return found
+
+
+def _array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _pair(x: Any) -> bool:

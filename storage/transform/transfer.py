@@ -31,10 +31,9 @@ from ..stores import atomic_directory
 from ..stores.filesystem import active, try_lock
 from ..stores.generations import Generation
 from .plan import Progress, fingerprint
-from .sinks.raw_writer import check_all, put_all
+from .sinks.raw_writer import check_all, put_all, put_and_check, steps_of
 from .sinks.sink import BATCH, TransferSink, WindowWriter
 from .unpacked import unpacked
-from .verify_writes import put_and_check, steps_of
 from .workers import Workers
 
 _LEAST = 64 << 10
@@ -108,7 +107,7 @@ def transfer(
     memory_limit: int,
     spread: Workers,
     overwrite: bool,
-    progress: Progress | None,
+    progress: Progress,
     allow_overflow: bool,
 ) -> tuple[int, int, Tally]:
     """Fill ``sink`` at ``target`` from ``tensors``; returns the bytes of the files, those that an earlier run had
@@ -172,17 +171,11 @@ def transfer(
             for array in {units[n].array for n in kept}:
                 settle(array)
             resumed = sum(sizes[n] for n in kept)
-            with (
-                atomic_directory.room_for(sink.nbytes - resumed, target),
-                unpacked(tensors, target, limit) as tensors,
-            ):
+            with atomic_directory.room_for(sink.nbytes - resumed, target), unpacked(tensors, target, limit) as tensors:
                 begun = True
                 measure_all([tensors[a] for a in sorted(left)], spread.over)
                 sink.create(part)
-                reached = resumed
-                if progress is not None:
-                    progress(reached, total)
-
+                progress(reached := resumed, total)
                 left_units = [n for n in range(len(units)) if n not in kept]
                 steps = steps_of(left_units, units, sizes, writers, min(limit, BATCH))
                 # What other processes have written is read back when none of them is at work any more: a task may be
@@ -208,9 +201,7 @@ def transfer(
                             settle(array)
                     os.write(fd, "".join(f"{row}\n" for row in rows).encode())
                     for n in windows:
-                        reached += sizes[n]
-                        if progress is not None:
-                            progress(reached, total)
+                        progress(reached := reached + sizes[n], total)
                 with ThreadPoolExecutor(1, thread_name_prefix="meshtape-sync") as pool:
                     synced = pool.submit(sink.sync, part, {units[n]: sums for n, sums in kept.items()})
                     for windows, found in spread.over(  # while the disk is busy

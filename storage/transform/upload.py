@@ -114,7 +114,7 @@ def upload(
     memory_limit: int,
     spread: Workers,
     overwrite: bool,
-    progress: Progress | None,
+    progress: Progress,
     allow_overflow: bool,
 ) -> tuple[int, int, Tally]:
     """As `transfer`, for a target in an object store."""
@@ -143,7 +143,7 @@ def upload(
         streams = sink.streams(tensors, limit)
         journal = _Journal(folder, key)
         sizes = {s.name: s.nbytes for s in streams}  # those that are compressed come to be shorter
-        total, reached, resumed = sum(sizes.values()), 0, 0
+        total, resumed = sum(sizes.values()), 0
         listed = [s for s in streams if s.name in held]
         for s, value in spread.over(_sum, listed, lambda s: (target, s.name, held[s.name][2])):
             if value == held[s.name][0]:
@@ -151,15 +151,11 @@ def upload(
                 journal.done[s.name], journal.losses[s.name] = held[s.name], lost.get(s.name, Tally())
                 journal.losses[s.name].refuse(allow_overflow)
                 resumed += sizes[s.name]
-        reached = resumed
-        if progress is not None:
-            progress(reached, total)
+        progress(reached := resumed, total)
         missing = [s for s in streams if s.name not in journal.done]
         for s, (row, losses) in spread.over(_send, missing, lambda s: (s, target, allow_overflow)):
             journal.add(s.name, row, losses)
-            reached += sizes[s.name]
-            if progress is not None:
-                progress(reached, total)
+            progress(reached := reached + sizes[s.name], total)
         sink.accept(streams)
         source.check()
         nbytes = sink.finish(folder, target)

@@ -84,9 +84,8 @@ def ruled(ckpt: Checkpoint, rules: str) -> Checkpoint:
 
 def names(a: Checkpoint, b: Checkpoint) -> Comparison:
     """The names on each side alone and the number of common ones; no array is read."""
-    return Comparison(
-        [n for n in a if n not in b.arrays], [n for n in b if n not in a.arrays], [], sum(n in b.arrays for n in a)
-    )
+    only_a, only_b = ([n for n in x if n not in y.arrays] for x, y in ((a, b), (b, a)))
+    return Comparison(only_a, only_b, [], len(a) - len(only_a))
 
 
 def compare(

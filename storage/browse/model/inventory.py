@@ -151,10 +151,7 @@ class Inventory:
             node.arrays += 1
             node.nbytes += r.nbytes
             for depth, part in enumerate(r.path[:-1]):
-                below = node.groups.get(part)
-                if below is None:
-                    below = node.groups[part] = NameGroup(r.path[: depth + 1])
-                node = below
+                node = node.groups.get(part) or node.groups.setdefault(part, NameGroup(r.path[: depth + 1]))
                 node.arrays += 1
                 node.nbytes += r.nbytes
             node.rows.append(r)

@@ -48,7 +48,6 @@ class BrowseJob:
         self._stop.set()
 
     def run(self) -> None:
-        """Do the work, in the thread of the jobs."""
         started, state = time.monotonic(), "done"
         self.state = "running"
         try:

@@ -5,6 +5,7 @@ It comes from the table of contents, and from asking the file system for the len
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -144,11 +145,7 @@ def chunk_map(
     out, read = [], 0
     item = array.dtype.itemsize
     for i, j in itertools.product(span(rows), span(columns)):
-        index = list(here)
-        if rows is not None:
-            index[rows] = i
-        if columns is not None:
-            index[columns] = j
+        index = [i if d == rows else j if d == columns else k for d, k in enumerate(here)]
         offset = tuple(k * c for k, c in zip(index, chunk, strict=True))
         box = Box(offset, tuple(min(c, n - o) for c, n, o in zip(chunk, array.shape, offset, strict=True)))
         file, nbytes, state, note = _state(whole, tuple(index), box, item, length)
@@ -166,10 +163,9 @@ def chunk_map(
 
 
 def _length(path: str) -> int | None:
-    try:
+    with contextlib.suppress(OSError):
         return os.stat(path).st_size
-    except OSError:
-        return None
+    return None
 
 
 def _state(

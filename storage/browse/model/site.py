@@ -140,9 +140,7 @@ class Site:
 
     def check(self, place: SitePlace) -> None:
         """Raise the error of opening the place, unless it is a directory or a run."""
-        if not stores.is_url(place.path) and os.path.isdir(place.path) and _kind(place.path) != "checkpoint":
-            return
-        if not is_run(place.path):
+        if self.kind(place) == "checkpoint":
             self.open(place.at)
 
     def kind(self, place: SitePlace) -> str:

@@ -59,17 +59,15 @@ class SliceView:
         for d in (rows, columns):
             if d is not None and not 0 <= d < ndim:
                 raise ArrayIndexError(f"dimension {d} is out of range for an array of {ndim} dimensions")
-        own = {}
+        own: dict[int | None, int] = {None: 1}
         for d, step in zip((rows, columns), steps, strict=True):
             if d is not None:
                 own[d] = min(step, max(shape[d], 1)) if step > 0 else max(1, -(-shape[d] // CELLS))
         place = []
         for d, n in enumerate(shape):
-            i = at[d] if d < len(at) else 0
-            last = max(0, n - 1 if d not in own else n - (CELLS - 1) * own[d] - 1)
-            place.append(max(0, min(i, last)))
-        chosen = (own.get(rows, 1) if rows is not None else 1, own.get(columns, 1) if columns is not None else 1)
-        return cls(rows, columns, tuple(place), chosen)
+            last = n - 1 - ((CELLS - 1) * own[d] if d in own else 0)
+            place.append(max(0, min(at[d] if d < len(at) else 0, last)))
+        return cls(rows, columns, tuple(place), (own[rows], own[columns]))
 
     @property
     def is_turned(self) -> bool:
@@ -147,13 +145,8 @@ def window(array: StoredArray, view: SliceView, budget: int = BUDGET) -> SliceVa
         )
     parts = []
     for box, row_step in groups:
-        part = array.read(box)
-        index: list[slice | int] = [0] * array.ndim
-        if view.rows is not None:
-            index[view.rows] = slice(None, None, row_step)
-        if view.columns is not None:
-            index[view.columns] = slice(None, None, view.steps[1])
-        plane = part[tuple(index)]
+        every = {view.columns: slice(None, None, view.steps[1]), view.rows: slice(None, None, row_step)}
+        plane = array.read(box)[tuple(every.get(d, 0) for d in range(array.ndim))]
         parts.append(plane.reshape(1, -1) if view.rows is None else plane)
     return SliceValues(view, np.concatenate(parts, axis=0), planned, array.shape)
 

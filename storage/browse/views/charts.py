@@ -101,9 +101,8 @@ def histogram(
             shapes.append(_tick(t, x(t), base + 17))
     for name, v in marks:
         if low <= v <= high:
-            shapes.append(
-                shape("line", f"{name}: {number(v)}", x1=x(v), x2=x(v), y1=top - 6, y2=base, class_="mt-mark")
-            )
+            at = {"x1": x(v), "x2": x(v), "y1": top - 6, "y2": base}
+            shapes.append(shape("line", f"{name}: {number(v)}", **at, class_="mt-mark"))
     label = f"Histogram of {x_name}, {len(counts)} bins from {number(low)} to {number(high)}"
     return Chart(width, height, shapes, label, "mt-histogram")
 
@@ -202,18 +201,14 @@ def block_map(
         return Chart(0, 0, [], "This array has no elements to place.")
     shapes = []
     colours: dict[tuple[int, ...], int] = {}
+    others = [d for d in range(len(shape_)) if d not in (rows, columns)]
     for b in parts:
         colour = colours.setdefault(b.ranks, len(colours)) % SHADES
-        spans = list(zip(b.box.offset, b.box.stop, strict=True))
-        beside = any(
-            not a <= i < z for d, ((a, z), i) in enumerate(zip(spans, at, strict=False)) if d not in (rows, columns)
-        )
-        if beside or not b.box.size:
+        box = b.box
+        if not box.size or any(not box.offset[d] <= at[d] < box.stop[d] for d in others):
             continue
         (y, tall), (x, wide) = (
-            (0.0, length)
-            if d is None
-            else (spans[d][0] / shape_[d] * length, (spans[d][1] - spans[d][0]) / shape_[d] * length)
+            (0.0, length) if d is None else (box.offset[d] / shape_[d] * length, box.shape[d] / shape_[d] * length)
             for d, length in ((rows, float(height)), (columns, float(width)))
         )
         ranks = ranges(b.ranks)

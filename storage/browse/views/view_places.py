@@ -50,17 +50,11 @@ def run(site: Site, at: str, metric: str = "", best_is: Literal["lowest", "highe
         metrics=r.metrics[:6],
         most=_ROWS,
     )
-    data: dict[str, Any] = {
-        "path": place.path,
-        "metric": r.metric,
-        "best": r.best.step if r.best else None,
-        "latest": r.latest.step if r.latest else None,
-        "steps": [
-            {k: getattr(s, k) for k in ("step", "name", "arrays", "nbytes", "note")} | {"metrics": dict(s.metrics)}
-            for s in r.steps
-        ],
-        "remains": r.remains,
-    }
+    fields = ("step", "name", "arrays", "nbytes", "note")
+    data: dict[str, Any] = {"path": place.path, "metric": r.metric}
+    data |= {k: s.step if s else None for k, s in (("best", r.best), ("latest", r.latest))}
+    data |= {"steps": [{k: getattr(s, k) for k in fields} | {"metrics": dict(s.metrics)} for s in r.steps]}
+    data |= {"remains": r.remains}
     return Shown(place.label, body, data, crumbs(site, place), up=above(at))
 
 

@@ -148,18 +148,16 @@ class CopiedShard:
         longest = max(1, store.at(tensor.root).batch // unit)
         lengths: list[int] = []
         with contextlib.ExitStack() as stack:
-            readers: dict[Coord, tuple[str, Reader]] = {}
+            readers: dict[Coord, Reader] = {}
             for source, group in itertools.groupby(order, key=lambda m: m.source):
+                path = tensor.path(source)
                 if source not in readers:
                     if len(readers) == _SOURCES:
                         stack.close()
                         readers.clear()
-                    path = tensor.path(source)
-                    readers[source] = (
-                        path,
-                        stack.enter_context(opened(path, f"part of {tensor.name!r}", tensor.generation)),
-                    )
-                path, reader = readers[source]
+                    held = opened(path, f"part of {tensor.name!r}", tensor.generation)
+                    readers[source] = stack.enter_context(held)
+                reader = readers[source]
                 for run in _runs(list(group), longest):
                     data, found = self._take(reader, path, source, run[0].at, len(run))
                     lengths += found

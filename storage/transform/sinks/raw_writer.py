@@ -19,15 +19,16 @@ from ...base.checksums import CASTAGNOLI, ZIP, combine, crc32c
 from ...base.scratch import scratch
 from ...format import tensor_sums
 from ...format.chunk_grid import runs
-from ...readers.reading import Job, run
+from ...readers.reading import SMALL, Job, run
 from ...readers.tensor import read_into
 from ...rules.casting import CastLoss, Tally, making, tallied
 from ...rules.lazy_tensors import casts
 from ...stores import store
 from ...stores.filesystem import IOV_MAX, active, preadv
-from .sink import CHECKED, WindowWriter, cut, touch
+from .sink import CHECKED, Unit, WindowWriter, cut, touch
 
 _ALIGNED = 16  # bytes: no item is longer
+_TOGETHER = 512  # windows at most
 
 
 def begin(root: str, heads: Mapping[str, bytes]) -> None:
@@ -130,6 +131,34 @@ def check_all(
     parts = _memory("check", windows, [np.dtype((np.void, raw.itemsize)) for raw in raws])
     whole = all(_read(root, stretch) for stretch in _stretches(raws, windows, parts))
     return [whole and of == raw.sums(part) for raw, part, of in zip(raws, parts, sums, strict=True)]
+
+
+def steps_of(
+    left: Sequence[int], units: Sequence[Unit], sizes: Sequence[int], writers: Sequence[WindowWriter], limit: int
+) -> list[list[int]]:
+    """The windows ``left``, by number, in steps: one, or several small ones that have at most ``limit`` bytes."""
+    out: list[list[int]] = []
+    used = 0
+    for n in left:
+        small = sizes[n] <= SMALL and hasattr(writers[units[n].array], "raw_of")
+        if not (small and 0 < used <= limit - sizes[n] and len(out[-1]) < _TOGETHER):
+            out.append([])
+            used = 0
+        out[-1].append(n)
+        used = used + sizes[n] if small else limit
+    return out
+
+
+def put_and_check(
+    writers: Sequence[WindowWriter], root: str, windows: Sequence[Box], tensors: Sequence[Any]
+) -> list[tuple[list[int], CastLoss, bool]]:
+    """Write windows, and read them back: checksums and losses of each, and whether it is there as written.
+
+    While other threads write others: reading takes processors and memory, writing waits for the disk.
+    """
+    done = put_all(writers, root, windows, tensors)
+    same = check_all(writers, root, windows, [sums for sums, _ in done])
+    return [(*row, whole) for row, whole in zip(done, same, strict=True)]
 
 
 def _memory(use: str, windows: Sequence[Box], kinds: Sequence[np.dtype]) -> list[np.ndarray]:

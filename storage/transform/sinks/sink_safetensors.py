@@ -63,11 +63,8 @@ class HuggingFaceSink:
         self.documents = dict(documents)
         self._number = {name: i for i, (name, _) in enumerate(named)}
         count = len(groups)
-        self.files = (
-            ["model.safetensors"]
-            if count == 1
-            else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        )
+        self.files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        self.files = self.files if count > 1 else ["model.safetensors"]
         kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
         rows = [[(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group] for group in groups]
         metadata = {**metadata, "format": format_}
@@ -166,12 +163,8 @@ class HuggingFaceSink:
             for file, head, held in zip(self.files, self.heads, self._sums, strict=True)
         }
         sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
-        held = {tensor_sums.INDEX: tensor_sums.text([0]), **sums}
-        about = {
-            tensor_sums.KEY: held,
-            "total_parameters": sum(map(math.prod, self.shapes)),
-            "total_size": self.total_size,
-        }
+        about = {"total_parameters": sum(map(math.prod, self.shapes)), "total_size": self.total_size}
+        about |= {tensor_sums.KEY: {tensor_sums.INDEX: tensor_sums.text([0]), **sums}}
         # Python writes indented JSON slowly, so the long map is joined line by line.
         before, _, _ = json.dumps({"metadata": about, "weight_map": {}}, indent=2, sort_keys=True).rpartition("{")
         lines = ",".join(f"\n    {quoted(n)}: {quoted(weight_map[n])}" for n in sorted(weight_map))

@@ -138,19 +138,10 @@ class ZarrSink:
         return [i.directory for i in self.items if not i.packed] + [p.file for p in self.head.packs]
 
     def describe(self) -> Any:
-        rows = [
-            [
-                i.directory,
-                i.shape,
-                i.grid.shard,
-                i.grid.chunk,
-                i.dtype.name,
-                *([str(i.compression)] if i.compression else []),
-                *(["packed"] if i.packed else []),
-                *(["dual"] if i.dual else []),
-            ]
-            for i in self.items
-        ]
+        rows = []
+        for i in self.items:
+            kinds = [str(i.compression)] * bool(i.compression) + ["packed"] * i.packed + ["dual"] * bool(i.dual)
+            rows.append([i.directory, i.shape, i.grid.shard, i.grid.chunk, i.dtype.name, *kinds])
         return ["zarr", rows, self.head.dumps().decode(), sums(self.documents)]
 
     def units(self, tensors: Sequence[Any], limit: int) -> list[Unit]:
@@ -158,24 +149,15 @@ class ZarrSink:
         for n, i in enumerate(self.items):
             if i.packed:
                 out += self._packs.units(n, limit)
-            elif not i.whole:
-                out += (Unit(n, box) for box in windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit))
             else:
-                out += (Unit(n, box) for box in map(i.grid.shard_box, i.grid.shards()))
+                small = windows(i.shape, i.grid.chunk, i.dtype.itemsize, limit)
+                out += (Unit(n, box) for box in (map(i.grid.shard_box, i.grid.shards()) if i.whole else small))
         return out
 
     def create(self, root: str) -> None:
         fs = active()
-        clear(
-            root,
-            [
-                manifest.FILE,
-                chunk_sums.FILE,
-                "zarr.json",
-                *self.documents,
-                *(f"{i.directory}/zarr.json" for i in self.items if not i.packed),
-            ],
-        )
+        nodes = [f"{i.directory}/zarr.json" for i in self.items if not i.packed]
+        clear(root, [manifest.FILE, chunk_sums.FILE, "zarr.json", *self.documents, *nodes])
         if any(i.dual for i in self.items):
             files = [f for f in os.listdir(root) if os.path.isfile(os.path.join(root, f))]
             clear(root, [f for f in files if f.startswith("model")])  # second names of shards, and their index
