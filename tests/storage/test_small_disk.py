@@ -350,16 +350,17 @@ def test_a_disk_that_cannot_be_read(tmp_path, source, monkeypatch):
     """Each file that is read is named, and a transfer keeps what it has for when the disk is mended."""
     from meshtape.storage.stores import local
 
-    def broken(fd, buffers, offset):
+    def broken(fd, buffers, offset, *flags):
         if "/c." in os.readlink(f"/proc/self/fd/{fd}"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(fd, buffers, offset)
+        return original(fd, buffers, offset, *flags)
 
-    original = local.preadv
+    original = os.preadv
     if not os.path.exists("/proc/self/fd"):
         pytest.skip("needs /proc")
     with monkeypatch.context() as m:
         m.setattr(local, "preadv", broken)
+        m.setattr(os, "preadv", broken)  # of what the system has in memory
         for act in (
             lambda: load(source / "1"),
             lambda: mt.open_checkpoint(source / "1")["a"][2:5],

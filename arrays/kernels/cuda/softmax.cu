@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
 }
 
 template <bool LOG, class T, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 || sizeof(T) * ITEMS >= 128 ? 1 : 2)  // two rows
     softmax_backward(const T* g, const T* y, T* dx, i64 rows, i64 length, int kept)
 {
     using A = Wide<T>;
