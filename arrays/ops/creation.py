@@ -425,8 +425,9 @@ def full_like(
 
 
 def empty_like(x: Any, /, dtype: Any = None, *, device: Device | str | None = None, shape: Any = None) -> Array:
-    """Arbitrary values (zeros, in fact), with the shape, dtype, device and sharding of ``x``; of another ``shape``,
-    unsplit.
+    """Arbitrary values (zeros, in fact) with the shape, dtype, device and sharding of ``x``.
+
+    Those of another ``shape`` are not split.
 
     >>> mt.empty_like(mt.ones((2, 3))).shape
     (2, 3)

@@ -104,7 +104,8 @@ class Generation:
             if isinstance(e, CheckpointError):
                 raise
             self.check()
-            raise IncompleteCheckpoint(f"{e.filename or e} is missing; restore it or another checkpoint") from None
+            name = e.filename or str(e).rpartition(": ")[0] or e  # stores of objects say the name, a colon and why
+            raise IncompleteCheckpoint(f"{name} is missing; restore it or another checkpoint") from None
 
 
 NONE = Generation()
