@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import threading
 import time
@@ -92,7 +93,9 @@ class Jobs:
             return job
 
     def find(self, what: tuple[Any, ...]) -> BrowseJob | None:
-        return self._held.get(what)
+        """The job for ``what`` as it is at this moment: a page never says *done* above what was found before that."""
+        job = self._held.get(what)
+        return None if job is None else copy.copy(job)
 
     def get(self, job_id: str) -> BrowseJob | None:
         return next((j for j in list(self._held.values()) if j.id == job_id), None)

@@ -458,8 +458,10 @@ def test_a_job_can_be_stopped_and_its_error_is_kept() -> None:
 
     job = jobs.start(("x",), forever)
     assert started.wait(60)
+    seen = jobs.find(("x",))
     job.stop()
     assert jobs.wait(job).state == "stopped"
+    assert (seen.state, jobs.find(("x",)).state) == ("running", "stopped"), "a page shows one moment"
     assert job.result
 
     def broken(job: BrowseJob) -> None:
