@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,9 @@ class WorkerState:
     owners: dict[bytes, str] = field(default_factory=dict)  # the client of each mesh
     programs: dict[str, Prepared] = field(default_factory=dict)
     device_groups: dict[tuple[bytes, int], Transport] = field(default_factory=dict)
+    forgotten: deque[bytes] = field(default_factory=lambda: deque(maxlen=1000))
+    """Meshes that :func:`open_plane` does not admit any more: it comes by another connection than their end, and by a
+    worker that stood still both are found at once, in any order."""
 
     def device_group(self, context: ProcessContext, epoch: int, host: LinkGroup, timeout: float) -> Transport:
         """The transport of device blocks between the processes of a mesh, made once for each of its epochs."""
@@ -74,6 +78,7 @@ class WorkerState:
 
     def forget(self, mesh: bytes) -> None:
         """Forget a mesh, its connections and programs."""
+        self.forgotten.append(mesh)
         if self.plane is not None:
             self.plane.unregister_mesh(mesh)
         self.drop_device_groups(mesh)
@@ -178,6 +183,8 @@ def open_plane(
         state = _STATES.get(dask_worker.address)
         if state is None:
             raise ClusterError(f"worker {dask_worker.address} is closing")
+        if mesh in state.forgotten or all(s.client != client for s in list(state.resident.sessions.values())):
+            raise ClusterError(f"worker {dask_worker.address} was left by this client meanwhile")
         if state.plane is None:
             tls = None
             if dask_worker.address.startswith(("tls://", "wss://")):

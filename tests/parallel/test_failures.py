@@ -197,15 +197,24 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def test_a_mesh_that_is_closed_while_a_worker_stands_still_is_forgotten_there_later(mortal, eventually):
-    def known(dask_worker: Any) -> int:
-        return len(mesh_worker._STATES[dask_worker.address].plane._secrets)
+    def known(mesh: bytes, dask_worker: Any) -> bool:
+        return mesh in mesh_worker._STATES[dask_worker.address].plane._secrets
+
+    def opened_late(mesh: bytes, client: str, dask_worker: Any) -> None:
+        mesh_worker.open_plane(mesh, b"", "auto", 0, client, dask_worker)
 
     with dask.config.set({"meshtape.timeouts.silence": 1.0}):
         mesh = mt.Mesh({"a": 2}, client=mortal)
         mt.compute(mt.sum(mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0))) + 1)
         with stopped(mortal.run(os.getpid)[mesh.runtime.addresses[1]]):
             mesh.close()
-        eventually(lambda: set(mortal.run(known).values()) == {0})
+        closed = mesh.runtime.mesh_id
+        eventually(lambda: set(mortal.run(known, closed).values()) == {False})
+    # An opening that was on its way meanwhile, and that of a client that is gone, leave nothing.
+    for mesh_id, client in ((closed, mortal.id), (b"another", "somebody")):
+        said = mortal.run(opened_late, mesh_id, client, on_error="return").values()
+        assert all("was left by this client" in str(e) for e in said)
+        assert set(mortal.run(known, mesh_id).values()) == {False}
     works(mortal)
 
 
