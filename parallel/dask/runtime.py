@@ -80,6 +80,7 @@ class DaskRuntime:
         workers: Sequence[str] | None,
         device: str | Device | None = None,
     ) -> None:
+        self._closed = True  # as long as it is not open
         if device is not None:
             named(device)  # an unknown name is refused before anybody is asked
         check_client("a mesh", client)
@@ -112,6 +113,10 @@ class DaskRuntime:
         self._dead_programs: list[str] = []
         self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
         self._closed = False
+
+    def __del__(self) -> None:  # as if it were closed, from any thread and at any moment: it takes no lock
+        if not self._closed and not sys.is_finalizing() and not is_forked(self.client):
+            self._streams.forget_later(self.mesh_id, self.addresses)
 
     def _open(self, secret: bytes, device: str | Device | None) -> None:
         """Have every worker and the scheduler know the mesh."""

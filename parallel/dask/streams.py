@@ -390,6 +390,23 @@ class WorkerStreams:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._loop.call_later, LATE, self._flush_late)
 
+    def forget_later(self, mesh: bytes, addresses: Sequence[str]) -> None:
+        """Have the workers and the scheduler forget a mesh that nobody has any more. Called by a finalizer."""
+
+        async def tell_scheduler() -> None:
+            with contextlib.suppress(ClusterError):
+                await scheduler_answer(self.client(), "meshtape_closed", mesh=mesh)
+
+        def put() -> Iterable[WorkerStream]:
+            streams = [self._streams[a] for a in addresses]
+            for s in streams:
+                s.send({"op": "close", "mesh": mesh})
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(tell_scheduler()))
+            return streams
+
+        self.flush_later(put)
+
     def _put_late(self) -> set[WorkerStream]:
         return {s for put in popped(self._late) for s in put()}
 

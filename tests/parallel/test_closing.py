@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_a_loop_whose_results_nobody_took_leaves_nothing_on_a_closed_mesh(proces
     eventually(lambda: kept(processes) <= before)
 
 
-def test_a_mesh_that_could_not_be_opened_is_forgotten(processes, eventually, monkeypatch):
+def test_a_mesh_that_could_not_be_opened_or_that_nobody_has_any_more_is_forgotten(processes, eventually, monkeypatch):
     def known(dask_worker: Any) -> int:
         state = mesh_worker._STATES[dask_worker.address]
         return len(state.owners) + len(state.contexts) + len(state.plane._secrets)
@@ -75,6 +76,11 @@ def test_a_mesh_that_could_not_be_opened_is_forgotten(processes, eventually, mon
     mt.Mesh({"a": 2}, client=processes).close()
     eventually(lambda: max(processes.run(known).values()) == 0)
     before = processes.run_on_scheduler(meshes)
+    x = mt.compute(mt.distribute(np.arange(4.0), mt.Mesh({"a": 2}, client=processes), a=mt.Shard(0)) + 1)
+    np.testing.assert_array_equal(mt.compile(lambda x: mt.sum(x) + x)(x), np.arange(11.0, 15.0))
+    del x
+    gc.collect()
+    eventually(lambda: max(processes.run(known).values()) == 0 and processes.run_on_scheduler(meshes) == before)
     for step in ("choose", "call_scheduler"):  # before the workers have their places, and after it
         monkeypatch.setattr(dask_runtime, step, fails)
         with pytest.raises(mt.errors.ClusterError, match="went away"):
