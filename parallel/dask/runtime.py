@@ -22,6 +22,7 @@ import dask
 import numpy as np
 from distributed.protocol import to_serialize
 
+from ...arrays.backends.determinism import is_deterministic
 from ...arrays.core.devices import CPU, Device
 from ...arrays.core.devices import device as named
 from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLost
@@ -247,11 +248,12 @@ class DaskRuntime:
         for vs in ((*program.inputs, *program.constants), program.outputs):
             self.check_memory(program.name, [(program.avals[v], program.layouts[v]) for v in set(vs)], program.sizes)
         ident = f"{self.mesh_id.hex()}/{program.name}-{uuid.uuid4().hex[:12]}"
-        first = packed((program, tuple(names), Buckets.configured()))
-        sent = False
+        buckets, sent = Buckets.configured(), set[str]()
 
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
-            nonlocal sent
+            native = self._choice.nccl and not is_deterministic()
+            this_ident = f"{ident}-native" if native else ident
+            text = None if this_ident in sent else packed((program, tuple(names), buckets, native))
             self._check_open()
             self._queue.check()
             resolved = self._resolve(handles)
@@ -259,14 +261,14 @@ class DaskRuntime:
             loop = self._loop(turns, len(shipped))
             self._lease.enter(self.addresses, self._queue.check)
             try:
-                this = self._submit_run(program, ident, None if sent else first, resolved, shipped, loop)
+                this = self._submit_run(program, this_ident, text, resolved, shipped, loop)
             except BaseException:
                 self._lease.leave()
                 raise
             self._queue.gangs.append(this)
-            if not sent:
+            if text is not None:
                 self._queue.wait(this)  # an error keeps the program from being taken for sent
-                sent = True
+                sent.add(this_ident)
             elif len(self._queue.gangs) > IN_FLIGHT:
                 self._queue.wait(self._queue.gangs[0])
             outs = [RemoteBlocks(this, i) for i in range(len(program.outputs))]
@@ -275,7 +277,7 @@ class DaskRuntime:
             return outs
 
         # Workers forget a program that no function of this process runs any more.
-        weakref.finalize(run, self._dead_programs.append, ident).atexit = False
+        weakref.finalize(run, self._dead_programs.extend, sent).atexit = False
         return run
 
     def _submit_run(
