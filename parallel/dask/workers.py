@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from distributed import Client, WorkerPlugin
 
-from ...arrays.core.errors import ClusterError, MeshError
+from ...arrays.core.errors import ClusterError, MeshError, WorkerMismatch
 from ..base import settings
 
 T = TypeVar("T")
@@ -142,6 +142,11 @@ async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
             why = str(e) or f"nothing was said in {seconds:.0f} s"
             check_running(client)
             raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {why}") from None
+        except TypeError as e:  # its handler takes other arguments
+            raise WorkerMismatch(
+                f"the scheduler at {client.scheduler.address} has a distributed (before 2025.4, say) or a meshtape "
+                f"that does not know what this process asks for: use one version everywhere ({e})"
+            ) from e
     raise AssertionError
 
 
