@@ -171,6 +171,13 @@ def test_without_manifest_it_is_incomplete_but_zarr_still_reads(saved):
         load(saved)
 
 
+def test_bytes_behind_the_table_of_checksums_are_found(saved):
+    with (saved / chunk_sums.FILE).open("ab") as f:
+        f.write(b"junk")
+    with pytest.raises(errors.CorruptCheckpoint, match="goes on after the checksums of all arrays"):
+        verify(saved)
+
+
 def test_packs_without_what_lists_them_are_no_model(tmp_path):
     """A pack is a true safetensors file, of small arrays and of blocks of others."""
     mesh = mt.Mesh({"m": 2})
