@@ -1,7 +1,9 @@
 """`load`: plan, check, then read.
 
 The whole plan is made and checked before a byte of an array is read: missing and unexpected keys, shapes and dtypes are
-reported together, in one error. Split arrays are read by the ranks that will hold them, each its own blocks.
+reported together, in one error. A load that is long, split or of an object store looks for its files then, too; a short
+one of a disk meets a missing file when it reads it. Split arrays are read by the ranks that will hold them, each its
+own blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,17 +103,16 @@ def counts(
 
 def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers: dict[str, np.ndarray] = {}
-    jobs: list[Job] = []
-    readers = 1
-    for name, t in targets.items():
-        tensor = t.tensor
-        shape = tensor.shape
-        out = buffers[name] = room(name, shape, t.dtype)
-        some = tensor.jobs(Box.whole(shape), out)
-        jobs += tracked(losses, name, some) if casts(tensor) else some
-        readers = max(readers, tensor.readers)
-    report.bytes_read += run(jobs, readers)
-    del jobs  # which hold the buffers too
+
+    def jobs() -> Iterator[Job]:
+        for name, t in targets.items():
+            tensor = t.tensor
+            shape = tensor.shape
+            out = buffers[name] = room(name, shape, t.dtype)
+            some = tensor.jobs(Box.whole(shape), out)
+            yield from tracked(losses, name, some) if casts(tensor) else some
+
+    report.bytes_read += run(jobs(), max([t.source.tensor.readers for t in targets.values()], default=1))
     return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
 
 

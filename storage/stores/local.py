@@ -72,6 +72,17 @@ class Beneath:
         """The descriptor of a file, -1 where it has to be looked at more closely."""
         return self._call(self._fd, os.fsencode(name))
 
+    def read_now(self, name: str, buffers: list[Any], offset: int) -> int:
+        """Fill the buffers from a file, as `Reader.read_now` does."""
+        if (fd := self.open(name)) < 0:
+            return -1
+        try:
+            return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+        except (OSError, AttributeError):
+            return -1
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         os.close(self._fd)
 
