@@ -273,7 +273,7 @@ def zarr_sink(
         if dual:
             choose_dual(items[-1])
         if not items[-1].said:  # a pack has no place for it
-            packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
+            packs.choose(items[-1], lambda *_, boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)
