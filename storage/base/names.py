@@ -63,6 +63,8 @@ def zarr_names(names: Sequence[str]) -> list[str]:
     """One Zarr node name for each leaf name; distinct even where the file system ignores case."""
     escaped = [_escape(name) for name in names]
     folded = [e.casefold() for e in escaped]
+    if len(set(folded)) == len(folded):
+        return escaped
     count = Counter(folded)
     return [
         e if count[f] == 1 else f"{e[: _LONGEST - 17]}~{_digest(name)}"

@@ -207,9 +207,10 @@ def decoded(node: Any, path: Path, arrays: Sequence[Any], found: list[int]) -> A
     if kind == "dict" and isinstance(content, list):
         children: dict[Any, Any] = {}
         for pair in content:
-            if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in children:
+            if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS or pair[0] in children:
                 raise ValueError(f"malformed or repeated key at {path}")
-            children[pair[0]] = decoded(pair[1], (*path, pair[0]), arrays, found)
+            key, value = pair
+            children[key] = decoded(value, (*path, key), arrays, found)
         return children
     if kind in ("list", "tuple") and isinstance(content, list):
         listed = [decoded(v, (*path, i), arrays, found) for i, v in enumerate(content)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -182,8 +183,13 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
 def _row_text(
     where: str | int, offset: tuple[int, ...], shape: tuple[int, ...], nbytes: int, crc: str, *start: int
 ) -> str:
-    first, last = (quoted(where), "") if isinstance(where, str) else (where, f",{start[0]}")
-    return f'[{first},{sizes_text(tuple(offset))},{sizes_text(tuple(shape))},{nbytes},"{crc}"{last}]'
+    span = _span_text(tuple(offset), tuple(shape), nbytes)
+    return f'[{quoted(where)},{span},"{crc}"]' if isinstance(where, str) else f'[{where},{span},"{crc}",{start[0]}]'
+
+
+@lru_cache(maxsize=1 << 14)
+def _span_text(offset: tuple[int, ...], shape: tuple[int, ...], nbytes: int) -> str:
+    return f"{sizes_text(offset)},{sizes_text(shape)},{nbytes}"
 
 
 def pack_of(row: Any, source: str) -> Pack:

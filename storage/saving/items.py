@@ -139,11 +139,11 @@ def tasks_of(number: int, item: SaveItem, block: Box | None = None) -> Iterator[
     grid, itemsize = item.grid, item.dtype.itemsize
     name, dual = item.name if item.packed else None, item.name if item.dual else None
     for coord in grid.shards() if block is None or only_shard(grid) is not None else cells(block, grid.shard):
-        _, key, box, *_ = place_of(grid, coord, itemsize)
-        part = box if block is None else box.within(block)
-        like = os.path.join(item.like, key) if item.like else ""
-        base = None if item.base is None else item.base.only(box)
-        file = f"{item.directory}/{key}"
+        place = place_of(grid, coord, itemsize)
+        part = place.box if block is None else place.box.within(block)
+        like = os.path.join(item.like, place.key) if item.like else ""
+        base = None if item.base is None else item.base.only(place.box)
+        file = f"{item.directory}/{place.key}"
         yield Task(number, part, grid, coord, file, item.compression, name, "", like, dual, base)
 
 

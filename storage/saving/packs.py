@@ -82,19 +82,19 @@ def _packed_grid(grid: ChunkGrid, dtype: np.dtype, limit: int) -> ChunkGrid | No
     return ChunkGrid(grid.shape, shard, shard) if 0 < math.prod(shard) * dtype.itemsize <= limit else None
 
 
-def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, limit: int | None = None) -> list[Task]:
+def dealt(tasks: list[Task], sizes: Sequence[int], stem: str, suffix: str, limit: int | None = None) -> list[Task]:
     """The tasks of one rank with the packs that they go to. ``sizes`` are bytes of an item, by array."""
     limit = LIMIT if limit is None else limit
-    out, number, used = [], 0, 0
+    number, used, pack = -1, 0, ""
     for task in tasks:
         if task.name is not None:
             nbytes = task.part.size * sizes[task.array]
-            if used and used + nbytes > limit:
+            if not pack or used + nbytes > limit:
                 number, used = number + 1, 0
+                pack = f"pack-{stem}-{number:05d}{suffix}.safetensors"
             used += nbytes
-            task.pack = f"pack-{stem}-{number:05d}{suffix}.safetensors"
-        out.append(task)
-    return out
+            task.pack = pack
+    return tasks
 
 
 def assign(

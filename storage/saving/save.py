@@ -97,9 +97,9 @@ def _classify(tree: Any) -> tuple[Any, list[SaveItem]]:
 
 def _item(leaf: Any, path: Path) -> SaveItem:
     name = names.leaf_name(path)
-    where, sharding = f"key {name!r}", None
+    sharding = None
     if type(leaf) is not np.ndarray:
-        leaf = taken(leaf, where)
+        leaf = taken(leaf, f"key {name!r}")
         if isinstance(leaf, np.generic):
             leaf = np.asarray(leaf)
         # Sparse matrices have a shape and a dtype, and are no arrays.
@@ -107,10 +107,10 @@ def _item(leaf: Any, path: Path) -> SaveItem:
         held = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         if not held or (sharding is None and not hasattr(leaf, "__array__")):
             raise CheckpointDTypeError(
-                f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
+                f"key {name!r}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
             )
     shape = leaf.shape if type(leaf) is np.ndarray else tuple(int(n) for n in leaf.shape)
-    dtype = dtypes.check_storable(leaf.dtype, where)
+    dtype = dtypes.check_storable(leaf.dtype, name)
     whole = sharding is None
     grid = whole_grid(shape, dtype.itemsize) if whole else choose_grid(shape, dtype.itemsize, _boxes(sharding, shape))
     return SaveItem(path, leaf, shape, dtype, sharding, grid, name=name)

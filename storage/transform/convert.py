@@ -263,7 +263,7 @@ def zarr_sink(
     items = []
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
-        shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
+        shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, name)
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
         grid = choose_grid(shape, dtype.itemsize, boxes)
         items.append(
