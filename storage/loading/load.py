@@ -14,6 +14,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from .match_target import (
 from .open import open_checkpoint
 from .report import LoadReport
 
+_whole = lru_cache(maxsize=1 << 10)(Box.whole)
 _LONG = 1 << 30  # bytes of a load that takes long enough for other threads to want their garbage collected
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
@@ -109,7 +111,7 @@ def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: T
             tensor = t.tensor
             shape = tensor.shape
             out = buffers[name] = room(name, shape, t.dtype)
-            some = tensor.jobs(Box.whole(shape), out)
+            some = tensor.jobs(_whole(shape), out)
             yield from tracked(losses, name, some) if casts(tensor) else some
 
     report.bytes_read += run(jobs(), max([t.source.tensor.readers for t in targets.values()], default=1))
@@ -303,9 +305,10 @@ def _load(
         # A short load of a disk tells itself what is missing.
         local = {n: t for n, t in targets.items() if t.sharding is None}
         kept.bytes_needed = sum([t.source.nbytes for t in local.values()])
+        split = sum([t.source.nbytes for t in targets.values() if t.sharding is not None])
         if kept.bytes_needed > _LONG or len(local) < len(targets) or is_url(ckpt.path):
             _check(targets)
-    if sum([t.source.nbytes for t in targets.values()]) > _LONG:
+    if kept.bytes_needed + split > _LONG:
         resting.close()
     kept.arrays = len(targets)
     if report is not None:
