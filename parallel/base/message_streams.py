@@ -115,7 +115,7 @@ class MessageStream(ABC):
 
 def has_plain_socket(comm: Any) -> bool:
     """Whether :class:`SocketMessages` can take the socket of a connection of Dask's."""
-    return type(comm) is TCP and comm.stream is not None
+    return type(comm) is TCP and hasattr(comm.stream, "_read_buffer_size")
 
 
 class DaskMessages(MessageStream):

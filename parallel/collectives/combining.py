@@ -26,9 +26,12 @@ import numpy as np
 
 from ..base.device_memory import BlockMemory
 from .pieces import ArraySink, Fold
-from .reduction_tree import TreeNode, TreeSpan, levels
+from .reduction_tree import TreeNode, TreeSpan, joined, levels
 
 Messages = dict[int, list[Any]]
+ALL_REDUCE = -1
+"""Stands for a process in the messages that are received, for the :class:`AllReduce` of a transport that has its own.
+"""
 Run = tuple[int, int]
 """A range (start, stop) of the vector that is reduced."""
 
@@ -59,6 +62,22 @@ class ReductionShare(NamedTuple):
     levels: tuple[Level, ...]
     holds: Mapping[TreeSpan, tuple[Run, ...]]
     back: bool
+
+
+class AllReduce:
+    """A sum that the transport makes by itself, in an order of its own: of the vectors that the processes ``members``
+    have. It puts the ``result`` in its place."""
+
+    def __init__(
+        self, members: tuple[int, ...], terms: Sequence[Any], reducer: Any, dtype: np.dtype, wide: bool
+    ) -> None:
+        self.members, self._dtype = members, dtype
+        self.result: Any = joined([t.astype(np.float32) for t in terms] if wide else terms, reducer)
+
+    def rounds(self) -> Iterator[tuple[Messages, Messages]]:
+        """The one round: see :class:`Combining`."""
+        yield {}, {ALL_REDUCE: [self]}
+        self.result = self.result.astype(self._dtype, copy=False)
 
 
 class Tree:

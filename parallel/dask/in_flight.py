@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from distributed import Client
@@ -29,17 +30,18 @@ IN_FLIGHT = 4
 
 
 class DroppedSlots:
-    """The slots of a gang whose arrays were dropped by the client."""
+    """The slots of a gang that nobody has any more."""
 
     def __init__(self, gang: Gang) -> None:
         self._gang, self._streams = weakref.ref(gang), tuple(f.stream for f in gang.futures)
         self._dead: deque[int] = deque()
 
     def drop(self, slot: int) -> None:
-        """Called by finalizers: see :meth:`.streams.WorkerStream.drop`."""
+        """Have the workers drop a slot with the next message, or soon: its memory is freed before the whole bundle
+        is."""
         self._dead.append(slot)
         if self._streams:
-            self._streams[0].streams.flush_later(self._told)
+            self._streams[0].streams.put_later(self._told)
 
     def _told(self) -> Sequence[WorkerStream]:
         gang, slots = self._gang(), tuple(popped(self._dead))
@@ -47,7 +49,7 @@ class DroppedSlots:
             return ()
         if not gang.futures[0].done():  # that comes to pass most often as soon as it has ended
             self._dead.extend(slots)
-            gang.futures[0].add_done_callback(lambda _: self._streams[0].streams.flush_later(self._told))
+            gang.futures[0].add_done_callback(lambda _: self._streams[0].streams.put_later(self._told))
             return ()
         for s in self._streams:
             s.send({"op": "drop_slots", "n": gang.number, "slots": slots})
@@ -141,19 +143,20 @@ class RunQueue:
 
     def wait(self, this: Gang) -> None:
         """Wait until a gang has ended; raise its error, the cause before its consequences."""
+        # A queue of C's: in a threading.Event, Ctrl-C can leave a lock behind at which the event loop stands for ever.
         failed_at: float | None = None
         grace = settings.number("timeouts.abort")
-        ended, count = threading.Event(), itertools.count(1)
+        ended, count = SimpleQueue[None](), itertools.count(1)
 
         def one(f: WorkerFuture) -> None:  # this thread is not woken for each of many workers
             if next(count) == len(this.futures) or f.failed:
-                ended.set()
+                ended.put(None)
 
         for f in () if this.done else this.futures:
             f.add_done_callback(one)
         while not this.done:
-            ended.wait(0.2 if failed_at is not None else LOOK)
-            ended.clear()
+            with contextlib.suppress(Empty):
+                ended.get(timeout=0.2 if failed_at is not None else LOOK)
             if failed_at is None and this.failed:
                 failed_at = time.monotonic()
                 self._stop_the_rest()

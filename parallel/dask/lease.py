@@ -15,7 +15,7 @@ from distributed import Client
 from ...arrays.core.errors import ClusterError
 from ..base import settings
 from .scheduler_plugin import YIELD
-from .workers import LOOK, PerClient, call_scheduler, scheduler_answer
+from .workers import LOOK, PerClient, call_scheduler, on_loop, scheduler_answer
 
 NOTICE = 10.0
 """Seconds after which a client that waits for workers warns, naming their holders; again after twice the time."""
@@ -33,14 +33,19 @@ def _waiting(seconds: float, workers: Sequence[str], holders: Sequence[tuple[str
 
 
 class Lease:
-    """The lease of one client, which has the workers between :meth:`enter` and :meth:`leave` of a run."""
+    """The lease of one client, which has the workers between :meth:`enter` and :meth:`leave` of a run.
+
+    Locks are held by ``with self._lock``, which is one step for the interpreter: in ``Condition.__enter__``, which is
+    Python code, Ctrl-C leaves a lock behind that nobody gives back.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = weakref.ref(client)
         self._name = client.id
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._held: frozenset[str] = frozenset()
-        self._busy = 0
+        self._busy: set[object] = set()
         self._wanted = False
         self._asking = False
         me = weakref.ref(self)
@@ -53,16 +58,16 @@ class Lease:
 
         client.subscribe_topic(YIELD + self._name, asked)
 
-    def enter(self, workers: Iterable[str], meanwhile: Callable[[], None]) -> None:
-        """Wait until this client has these workers, and keep them until :meth:`leave`. ``meanwhile`` checks the gangs
-        in flight, and raises their errors."""
+    def enter(self, run: object, workers: Iterable[str], meanwhile: Callable[[], None]) -> None:
+        """Wait until this client has these workers, and keep them until :meth:`leave` of this run. ``meanwhile`` checks
+        the gangs in flight, and raises their errors."""
         needed = frozenset(workers)
-        with self._changed:
+        with self._lock:
             while True:
                 if self._asking:
                     self._changed.wait()
                 elif needed <= self._held and not self._wanted:
-                    self._busy += 1
+                    self._busy.add(run)
                     return
                 elif self._busy:  # runs in flight end first
                     self._changed.wait(1.0)
@@ -78,27 +83,27 @@ class Lease:
             patience = settings.number("timeouts.lease")
             self._acquire(sorted(wanted), patience)
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._asking = False
                 self._changed.notify_all()
             raise
-        with self._changed:
+        with self._lock:
             self._asking = False
             self._held = wanted
-            self._busy += 1
+            self._busy.add(run)
             self._changed.notify_all()
 
-    def leave(self) -> None:
-        """A run has ended. Called in any thread, and waits for nothing."""
-        with self._changed:
-            self._busy -= 1
+    def leave(self, run: object) -> None:
+        """A run has ended, or did not begin. Called in any thread, and waits for nothing."""
+        with self._lock:
+            self._busy.discard(run)
             self._changed.notify_all()
             over = self._wanted and not self._busy
         if over:
             threading.Thread(target=self._give_up, name="meshtape-yield", daemon=True).start()
 
     def _yield(self) -> None:
-        with self._changed:
+        with self._lock:
             self._wanted = True
         self._give_up()
         with contextlib.suppress(Exception):
@@ -106,14 +111,14 @@ class Lease:
 
     def _give_up(self) -> None:
         """Release the workers, if others want them and nothing is in flight."""
-        with self._changed:
+        with self._lock:
             if not self._wanted or self._busy or self._asking or not self._held:
                 return
             self._asking = True
             self._held, self._wanted = frozenset(), False
         with contextlib.suppress(Exception):  # the scheduler is gone: so is the lease
             self._call("meshtape_release", name=self._name)
-        with self._changed:
+        with self._lock:
             self._asking = False
             self._changed.notify_all()
 
@@ -142,7 +147,7 @@ class Lease:
             finally:
                 call.cancel()
 
-        client.sync(acquire)
+        on_loop(client, acquire)
 
     def _call(self, op: str, **kwargs: Any) -> None:
         client = self._client()

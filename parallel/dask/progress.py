@@ -11,9 +11,10 @@ import contextlib
 import weakref
 from typing import Any
 
+from ...arrays.core.errors import ClusterError
 from ...storage.base import activity
 from .scheduler_plugin import MeshtapeScheduler
-from .workers import PerClient
+from .workers import PerClient, on_loop
 
 EVERY = 0.5  # seconds between two messages
 _PATIENCE = 5.0  # seconds that the last word may take
@@ -84,5 +85,5 @@ def last_word(client: Any) -> None:
     """Report how every activity ended, before the client closes."""
     reporter = _reporter.made.get(client)
     if reporter is not None and activity.news() and client.status == "running":
-        with contextlib.suppress(OSError, TimeoutError, asyncio.TimeoutError):
-            client.sync(reporter.send, callback_timeout=_PATIENCE)
+        with contextlib.suppress(OSError, TimeoutError, ClusterError):
+            on_loop(client, reporter.send, seconds=_PATIENCE)

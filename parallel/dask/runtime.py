@@ -12,20 +12,22 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import sys
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import dask
 import numpy as np
 from distributed.protocol import to_serialize
 
+from ...arrays.backends.determinism import is_deterministic
 from ...arrays.core.devices import CPU, Device
 from ...arrays.core.devices import device as named
 from ...arrays.core.errors import ClusterError, MeshError, MeshtapeError, RankLost
 from ..base import settings
+from ..base.interrupts import Uninterrupted
 from ..base.message_streams import packed
 from ..execution.devices import DeviceChoice, choose, visible
 from ..execution.memory_limits import Value, check_memory
@@ -47,6 +49,7 @@ from .workers import (
     check_running,
     is_forked,
     known_workers,
+    on_loop,
     silent,
     workers_with,
 )
@@ -63,10 +66,7 @@ class RemoteBlocks:
 
     def __init__(self, gang_: Gang, slot: int) -> None:
         self.gang, self.slot = gang_, slot
-
-    def __del__(self) -> None:  # their memory is freed before the whole bundle is
-        if not sys.is_finalizing():
-            self.gang.slots.drop(self.slot)
+        gang_.futures[0].stream.streams.when_gone(self, gang_.slots.drop, slot)
 
 
 class DaskRuntime:
@@ -112,6 +112,8 @@ class DaskRuntime:
         self._dead_programs: list[str] = []
         self._shipped: weakref.WeakKeyDictionary[HostValue, RemoteBlocks] = weakref.WeakKeyDictionary()
         self._closed = False
+        self._left_behind = list(self.addresses)  # if it is not closed
+        self._streams.when_gone(self, partial(self._streams.forget, self.mesh_id), self._left_behind)
 
     def _open(self, secret: bytes, device: str | Device | None) -> None:
         """Have every worker and the scheduler know the mesh."""
@@ -224,7 +226,7 @@ class DaskRuntime:
         async def put_all() -> None:
             await asyncio.gather(*(put(p, f) for p, f in enumerate(futures)))
 
-        self.client.sync(put_all)
+        on_loop(self.client, put_all)
         this = Gang("distribute", futures)
         self._queue.wait(this)
         return this
@@ -242,26 +244,30 @@ class DaskRuntime:
         for vs in ((*program.inputs, *program.constants), program.outputs):
             self.check_memory(program.name, [(program.avals[v], program.layouts[v]) for v in set(vs)], program.sizes)
         ident = f"{self.mesh_id.hex()}/{program.name}-{uuid.uuid4().hex[:12]}"
-        first = packed((program, tuple(names), Buckets.configured()))
-        sent = False
+        buckets, sent = Buckets.configured(), set[str]()
 
         def run(handles: Sequence[Any], turns: Turns | None = None) -> list[Any]:
-            nonlocal sent
+            native = self._choice.nccl and not is_deterministic()
+            this_ident = f"{ident}-native" if native else ident
+            text = None if this_ident in sent else packed((program, tuple(names), buckets, native))
             self._check_open()
             self._queue.check()
             resolved = self._resolve(handles)
             shipped = {i: h for i, h in enumerate(resolved) if isinstance(h, HostValue)}
             loop = self._loop(turns, len(shipped))
-            self._lease.enter(self.addresses, self._queue.check)
+            turn, this = object(), None
             try:
-                this = self._submit_run(program, ident, None if sent else first, resolved, shipped, loop)
+                self._lease.enter(turn, self.addresses, self._queue.check)
+                with Uninterrupted():  # a run that some workers alone heard of would keep them waiting
+                    this = self._submit_run(program, this_ident, text, resolved, shipped, loop, turn)
+                    self._queue.gangs.append(this)
             except BaseException:
-                self._lease.leave()
+                if this is None:
+                    self._lease.leave(turn)
                 raise
-            self._queue.gangs.append(this)
-            if not sent:
+            if text is not None:
                 self._queue.wait(this)  # an error keeps the program from being taken for sent
-                sent = True
+                sent.add(this_ident)
             elif len(self._queue.gangs) > IN_FLIGHT:
                 self._queue.wait(self._queue.gangs[0])
             outs = [RemoteBlocks(this, i) for i in range(len(program.outputs))]
@@ -270,7 +276,7 @@ class DaskRuntime:
             return outs
 
         # Workers forget a program that no function of this process runs any more.
-        weakref.finalize(run, self._dead_programs.append, ident).atexit = False
+        weakref.finalize(run, self._dead_programs.extend, sent).atexit = False
         return run
 
     def _submit_run(
@@ -281,8 +287,9 @@ class DaskRuntime:
         resolved: Sequence[Any],
         shipped: Mapping[int, HostValue],
         loop: Turning | None,
+        turn: object,
     ) -> Gang:
-        """One run: one message to each worker. The lease is given back when it has ended."""
+        """One run: one message to each worker. The lease of this ``turn`` is given back when it has ended."""
         place = {i: k for k, i in enumerate(shipped)}
         message = {
             "op": "run",
@@ -311,7 +318,7 @@ class DaskRuntime:
                     self._streams[address].send({"op": "forget", "programs": forget})
             alike = text is None and not travel
             futures = self._streams.submit(self._streams.number(), program.name, messages, alike)
-        return Gang(program.name, list(futures.values()), self._lease.leave)
+        return Gang(program.name, list(futures.values()), partial(self._lease.leave, turn))
 
     def _loop(self, turns: Turns | None, given: int) -> Turning | None:
         """The turns in the form of a run's message. Large host values that they read are sent to the workers first;
@@ -349,7 +356,7 @@ class DaskRuntime:
         async def all_of_them() -> list[Any]:
             return await asyncio.gather(*(one(p, rs) for p, rs in asked.items()), return_exceptions=True)
 
-        found = self.client.sync(all_of_them)
+        found = on_loop(self.client, all_of_them)
         if errors := [e for e in found if isinstance(e, BaseException)]:
             self._queue.wait(this)  # which knows the cause
             raise errors[0]
@@ -395,6 +402,7 @@ class DaskRuntime:
         if self.client.status == "running":
             last_word(self.client)
             self._forget()
+        self._left_behind.clear()
 
     # ----- errors -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ..base import settings
 from .scheduler_plugin import MeshtapeScheduler
 from .streams import WorkerStreams, streams_of
 from .worker import MeshtapeWorker
-from .workers import ask, check_running, while_answering
+from .workers import ask, check_running, on_loop, while_answering
 
 
 def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
@@ -35,7 +35,7 @@ def set_up(client: Client, addresses: Sequence[str]) -> WorkerStreams:
     begin = _beginning()
     try:
         while_answering(client, client._run_on_scheduler, begin)
-        client.sync(register)
+        on_loop(client, register)
     except ClusterError:
         raise
     except (OSError, TimeoutError) as e:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import sys
 import threading
 import uuid
 import weakref
@@ -24,6 +23,7 @@ from distributed.core import connect
 
 from ...arrays.core.errors import ClusterError, RankLost
 from ..base import settings
+from ..base.interrupts import Uninterrupted
 from ..base.message_streams import (
     DaskMessages,
     Message,
@@ -36,11 +36,11 @@ from ..base.message_streams import (
     popped,
 )
 from .worker_queue import Ref, answered
-from .workers import PerClient, check_running, scheduler_answer
+from .workers import PerClient, check_running, on_loop, scheduler_answer
 
 T = TypeVar("T")
 log = logging.getLogger("meshtape")
-LATE = 0.01
+LATE = 0.1
 """Seconds for which a message about dropped values waits for another one to the same worker."""
 
 _PAUSED = (
@@ -64,10 +64,7 @@ class WorkerFuture:
         self._callbacks: list[Callable[[WorkerFuture], None]] = []
         self._needs: Sequence[WorkerFuture] = ()
         self._lock = threading.Lock()
-
-    def __del__(self) -> None:  # a hundredth of the time of weakref.finalize, once a worker and step
-        if not sys.is_finalizing():
-            self.stream.drop(self.number)
+        stream.streams.when_gone(self, stream.drop, number)
 
     def done(self) -> bool:
         """Whether there is an answer, or can be none."""
@@ -142,6 +139,7 @@ class WorkerStream:
         self.paused, self.paused_for = False, 0.0
         self.lost: str | None = None
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._dropped: list[int] = []
         self._messages: MessageStream
         self._serving: asyncio.Task[None] | None = None
 
@@ -152,9 +150,16 @@ class WorkerStream:
         self._messages.put(message)
 
     def drop(self, number: int) -> None:
-        """Have the worker drop a value. Called by finalizers, in any thread, at any moment: it takes no lock."""
-        self._messages.put(encoded({"op": "drop", "numbers": (number,)}))
-        self.streams.flush_later(lambda: (self,))
+        """Have the worker drop a value with the next message, or soon."""
+        self._dropped.append(number)
+        self.streams.put_later(self._tell_dropped)
+
+    def _tell_dropped(self) -> Iterable[WorkerStream]:
+        numbers, self._dropped = self._dropped, []
+        if not numbers:
+            return ()
+        self._messages.put(encoded({"op": "drop", "numbers": tuple(numbers)}))
+        return (self,)
 
     # ----- the client's event loop ------------------------------------------------------------------------------------
 
@@ -278,7 +283,8 @@ class WorkerStreams:
         self._numbers = itertools.count(1)
         self._watch: asyncio.Task[None] | None = None
         self._late: deque[Callable[[], Iterable[WorkerStream]]] = deque()
-        self._flushing = False
+        self._alive: dict[weakref.ref[Any], tuple[Callable[[Any], None], Any]] = {}
+        self._gone: deque[weakref.ref[Any]] = deque()
         self.order = threading.RLock()
         """Held while something is sent to several workers: all get everything in one order."""
 
@@ -308,7 +314,7 @@ class WorkerStreams:
                 if isinstance(error, BaseException):
                     raise error
 
-        self.client().sync(all_of_them)
+        on_loop(self.client(), all_of_them)
 
     def __getitem__(self, address: str) -> WorkerStream:
         return self._streams[address]
@@ -336,7 +342,7 @@ class WorkerStreams:
             needs = tuple(a for a in args_there if isinstance(a, Ref))
             messages[address] = {"op": "call", "mesh": mesh, "work": packed((fn, args_there)), "needs": needs}
             messages[address]["stoppable"] = stoppable
-        with self.order:
+        with self.order, Uninterrupted():
             futures = self.submit(self.number(), name, messages)
         for address, given in args.items():
             futures[address].hold([a for a in given if isinstance(a, WorkerFuture)])
@@ -366,7 +372,7 @@ class WorkerStreams:
         async def all_of_them() -> list[Any]:
             return list(await asyncio.gather(*map(one, futures), return_exceptions=errors))
 
-        return self.client().sync(all_of_them)
+        return on_loop(self.client(), all_of_them)
 
     def flush(self, addresses: Iterable[str]) -> None:
         """Send the queued messages of these workers."""
@@ -381,22 +387,51 @@ class WorkerStreams:
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is the client
             self._loop.call_soon_threadsafe(go)
 
-    def flush_later(self, put: Callable[[], Iterable[WorkerStream]]) -> None:
-        """The same for finalizers, on the streams that ``put`` returns: within :data:`LATE` seconds, or with the next
-        item. A loop of steps drops the results of each, for which a message of its own would be half of the work."""
+    def when_gone(self, what: object, fn: Callable[[Any], None], arg: Any) -> None:
+        """Have ``fn(arg)`` called before the next item, or soon, when nobody has ``what`` any more.
+
+        Its finalizer is a call of C: in one of Python's, a Ctrl-C that comes just then is lost, and so is the call.
+        """
+        self._alive[weakref.ref(what, self._gone.append)] = fn, arg
+
+    def put_later(self, put: Callable[[], Iterable[WorkerStream]]) -> None:
+        """Have ``put`` called then, which puts messages and returns their streams. A loop of steps drops the results of
+        each, for which a message of its own would be half of the work."""
         self._late.append(put)
-        if not self._flushing:
-            self._flushing = True
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._loop.call_later, LATE, self._flush_late)
+
+    def forget(self, mesh: bytes, addresses: Sequence[str]) -> None:
+        """Have the workers and the scheduler forget a mesh that nobody has any more."""
+
+        if not addresses:
+            return
+
+        async def tell_scheduler() -> None:
+            with contextlib.suppress(ClusterError):
+                await scheduler_answer(self.client(), "meshtape_closed", mesh=mesh)
+
+        def put() -> Iterable[WorkerStream]:
+            streams = [self._streams[a] for a in addresses]
+            for s in streams:
+                s.send({"op": "close", "mesh": mesh})
+            return streams
+
+        self.put_later(put)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(tell_scheduler()))
 
     def _put_late(self) -> set[WorkerStream]:
+        for ref in popped(self._gone):
+            fn, arg = self._alive.pop(ref)
+            fn(arg)
         return {s for put in popped(self._late) for s in put()}
 
-    def _flush_late(self) -> None:
-        self._flushing = False
-        for s in self._put_late():
-            s.wake()
+    async def _pause(self, seconds: float) -> None:
+        """Wait, and send what is late meanwhile."""
+        count = max(1, round(seconds / LATE))
+        for _ in range(count):
+            await asyncio.sleep(seconds / count)
+            for s in self._put_late():
+                s.wake()
 
     # ----- are they alive ---------------------------------------------------------------------------------------------
 
@@ -407,7 +442,7 @@ class WorkerStreams:
             while self._open():
                 busy, asking = self._ask(asking)
                 tick = max(0.05, min(2.0, settings.number("timeout") / 8))
-                await asyncio.sleep(tick)
+                await self._pause(tick)
                 # Ticks are counted, not the time: if this process itself was stopped, workers are not to blame.
                 for s in busy:
                     self._judge(s, tick)

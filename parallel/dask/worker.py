@@ -420,8 +420,9 @@ def run_program(state: WorkerState, m: Mapping[str, Any], bundles: Mapping[int, 
         if prepared is None:
             if m["program"] is None:
                 raise RankLost(f"worker {context.address} was restarted and lost the program {m['program_id']}")
-            program, names, buckets = unpacked(m["program"])
-            prepared = Prepared(program, context.hosted, context.homes, names, context.memory, buckets, context.hosts)
+            program, names, buckets, native = unpacked(m["program"])
+            here = context.hosted, context.homes, names, context.memory
+            prepared = Prepared(program, *here, buckets, context.hosts, native)
             state.programs[m["program_id"]] = prepared
         memory = prepared.memory
         given = unpacked(m["blocks"]) if m["blocks"] else ()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from distributed import Client, WorkerPlugin
 
-from ...arrays.core.errors import ClusterError, MeshError
+from ...arrays.core.errors import ClusterError, MeshError, WorkerMismatch
 from ..base import settings
 
 T = TypeVar("T")
@@ -45,6 +47,52 @@ if hasattr(os, "register_at_fork"):
 def is_forked(client: Client) -> bool:
     """Whether this is the client of the process that this one was forked from."""
     return client in _FORKED
+
+
+def on_loop(
+    client: Client, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any, seconds: float | None = None, **kwargs: Any
+) -> T:
+    """The result of a coroutine function, called on the client's event loop. Raises :class:`ClusterError` where that
+    ends meanwhile, ``TimeoutError`` after so many seconds.
+
+    ``client.sync`` waits at a ``threading.Event``, where Ctrl-C can leave a lock behind at which the loop stands for
+    ever. A queue of C's has none.
+    """
+    loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop  # type: ignore[attr-defined]
+    ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def go() -> None:
+        try:
+            ended.put((await asyncio.wait_for(fn(*args, **kwargs), seconds), None))
+        except BaseException as e:
+            ended.put((None, e))
+
+    def on_the_loop(do: Callable[[], object]) -> None:
+        try:
+            loop.call_soon_threadsafe(do)
+        except RuntimeError as e:
+            raise ClusterError("the Dask client is closed") from e
+
+    if asyncio._get_running_loop() is loop:
+        raise ClusterError("this was called on the event loop of the Dask client, which would wait for itself")
+    try:
+        on_the_loop(lambda: tasks.append(asyncio.ensure_future(go())))
+        while loop.is_running():
+            with contextlib.suppress(Empty):
+                found, error = ended.get(timeout=LOOK)
+                break
+        else:
+            raise ClusterError("the Dask client is closed")
+    except BaseException:
+        with contextlib.suppress(ClusterError):
+            on_the_loop(lambda: [t.cancel() for t in tasks])
+        raise
+    if isinstance(error, asyncio.CancelledError):
+        raise ClusterError("the Dask client was closed meanwhile") from error
+    if error is not None:
+        raise error
+    return found
 
 
 def check_client(who: str, client: Any) -> None:
@@ -110,7 +158,7 @@ def known_workers(client: Client) -> dict[str, Any]:
     ClusterError
         When the scheduler does not answer.
     """
-    return client.sync(_there, client)
+    return on_loop(client, _there, client)
 
 
 async def _there(client: Client) -> dict[str, Any]:
@@ -126,7 +174,7 @@ def call_scheduler(client: Client, op: str, **kwargs: Any) -> Any:
     ClusterError
         Where it does not answer within ``meshtape.timeout`` seconds, or is gone.
     """
-    return client.sync(scheduler_answer, client, op, **kwargs)
+    return on_loop(client, scheduler_answer, client, op, **kwargs)
 
 
 async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
@@ -142,6 +190,11 @@ async def scheduler_answer(client: Client, op: str, **kwargs: Any) -> Any:
             why = str(e) or f"nothing was said in {seconds:.0f} s"
             check_running(client)
             raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {why}") from None
+        except TypeError as e:  # its handler takes other arguments
+            raise WorkerMismatch(
+                f"the scheduler at {client.scheduler.address} has a distributed (before 2025.4, say) or a meshtape "
+                f"that does not know what this process asks for: use one version everywhere ({e})"
+            ) from e
     raise AssertionError
 
 
@@ -158,7 +211,7 @@ def while_answering(client: Client, fn: Callable[..., Any], *args: Any) -> Any:
         finally:
             task.cancel()
 
-    return client.sync(wait)
+    return on_loop(client, wait)
 
 
 def silent(client: Client, addresses: Sequence[str]) -> list[str]:
@@ -168,7 +221,7 @@ def silent(client: Client, addresses: Sequence[str]) -> list[str]:
     async def ask_all() -> list[bool]:
         return list(await asyncio.gather(*(_answers(client, a) for a in addresses)))
 
-    return [a for a, answered in zip(addresses, client.sync(ask_all), strict=True) if not answered]
+    return [a for a, answered in zip(addresses, on_loop(client, ask_all), strict=True) if not answered]
 
 
 async def _answers(client: Client, address: str) -> bool:
@@ -225,7 +278,7 @@ def give_plugin(client: Client, plugin: WorkerPlugin) -> Exception | None:
         finally:
             task.cancel()
 
-    return client.sync(give)
+    return on_loop(client, give)
 
 
 def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Sequence[str]) -> dict[str, Any]:
@@ -250,7 +303,7 @@ def ask(client: Client, function: Callable[..., Any], *args: Any, workers: Seque
         return list(await asyncio.gather(*map(one, workers)))
 
     try:
-        found = dict(zip(workers, client.sync(ask_all), strict=True))
+        found = dict(zip(workers, on_loop(client, ask_all), strict=True))
     except (OSError, TimeoutError) as e:  # of the scheduler, which hands the question on
         check_running(client)
         raise ClusterError(f"the scheduler at {client.scheduler.address} does not answer: {e}") from e

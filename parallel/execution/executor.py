@@ -106,7 +106,7 @@ class PreparedLocal(NamedTuple):
 class Prepared:
     """A rank program made ready for one process: ``hosted`` are its ranks, ``homes`` the process of every rank,
     ``memory`` is where their blocks are, ``buckets`` says which rounds run beside the computation, ``hosts`` counts the
-    machines of the processes."""
+    machines of the processes. ``native``: the transport may make sums in an order of its own."""
 
     def __init__(
         self,
@@ -117,8 +117,9 @@ class Prepared:
         memory: BlockMemory = HOST,
         buckets: Buckets | None = None,
         hosts: int = 1,
+        native: bool = False,
     ) -> None:
-        self.program, self.hosts = program, hosts
+        self.program, self.hosts, self._native = program, hosts, native
         self.memory = memory
         self.hosted = tuple(hosted)
         self.homes = tuple(homes)
@@ -243,7 +244,8 @@ class Prepared:
                 continue
             aval = p.avals[m.source]
             low = is_low_precision(aval.dtype)
-            rounds = plan_rounds(way.plan, self.homes, process, aval.dtype, low, self.hosts)
+            native = self._native and (low or aval.dtype in (np.float32, np.float64))
+            rounds = plan_rounds(way.plan, self.homes, process, aval.dtype, low, self.hosts, native)
             neutral = identity_of(way.plan.fill, aval.dtype) if any(b.neutral for b in rounds.blocks) else None
             out.append(PreparedMove(source, target, way, rounds, neutral, None))
         remote = any(m.rounds.remote for m in out)

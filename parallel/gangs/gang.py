@@ -308,13 +308,13 @@ class GangRun:
         try:
             mesh = arrays[0].sharding.mesh if arrays else None  # type: ignore[union-attr]
             handles = [a._buf.handle for a in mesh.settle(arrays)] if mesh is not None else []
-            lease.enter(self._addresses, lambda: None)
+            lease.enter(self, self._addresses, lambda: None)
             try:
                 self._start(given, handles, None if mesh is None else mesh.runtime, env)
                 self._wait()
                 self._collect()
             finally:
-                lease.leave()
+                lease.leave(self)
         except BaseException as e:
             self._error = self._error or e
         finally:

@@ -32,6 +32,7 @@ from ...arrays.core.op import ShapeDtype
 from ...arrays.ops.creation import asarray
 from ...storage.base.checksums import crc32c
 from ..base.device_memory import on_host
+from ..base.interrupts import OnceEvent
 from ..dask.workers import known_workers
 from ..execution.runtime import HostValue, LocalRuntime
 from ..sharding.placement import Sharding, block_box
@@ -111,7 +112,7 @@ class Replica:
     def __init__(self, tree: Any) -> None:
         leaves, treedef = trees.flatten(tree)
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._ended = OnceEvent()
         self._open = 0
         self._failed = False
         self._kept: dict[str, Any] = {}  # worker → future of its kept blocks

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.core.dtypes import is_low_precision
 from ..base.device_memory import HOST, BlockMemory
-from ..collectives.combining import Combining, Messages
+from ..collectives.combining import AllReduce, Combining, Messages
 from ..collectives.pieces import ArraySink, BatchSink, Fold
 from ..collectives.relaying import Relaying
 from ..sharding.placement import REDUCERS
@@ -85,13 +86,16 @@ class ReshardExecution:
             for i, part in c.blocks:
                 self._out[i] = t.result[part].reshape(r.blocks[i].shape)
 
-    def _combining(self, c: Combined) -> Combining:
+    def _combining(self, c: Combined) -> Combining | AllReduce:
         r, xp = self._rounds, self._memory.xp
         assert r.reduce is not None
         terms = {}
         for t, sources in c.terms:
             parts = [xp.ascontiguousarray(_view(self._source, s, None, xp)).reshape(-1) for s in sources]
             terms[t] = parts[0] if len(parts) == 1 else xp.concatenate(parts)
+        if c.native:
+            low = is_low_precision(r.dtype)
+            return AllReduce(c.native, list(terms.values()), REDUCERS[r.reduce], r.dtype, low)
         return Combining(c.share, terms, REDUCERS[r.reduce], r.wide, r.dtype, self._memory)
 
     def _scatter(self, sends: Messages, receives: Messages) -> None:

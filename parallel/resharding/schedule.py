@@ -94,11 +94,13 @@ class Gathering(NamedTuple):
 
 class Combined(NamedTuple):
     """A reduction along the tree. ``terms`` has the sources of each contribution of this process, which form one
-    vector; ``blocks`` the new blocks of this process, with their slices of its result."""
+    vector; ``blocks`` the new blocks of this process, with their slices of its result. ``native`` has the processes of
+    a sum that the transport makes, in place of the tree."""
 
     share: ReductionShare
     terms: tuple[tuple[int, tuple[BlockSource, ...]], ...]
     blocks: tuple[tuple[int, slice], ...]
+    native: tuple[int, ...] = ()
 
 
 class MoveRounds(NamedTuple):
@@ -179,10 +181,17 @@ def _processes(plan: ReshardPlan, homes: tuple[int, ...], concerned: tuple[int, 
 
 
 def plan_rounds(
-    plan: ReshardPlan, homes: tuple[int, ...], process: int, dtype: np.dtype, low_precision: bool, hosts: int = 1
+    plan: ReshardPlan,
+    homes: tuple[int, ...],
+    process: int,
+    dtype: np.dtype,
+    low_precision: bool,
+    hosts: int = 1,
+    native: bool = False,
 ) -> MoveRounds:
-    """The part of ``process`` in a reshard; ``homes`` has the process of every rank, ``hosts`` counts machines."""
-    return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS)
+    """The part of ``process`` in a reshard; ``homes`` has the process of every rank, ``hosts`` counts machines.
+    ``native``: the transport may make sums of numbers that all processes of a group need."""
+    return _plan_rounds(plan, homes, process, dtype, low_precision, hosts, COSTS, native and plan.reduce == "sum")
 
 
 @functools.lru_cache(maxsize=512)
@@ -195,6 +204,7 @@ def _plan_rounds(
     low_precision: bool,
     hosts: int,
     costs: Costs,
+    native: bool,
 ) -> MoveRounds:
     concerned = _concerned(plan, homes, process)
     processes = _processes(plan, homes, concerned)
@@ -204,7 +214,7 @@ def _plan_rounds(
     gathers: list[tuple[int, Gathering]] = []
     deliveries: dict[Parcel, tuple[Delivery, ...]] = {}
     relayed = plan.elements_moved > 0 and _relayed(plan, homes, concerned, dtype.itemsize, hosts, costs) is not None
-    shared = _shared(plan, homes, concerned, dtype, hosts, costs, relayed)
+    shared = _shared(plan, homes, concerned, dtype, hosts, costs, relayed, native)
     for ranks in me.makes.values():
         first = ranks[0]
         if shared.tree(first) is not None:
@@ -345,9 +355,10 @@ def _shared(
     hosts: int,
     costs: Costs,
     relayed: bool,
+    native: bool = False,
 ) -> _Shared:
     alone = relayed or not plan.elements_moved
-    return _Shared(plan, {} if alone else _processes(plan, homes, concerned), homes, dtype, hosts, costs)
+    return _Shared(plan, {} if alone else _processes(plan, homes, concerned), homes, dtype, hosts, costs, native)
 
 
 class _Shared:
@@ -365,9 +376,10 @@ class _Shared:
         dtype: np.dtype,
         hosts: int,
         costs: Costs,
+        native: bool,
     ) -> None:
         self._plan, self._processes, self._homes, self._dtype = plan, processes, homes, dtype
-        self._hosts, self._costs = hosts, costs
+        self._hosts, self._costs, self._native = hosts, costs, native
         self._members: dict[Any, list[tuple[int, int]]] = {}  # (process, rank), in the order of processes
         self._groups: dict[Any, list[tuple[int, int]]] = {}
         self._spans: dict[Any, dict[int, slice] | None] = {}
@@ -438,7 +450,8 @@ class _Shared:
         plan, homes = self._plan, self._homes
         members = dict.fromkeys(q for q, _ in entries)
         n, first = len(members), entries[0][1]
-        if n < 2 or (n <= 4 and self._costs.only is None) or any(plan.neutral(r) for _, r in entries):
+        few = n <= 4 and self._costs.only is None
+        if n < 2 or (few and not self._native) or any(plan.neutral(r) for _, r in entries):
             return None
         items: dict[Any, tuple[int, list[int]]] = {}  # a rank of each different block, and the processes that make it
         for q, r in entries:
@@ -449,9 +462,10 @@ class _Shared:
         one = len(items) == 1 and len(next(iter(items.values()))[1]) == n
         if not items or not (one or all(len(x[1]) == 1 for x in items.values())):
             return None
+        native = self._native and one
         ways = self._costs.reduction(n, nbytes, scatter=not one, hosts=self._hosts)
-        best = self._costs.best(ways)
-        if best not in ("doubling", "halving"):
+        best = "doubling" if native else self._costs.best(ways)
+        if best not in ("doubling", "halving") or (few and not native):
             return None
         self.chosen[plan.group(first)] = best, getattr(ways, best)
         pieces = plan.pieces(next(iter(items.values()))[0])
@@ -474,7 +488,9 @@ class _Shared:
         else:
             bounds, owners = [0, sizes[0]], None
         sources = tuple(p.rank for p in pieces)
-        return _TreeReduction(tree_of(at, owners), sources, ranks, tuple(bounds), one and best == "halving", one)
+        members_of_native = tuple(sorted(members)) if native else ()
+        back = one and best == "halving"
+        return _TreeReduction(tree_of(at, owners), sources, ranks, tuple(bounds), back, one, members_of_native)
 
     def combined(self, process: int, blocks: Sequence[NewBlock]) -> Iterator[Combined]:
         """The parts of one process in reductions along the tree."""
@@ -497,12 +513,12 @@ class _Shared:
                 if size:
                     mine.append((i, slice(at, at + size)))
                     at += 0 if g.whole else size
-            yield Combined(share, tuple(terms), tuple(mine))
+            yield Combined(share, tuple(terms), tuple(mine), g.native)
 
 
 class _TreeReduction(NamedTuple):
     """A reduction along the tree: contributions of the ranks ``sources``, and in ``items`` one rank for each different
-    new block (``whole``: all processes need the same one)."""
+    new block (``whole``: all processes need the same one). ``native``: see :class:`Combined`."""
 
     tree: Tree
     sources: tuple[int, ...]
@@ -510,3 +526,4 @@ class _TreeReduction(NamedTuple):
     bounds: tuple[int, ...]
     back: bool
     whole: bool
+    native: tuple[int, ...]

@@ -3,7 +3,9 @@
 Processes first compare the steps of their programs and sizes over the host's own connections. NCCL itself would wait
 for ever where these differ, so it is only called when all agree, and failures raise the same errors. The messages of
 one exchange are one group of sends and receives, which NCCL carries out together. Contributions are then joined on the
-device in their fixed order, as on the host.
+device in their fixed order, as on the host. Only where the user asks for no fixed order
+(:func:`~meshtape.arrays.backends.determinism.use_deterministic`), sums are NCCL's own all-reduces, which add up on the
+way and can use the switches of a network. Each group of processes has a communicator for them.
 
 It was written on machines without a GPU, from the documentation of NCCL 2 and of CuPy 14, and has run there against an
 emulation of both; ``tests/gpu`` runs it where there are two devices.
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...arrays.core.errors import BackendError, CollectiveTimeout, RankLost
+from ..collectives.combining import ALL_REDUCE, AllReduce
 from ..collectives.pieces import ArraySink, BatchSink, chunks, expected
 from .group import LinkGroup, Receives, Sends
 
@@ -55,25 +58,32 @@ class NcclGroup:
 
         self._cupy, self._nccl = cupy, nccl()
         self._host, self._process, self._timeout, self._ended = host, process, timeout, ended
-        others = [p for p in range(count) if p != process]
-        ident = np.zeros(128, np.uint8)
-        if process == 0:
-            ident[:] = [b & 0xFF for b in self._nccl.get_unique_id()]
-            host.exchange(0, "nccl id", {p: [ident] for p in others}, {})
-        else:
-            host.exchange(0, "nccl id", {}, {0: [ident]})
-        device = self._device = cupy.cuda.Device()
+        self._device = cupy.cuda.Device()
         self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._comms: dict[tuple[int, ...], Any] = {}
+        self._comm = self._joined(tuple(range(count)), 0)
+
+    def _joined(self, members: tuple[int, ...], step: int) -> Any:
+        """The communicator of some processes, this one among them."""
+        if members in self._comms:
+            return self._comms[members]
+        count, process, timeout, ended, device = len(members), self._process, self._timeout, self._ended, self._device
+        ident = np.zeros(128, np.uint8)
+        if process == members[0]:
+            ident[:] = [b & 0xFF for b in self._nccl.get_unique_id()]
+            self._host.exchange(step, "nccl id", {p: [ident] for p in members[1:]}, {})
+        else:
+            self._host.exchange(step, "nccl id", {}, {members[0]: [ident]})
         made: list[Any] = []
-        given_up, deciding = threading.Event(), threading.Lock()
+        given_up, deciding, rank = threading.Event(), threading.Lock(), members.index(process)
 
         def make() -> None:  # it waits for all others, and knows no time limit
             try:
                 with device:
                     try:
-                        comm = self._nccl.NcclCommunicator(count, tuple(ident.view(np.int8).tolist()), process)
+                        comm = self._nccl.NcclCommunicator(count, tuple(ident.view(np.int8).tolist()), rank)
                     except OverflowError:  # a char has no sign on this machine (aarch64)
-                        comm = self._nccl.NcclCommunicator(count, tuple(ident.tolist()), process)
+                        comm = self._nccl.NcclCommunicator(count, tuple(ident.tolist()), rank)
             except Exception as e:
                 comm = e
             with deciding:
@@ -96,7 +106,8 @@ class NcclGroup:
             raise CollectiveTimeout(f"not all processes joined NCCL within {timeout:.0f} s")
         if isinstance(made[0], Exception):
             raise BackendError(f"NCCL does not connect these processes: {made[0]}") from made[0]
-        self._comm = made[0]
+        self._comms[members] = made[0]
+        return made[0]
 
     def begin(self, run: int, timeout: float) -> None:
         self._timeout = timeout
@@ -106,12 +117,15 @@ class NcclGroup:
         self._host.turn(number)
 
     def exchange(self, step: int, what: str, sends: Sends, receives: Receives) -> None:
+        sums: Sequence[AllReduce] = receives.get(ALL_REDUCE, ())  # type: ignore[assignment]
+        receives = {p: found for p, found in receives.items() if p != ALL_REDUCE}
         batches = {p: [b if isinstance(b, tuple) else (b,) for b in found] for p, found in sends.items()}
         sinks: dict[int, list[BatchSink]] = {
             p: [s if hasattr(s, "accept") else ArraySink(s) for s in found]  # type: ignore[arg-type]
             for p, found in receives.items()
         }
-        self._agree(step, what, batches, sinks)
+        self._agree(step, what, batches, sinks, sums)
+        comms = [self._joined(s.members, step) for s in sums]
         self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
         came: list[tuple[BatchSink, list[Any]]] = []
         calls: list[tuple[Callable[..., None], Any, int]] = []  # with arrays that live until all is sent
@@ -130,28 +144,51 @@ class NcclGroup:
                         call(a.data.ptr, a.nbytes, self._nccl.NCCL_UINT8, p, self._stream.ptr)
             finally:
                 self._nccl.groupEnd()
-        self._wait(what)
+            for s, comm in zip(sums, comms, strict=True):
+                given, s.result = s.result, self._cupy.empty_like(s.result)
+                kind = self._nccl.NCCL_FLOAT64 if given.dtype == np.float64 else self._nccl.NCCL_FLOAT32
+                comm.allReduce(
+                    given.data.ptr, s.result.data.ptr, given.size, kind, self._nccl.NCCL_SUM, self._stream.ptr
+                )
+                calls.append((comm.allReduce, given, 0))
+        self._wait(what, [self._comm, *comms])
         self._hand_out(came)
 
-    def _agree(self, step: int, what: str, batches: Mapping[int, Any], sinks: Mapping[int, list[BatchSink]]) -> None:
-        """Check that all processes of the exchange are there, at the same step and with the same sizes."""
+    def _agree(
+        self,
+        step: int,
+        what: str,
+        batches: Mapping[int, Any],
+        sinks: Mapping[int, list[BatchSink]],
+        sums: Sequence[AllReduce],
+    ) -> None:
+        """Check that all processes of the exchange are there, at the same step and with the same sizes; the members of
+        a sum in a ring, each with the next."""
         mine = {p: [np.array([a.nbytes for b in found for a in b], np.int64)] for p, found in batches.items()}
         want = {
             p: np.array([expected([s]) // s.width for s in found for _ in range(s.width)], np.int64)
             for p, found in sinks.items()
         }
-        theirs = {p: np.full(len(w), -1, np.int64) for p, w in want.items()}
-        self._host.exchange(step, what, mine, {p: [t] for p, t in theirs.items()})
-        for p, w in want.items():
-            if not np.array_equal(w, theirs[p]):
-                raise RankLost(f"{what}: process {p} sends {theirs[p].tolist()} bytes where {w.tolist()} are expected")
+        pairs = list(want.items())
+        for s in sums:
+            at, size = s.members.index(self._process), np.array([s.result.nbytes], np.int64)
+            mine.setdefault(s.members[(at + 1) % len(s.members)], []).append(size)
+            pairs.append((s.members[at - 1], size))
+        theirs = [np.full(len(w), -1, np.int64) for _, w in pairs]
+        expected_of: dict[int, list[Any]] = {}
+        for (p, _), t in zip(pairs, theirs, strict=True):
+            expected_of.setdefault(p, []).append(t)
+        self._host.exchange(step, what, mine, expected_of)
+        for (p, w), t in zip(pairs, theirs, strict=True):
+            if not np.array_equal(w, t):
+                raise RankLost(f"{what}: process {p} sends {t.tolist()} bytes where {w.tolist()} are expected")
 
-    def _wait(self, what: str) -> None:
-        """Wait for the device, and check the communicator for failed peers meanwhile."""
+    def _wait(self, what: str, comms: Sequence[Any]) -> None:
+        """Wait for the device, and check the communicators for failed peers meanwhile."""
         done = self._stream.record()
         deadline = time.monotonic() + self._timeout
         while not done.done:
-            error = self._comm.check_async_error()
+            error = next((e for c in comms if (e := c.check_async_error())), 0)
             if error:
                 raise RankLost(f"{what}: NCCL reports error {error}: a process or its GPU failed")
             if self._ended():
@@ -176,19 +213,24 @@ class NcclGroup:
             todo = left
 
     def abort(self, reason: str) -> None:
-        self._comm.abort()
+        self._abort()
         self._host.abort(reason)
 
     def shutdown(self) -> None:
-        self._comm.abort()
+        self._abort()
         self._host.shutdown()
+
+    def _abort(self) -> None:
+        for comm in list(self._comms.values()):
+            comm.abort()
 
     def close(self) -> None:
         # It waits for the device, and an event loop may close the mesh.
 
         def destroy() -> None:
             with self._device:
-                self._comm.destroy()
+                for comm in list(self._comms.values()):
+                    comm.destroy()
 
         threading.Thread(target=destroy, name="meshtape-nccl", daemon=True).start()
         self._host.close()

@@ -51,6 +51,7 @@ OPENERS: dict[bytes, Callable[[str], Checkpoint]] = {}
 _ZARR = ("zarr.json", ".zgroup", ".zarray")
 _KNOWN = (manifest.FILE, HF_INDEX, HF_SINGLE, dcp.FILE, documents.PROGRAM)  # what says what a directory is
 _PART = re.compile(r"-\d+-of-\d+\.safetensors\Z")  # one file of several
+_OURS = re.compile(r"pack-.+-\d{5}.*\.safetensors|meshtape\.sums.*")
 
 
 @no_collections()
@@ -180,6 +181,11 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return ckpt
     if store.size(documents.PROGRAM) is not None:
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
+    if store.lists and any(map(_OURS.fullmatch, store.files())):  # packs are safetensors files, of blocks of arrays
+        raise IncompleteCheckpoint(
+            f"{root} has files of a checkpoint of meshtape but neither {manifest.FILE} nor zarr.json: its save did not "
+            "finish, or they were lost in a copy. Copy the whole directory, or load another checkpoint"
+        )
     if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
         return shards
     if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.parallel.collectives.combining import ALL_REDUCE, AllReduce
 from meshtape.parallel.collectives.pieces import Fold
 from meshtape.parallel.transports.rendezvous import DataPlane
 
@@ -32,14 +33,13 @@ def pair() -> Any:
     groups: list[Any] = [None, None]
 
     def join(me: int) -> None:
-        planes[me].admit(MESH, SECRET)
         with cupy.cuda.Device(me):
             host = planes[me].group(MESH, 0, me, {1 - me: planes[1 - me].address}, {0: "rank 0", 1: "rank 1"}, 30)
             host.begin(1, 30)
             groups[me] = NcclGroup(host, me, 2)
 
     for p in planes:
-        p.admit(MESH, SECRET)
+        p.register_mesh(MESH, SECRET)
     together(join)
     yield groups
     for p in planes:
@@ -69,8 +69,11 @@ def test_blocks_and_sums_cross_between_devices(pair):
             out = cupy.empty_like(mine)
             fold = Fold(out, [mine if p == me else None for p in (0, 1)], np.add, False)
             pair[me].exchange(1, "sum", {1 - me: [mine]}, {1 - me: [fold.sink([1 - me])]})
-            sums[me] = cupy.asnumpy(out)
+            own = AllReduce((0, 1), [mine], np.add, np.dtype(np.float32), False)
+            pair[me].exchange(2, "sum of its own", {}, {ALL_REDUCE: [own]})
+            sums[me] = cupy.asnumpy(out), cupy.asnumpy(own.result)
 
     together(run)
     for s in sums:
-        np.testing.assert_array_equal(s, np.arange(600_000, dtype=np.float32) * 3)
+        for one in s:
+            np.testing.assert_array_equal(one, np.arange(600_000, dtype=np.float32) * 3)

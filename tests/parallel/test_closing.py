@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
+import signal
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -61,7 +66,7 @@ def test_a_loop_whose_results_nobody_took_leaves_nothing_on_a_closed_mesh(proces
     eventually(lambda: kept(processes) <= before)
 
 
-def test_a_mesh_that_could_not_be_opened_is_forgotten(processes, eventually, monkeypatch):
+def test_a_mesh_that_could_not_be_opened_or_that_nobody_has_any_more_is_forgotten(processes, eventually, monkeypatch):
     def known(dask_worker: Any) -> int:
         state = mesh_worker._STATES[dask_worker.address]
         return len(state.owners) + len(state.contexts) + len(state.plane._secrets)
@@ -75,6 +80,11 @@ def test_a_mesh_that_could_not_be_opened_is_forgotten(processes, eventually, mon
     mt.Mesh({"a": 2}, client=processes).close()
     eventually(lambda: max(processes.run(known).values()) == 0)
     before = processes.run_on_scheduler(meshes)
+    x = mt.compute(mt.distribute(np.arange(4.0), mt.Mesh({"a": 2}, client=processes), a=mt.Shard(0)) + 1)
+    np.testing.assert_array_equal(mt.compile(lambda x: mt.sum(x) + x)(x), np.arange(11.0, 15.0))
+    del x
+    gc.collect()
+    eventually(lambda: max(processes.run(known).values()) == 0 and processes.run_on_scheduler(meshes) == before)
     for step in ("choose", "call_scheduler"):  # before the workers have their places, and after it
         monkeypatch.setattr(dask_runtime, step, fails)
         with pytest.raises(mt.errors.ClusterError, match="went away"):
@@ -102,3 +112,40 @@ def test_a_forked_process_is_told_that_the_client_is_not_its_own(processes):
         with os.fdopen(read, "rb") as pipe:
             assert pipe.read() == b"forked forked closed"
         np.testing.assert_array_equal(x, np.arange(4.0) + 1)
+
+
+def test_ctrl_c_at_any_moment_leaves_the_mesh_as_it_was(processes, eventually):
+    """A run reaches all workers or none, no lock stays behind, and what nobody has any more is dropped."""
+    rng, read, write = random.Random(0), *os.pipe()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupts() -> None:
+        while os.read(read, 1) == b"x":  # a pipe, as the main thread may be interrupted in anything of Python's
+            time.sleep(rng.random() * 0.004)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupts)
+    thread.start()
+    try:
+        with mt.Mesh({"a": 2}, client=processes) as mesh:
+            before = kept(processes)
+            x, w0 = mt.distribute(np.arange(8.0), mesh, a=mt.Shard(0)), mt.distribute(np.zeros(()), mesh)
+            step = mt.compile(lambda x, w: w + mt.sum(x))
+            assert float(step(x, w0)) == 28.0
+            for i in range(150):
+                w = w0
+                try:
+                    os.write(write, b"x")
+                    for _ in range(2000):  # an interrupt in a finalizer of Python's own is lost
+                        w = step(x, w)
+                        if i % 3 == 0:
+                            mt.distribute(np.ones(4), mesh, a=mt.Shard(0))
+                except KeyboardInterrupt:
+                    pass
+                assert float(step(x, w0)) == 28.0
+            del x, w, w0
+    finally:
+        os.write(write, b".")
+        thread.join()
+        signal.signal(signal.SIGINT, handler)
+    eventually(lambda: kept(processes) <= before)

@@ -19,6 +19,7 @@ import meshtape as mt
 from meshtape import errors
 from meshtape.arrays.backends.backend import cupy_backend
 from meshtape.parallel.base.device_memory import memory_of
+from meshtape.parallel.dask.cluster import local_cluster
 from meshtape.parallel.dask.worker import _STATES, Bundle, MeshtapeWorker, close_state
 from meshtape.parallel.execution.devices import DeviceChoice, Gpus, choose, visible
 
@@ -272,6 +273,39 @@ def test_the_same_bits_through_nccl_through_the_host_and_without_a_cluster(gpus,
     for other in others:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_sums_without_a_fixed_order_are_nccls_own(gpus):
+    """In groups of processes, too, and of several ranks a process; in a fixed order as before and afterwards."""
+    rng, host = np.random.default_rng(2), {}
+    for dtype in (mt.float32, mt.float64, mt.bfloat16, mt.complex64, mt.int32):
+        host[dtype.name] = np.asarray(rng.integers(-99, 99, (16, 6))).astype(dtype)
+
+    def step(x):
+        return [mt.sum(x, axis=0), mt.sum(x, axis=1), mt.sum(x)]
+
+    with gpus(4) as xp, local_cluster(4, processes=False) as client:
+        nccl = xp.cuda.nccl
+        for axes in ({"a": 2, "b": 2}, {"a": 4, "b": 2}):
+            with mt.Mesh(axes, client=client, device="cuda") as mesh:
+                compiled = mt.compile(step)
+                for name, value in host.items():
+                    x = mt.distribute(value, mesh, a=mt.Shard(0), b=mt.Shard(1))
+                    fixed = [np.asarray(y) for y in compiled(x)]
+                    assert nccl.sums == []
+                    with mt.use_deterministic(False):
+                        free = [np.asarray(y) for y in compiled(x)]
+                    for a, b in zip(free, fixed, strict=True):
+                        np.testing.assert_array_equal(a, b)  # of small whole numbers
+                    groups = {n for n, _ in nccl.sums}
+                    if name in ("complex64", "int32"):
+                        assert not groups
+                    else:
+                        assert groups == ({2, 4} if axes["a"] == 2 else {4})
+                    nccl.sums.clear()
+                    for a, b in zip(compiled(x), fixed, strict=True):
+                        np.testing.assert_array_equal(a, b)
+                    assert nccl.sums == []
 
 
 def test_collectives_beside_the_computation(cluster_mesh):

@@ -323,6 +323,21 @@ def test_a_worker_that_dies_again_and_again_comes_back(eventually):
 # ----- what a mesh refuses --------------------------------------------------------------------------------------------
 
 
+def test_a_scheduler_with_a_dask_that_is_too_old(processes):
+    def identity(take: bool, dask_scheduler: Any) -> None:
+        dask_scheduler.handlers["identity"] = (lambda: {}) if take else dask_scheduler.identity
+
+    processes.run_on_scheduler(identity, True)
+    try:
+        with pytest.raises(
+            mt.errors.WorkerMismatch, match=r"the scheduler at .* does not know what .*: use one version"
+        ):
+            mt.Mesh({"a": 2}, client=processes)
+    finally:
+        processes.run_on_scheduler(identity, False)
+    works(processes)
+
+
 @pytest.mark.parametrize(
     ("package", "found", "message"),
     [

@@ -8,10 +8,11 @@ import shutil
 import numpy as np
 import pytest
 
+import meshtape as mt
 from meshtape import errors
 from meshtape.storage import load, merge, open_checkpoint, save, save_safetensors, verify
 from meshtape.storage.base.checksums import crc32c
-from meshtape.storage.format import manifest
+from meshtape.storage.format import chunk_sums, manifest
 from meshtape.storage.stores import local
 
 HOSTILE = [
@@ -168,6 +169,17 @@ def test_without_manifest_it_is_incomplete_but_zarr_still_reads(saved):
     (saved / "zarr.json").unlink()
     with pytest.raises(errors.IncompleteCheckpoint, match="did not finish"):
         load(saved)
+
+
+def test_packs_without_what_lists_them_are_no_model(tmp_path):
+    """A pack is a true safetensors file, of small arrays and of blocks of others."""
+    mesh = mt.Mesh({"m": 2})
+    save(tmp_path / "c", {"b": mt.distribute(np.arange(4.0), mesh, m=mt.Shard(0))}, pack=True)
+    for lost in (manifest.FILE, "zarr.json", chunk_sums.FILE, "pack-0-00001-00000.safetensors"):
+        (tmp_path / "c" / lost).unlink(missing_ok=True)
+        for ask in (load, verify, open_checkpoint):
+            with pytest.raises(errors.IncompleteCheckpoint, match="did not finish"):
+                ask(tmp_path / "c")
 
 
 def test_remains_of_a_save_are_told_from_nothing(tmp_path):

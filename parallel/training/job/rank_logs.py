@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed import WorkerPlugin
 
-from ...dask.workers import LOOK, give_plugin
+from ...dask.workers import LOOK, give_plugin, on_loop
 
 TOPIC = "meshtape-logs"
 LOGGERS = {"": logging.WARNING, "meshtape": logging.INFO, "distributed.worker": logging.INFO}
@@ -102,4 +102,4 @@ def collected(client: Any, folder: Path, *, quiet: bool = False) -> Iterator[Non
             with contextlib.suppress(OSError, TimeoutError, RuntimeError, ValueError, AttributeError):
                 client.unsubscribe_topic(TOPIC)
                 # A worker may stand still.
-                client.sync(client.scheduler.unregister_worker_plugin, name=TOPIC, callback_timeout=LOOK)
+                on_loop(client, client.scheduler.unregister_worker_plugin, name=TOPIC, seconds=LOOK)

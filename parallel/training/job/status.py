@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ....arrays.core.errors import ClusterError, TrainingError
-from ...dask.workers import call_scheduler, scheduler_answer
+from ...dask.workers import call_scheduler, on_loop, scheduler_answer
 
 FILE = "status.json"
 TOPIC = "meshtape-jobs"
@@ -61,8 +61,8 @@ class Status:
             # run in its stead.
             key = [TOPIC, f"{facts['host']}-{facts['pid']}-{facts['name']}"]
             with contextlib.suppress(ClusterError, TimeoutError):
-                self.client.sync(
-                    scheduler_answer, self.client, "set_metadata", keys=key, value=facts, callback_timeout=_EVERY
+                on_loop(
+                    self.client, scheduler_answer, self.client, "set_metadata", keys=key, value=facts, seconds=_EVERY
                 )
 
 
