@@ -114,7 +114,8 @@ class Manifest:
         for a in self.arrays:
             known = len(forms)
             rows.append(a.text(forms))
-            first += rows[-1:] if len(forms) > known else []
+            if len(forms) > known:
+                first.append(rows[-1])
         if check is not None:  # arrays of one form have one text, but for their own names, places and checksums
             _build({**body, "arrays": list(map(json.loads, first))}, check, self.arrays)
         return sealed(f'{strict_json.compact(body)[:-1]},"arrays":[{",".join(rows)}]}}'.encode())
@@ -174,7 +175,7 @@ class Leaf:
 
 def encode_tree(node: Any, where: str = "tree") -> Any:
     """A tree whose arrays are `Leaf`s, as JSON. Named tuples and dataclasses have become dicts before."""
-    if isinstance(node, Leaf):
+    if type(node) is Leaf:
         return {"array": node.index}
     if isinstance(node, dict):
         for key in node:
