@@ -9,7 +9,6 @@ the message of the run that first reads them, large ones by connections of their
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 import uuid
@@ -47,6 +46,7 @@ from .workers import (
     check_client,
     check_known,
     check_running,
+    check_thread,
     is_forked,
     known_workers,
     on_loop,
@@ -150,12 +150,8 @@ class DaskRuntime:
 
     def _forget(self) -> None:
         """Have every worker and the scheduler forget the mesh."""
-        with self._streams.order:
-            for address in self.addresses:
-                self._streams[address].send({"op": "close", "mesh": self.mesh_id})
-            self._streams.flush(self.addresses)
-        with contextlib.suppress(ClusterError):
-            call_scheduler(self.client, "meshtape_closed", mesh=self.mesh_id)
+        self._streams.forget(self.mesh_id, self.addresses)
+        self._streams.flush(())
 
     def __repr__(self) -> str:
         return f"{len(self.addresses)} Dask worker(s) of {self.client.scheduler.address}"
@@ -397,6 +393,7 @@ class DaskRuntime:
     def close(self) -> None:
         if self._closed or is_forked(self.client):
             return
+        check_thread(self.client)
         self._queue.drain()  # runs in flight still need the program
         self._closed = True
         if self.client.status == "running":
@@ -409,6 +406,7 @@ class DaskRuntime:
     def _check_open(self) -> None:
         if self._closed:
             raise MeshError("this mesh was closed")
+        check_thread(self.client)
         check_running(self.client)
 
 

@@ -375,11 +375,11 @@ class WorkerStreams:
         return on_loop(self.client(), all_of_them)
 
     def flush(self, addresses: Iterable[str]) -> None:
-        """Send the queued messages of these workers."""
+        """Send the queued messages of these workers, and what is late."""
         streams = [self._streams[a] for a in addresses]
 
         def go() -> None:
-            for s in streams:
+            for s in {*streams, *self._put_late()}:
                 s.wake()
                 if s.lost is not None:
                     s.give_up()

@@ -74,8 +74,7 @@ def on_loop(
         except RuntimeError as e:
             raise ClusterError("the Dask client is closed") from e
 
-    if asyncio._get_running_loop() is loop:
-        raise ClusterError("this was called on the event loop of the Dask client, which would wait for itself")
+    check_thread(client)
     try:
         on_the_loop(lambda: tasks.append(asyncio.ensure_future(go())))
         while loop.is_running():
@@ -93,6 +92,12 @@ def on_loop(
     if error is not None:
         raise error
     return found
+
+
+def check_thread(client: Client) -> None:
+    """Raise :class:`ClusterError` on the client's own event loop, which would wait for itself."""
+    if asyncio._get_running_loop() is client.loop.asyncio_loop:  # type: ignore[attr-defined]
+        raise ClusterError("a mesh cannot be used on the event loop of its Dask client: call this in another thread")
 
 
 def check_client(who: str, client: Any) -> None:

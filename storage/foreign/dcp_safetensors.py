@@ -9,7 +9,7 @@ overlap, and a number missing between the first shard and the last are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -102,9 +102,10 @@ def _check_numbers(root: str, files: list[str]) -> None:
         raise IncompleteCheckpoint(f"{root}: the files of shards {', '.join(map(str, lost))} are missing")
 
 
-def open_shards(root: str, verify: bool = True) -> Checkpoint | None:
-    """Open such a checkpoint; None where the safetensors files of a directory say nothing about blocks."""
-    files = [f for f in store.at(root).files() if f.endswith(".safetensors")]
+def open_shards(root: str, listed: Sequence[str], verify: bool = True) -> Checkpoint | None:
+    """Open such a checkpoint; None where the safetensors files among those ``listed`` in a directory say nothing about
+    blocks."""
+    files = [f for f in listed if f.endswith(".safetensors")]
     try:
         if not files or INFO not in safetensors.read_header(store.join(root, files[0])).metadata:
             return None

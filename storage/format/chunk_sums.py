@@ -86,6 +86,11 @@ class StoredSums(Mapping[Coord, np.ndarray]):
             )
         return out
 
+    @property
+    def end(self) -> int:
+        """Where the section ends in the table, in bytes."""
+        return 4 * (self._section[0] + int(self._starts[-1]))
+
     def check(self) -> int:
         """Read the section, which is compared with its checksum; returns its length in bytes."""
         return self._held.nbytes

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...arrays.backends.collector import no_collections
@@ -181,14 +181,15 @@ def _open(given: str, verify: bool) -> Checkpoint:
         return ckpt
     if store.size(documents.PROGRAM) is not None:
         raise NotACheckpoint(f"{root} is a program file, not a checkpoint; mt.load_program opens it")
-    if store.lists and any(map(_OURS.fullmatch, store.files())):  # packs are safetensors files, of blocks of arrays
+    listed = store.files() if store.lists else []  # once, as a writer may be at work
+    if any(map(_OURS.fullmatch, listed)):  # packs are safetensors files, of blocks of arrays
         raise IncompleteCheckpoint(
             f"{root} has files of a checkpoint of meshtape but neither {manifest.FILE} nor zarr.json: its save did not "
             "finish, or they were lost in a copy. Copy the whole directory, or load another checkpoint"
         )
-    if store.lists and (shards := dcp_safetensors.open_shards(root, verify)) is not None:
+    if (shards := dcp_safetensors.open_shards(root, listed, verify)) is not None:
         return shards
-    if store.lists and (found_so := _open_by_another_name(store, verify)) is not None:
+    if (found_so := _open_by_another_name(root, listed, verify)) is not None:
         return found_so
     if not store.lists and store.size(f"safetensors/{HF_INDEX}") is not None:
         raise NotACheckpoint(
@@ -212,20 +213,19 @@ def _open_single(root: str, file: str, verify: bool) -> Checkpoint:
     return ckpt
 
 
-def _open_by_another_name(store: Store, verify: bool) -> Checkpoint | None:
+def _open_by_another_name(root: str, held: Sequence[str], verify: bool) -> Checkpoint | None:
     """A directory whose one model is not called ``model``, such as ``adapter_model.safetensors``."""
-    held = store.files()
     indexes = [n for n in held if n.endswith(".safetensors.index.json")]
     files = [n for n in held if n.endswith(".safetensors")]
     if len(indexes) == 1:
-        return _open_hugging_face(store.root, indexes[0], verify)
+        return _open_hugging_face(root, indexes[0], verify)
     if not indexes and len(files) == 1 and not _PART.search(files[0]):
-        return _open_single(store.root, files[0], verify)
+        return _open_single(root, files[0], verify)
     indexes = [n for n in held if n.endswith(".bin.index.json")]  # files of torch.save, as older models have them
     if len(indexes) == 1 and not files:
-        return _open_hugging_face(store.root, indexes[0], verify)
+        return _open_hugging_face(root, indexes[0], verify)
     if HF_TORCH in held and not indexes and not files:
-        return _open_single(store.root, HF_TORCH, verify)
+        return _open_single(root, HF_TORCH, verify)
     return None
 
 

@@ -128,12 +128,16 @@ def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False)
     nbytes += sum(_check_metadata(ckpt.path, held, faults))
     # Each is checked when it is read.
     reads: list[Callable[[], int]] = [lambda name=name: len(ckpt.documents.raw(name)) for name in ckpt.documents]
-    reads += [t.sums.check for t in tensors if isinstance(t.sums, StoredSums)]
+    sections = [t.sums for t in tensors if isinstance(t.sums, StoredSums)]
+    reads += [s.check for s in sections]
     for read in reads:
         try:
             nbytes += read()
         except CorruptCheckpoint as e:
             faults.append(str(e))
+    end = max((s.end for s in sections), default=0)
+    if end and (stores.at(ckpt.path).size(held.sums) or 0) > end:
+        faults.append(f"{stores.join(ckpt.path, held.sums)} goes on after the checksums of all arrays")
     form, wrong = form_faults(ckpt.path, held)
     faults += wrong
     if faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
@@ -92,6 +93,23 @@ def test_a_mesh_that_could_not_be_opened_or_that_nobody_has_any_more_is_forgotte
         monkeypatch.undo()
         eventually(lambda: max(processes.run(known).values()) == 0)
         assert processes.run_on_scheduler(meshes) == before
+
+
+def test_on_the_event_loop_of_the_client_a_mesh_refuses_to_wait_for_itself(processes):
+    with mt.Mesh({"a": 2}, client=processes) as mesh:
+        x = mt.compute(mt.distribute(np.arange(4.0), mesh, a=mt.Shard(0)) + 1)
+
+        async def there(ask: Any) -> None:
+            with pytest.raises(mt.errors.ClusterError, match="on the event loop of its Dask client"):
+                ask()
+
+        for ask in (
+            lambda: np.asarray(x),
+            lambda: mt.compute(x * 2),
+            mesh.close,
+        ):
+            asyncio.run_coroutine_threadsafe(there(ask), processes.loop.asyncio_loop).result(60)
+        np.testing.assert_array_equal(x, np.arange(4.0) + 1)
 
 
 def test_a_forked_process_is_told_that_the_client_is_not_its_own(processes):

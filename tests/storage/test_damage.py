@@ -14,6 +14,7 @@ from meshtape.storage import load, merge, open_checkpoint, save, save_safetensor
 from meshtape.storage.base.checksums import crc32c
 from meshtape.storage.format import chunk_sums, manifest
 from meshtape.storage.stores import local
+from meshtape.storage.stores import store as stores
 
 HOSTILE = [
     "../x",
@@ -171,15 +172,24 @@ def test_without_manifest_it_is_incomplete_but_zarr_still_reads(saved):
         load(saved)
 
 
-def test_packs_without_what_lists_them_are_no_model(tmp_path):
-    """A pack is a true safetensors file, of small arrays and of blocks of others."""
-    mesh = mt.Mesh({"m": 2})
-    save(tmp_path / "c", {"b": mt.distribute(np.arange(4.0), mesh, m=mt.Shard(0))}, pack=True)
+def test_bytes_behind_the_table_of_checksums_are_found(saved):
+    with (saved / chunk_sums.FILE).open("ab") as f:
+        f.write(b"junk")
+    with pytest.raises(errors.CorruptCheckpoint, match="goes on after the checksums of all arrays"):
+        verify(saved)
+
+
+@pytest.mark.parametrize("where", ["a disk", "memory://packs"])
+def test_packs_without_what_lists_them_are_no_model(tmp_path, where):
+    """A pack is a true safetensors file, of small arrays and of blocks of others. In an object store it is there before
+    the manifest."""
+    mesh, root = mt.Mesh({"m": 2}), str(tmp_path / "c") if where == "a disk" else f"{where}/c"
+    save(root, {"b": mt.distribute(np.arange(4.0), mesh, m=mt.Shard(0))}, pack=True)
     for lost in (manifest.FILE, "zarr.json", chunk_sums.FILE, "pack-0-00001-00000.safetensors"):
-        (tmp_path / "c" / lost).unlink(missing_ok=True)
+        stores.at(root).delete([lost])
         for ask in (load, verify, open_checkpoint):
             with pytest.raises(errors.IncompleteCheckpoint, match="did not finish"):
-                ask(tmp_path / "c")
+                ask(root)
 
 
 def test_remains_of_a_save_are_told_from_nothing(tmp_path):
