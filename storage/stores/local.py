@@ -74,7 +74,7 @@ class Beneath:
 
     def read_now(self, name: str, buffers: list[Any], offset: int) -> int:
         """Fill the buffers from a file, as `Reader.read_now` does."""
-        if (fd := self._call(self._fd, os.fsencode(name))) < 0:
+        if (fd := self.open(name)) < 0:
             return -1
         try:
             return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
