@@ -63,6 +63,8 @@ def zarr_names(names: Sequence[str]) -> list[str]:
     """One Zarr node name for each leaf name; distinct even where the file system ignores case."""
     escaped = [_escape(name) for name in names]
     folded = [e.casefold() for e in escaped]
+    if len(set(folded)) == len(folded):
+        return escaped
     count = Counter(folded)
     return [
         e if count[f] == 1 else f"{e[: _LONGEST - 17]}~{_digest(name)}"
@@ -120,9 +122,14 @@ def plain(relative: object, source: str) -> list[str]:
     if not isinstance(relative, str) or not relative:
         raise CorruptCheckpoint(f"{source}: {relative!r} is not a file name")
     parts = relative.split("/")
-    if "\0" in relative or "\\" in relative or ":" in parts[0] or any(p in ("", ".", "..") for p in parts):
+    try:
+        lengths = [len(os.fsencode(p)) for p in parts]
+    except UnicodeEncodeError:  # half of a surrogate pair
+        lengths = []
+    odd = not lengths or "\0" in relative or "\\" in relative or ":" in parts[0]
+    if odd or any(p in ("", ".", "..") for p in parts):
         raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
-    if any(len(p.encode("utf-8", "surrogatepass")) > _NAME_MAX for p in parts) or len(relative) > _PATH_MAX:
+    if max(lengths) > _NAME_MAX or len(relative) > _PATH_MAX:
         raise CorruptCheckpoint(f"{source}: file name {relative[:80]!r}… is too long for a file; refused")
     return parts
 

@@ -90,7 +90,7 @@ class StoredArray:
         return f"chunks that are not there are shown as the fill value: {', '.join(absent)}" if absent else ""
 
     def check(self) -> None:
-        """Check the list of this array's files, and that they exist, before anything is read."""
+        """Check the list of this array's files, and that they exist, without reading them."""
         check = getattr(self.tensor, "check", None)
         if check is None:
             return

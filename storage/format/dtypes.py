@@ -146,12 +146,13 @@ def of_reader(dtype: Any, where: str) -> np.dtype:
     return row.dtype
 
 
-def check_storable(dtype: np.dtype, where: str) -> np.dtype:
-    """``dtype`` as it will be stored; `CheckpointDTypeError` naming ``where`` when a checkpoint cannot hold it."""
+def check_storable(dtype: np.dtype, name: str) -> np.dtype:
+    """``dtype`` as it will be stored; `CheckpointDTypeError` with the array's ``name`` when a checkpoint cannot hold
+    it."""
     row = _row_of(dtype)
     if row is None or row.dtype is None or row.name in NOT_IN_ZARR:
         known = ", ".join(n for n in _BY_NAME if n not in NOT_IN_ZARR)
-        raise CheckpointDTypeError(f"{where}: dtype {dtype} cannot be saved; a checkpoint holds {known}")
+        raise CheckpointDTypeError(f"key {name!r}: dtype {dtype} cannot be saved; a checkpoint holds {known}")
     return row.dtype
 
 

@@ -114,7 +114,8 @@ class Manifest:
         for a in self.arrays:
             known = len(forms)
             rows.append(a.text(forms))
-            first += rows[-1:] if len(forms) > known else []
+            if len(forms) > known:
+                first.append(rows[-1])
         if check is not None:  # arrays of one form have one text, but for their own names, places and checksums
             _build({**body, "arrays": list(map(json.loads, first))}, check, self.arrays)
         return sealed(f'{strict_json.compact(body)[:-1]},"arrays":[{",".join(rows)}]}}'.encode())
@@ -174,7 +175,7 @@ class Leaf:
 
 def encode_tree(node: Any, where: str = "tree") -> Any:
     """A tree whose arrays are `Leaf`s, as JSON. Named tuples and dataclasses have become dicts before."""
-    if isinstance(node, Leaf):
+    if type(node) is Leaf:
         return {"array": node.index}
     if isinstance(node, dict):
         for key in node:
@@ -207,9 +208,10 @@ def decoded(node: Any, path: Path, arrays: Sequence[Any], found: list[int]) -> A
     if kind == "dict" and isinstance(content, list):
         children: dict[Any, Any] = {}
         for pair in content:
-            if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in (str, int) or pair[0] in children:
+            if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _KEYS or pair[0] in children:
                 raise ValueError(f"malformed or repeated key at {path}")
-            children[pair[0]] = decoded(pair[1], (*path, pair[0]), arrays, found)
+            key, value = pair
+            children[key] = decoded(value, (*path, key), arrays, found)
         return children
     if kind in ("list", "tuple") and isinstance(content, list):
         listed = [decoded(v, (*path, i), arrays, found) for i, v in enumerate(content)]
@@ -261,17 +263,18 @@ _Form = tuple[ChunkGrid, np.dtype, int, int | None, list[str] | None, Compressio
 compression, whether packed, of layout "dual", a delta."""
 
 
-def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
-    shape, shard, chunk, name, mesh, sharding, how, packed, nbytes, dual, delta = key
-    grid = ChunkGrid(_sizes(shape, 0), _sizes(shard, 1), _sizes(chunk, 1))
+def _form(e: dict[str, Any], n_meshes: int) -> _Form:
+    packed, dual, delta = (e.get(k, False) for k in ("packed", "dual", "delta"))
+    mesh, sharding, nbytes = e["mesh"], e["sharding"], e.get("nbytes", 0)
+    grid = ChunkGrid(_sizes(e["shape"], 0), _sizes(e["shard"], 1), _sizes(e["chunk"], 1))
     if not len(grid.shape) == len(grid.shard) == len(grid.chunk):
         raise ValueError("shape, shard and chunk differ in length")
     if any(s % c for s, c in zip(grid.shard, grid.chunk, strict=True)):
         raise ValueError("chunks do not divide their shard")
-    dtype = dtypes.by_name(name)
+    dtype = dtypes.by_name(e["dtype"])
     if math.prod(grid.shard) * dtype.itemsize >= 1 << 62 or math.prod(grid.shape) * dtype.itemsize >= 1 << 62:
         raise ValueError("too large")
-    compression = of_plain(how)
+    compression = of_plain(e.get("compression"))
     if compression is not None and not grid.shape:
         raise ValueError("a 0-d array is not compressed")
     if mesh is not None and (type(mesh) is not int or not 0 <= mesh < n_meshes):
@@ -282,8 +285,8 @@ def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
         raise ValueError("it has a sharding and no mesh")
     if type(nbytes) is not int:
         raise ValueError(f"nbytes is {str(nbytes)[:40]}")
-    if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression)):
-        raise ValueError("what is packed is neither compressed nor cut into chunks")
+    if type(packed) is not bool or (packed and (grid.shard != grid.chunk or compression or "dir" in e)):
+        raise ValueError("what is packed is neither compressed nor cut into chunks, and has no directory")
     if type(dual) is not bool or (dual and (packed or compression or not is_dual_grid(grid))):
         raise ValueError("an array of layout 'dual' is runs of rows that are neither packed nor compressed")
     if type(delta) is not bool or (delta and (dual or compression is None or dtype.itemsize > MOST_DELTA)):
@@ -294,35 +297,46 @@ def _form(key: tuple[Any, ...], n_meshes: int) -> _Form:
 
 
 def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], forms: dict[bytes, _Form]) -> ArrayEntry:
-    """An entry; ``forms`` keeps those that were checked."""
+    """An entry, whose own members are taken out of ``e``; ``forms`` keeps the others, which were checked."""
     try:
-        path, get = e["path"], e.get
+        take = e.pop
+        path, objects, sums = take("path"), take("objects"), take("sums", None)
+        zarr = _crc(take("zarr")) if "zarr" in e else None
+        directory = "" if e.get("packed") is True else take("dir")
         if not isinstance(path, list) or not _KEYS.issuperset(map(type, path)):
             raise ValueError("path is not a list of keys")
-        key = (e["shape"], e["shard"], e["chunk"], e["dtype"], e["mesh"], e["sharding"], get("compression"))
-        key += (get("packed", False), get("nbytes", 0), get("dual", False), get("delta", False))
-        text = marshal.dumps(key, 2)  # bytes, where True is not 1
+        text = marshal.dumps(e, 2)  # bytes, where True is not 1
         if (form := forms.get(text)) is None:
-            form = forms[text] = _form(key, n_meshes)
+            form = forms[text] = _form(e, n_meshes)
+        e.clear()  # now rather than with all others, when it has left the processor's cache
         grid, dtype, count, mesh, sharding, compression, packed, dual, delta = form
-        objects = e["objects"]
         if not isinstance(objects, list) or len(objects) != count:
             raise ValueError(f"{count} objects are needed")
-        sums, zarr = _section(get("sums"), grid), _crc(e["zarr"]) if "zarr" in e else None
-        if packed and (sums or "dir" in e):
-            raise ValueError("what is packed has neither a directory nor checksums in the table")
+        if packed and sums:
+            raise ValueError("what is packed has no checksums in the table")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
-        directory = "" if packed else e["dir"]
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
+        own = (
+            tuple(path),
+            directory,
+            grid,
+            dtype,
+            mesh,
+            sharding,
+            objects,
+            source,
+            compression,
+            _section(sums, grid),
+            zarr,
+        )
     except CorruptCheckpoint:
         raise
     except KeyError as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: lacks {err.args[0]!r}") from None
     except (ValueError, TypeError, AttributeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
-    own = tuple(path), directory, grid, dtype, mesh, sharding, objects, source, compression
-    return ArrayEntry(*own, sums, zarr, packs if packed else None, dual, delta)
+    return ArrayEntry(*own, packs if packed else None, dual, delta)
 
 
 def loads(data: bytes, source: str) -> Manifest:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from .zarr_format import dual_shard
 FILE = "meshtape.json"
 
 
-class StoredObject(NamedTuple):
+@dataclass(slots=True)  # not frozen, nor a tuple: there may be a hundred thousand, and those take longer to make
+class StoredObject:
     """One file of an array: the part it holds, its length, and the checksum of its chunks' data."""
 
     file: str
@@ -69,7 +71,6 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
     dual: bool = False  # its files are safetensors files, too (see ``zarr_format``)
     delta: bool = False  # its files hold differences from the array of the same name in the manifest's base
     name: str = ""  # that of its path
-    _last: tuple[tuple[int, ...], StoredObject] | None = field(init=False, default=None)
     _elsewhere: dict[str, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -94,30 +95,21 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
         return self.grid.shards()
 
     def __getitem__(self, coord: tuple[int, ...]) -> StoredObject:
-        last = self._last
-        if last is None or last[0] != coord:
-            last = self._last = coord, self._check(coord)
-        return last[1]
-
-    def _check(self, coord: tuple[int, ...]) -> StoredObject:
         place = place_of(self.grid, coord, self.dtype.itemsize)
         if self.packs is not None:
             return self._check_packed(place, coord)
-        row = self._row(place.number)
-        if row[0] != place.key:
-            row = self._row(self._find(place.key))
-        file, offset, shape, nbytes, value = row
-        start = 0
+        file, offset, shape, nbytes, value = self._row(place.number)
+        if file != place.key:
+            file, offset, shape, nbytes, value = self._row(self._find(place.key))
+        box, start, fit = place.box, 0, nbytes == place.nbytes
         if self.dual:
             shard = dual_shard(self.name, self.dtype, self.grid, coord)
             fit, start = nbytes == shard.nbytes, len(shard.head)
-        elif self.compression is None:
-            fit = nbytes == place.nbytes
-        else:
+        elif self.compression is not None:
             fit = fits(nbytes, self.grid, coord, self.dtype.itemsize, self.compression)
-        if (offset, shape) != (place.box.offset, place.box.shape) or not fit:
+        if not fit or offset != box.offset or shape != box.shape:
             raise CorruptCheckpoint(f"{self._where}: file {file!r} does not have the place or length of its shard")
-        return StoredObject(f"{self.directory}/{file}", place.box, nbytes, value, start)
+        return StoredObject(f"{self.directory}/{file}", box, nbytes, value, start)
 
     def _check_packed(self, at: ShardPlace, coord: tuple[int, ...]) -> StoredObject:
         row, packs, box = self.raw_objects[at.number], self.packs or (), at.box
@@ -136,11 +128,12 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
         return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
 
     def _row(self, number: int) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
-        row = self.raw_objects[number] if number < len(self.raw_objects) else None
+        row = None
         try:
-            file, offset, shape, nbytes, crc = row  # type: ignore[misc]
+            row = self.raw_objects[number]
+            file, offset, shape, nbytes, crc = row
             return file, tuple(offset), tuple(shape), nbytes, int(crc, 16)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, IndexError):
             raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
 
     def _find(self, key: str) -> int:
@@ -190,8 +183,13 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
 def _row_text(
     where: str | int, offset: tuple[int, ...], shape: tuple[int, ...], nbytes: int, crc: str, *start: int
 ) -> str:
-    first, last = (quoted(where), "") if isinstance(where, str) else (where, f",{start[0]}")
-    return f'[{first},{sizes_text(tuple(offset))},{sizes_text(tuple(shape))},{nbytes},"{crc}"{last}]'
+    span = _span_text(tuple(offset), tuple(shape), nbytes)
+    return f'[{quoted(where)},{span},"{crc}"]' if isinstance(where, str) else f'[{where},{span},"{crc}",{start[0]}]'
+
+
+@lru_cache(maxsize=1 << 14)
+def _span_text(offset: tuple[int, ...], shape: tuple[int, ...], nbytes: int) -> str:
+    return f"{sizes_text(offset)},{sizes_text(shape)},{nbytes}"
 
 
 def pack_of(row: Any, source: str) -> Pack:

@@ -1,7 +1,9 @@
 """`load`: plan, check, then read.
 
 The whole plan is made and checked before a byte of an array is read: missing and unexpected keys, shapes and dtypes are
-reported together, in one error. Split arrays are read by the ranks that will hold them, each its own blocks.
+reported together, in one error. A load that is long, split or of an object store looks for its files then, too; a short
+one of a disk meets a missing file when it reads it. Split arrays are read by the ranks that will hold them, each its
+own blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,7 @@ from .match_target import (
 from .open import open_checkpoint
 from .report import LoadReport
 
+_whole = lru_cache(maxsize=1 << 10)(Box.whole)
 _LONG = 1 << 30  # bytes of a load that takes long enough for other threads to want their garbage collected
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
@@ -101,17 +105,16 @@ def counts(
 
 def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: Tally) -> dict[str, Any]:
     buffers: dict[str, np.ndarray] = {}
-    jobs: list[Job] = []
-    readers = 1
-    for name, t in targets.items():
-        tensor = t.tensor
-        shape = tensor.shape
-        out = buffers[name] = room(name, shape, t.dtype)
-        some = tensor.jobs(Box.whole(shape), out)
-        jobs += tracked(losses, name, some) if casts(tensor) else some
-        readers = max(readers, tensor.readers)
-    report.bytes_read += run(jobs, readers)
-    del jobs  # which hold the buffers too
+
+    def jobs() -> Iterator[Job]:
+        for name, t in targets.items():
+            tensor = t.tensor
+            shape = tensor.shape
+            out = buffers[name] = room(name, shape, t.dtype)
+            some = tensor.jobs(_whole(shape), out)
+            yield from tracked(losses, name, some) if casts(tensor) else some
+
+    report.bytes_read += run(jobs(), max([t.source.tensor.readers for t in targets.values()], default=1))
     return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
 
 
@@ -302,9 +305,10 @@ def _load(
         # A short load of a disk tells itself what is missing.
         local = {n: t for n, t in targets.items() if t.sharding is None}
         kept.bytes_needed = sum([t.source.nbytes for t in local.values()])
+        split = sum([t.source.nbytes for t in targets.values() if t.sharding is not None])
         if kept.bytes_needed > _LONG or len(local) < len(targets) or is_url(ckpt.path):
             _check(targets)
-    if sum([t.source.nbytes for t in targets.values()]) > _LONG:
+    if kept.bytes_needed + split > _LONG:
         resting.close()
     kept.arrays = len(targets)
     if report is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -30,23 +31,34 @@ SMALL = (
 _TOGETHER = 64
 _OPEN = 16  # files that a thread keeps open from one job to the next
 _MISSES = 4  # files in a row that are not in memory, after which all others are left to the threads
+_PAGE = 4 << 10  # bytes at whose multiples a read without waiting may end
+_BEYOND = bytearray(_PAGE)  # for what stands behind a chunk, and tells where its file ends
 _LOCAL = LocalStore(os.sep)  # takes absolute paths
 _own = threading.local()
 
 
-def run(jobs: Sequence[Job], readers: int = 4) -> int:
+def run(jobs: Iterable[Job], readers: int = 4) -> int:
     """Execute all jobs, on a few threads when that may help; returns the sum of their results.
 
     ``readers`` is what the stores of the tensors say: to a disk more threads than processors only wait for each other.
     """
-    ranges = [j for j in jobs if type(j) is RangeJob]
-    rest: list[Job] = [j for j in jobs if type(j) is not RangeJob] if ranges else list(jobs)
-    total = 0
-    if ranges:
-        with _kept_open():
-            done, later = _at_hand(_neighbours(ranges))
-        total += done
-        rest += [lambda group=group: _read_ranges(group) for group in later]
+    ranges: list[RangeJob] = []
+    rest: list[Job] = []
+    total = missed = 0
+    with _kept_open():
+        for job in jobs:
+            if type(job) is not RangeJob:
+                rest.append(job)
+            elif not job.root or missed >= _MISSES:
+                ranges.append(job)
+            elif _read_file(job):
+                total, missed = total + job.nbytes, 0
+            else:
+                missed += 1
+                ranges.append(job)
+        done, later = _at_hand(_neighbours(ranges))
+    total += done
+    rest += [lambda group=group: _read_ranges(group) for group in later]
     workers = min(readers, len(rest), max(readers if readers > 4 else 2, os.cpu_count() or 1))
     if workers < 2:
         return total + _together(rest)
@@ -83,11 +95,14 @@ def _kept_open() -> Iterator[None]:
         _own.kept = before
 
 
+def _folder(root: str, folders: dict[str, Beneath]) -> Beneath:
+    return folders.get(root) or folders.setdefault(root, Beneath(root))
+
+
 def _beneath(root: str, where: str, what: str, folders: dict[str, Beneath] | None) -> int:
     """The descriptor of a local file, which links must not lead out of ``root``; -1 where it is still to be opened."""
-    name, fd = where[len(root) + 1 :], -1
-    if folders is not None:
-        fd = (folders.get(root) or folders.setdefault(root, Beneath(root))).open(name)
+    name = where[len(root) + 1 :]
+    fd = -1 if folders is None else _folder(root, folders).open(name)
     if fd < 0:
         names.inside(root, name, f"{root}: {what}")
     return fd
@@ -165,32 +180,26 @@ class Ranged(Protocol):
         """The error for bytes with a checksum that is not that of their place."""
 
 
+@dataclass(slots=True, eq=False)  # not frozen, as in ``tensor``
 class RangeJob:
     """A read of one range of a file, which `run` joins with its neighbours.
 
     The bytes go to ``out``, or without it to ``take``. They are compared with ``value``; where that is None, nothing
     binds them to what was opened, and the generation is looked at instead. ``file_nbytes`` is the length of the file,
-    where the tensor looks at nothing else. Links must not lead out of the folder ``root``.
+    where the tensor looks at nothing else. A file with a ``root``, a folder that links must not lead out of, has no
+    other range.
     """
 
-    # There may be a hundred thousand of them: no frozen dataclass, which takes four times as long to make.
-    __slots__ = ("coord", "file_nbytes", "nbytes", "out", "path", "root", "start", "take", "tensor", "value")
-
-    def __init__(
-        self,
-        tensor: Ranged,
-        coord: Any,
-        path: str,
-        start: int,
-        nbytes: int,
-        file_nbytes: int,
-        value: int | None,
-        out: np.ndarray | None,
-        take: Callable[[np.ndarray], None] | None = None,
-        root: str = "",
-    ) -> None:
-        self.tensor, self.coord, self.path, self.start, self.root = tensor, coord, path, start, root
-        self.nbytes, self.file_nbytes, self.value, self.out, self.take = nbytes, file_nbytes, value, out, take
+    tensor: Ranged
+    coord: Any
+    path: str
+    start: int
+    nbytes: int
+    file_nbytes: int
+    value: int | None
+    out: np.ndarray | None
+    take: Callable[[np.ndarray], None] | None = None
+    root: str = ""
 
     def __call__(self) -> int:
         return _read_ranges([self])
@@ -219,6 +228,20 @@ def _neighbours(jobs: list[RangeJob]) -> list[list[RangeJob]]:
                 first = job.start
             end = stop
     return groups
+
+
+def _read_file(job: RangeJob) -> bool:
+    """Read a small file of its own that is in this machine's memory, and all of which is as it must be; False where it
+    has to be looked at more closely."""
+    root, end = job.root, job.file_nbytes
+    if job.value is None or not end % _PAGE or stores.is_url(root):
+        return False
+    try:
+        folder = _folder(root, _own.kept[1])
+    except OSError:
+        return False
+    done = folder.read_now(job.path[len(root) + 1 :], [job.out, _BEYOND], job.start)
+    return done == end - job.start and crc32c(job.out) == job.value
 
 
 def _at_hand(groups: list[list[RangeJob]]) -> tuple[int, list[list[RangeJob]]]:

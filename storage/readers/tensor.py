@@ -171,7 +171,7 @@ class ChunkedTensor:
             return None
         path = f"{self.root}/{stored.file}"  # a name of ours below one that was looked at
         value, to = stored.crc32c if self.verify else None, buffer_of(out)
-        return RangeJob(self, coord, path, stored.start, out.nbytes, stored.nbytes, value, to, root=self.root)
+        return RangeJob(self, coord, path, stored.start, out.nbytes, stored.nbytes, value, to, None, self.root)
 
     def _jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         unit = math.prod(self.grid.chunk) * self.dtype.itemsize + 4

@@ -69,41 +69,27 @@ def _entries(
     for item in items:
         rows: list[Any] = []
         first = len(table)
-        for coord in item.grid.shards():
-            place = place_of(item.grid, coord, item.dtype.itemsize)
+        grid, itemsize = item.grid, item.dtype.itemsize
+        for coord in grid.shards():
+            place = place_of(grid, coord, itemsize)
             key, box = place.key, place.box
             record = written.pop(f"{item.directory}/{key}", None)
-            if item.packed and record is not None and record.nbytes == place.size * item.dtype.itemsize:
+            if item.packed and record is not None and record.nbytes == place.size * itemsize:
                 crc = f"{record.crc32c:08x}"
                 rows.append((numbers[record.pack], box.offset, box.shape, record.nbytes, crc, record.start))
                 continue
             whole = item.dual and record is not None and record.nbytes == item.most(coord)
-            if record is None or not (
-                whole or fits(record.nbytes, item.grid, coord, item.dtype.itemsize, item.compression)
-            ):
+            if record is None or not (whole or fits(record.nbytes, grid, coord, itemsize, item.compression)):
                 lost.append(f"{item.name} {key}")
                 continue
             rows.append((key, box.offset, box.shape, record.nbytes, f"{record.crc32c:08x}"))
-            if chunk_sums.has_section(item.grid):
+            if chunk_sums.has_section(grid):
                 table += record.sums
         sharding = None if item.sharding is None else [str(t) for t in item.sharding.describe()]
-        entries.append(
-            manifest.ArrayEntry(
-                item.path,
-                "" if item.packed else item.directory,
-                item.grid,
-                item.dtype,
-                item.mesh,
-                sharding,
-                rows,
-                compression=item.compression,
-                sums=(first // 4, crc32c(bytes(table[first:]))) if len(table) > first else None,
-                packs=packs if item.packed else None,
-                dual=item.dual,
-                delta=item.base is not None,
-                name=item.name,
-            )
-        )
+        sums = (first // 4, crc32c(bytes(table[first:]))) if len(table) > first else None
+        directory, of = ("", packs) if item.packed else (item.directory, None)
+        own = item.path, directory, grid, item.dtype, item.mesh, sharding, rows, manifest.FILE, item.compression
+        entries.append(manifest.ArrayEntry(*own, sums, None, of, item.dual, item.base is not None, item.name))
     if lost or written:
         raise CheckpointError(
             f"the ranks did not write {lost[:8]}, and wrote {sorted(written)[:8]} unasked; nothing was saved"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,23 +134,17 @@ class Task:
     base: Any = None  # the tensor from which the array is a delta
 
 
-def tasks_of(number: int, item: SaveItem, block: Box) -> list[Task]:
-    """The shards that make up one block."""
+def tasks_of(number: int, item: SaveItem, block: Box | None = None) -> Iterator[Task]:
+    """The shards that make up one block, or all."""
+    grid, itemsize = item.grid, item.dtype.itemsize
     name, dual = item.name if item.packed else None, item.name if item.dual else None
-    if (alone := only_shard(item.grid)) is not None:
-        file = f"{item.directory}/{place_of(item.grid, alone, item.dtype.itemsize).key}"
-        like = os.path.join(item.like, os.path.basename(file)) if item.like else ""
-        part = Box.whole(block.shape)
-        base = None if item.base is None else item.base.only(Box.whole(item.shape))
-        return [Task(number, part, item.grid, alone, file, item.compression, name, "", like, dual, base)]
-    out = []
-    for coord in cells(block, item.grid.shard):
-        part = item.grid.shard_box(coord).within(block)
-        key = item.grid.key(coord)
-        file, like = f"{item.directory}/{key}", os.path.join(item.like, key) if item.like else ""
-        base = None if item.base is None else item.base.only(item.grid.shard_box(coord))
-        out.append(Task(number, part, item.grid, coord, file, item.compression, name, "", like, dual, base))
-    return out
+    for coord in grid.shards() if block is None or only_shard(grid) is not None else cells(block, grid.shard):
+        place = place_of(grid, coord, itemsize)
+        part = place.box if block is None else place.box.within(block)
+        like = os.path.join(item.like, place.key) if item.like else ""
+        base = None if item.base is None else item.base.only(place.box)
+        file = f"{item.directory}/{place.key}"
+        yield Task(number, part, grid, coord, file, item.compression, name, "", like, dual, base)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -53,47 +54,47 @@ def threshold(pack: bool | int | None, target: str) -> int:
     return pack
 
 
-def choose(item: SaveItem, boxes: Callable[[], Sequence[Box]], limit: int) -> None:
-    """Mark an array as packed where its blocks are small enough, each is one shard, and safetensors has its dtype.
-
-    One without an element has no bytes to share a file; others' readers find it as Zarr's.
-    """
-    grid = _of_one_chunk(item.grid)
-    if not math.prod(item.shape) or math.prod(grid.shard) * item.dtype.itemsize > limit:
+def choose(item: SaveItem, boxes: Callable[[Any, tuple[int, ...]], Sequence[Box]], limit: int) -> None:
+    """Mark an array as packed where its blocks are small enough, each is one shard, and safetensors has its dtype."""
+    grid = _packed_grid(item.grid, item.dtype, limit)
+    if grid is None or item.name == "__metadata__":
         return
-    name = item.name
     try:
-        dtypes.safetensors_name(item.dtype)
-        name.encode()
-    except (CheckpointDTypeError, UnicodeEncodeError):
-        return
-    if name == "__metadata__":
+        item.name.encode()
+    except UnicodeEncodeError:
         return
     alone = item.sharding is None and only_shard(grid) is not None
-    if alone or {b for b in boxes() if b.size} == set(map(grid.shard_box, grid.shards())):
+    if alone or {b for b in boxes(item.sharding, item.shape) if b.size} == set(map(grid.shard_box, grid.shards())):
         item.packed, item.grid, item.compression = True, grid, None
 
 
 @lru_cache(maxsize=1 << 10)
-def _of_one_chunk(grid: ChunkGrid) -> ChunkGrid:
-    """A grid whose shards are chunks, and end with the array."""
+def _packed_grid(grid: ChunkGrid, dtype: np.dtype, limit: int) -> ChunkGrid | None:
+    """The grid of an array in packs, whose shards are chunks and end with the array; None where it stays a Zarr array.
+
+    One without an element has no bytes to share a file; others' readers find it as Zarr's.
+    """
     shard = tuple(min(s, n) for s, n in zip(grid.shard, grid.shape, strict=True))
-    return ChunkGrid(grid.shape, shard, shard)
+    try:
+        dtypes.safetensors_name(dtype)
+    except CheckpointDTypeError:
+        return None
+    return ChunkGrid(grid.shape, shard, shard) if 0 < math.prod(shard) * dtype.itemsize <= limit else None
 
 
-def dealt(tasks: Sequence[Task], sizes: Sequence[int], stem: str, suffix: str, limit: int | None = None) -> list[Task]:
+def dealt(tasks: list[Task], sizes: Sequence[int], stem: str, suffix: str, limit: int | None = None) -> list[Task]:
     """The tasks of one rank with the packs that they go to. ``sizes`` are bytes of an item, by array."""
     limit = LIMIT if limit is None else limit
-    out, number, used = [], 0, 0
+    number, used, pack = -1, 0, ""
     for task in tasks:
         if task.name is not None:
             nbytes = task.part.size * sizes[task.array]
-            if used and used + nbytes > limit:
+            if not pack or used + nbytes > limit:
                 number, used = number + 1, 0
+                pack = f"pack-{stem}-{number:05d}{suffix}.safetensors"
             used += nbytes
-            task.pack = f"pack-{stem}-{number:05d}{suffix}.safetensors"
-        out.append(task)
-    return out
+            task.pack = pack
+    return tasks
 
 
 def assign(
@@ -153,17 +154,18 @@ def records_of(
 
 def laid_out(tasks: Sequence[Task], parts: Sequence[np.ndarray]) -> tuple[list[Record], Callable[[], Iterator[Any]]]:
     """The records of the blocks of one pack, and a source of the bytes of its file."""
-    arrays = dict(zip((t.name for t in tasks), parts, strict=True))
     head, places = head_of(tasks, [a.dtype for a in parts])
+    named = dict(zip([t.name for t in tasks], parts, strict=True))
+    arrays = [named[name] for name in places]
     # What is short is copied once, for its checksum and for the file.
-    brief = sum([a.nbytes for a in parts]) <= HELD
-    pieces = {name: tuple(pieces_of(arrays[name])) for name in places} if brief else {}
-    sums = {name: sum_of(pieces.get(name) or pieces_of(arrays[name])) for name in places}
-    head = tensor_sums.sealed(head, list(sums.values()))
+    brief = sum([a.nbytes for a in arrays]) <= HELD
+    pieces = [b"".join(pieces_of(a)) for a in arrays] if brief else []
+    sums = [crc32c(p) for p in pieces] if brief else [sum_of(pieces_of(a)) for a in arrays]
+    head = tensor_sums.sealed(head, sums)
 
     def body() -> Iterator[Any]:
-        yield head
-        for name in places:
-            yield from pieces.get(name) or pieces_of(arrays[name])
+        if brief:
+            return iter([b"".join([head, *pieces])])
+        return joined(chain([head], chain.from_iterable(map(pieces_of, arrays))))
 
-    return records_of(tasks, head, places, sums), lambda: joined(body())
+    return records_of(tasks, head, places, dict(zip(places, sums, strict=True))), body

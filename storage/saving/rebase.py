@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +68,7 @@ def rebase(path: str, base: str | None) -> None:
             item.directory += folder.suffix
             if not item.packed:
                 folder.mkdir(item.directory)
-            for task in tasks_of(0, item, Box.whole(item.shape)) if math.prod(item.shape) else ():
+            for task in tasks_of(0, item):
                 box = item.grid.shard_box(task.coord)
                 block = WindowedBlock(item.array, box, item.grid.chunk, 0)
                 tasks.append(replace(task, array=len(blocks), part=Box.whole(box.shape)))

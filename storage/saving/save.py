@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import socket
 import time
@@ -98,9 +97,9 @@ def _classify(tree: Any) -> tuple[Any, list[SaveItem]]:
 
 def _item(leaf: Any, path: Path) -> SaveItem:
     name = names.leaf_name(path)
-    where, sharding = f"key {name!r}", None
+    sharding = None
     if type(leaf) is not np.ndarray:
-        leaf = taken(leaf, where)
+        leaf = taken(leaf, f"key {name!r}")
         if isinstance(leaf, np.generic):
             leaf = np.asarray(leaf)
         # Sparse matrices have a shape and a dtype, and are no arrays.
@@ -108,10 +107,10 @@ def _item(leaf: Any, path: Path) -> SaveItem:
         held = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         if not held or (sharding is None and not hasattr(leaf, "__array__")):
             raise CheckpointDTypeError(
-                f"{where}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
+                f"key {name!r}: a {type(leaf).__name__} cannot be saved; arrays, numbers, texts, booleans and None can"
             )
     shape = leaf.shape if type(leaf) is np.ndarray else tuple(int(n) for n in leaf.shape)
-    dtype = dtypes.check_storable(leaf.dtype, where)
+    dtype = dtypes.check_storable(leaf.dtype, name)
     whole = sharding is None
     grid = whole_grid(shape, dtype.itemsize) if whole else choose_grid(shape, dtype.itemsize, _boxes(sharding, shape))
     return SaveItem(path, leaf, shape, dtype, sharding, grid, name=name)
@@ -128,9 +127,7 @@ def _write_local(items: list[SaveItem], root: str, suffix: str) -> list[Record]:
     """Arrays of this process: host and small arrays together, then the others of a device one by one."""
 
     def write(group: list[SaveItem]) -> list[Record]:
-        tasks = [
-            t for i, item in enumerate(group) if math.prod(item.shape) for t in tasks_of(i, item, Box.whole(item.shape))
-        ]
+        tasks = [t for i, item in enumerate(group) for t in tasks_of(i, item)]
         arrays = [np.asarray(i.array if here(i) else i.array.to_device("cpu")) for i in group]
         tasks = packs.dealt(tasks, [i.dtype.itemsize for i in group], "local", suffix)
         return write_blocks({0: (root, tasks)}, {0: arrays})
@@ -445,7 +442,7 @@ class _Save:
             choose_dual(item)
         limit = 0 if dual else packs.threshold(given.get("pack"), target)
         for item in items if limit else ():
-            packs.choose(item, lambda item=item: _boxes(item.sharding, item.shape), limit)
+            packs.choose(item, _boxes, limit)
         self.base = None if given.get("base") is None else DeltaBase.at(store.location(given["base"]), target)
         if self.base is not None:
             self.head.base = self.base.given_to(items)

@@ -82,7 +82,7 @@ def _jobs(root: str, tasks: Sequence[Task], blocks: Sequence[np.ndarray]) -> lis
     """The files of one rank."""
     out: dict[str, _Job] = {}
     for t in tasks:
-        _, some, parts = out.setdefault(t.pack or t.file, (root, [], []))
+        _, some, parts = out.get(file := t.pack or t.file) or out.setdefault(file, (root, [], []))
         some.append(t)
         block = blocks[t.array]
         parts.append(block if t.part.shape == block.shape else block[(*t.part.slices, ...)])

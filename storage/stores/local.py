@@ -58,8 +58,8 @@ def _openat2() -> Callable[[int, bytes], int]:
     if sys.platform != "linux":
         return lambda fd, name: -1
     call, how = ctypes.CDLL(None).syscall, (ctypes.c_uint64 * 3)(_FLAGS, 0, _BENEATH | _NO_MAGIC)
-    call.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
-    return lambda fd, name: call(_OPENAT2, fd, name, how, 24)
+    number, size = ctypes.c_long(_OPENAT2), ctypes.c_size_t(24)  # converted once: with ``argtypes`` it is at each call
+    return lambda fd, name: call(number, fd, name, how, size)
 
 
 class Beneath:
@@ -71,6 +71,17 @@ class Beneath:
     def open(self, name: str) -> int:
         """The descriptor of a file, -1 where it has to be looked at more closely."""
         return self._call(self._fd, os.fsencode(name))
+
+    def read_now(self, name: str, buffers: list[Any], offset: int) -> int:
+        """Fill the buffers from a file, as `Reader.read_now` does."""
+        if (fd := self.open(name)) < 0:
+            return -1
+        try:
+            return os.preadv(fd, buffers, offset, os.RWF_NOWAIT)
+        except (OSError, AttributeError):
+            return -1
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         os.close(self._fd)

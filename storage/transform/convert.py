@@ -263,7 +263,7 @@ def zarr_sink(
     items = []
     said, group = held_attributes(held.ckpt, held.arrays, held.notes)
     for (name, t), directory in zip(held.arrays.items(), directories, strict=True):
-        shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, f"key {name!r}")
+        shape, dtype = tuple(t.shape), dtypes.check_storable(t.dtype, name)
         sharding, boxes, mesh = choice.of(name, held.paths[name], shape, dtype)
         grid = choose_grid(shape, dtype.itemsize, boxes)
         items.append(
@@ -273,7 +273,7 @@ def zarr_sink(
         if dual:
             choose_dual(items[-1])
         if not items[-1].said:  # a pack has no place for it
-            packs.choose(items[-1], lambda boxes=boxes: boxes, pack)
+            packs.choose(items[-1], lambda *_, boxes=boxes: boxes, pack)
     choice.check_used(list(held.arrays))
     order = {n: i for i, n in enumerate(held.arrays)}
     stored = list(held.ckpt.arrays)

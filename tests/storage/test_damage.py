@@ -231,6 +231,7 @@ def set_in(body, where, value):
 W = ["arrays", 0]
 ATTACKS = [
     (["arrays", 0, "dir"], "../../etc"),
+    (["arrays", 0, "dir"], "\ud800"),
     (["arrays", 0, "dir"], "/etc"),
     (["arrays", 0, "dir"], "a/b"),
     (["arrays", 0, "dir"], "a\0"),

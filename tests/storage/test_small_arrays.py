@@ -109,9 +109,15 @@ def test_the_text_of_a_manifest_is_that_of_a_writer_of_json(tmp_path):
         assert json.dumps(json.loads(text), separators=(",", ":")).encode() == text
 
 
+def _forgotten(monkeypatch):
+    """Memory holds no bytes of files."""
+    for each in (local._LocalReader, local.Beneath):
+        monkeypatch.setattr(each, "read_now", lambda *args: -1)
+
+
 def test_they_are_read_by_threads_where_a_disk_must_be_waited_for(kept, monkeypatch):
     _, where, tree = kept
-    monkeypatch.setattr(local._LocalReader, "read_now", lambda self, buffers, offset: -1)
+    _forgotten(monkeypatch)
     same(load(where), tree)
     same(load(where, verify=False), tree)
 
@@ -132,14 +138,14 @@ def test_damage_names_the_array(kept, at_hand, monkeypatch):
         f.seek(start)
         f.write(bytes([byte[0] ^ 1]))
     if not at_hand:
-        monkeypatch.setattr(local._LocalReader, "read_now", lambda self, buffers, offset: -1)
+        _forgotten(monkeypatch)
     with pytest.raises(errors.CorruptCheckpoint, match=r"layers\.7\.w"):
         load(where)
     got = load(where, verify=False)
     assert sum(np.asarray(got[n]).tobytes() != a.tobytes() for n, a in tree.items()) == 1
 
 
-def test_a_lost_file_is_named_before_anything_is_read(tmp_path):
+def test_a_lost_file_is_named(tmp_path):
     save(tmp_path / "c", trees())
     for i in (3, 5):
         next((tmp_path / "c" / f"layers.{i}.w").glob("c*")).unlink()

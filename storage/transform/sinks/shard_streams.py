@@ -96,9 +96,9 @@ class ShardWriter:
         if not os.path.exists(path) or len(sums) < 2:
             return False
         if self.dual is not None:
-            stored = StoredObject(f"{self.directory}/{self.grid.key(coord)}", self.grid.shard_box(coord), *sums[:2])
+            file = f"{self.directory}/{self.grid.key(coord)}"
             start = len(dual_shard(self.dual, self.dtype, self.grid, coord).head)
-            objects = {coord: stored._replace(start=start)}
+            objects = {coord: StoredObject(file, self.grid.shard_box(coord), *sums[:2], start)}
             held = DualTensor(
                 root, self.dual, self.dtype, self.grid, objects, sums={coord: np.asarray(sums[2:], np.uint32)}
             )
