@@ -26,8 +26,7 @@ from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import cumulative_prod, cumulative_sum
 from ..reductions.moments import mean
-from ..reductions.reduction_ops import Axis
-from ..reductions.reductions import all, any, argmax, argmin, max, min, sum
+from ..reductions.reductions import Axis, all, any, argmax, argmin, max, min, sum
 from ..reductions.searching import searchsorted, take_along_axis
 from ..reductions.sorting import sort
 from ..statistics import statistics

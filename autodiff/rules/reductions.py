@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...arrays.reductions import cumulative, sorting
-from ...arrays.reductions import reduction_ops as r
+from ...arrays.reductions import reductions as r
 from .registry import call, conj, defvjp
 
 

@@ -26,8 +26,7 @@ from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import BARRIER
 from .backward import TapeMaker, named, same_value
 from .hidden import refuse_hidden
-from .record import Recorded
-from .vjp_plan import VJPPlan
+from .record import Recorded, VJPPlan
 
 
 class DifferentiableCall(Protocol):
