@@ -123,3 +123,5 @@ complex128 = _of(np.complex128)
 bfloat16 = _of(ml_dtypes.bfloat16)
 float8_e4m3fn = _of(ml_dtypes.float8_e4m3fn)
 float8_e5m2 = _of(ml_dtypes.float8_e5m2)
+
+__all__ = ["DType", *BY_NAME]

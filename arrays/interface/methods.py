@@ -14,7 +14,7 @@ import numpy as np
 from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import DTypeError, MeshtapeError, NumPyAttributeError
-from ..numpy_compat import compress
+from ..numpy_compat.selecting import compress
 from ..ops import elementwise as ew
 from ..ops import manipulation
 from ..ops.creation import own_copy

@@ -17,7 +17,7 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
-from ..core.op import Cuda, Op, ShapeDtype, composite
+from ..core.op import Cuda, Op, ShapeDtype, composite, defined
 from ..kernels import float8
 from ..kernels.chains import one_launch
 from ..native import AVAILABLE, ops
@@ -488,3 +488,6 @@ POSITIONS = Op(
     params={"axis": AXIS, "start": WHOLE},
     view="sometimes",
 )
+
+# The others are in ``mt.nn``, and under ``mt.round``.
+__all__ = [n for n in defined(globals()) if n not in ("relu", "round", "round_to", "sigmoid")]
