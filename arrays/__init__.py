@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as _np
 
-from . import random
+from . import linalg, random
 from .backends.backend import devices
 from .backends.cublaslt import is_tf32, use_tf32
 from .backends.determinism import is_deterministic, use_deterministic
@@ -29,7 +29,6 @@ from .interface.info import __array_namespace_info__
 from .interface.methods import Methods as _Methods
 from .interface.protocols import Protocols as _Protocols
 from .interface.values import Values as _Values
-from .linalg import linalg
 from .nn import nn
 from .nn.norms.batch_norm import batch_norm
 from .nn.norms.group_norm import group_norm, instance_norm

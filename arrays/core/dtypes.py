@@ -238,6 +238,11 @@ def real_of(dtype: np.dtype) -> np.dtype:
     return np.dtype(dtype.type(0).real.dtype) if dtype.kind == "c" else dtype
 
 
+def complex_of(dtype: np.dtype) -> np.dtype:
+    """The complex dtype of the same precision."""
+    return np.result_type(dtype, np.complex64)
+
+
 def is_low_precision(dtype: np.dtype) -> bool:
     """Whether it is a float of one or two bytes (float8, float16, bfloat16): sums of these are kept in float32."""
     return dtype.itemsize <= 2 and dtype.kind not in "biu"

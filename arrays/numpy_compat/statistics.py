@@ -18,7 +18,7 @@ from ..core.dispatch import Deferred, wrap
 from ..core.dtypes import real_of, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
-from ..linalg.linalg import diagonal
+from ..linalg.decompositions import diagonal
 from ..ops.creation import asarray, beside, full, full_like, inexact, ordered
 from ..ops.elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape

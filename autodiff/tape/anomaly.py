@@ -145,6 +145,3 @@ def detect_anomaly() -> Iterator[None]:
             yield
     finally:
         mode.on = before
-
-
-__all__ = ["detect_anomaly"]

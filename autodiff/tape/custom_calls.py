@@ -347,6 +347,3 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
         return out
 
     return trees.tree_map(hooked, x)
-
-
-__all__ = ["checkpoint", "gradient_hook"]

@@ -263,5 +263,3 @@ _active = _Active()
 """The functions whose forward function this thread is running."""
 
 _ARRAY = object()
-
-__all__ = ["custom_vjp"]
