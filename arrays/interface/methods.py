@@ -123,38 +123,10 @@ _INSTEAD = {
 }
 
 # The methods that are functions of the namespace, with NumPy's arguments.
-FUNCTIONS = [
-    "all",
-    "any",
-    "argmax",
-    "argmin",
-    "argpartition",
-    "argsort",
-    "clip",
-    "conj",
-    "conjugate",
-    "cumprod",
-    "cumsum",
-    "diagonal",
-    "dot",
-    "max",
-    "mean",
-    "min",
-    "nonzero",
-    "prod",
-    "ptp",
-    "repeat",
-    "round",
-    "searchsorted",
-    "sort",
-    "squeeze",
-    "std",
-    "sum",
-    "swapaxes",
-    "take",
-    "trace",
-    "var",
-]
+FUNCTIONS = (
+    "all any argmax argmin argpartition argsort clip conj conjugate cumprod cumsum diagonal dot max mean min "
+    "nonzero prod ptp repeat round searchsorted sort squeeze std sum swapaxes take trace var"
+)
 
 
 def method(name: str, fn: Callable[..., Any], numpys: Callable[..., Any]) -> Callable[..., Any]:

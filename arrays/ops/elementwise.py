@@ -40,11 +40,7 @@ MULTIPLY, multiply = binary(
 )
 DIVIDE, divide = binary("divide", "Quotient.", "[1, 2], 4 -> [0.25, 0.5 ]", cuda="{0} / {1}", linear=((0,),))
 FLOOR_DIVIDE, floor_divide = binary(
-    "floor_divide",
-    "Quotient rounded towards minus infinity.",
-    "[7, -7], 2 -> [ 3, -4]",
-    fn.floor_divide,
-    nograd=STEP,
+    "floor_divide", "Quotient rounded towards minus infinity.", "[7, -7], 2 -> [ 3, -4]", fn.floor_divide, nograd=STEP
 )
 REMAINDER, remainder = binary(
     "remainder", "Rest of the floor division, with the sign of the divisor.", "[7, -7], 3 -> [1, 2]"

@@ -141,11 +141,7 @@ def _share(xp, g, x, y, difference):
     return g * call(xp, ew.SIGMOID, xp.where((x == y) & (difference != difference), 0.0, difference))
 
 
-defvjp(
-    ew.LOGADDEXP,
-    x=lambda xp, g, x, y: _share(xp, g, x, y, x - y),
-    y=lambda xp, g, x, y: _share(xp, g, x, y, y - x),
-)
+defvjp(ew.LOGADDEXP, x=lambda xp, g, x, y: _share(xp, g, x, y, x - y), y=lambda xp, g, x, y: _share(xp, g, x, y, y - x))
 defvjp(
     ew.LOGADDEXP2,
     x=lambda xp, g, x, y: _share(xp, g, x, y, (x - y) * math.log(2)),
@@ -169,11 +165,7 @@ def _turn(xp, g, along, across):
     return g * (along / length) / length
 
 
-defvjp(
-    ew.ATAN2,
-    x=lambda xp, g, x, y: _turn(xp, g, y, x),
-    y=lambda xp, g, x, y: -_turn(xp, g, x, y),
-)
+defvjp(ew.ATAN2, x=lambda xp, g, x, y: _turn(xp, g, y, x), y=lambda xp, g, x, y: -_turn(xp, g, x, y))
 defanalytic(ew.SINH, x=lambda xp, g, x: g * xp.cosh(x))
 defanalytic(ew.COSH, x=lambda xp, g, x: g * xp.sinh(x))
 defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * (1.0 - ans * ans)))

@@ -167,12 +167,7 @@ class Region(Around):
         return x._id in self.live or any(t.watches(x) for t in self.tapes)
 
     def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        bufs: Sequence[Any],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
+        self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], params: Mapping[str, Any]
     ) -> None:
         check_unwritten(op, args, bufs)
         live = any(type(a) is Array and self.watches(a) for a in args)

@@ -224,12 +224,7 @@ class Recording:
             self.live[name] = tuple(buf.shape), dtype
 
     def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        bufs: Sequence[Any],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
+        self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], params: Mapping[str, Any]
     ) -> None:
         """Called by the dispatcher after each op call of this thread; must not call ops itself."""
         if op.nondifferentiable:
