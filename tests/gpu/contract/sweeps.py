@@ -542,6 +542,7 @@ def steps(_: str = "") -> dict[str, Any]:
         out[name] = {
             "cost": {"launch": counted["launch"] + counted["graph"], "upload": counted["h2d"], "wait": counted["wait"]},
             "graphs": counted["graph"],
+            "copies": counted["d2d"],
             "traces": traces,
             "told": len(waits),
             "differences": [
