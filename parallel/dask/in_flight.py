@@ -205,7 +205,7 @@ class RunQueue:
         for f in this.futures:
             if f.state == "lost":
                 name = self.names.get(f.stream.address, f"worker {f.stream.address}")
-                errors.append(RankLost(f"{name} left the cluster during {this.what}: {f.stream.lost}"))
+                errors.append(RankLost(f"{name} left the cluster during {this.what}: {f.stream.lost or f.error}"))
             elif f.error is not None:
                 errors.append(_of_files(f.error, self.names.get(f.stream.address, f"worker {f.stream.address}")))
         # A rank that failed by itself explains the others, which only noticed.

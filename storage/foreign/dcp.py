@@ -25,6 +25,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import names
+from ..base.checksums import combine, crc32c
 from ..base.scratch import scratch
 from ..base.threads import UPLOADS, in_threads
 from ..checkpoint.checkpoint import Checkpoint, flat
@@ -106,6 +107,7 @@ class DcpTensor:
         """Raise `IncompleteCheckpoint`, listing all, when files are missing."""
         lost = store.missing(self.root, "", sorted({c.file for c in self.chunks}))
         if lost:
+            self.generation.check()
             raise IncompleteCheckpoint(f"{self.root}: files of key {self.name!r} are missing: {', '.join(lost[:8])}")
 
     def _meeting(self, box: Box) -> Iterator[tuple[DcpChunk, Box]]:
@@ -141,12 +143,26 @@ class DcpTensor:
             return total
         held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
         total = read_into(raw, part, held)[1]
-        if zlib.crc32(bytes_of(held), place.seed) != place.crc32:
+        if not self._fits(path, chunk, place, held):
             raise self._damaged(path, chunk)
         if held is not out:
             out[...] = held
         place.turn(out)
         return total
+
+    def _fits(self, path: str, chunk: DcpChunk, place: ChunkLocation, held: np.ndarray) -> bool:
+        """Whether elements are those that were saved: the CRC32 of their archive says so, which a file of another save
+        brings along, or the checksum of it all in our ``.metadata``."""
+        if chunk.crc32c is None:
+            return zlib.crc32(bytes_of(held), place.seed) == place.crc32
+        end, stop = place.start + held.nbytes, chunk.offset + chunk.nbytes
+        with opened(path, f"a part of {self.name!r}", self.generation) as reader:
+            head = tensor_sums.of_range(reader, chunk.offset, place.start - chunk.offset)
+            tail = tensor_sums.of_range(reader, end, stop - end)
+        if head is None or tail is None:
+            return False
+        found = combine(head, crc32c(bytes_of(held)), held.nbytes)
+        return combine(found, tail, stop - end) == chunk.crc32c
 
     def place(self, chunk: DcpChunk) -> ChunkLocation:
         path = names.inside(self.root, chunk.file, self.root)

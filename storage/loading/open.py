@@ -115,16 +115,14 @@ def open_checkpoint(path: str | os.PathLike[str] | Checkpoint, *, verify: bool =
                 generation = Generation(tags())
                 if len(generation.tags) > 1:  # all of them were there when the first of these looks again
                     generation.check()
-            except (CorruptCheckpoint, IncompleteCheckpoint, ParentChanged):
-                with contextlib.suppress(CheckpointReplaced):
-                    Generation(tags()).check()
-                    raise
             except CheckpointReplaced:
                 if attempt == generations.ATTEMPTS - 1:
                     raise
-            except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost
-                if isinstance(e, CheckpointError):  # such as `NotACheckpoint`
+            except CheckpointError:
+                with contextlib.suppress(CheckpointReplaced):
+                    Generation(tags()).check()
                     raise
+            except (FileNotFoundError, NotADirectoryError) as e:  # a deleter is at work, or a file was lost
                 if attempt == generations.ATTEMPTS - 1:
                     raise IncompleteCheckpoint(f"{e.filename or given} is missing, which was listed before") from None
             else:

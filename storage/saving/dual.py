@@ -41,6 +41,10 @@ def choose_dual(item: SaveItem) -> None:
     dtypes.safetensors_name(item.dtype, f"key {item.name!r}")
     if item.name in (DUAL_INDEX, "__metadata__"):
         raise CheckpointKeyError(f"a tensor cannot be named {item.name!r}: files of layout='dual' reserve that name")
+    try:
+        item.name.encode()
+    except UnicodeEncodeError as e:
+        raise CheckpointKeyError(f"a name holds half of a surrogate pair, which safetensors cannot hold: {e}") from None
     if item.shape and math.prod(item.shape):
         item.grid = dual_grid(item.grid, item.dtype.itemsize, item.name)
         item.dual = True

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pickletools
+import shutil
 import subprocess
 import sys
 import zlib
@@ -102,6 +103,17 @@ def test_every_flip_is_found(tmp_path):
                 verify(tmp_path / "d")
         path.write_bytes(data)
     verify(tmp_path / "d")
+
+
+def test_a_file_of_another_save_does_not_fit(tmp_path):
+    for k in (1, 2):
+        save(tmp_path / f"s{k}", {"w": np.full((40, 7), k, np.float32)})
+        convert(tmp_path / f"s{k}", tmp_path / f"d{k}", format="dcp")
+    (part,) = (tmp_path / "d2").glob("*.distcp")
+    shutil.copy(part, tmp_path / "d1")
+    for ask in (load, verify):
+        with pytest.raises(errors.CorruptCheckpoint, match="does not fit"):
+            ask(tmp_path / "d1")
 
 
 def test_crc32_of_parts():

@@ -193,6 +193,7 @@ def test_blocks_of_a_mesh(tmp_path):
         ({"w": np.ones(3)}, {"pack": True}, "pack="),
         ({"w": np.ones(3, "c16")}, {}, "safetensors form"),
         ({zarr_format.DUAL_INDEX: np.ones(3)}, {}, "reserve"),
+        ({"\ud800": np.ones(3)}, {}, "surrogate"),
         ({"__metadata__": np.ones(3)}, {}, "reserve"),
         ({"__metadata__": np.ones(())}, {}, "reserve"),
         ({"model.safetensors.index.json": np.ones(3)}, {}, "rename"),

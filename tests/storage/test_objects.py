@@ -5,7 +5,9 @@ import datetime
 import json
 import logging
 import pickle
+import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -196,6 +198,48 @@ def test_a_damaged_checkpoint_can_be_replaced(place):
     save(url, {"w": np.zeros(2)}, overwrite=True)
     assert np.asarray(load(url)["w"]).tolist() == [0, 0]
     assert not any(n.startswith("w/") for n in names(url))
+
+
+def test_a_reader_reads_one_version_of_an_object(place):
+    there = store.at(place)
+    there.put("a", b"one")
+    reader = there.reader("a")
+    assert reader.nbytes == 3
+    there.put("a", b"others")
+    with pytest.raises(errors.CheckpointReplaced, match=r"it had 3 bytes.*now it has 6 bytes"):
+        reader.readv([bytearray(3)], 0)
+
+
+@pytest.mark.parametrize("kind", ["zarr", "safetensors", "dcp"])
+def test_readers_beside_a_writer_get_one_version_or_the_other(place, kind, tmp_path):
+    trees = [{f"a{i}": np.full((20, 30), k + 2 * i) for i in range(6)} for k in (0, 1)]
+    sources = [save(tmp_path / str(k), t) and tmp_path / str(k) for k, t in enumerate(trees)]
+    url, options = f"{place}/c", {"max_shard_bytes": 10_000} if kind == "safetensors" else {}
+
+    def write(k: int) -> None:
+        if kind == "zarr":
+            save(url, trees[k], pack=bool(k), overwrite=True)
+        else:
+            storage.convert(sources[k], url, format=kind, overwrite=True, **options)
+
+    write(0)
+    over, seen = threading.Event(), set()
+
+    def read() -> None:
+        while not over.is_set():
+            got = load(url)
+            seen.add(tuple(int(np.asarray(got[f"a{i}"])[3, 4]) - 2 * i for i in range(6)))
+
+    with ThreadPoolExecutor(2) as pool:
+        reads = [pool.submit(read) for _ in range(2)]
+        try:
+            for k in range(1, 9):
+                write(k % 2)
+        finally:
+            over.set()
+        for r in reads:
+            r.result()
+    assert seen <= {(0,) * 6, (1,) * 6}
 
 
 def test_a_whole_bucket_is_no_target(s3):
