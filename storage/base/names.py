@@ -9,6 +9,7 @@ bytes are percent-escaped, so any string is a legal, bounded, unreserved file na
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -122,16 +123,12 @@ def plain(relative: object, source: str) -> list[str]:
     if not isinstance(relative, str) or not relative:
         raise CorruptCheckpoint(f"{source}: {relative!r} is not a file name")
     parts = relative.split("/")
-    try:
-        lengths = [len(os.fsencode(p)) for p in parts]
-    except UnicodeEncodeError:  # half of a surrogate pair
-        lengths = []
-    odd = not lengths or "\0" in relative or "\\" in relative or ":" in parts[0]
-    if odd or any(p in ("", ".", "..") for p in parts):
+    if "\0" in relative or "\\" in relative or ":" in parts[0] or any(p in ("", ".", "..") for p in parts):
         raise CorruptCheckpoint(f"{source}: file name {relative!r} leaves the checkpoint or is malformed; refused")
-    if max(lengths) > _NAME_MAX or len(relative) > _PATH_MAX:
-        raise CorruptCheckpoint(f"{source}: file name {relative[:80]!r}… is too long for a file; refused")
-    return parts
+    with contextlib.suppress(UnicodeEncodeError):  # half of a surrogate pair
+        if max(len(os.fsencode(p)) for p in parts) <= _NAME_MAX and len(relative) <= _PATH_MAX:
+            return parts
+    raise CorruptCheckpoint(f"{source}: file name {relative[:80]!r} is too long for a file, or no text; refused")
 
 
 def inside(root: str, relative: object, source: str) -> str:

@@ -147,8 +147,7 @@ def of_reader(dtype: Any, where: str) -> np.dtype:
 
 
 def check_storable(dtype: np.dtype, name: str) -> np.dtype:
-    """``dtype`` as it will be stored; `CheckpointDTypeError` with the array's ``name`` when a checkpoint cannot hold
-    it."""
+    """``dtype`` as it will be stored; `CheckpointDTypeError` naming the key when a checkpoint cannot hold it."""
     row = _row_of(dtype)
     if row is None or row.dtype is None or row.name in NOT_IN_ZARR:
         known = ", ".join(n for n in _BY_NAME if n not in NOT_IN_ZARR)

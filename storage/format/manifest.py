@@ -312,31 +312,18 @@ def _array(e: Any, number: int, source: str, n_meshes: int, packs: list[Pack], f
         grid, dtype, count, mesh, sharding, compression, packed, dual, delta = form
         if not isinstance(objects, list) or len(objects) != count:
             raise ValueError(f"{count} objects are needed")
-        if packed and sums:
-            raise ValueError("what is packed has no checksums in the table")
         # Refused here, though the file is opened much later: a manifest with a hostile name must not open at all.
         if not packed and len(names.plain(directory, source)) > 1:
             raise ValueError(f"directory {directory!r} is not one name")
-        own = (
-            tuple(path),
-            directory,
-            grid,
-            dtype,
-            mesh,
-            sharding,
-            objects,
-            source,
-            compression,
-            _section(sums, grid),
-            zarr,
-        )
+        section = _section(sums, grid)
     except CorruptCheckpoint:
         raise
     except KeyError as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: lacks {err.args[0]!r}") from None
     except (ValueError, TypeError, AttributeError, CheckpointError) as err:
         raise CorruptCheckpoint(f"{source}: arrays[{number}]: {err}") from None
-    return ArrayEntry(*own, packs if packed else None, dual, delta)
+    own = tuple(path), directory, grid, dtype, mesh, sharding, objects, source, compression
+    return ArrayEntry(*own, section, zarr, packs if packed else None, dual, delta)
 
 
 def loads(data: bytes, source: str) -> Manifest:

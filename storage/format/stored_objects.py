@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -128,12 +127,11 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
         return StoredObject(pack.file, box, nbytes, value, start, pack.nbytes)
 
     def _row(self, number: int) -> tuple[str, tuple[int, ...], tuple[int, ...], int, int]:
-        row = None
+        row = self.raw_objects[number]
         try:
-            row = self.raw_objects[number]
             file, offset, shape, nbytes, crc = row
             return file, tuple(offset), tuple(shape), nbytes, int(crc, 16)
-        except (TypeError, ValueError, IndexError):
+        except (TypeError, ValueError):
             raise CorruptCheckpoint(f"{self._where}: malformed object {str(row)[:120]}") from None
 
     def _find(self, key: str) -> int:
@@ -183,13 +181,8 @@ class ArrayEntry(Mapping[tuple[int, ...], StoredObject]):
 def _row_text(
     where: str | int, offset: tuple[int, ...], shape: tuple[int, ...], nbytes: int, crc: str, *start: int
 ) -> str:
-    span = _span_text(tuple(offset), tuple(shape), nbytes)
-    return f'[{quoted(where)},{span},"{crc}"]' if isinstance(where, str) else f'[{where},{span},"{crc}",{start[0]}]'
-
-
-@lru_cache(maxsize=1 << 14)
-def _span_text(offset: tuple[int, ...], shape: tuple[int, ...], nbytes: int) -> str:
-    return f"{sizes_text(offset)},{sizes_text(shape)},{nbytes}"
+    first, last = (quoted(where), "") if isinstance(where, str) else (where, f",{start[0]}")
+    return f'[{first},{sizes_text(tuple(offset))},{sizes_text(tuple(shape))},{nbytes},"{crc}"{last}]'
 
 
 def pack_of(row: Any, source: str) -> Pack:

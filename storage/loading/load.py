@@ -1,9 +1,8 @@
 """`load`: plan, check, then read.
 
 The whole plan is made and checked before a byte of an array is read: missing and unexpected keys, shapes and dtypes are
-reported together, in one error. A load that is long, split or of an object store looks for its files then, too; a short
-one of a disk meets a missing file when it reads it. Split arrays are read by the ranks that will hold them, each its
-own blocks.
+reported together, in one error. Missing files are found then, too, but for a short load of a disk, which meets them
+when it reads. Split arrays are read by the ranks that will hold them, each its own blocks.
 """
 
 from __future__ import annotations
@@ -305,10 +304,9 @@ def _load(
         # A short load of a disk tells itself what is missing.
         local = {n: t for n, t in targets.items() if t.sharding is None}
         kept.bytes_needed = sum([t.source.nbytes for t in local.values()])
-        split = sum([t.source.nbytes for t in targets.values() if t.sharding is not None])
         if kept.bytes_needed > _LONG or len(local) < len(targets) or is_url(ckpt.path):
             _check(targets)
-    if kept.bytes_needed + split > _LONG:
+    if sum([t.source.nbytes for t in targets.values() if t.sharding is not None], kept.bytes_needed) > _LONG:
         resting.close()
     kept.arrays = len(targets)
     if report is not None:

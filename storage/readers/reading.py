@@ -49,12 +49,10 @@ def run(jobs: Iterable[Job], readers: int = 4) -> int:
         for job in jobs:
             if type(job) is not RangeJob:
                 rest.append(job)
-            elif not job.root or missed >= _MISSES:
-                ranges.append(job)
-            elif _read_file(job):
+            elif job.root and missed < _MISSES and _read_file(job):
                 total, missed = total + job.nbytes, 0
             else:
-                missed += 1
+                missed += bool(job.root)
                 ranges.append(job)
         done, later = _at_hand(_neighbours(ranges))
     total += done
