@@ -105,7 +105,7 @@ def test_zsh_completes_what_stands_at_its_prompt(tmp_path: Path) -> None:
     save_safetensors(tmp_path / "m.safetensors", {"encoder.weight": np.ones(2, np.float32)})
     (tmp_path / "script").write_text(CliRunner().invoke(main, ["completion", "zsh"]).output)
     (tmp_path / ".zshrc").write_text(
-        "PS1='> '; autoload -Uz compinit; compinit -u -D; source ./script; echo is-\\ready\n"
+        "PS1='is-ready> '; autoload -Uz compinit; compinit -u -D; source ./script\n"  # the prompt comes once keys are read
     )
     ours, theirs = pty.openpty()
     try:
