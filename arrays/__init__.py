@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as _np
 
-from . import random
+from . import linalg, random
 from .backends.backend import devices
 from .backends.cublaslt import is_tf32, use_tf32
 from .backends.determinism import is_deterministic, use_deterministic
@@ -19,26 +19,7 @@ from .core import errors, tree
 from .core.array import Array
 from .core.array import attach as _attach
 from .core.devices import Device, default_device, device, use_device
-from .core.dtype_objects import (
-    DType,
-    bfloat16,
-    bool,
-    complex64,
-    complex128,
-    float8_e4m3fn,
-    float8_e5m2,
-    float16,
-    float32,
-    float64,
-    int8,
-    int16,
-    int32,
-    int64,
-    uint8,
-    uint16,
-    uint32,
-    uint64,
-)
+from .core.dtype_objects import *
 from .core.dtypes import can_cast, finfo, iinfo, isdtype, result_type
 from .core.op import OPS, Op, ShapeDtype
 from .core.program import Const, Entry, Program
@@ -48,12 +29,11 @@ from .interface.info import __array_namespace_info__
 from .interface.methods import Methods as _Methods
 from .interface.protocols import Protocols as _Protocols
 from .interface.values import Values as _Values
-from .linalg import linalg
 from .nn import nn
 from .nn.norms.batch_norm import batch_norm
 from .nn.norms.group_norm import group_norm, instance_norm
 from .nn.norms.layer_norm import layer_norm, rms_norm
-from .numpy_compat import *  # noqa: F403
+from .numpy_compat import *
 from .ops import fft
 from .ops.creation import (
     arange,
@@ -71,105 +51,8 @@ from .ops.creation import (
     zeros,
     zeros_like,
 )
-from .ops.elementwise import (
-    abs,
-    acos,
-    acosh,
-    add,
-    asin,
-    asinh,
-    atan,
-    atan2,
-    atanh,
-    bitwise_and,
-    bitwise_invert,
-    bitwise_left_shift,
-    bitwise_or,
-    bitwise_right_shift,
-    bitwise_xor,
-    cbrt,
-    ceil,
-    clip,
-    conj,
-    copysign,
-    cos,
-    cosh,
-    divide,
-    equal,
-    erf,
-    exp,
-    exp2,
-    expm1,
-    floor,
-    floor_divide,
-    fmax,
-    fmin,
-    fmod,
-    greater,
-    greater_equal,
-    heaviside,
-    hypot,
-    imag,
-    isfinite,
-    isinf,
-    isnan,
-    ldexp,
-    less,
-    less_equal,
-    log,
-    log1p,
-    log2,
-    log10,
-    logaddexp,
-    logaddexp2,
-    logical_and,
-    logical_not,
-    logical_or,
-    logical_xor,
-    maximum,
-    minimum,
-    multiply,
-    negative,
-    nextafter,
-    not_equal,
-    positive,
-    pow,
-    real,
-    reciprocal,
-    remainder,
-    rint,
-    sign,
-    signbit,
-    sin,
-    sinh,
-    sqrt,
-    square,
-    stop_gradient,
-    subtract,
-    tan,
-    tanh,
-    trunc,
-    where,
-)
-from .ops.manipulation import (
-    astype,
-    broadcast_arrays,
-    broadcast_shapes,
-    broadcast_to,
-    concat,
-    expand_dims,
-    flip,
-    matrix_transpose,
-    moveaxis,
-    permute_dims,
-    repeat,
-    reshape,
-    roll,
-    squeeze,
-    stack,
-    tile,
-    unstack,
-)
+from .ops.elementwise import *
+from .ops.manipulation import *
 from .ops.matmul import matmul, tensordot, vecdot
 from .ops.triangles import tril, triu
 from .prefetch import Prefetcher, prefetch

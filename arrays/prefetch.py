@@ -344,4 +344,3 @@ def prefetch(
 
 
 _device = device
-__all__ = ["Prefetcher", "prefetch"]

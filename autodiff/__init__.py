@@ -11,25 +11,4 @@ from .tape.sparse import SparseGradient, gradient_rows, sparse_gradient
 from .tape.tape import Tape
 from .transforms import check_grads, grad, hvp, jvp, value_and_grad, vjp
 
-__all__ = [
-    "SparseGradient",
-    "Tape",
-    "optim",
-    "check_grads",
-    "checkpoint",
-    "compile",
-    "custom_vjp",
-    "detect_anomaly",
-    "grad",
-    "gradient_hook",
-    "gradient_rows",
-    "hessian",
-    "hvp",
-    "jacobian",
-    "jacobian_blocks",
-    "jvp",
-    "no_grad",
-    "sparse_gradient",
-    "value_and_grad",
-    "vjp",
-]
+__all__ = [n for n, v in globals().items() if not n.startswith("_") and (callable(v) or v is optim)]

@@ -295,6 +295,3 @@ def hessian(
         return (found, *rest) if has_aux else found
 
     return jacobian(slope, argnums, has_aux=has_aux, block_size=block_size, holomorphic=holomorphic)
-
-
-__all__ = ["hessian", "jacobian", "jacobian_blocks"]

@@ -428,13 +428,3 @@ def check_grads(
             return p(seeds)
 
         check_grads(gradient, *points, order=order - 1, eps=eps, rtol=rtol * 10, atol=atol * 10)
-
-
-__all__ = [
-    "check_grads",
-    "grad",
-    "hvp",
-    "jvp",
-    "value_and_grad",
-    "vjp",
-]

@@ -13,10 +13,10 @@ import sys as _sys
 from typing import Any as _Any
 
 from . import interrupts as _interrupts  # isort: skip
-from .arrays import *  # noqa: F403
+from .arrays import *
 from .arrays import __all__ as _arrays_all
 from .arrays import __array_api_version__, __array_namespace_info__
-from .autodiff import *  # noqa: F403
+from .autodiff import *
 from .autodiff import __all__ as _autodiff_all
 from .namespaces import HOMES as _HOMES
 from .namespaces import install as _install

@@ -17,7 +17,7 @@ from meshtape.arrays.core.op import Op as Op, ShapeDtype as ShapeDtype
 from meshtape.arrays.core.program import Const as Const, Entry as Entry, Program as Program
 from meshtape.arrays.nn.norms.batch_norm import BatchNorm as BatchNorm
 from meshtape.arrays.prefetch import Prefetcher as Prefetcher, T as T
-from meshtape.arrays.reductions.reduction_ops import Axis as Axis
+from meshtape.arrays.reductions.reductions import Axis as Axis
 from meshtape.arrays.reductions.sorting import TopK as TopK
 from meshtape.arrays.statistics.sets import (
     UniqueAll as UniqueAll, UniqueCounts as UniqueCounts, UniqueInverse as UniqueInverse

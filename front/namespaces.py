@@ -12,7 +12,7 @@ from types import ModuleType
 HOMES = {
     "errors": "arrays.core.errors",
     "fft": "arrays.ops.fft",
-    "linalg": "arrays.linalg.linalg",
+    "linalg": "arrays.linalg",
     "nn": "arrays.nn.nn",
     "random": "arrays.random",
     "tree": "arrays.core.tree",

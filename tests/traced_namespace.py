@@ -13,9 +13,8 @@ from typing import Any
 
 import meshtape.arrays as _xp
 from meshtape.arrays import *  # noqa: F403
-from meshtape.arrays import __array_api_version__, __array_namespace_info__
+from meshtape.arrays import __array_api_version__, __array_namespace_info__, linalg
 from meshtape.arrays.core.array import Array
-from meshtape.arrays.linalg import linalg
 from meshtape.arrays.ops import fft
 from meshtape.autodiff import Tape
 

@@ -67,24 +67,14 @@ def new_id(x: Array) -> int:
     return name
 
 
+class _Empty:
+    """A class with no more than every class has."""
+
+
 def attach(part: type) -> None:
     """Give :class:`Array` the methods and properties of a class."""
     for name, value in vars(part).items():
-        if name not in _OF_A_CLASS:
+        if name not in vars(_Empty):
             if hasattr(value, "__qualname__") and value.__qualname__.startswith(f"{part.__qualname__}."):
                 value.__qualname__ = f"Array.{name}"
             setattr(Array, name, value)
-
-
-_OF_A_CLASS = frozenset(
-    {
-        "__module__",
-        "__qualname__",
-        "__doc__",
-        "__slots__",
-        "__dict__",
-        "__weakref__",
-        "__firstlineno__",
-        "__static_attributes__",
-    }
-)

@@ -4,7 +4,7 @@ from collections.abc import Callable as Callable, Iterator as Iterator, Sequence
 from meshtape.arrays.core.blocks import BlockSharding as BlockSharding
 from meshtape.arrays.core.devices import Device as Device
 from meshtape.arrays.interface.at import AtIndex as AtIndex
-from meshtape.arrays.reductions.reduction_ops import Axis as Axis
+from meshtape.arrays.reductions.reductions import Axis as Axis
 from typing import Any as Any
 import numpy as np
 

@@ -17,21 +17,7 @@ import numpy as np
 
 from .errors import ArgumentError
 
-_DELEGATED = (
-    "alignment",
-    "byteorder",
-    "char",
-    "hasobject",
-    "isbuiltin",
-    "isnative",
-    "itemsize",
-    "kind",
-    "name",
-    "newbyteorder",
-    "num",
-    "str",
-    "type",
-)
+_DELEGATED = "alignment byteorder char hasobject isbuiltin isnative itemsize kind name newbyteorder num str type"
 
 
 class DType:
@@ -88,7 +74,7 @@ class DType:
         return named, (self.dtype.name,)
 
 
-for _name in _DELEGATED:
+for _name in _DELEGATED.split():
     setattr(DType, _name, property(attrgetter(f"dtype.{_name}"), doc=f"That of ``numpy.dtype``, ``{_name}``."))
 
 BY_NAME: dict[builtins.str, DType] = {}
@@ -107,19 +93,10 @@ def _of(scalar: Any) -> DType:
 
 
 bool = _of(np.bool_)
-int8 = _of(np.int8)
-int16 = _of(np.int16)
-int32 = _of(np.int32)
-int64 = _of(np.int64)
-uint8 = _of(np.uint8)
-uint16 = _of(np.uint16)
-uint32 = _of(np.uint32)
-uint64 = _of(np.uint64)
-float16 = _of(np.float16)
-float32 = _of(np.float32)
-float64 = _of(np.float64)
-complex64 = _of(np.complex64)
-complex128 = _of(np.complex128)
-bfloat16 = _of(ml_dtypes.bfloat16)
-float8_e4m3fn = _of(ml_dtypes.float8_e4m3fn)
-float8_e5m2 = _of(ml_dtypes.float8_e5m2)
+int8, int16, int32, int64 = map(_of, (np.int8, np.int16, np.int32, np.int64))
+uint8, uint16, uint32, uint64 = map(_of, (np.uint8, np.uint16, np.uint32, np.uint64))
+float16, float32, float64 = map(_of, (np.float16, np.float32, np.float64))
+complex64, complex128 = map(_of, (np.complex64, np.complex128))
+bfloat16, float8_e4m3fn, float8_e5m2 = map(_of, (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
+
+__all__ = ["DType", *BY_NAME]

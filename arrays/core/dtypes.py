@@ -19,33 +19,23 @@ from .array import Array
 from .dtype_objects import BY_NAME, DType
 from .errors import ArgumentError, DTypeError
 
-bool = np.dtype(np.bool_)
-int8 = np.dtype(np.int8)
-int16 = np.dtype(np.int16)
-int32 = np.dtype(np.int32)
-int64 = np.dtype(np.int64)
-uint8 = np.dtype(np.uint8)
-uint16 = np.dtype(np.uint16)
-uint32 = np.dtype(np.uint32)
-uint64 = np.dtype(np.uint64)
-float16 = np.dtype(np.float16)
-float32 = np.dtype(np.float32)
-float64 = np.dtype(np.float64)
-complex64 = np.dtype(np.complex64)
-complex128 = np.dtype(np.complex128)
-bfloat16 = np.dtype(ml_dtypes.bfloat16)
-float8_e4m3fn = np.dtype(ml_dtypes.float8_e4m3fn)
-float8_e5m2 = np.dtype(ml_dtypes.float8_e5m2)
+
+def _named(names: str) -> tuple[np.dtype, ...]:
+    return tuple(BY_NAME[n].dtype for n in names.split())
+
+
+bool = BY_NAME["bool"].dtype
+_SIGNED = int8, int16, int32, int64 = _named("int8 int16 int32 int64")
+_UNSIGNED = uint8, uint16, uint32, uint64 = _named("uint8 uint16 uint32 uint64")
+_FLOATS = float8_e4m3fn, float8_e5m2, bfloat16, float16, float32, float64 = _named(
+    "float8_e4m3fn float8_e5m2 bfloat16 float16 float32 float64"
+)
+_COMPLEX = complex64, complex128 = _named("complex64 complex128")
 
 HALF = float16.num
 """Type numbers below this are of dtypes whose loops are NumPy's own, and sum in themselves."""
 FIRST_USER_DTYPE = 256
 """NPY_USERDEF: type numbers from here on are of dtypes that other libraries register, such as bfloat16."""
-
-_SIGNED = (int8, int16, int32, int64)
-_UNSIGNED = (uint8, uint16, uint32, uint64)
-_FLOATS = (float8_e4m3fn, float8_e5m2, bfloat16, float16, float32, float64)
-_COMPLEX = (complex64, complex128)
 
 DTYPES: dict[str, np.dtype] = {d.name: d for d in (bool, *_SIGNED, *_UNSIGNED, *_FLOATS, *_COMPLEX)}
 """Every dtype by name."""
@@ -236,6 +226,11 @@ def result_type(*arrays_and_dtypes: Any) -> np.dtype:
 def real_of(dtype: np.dtype) -> np.dtype:
     """The dtype of the real part."""
     return np.dtype(dtype.type(0).real.dtype) if dtype.kind == "c" else dtype
+
+
+def complex_of(dtype: np.dtype) -> np.dtype:
+    """The complex dtype of the same precision."""
+    return np.result_type(dtype, np.complex64)
 
 
 def is_low_precision(dtype: np.dtype) -> bool:

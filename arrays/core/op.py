@@ -291,6 +291,12 @@ def _beside(args: Sequence[Any], default: Any) -> Any:
     return default
 
 
+def defined(namespace: Mapping[str, Any]) -> list[str]:
+    """The names of the public functions that a module defines, of its ``globals()``."""
+    here = namespace["__name__"]
+    return [n for n, f in namespace.items() if n[0].islower() and getattr(f, "__module__", None) == here]
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

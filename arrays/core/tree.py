@@ -83,13 +83,8 @@ class TreeDef:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TreeDef, (
-            self.kind,
-            self.keys,
-            self.children,
-            self.type,
-            self.rest,
-        )  # texts have another hash in another process
+        # Texts have another hash in another process.
+        return TreeDef, (self.kind, self.keys, self.children, self.type, self.rest)
 
     def __repr__(self) -> str:
         return f"TreeDef({unflatten(self, [_Star] * self.size)!r})"
@@ -512,14 +507,5 @@ def map_with_path(fn: Callable[[Path, Any], Any], tree: Any, is_leaf: Callable[[
     return unflatten(treedef, [fn(path, x) for path, x in flatten_with_path(tree, is_leaf)])
 
 
-__all__ = [
-    "TreeDef",
-    "flatten",
-    "flatten_with_path",
-    "is_container",
-    "map_with_path",
-    "path_name",
-    "register",
-    "tree_map",
-    "unflatten",
-]
+_PUBLIC = "TreeDef flatten flatten_with_path is_container map_with_path path_name register tree_map unflatten"
+__all__ = _PUBLIC.split()

@@ -29,7 +29,7 @@ from ..ops.elementwise import (
     STOP_GRADIENT,
     SUBTRACT,
 )
-from ..reductions.reduction_ops import MEAN, SUM
+from ..reductions.reductions import MEAN, SUM
 from . import sparse_cotangent
 from .indexing import SCATTER, register_sparse_scatter
 from .lazy_adam import LAZY_ADAM, lazy_adam_at

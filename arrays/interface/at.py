@@ -125,10 +125,7 @@ class AtIndex:
         where, factors = _joined(reshape(spread, (-1,)), places)
         flat = reshape(self._x, (-1,))
         return self._written(
-            "index_multiply",
-            flat[where],
-            factors,
-            lambda new: reshape(AtIndex(flat, where).set(new), self._x.shape),
+            "index_multiply", flat[where], factors, lambda new: reshape(AtIndex(flat, where).set(new), self._x.shape)
         )
 
     def subtract(self, v: Any) -> Array:

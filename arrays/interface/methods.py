@@ -14,7 +14,7 @@ import numpy as np
 from ..core.array import Array
 from ..core.dtypes import as_dtype
 from ..core.errors import DTypeError, MeshtapeError, NumPyAttributeError
-from ..numpy_compat import compress
+from ..numpy_compat.selecting import compress
 from ..ops import elementwise as ew
 from ..ops import manipulation
 from ..ops.creation import own_copy
@@ -123,38 +123,10 @@ _INSTEAD = {
 }
 
 # The methods that are functions of the namespace, with NumPy's arguments.
-FUNCTIONS = [
-    "all",
-    "any",
-    "argmax",
-    "argmin",
-    "argpartition",
-    "argsort",
-    "clip",
-    "conj",
-    "conjugate",
-    "cumprod",
-    "cumsum",
-    "diagonal",
-    "dot",
-    "max",
-    "mean",
-    "min",
-    "nonzero",
-    "prod",
-    "ptp",
-    "repeat",
-    "round",
-    "searchsorted",
-    "sort",
-    "squeeze",
-    "std",
-    "sum",
-    "swapaxes",
-    "take",
-    "trace",
-    "var",
-]
+FUNCTIONS = (
+    "all any argmax argmin argpartition argsort clip conj conjugate cumprod cumsum diagonal dot max mean min "
+    "nonzero prod ptp repeat round searchsorted sort squeeze std sum swapaxes take trace var"
+)
 
 
 def method(name: str, fn: Callable[..., Any], numpys: Callable[..., Any]) -> Callable[..., Any]:

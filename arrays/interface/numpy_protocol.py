@@ -524,7 +524,7 @@ def _through_protocol(fn: Any) -> Callable[..., Any]:
 
 def add_methods() -> None:
     """Give ``Array`` the methods that are functions of the namespace, once that has them."""
-    for name in FUNCTIONS:
+    for name in FUNCTIONS.split():
         setattr(Array, name, method(name, getattr(_namespace(), name), _through_protocol(getattr(np, name))))
 
 

@@ -6,7 +6,7 @@ float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..backends.row_blocks import wide
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import apply, as_array
-from ..core.dtypes import real_of
+from ..core.dtypes import complex_of, real_of
 from ..core.errors import DTypeError, LinAlgError, ShapeError
 from ..core.op import Op, ShapeDtype
 from ..ops.manipulation import astype
@@ -25,12 +25,26 @@ from ..ops.param_kinds import FLAG, NUMBER, one_of
 # ----- shapes ---------------------------------------------------------------------------------------------------------
 
 
-def _complex_of(dtype: np.dtype) -> np.dtype:
-    return np.result_type(dtype, np.complex64)
+def _shapes(*results: str) -> Callable[..., Any]:
+    """The shape rule of an op on matrices of ``m`` rows and ``n`` columns.
 
+    A result is told by the lengths behind its leading dimensions: ``k`` is the smaller of both; ``l`` and ``r`` are
+    ``m`` and ``n`` where full factors are asked for, else ``k``. Its dtype is that of the matrix, or the ``real`` or
+    ``complex`` one of the same precision.
+    """
 
-def _square(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape, args[0].dtype)
+    def infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
+        x = args[0]
+        *batch, m, n = x.shape
+        k = min(m, n)
+        left, right = (m, n) if params.get("full_matrices") or params.get("mode") == "complete" else (k, k)
+        lengths = {"m": m, "n": n, "k": k, "l": left, "r": right}
+        dtypes = {"": x.dtype, "real": real_of(x.dtype), "complex": complex_of(x.dtype)}
+        told = (r.partition(" ") for r in results)
+        found = [ShapeDtype((*batch, *(lengths[c] for c in letters)), dtypes[kind]) for letters, _, kind in told]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return infer
 
 
 def _infer_solve(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
@@ -39,69 +53,10 @@ def _infer_solve(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype((*batch, *b.shape[-2:]), np.result_type(a.dtype, b.dtype))
 
 
-def _infer_det(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape[:-2], args[0].dtype)
-
-
-def _infer_slogdet(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    return ShapeDtype(x.shape[:-2], x.dtype), ShapeDtype(x.shape[:-2], real_of(x.dtype))
-
-
-def _infer_eigh(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    return ShapeDtype(x.shape[:-1], real_of(x.dtype)), ShapeDtype(x.shape, x.dtype)
-
-
-def _infer_eigvalsh(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape[:-1], real_of(args[0].dtype))
-
-
-def _infer_eig(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x, dtype = args[0], _complex_of(args[0].dtype)
-    return ShapeDtype(x.shape[:-1], dtype), ShapeDtype(x.shape, dtype)
-
-
-def _infer_eigvals(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    return ShapeDtype(args[0].shape[:-1], _complex_of(args[0].dtype))
-
-
-def _infer_svd(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    (*batch, m, n), k = x.shape, min(x.shape[-2:])
-    left, right = (m, n) if params["full_matrices"] else (k, k)
-    return (
-        ShapeDtype((*batch, m, left), x.dtype),
-        ShapeDtype((*batch, k), real_of(x.dtype)),
-        ShapeDtype((*batch, right, n), x.dtype),
-    )
-
-
-def _infer_svdvals(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    x = args[0]
-    return ShapeDtype((*x.shape[:-2], min(x.shape[-2:])), real_of(x.dtype))
-
-
-def _infer_qr(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
-    *batch, m, n = x.shape
-    k = m if params["mode"] == "complete" else min(m, n)
-    return ShapeDtype((*batch, m, k), x.dtype), ShapeDtype((*batch, k, n), x.dtype)
-
-
-def _infer_pinv(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
-    x = args[0]
-    return ShapeDtype((*x.shape[:-2], x.shape[-1], x.shape[-2]), x.dtype)
-
-
 # ----- ops ------------------------------------------------------------------------------------------------------------
 
 
-_FAILURES = {
-    "inv": "Singular matrix",
-    "solve": "Singular matrix",
-    "cholesky": "Matrix is not positive definite",
-}
+_FAILURES = {"inv": "Singular matrix", "solve": "Singular matrix", "cholesky": "Matrix is not positive definite"}
 
 
 def _called(xp: Any, name: str, *args: Any, **params: Any) -> Any:
@@ -139,12 +94,12 @@ def _solve(xp: Any, a: Any, b: Any) -> Any:
 
 def _eig(xp: Any, x: Any) -> Any:
     w, v = _called(xp, "eig", x)
-    dtype = _complex_of(x.dtype)  # NumPy answers in real numbers where all of them happen to be
+    dtype = complex_of(x.dtype)  # NumPy answers in real numbers where all of them happen to be
     return w.astype(dtype, copy=False), v.astype(dtype, copy=False)
 
 
 def _eigvals(xp: Any, x: Any) -> Any:
-    return _called(xp, "eigvals", x).astype(_complex_of(x.dtype), copy=False)
+    return _called(xp, "eigvals", x).astype(complex_of(x.dtype), copy=False)
 
 
 def _svdvals(xp: Any, x: Any) -> Any:
@@ -173,20 +128,20 @@ def _pinv(xp: Any, x: Any, rtol: float) -> Any:
     return xp.matmul(xp.conj(xp.swapaxes(vh, -1, -2)) * inverse[..., None, :], xp.conj(xp.swapaxes(u, -1, -2)))
 
 
-CHOLESKY = Op("cholesky", ("x",), _plain("cholesky"), _square)
-INV = Op("inv", ("x",), _plain("inv"), _square)
+CHOLESKY = Op("cholesky", ("x",), _plain("cholesky"), shape_rules.same)
+INV = Op("inv", ("x",), _plain("inv"), shape_rules.same)
 SOLVE = Op("solve", ("a", "b"), _solve, _infer_solve)
-DET = Op("det", ("x",), _plain("det"), _infer_det)
-ADJUGATE = Op("adjugate", ("x",), _adjugate, _square)
-SLOGDET = Op("slogdet", ("x",), _plain("slogdet"), _infer_slogdet, nout=2)
-EIGH = Op("eigh", ("x",), _plain("eigh"), _infer_eigh, nout=2)
-EIGVALSH = Op("eigvalsh", ("x",), _plain("eigvalsh"), _infer_eigvalsh)
-EIG = Op("eig", ("x",), _eig, _infer_eig, nout=2)
-EIGVALS = Op("eigvals", ("x",), _eigvals, _infer_eigvals, decompose=lambda x: apply(EIG, (x,))[0])
-SVD = Op("svd", ("x",), _plain("svd"), _infer_svd, nout=3, params={"full_matrices": FLAG})
-SVDVALS = Op("svdvals", ("x",), _svdvals, _infer_svdvals)
-QR = Op("qr", ("x",), _plain("qr"), _infer_qr, nout=2, params={"mode": one_of("reduced", "complete")})
-PINV = Op("pinv", ("x",), _pinv, _infer_pinv, params={"rtol": NUMBER})
+DET = Op("det", ("x",), _plain("det"), _shapes(""))
+ADJUGATE = Op("adjugate", ("x",), _adjugate, shape_rules.same)
+SLOGDET = Op("slogdet", ("x",), _plain("slogdet"), _shapes("", " real"), nout=2)
+EIGH = Op("eigh", ("x",), _plain("eigh"), _shapes("m real", "mn"), nout=2)
+EIGVALSH = Op("eigvalsh", ("x",), _plain("eigvalsh"), _shapes("m real"))
+EIG = Op("eig", ("x",), _eig, _shapes("m complex", "mn complex"), nout=2)
+EIGVALS = Op("eigvals", ("x",), _eigvals, _shapes("m complex"), decompose=lambda x: apply(EIG, (x,))[0])
+SVD = Op("svd", ("x",), _plain("svd"), _shapes("ml", "k real", "rn"), nout=3, params={"full_matrices": FLAG})
+SVDVALS = Op("svdvals", ("x",), _svdvals, _shapes("k real"))
+QR = Op("qr", ("x",), _plain("qr"), _shapes("ml", "ln"), nout=2, params={"mode": one_of("reduced", "complete")})
+PINV = Op("pinv", ("x",), _pinv, _shapes("nm"), params={"rtol": NUMBER})
 
 # ----- arguments ------------------------------------------------------------------------------------------------------
 

@@ -1,25 +1,129 @@
-"""Activation functions beyond the common few, each stable for large arguments."""
+"""Activation functions, each stable for large arguments; and the ops of ``swiglu`` and its derivative, one pass through
+memory and one launch on a GPU each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
+
+from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import apply
+from ..core.dtypes import is_low_precision
 from ..core.errors import ArgumentError, ShapeError
-from ..core.op import composite
+from ..core.op import Cuda, Op, composite, defined
+from ..kernels.chains import one_launch
+from ..native import ops
+from ..native.calls import first
 from ..ops.creation import inexact, ordered
-from ..ops.elementwise import abs, clip, expm1, isinf, logaddexp, maximum, relu, sigmoid, sign, tanh, where
+from ..ops.elementwise import (
+    SIGMOID,
+    SILU,
+    SILU_IS_ZERO,
+    abs,
+    clip,
+    expm1,
+    isinf,
+    logaddexp,
+    maximum,
+    relu,
+    sigmoid,
+    sign,
+    tanh,
+    where,
+)
 from ..ops.manipulation import moveaxis
 from ..ops.wide_floats import in_float32
-from .swiglu import SWIGLU
+from .gelu import GELU
 
 
-def straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
+def _widened(*operands: Any) -> tuple[list[Any], np.dtype]:
+    """Short floats in float32, and the dtype of their result."""
+    dtype = np.result_type(*[a.dtype if hasattr(a, "dtype") else a for a in operands])
+    short = is_low_precision(dtype)
+    return [a.astype(np.float32) if short and hasattr(a, "dtype") else a for a in operands], dtype
+
+
+def _swiglu(xp: Any, gate: Any, up: Any) -> Any:
+    (gate, up), dtype = _widened(gate, up)
+    return (SILU.bind(xp)(gate) * up).astype(dtype, copy=False)
+
+
+def _swiglu_backward(xp: Any, g: Any, gate: Any, up: Any) -> Any:
+    (g, gate, up), dtype = _widened(g, gate, up)
+    return _of_gate(SIGMOID.bind(xp), xp.clip, g, gate, up).astype(dtype, copy=False)
+
+
+def _of_gate(sigmoid: Any, clip: Any, g: Any, gate: Any, up: Any) -> Any:
+    s = sigmoid(gate)
+    # Beyond the bounds the sigmoid is 0 or 1, and the slope is that: the product of infinity and 0 would be NaN.
+    near = gate if gate.dtype.kind == "c" else clip(gate, SILU_IS_ZERO, -SILU_IS_ZERO)
+    return g * up * (s * (1.0 + near * (1.0 - s)))
+
+
+SWIGLU = Op(
+    "swiglu",
+    ("gate", "up"),
+    _swiglu,
+    shape_rules.elementwise,
+    overrides={"numpy": first(ops.swiglu, _swiglu), "cupy": one_launch("swiglu")},
+    flops=12,
+    cuda=Cuda("larger({0}, ({t})-1e4) * logistic({0}) * {1}"),
+)
+SWIGLU_BACKWARD = Op(
+    "swiglu_backward",
+    ("g", "gate", "up"),
+    _swiglu_backward,
+    shape_rules.elementwise,
+    overrides={"numpy": first(ops.swiglu_backward, _swiglu_backward), "cupy": one_launch("swiglu_backward")},
+    decompose=partial(_of_gate, sigmoid, clip),
+    flops=16,
+    cuda=Cuda(
+        "{0} * {2} * (logistic({1}) * (({t})1 + smaller(larger({1}, ({t})-1e4), ({t})1e4) * (({t})1 - logistic({1}))))"
+    ),
+)
+"""The cotangent of the gate; that of the other operand is ``swiglu(gate, g)``."""
+
+# ----- functions ------------------------------------------------------------------------------------------------------
+
+
+def _straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
     """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a
     gate that is 0 is NaN."""
     return where(x > 40.0, x, gated(clip(x, low, 40.0)))
+
+
+@composite("gelu")
+def gelu(x: Any, /, *, approximate: bool = False) -> Array:
+    """``x * Phi(x)`` with the normal distribution function ``Phi`` (Hendrycks and Gimpel, 2016).
+
+    ``approximate=True`` uses their tanh form.
+
+    >>> round(float(mt.nn.gelu(mt.asarray(1.0))), 6)
+    0.841345
+    """
+    x = inexact(x)
+    if not approximate:
+        return apply(GELU, (x,))
+
+    def gated(x: Array) -> Array:
+        return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+    return gated(x) if x.dtype.kind == "c" else _straight_above(x, gated)
+
+
+@composite("silu")
+def silu(x: Any, /) -> Array:
+    """``x * sigmoid(x)``, also called swish (Ramachandran et al., 2017).
+
+    >>> round(float(mt.nn.silu(mt.asarray(1.0))), 6)
+    0.731059
+    """
+    return apply(SILU, (inexact(x),))
 
 
 @composite("softplus")
@@ -145,7 +249,7 @@ def mish(x: Any, /) -> Array:
     Array([0.        , 0.86509839], dtype=float64)
     """
     x = inexact(ordered("mish", x))
-    return straight_above(x, lambda x: x * tanh(softplus(x)), low=-1e4)
+    return _straight_above(x, lambda x: x * tanh(softplus(x)), low=-1e4)
 
 
 @composite("softsign")
@@ -196,3 +300,6 @@ def squared_relu(x: Any, /) -> Array:
     """
     y = relu(ordered("squared_relu", x))
     return y * y
+
+
+__all__ = defined(globals())

@@ -45,9 +45,7 @@ _P = tuple(
 )
 _SCALE = np.asarray(0.26, np.float32)
 _ONE = np.asarray(1, np.float32)
-_HALF = np.asarray(0.5, np.float32)
 _MINUS_HALF = np.asarray(-0.5, np.float32)
-_SMALL = np.asarray(1e-20, np.float32)  # of x², below which Phi(x) is 1/2 in float32
 _FACTOR = np.asarray(_DENSITY, np.float32)
 
 
@@ -104,37 +102,6 @@ def _backward_block(dy: np.ndarray, x: np.ndarray, out: np.ndarray, t: np.ndarra
     t *= _FACTOR
     out += t
     out *= dy
-
-
-def _cotangent_block(
-    dy: np.ndarray, x: np.ndarray, ans: np.ndarray, out: np.ndarray, t: np.ndarray, e: np.ndarray
-) -> None:
-    np.multiply(x, x, out=t)
-    if not np.maximum.reduce(t) < np.inf:  # NaN hides an infinity
-        _backward_block(dy, x, out, t, e)
-        return
-    # The quotient is Phi(x), exact but where x is 0, or so small that the result has lost digits.
-    small = None if np.minimum.reduce(t) >= _SMALL else t < _SMALL
-    t *= _MINUS_HALF
-    np.exp(t, out=t)
-    t *= x
-    t *= _FACTOR
-    np.divide(ans, x, out=out)
-    if small is not None:
-        np.copyto(out, _HALF, where=small)
-    out += t
-    out *= dy
-
-
-def cotangent(xp: Any, g: Any, x: Any, ans: Any) -> Any:
-    """The cotangent of ``x`` where ``ans`` is ``gelu(x)``: half the steps of :data:`GELU_BACKWARD`, which knows ``x``
-    alone."""
-    # The kernel is faster than reading `ans` from memory.
-    if xp is np and (out := ops.gelu_backward(g, x)) is not NotImplemented:
-        return out
-    if _is_single(xp, g, x, ans) and x.dtype == np.float32:
-        return _run(_cotangent_block, g, x, ans)
-    return _gelu_backward(xp, g, x)
 
 
 def _normal(xp: Any, x: Any) -> Any:

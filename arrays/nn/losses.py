@@ -13,7 +13,7 @@ from ..core.dispatch import Deferred, apply, argument_avals, as_array, as_number
 from ..core.dtypes import float64, result_type
 from ..core.errors import ArgumentError, ArrayIndexError, DTypeError, ShapeError
 from ..core.op import composite
-from ..linalg.linalg import vector_norm
+from ..linalg.matrix_norms import vector_norm
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import where
 from ..ops.manipulation import astype

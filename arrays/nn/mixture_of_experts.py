@@ -155,14 +155,7 @@ def _infer_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDt
 
 
 OPERANDS = ("x", "chosen", "weights", "gate", "up", "down", "numbers")
-EXPERTS = Op(
-    "experts",
-    OPERANDS,
-    _experts,
-    same,
-    decompose=_decompose,
-    wide_sums=True,
-)
+EXPERTS = Op("experts", OPERANDS, _experts, same, decompose=_decompose, wide_sums=True)
 EXPERTS_BACKWARD = Op(
     "experts_backward", ("g", *OPERANDS), _experts_backward, _infer_backward, nout=5, decompose=_decompose_backward
 )

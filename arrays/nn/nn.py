@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
 import numpy as np
 
 from ..core.array import Array
-from ..core.dispatch import apply
 from ..core.dtypes import as_dtype, iinfo
 from ..core.errors import ArgumentError, DTypeError
 from ..core.op import composite
-from ..ops.creation import arange, asarray, beside, inexact
-from ..ops.elementwise import SILU, relu, sigmoid, stop_gradient, tanh
+from ..ops.creation import arange, asarray, beside
+from ..ops.elementwise import relu, sigmoid, stop_gradient
 from ..ops.elementwise import where as where_
 from ..ops.manipulation import astype, expand_dims
-from .activations import (
-    celu,
-    elu,
-    glu,
-    hard_sigmoid,
-    hard_silu,
-    hard_tanh,
-    leaky_relu,
-    log_sigmoid,
-    mish,
-    relu6,
-    selu,
-    softplus,
-    softsign,
-    squared_relu,
-    straight_above,
-    swiglu,
-)
+from .activations import *
 from .attention import scaled_dot_product_attention
 from .convolution import conv1d, conv2d, pool
 from .dropout import dropout, dropout_add
-from .gelu import GELU
 from .losses import cross_entropy, info_nce, linear_cross_entropy
 from .mixture_of_experts import experts
 from .norms.batch_norm import batch_norm
@@ -46,82 +26,6 @@ from .norms.group_norm import group_norm, instance_norm
 from .norms.layer_norm import layer_norm, rms_norm
 from .regression_losses import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
 from .softmax import log_softmax, logsumexp, softmax
-
-__all__ = [
-    "batch_norm",
-    "binary_cross_entropy",
-    "celu",
-    "conv1d",
-    "conv2d",
-    "cosine_similarity",
-    "cross_entropy",
-    "dropout",
-    "dropout_add",
-    "elu",
-    "embedding",
-    "experts",
-    "gelu",
-    "glu",
-    "group_norm",
-    "hard_sigmoid",
-    "hard_silu",
-    "hard_tanh",
-    "huber_loss",
-    "info_nce",
-    "instance_norm",
-    "l1_loss",
-    "layer_norm",
-    "leaky_relu",
-    "linear_cross_entropy",
-    "log_sigmoid",
-    "log_softmax",
-    "logsumexp",
-    "mish",
-    "mse_loss",
-    "one_hot",
-    "pool",
-    "relu",
-    "relu6",
-    "rms_norm",
-    "scaled_dot_product_attention",
-    "selu",
-    "sigmoid",
-    "silu",
-    "softmax",
-    "softplus",
-    "softsign",
-    "squared_relu",
-    "swiglu",
-]
-
-
-@composite("gelu")
-def gelu(x: Any, /, *, approximate: bool = False) -> Array:
-    """``x * Phi(x)`` with the normal distribution function ``Phi`` (Hendrycks and Gimpel, 2016).
-
-    ``approximate=True`` uses their tanh form.
-
-    >>> round(float(mt.nn.gelu(mt.asarray(1.0))), 6)
-    0.841345
-    """
-    x = inexact(x)
-    if not approximate:
-        return apply(GELU, (x,))
-
-    def gated(x: Array) -> Array:
-        return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-
-    return gated(x) if x.dtype.kind == "c" else straight_above(x, gated)
-
-
-@composite("silu")
-def silu(x: Any, /) -> Array:
-    """``x * sigmoid(x)``, also called swish (Ramachandran et al., 2017).
-
-    >>> round(float(mt.nn.silu(mt.asarray(1.0))), 6)
-    0.731059
-    """
-    return apply(SILU, (inexact(x),))
 
 
 @composite("one_hot")
@@ -169,3 +73,7 @@ def embedding(ids: Any, table: Any, /, *, padding_idx: int | None = None) -> Arr
         raise ArgumentError(f"[embedding] padding_idx {padding_idx} is no row of a table of {n}")
     padding = (ids == padding_idx % n) | (ids == padding_idx % n - n)
     return where_(expand_dims(padding, axis=tuple(range(ids.ndim, rows.ndim))), stop_gradient(rows), rows)
+
+
+_OWN = [n for n, f in globals().items() if getattr(f, "__module__", "").startswith(__package__)]
+__all__ = ["relu", "sigmoid", *_OWN]

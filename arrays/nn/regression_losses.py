@@ -12,7 +12,7 @@ import numpy as np
 from ..core.array import Array
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
-from ..linalg.linalg import vector_norm
+from ..linalg.matrix_norms import vector_norm
 from ..ops.creation import asarray, inexact
 from ..ops.elementwise import abs, clip, logaddexp, maximum, square
 from ..ops.manipulation import astype

@@ -154,10 +154,7 @@ LOG_SOFTMAX_BACKWARD = Op(
     _log_softmax_backward,
     shape_rules.same_as_second,
     decompose=_decompose_log_softmax_backward,
-    overrides={
-        "numpy": first(ops.log_softmax_backward, _log_softmax_backward),
-        "cupy": softmaxes.log_softmax_backward,
-    },
+    overrides={"numpy": first(ops.log_softmax_backward, _log_softmax_backward), "cupy": softmaxes.log_softmax_backward},
     params={"axis": AXIS},
 )
 

@@ -7,122 +7,36 @@ compile and shard like those. Functions that write into an argument (``numpy.put
 
 from __future__ import annotations
 
-from .aliases import (
-    absolute,
-    amax,
-    amin,
-    arccos,
-    arccosh,
-    arcsin,
-    arcsinh,
-    arctan,
-    arctan2,
-    arctanh,
-    around,
-    bitwise_not,
-    concatenate,
-    conjugate,
-    fix,
-    invert,
-    left_shift,
-    mod,
-    power,
-    right_shift,
-    true_divide,
+from ..core.op import defined as _defined
+from ..ops import elementwise as _ew
+from ..ops.manipulation import concat as concatenate
+from ..reductions.reductions import max as amax
+from ..reductions.reductions import min as amin
+from . import (
+    closeness,
+    creation,
+    index_tricks,
+    joining,
+    ordering,
+    polynomials,
+    products,
+    rearranging,
+    selecting,
+    signals,
+    statistics,
+    ufuncs,
 )
-from .closeness import allclose, array_equal, array_equiv, isclose
-from .creation import array, copy, fromfunction, geomspace, identity, logspace, tri, vander
-from .index_tricks import (
-    argwhere,
-    diag_indices,
-    diag_indices_from,
-    flatnonzero,
-    indices,
-    ix_,
-    ravel_multi_index,
-    tril_indices,
-    tril_indices_from,
-    triu_indices,
-    triu_indices_from,
-    unravel_index,
-)
-from .joining import (
-    append,
-    array_split,
-    block,
-    column_stack,
-    delete,
-    dsplit,
-    dstack,
-    hsplit,
-    hstack,
-    insert,
-    split,
-    vsplit,
-    vstack,
-)
-from .ordering import argpartition, intersect1d, lexsort, partition, setdiff1d, setxor1d, union1d, unique
-from .polynomials import polyadd, polyder, polyfit, polyint, polymul, polysub, polyval, roots
-from .products import cross, dot, inner, matvec, outer, vdot, vecmat
-from .rearranging import (
-    atleast_1d,
-    atleast_2d,
-    atleast_3d,
-    diagflat,
-    diagonal,
-    fliplr,
-    flipud,
-    ravel,
-    resize,
-    rollaxis,
-    rot90,
-    swapaxes,
-    trace,
-    transpose,
-)
-from .selecting import apply_along_axis, apply_over_axes, choose, compress, extract, piecewise, put_along_axis, select
-from .signals import bartlett, blackman, correlate, ediff1d, hamming, hanning, kaiser, trapezoid
-from .statistics import (
-    average,
-    corrcoef,
-    cov,
-    cumprod,
-    cumsum,
-    digitize,
-    divmod,
-    histogram2d,
-    histogram_bin_edges,
-    nanargmax,
-    nanargmin,
-    nancumprod,
-    nancumsum,
-    nanmedian,
-    nanpercentile,
-    nanquantile,
-    ndim,
-    ptp,
-    shape,
-    size,
-)
-from .ufuncs import (
-    angle,
-    deg2rad,
-    degrees,
-    fabs,
-    float_power,
-    iscomplex,
-    iscomplexobj,
-    isneginf,
-    isposinf,
-    isreal,
-    isrealobj,
-    modf,
-    nan_to_num,
-    rad2deg,
-    radians,
-    round,
-    sinc,
-    unwrap,
-)
+
+# The functions that the modules of this room define.
+for _module in [m for m in list(globals().values()) if getattr(m, "__package__", None) == __name__]:
+    globals().update({n: vars(_module)[n] for n in _defined(vars(_module))})
+
+# Other names of the same functions.
+around = ufuncs.round
+absolute, conjugate, fix, mod, power, true_divide = _ew.abs, _ew.conj, _ew.trunc, _ew.remainder, _ew.pow, _ew.divide
+arccos, arcsin, arctan, arctan2 = _ew.acos, _ew.asin, _ew.atan, _ew.atan2
+arccosh, arcsinh, arctanh = _ew.acosh, _ew.asinh, _ew.atanh
+bitwise_not = invert = _ew.bitwise_invert
+left_shift, right_shift = _ew.bitwise_left_shift, _ew.bitwise_right_shift
 
 __all__ = [n for n in dir() if not n.startswith("_") and callable(globals()[n])]

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from .. import linalg
 from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
-from ..linalg import linalg
 from ..ops.creation import asarray, inexact, zeros, zeros_like
 from ..ops.manipulation import concat
 from ..ops.wide_floats import in_float32

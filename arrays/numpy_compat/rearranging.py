@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from .. import linalg
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.errors import ShapeError
 from ..core.op import composite
-from ..linalg import linalg
 from ..ops.creation import asarray, beside, zeros
 from ..ops.manipulation import flip, moveaxis, permute_dims, reshape, tile
 from ..statistics.interpolation import diag

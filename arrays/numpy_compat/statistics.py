@@ -18,7 +18,7 @@ from ..core.dispatch import Deferred, wrap
 from ..core.dtypes import real_of, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
-from ..linalg.linalg import diagonal
+from ..linalg.decompositions import diagonal
 from ..ops.creation import asarray, beside, full, full_like, inexact, ordered
 from ..ops.elementwise import clip, conj, floor, floor_divide, isnan, real, remainder, sqrt, where
 from ..ops.manipulation import broadcast_to, concat, moveaxis, reshape
@@ -26,8 +26,7 @@ from ..ops.matmul import matmul
 from ..ops.wide_floats import in_float32
 from ..reductions.cumulative import cumulative_prod, cumulative_sum
 from ..reductions.moments import mean
-from ..reductions.reduction_ops import Axis
-from ..reductions.reductions import all, any, argmax, argmin, max, min, sum
+from ..reductions.reductions import Axis, all, any, argmax, argmin, max, min, sum
 from ..reductions.searching import searchsorted, take_along_axis
 from ..reductions.sorting import sort
 from ..statistics import statistics

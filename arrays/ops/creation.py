@@ -356,13 +356,7 @@ def _real(value: Any) -> Any:
 
 
 def eye(
-    n_rows: int,
-    n_cols: int | None = None,
-    /,
-    k: int = 0,
-    dtype: Any = None,
-    *,
-    device: Device | str | None = None,
+    n_rows: int, n_cols: int | None = None, /, k: int = 0, dtype: Any = None, *, device: Device | str | None = None
 ) -> Array:
     """Ones on the ``k``-th diagonal, zeros elsewhere.
 

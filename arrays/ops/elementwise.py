@@ -17,7 +17,7 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
-from ..core.op import Cuda, Op, ShapeDtype, composite
+from ..core.op import Cuda, Op, ShapeDtype, composite, defined
 from ..kernels import float8
 from ..kernels.chains import one_launch
 from ..native import AVAILABLE, ops
@@ -40,11 +40,7 @@ MULTIPLY, multiply = binary(
 )
 DIVIDE, divide = binary("divide", "Quotient.", "[1, 2], 4 -> [0.25, 0.5 ]", cuda="{0} / {1}", linear=((0,),))
 FLOOR_DIVIDE, floor_divide = binary(
-    "floor_divide",
-    "Quotient rounded towards minus infinity.",
-    "[7, -7], 2 -> [ 3, -4]",
-    fn.floor_divide,
-    nograd=STEP,
+    "floor_divide", "Quotient rounded towards minus infinity.", "[7, -7], 2 -> [ 3, -4]", fn.floor_divide, nograd=STEP
 )
 REMAINDER, remainder = binary(
     "remainder", "Rest of the floor division, with the sign of the divisor.", "[7, -7], 3 -> [1, 2]"
@@ -488,3 +484,6 @@ POSITIONS = Op(
     params={"axis": AXIS, "start": WHOLE},
     view="sometimes",
 )
+
+# The others are in ``mt.nn``, and under ``mt.round``.
+__all__ = [n for n in defined(globals()) if n not in ("relu", "round", "round_to", "sigmoid")]

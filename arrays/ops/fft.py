@@ -16,42 +16,16 @@ from ..core import shape_rules
 from ..core.array import Array
 from ..core.devices import Device
 from ..core.dispatch import apply
-from ..core.dtypes import as_dtype
+from ..core.dtypes import as_dtype, complex_of
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, ShapeDtype, composite
+from ..core.op import Op, ShapeDtype, composite, defined
 from .creation import asarray, beside, zeros
 from .elementwise import conj
 from .manipulation import astype, concat, roll
 from .param_kinds import AXES, AXIS, FLAG, POSITIVE, one_of
 from .wide_floats import in_float32
 
-__all__ = [
-    "fft",
-    "fft2",
-    "fftfreq",
-    "fftn",
-    "fftshift",
-    "hfft",
-    "ifft",
-    "ifft2",
-    "ifftn",
-    "ifftshift",
-    "ihfft",
-    "irfft",
-    "irfft2",
-    "irfftn",
-    "rfft",
-    "rfft2",
-    "rfftfreq",
-    "rfftn",
-]
-
 # ----- ops ------------------------------------------------------------------------------------------------------------
-
-
-def complex_of(dtype: np.dtype) -> np.dtype:
-    """The complex dtype of the same precision."""
-    return np.dtype(np.complex64) if dtype in (np.dtype(np.float32), np.dtype(np.complex64)) else np.dtype(complex)
 
 
 def _fft(xp: Any, x: Any, axes: tuple[int, ...], norm: str, inverse: bool) -> Any:
@@ -367,3 +341,6 @@ def ifftshift(x: Any, /, *, axes: int | Sequence[int] | None = None) -> Array:
     Array([ 0,  1, -1])
     """
     return _shift("ifftshift", x, axes, -1)
+
+
+__all__ = defined(globals())

@@ -16,7 +16,7 @@ from ..core.devices import Device
 from ..core.dispatch import apply, as_array
 from ..core.dtypes import as_dtype, bfloat16, check_cast, finfo, isdtype, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
-from ..core.op import Op, ShapeDtype
+from ..core.op import Op, ShapeDtype, defined
 from .elementwise import ASTYPE, clip
 from .param_kinds import AXES, AXIS, ORDER, SIZES
 
@@ -409,3 +409,6 @@ def repeat(x: Any, repeats: Any, /, axis: int | None = None) -> Array:
         return reshape(full, (*x.shape[:axis], n * k, *x.shape[axis + 1 :]))
     places = np.repeat(np.arange(n), counts)
     return x[(*(slice(None),) * axis, places)]
+
+
+__all__ = defined(globals())

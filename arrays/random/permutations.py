@@ -22,12 +22,7 @@ from .philox import draw
 
 
 def _permutation_impl(
-    xp: Any,
-    key: Any,
-    shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    global_shape: tuple[int, ...],
-    dtype: np.dtype,
+    xp: Any, key: Any, shape: tuple[int, ...], offset: tuple[int, ...], global_shape: tuple[int, ...], dtype: np.dtype
 ) -> Any:
     # Every rank sorts all of the keys: no element is known before all are.
     order = draw(xp, key, recipes.bits(recipes.U64), recipes.U64, global_shape, (0,), global_shape)
@@ -105,13 +100,7 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
 
 @composite("choice")
 def choice(
-    key: Any,
-    a: Any,
-    shape: int | Sequence[int] = (),
-    *,
-    replace: bool = True,
-    p: Any = None,
-    axis: int = 0,
+    key: Any, a: Any, shape: int | Sequence[int] = (), *, replace: bool = True, p: Any = None, axis: int = 0
 ) -> Array:
     """Elements chosen at random.
 

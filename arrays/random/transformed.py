@@ -14,7 +14,7 @@ from ..core.dtypes import as_dtype
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import composite
 from ..core.shape_rules import as_shape
-from ..linalg.linalg import cholesky
+from ..linalg.decompositions import cholesky
 from ..ops.creation import asarray
 from ..ops.elementwise import exp, floor, log1p, sqrt, tan, where
 from ..ops.manipulation import astype, broadcast_shapes

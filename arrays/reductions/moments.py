@@ -20,9 +20,7 @@ from ..core.errors import DTypeError
 from ..core.op import composite
 from ..ops.elementwise import abs, isnan, maximum, sqrt, square, where
 from ..ops.manipulation import astype
-from .masked_reductions import selection
-from .reduction_ops import MEAN, Axis
-from .reductions import sum
+from .reductions import MEAN, Axis, selection, sum
 
 NOT_NAN = "elements that are not NaN"
 """A mask of the elements themselves. (None is all of them; else it is an array of booleans.)"""

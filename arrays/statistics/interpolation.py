@@ -15,7 +15,7 @@ from ..core.dispatch import has_history, wrap
 from ..core.dtypes import HALF, real_of, result_type
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import composite
-from ..linalg.linalg import diagonal
+from ..linalg.decompositions import diagonal
 from ..ops.creation import arange, asarray, beside, inexact, ordered, zeros
 from ..ops.elementwise import clip, isfinite, isinf, isnan, where
 from ..ops.manipulation import astype, concat, flip, reshape

@@ -19,8 +19,7 @@ from ..ops.creation import asarray, beside, full
 from ..ops.elementwise import isfinite, isnan, minimum, where
 from ..ops.manipulation import astype, broadcast_to, expand_dims, moveaxis, permute_dims, reshape, stack
 from ..reductions.cumulative import cumulative_sum
-from ..reductions.reduction_ops import Axis
-from ..reductions.reductions import any, sum
+from ..reductions.reductions import Axis, any, sum
 from ..reductions.searching import take_along_axis
 from ..reductions.sorting import argsort, sort
 

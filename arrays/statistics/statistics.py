@@ -23,7 +23,7 @@ from ..ops.elementwise import clip, isnan, where
 from ..ops.manipulation import astype, reshape
 from ..reductions import moments, reductions
 from ..reductions.cumulative import diff
-from ..reductions.reduction_ops import Axis
+from ..reductions.reductions import Axis
 from ..reductions.searching import searchsorted
 
 # ----- passing over NaN -----------------------------------------------------------------------------------------------

@@ -30,20 +30,8 @@ class Names(NamedTuple):
 _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _MODULES = frozenset({"modules", "import_module"})
 # Code that looks up one of these may read attributes by names that it makes at run time.
-_ANYTHING = frozenset(
-    {
-        "vars",
-        "globals",
-        "eval",
-        "exec",
-        "attrgetter",
-        "methodcaller",
-        "__dict__",
-        "__getattribute__",
-        "asdict",
-        "astuple",
-    }
-)
+_BY_NAMES = "vars globals eval exec attrgetter methodcaller __dict__ __getattribute__ asdict astuple"
+_ANYTHING = frozenset(_BY_NAMES.split())
 _ANY_VARIABLE = frozenset({"globals", "eval", "exec"})
 _CAUGHT = frozenset({"AttributeError", "Exception", "BaseException"})
 # A variable or an attribute that is written to counts as read: writing again may be no change.

@@ -238,12 +238,7 @@ class _Trace(Refusals):
         return False
 
     def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        bufs: Sequence[Any],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
+        self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], params: Mapping[str, Any]
     ) -> None:
         check_unwritten(op, args, bufs)
         for a in args:

@@ -16,7 +16,7 @@ from ...arrays.core.program import Entry, Program
 from ...arrays.ops.elementwise import ADD
 from ...arrays.ops.manipulation import RESHAPE
 from ...arrays.ops.matmul import MATMUL
-from ...arrays.reductions.reduction_ops import SUM
+from ...arrays.reductions.reductions import SUM
 
 
 class Launch(Op):

@@ -20,30 +20,9 @@ from ...arrays.core.op import not_recording
 from ...arrays.core.program import Const, Entry, Program, Site, freeze, site_text
 from ..captures.captures import Captures
 
-SOURCES = frozenset(
-    [
-        "time",
-        "time_ns",
-        "perf_counter",
-        "perf_counter_ns",
-        "monotonic",
-        "monotonic_ns",
-        "process_time",
-        "now",
-        "utcnow",
-        "today",
-        "urandom",
-        "getrandom",
-        "uuid1",
-        "uuid4",
-        "token_bytes",
-        "token_hex",
-        "token_urlsafe",
-        "randbits",
-        "randbelow",
-        "SystemRandom",
-        "default_rng",
-    ]
+SOURCES = (
+    "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time now utcnow today urandom "
+    "getrandom uuid1 uuid4 token_bytes token_hex token_urlsafe randbits randbelow SystemRandom default_rng"
 )
 """Names of functions that give another value at each call without a state that shows it."""
 
@@ -52,7 +31,7 @@ class ImpurityCheck:
     """The random generators that a function may draw from, with their states before the trace."""
 
     def __init__(self, reads: Captures, arguments: Iterable[Any] = ()) -> None:
-        self._named = not SOURCES.isdisjoint(reads.named)
+        self._named = not reads.named.isdisjoint(SOURCES.split())
         kinds: tuple[type, ...] = (random.Random,)
         generators = [random._inst]  # type: ignore[attr-defined]
         numpy_random = sys.modules.get("numpy.random")  # nobody has drawn from what nobody has imported

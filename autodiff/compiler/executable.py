@@ -122,12 +122,7 @@ def local_executable(
                     fn = _pooled(fn, *program.avals[part.outputs[0]])
         steps.append(
             _ExecutableStep(
-                fn,
-                _getter(places),
-                outputs,
-                single,
-                tuple(map(slot, free)),
-                None if into is None else slot(into),
+                fn, _getter(places), outputs, single, tuple(map(slot, free)), None if into is None else slot(into)
             )
         )
     inputs, results = [slots[v] for v in program.inputs], [slots[v] for v in program.outputs]

@@ -1,7 +1,7 @@
 """The VJP rule of every differentiable op: tables, one a chapter of ops. Imports arrays. The legend is in
 registry.py."""
 
-from . import convolution, elementwise, experts, fft, linalg, random, reductions, softmax, sorting, structure
+from . import elementwise, fft, linalg, nn, reductions, structure
 from .registry import RULES, Need, VJPRule, defvjp, defvjp_all
 
 __all__ = ["RULES", "Need", "VJPRule", "defvjp", "defvjp_all"]

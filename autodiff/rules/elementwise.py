@@ -10,7 +10,7 @@ import numpy as np
 
 from ...arrays.native import AVAILABLE
 from ...arrays.native import ops as native
-from ...arrays.nn import gelu, swiglu
+from ...arrays.nn import activations, gelu
 from ...arrays.ops import elementwise as ew
 from .registry import call, conj, defanalytic, defvjp, same
 
@@ -141,11 +141,7 @@ def _share(xp, g, x, y, difference):
     return g * call(xp, ew.SIGMOID, xp.where((x == y) & (difference != difference), 0.0, difference))
 
 
-defvjp(
-    ew.LOGADDEXP,
-    x=lambda xp, g, x, y: _share(xp, g, x, y, x - y),
-    y=lambda xp, g, x, y: _share(xp, g, x, y, y - x),
-)
+defvjp(ew.LOGADDEXP, x=lambda xp, g, x, y: _share(xp, g, x, y, x - y), y=lambda xp, g, x, y: _share(xp, g, x, y, y - x))
 defvjp(
     ew.LOGADDEXP2,
     x=lambda xp, g, x, y: _share(xp, g, x, y, (x - y) * math.log(2)),
@@ -169,11 +165,7 @@ def _turn(xp, g, along, across):
     return g * (along / length) / length
 
 
-defvjp(
-    ew.ATAN2,
-    x=lambda xp, g, x, y: _turn(xp, g, y, x),
-    y=lambda xp, g, x, y: -_turn(xp, g, x, y),
-)
+defvjp(ew.ATAN2, x=lambda xp, g, x, y: _turn(xp, g, y, x), y=lambda xp, g, x, y: -_turn(xp, g, x, y))
 defanalytic(ew.SINH, x=lambda xp, g, x: g * xp.cosh(x))
 defanalytic(ew.COSH, x=lambda xp, g, x: g * xp.sinh(x))
 defanalytic(ew.TANH, x=in_c(native.tanh_backward, lambda xp, g, ans: g * (1.0 - ans * ans)))
@@ -209,32 +201,22 @@ defanalytic(ew.ERF, x=lambda xp, g, x: g * (2 / math.sqrt(math.pi)) * xp.exp(-x 
 defanalytic(ew.SIGMOID, x=in_c(native.sigmoid_backward, lambda xp, g, ans: g * (ans * (1.0 - ans))))
 
 
-def _near(xp, x, far):
-    return x if x.dtype.kind == "c" else xp.clip(x, -far, far)
-
-
-defanalytic(ew.SILU, x=lambda xp, g, x: call(xp, swiglu.SWIGLU_BACKWARD, 1.0, x, g))
+defanalytic(ew.SILU, x=lambda xp, g, x: call(xp, activations.SWIGLU_BACKWARD, 1.0, x, g))
 defanalytic(
-    swiglu.SWIGLU,
-    gate=lambda xp, g, gate, up: call(xp, swiglu.SWIGLU_BACKWARD, g, gate, up),
-    up=lambda xp, g, gate: call(xp, swiglu.SWIGLU, gate, g),
+    activations.SWIGLU,
+    gate=lambda xp, g, gate, up: call(xp, activations.SWIGLU_BACKWARD, g, gate, up),
+    up=lambda xp, g, gate: call(xp, activations.SWIGLU, gate, g),
 )
 
 
 def _gelu_slope(xp, g, dy, x):
     # The slope of dy (Phi(x) + x phi(x)) in x, where Phi' = phi and phi' = -x phi.
     # (Factor by factor: the product of short ones would be rounded before it meets the cotangent.)
-    x = _near(xp, x, gelu.FAR)  # beyond it the density is 0, and its product with an infinite square would be NaN
+    if x.dtype.kind != "c":  # beyond it the density is 0, and its product with an infinite square would be NaN
+        x = xp.clip(x, -gelu.FAR, gelu.FAR)
     density = xp.exp(-0.5 * x * x)
     return g * conj(xp, dy) * conj(xp, 2.0 - x * x) * conj(xp, density) * (1 / math.sqrt(2 * math.pi))
 
 
-def _gelu(xp, g, x, ans):
-    # The result, which the next op keeps anyway, saves computing half of the slope a second time.
-    if xp is np:
-        return gelu.cotangent(xp, g, conj(xp, x), conj(xp, ans))
-    return call(xp, gelu.GELU_BACKWARD, g, conj(xp, x))
-
-
-defvjp(gelu.GELU, x=_gelu)
+defvjp(gelu.GELU, x=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, conj(xp, x)))
 defvjp(gelu.GELU_BACKWARD, dy=lambda xp, g, x: call(xp, gelu.GELU_BACKWARD, g, conj(xp, x)), x=_gelu_slope)

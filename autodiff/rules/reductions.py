@@ -1,11 +1,15 @@
-"""Derivatives of the reductions; legend in ``registry``."""
+"""Derivatives of reductions, sorting and running sums; legend in ``registry``.
+
+Running products are differentiated through their decomposition, which has no division and so no trouble with zeros.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...arrays.reductions import reduction_ops as r
-from .registry import conj, defvjp
+from ...arrays.reductions import cumulative, sorting
+from ...arrays.reductions import reductions as r
+from .registry import call, conj, defvjp
 
 
 def _spread(xp, g, like, axis, keepdims):
@@ -66,3 +70,19 @@ defvjp(r.MEAN, x=_mean)
 defvjp(r.PROD, x=_prod)
 defvjp(r.MAX, x=_extremum)
 defvjp(r.MIN, x=_extremum)
+
+
+def _sort(xp, g, x, axis, descending, stable):
+    # Where each element of x went: the order of the order. The cotangent goes back the same way.
+    order = call(xp, sorting.ARGSORT, x, axis=axis, descending=descending, stable=stable)
+    back = call(xp, sorting.ARGSORT, order, axis=axis, descending=False, stable=False)
+    return xp.take_along_axis(g, back, axis=axis)
+
+
+def _cumulative_sum(xp, g, axis):
+    reverse = xp.flip(g, axis=axis)
+    return xp.flip(call(xp, cumulative.CUMULATIVE_SUM, reverse, axis=axis), axis=axis)
+
+
+defvjp(sorting.SORT, x=_sort)
+defvjp(cumulative.CUMULATIVE_SUM, x=_cumulative_sum)

@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from ...arrays.indexing import indexing as ix
-from ...arrays.nn.norms import batch_norm, group_norm, layer_norm
 from ...arrays.ops import manipulation as m
 from ...arrays.ops import matmul
 from .registry import call, conj, defvjp, defvjp_all, same
@@ -118,29 +117,3 @@ def _last_writes(xp, g, arrays, g_like, template):
 
 
 defvjp(ix.LAST_WRITES, g=_last_writes)
-
-# ----- norms ----------------------------------------------------------------------------------------------------------
-
-
-def _layer_norm(xp, g, x, weight, naxes, eps):
-    return call(xp, layer_norm.LAYER_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
-
-
-def _rms_norm(xp, g, x, weight, naxes, eps):
-    return call(xp, layer_norm.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
-
-
-def _group_norm(xp, g, x, weight, num_groups, axis, eps):
-    return call(xp, group_norm.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
-
-
-def _batch_norm(xp, g, x, weight, axis, eps):
-    return call(xp, batch_norm.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
-
-
-# The backward ops have no rules of their own: the engine differentiates their decompositions, which are right at every
-# order.
-defvjp_all(layer_norm.LAYER_NORM, _layer_norm)
-defvjp_all(layer_norm.RMS_NORM, _rms_norm)
-defvjp_all(group_norm.GROUP_NORM, _group_norm)
-defvjp_all(batch_norm.BATCH_NORM, _batch_norm)

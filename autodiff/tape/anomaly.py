@@ -37,12 +37,7 @@ class Checker:
         return False
 
     def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        bufs: Sequence[Any],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
+        self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], params: Mapping[str, Any]
     ) -> None:
         if any(getattr(o._buf, "traced", False) for o in outs):
             raise TracedValueError(
@@ -145,6 +140,3 @@ def detect_anomaly() -> Iterator[None]:
             yield
     finally:
         mode.on = before
-
-
-__all__ = ["detect_anomaly"]

@@ -26,8 +26,7 @@ from ...arrays.ops.creation import asarray
 from ...arrays.ops.elementwise import BARRIER
 from .backward import TapeMaker, named, same_value
 from .hidden import refuse_hidden
-from .record import Recorded
-from .vjp_plan import VJPPlan
+from .record import Recorded, VJPPlan
 
 
 class DifferentiableCall(Protocol):
@@ -168,12 +167,7 @@ class Region(Around):
         return x._id in self.live or any(t.watches(x) for t in self.tapes)
 
     def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        bufs: Sequence[Any],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
+        self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], params: Mapping[str, Any]
     ) -> None:
         check_unwritten(op, args, bufs)
         live = any(type(a) is Array and self.watches(a) for a in args)
@@ -348,6 +342,3 @@ def gradient_hook(x: Any, fn: Callable[[Array], Any]) -> Any:
         return out
 
     return trees.tree_map(hooked, x)
-
-
-__all__ = ["checkpoint", "gradient_hook"]

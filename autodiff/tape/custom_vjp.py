@@ -43,12 +43,7 @@ class _Guard(Around):
         return any(t.watches(x) for t in self.tapes)
 
     def record(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        bufs: Sequence[Any],
-        outs: tuple[Array, ...],
-        params: Mapping[str, Any],
+        self, op: Op, args: tuple[Any, ...], bufs: Sequence[Any], outs: tuple[Array, ...], params: Mapping[str, Any]
     ) -> None:
         check_unwritten(op, args, bufs)
         for a in args:
@@ -263,5 +258,3 @@ _active = _Active()
 """The functions whose forward function this thread is running."""
 
 _ARRAY = object()
-
-__all__ = ["custom_vjp"]

@@ -150,6 +150,3 @@ def gradient_rows(g: Any, /) -> tuple[Array, Array]:
     if found.axes != (0,):
         found = sparse_gradient(np.asarray(g))
     return found.indices[0], found.values
-
-
-__all__ = ["SparseGradient", "gradient_rows", "sparse_gradient"]

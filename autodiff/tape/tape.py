@@ -34,8 +34,7 @@ from ..rules.registry import same
 from .anomaly import is_checker
 from .backward import Hook, cast, give, same_value, walk
 from .custom_calls import CallPlan, run_hook
-from .record import Recorded, Recording, const, is_differentiable
-from .vjp_plan import VJPPlan
+from .record import Recorded, Recording, VJPPlan, const, is_differentiable
 
 
 def noted(sources: Sequence[Any], grads: list[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from ...arrays import random
 from ...arrays.core import tree as trees
 from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
-from ...arrays.linalg.linalg import vector_norm
+from ...arrays.linalg.matrix_norms import vector_norm
 from ...arrays.nn import nn
 from ...arrays.ops.creation import asarray, ones, zeros
 from ...arrays.ops.elementwise import maximum, where

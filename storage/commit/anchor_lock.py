@@ -12,8 +12,8 @@ alone, takes its object away and tries again later; one that wants it alone leav
 that share, so newcomers step back and it gets its turn. The objects of killed processes are passed over and deleted, by
 the rules of ``owners``: at once for a process of this machine that has ended, and after ten minutes for another
 machine's, which puts its object anew every minute. Both times are the store's: the age of an object is counted up to
-our own, so no clock of a machine matters. Who was stopped for longer, and goes on, holds a lock no more; a save looks
-at its base once more after its commit, for that.
+our own, so no clock of a machine matters. Who was stopped for longer, and goes on, holds a lock no more: a save looks
+at its base once more after its commit for that, and a deletion at its lock just before (:func:`still_held`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _ALONE = "alone"
 _NAME = re.compile(r"(?:alone|shared)-(\w+-\w+)-(\d{1,9})-\w+")  # owner, and its process
 
 _mine: set[str] = set()  # objects of this process, in any thread
-_held = threading.local()  # .alone: the folders that this thread has alone
+_held = threading.local()  # .alone: the folders that this thread has alone, and its turn there
 
 
 @contextmanager
 def locked(folder: str, *, shared: bool = False, patience: float | None = None) -> Iterator[bool]:
     """Hold the lock. Where it is another's for ``patience`` seconds, gives False to one that shares it or has no
     patience, and raises for others. A thread that has it alone has it again."""
-    alone = _held.__dict__.setdefault("alone", set())
+    alone: dict[str, _Descriptor | _Objects] = _held.__dict__.setdefault("alone", {})
     key = folder if store.is_url(folder) else os.path.realpath(folder)
     if key in alone or not (store.is_url(folder) or os.path.isdir(folder)):
         yield True
@@ -64,9 +64,15 @@ def locked(folder: str, *, shared: bool = False, patience: float | None = None) 
                 "when it has ended"
             )
         if mine and not shared:
-            alone.add(key)
-            stack.callback(alone.discard, key)
+            alone[key] = turn
+            stack.callback(alone.pop, key)
         yield mine
+
+
+def still_held(folder: str) -> bool:
+    """Whether this thread, which has the lock alone, did not lose it in an object store while it stood still."""
+    turn = _held.__dict__.get("alone", {}).get(folder)
+    return not isinstance(turn, _Objects) or turn.is_there()
 
 
 class _Descriptor:
@@ -109,10 +115,14 @@ class _Objects:
         self._renewing.start()
         return True
 
+    def is_there(self) -> bool:
+        return any(e.name == self._name for e in self._store.entries())
+
     def _renew(self) -> None:
         while not self._ended.wait(_SILENCE / 10):
             with suppress(StoreError):
-                self._store.put(self._name, b"")
+                if self.is_there():  # else others took this process for dead
+                    self._store.put(self._name, b"")
 
     def _withdraw(self) -> None:
         name, self._name = self._name, ""

@@ -18,7 +18,7 @@ from ..checkpoint import branches, numbered
 from ..checkpoint.branches import Branch
 from ..checkpoint.numbered import Numbered
 from ..commit import contents, leftovers
-from ..commit.anchor_lock import locked
+from ..commit.anchor_lock import locked, still_held
 from ..commit.protocol import protocol_of
 from ..format.compression import Codec, chosen
 from ..format.zarr_format import is_raw
@@ -381,6 +381,11 @@ class CheckpointManager:
         contents.refuse_strangers(path, contents.beside(path), "only a checkpoint is deleted")
         release(path, complete)
         try:
+            if not still_held(self.directory):
+                raise CheckpointError(
+                    f"{self.directory}: this process stood still for so long that others took it for dead and may have "
+                    f"saved deltas from step {step}; it was not deleted, call again"
+                )
             protocol_of(path).discard(path)
         except FileNotFoundError:
             raise NotACheckpoint(f"{path} is gone: another process deleted it at the same time") from None
@@ -534,5 +539,5 @@ class CheckpointManager:
             with contextlib.suppress(OSError):
                 if strangers := contents.beside(c.path):
                     warnings.warn(f"kept {c.path}, which holds {strangers[0]}: no manifest lists it", stacklevel=2)
-                else:
+                elif still_held(self.directory):
                     protocol_of(c.path).discard(c.path)

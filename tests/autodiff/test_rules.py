@@ -10,10 +10,9 @@ import op_samples
 import pytest
 
 import meshtape as mt
-from meshtape.arrays import OPS
+from meshtape.arrays import OPS, linalg
 from meshtape.arrays.core.dispatch import argument_avals
 from meshtape.arrays.core.op import recording
-from meshtape.arrays.linalg import linalg
 from meshtape.arrays.reductions import sorting
 from meshtape.autodiff.rules import RULES
 

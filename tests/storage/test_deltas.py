@@ -33,6 +33,7 @@ from meshtape.storage.commit import anchor_lock, object_commit
 from meshtape.storage.format import chunk_grid
 from meshtape.storage.format.compression import PackedZstd, ShuffledZstd
 from meshtape.storage.saving import items
+from meshtape.storage.saving import manager as manager_module
 from meshtape.storage.stores import atomic_directory, owners, store
 
 RNG = np.random.default_rng(7)
@@ -607,6 +608,18 @@ def test_turns_in_an_object_store(monkeypatch, owner):
         there.delete([name])
         assert (bases(manager)[number] is None) is (lives and kind == "alone")
     assert len(manager.steps()) == (5 if lives else 3)
+
+
+def test_a_deleter_that_lost_its_turn_while_it_stood_still_deletes_nothing(monkeypatch):
+    home = "memory://turns/lost"
+    run = filled(home, 3, every=9, pack=False)
+    there, before = store.at(f"{home}/{anchor_lock._FOLDER}"), run.steps()
+    monkeypatch.setattr(
+        manager_module, "release", lambda *_: there.delete([n for n in there.files() if n.startswith("alone")])
+    )
+    with pytest.raises(errors.CheckpointError, match="stood still for so long"):
+        run.delete(before[0])
+    assert run.steps() == before
 
 
 def test_a_lock_that_another_does_not_give_back_ends_the_wait(quick, monkeypatch):

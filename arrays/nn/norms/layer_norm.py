@@ -178,10 +178,7 @@ LAYER_NORM_BACKWARD = Op(
     infer_affine_backward,
     nout=3,
     decompose=_decompose_layer_norm_backward,
-    overrides={
-        "numpy": first(ops.layer_norm_backward, _layer_norm_backward),
-        "cupy": row_norms.layer_norm_backward,
-    },
+    overrides={"numpy": first(ops.layer_norm_backward, _layer_norm_backward), "cupy": row_norms.layer_norm_backward},
     params=_PARAMS,
 )
 
@@ -269,10 +266,7 @@ RMS_NORM_BACKWARD = Op(
     lambda op, args, params: infer_affine_backward(op, args, params)[:2],
     nout=2,
     decompose=_decompose_rms_norm_backward,
-    overrides={
-        "numpy": first(ops.rms_norm_backward, _rms_norm_backward),
-        "cupy": row_norms.rms_norm_backward,
-    },
+    overrides={"numpy": first(ops.rms_norm_backward, _rms_norm_backward), "cupy": row_norms.rms_norm_backward},
     params=_PARAMS,
 )
 
@@ -313,13 +307,7 @@ def _operands(
 
 @composite("layer_norm")
 def layer_norm(
-    x: Any,
-    /,
-    normalized_shape: int | Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
-    *,
-    eps: float = 1e-5,
+    x: Any, /, normalized_shape: int | Sequence[int], weight: Any = None, bias: Any = None, *, eps: float = 1e-5
 ) -> Array:
     """Each sample shifted and scaled to mean 0 and variance 1 over its last dimensions (Ba, Kiros and Hinton, 2016).
 

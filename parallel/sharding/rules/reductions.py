@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....arrays.core.op import Op
-from ....arrays.reductions import reduction_ops as r
+from ....arrays.reductions import reductions as r
 from ..factors import Avals, FactorRule, Letters, Outs, Params, rule
 
 # Ranks divide by the number of all elements, so that the mean is the sum of their contributions.

@@ -1,0 +1,125 @@
+"""Derivatives of the functions of ``mt.nn``; legend in ``registry``.
+
+Most ops have a backward op. It has no rule of its own: the engine differentiates its decomposition, which is right at
+every order. Each of the three forms of convolution is the derivative of the other two.
+"""
+
+from __future__ import annotations
+
+from ...arrays.nn import attention as a
+from ...arrays.nn import convolution as c
+from ...arrays.nn import cross_entropy as ce
+from ...arrays.nn import dropout
+from ...arrays.nn import linear_cross_entropy as lce
+from ...arrays.nn import mixture_of_experts as e
+from ...arrays.nn import softmax as s
+from ...arrays.nn.norms import batch_norm, group_norm, layer_norm
+from .registry import call, conj, defvjp, defvjp_all, same
+
+# ----- softmax, attention and losses ----------------------------------------------------------------------------------
+
+defvjp(s.SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.SOFTMAX_BACKWARD, g, ans, axis=axis))
+defvjp(s.LOG_SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.LOG_SOFTMAX_BACKWARD, g, ans, axis=axis))
+
+
+def _cross_entropy(xp, g, logits, labels, ignore_index, label_smoothing):
+    params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return call(xp, ce.CROSS_ENTROPY_BACKWARD, g, logits, labels, **params)
+
+
+defvjp(ce.CROSS_ENTROPY, logits=_cross_entropy)
+
+
+def _attention(xp, g, query, key, value, mask, scale, diagonal):
+    added = bool(mask) and mask[0].dtype.kind != "b"
+    op = a.ATTENTION_BIAS_BACKWARD if added else a.ATTENTION_BACKWARD
+    found = call(xp, op, g, query, key, value, *mask, scale=scale, diagonal=diagonal)
+    return (*found, None) if mask and not added else found
+
+
+defvjp_all(a.ATTENTION, _attention)
+
+
+def _linear_cross_entropy(xp, g, hidden, weight, labels, ans, ignore_index, label_smoothing):
+    params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return *call(xp, lce.LINEAR_CROSS_ENTROPY_BACKWARD, *g, hidden, weight, labels, ans[1], **params), None
+
+
+defvjp_all(lce.LINEAR_CROSS_ENTROPY, _linear_cross_entropy)
+
+# ----- convolution ----------------------------------------------------------------------------------------------------
+
+
+def _conv_x(xp, g, w, x_like, stride, dilation, groups):
+    how = {"stride": stride, "dilation": dilation, "groups": groups}
+    return call(xp, c.CONV_IMAGE, g, conj(xp, w), image=tuple(x_like.shape[2:]), **how)
+
+
+def _conv_w(xp, g, x, w_like, stride, dilation, groups):
+    how = {"stride": stride, "dilation": dilation, "groups": groups}
+    return call(xp, c.CONV_KERNEL, g, conj(xp, x), kernel=tuple(w_like.shape[2:]), **how)
+
+
+def _image_y(xp, g, w, stride, dilation, groups):
+    return call(xp, c.CONV, g, conj(xp, w), stride=stride, dilation=dilation, groups=groups)
+
+
+def _image_w(xp, g, y, w_like, stride, dilation, groups):
+    how = {"stride": stride, "dilation": dilation, "groups": groups}
+    return call(xp, c.CONV_KERNEL, conj(xp, y), g, kernel=tuple(w_like.shape[2:]), **how)
+
+
+def _kernel_y(xp, g, x, stride, dilation, groups):
+    return call(xp, c.CONV, conj(xp, x), g, stride=stride, dilation=dilation, groups=groups)
+
+
+def _kernel_x(xp, g, y, x_like, stride, dilation, groups):
+    how = {"stride": stride, "dilation": dilation, "groups": groups}
+    return call(xp, c.CONV_IMAGE, conj(xp, y), g, image=tuple(x_like.shape[2:]), **how)
+
+
+defvjp(c.CONV, x=_conv_x, w=_conv_w)
+defvjp(c.CONV_IMAGE, y=_image_y, w=_image_w)
+defvjp(c.CONV_KERNEL, y=_kernel_y, x=_kernel_x)
+
+# ----- norms ----------------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(xp, g, x, weight, naxes, eps):
+    return call(xp, layer_norm.LAYER_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
+
+
+def _rms_norm(xp, g, x, weight, naxes, eps):
+    return call(xp, layer_norm.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
+
+
+def _group_norm(xp, g, x, weight, num_groups, axis, eps):
+    return call(xp, group_norm.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
+
+
+def _batch_norm(xp, g, x, weight, axis, eps):
+    return call(xp, batch_norm.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
+
+
+defvjp_all(layer_norm.LAYER_NORM, _layer_norm)
+defvjp_all(layer_norm.RMS_NORM, _rms_norm)
+defvjp_all(group_norm.GROUP_NORM, _group_norm)
+defvjp_all(batch_norm.BATCH_NORM, _batch_norm)
+
+# ----- dropout and experts --------------------------------------------------------------------------------------------
+
+
+def _dropped(xp, g, key, rate, offset, global_shape):
+    return call(xp, dropout.DROPOUT, g, key, rate=rate, offset=offset, global_shape=global_shape)
+
+
+defvjp(dropout.DROPOUT, x=_dropped)
+defvjp(dropout.DROPOUT_ADD, x=_dropped, y=same)
+
+
+def _experts(xp, g, x, chosen, weights, gate, up, down, numbers):
+    dx, dweights, *matrices = call(xp, e.EXPERTS_BACKWARD, g, x, chosen, weights, gate, up, down, numbers)
+    return dx, None, dweights, *matrices, None
+
+
+defvjp_all(e.EXPERTS, _experts)
