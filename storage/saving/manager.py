@@ -346,10 +346,8 @@ class CheckpointManager:
         """Delete the checkpoint of a step: all of it, or nothing that a reader notices.
 
         Deltas from it are rewritten first: the oldest of them becomes plain, and the base of the others. A kill leaves
-        each step whole.
-
-        Refused for the only complete one of the current branch, and where its directory holds what is not the
-        checkpoint's.
+        each step whole. Refused for the only complete one of the current branch, and where its directory holds what is
+        not the checkpoint's.
 
         Examples
         --------
@@ -380,12 +378,9 @@ class CheckpointManager:
                 )
         contents.refuse_strangers(path, contents.beside(path), "only a checkpoint is deleted")
         release(path, complete)
+        if not still_held(self.directory):
+            raise CheckpointError(f"{path} was not deleted: this process stood still for so long that it lost its turn")
         try:
-            if not still_held(self.directory):
-                raise CheckpointError(
-                    f"{self.directory}: this process stood still for so long that others took it for dead and may have "
-                    f"saved deltas from step {step}; it was not deleted, call again"
-                )
             protocol_of(path).discard(path)
         except FileNotFoundError:
             raise NotACheckpoint(f"{path} is gone: another process deleted it at the same time") from None

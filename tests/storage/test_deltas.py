@@ -617,7 +617,7 @@ def test_a_deleter_that_lost_its_turn_while_it_stood_still_deletes_nothing(monke
     monkeypatch.setattr(
         manager_module, "release", lambda *_: there.delete([n for n in there.files() if n.startswith("alone")])
     )
-    with pytest.raises(errors.CheckpointError, match="stood still for so long"):
+    with pytest.raises(errors.CheckpointError, match="was not deleted: this process stood still"):
         run.delete(before[0])
     assert run.steps() == before
 
