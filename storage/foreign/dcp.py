@@ -144,6 +144,7 @@ class DcpTensor:
         held = out if out.flags.c_contiguous else np.empty(shape, self.dtype)
         total = read_into(raw, part, held)[1]
         if not self._fits(path, chunk, place, held):
+            self.generation.check()
             raise self._damaged(path, chunk)
         if held is not out:
             out[...] = held
