@@ -233,7 +233,7 @@ def test_readers_beside_a_writer_get_one_version_or_the_other(place, kind, tmp_p
     with ThreadPoolExecutor(2) as pool:
         reads = [pool.submit(read) for _ in range(2)]
         try:
-            for k in range(1, 9):
+            for k in range(1, 6):
                 write(k % 2)
         finally:
             over.set()
