@@ -1,5 +1,5 @@
-"""Who asks, where the answer depends on it: xarray, and C code that reads an array's number and writes it into memory,
-which cuts off its gradient.
+"""The code that asks, where the answer depends on it: xarray, and C code that reads an array's number and writes it
+into memory, which cuts off its gradient.
 
 Such code and a user's ``float(x)`` both call ``__float__`` from the user's frame. The instruction at which the frame
 stands tells them apart; an unknown one counts as the user's.

@@ -94,9 +94,14 @@ def on_loop(
     return found
 
 
+def is_on_loop(client: Client) -> bool:
+    """Whether this runs on the client's own event loop, where nothing may wait for it."""
+    return asyncio._get_running_loop() is client.loop.asyncio_loop  # type: ignore[attr-defined]
+
+
 def check_thread(client: Client) -> None:
     """Raise :class:`ClusterError` on the client's own event loop, which would wait for itself."""
-    if asyncio._get_running_loop() is client.loop.asyncio_loop:  # type: ignore[attr-defined]
+    if is_on_loop(client):
         raise ClusterError("a mesh cannot be used on the event loop of its Dask client: call this in another thread")
 
 

@@ -6,7 +6,6 @@ computed arrays ``distributed.progress`` and ``distributed.wait``) take our arra
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -97,10 +96,11 @@ def as_collection(buf: ShardedLike) -> da.Array:
 
 def _on_the_clients_loop(mesh: MeshProtocol) -> bool:
     client = getattr(mesh.runtime, "client", None)
-    try:
-        return client is not None and asyncio.get_running_loop() is client.loop.asyncio_loop
-    except RuntimeError:  # no loop runs in this thread
+    if client is None:
         return False
+    from ..dask.workers import is_on_loop
+
+    return is_on_loop(client)
 
 
 def persisted(buf: ShardedLike) -> tuple[Any, tuple[Any, ...]]:
