@@ -47,6 +47,7 @@ class Properties(NamedTuple):
 
     multiprocessors: int
     shared_memory: int  # bytes that one block may have
+    capability: int  # 90 for 9.0
 
 
 class Runner(Protocol):
@@ -90,7 +91,8 @@ class CudaRunner:
         found = self._properties.get(device)
         if found is None:
             wanted = (runtime.cudaDevAttrMultiProcessorCount, runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin)
-            found = self._properties[device] = Properties(*(runtime.deviceGetAttribute(a, device) for a in wanted))
+            numbers = [runtime.deviceGetAttribute(a, device) for a in wanted]
+            found = self._properties[device] = Properties(*numbers, int(self.xp.cuda.Device().compute_capability))
         return found
 
     def address(self, array: Any) -> int:

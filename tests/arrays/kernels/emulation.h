@@ -60,6 +60,10 @@ OWN inline unsigned short to_half(float x)
     return b;
 }
 
+struct Copy {  // of 16 bytes, or of zeros; made when its thread waits for it
+    void* to;
+    const void* from;
+};
 enum State { READY, AT_BARRIER, IN_WARP, DONE };
 enum Kind { NONE, SHUFFLE, BALLOT, SYNC };
 
@@ -71,6 +75,7 @@ struct Fiber {
     unsigned rounds = 0;  // exchanges of the warp so far: the parity says which set of slots is in use
     unsigned syncs = 0;   // and those of them that order memory
     Index index;
+    std::vector<Copy> copies;
 };
 struct Warp {
     unsigned char slots[2][32][16];
@@ -213,6 +218,24 @@ OWN T exchange(Kind kind, unsigned mask, T value, unsigned source_lane)
     return out;
 }
 
+// The values of all lanes of a warp.
+template <class T>
+OWN void of_all_lanes(const T& value, T (&out)[32])
+{
+    exchange(SHUFFLE, 0xffffffffu, value, 0);
+    const Unwatched here;
+    const Warp& w = warps[current / 32];
+    for (unsigned i = 0; i < 32; ++i) std::memcpy(&out[i], w.slots[(fibers[current].rounds - 1) & 1][i], sizeof value);
+}
+
+OWN inline void copy_later(void* to, const void* from)
+{
+    const Unwatched here;
+    if (((uintptr_t)to | (uintptr_t)from) % 16) fail("a misaligned copy");
+    fibers[current].copies.push_back(Copy{to, from});
+}
+OWN inline void wait_for_copies();
+
 OWN inline void on_signal(int signal, siginfo_t*, void*)
 {
     fail(signal == SIGILL ? "a misaligned or undefined operation" : "an illegal memory access");
@@ -315,6 +338,18 @@ UNSEEN inline void access(const void* address, size_t n, bool write, bool atomic
 }
 UNSEEN inline void atomically(const void* p, size_t n) { access(p, n, true, true); }
 
+OWN inline void wait_for_copies()
+{
+    for (const Copy& c : fibers[current].copies) {
+        if (c.from) access(c.from, 16, false, false);
+        access(c.to, 16, true, false);
+        const Unwatched here;
+        if (c.from) std::memcpy(c.to, c.from, 16);
+        else std::memset(c.to, 0, 16);
+    }
+    fibers[current].copies.clear();
+}
+
 // ----- launches --------------------------------------------------------------------------------------------------------
 
 OWN inline void bound_threads(unsigned most, unsigned = 0)
@@ -342,6 +377,7 @@ OWN inline void run_blocks(long long next, long long last, bool descending)
             resume(at);
             const unsigned slot = at / width;
             Block& b = blocks[slot];
+            if (fibers[at].state == DONE && !fibers[at].copies.empty()) fail("a copy that nothing waits for");
             if (fibers[at].state == DONE) --warps[at / 32].alive, ++b.done;
             if (fibers[at].state == AT_BARRIER) ++b.waiting;
             if (b.done == n) {
@@ -493,6 +529,8 @@ OWN inline unsigned __ballot_sync(unsigned mask, bool p)
     return out;
 }
 
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __float_as_uint(float x) { unsigned u; std::memcpy(&u, &x, 4); return u; }

@@ -134,7 +134,7 @@ class Emulator:
         self.cache = cache
         self.descending = descending
         self.seed = seed
-        self.device = Properties(multiprocessors=3, shared_memory=227 << 10)
+        self.device = Properties(multiprocessors=3, shared_memory=227 << 10, capability=90)
         self.blocks: range | None = None
         self.noted: set[tuple[str, str]] | None = None
         self.launched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []

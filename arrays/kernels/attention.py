@@ -1,0 +1,154 @@
+"""Attention of floats of two bytes on CUDA's tensor cores, without the matrix of the weights.
+
+Of calls that the kernels do not serve these functions return None: other dtypes, heads of more than 128 elements,
+queries that broadcast, several masks, a device before compute capability 8.0 or with little shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .geometry import MAX_GRID, ceil_div
+from .launch import contiguous, i64, named, runner
+
+FILE = "attention.cu"
+THREADS, ROWS = 256, 128
+WIDTHS = (32, 64, 128)
+DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+NOTHING = np.uint64(0)
+"""The address of an operand that is not there."""
+
+
+def variants() -> Iterator[tuple[str, str]]:
+    """File and name of every kernel that these functions may start."""
+    for d in DTYPES:
+        for width in WIDTHS:
+            for kernel in ("forward", "backward_queries", "backward_keys"):
+                yield FILE, named(f"attention_{kernel}", d, width)
+        yield FILE, named("attention_poison", d)
+
+
+def _repeated(lead: Sequence[int], whole: Sequence[int]) -> tuple[int, int] | None:
+    """How an operand with these leading dimensions serves all batches: each of its own serves so many neighbours, and
+    after so many it begins again. None where it is not so regular.
+
+    >>> _repeated((2, 4, 1), (2, 4, 3)), _repeated((1, 4, 1), (2, 4, 3)), _repeated((), (2, 3))
+    ((3, 8), (3, 4), (6, 1))
+    >>> _repeated((2, 1, 3), (2, 4, 3)) is None
+    True
+    """
+    lead = (1,) * (len(whole) - len(lead)) + tuple(lead)
+    full = [i for i, n in enumerate(lead) if n > 1]
+    if not full:
+        return math.prod(whole), 1
+    run = slice(full[0], full[-1] + 1)
+    return (math.prod(whole[run.stop :]), math.prod(lead[run])) if lead[run] == tuple(whole[run]) else None
+
+
+class _Call(NamedTuple):
+    """A call as the kernels take it."""
+
+    q: Any
+    k: Any
+    v: Any
+    lead: tuple[int, ...]
+    width: int  # of the tiles
+    numbers: list[Any]
+    masked: bool  # some tiles may be left out
+    keys: int  # batches of keys and values
+
+    def start(self, kernel: str, arguments: Sequence[Any], length: int, batches: int, tiles: int, more: int) -> None:
+        """Start a kernel for blocks of rows out of ``length``, with so many tiles' rows and more bytes shared."""
+        shared = tiles * (self.width + 8) * 2 + more
+        grid = (batches * ceil_div(length, ROWS), 1, 1)
+        name = named(f"attention_{kernel}", self.q.dtype, self.width)
+        runner().launch(FILE, name, grid, (THREADS, 1, 1), [*arguments, *self.numbers], shared)
+
+    def poison(self, x: Any) -> Any:
+        """Zeros for each batch and column of an operand, NaN for those with an element that is not finite."""
+        r = runner()
+        batches, rows, width = math.prod(x.shape[:-2]), *x.shape[-2:]
+        out = r.xp.zeros((batches, width), np.float32)
+        parts = max(1, min(ceil_div(rows * width // 8, 4 * THREADS), ceil_div(4 * r.properties().multiprocessors, batches)))
+        arguments = [x, out, np.int32(rows), np.int32(width), np.int32(parts)]
+        r.launch(FILE, named("attention_poison", x.dtype), (batches * parts, 1, 1), (THREADS, 1, 1), arguments)
+        return out
+
+
+def _padded(x: Any) -> Any:
+    """Rows of a length that 8 divides, which begin where the device loads 16 bytes."""
+    r, n = runner(), x.shape[-1]
+    if n % 8:
+        out = r.xp.zeros((*x.shape[:-1], ceil_div(n, 8) * 8), x.dtype)
+        out[..., :n] = x
+        return out
+    x = contiguous(x)
+    return r.xp.array(x) if r.address(x) % 16 else x
+
+
+def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagonal: int | None) -> _Call | None:
+    (rows, d), (keys, e) = q.shape[-2:], v.shape[-2:]
+    lead = np.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, *mask)))
+    batches = math.prod(lead)
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or q.shape[:-2] != lead or len(mask) > 1:
+        return None
+    if not 0 < max(d, e) <= WIDTHS[-1] or not min(batches, rows, keys, d, e) or rows + keys >= 2**30:
+        return None
+    kv, of_values = _repeated(k.shape[:-2], lead), _repeated(v.shape[:-2], lead)
+    seen: tuple[int, int] | None = (1, 1)
+    if mask:
+        seen = _repeated(mask[0].shape[:-2], lead)
+    properties = runner().properties()
+    width = next(n for n in WIDTHS if n >= max(d, e))
+    if kv is None or kv != of_values or seen is None or batches * ceil_div(max(rows, keys), ROWS) > MAX_GRID:
+        return None
+    if properties.capability < 80 or properties.shared_memory < 384 * (width + 8) * 2 + 256:
+        return None
+    diagonal = keys if diagonal is None else max(-rows, min(diagonal, keys))
+    masks: list[Any] = [NOTHING, np.int32(0), *map(i64, (1, 1, 0, 0, 0))]
+    if mask:
+        m = contiguous(mask[0] if mask[0].dtype.kind == "b" else mask[0].astype(np.float32, copy=False))
+        m = m.reshape((1,) * (2 - m.ndim) + m.shape) if m.ndim < 2 else m
+        steps = (m.shape[-1] if m.shape[-2] > 1 else 0), int(m.shape[-1] > 1)
+        masks = [m, np.int32(1 + (m.dtype.kind != "b")), *map(i64, (*seen, m.shape[-2] * m.shape[-1], *steps))]
+    q, k, v = _padded(q), _padded(k), _padded(v)
+    sizes = (*map(np.int32, (rows, keys, q.shape[-1], v.shape[-1])), np.float32(scale), np.int32(diagonal))
+    numbers = [*sizes, *map(i64, kv), *masks]
+    return _Call(q, k, v, lead, width, numbers, diagonal < keys, kv[1])
+
+
+def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | None) -> Any:
+    """See :data:`meshtape.arrays.nn.attention.ATTENTION`; None where the kernels do not serve the call."""
+    call = _prepared(q, k, v, mask, scale, diagonal)
+    if call is None:
+        return None
+    rows, e = q.shape[-2], v.shape[-1]
+    out = runner().xp.empty((*call.lead, rows, call.v.shape[-1]), q.dtype)
+    poison = call.poison(call.v) if call.masked else NOTHING
+    call.start("forward", [call.q, call.k, call.v, out, poison], rows, math.prod(call.lead), ROWS + 4 * 64, 0)
+    return out[..., :e]
+
+
+def attention_backward(
+    g: Any, q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | None
+) -> tuple[Any, Any, Any] | None:
+    """See :data:`meshtape.arrays.nn.attention.ATTENTION_BACKWARD`; None where the kernels do not serve the call."""
+    call = _prepared(q, k, v, mask, scale, diagonal) if g.dtype == q.dtype else None
+    if call is None:
+        return None
+    xp, rows, keys, batches = runner().xp, q.shape[-2], k.shape[-2], math.prod(call.lead)
+    g = _padded(g)
+    operands = call.q, call.k, call.v, g
+    q_poison, k_poison, v_poison, g_poison = map(call.poison, operands) if call.masked else [NOTHING] * 4
+    dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in operands[:3])
+    sums, means = (xp.empty((batches, rows), np.float32) for _ in range(2))
+    arguments = [*operands, dq, sums, means, k_poison, v_poison]
+    call.start("backward_queries", arguments, rows, batches, 2 * ROWS + 4 * 32, 0)
+    arguments = [*operands, dk, dv, sums, means, q_poison, g_poison, i64(batches)]
+    call.start("backward_keys", arguments, keys, call.keys, 2 * ROWS + 4 * 32, 2 * 32 * 4)
+    return tuple(x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))  # type: ignore
