@@ -74,7 +74,9 @@ class _Call(NamedTuple):
         r = runner()
         batches, rows, width = math.prod(x.shape[:-2]), *x.shape[-2:]
         out = r.xp.zeros((batches, width), np.float32)
-        parts = max(1, min(ceil_div(rows * width // 8, 4 * THREADS), ceil_div(4 * r.properties().multiprocessors, batches)))
+        parts = max(
+            1, min(ceil_div(rows * width // 8, 4 * THREADS), ceil_div(4 * r.properties().multiprocessors, batches))
+        )
         arguments = [x, out, np.int32(rows), np.int32(width), np.int32(parts)]
         r.launch(FILE, named("attention_poison", x.dtype), (batches * parts, 1, 1), (THREADS, 1, 1), arguments)
         return out

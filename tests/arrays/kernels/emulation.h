@@ -75,7 +75,8 @@ struct Fiber {
     unsigned rounds = 0;  // exchanges of the warp so far: the parity says which set of slots is in use
     unsigned syncs = 0;   // and those of them that order memory
     Index index;
-    std::vector<Copy> copies;
+    Copy copies[64];
+    unsigned under_way = 0;  // of them
 };
 struct Warp {
     unsigned char slots[2][32][16];
@@ -230,9 +231,10 @@ OWN void of_all_lanes(const T& value, T (&out)[32])
 
 OWN inline void copy_later(void* to, const void* from)
 {
-    const Unwatched here;
+    Fiber& f = fibers[current];
     if (((uintptr_t)to | (uintptr_t)from) % 16) fail("a misaligned copy");
-    fibers[current].copies.push_back(Copy{to, from});
+    if (f.under_way == 64) fail("more copies under way than the emulation keeps");
+    f.copies[f.under_way++] = Copy{to, from};
 }
 OWN inline void wait_for_copies();
 
@@ -340,14 +342,16 @@ UNSEEN inline void atomically(const void* p, size_t n) { access(p, n, true, true
 
 OWN inline void wait_for_copies()
 {
-    for (const Copy& c : fibers[current].copies) {
+    Fiber& f = fibers[current];
+    for (unsigned i = 0; i < f.under_way; ++i) {
+        const Copy c = f.copies[i];
         if (c.from) access(c.from, 16, false, false);
         access(c.to, 16, true, false);
         const Unwatched here;
         if (c.from) std::memcpy(c.to, c.from, 16);
         else std::memset(c.to, 0, 16);
     }
-    fibers[current].copies.clear();
+    f.under_way = 0;
 }
 
 // ----- launches --------------------------------------------------------------------------------------------------------
@@ -377,7 +381,7 @@ OWN inline void run_blocks(long long next, long long last, bool descending)
             resume(at);
             const unsigned slot = at / width;
             Block& b = blocks[slot];
-            if (fibers[at].state == DONE && !fibers[at].copies.empty()) fail("a copy that nothing waits for");
+            if (fibers[at].state == DONE && fibers[at].under_way) fail("a copy that nothing waits for");
             if (fibers[at].state == DONE) --warps[at / 32].alive, ++b.done;
             if (fibers[at].state == AT_BARRIER) ++b.waiting;
             if (b.done == n) {

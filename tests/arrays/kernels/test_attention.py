@@ -8,13 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import meshtape as mt
 from meshtape.arrays.kernels import attention as kernels
 from meshtape.arrays.nn.attention import ATTENTION, ATTENTION_BACKWARD
 
 SHORT = [pytest.param(np.float16, marks=pytest.mark.slow), ml_dtypes.bfloat16]
 
 
-def both(close: Any, *operands: np.ndarray, diagonal: int | None = None, scale: float = 0.3, seed: int = 7) -> list[Any]:
+def both(
+    close: Any, *operands: np.ndarray, diagonal: int | None = None, scale: float = 0.3, seed: int = 7
+) -> list[Any]:
     """The kernels' result and cotangents, compared with those of the ops in float64."""
     q, *_ = operands
     params = {"scale": scale, "diagonal": diagonal}
@@ -38,8 +41,97 @@ def operands(place: Any, dtype: Any, q: tuple[int, ...], k: tuple[int, ...], e: 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(
-    ("q", "k", "e"), [((1, 1), (1, 1), 1), ((2, 9, 24), (2, 70, 24), 24), ((130, 64), (33, 64), 40), ((5, 100), (66, 100), 128)]
+    ("q", "k", "e"),
+    [((1, 1), (1, 1), 1), ((2, 9, 24), (2, 70, 24), 24), ((130, 64), (33, 64), 40), ((5, 100), (66, 100), 128)],
 )
 @pytest.mark.parametrize("diagonal", [None, 0, 3])
-def test_values_and_cotangents(emulator: Any, place: Any, close: Any, dtype: Any, q: Any, k: Any, e: int, diagonal: Any) -> None:
+def test_values_and_cotangents(
+    emulator: Any, place: Any, close: Any, dtype: Any, q: Any, k: Any, e: int, diagonal: Any
+) -> None:
     both(close, *operands(place, dtype, q, k, e), diagonal=diagonal)
+
+
+@pytest.mark.parametrize("lead", [(2, 2), (1, 2), (2, 1), ()])
+@pytest.mark.parametrize("kind", ["truths", "numbers"])
+def test_masks(emulator: Any, place: Any, close: Any, kind: str, lead: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = operands(place, ml_dtypes.bfloat16, (2, 2, 18, 16), (2, 2, 40, 16), 16)
+    for square, diagonal in (((18, 40), None), ((1, 40), 5), ((18, 1), None)):
+        seen = rng.random((*lead, *square)) < 0.6
+        seen[..., 0, :] &= square[0] == 1  # a query that sees nothing gets zeros
+        mask = seen if kind == "truths" else np.where(seen, rng.normal(size=seen.shape), -np.inf).astype(np.float32)
+        out, *_ = both(close, q, k, v, place(mask, mask.dtype), diagonal=diagonal)
+        assert square[0] == 1 or not out[..., 0, :].any()
+
+
+@pytest.mark.parametrize(
+    ("q", "k"), [((2, 2, 2, 9, 16), (2, 2, 1, 9, 16)), ((2, 3, 9, 16), (3, 9, 16)), ((2, 2, 40, 8), (140, 8))]
+)
+def test_keys_that_serve_several_heads(emulator: Any, place: Any, close: Any, q: Any, k: Any) -> None:
+    for diagonal in (None, 0):
+        both(close, *operands(place, ml_dtypes.bfloat16, q, k, 16), diagonal=diagonal)
+
+
+@pytest.mark.parametrize("diagonal", [0, 40, -3, -200])
+def test_several_blocks_of_which_some_see_nothing(emulator: Any, place: Any, close: Any, diagonal: int) -> None:
+    q, k, v = operands(place, ml_dtypes.bfloat16, (150, 32), (270, 32), 32)
+    out, *slopes = both(close, q, k, v, diagonal=diagonal)
+    if diagonal == -200:
+        assert not any(x.any() for x in (out, *slopes))
+
+
+def test_large_scores(emulator: Any, place: Any, close: Any) -> None:
+    q, k, v = operands(place, ml_dtypes.bfloat16, (9, 16), (70, 16), 16)
+    q[0] = 300
+    q[1:3] = -300
+    both(close, q, k, v, scale=1.0, diagonal=61)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("diagonal", [None, 1])
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_that_are_not_finite(emulator: Any, place: Any, which: int, diagonal: int | None, value: float) -> None:
+    """They reach what they reach where the whole matrix of the weights is made, through keys that are hidden, too; and
+    at most what they reach in the ops, where a row of scores with a NaN has weights of NaN."""
+
+    def lost(*arrays: Any) -> list[np.ndarray]:
+        return [~np.isfinite(np.asarray(a, np.float64)) for a in arrays]
+
+    given = operands(place, ml_dtypes.bfloat16, (20, 16), (140, 16), 16)
+    g = place(np.random.default_rng(5).normal(size=(20, 16)), ml_dtypes.bfloat16)
+    (*given, g)[which][3 if which in (0, 3) else 100, 2] = value
+    params = {"scale": 0.3, "diagonal": diagonal}
+    slopes, *wide = (x.astype(np.float64) for x in (g, *given))
+    found = lost(kernels.attention(*given, **params), *kernels.attention_backward(g, *given, **params))
+    tiled = lost(ATTENTION.numpy(*wide, **params), *ATTENTION_BACKWARD.numpy(slopes, *wide, **params))
+    slopes, *wide = map(mt.asarray, (slopes, *wide))
+    whole = lost(ATTENTION.decompose(*wide, **params), *ATTENTION_BACKWARD.decompose(slopes, *wide, **params))
+    for name, x, least, most in zip(("out", "q", "k", "v"), found, whole, tiled, strict=True):
+        assert not (least & ~x).any(), name
+        assert not (x & ~least & ~most).any(), name
+
+
+def test_calls_that_are_not_served(emulator: Any, place: Any) -> None:
+    b = ml_dtypes.bfloat16
+
+    def served(q: Any, k: Any, v: Any, *mask: Any) -> bool:
+        return kernels.attention(q, k, v, *mask, scale=1.0, diagonal=None) is not None
+
+    q, k, v = operands(place, b, (2, 3, 4, 8), (2, 3, 5, 8), 8)
+    assert served(q, k, v)
+    assert not served(*(x.astype(np.float32) for x in (q, k, v)))
+    assert not served(q, k, v.astype(np.float16))
+    assert not served(q[:1], k, v)  # a query that broadcasts
+    assert not served(q, k[:, :1], v)  # keys and values that serve differently
+    assert not served(*operands(place, b, (4, 136), (5, 136), 8))
+    assert not served(q, k[..., :0, :], v[..., :0, :])
+    q, k, v = operands(place, b, (2, 3, 2, 4, 8), (2, 1, 2, 5, 8), 8)
+    assert not served(q, k, v)  # keys of two dimensions apart
+    emulator.device = emulator.device._replace(capability=75)
+    assert not served(*operands(place, b, (4, 8), (5, 8), 8))
+
+
+def test_memory_that_is_not_aligned(emulator: Any, place: Any, close: Any) -> None:
+    q, k, v = (place(np.random.default_rng(i).normal(size=(7, 24)), ml_dtypes.bfloat16) for i in range(3))
+    both(close, q[:, 3:19], k[:, 1:17], v[:, 8:])
