@@ -8,7 +8,7 @@ and logits whose classes are split over ranks: there each rank looks for the lab
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -139,16 +139,12 @@ def _decompose_backward(
     return astype(where(valid, scale * (softmax(x) - target), 0.0), logits.dtype, copy=False)
 
 
-def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[1].shape, _wide(args[0].dtype))
-
-
 _PARAMS = {"ignore_index": LABEL, "label_smoothing": FRACTION}
 CROSS_ENTROPY = Op(
     "cross_entropy",
     ("logits", "labels"),
     _cross_entropy,
-    _infer,
+    lambda op, args, params: ShapeDtype(args[1].shape, _wide(args[0].dtype)),
     decompose=_decompose,
     overrides={"numpy": first(ops.cross_entropy, _cross_entropy), "cupy": softmaxes.cross_entropy},
     params=_PARAMS,
