@@ -29,16 +29,15 @@ from .lock import held
 from .logging.meter import Meter
 from .logging.progress import METADATA_KEY, Progress, TrainResult
 from .logging.reporting import Reporting
-from .nonfinite import OnNonFinite, Watch
+from .nonfinite import NonFiniteStep, OnNonFinite, Watch
 from .precision import Precision
 from .recovery import Recovery
-from .run_checkpoints import RunCheckpoints
 from .session import Session
 from .stages import Pipelining, session_of
 from .step import Loss, TrainingConfig
 
 
-class Trainer(RunCheckpoints):
+class Trainer:
     """Trains parameters with any loss over trees, on one device or on a mesh.
 
     Parameters
@@ -409,8 +408,8 @@ class Trainer(RunCheckpoints):
         """Run all steps. Returns the reason for the end."""
         at = self.progress
         meter = Meter(self.session.mesh)
-        if self._done():
-            return self._done() or ""
+        if (reason := self._done()) is not None:
+            return reason
         if self.snapshot_every is not None:
             self.recovery.take_snapshot()
         self.session.go()
@@ -430,9 +429,9 @@ class Trainer(RunCheckpoints):
                     self._read(meter)
                 if self.held_out is not None and self.eval_every and at.step % self.eval_every == 0:
                     self._evaluate()
-                reason = reason or self._interrupted()
-                if reason:
-                    return reason
+                stopped = self._reason if self.signals.received is None else self.signals.received.name
+                if reason or stopped:
+                    return reason or stopped
                 if save:
                     self._save()
                 elif self.snapshot_every is not None and at.step % self.snapshot_every == 0:
@@ -455,11 +454,6 @@ class Trainer(RunCheckpoints):
                 return "epochs"
         return None
 
-    def _interrupted(self) -> str | None:
-        if self.signals.received is not None:
-            return self.signals.received.name
-        return self._reason
-
     def _finish(self, reason: str) -> None:
         at = self.progress
         last = self.history[-1] if self.history else {"step": -1}
@@ -476,6 +470,64 @@ class Trainer(RunCheckpoints):
                 self.landed(wait=True)
         for c in self.callbacks:
             c.on_stop(self, reason)
+
+    # ----- checkpoints: at most one is being written, and one counts once it is complete ------------------------------
+
+    def newest(self) -> str | None:
+        """The newest complete checkpoint of this run."""
+        return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
+
+    def saving_at(self) -> int | None:
+        """Step of the newest checkpoint that was begun."""
+        return self.saved_at if self._saving is None else self._saving[0]
+
+    def _go_back(self, path: str) -> None:
+        """Where the state just loaded is that of an earlier checkpoint of this run, the next one goes on from it."""
+        c, step = self.checkpoints, self.progress.step
+        if c is not None and Path(path).absolute() == Path(c.path(step)).absolute():
+            c.rollback(step)
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        at = self.position()
+        if not self.session.finite():
+            raise NonFiniteStep(f"the parameters are not finite after step {at.step}, and are not saved", at.consumed)
+        last = self.history[-1] if self.history else {}
+        metrics = {n: v for n, v in last.items() if n != "step" and isinstance(v, int | float)}
+        self.landed(wait=self.checkpoints.when_busy == "wait")
+        done = self.checkpoints.save(
+            at.step, self.state, {METADATA_KEY: dataclasses.asdict(at)}, metrics=metrics, overwrite=True
+        )
+        if done is None:  # left out, as the one before is still being written
+            return
+        if self._saving is not None:  # it was complete just now
+            self._saved(self._saving[0])
+        if isinstance(done, SaveHandle):
+            self._saving = (at.step, done)
+        else:
+            self._saved(at.step)
+
+    def landed(self, wait: bool = False) -> None:
+        """Record the background checkpoint if it is complete. Raises its error."""
+        if self._saving is None or not (wait or self._saving[1].done()):
+            return
+        (step, _), self._saving = self._saving, None
+        self.checkpoints.wait()  # type: ignore[union-attr]
+        self._saved(step)
+
+    def _saved(self, step: int) -> None:
+        self.saved_at = step
+        self.report.note()  # a save may land while the run restarts
+        for c in self.callbacks:
+            c.on_save(self, self.checkpoints.path(step))  # type: ignore[union-attr]
+
+    def _let_land(self) -> None:
+        """Nothing is being written when the run ends. A run that ends well has waited before: this is for one that ends
+        by another error."""
+        try:
+            self.landed(wait=True)
+        except Exception as e:
+            self.report.display.say(f"a background save failed: {e}")
 
     # ----- numbers ----------------------------------------------------------------------------------------------------
 
