@@ -71,7 +71,6 @@ from .statistics.statistics import bincount, histogram, nanmax, nanmean, nanmin,
 # The class of core gets its interface.
 for _part in (_Methods, _Protocols, _Values):
     _attach(_part)
-numpy_protocol.add_methods()
 numpy_keywords.add_keywords()
 
 lib = _np.lib  # whose sliding_window_view xarray looks for in the namespace of an array; it hands its call over

@@ -8,8 +8,6 @@ stays in the first caches, and scratch that is made once, make it four times as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 _LIMIT = np.float32(3.93)
@@ -46,27 +44,13 @@ _Q = tuple(
 
 def erf32(x: np.ndarray) -> np.ndarray:
     """``erf(x)`` of a float32 array."""
-    return in_blocks(erf_into, x, scratch=3)
-
-
-def in_blocks(fn: Callable[..., None], *arrays: np.ndarray, scratch: int) -> np.ndarray:
-    """``fn(*blocks, out, *scratch)`` on blocks of float32 arrays of one shape: a new array of that shape."""
-    # The cotangent of a sum repeats one number: it is passed as that number, and never written out.
-    repeated = [a.size > 1 and not any(a.strides) for a in arrays]
-    flat = [
-        a[(0,) * a.ndim].reshape(()) if r else np.ascontiguousarray(a).reshape(-1)
-        for a, r in zip(arrays, repeated, strict=True)
-    ]
-    out = np.empty(arrays[0].size, np.float32)
-    spare = [np.empty(min(BLOCK, out.size), np.float32) for _ in range(scratch)]
+    flat = np.ascontiguousarray(x).reshape(-1)
+    out = np.empty(flat.size, np.float32)
+    scratch = [np.empty(min(BLOCK, out.size), np.float32) for _ in range(3)]
     for i in range(0, out.size, BLOCK):
         o = out[i : i + BLOCK]
-        fn(
-            *[a if r else a[i : i + BLOCK] for a, r in zip(flat, repeated, strict=True)],
-            o,
-            *[s[: o.size] for s in spare],
-        )
-    return out.reshape(arrays[0].shape)
+        erf_into(flat[i : i + BLOCK], o, *[s[: o.size] for s in scratch])
+    return out.reshape(x.shape)
 
 
 def erf_into(x: np.ndarray, out: np.ndarray, t: np.ndarray, p: np.ndarray, q: np.ndarray) -> None:

@@ -43,25 +43,6 @@ def row_blocks(xp: Any, shape: tuple[int, ...], axis: int) -> tuple[tuple[int, .
     )
 
 
-def by_rows(xp: Any, fn: Callable[..., None], axis: int, dtype: np.dtype, *operands: Any) -> Any:
-    """An array of ``dtype``: ``fn(xp, out, *blocks)`` computes it in the wide dtype, with rows along dimension 1 of
-    each block."""
-    shape = operands[0].shape
-    folded, keys = row_blocks(xp, shape, axis)
-    out = xp.empty(shape, dtype)
-    work = wide(dtype)
-    parts = [a.reshape(folded) for a in operands]
-    into = out.reshape(folded)
-    with np.errstate(all="ignore"):  # inf - inf and 0 / 0 are answers here
-        for key in keys:
-            o = into[key]
-            target = o if dtype == work else xp.empty(o.shape, work)
-            fn(xp, target, *[xp.ascontiguousarray(p[key], dtype=work) for p in parts])
-            if target is not o:
-                o[...] = target
-    return out
-
-
 def row_sums(xp: Any, x: Any) -> Any:
     """Sums along dimension 1 of a block, kept."""
     if xp is np and x.ndim == 2:
@@ -129,13 +110,3 @@ def add_outer(xp: Any, out: Any, column: Any, row: Any) -> None:
             update(1.0, row, column[i : i + step], a=out[i : i + step].T, overwrite_a=True)
     else:
         out += column[:, None] * row
-
-
-def less(xp: Any, x: Any, column: Any, out: Any) -> None:
-    """``out = x - column`` for a block and one number a row of it (dimension 1 kept)."""
-    if xp is np and x.ndim == 2 and x.dtype.char in "fd" and x.size >= 4096:
-        # A copy and an update in place take half of the time that NumPy's broadcasting takes.
-        np.copyto(out, x)
-        add_outer(xp, out, -column[:, 0], np.ones(x.shape[1], x.dtype))
-    else:
-        xp.subtract(x, column, out=out)

@@ -16,7 +16,7 @@ import numpy as np
 
 from .array import Array, ids
 from .devices import Device
-from .dtypes import FIRST_USER_DTYPE
+from .dtypes import FIRST_USER_DTYPE, is_low_precision
 from .errors import (
     ConcurrentWriteError,
     DeviceError,
@@ -27,7 +27,7 @@ from .errors import (
     TracedValueError,
     type_of_ours,
 )
-from .op import NO_PARAMS, Op, ShapeDtype, state
+from .op import NO_PARAMS, OPS, Op, ShapeDtype, not_recording, state
 from .program import Const, Program, Site
 
 compiled: Any
@@ -307,6 +307,20 @@ def apply_general(op: Op, args: tuple[Any, ...], params: Mapping[str, Any] = NO_
         first = next((b for a, b in zip(args, bufs, strict=True) if type(a) is Array), None)
         outs = _computed(_backend_of(first), op, args, bufs, params)
     return _finished(op, args, bufs, outs, params)
+
+
+def at_once(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation of the op ``name`` that is a function of Arrays; of short floats the op itself in float32."""
+
+    def impl(xp: Any, *bufs: Any, **params: Any) -> Any:
+        dtypes = [b.dtype for b in bufs if hasattr(b, "dtype")]
+        if all(map(is_low_precision, dtypes)):
+            wide = [b.astype(np.float32) if hasattr(b, "dtype") else b for b in bufs]
+            return OPS[name].bind(xp)(*wide, **params).astype(np.result_type(*dtypes))
+        with not_recording(), np.errstate(all="ignore"):  # inf - inf and 0 / 0 are answers here
+            return fn(*(wrap(b) if hasattr(b, "dtype") else b for b in bufs), **params)._buf
+
+    return impl
 
 
 def check_devices(op: Op, args: tuple[Any, ...]) -> None:

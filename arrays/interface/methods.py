@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -122,31 +119,8 @@ _INSTEAD = {
     "view": "x.astype(dtype) converts the numbers; np.asarray(x).view(dtype) reads their bytes anew",
 }
 
-# The methods that are functions of the namespace, with NumPy's arguments.
+# The methods that are functions of the namespace.
 FUNCTIONS = (
     "all any argmax argmin argpartition argsort clip conj conjugate cumprod cumsum diagonal dot max mean min "
     "nonzero prod ptp repeat round searchsorted sort squeeze std sum swapaxes take trace var"
 )
-
-
-def method(name: str, fn: Callable[..., Any], numpys: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as a method. Arguments that it lacks, or has elsewhere, are read as those of NumPy's function."""
-
-    def call(self: Array, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(self, *args, **kwargs)
-        except TypeError:
-            try:
-                _signature(fn).bind(self, *args, **kwargs)
-            except TypeError:
-                pass
-            else:
-                raise
-        return numpys(self, *args, **kwargs)
-
-    call.__name__, call.__qualname__, call.__doc__ = name, f"Array.{name}", fn.__doc__
-    call.__signature__ = _signature(fn)  # type: ignore[attr-defined]
-    return call
-
-
-_signature = functools.cache(inspect.signature)

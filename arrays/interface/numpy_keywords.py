@@ -17,9 +17,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ..core.array import Array
 from ..core.dispatch import Symbol
 from ..core.errors import FOREIGN_ERRORS, MeshtapeError, NumPyFunctionError, type_of_ours
 from ..ops import element_rows
+from .methods import FUNCTIONS
 from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_ufunc
 
 
@@ -127,3 +129,5 @@ def add_keywords() -> None:
                     known[fn] = guarded(name, fn, getattr(theirs, name, None), room)
                     known[fn].__module__ = own.__name__  # where pickle finds it: the defining module has the plain one
                 setattr(own, name, known[fn])
+    for name in FUNCTIONS.split():
+        setattr(Array, name, getattr(ours, name))

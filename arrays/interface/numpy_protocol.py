@@ -27,7 +27,6 @@ from ..core.op import OPS
 from ..indexing.indexing import is_view
 from ..ops.creation import asarray
 from ..ops.manipulation import astype, reshape
-from .methods import FUNCTIONS, method
 from .values import _replace
 
 # NumPy's names of parameters that ours call otherwise.
@@ -511,21 +510,6 @@ def _as_ours(out: Any, device: Any) -> Any:
     if type(out) in (list, tuple):
         return type(out)(_as_ours(o, device) for o in out)
     return out
-
-
-def _through_protocol(fn: Any) -> Callable[..., Any]:
-    """NumPy's function for an Array: a ufunc itself, any other through `array_function`."""
-    return (
-        fn
-        if isinstance(fn, np.ufunc)
-        else lambda x, *args, **kwargs: array_function(x, fn, (Array,), (x, *args), kwargs)
-    )
-
-
-def add_methods() -> None:
-    """Give ``Array`` the methods that are functions of the namespace, once that has them."""
-    for name in FUNCTIONS.split():
-        setattr(Array, name, method(name, getattr(_namespace(), name), _through_protocol(getattr(np, name))))
 
 
 Array.__array_ufunc__ = array_ufunc

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -235,18 +236,14 @@ def _composed(
     q: Array,
     k: Array,
     v: Array,
-    mask: Sequence[Array],
+    *mask: Array,
     scale: float,
     diagonal: int | None,
     drop: Callable[[Array], Array] = lambda weights: weights,
 ) -> Array:
     dtype = result_type(q.dtype, k.dtype, v.dtype)
-    q, k, v, *mask = _widened(q, k, v, *mask)
-    return astype(matmul(drop(_whole_weights(q, k, mask, scale, diagonal)), v), dtype, copy=False)
-
-
-def _decompose(query: Array, key: Array, value: Array, *mask: Array, scale: float, diagonal: int | None) -> Array:
-    return _composed(query, key, value, mask, scale, diagonal)
+    q, k, v, *wide = _widened(q, k, v, *mask)
+    return astype(matmul(drop(_whole_weights(q, k, wide, scale, diagonal)), v), dtype, copy=False)
 
 
 def _summed_to(x: Array, like: Array) -> Array:
@@ -269,19 +266,14 @@ def _decompose_backward(
 
 
 def _backward_op(name: str, nout: int) -> Op:
-    def impl(*args: Any, **params: Any) -> Any:
-        return _backward(nout, *args, **params)
-
-    def decompose(*args: Any, **params: Any) -> Any:
-        return _decompose_backward(nout, *args, **params)
-
+    impl, decompose = partial(_backward, nout), partial(_decompose_backward, nout)
     operands = ("g", "query", "key", "value", "*mask")
     return Op(name, operands, impl, _infer_backward, nout=nout, decompose=decompose, params=PARAMS)
 
 
 # params: what the scores are multiplied by; and the last key that the first query may see (None: each sees all).
 PARAMS = {"scale": NUMBER, "diagonal": LABEL}
-ATTENTION = Op("attention", ("query", "key", "value", "*mask"), _attention, _infer, decompose=_decompose, params=PARAMS)
+ATTENTION = Op("attention", ("query", "key", "value", "*mask"), _attention, _infer, decompose=_composed, params=PARAMS)
 ATTENTION_BACKWARD = _backward_op("attention_backward", 3)
 ATTENTION_BIAS_BACKWARD = _backward_op("attention_bias_backward", 4)  # of a mask that is added to the scores, too
 
@@ -368,9 +360,9 @@ def scaled_dot_product_attention(
     params = {"scale": float(scale), "diagonal": 0 if is_causal else None}
     rows = _infer(ATTENTION, (q, k, v, *masks), params).shape[:-1]
     if dropout_rate:
-        out = _composed(q, k, v, masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
+        out = _composed(q, k, v, *masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
     elif not masks and not is_causal and q.sharding is None and math.prod(rows) * k.shape[-2] <= WHOLE:
-        out = _composed(q, k, v, masks, **params)
+        out = _composed(q, k, v, *masks, **params)
     else:
         out = apply(ATTENTION, (q, k, v, *masks), params)
     if group > 1:

@@ -8,7 +8,7 @@ and logits whose classes are split over ranks: there each rank looks for the lab
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..ops.manipulation import astype, expand_dims
 from ..ops.param_kinds import FRACTION, LABEL
 from ..reductions.moments import mean
 from ..reductions.reductions import sum as sum_
-from .softmax import log_softmax, shifted, softmax
+from .softmax import log_softmax, softmax
 
 
 def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
@@ -58,6 +58,13 @@ def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> 
     return xp.where(known, labels, 0).astype(np.intp), known & ~ignored, ignored
 
 
+def _shifted(xp: Any, x: Any, out: Any) -> None:
+    """``out = x - max`` of each row; an infinite maximum is not subtracted."""
+    m = x.max(axis=1, keepdims=True)
+    m[xp.isinf(m)] = 0
+    xp.subtract(x, m, out=out)
+
+
 def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     classes, wide = logits.shape[-1], _wide(logits.dtype)
     x, flat = logits.reshape(math.prod(labels.shape), classes), labels.reshape(-1)
@@ -66,7 +73,7 @@ def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, 
     with np.errstate(all="ignore"):
         for b in _blocks(xp, len(flat), classes) if classes else ():
             d = xp.empty(x[b].shape, wide)
-            shifted(xp, d, x[b].astype(wide, copy=False))
+            _shifted(xp, x[b].astype(wide, copy=False), d)
             loss = -(1 - label_smoothing) * d[xp.arange(len(d)), safe[b]]
             if label_smoothing:
                 loss -= label_smoothing * d.mean(axis=1)
@@ -90,7 +97,7 @@ def _cross_entropy_backward(
     with np.errstate(all="ignore"):
         for b in _blocks(xp, len(flat), classes) if classes else ():
             o = out[b] if out.dtype == wide else xp.empty(out[b].shape, wide)
-            shifted(xp, o, x[b].astype(wide, copy=False))
+            _shifted(xp, x[b].astype(wide, copy=False), o)
             xp.exp(o, out=o)
             o *= scale[b, None] / row_sums(xp, o)
             o[xp.arange(len(o)), safe[b]] -= (1 - label_smoothing) * scale[b]
@@ -132,16 +139,12 @@ def _decompose_backward(
     return astype(where(valid, scale * (softmax(x) - target), 0.0), logits.dtype, copy=False)
 
 
-def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
-    return ShapeDtype(args[1].shape, _wide(args[0].dtype))
-
-
 _PARAMS = {"ignore_index": LABEL, "label_smoothing": FRACTION}
 CROSS_ENTROPY = Op(
     "cross_entropy",
     ("logits", "labels"),
     _cross_entropy,
-    _infer,
+    lambda op, args, params: ShapeDtype(args[1].shape, _wide(args[0].dtype)),
     decompose=_decompose,
     overrides={"numpy": first(ops.cross_entropy, _cross_entropy), "cupy": softmaxes.cross_entropy},
     params=_PARAMS,

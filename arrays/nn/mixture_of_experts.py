@@ -150,14 +150,15 @@ def _decompose_backward(
     )
 
 
-def _infer_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    return tuple(ShapeDtype(args[i].shape, args[i].dtype) for i in (1, 3, 4, 5, 6))
-
-
 OPERANDS = ("x", "chosen", "weights", "gate", "up", "down", "numbers")
 EXPERTS = Op("experts", OPERANDS, _experts, same, decompose=_decompose, wide_sums=True)
 EXPERTS_BACKWARD = Op(
-    "experts_backward", ("g", *OPERANDS), _experts_backward, _infer_backward, nout=5, decompose=_decompose_backward
+    "experts_backward",
+    ("g", *OPERANDS),
+    _experts_backward,
+    lambda op, args, params: tuple(ShapeDtype(args[i].shape, args[i].dtype) for i in (1, 3, 4, 5, 6)),
+    nout=5,
+    decompose=_decompose_backward,
 )
 
 

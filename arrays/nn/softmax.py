@@ -1,26 +1,25 @@
 """``softmax``, ``log_softmax`` and ``logsumexp``.
 
-The first two are ops of their own with backward ops of their own, computed in blocks that hold whole rows and stay in
-cache: composed of other ops they are five passes through memory, and as many temporaries. Each also knows how to
-decompose into plain functions: that form serves the derivatives of the backward ops, so that every order is right, and
-rows that are split over ranks, whose maxima and sums then become collectives (a vocabulary-parallel model).
+The first two are ops of their own with backward ops of their own, for which there are kernels: composed of other ops
+they are five passes through memory, and as many temporaries. Each is written in plain functions: that form computes
+what the kernels do not take, and serves the derivatives of the backward ops, so that every order is right, and rows
+that are split over ranks, whose maxima and sums then become collectives (a vocabulary-parallel model).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..backends.row_blocks import by_rows, less, row_dots, row_sums
 from ..backends.row_blocks import wide as _wide
-from ..core import shape_rules
 from ..core.array import Array
-from ..core.dispatch import apply
+from ..core.dispatch import apply, at_once
 from ..core.errors import DTypeError
-from ..core.op import Op, composite
-from ..core.shape_rules import normalize_axis
+from ..core.op import Infer, Op, composite
+from ..core.shape_rules import normalize_axis, same, same_as_second
 from ..kernels import softmaxes
 from ..native import ops
 from ..native.calls import first
@@ -35,57 +34,6 @@ from ..reductions.reductions import max as max_
 from ..reductions.reductions import sum as sum_
 
 
-def shifted(xp: Any, out: Any, x: Any) -> None:
-    """``out = x - max``; an infinite maximum is not subtracted."""
-    m = x.max(axis=1, keepdims=True, initial=-np.inf) if xp is np or not x.shape[1] else x.max(axis=1, keepdims=True)
-    m[xp.isinf(m)] = 0
-    less(xp, x, m, out)
-
-
-def _softmax(xp: Any, x: Any, axis: int, masked: bool) -> Any:
-    def block(xp: Any, out: Any, x: Any) -> None:
-        shifted(xp, out, x)
-        xp.exp(out, out=out)
-        total = row_sums(xp, out)
-        if masked:
-            total[total == 0] = 1
-        # A product with the inverse is off by half a unit in the last place more, in half of the time.
-        out *= 1 / total
-
-    return by_rows(xp, block, axis, x.dtype, x)
-
-
-def _softmax_backward(xp: Any, g: Any, y: Any, axis: int) -> Any:
-    def block(xp: Any, out: Any, g: Any, y: Any) -> None:
-        less(xp, g, row_dots(xp, g, y), out)
-        out *= y
-
-    return by_rows(xp, block, axis, y.dtype, g, y)
-
-
-def _log_softmax(xp: Any, x: Any, axis: int, masked: bool) -> Any:
-    def block(xp: Any, out: Any, x: Any) -> None:
-        shifted(xp, out, x)
-        total = row_sums(xp, xp.exp(out))
-        if masked:
-            total[total == 0] = 1
-        out -= xp.log(total)
-
-    return by_rows(xp, block, axis, x.dtype, x)
-
-
-def _log_softmax_backward(xp: Any, g: Any, y: Any, axis: int) -> Any:
-    def block(xp: Any, out: Any, g: Any, y: Any) -> None:
-        xp.exp(y, out=out)
-        out *= row_sums(xp, g)
-        xp.subtract(g, out, out=out)
-
-    return by_rows(xp, block, axis, y.dtype, g, y)
-
-
-# ----- the same in plain functions ------------------------------------------------------------------------------------
-
-
 def _finite_max(x: Array, axis: Any) -> Array:
     """The largest element as a constant, 0 where it is infinite; a stable log-sum-exp subtracts it."""
     if any(x.shape[a] == 0 for a in ((axis,) if isinstance(axis, int) or not np.ndim(axis) else axis)):
@@ -94,69 +42,43 @@ def _finite_max(x: Array, axis: Any) -> Array:
     return where_(abs_(m) == math.inf, 0.0, m)
 
 
-def _decompose_softmax(x: Array, axis: int, masked: bool) -> Array:
+def _softmax(x: Array, axis: int, masked: bool) -> Array:
     w = astype(x, _wide(x.dtype), copy=False)
     e = exp(w - _finite_max(w, axis))
     total = sum_(e, axis=axis, keepdims=True)
     return astype(e / (where_(total == 0, 1.0, total) if masked else total), x.dtype, copy=False)
 
 
-def _decompose_softmax_backward(g: Array, y: Array, axis: int) -> Array:
+def _softmax_backward(g: Array, y: Array, axis: int) -> Array:
     gw, yw = (astype(a, _wide(y.dtype), copy=False) for a in (g, y))
     return astype(yw * (gw - sum_(gw * yw, axis=axis, keepdims=True)), y.dtype, copy=False)
 
 
-def _decompose_log_softmax(x: Array, axis: int, masked: bool) -> Array:
+def _log_softmax(x: Array, axis: int, masked: bool) -> Array:
     w = astype(x, _wide(x.dtype), copy=False)
     d = w - _finite_max(w, axis)
     total = sum_(exp(d), axis=axis, keepdims=True)
     return astype(d - log(where_(total == 0, 1.0, total) if masked else total), x.dtype, copy=False)
 
 
-def _decompose_log_softmax_backward(g: Array, y: Array, axis: int) -> Array:
+def _log_softmax_backward(g: Array, y: Array, axis: int) -> Array:
     gw, yw = (astype(a, _wide(y.dtype), copy=False) for a in (g, y))
     return astype(gw - exp(yw) * sum_(gw, axis=axis, keepdims=True), y.dtype, copy=False)
 
 
-SOFTMAX = Op(
-    "softmax",
-    ("x",),
-    _softmax,
-    shape_rules.same,
-    decompose=_decompose_softmax,
-    overrides={"numpy": first(ops.softmax, _softmax), "cupy": softmaxes.softmax},
-    params={"axis": AXIS, "masked": FLAG},
-    flops=12,
-    wide_sums=True,
-)
-SOFTMAX_BACKWARD = Op(
-    "softmax_backward",
-    ("g", "y"),
-    _softmax_backward,
-    shape_rules.same_as_second,
-    decompose=_decompose_softmax_backward,
-    overrides={"numpy": first(ops.softmax_backward, _softmax_backward), "cupy": softmaxes.softmax_backward},
-    params={"axis": AXIS},
-)
-LOG_SOFTMAX = Op(
-    "log_softmax",
-    ("x",),
-    _log_softmax,
-    shape_rules.same,
-    decompose=_decompose_log_softmax,
-    overrides={"numpy": first(ops.log_softmax, _log_softmax), "cupy": softmaxes.log_softmax},
-    params={"axis": AXIS, "masked": FLAG},
-    wide_sums=True,
-)
-LOG_SOFTMAX_BACKWARD = Op(
-    "log_softmax_backward",
-    ("g", "y"),
-    _log_softmax_backward,
-    shape_rules.same_as_second,
-    decompose=_decompose_log_softmax_backward,
-    overrides={"numpy": first(ops.log_softmax_backward, _log_softmax_backward), "cupy": softmaxes.log_softmax_backward},
-    params={"axis": AXIS},
-)
+def _with_kernels(fn: Callable[..., Array], operands: tuple[str, ...], infer: Infer, **facts: Any) -> Op:
+    """An op with a kernel on either device, in plain functions where that does not take the operands."""
+    name = fn.__name__.removeprefix("_")
+    impl = at_once(name, fn)
+    overrides = {"numpy": first(getattr(ops, name), impl), "cupy": getattr(softmaxes, name)}
+    return Op(name, operands, impl, infer, decompose=fn, overrides=overrides, **facts)
+
+
+_FORWARD = {"params": {"axis": AXIS, "masked": FLAG}, "wide_sums": True}
+SOFTMAX = _with_kernels(_softmax, ("x",), same, **_FORWARD, flops=12)
+SOFTMAX_BACKWARD = _with_kernels(_softmax_backward, ("g", "y"), same_as_second, params={"axis": AXIS})
+LOG_SOFTMAX = _with_kernels(_log_softmax, ("x",), same, **_FORWARD)
+LOG_SOFTMAX_BACKWARD = _with_kernels(_log_softmax_backward, ("g", "y"), same_as_second, params={"axis": AXIS})
 
 
 # ----- public functions -----------------------------------------------------------------------------------------------

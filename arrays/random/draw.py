@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,6 +68,14 @@ def floating(name: str, dtype: Any) -> np.dtype:
     if found not in recipes.FLOATS:
         raise DTypeError(f"[{name}] dtype must be float64, float32, float16 or bfloat16, got {found.name}")
     return found
+
+
+def whole(name: str, expected: str, value: Any) -> int:
+    """An integer. Raises :class:`DTypeError` that says what was expected."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise DTypeError(f"[{name}] {expected}, got {value!r}") from None
 
 
 def number(name: str, what: str, value: Any, *, finite: bool = True) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..ops.creation import asarray
 from ..ops.manipulation import permute_dims
 from ..ops.param_kinds import COUNT
 from . import bit_transforms as recipes
-from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of
+from .draw import RANDOM_BITS, as_key, check_key, drawn, op_of, whole
 from .philox import philox4x64, words
 
 # The counter's last word keeps draws (0) apart from the words that new keys are made of.
@@ -77,10 +76,7 @@ def key(seed: int, *, device: Device | str | None = None) -> Array:
     >>> mt.random.key(7)
     Array([7, 0], dtype=uint64)
     """
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        raise DTypeError(f"[key] a seed is an integer, got {seed!r}") from None
+    number = whole("key", "a seed is an integer", seed)
     if not 0 <= number < 2**128:
         raise ArgumentError(f"[key] a seed is between 0 and 2**128 - 1, got {number}")
     return asarray(np.array([number % 2**64, number >> 64], np.uint64), device=device, copy=False)
@@ -93,10 +89,7 @@ def split(key: Any, num: int = 2) -> Array:
     >>> mt.random.split(mt.random.key(0), 3).shape
     (3, 2)
     """
-    try:
-        count = operator.index(num)
-    except TypeError:
-        raise DTypeError(f"[split] the number of keys is an integer, got {num!r}") from None
+    count = whole("split", "the number of keys is an integer", num)
     if count < 0:
         raise ArgumentError(f"[split] the number of keys must not be negative, got {count}")
     if getattr(key, "ndim", 1) == 3:  # the keys of n samples: num times as many
@@ -134,10 +127,7 @@ def fold_in(key: Any, data: Any) -> Array:
                 f"{data.shape}"
             )
     else:
-        try:
-            data = int(operator.index(data))
-        except TypeError:
-            raise DTypeError(f"[fold_in] data must be an integer or a string, got {data!r}") from None
+        data = int(whole("fold_in", "data must be an integer or a string", data))
         if not 0 <= data < 2**64:
             raise ArgumentError(f"[fold_in] data must be between 0 and 2**64 - 1, got {data}")
     return apply(FOLD_IN, (k, data), {"stream": stream})

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..core.array import Array
-from ..core.errors import ArgumentError, DTypeError, ShapeError
+from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Op, composite
 from ..core.shape_rules import as_shape
 from ..ops.creation import asarray
 from ..ops.param_kinds import DRAW, FLAG
 from . import bit_transforms as recipes
 from .discrete import integers
-from .draw import RANDOM_BITS, box_of, drawn, infer
+from .draw import RANDOM_BITS, box_of, drawn, infer, whole
 from .philox import draw
 
 
@@ -82,20 +81,10 @@ def permutation(key: Any, x: Any, axis: int = 0) -> Array:
     >>> mt.random.permutation(mt.random.key(0), mt.ones((4, 2))).shape
     (4, 2)
     """
-    if isinstance(x, Array | np.ndarray) and x.ndim:
-        values = asarray(x)
-        if not -values.ndim <= axis < values.ndim:
-            raise ShapeError(f"[permutation] an array of shape {values.shape} has no axis {axis}")
-        axis %= values.ndim
-        order = drawn(PERMUTATION, key, values.shape[axis], recipes.I64)
-        return values[(*(slice(None),) * axis, order)]
-    try:
-        n = operator.index(x)
-    except TypeError:
-        raise DTypeError(f"[permutation] takes a number of elements or an array, got {x!r}") from None
+    values, axis, n = _elements("permutation", x, axis)
     if n < 0:
         raise ArgumentError(f"[permutation] the number of elements must not be negative, got {n}")
-    return drawn(PERMUTATION, key, n, recipes.I64)
+    return _taken(values, axis, drawn(PERMUTATION, key, n, recipes.I64))
 
 
 @composite("choice")
@@ -123,33 +112,32 @@ def choice(
     Array([20, 20, 20, 20])
     """
     full = as_shape("choice", shape)
-    values = asarray(a) if isinstance(a, Array | np.ndarray) and a.ndim else None
-    if values is not None:
-        if not -values.ndim <= axis < values.ndim:
-            raise ShapeError(f"[choice] an array of shape {values.shape} has no axis {axis}")
-        axis %= values.ndim
-        n = values.shape[axis]
-    else:
-        try:
-            n = operator.index(a)
-        except TypeError:
-            raise DTypeError(f"[choice] takes a number of elements or an array, got {a!r}") from None
+    values, axis, n = _elements("choice", a, axis)
     count = math.prod(full)
     if n < 0 or (n == 0 and count):
         raise ArgumentError(f"[choice] cannot choose {count} of {n} elements")
     if not replace and count > n:
         raise ArgumentError(f"[choice] cannot choose {count} of {n} elements without replacement")
     if p is not None:
-        where = _weights(key, p, n, full, replace)
+        weights = asarray(p)
+        if weights.shape != (n,):
+            raise ShapeError(f"[choice] p must have shape {(n,)}, one weight for each element, got {weights.shape}")
+        where = drawn(CHOICE, key, full, recipes.I64, weights, replace=bool(replace))
     elif replace:
         where = integers(key, full, 0, max(n, 1))
     else:
         where = permutation(key, n)[:count].reshape(full)
-    return where if values is None else values[(*(slice(None),) * axis, where)]
+    return _taken(values, axis, where)
 
 
-def _weights(key: Any, p: Any, n: int, full: tuple[int, ...], replace: bool) -> Array:
-    weights = asarray(p)
-    if weights.shape != (n,):
-        raise ShapeError(f"[choice] p must have shape {(n,)}, one weight for each element, got {weights.shape}")
-    return drawn(CHOICE, key, full, recipes.I64, weights, replace=bool(replace))
+def _elements(name: str, x: Any, axis: int) -> tuple[Array | None, int, int]:
+    """The array whose slices along the axis are meant (None for a number of elements), the axis, and their number."""
+    if not isinstance(x, Array | np.ndarray) or not x.ndim:
+        return None, axis, whole(name, "takes a number of elements or an array", x)
+    if not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"[{name}] an array of shape {x.shape} has no axis {axis}")
+    return asarray(x), axis % x.ndim, x.shape[axis]
+
+
+def _taken(values: Array | None, axis: int, places: Array) -> Array:
+    return places if values is None else values[(*(slice(None),) * axis, places)]

@@ -32,10 +32,6 @@ def _between(alpha: float, beta: float) -> Places:
     return lambda q, n: n * q + alpha + q * (1 - alpha - beta) - 1
 
 
-def _inverted(q: np.ndarray, n: int) -> np.ndarray:
-    return np.ceil(n * q - 1)
-
-
 def _averaged(q: np.ndarray, n: int) -> np.ndarray:
     at = n * q - 1
     return np.where(at == np.floor(at), at + 0.5, np.ceil(at))
@@ -54,7 +50,7 @@ _METHODS: dict[str, Places] = {
     "higher": lambda q, n: np.ceil(q * (n - 1)),
     "midpoint": lambda q, n: 0.5 * (np.floor(q * (n - 1)) + np.ceil(q * (n - 1))),
     "nearest": lambda q, n: np.round(q * (n - 1)),
-    "inverted_cdf": _inverted,
+    "inverted_cdf": lambda q, n: np.ceil(n * q - 1),
     "averaged_inverted_cdf": _averaged,
     "closest_observation": _closest,
     "interpolated_inverted_cdf": _between(0, 1),
@@ -179,10 +175,6 @@ def _quantile(
     return expand_dims(out, axis=tuple(a + parts.ndim for a in axes)) if keepdims else out
 
 
-def _parts(q: Any) -> np.ndarray:
-    return np.asarray(q, dtype=np.float64)
-
-
 @composite("quantile")
 def quantile(
     x: Any, /, q: Any, axis: Axis = None, *, keepdims: bool = False, method: str = "linear", weights: Any = None
@@ -222,7 +214,7 @@ def quantile(
     >>> mt.quantile(mt.asarray([1, 2, 4]), [0.0, 0.7], method="higher")
     Array([1, 4])
     """
-    return _quantile("quantile", x, _parts(q), axis, keepdims, method, weights)
+    return _quantile("quantile", x, np.asarray(q, np.float64), axis, keepdims, method, weights)
 
 
 @composite("percentile")
@@ -234,7 +226,7 @@ def percentile(
     >>> mt.percentile(mt.asarray([1.0, 2.0, 4.0]), 75)
     Array(3., dtype=float64)
     """
-    return _quantile("percentile", x, _parts(q) / 100, axis, keepdims, method, weights)
+    return _quantile("percentile", x, np.asarray(q, np.float64) / 100, axis, keepdims, method, weights)
 
 
 @composite("median")
@@ -244,4 +236,4 @@ def median(x: Any, /, axis: Axis = None, *, keepdims: bool = False) -> Array:
     >>> mt.median(mt.asarray([[1.0, 9.0, 2.0], [3.0, 4.0, 5.0]]), axis=1)
     Array([2., 4.], dtype=float64)
     """
-    return _quantile("median", x, _parts(0.5), axis, keepdims, "linear")
+    return _quantile("median", x, np.asarray(0.5), axis, keepdims, "linear")

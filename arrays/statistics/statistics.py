@@ -35,11 +35,6 @@ def _without_nan(x: Array, fill: float) -> tuple[Array, Array]:
     return where(bad, fill, x), bad
 
 
-def _filled(b: np.ndarray, fill: float, wide: np.dtype) -> np.ndarray:
-    """A piece with NaN replaced, wide enough to be summed."""
-    return np.where(np.isnan(b), wide.type(fill), b.astype(wide, copy=False))
-
-
 def _in_pieces(
     piece: Callable[..., np.ndarray], ufunc: np.ufunc, axis: Axis, keepdims: bool, *operands: np.ndarray
 ) -> Array:
@@ -59,12 +54,12 @@ def _nan_total(name: str, fill: int, x: Any, axis: Axis, dtype: Any, keepdims: b
     if out.kind in "biu" or (buf := pieces.large(x, wide)) is None:
         return reduce(_without_nan(x, fill)[0], axis=axis, keepdims=keepdims, dtype=dtype)
     ufunc = np.multiply if fill else np.add
-    found = _in_pieces(lambda b, axes: _folded(ufunc, b, fill, wide, axes), ufunc, axis, keepdims, buf)
-    return astype(found, out, copy=False)
 
+    def piece(b: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        filled = np.where(np.isnan(b), wide.type(fill), b.astype(wide, copy=False))
+        return ufunc.reduce(filled, axis=axes, keepdims=True)
 
-def _folded(ufunc: np.ufunc, b: np.ndarray, fill: int, wide: np.dtype, axes: tuple[int, ...]) -> np.ndarray:
-    return ufunc.reduce(_filled(b, fill, wide), axis=axes, keepdims=True)
+    return astype(_in_pieces(piece, ufunc, axis, keepdims, buf), out, copy=False)
 
 
 @composite("nansum")

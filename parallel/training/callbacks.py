@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from ...arrays.core.errors import TrainingError
-from .job.run import TrainingRun
 
 
 class Callback:
@@ -19,19 +18,19 @@ class Callback:
 
     name = ""
 
-    def on_start(self, trainer: TrainingRun) -> None:
+    def on_start(self, trainer: Any) -> None:
         """Before the first step of a run, or the first one after a restart."""
 
-    def on_log(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
+    def on_log(self, trainer: Any, numbers: dict[str, Any]) -> None:
         """After each ``log_every`` steps, with the logged numbers; without a loss if no sample counted."""
 
-    def on_evaluate(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: Any, numbers: dict[str, Any]) -> None:
         """After each evaluation; names begin with ``eval_``."""
 
-    def on_save(self, trainer: TrainingRun, path: str) -> None:
+    def on_save(self, trainer: Any, path: str) -> None:
         """After a checkpoint is complete; if it is written in the background, before a later step or at the end."""
 
-    def on_stop(self, trainer: TrainingRun, reason: str) -> None:
+    def on_stop(self, trainer: Any, reason: str) -> None:
         """After the last step."""
 
     def state(self) -> dict[str, Any]:
@@ -82,7 +81,7 @@ class EarlyStop(Callback):
             self.without += 1
         return self.without >= self.patience
 
-    def on_evaluate(self, trainer: TrainingRun, numbers: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: Any, numbers: dict[str, Any]) -> None:
         if self.metric not in numbers:
             raise TrainingError(
                 f"[EarlyStop] there is no {self.metric!r} to wait for: the evaluation gives {', '.join(numbers)}"

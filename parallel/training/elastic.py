@@ -26,7 +26,7 @@ from ...arrays.core.errors import (
 )
 from ..mesh.mesh import Mesh
 from ..models.plans import AXES
-from .job.cluster import alive, client_of, workers_of
+from .job.jobs import alive, client_of, workers_of
 
 POLL = 0.2
 

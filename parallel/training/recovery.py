@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from ...arrays.core.errors import BatchSizeError, ClusterError, MeshtapeError, NonFiniteError, RestartsExhausted
 from ..mesh.mesh import Mesh
@@ -12,8 +13,7 @@ from ..mesh.replicas import Replica
 from ..models.plans import AXES
 from .data.batching import batch_sizes
 from .elastic import Elastic, is_loss, rebuild
-from .job.cluster import alive, client_of, workers_of
-from .job.run import TrainingRun
+from .job.jobs import alive, client_of, workers_of
 from .logging.progress import Progress
 from .nonfinite import ROLLBACKS, NonFiniteStep
 
@@ -24,7 +24,7 @@ SNAPSHOT_LIMIT = 300.0
 class Recovery:
     """The part of a run that recovers it: its first mesh, the number of restarts, and its snapshots."""
 
-    def __init__(self, trainer: TrainingRun, policy: Elastic | None) -> None:
+    def __init__(self, trainer: Any, policy: Elastic | None) -> None:
         self.trainer, self.policy = trainer, policy
         mesh = trainer.mesh
         self.axes = {} if mesh is None else mesh.describe()

@@ -7,29 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from ...storage import SaveHandle
-from .job.run import TrainingRun
 from .logging.progress import METADATA_KEY
 from .nonfinite import NonFiniteStep
 
 
-class RunCheckpoints(TrainingRun):
+class RunCheckpoints:
     """Base of the trainer: at most one checkpoint is being written, and one counts once it is complete."""
 
+    checkpoints: Any
+    saved_at: int | None
     _saving: tuple[int, SaveHandle] | None
-    history: Any
-    state: Any
 
     def newest(self) -> str | None:
+        """The newest complete checkpoint of this run."""
         return None if self.saved_at is None or self.checkpoints is None else self.checkpoints.path(self.saved_at)
+
+    def saving_at(self) -> int | None:
+        """Step of the newest checkpoint that was begun."""
+        return self.saved_at if self._saving is None else self._saving[0]
 
     def _go_back(self, path: str) -> None:
         """Where the state just loaded is that of an earlier checkpoint of this run, the next one goes on from it."""
-        c, step = self.checkpoints, self.position().step
+        c, step = self.checkpoints, self.progress.step
         if c is not None and Path(path).absolute() == Path(c.path(step)).absolute():
             c.rollback(step)
 
     def _save(self) -> None:
-        assert self.checkpoints is not None
         at = self.position()
         if not self.session.finite():
             raise NonFiniteStep(f"the parameters are not finite after step {at.step}, and are not saved", at.consumed)
@@ -52,16 +55,11 @@ class RunCheckpoints(TrainingRun):
         """Record the background checkpoint if it is complete. Raises its error."""
         if self._saving is None or not (wait or self._saving[1].done()):
             return
-        assert self.checkpoints is not None
         (step, _), self._saving = self._saving, None
         self.checkpoints.wait()
         self._saved(step)
 
-    def saving_at(self) -> int | None:
-        return self.saved_at if self._saving is None else self._saving[0]
-
     def _saved(self, step: int) -> None:
-        assert self.checkpoints is not None
         self.saved_at = step
         self.report.note()  # a save may land while the run restarts
         for c in self.callbacks:

@@ -409,8 +409,8 @@ class Trainer(RunCheckpoints):
         """Run all steps. Returns the reason for the end."""
         at = self.progress
         meter = Meter(self.session.mesh)
-        if self._done():
-            return self._done() or ""
+        if (reason := self._done()) is not None:
+            return reason
         if self.snapshot_every is not None:
             self.recovery.take_snapshot()
         self.session.go()
@@ -430,9 +430,9 @@ class Trainer(RunCheckpoints):
                     self._read(meter)
                 if self.held_out is not None and self.eval_every and at.step % self.eval_every == 0:
                     self._evaluate()
-                reason = reason or self._interrupted()
-                if reason:
-                    return reason
+                stopped = self._reason if self.signals.received is None else self.signals.received.name
+                if reason or stopped:
+                    return reason or stopped
                 if save:
                     self._save()
                 elif self.snapshot_every is not None and at.step % self.snapshot_every == 0:
@@ -454,11 +454,6 @@ class Trainer(RunCheckpoints):
             if self.sampler.epoch(after - len(ids)) >= self.epochs:
                 return "epochs"
         return None
-
-    def _interrupted(self) -> str | None:
-        if self.signals.received is not None:
-            return self.signals.received.name
-        return self._reason
 
     def _finish(self, reason: str) -> None:
         at = self.progress

@@ -1,7 +1,8 @@
 /* Kernels over elements. */
 
 #ifdef IS_FLOAT
-/* The normal distribution function at -t, where e is exp(-t*t/2); the module `gelu` says where the polynomial is from. */
+/* The normal distribution function at -t, where e is exp(-t*t/2). With u = 1 / (1 + 0.26 t) it is e u P(u), with a polynomial of degree 8
+   that is fitted for the smallest relative error on 0 < t < 14.5 (3e-8, below rounding; beyond, it is 0 in float32). */
 static INLINE float FN(tail)(float t, float e) {
     const float u = 1 / (1 + 0.26f * t);
     float p = 0.030230572315900536f;

@@ -1,4 +1,4 @@
 """Jobs of training on a cluster: their state, logs and signals, their workers, and the run as others see it.
 
-Imports dask and mesh. Begin with jobs.py, then run.py.
+Imports dask and mesh. Begin with jobs.py.
 """

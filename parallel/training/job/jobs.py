@@ -1,4 +1,5 @@
-"""The job of a script: the settings of ``meshtape run``, and ``mt.cluster_mesh()``, which applies them."""
+"""The job of a script: the settings of ``meshtape run``, and ``mt.cluster_mesh()``, which applies them; the workers
+and the Dask client behind a mesh."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 
 from ....arrays.core.errors import MeshError
 from ...dask.workers import known_workers
+from ...execution.runtime import LocalRuntime
 from ...mesh.mesh import Mesh
 
 
@@ -127,3 +129,18 @@ def _dask_client() -> Any:
         return default_client()
     except ValueError:
         return None
+
+
+def workers_of(mesh: Mesh) -> list[str]:
+    """Addresses of a mesh's workers; none for a mesh of this process."""
+    return [] if isinstance(mesh.runtime, LocalRuntime) else list(mesh.runtime.addresses)  # type: ignore[attr-defined]
+
+
+def client_of(mesh: Mesh | None) -> Any:
+    """The Dask client of a mesh, or None."""
+    return None if mesh is None or isinstance(mesh.runtime, LocalRuntime) else mesh.runtime.client  # type: ignore[attr-defined]
+
+
+def alive(client: Any) -> list[str]:
+    """Workers that the scheduler has now."""
+    return sorted(known_workers(client))

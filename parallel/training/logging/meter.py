@@ -8,7 +8,7 @@ from typing import Any
 
 from ...dask.workers import known_workers
 from ...mesh.mesh import Mesh
-from ..job.cluster import client_of, workers_of
+from ..job.jobs import client_of, workers_of
 
 
 class Meter:

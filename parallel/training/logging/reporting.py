@@ -8,9 +8,7 @@ import signal
 from typing import Any
 
 from ....storage.stores.atomic_directory import writing
-from ..job.cluster import client_of, workers_of
-from ..job.jobs import current_job
-from ..job.run import TrainingRun
+from ..job.jobs import client_of, current_job, workers_of
 from ..job.status import Status
 from .display import Display
 from .metrics import EventFile, JsonLines
@@ -19,7 +17,7 @@ from .metrics import EventFile, JsonLines
 class Reporting:
     """The part of a run that writes and shows numbers. ``shown`` is the user's option ``progress``."""
 
-    def __init__(self, trainer: TrainingRun, shown: bool | None) -> None:
+    def __init__(self, trainer: Any, shown: bool | None) -> None:
         self.trainer, self._shown = trainer, shown
         self.history: list[dict[str, Any]] = []
         self._writers: list[JsonLines | EventFile] = []
