@@ -184,11 +184,12 @@ def for_floats(kernel: F) -> F:
 
 
 def _kernel_or_composed(kernel: Callable[..., Any], composed: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel where it takes the operands, else the composed implementation."""
+    """The kernel where it takes the operands (or answers NotImplemented), else the composed implementation."""
 
     def run(*bufs: Any, **params: Any) -> Any:
         takes = bufs[0].dtype in KERNEL_FLOATS and not any(b.dtype.kind == "c" for b in bufs if hasattr(b, "dtype"))
-        return (kernel if takes else composed)(*bufs, **params)
+        out = kernel(*bufs, **params) if takes else NotImplemented
+        return composed(*bufs, **params) if out is NotImplemented else out
 
     return run
 

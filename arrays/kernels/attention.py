@@ -1,7 +1,7 @@
 """Attention of floats of two bytes on CUDA's tensor cores, without the matrix of the weights.
 
-Of calls that the kernels do not serve these functions return None: other dtypes, heads of more than 128 elements,
-queries that broadcast, several masks, a device before compute capability 8.0 or with little shared memory.
+These functions return NotImplemented for calls that the kernels do not serve: other dtypes, heads of more than 128
+elements, queries that broadcast, several masks, a device before compute capability 8.0 or with little shared memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from ..core.op import for_floats
 from .geometry import MAX_GRID, ceil_div
 from .launch import contiguous, i64, named, runner
 
@@ -124,11 +125,12 @@ def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagona
     return _Call(q, k, v, lead, width, numbers, diagonal < keys, kv[1])
 
 
+@for_floats
 def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | None) -> Any:
-    """See :data:`meshtape.arrays.nn.attention.ATTENTION`; None where the kernels do not serve the call."""
+    """See :data:`meshtape.arrays.nn.attention.ATTENTION`."""
     call = _prepared(q, k, v, mask, scale, diagonal)
     if call is None:
-        return None
+        return NotImplemented
     rows, e = q.shape[-2], v.shape[-1]
     out = runner().xp.empty((*call.lead, rows, call.v.shape[-1]), q.dtype)
     poison = call.poison(call.v) if call.masked else NOTHING
@@ -136,13 +138,12 @@ def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | 
     return out[..., :e]
 
 
-def attention_backward(
-    g: Any, q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | None
-) -> tuple[Any, Any, Any] | None:
-    """See :data:`meshtape.arrays.nn.attention.ATTENTION_BACKWARD`; None where the kernels do not serve the call."""
+@for_floats
+def attention_backward(g: Any, q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | None) -> Any:
+    """See :data:`meshtape.arrays.nn.attention.ATTENTION_BACKWARD`."""
     call = _prepared(q, k, v, mask, scale, diagonal) if g.dtype == q.dtype else None
     if call is None:
-        return None
+        return NotImplemented
     xp, rows, keys, batches = runner().xp, q.shape[-2], k.shape[-2], math.prod(call.lead)
     g = _padded(g)
     operands = call.q, call.k, call.v, g
@@ -153,4 +154,4 @@ def attention_backward(
     call.start("backward_queries", arguments, rows, batches, 2 * ROWS + 4 * 32, 0)
     arguments = [*operands, dk, dv, sums, means, q_poison, g_poison, i64(batches)]
     call.start("backward_keys", arguments, keys, call.keys, 2 * ROWS + 4 * 32, 2 * 32 * 4)
-    return tuple(x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))  # type: ignore
+    return tuple(x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))

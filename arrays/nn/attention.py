@@ -2,8 +2,8 @@
 
 Both go through the queries in tiles of rows (Rabe and Staats, 2021): scores, softmax and products of a tile, over the
 keys that its rows may see, and then the next tile. The backward op computes the weights of a tile again (Dao et al.,
-2022). The decompositions hold the whole matrix. They serve derivatives of higher order, and keys that are split over
-ranks.
+2022). On a GPU kernels of their own do so for short floats (:mod:`..kernels.attention`). The decompositions hold the
+whole matrix. They serve derivatives of higher order, and keys that are split over ranks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..core.dispatch import apply
 from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
+from ..kernels import attention as kernels
 from ..native import ops
 from ..ops.creation import asarray
 from ..ops.elementwise import POSITIONS, WHERE, logical_and
@@ -265,16 +266,25 @@ def _decompose_backward(
     return tuple(_summed_to(x, like) for x, like in zip(found[:count], operands, strict=False))
 
 
-def _backward_op(name: str, nout: int) -> Op:
+def _backward_op(name: str, nout: int, **overrides: Any) -> Op:
     impl, decompose = partial(_backward, nout), partial(_decompose_backward, nout)
     operands = ("g", "query", "key", "value", "*mask")
-    return Op(name, operands, impl, _infer_backward, nout=nout, decompose=decompose, params=PARAMS)
+    facts = {"decompose": decompose, "params": PARAMS, "overrides": overrides}
+    return Op(name, operands, impl, _infer_backward, nout=nout, **facts)
 
 
 # params: what the scores are multiplied by; and the last key that the first query may see (None: each sees all).
 PARAMS = {"scale": NUMBER, "diagonal": LABEL}
-ATTENTION = Op("attention", ("query", "key", "value", "*mask"), _attention, _infer, decompose=_composed, params=PARAMS)
-ATTENTION_BACKWARD = _backward_op("attention_backward", 3)
+ATTENTION = Op(
+    "attention",
+    ("query", "key", "value", "*mask"),
+    _attention,
+    _infer,
+    decompose=_composed,
+    overrides={"cupy": kernels.attention},
+    params=PARAMS,
+)
+ATTENTION_BACKWARD = _backward_op("attention_backward", 3, cupy=kernels.attention_backward)
 ATTENTION_BIAS_BACKWARD = _backward_op("attention_bias_backward", 4)  # of a mask that is added to the scores, too
 
 
@@ -298,7 +308,8 @@ def scaled_dot_product_attention(
 
     The weights are made a tile at a time, forward and backward: memory grows with the length of the sequence, and not
     with its square. The matrix of the weights is held whole with dropout, by ``jvp`` and derivatives of higher order,
-    where keys are split over ranks, and up to four million weights where nothing is masked.
+    where keys are split over ranks, and up to four million weights of float32 and float64 where nothing is masked.
+    On a GPU the weights of float16 and bfloat16 are rounded to these before they are multiplied with the values.
 
     Parameters
     ----------
@@ -361,13 +372,18 @@ def scaled_dot_product_attention(
     rows = _infer(ATTENTION, (q, k, v, *masks), params).shape[:-1]
     if dropout_rate:
         out = _composed(q, k, v, *masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
-    elif not masks and not is_causal and q.sharding is None and math.prod(rows) * k.shape[-2] <= WHOLE:
+    elif _is_small(rows, k.shape[-2], dtype) and not masks and not is_causal and q.sharding is None:
         out = _composed(q, k, v, *masks, **params)
     else:
         out = apply(ATTENTION, (q, k, v, *masks), params)
     if group > 1:
         out = reshape(out, (*out.shape[:-4], heads, *out.shape[-2:]))
     return astype(out, dtype, copy=False)
+
+
+def _is_small(rows: tuple[int, ...], keys: int, dtype: np.dtype) -> bool:
+    """Whether all weights are kept: not of short floats, which a GPU has kernels for."""
+    return math.prod(rows) * keys <= WHOLE and dtype.itemsize > 2
 
 
 def _grouped(x: Array, heads: int, group: int) -> Array:
