@@ -282,6 +282,7 @@ ATTENTION = Op(
     _infer,
     decompose=_composed,
     overrides={"cupy": kernels.attention},
+    wide_sums=True,
     params=PARAMS,
 )
 ATTENTION_BACKWARD = _backward_op("attention_backward", 3, cupy=kernels.attention_backward)

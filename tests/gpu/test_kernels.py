@@ -78,6 +78,21 @@ def test_softmax_and_cross_entropy(shape: tuple[int, int], dtype: np.dtype) -> N
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=lambda d: d.name)
+def test_attention_of_short_floats(dtype: np.dtype) -> None:
+    def normal(*shape: int) -> np.ndarray:
+        return RNG.normal(size=shape)
+
+    attend, seen = mt.nn.scaled_dot_product_attention, RNG.random((2, 1, 1, 90)) < 0.7
+    both(attend, dtype, *(normal(2, 3, 150, 64) for _ in range(3)))
+    both(
+        lambda q, k, v: attend(q, k, v, mask=mt.asarray(seen), is_causal=True),
+        *(dtype, normal(2, 4, 140, 40), normal(2, 2, 90, 40), normal(2, 2, 90, 24)),
+    )
+    for kernel in ("forward", "backward_queries", "backward_keys", "poison"):
+        assert used(f"attention_{kernel}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize(
     ("shape", "axis"),
