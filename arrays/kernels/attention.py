@@ -113,12 +113,12 @@ def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagona
     if properties.capability < 80 or properties.shared_memory < 384 * (width + 8) * 2 + 256:
         return None
     diagonal = keys if diagonal is None else max(-rows, min(diagonal, keys))
-    masks: list[Any] = [NOTHING, np.int32(0), *map(i64, (1, 1, 0, 0, 0))]
+    masks: list[Any] = [NOTHING, np.int32(0), *map(i64, (1, 1, 0)), *map(np.int32, (0, 0))]
     if mask:
         m = contiguous(mask[0] if mask[0].dtype.kind == "b" else mask[0].astype(np.float32, copy=False))
         m = m.reshape((1,) * (2 - m.ndim) + m.shape) if m.ndim < 2 else m
-        steps = (m.shape[-1] if m.shape[-2] > 1 else 0), int(m.shape[-1] > 1)
-        masks = [m, np.int32(1 + (m.dtype.kind != "b")), *map(i64, (*seen, m.shape[-2] * m.shape[-1], *steps))]
+        steps = map(np.int32, (m.shape[-1] if m.shape[-2] > 1 else 0, m.shape[-1] > 1))
+        masks = [m, np.int32(1 + (m.dtype.kind != "b")), *map(i64, (*seen, m.shape[-2] * m.shape[-1])), *steps]
     q, k, v = _padded(q), _padded(k), _padded(v)
     sizes = (*map(np.int32, (rows, keys, q.shape[-1], v.shape[-1])), np.float32(scale), np.int32(diagonal))
     numbers = [*sizes, *map(i64, kv), *masks]

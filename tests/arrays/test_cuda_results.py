@@ -212,9 +212,10 @@ def test_complex_truths(name, cupy, monkeypatch):
 
 
 COMPOSED = [n for n in SAMPLES if getattr(OPS[n].overrides.get("cupy"), "for_floats", False)]
+REAL = {"attention", "attention_backward"}  # which no complex numbers are given to
 
 
-@pytest.mark.parametrize("name", sorted(COMPOSED))
+@pytest.mark.parametrize("name", sorted({*COMPOSED} - REAL))
 def test_dtypes_without_a_kernel_are_composed(name, cupy):
     op = OPS[name]
     for args, params in calls(name):

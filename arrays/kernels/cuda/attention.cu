@@ -20,7 +20,7 @@ struct Sight {
     float scale;
     int kind;  // of the mask: none, of truths, or of numbers that are added
     const void* mask;
-    i64 row, column;  // its steps
+    int row, column;  // its steps
 
     __device__ bool is_masked() const { return kind || diagonal < keys; }
     __device__ int end(int queries) const { return max(0, min(keys, min(queries, rows) + diagonal)); }
@@ -30,7 +30,7 @@ struct Sight {
     {
         if (j >= keys || j > i + diagonal) return -infinity<float>();
         if (kind == 0 || i >= rows) return s;
-        const i64 at = i * row + j * column;
+        const i64 at = (i64)i * row + j * column;
         if (kind == 1) return static_cast<const bool*>(mask)[at] ? s : -infinity<float>();
         const float m = static_cast<const float*>(mask)[at];
         return m == -infinity<float>() ? m : s + m;
@@ -45,7 +45,7 @@ struct Repeated {
 
 #define SIGHT_PARAMETERS                                                                                                   \
     int rows, int keys, int d, int e, float scale, int diagonal, i64 kv_step, i64 kv_count, const void *mask, int mask_kind, \
-        i64 mask_step, i64 mask_count, i64 mask_size, i64 mask_row, i64 mask_column
+        i64 mask_step, i64 mask_count, i64 mask_size, int mask_row, int mask_column
 
 #define SIGHT(batch)                                                                                                          \
     {                                                                                                                          \
@@ -109,20 +109,27 @@ struct Online {
     }
 };
 
-// Rows of a fragment, times a number for each of both, plus a row, to memory.
-template <class T, int N>
-__device__ inline void store_rows(T* matrix, const float (&x)[N][4], int first, int count, int width, const float (&factor)[2], const float* more)
+// The sixteen rows of a fragment, times a number for each row, plus a row, to memory; through `tile`, which the warp has for itself.
+template <class T, int D>
+__device__ inline void store_rows(T* matrix, T* tile, const float (&x)[D / 8][4], int first, int count, int width, const float (&factor)[2], const float* more)
 {
-    const int row = first + threadIdx.x % 32 / 4;
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
 #pragma unroll
-    for (int n = 0; n < N; ++n)
+    for (int n = 0; n < D / 8; ++n)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int column = n * 8 + threadIdx.x % 4 * 2, at = row + r * 8;
-            if (at >= count || column >= width) continue;
-            const float a = x[n][2 * r] * factor[r], b = x[n][2 * r + 1] * factor[r];
-            *reinterpret_cast<u32*>(matrix + (i64)at * width + column) = more ? pack<T>(a + more[column], b + more[column + 1]) : pack<T>(a, b);
+            const int column = n * 8 + lane % 4 * 2;
+            float a = x[n][2 * r] * factor[r], b = x[n][2 * r + 1] * factor[r];
+            if (more && column < width) a += more[column], b += more[column + 1];
+            *reinterpret_cast<u32*>(tile + (lane / 4 + r * 8) * STRIDE<D> + column) = pack<T>(a, b);
         }
+    __syncwarp();
+    for (int i = lane; i < 16 * (D / 8); i += 32) {
+        const int row = i / (D / 8), column = i % (D / 8) * 8;
+        if (first + row < count && column < width)
+            store_vector(matrix + (i64)(first + row) * width + column, vector_at<8>(tile + row * STRIDE<D> + column));
+    }
 }
 
 template <class T, int D>
@@ -163,8 +170,9 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
         add_product<D, N>(sum, s, pair + N * STRIDE<D>);
     }
     wait_for_copies();
+    __syncthreads();  // the memory of the queries is free
     const float factors[2] = {1 / online.whole(0, sight.is_masked()), 1 / online.whole(1, sight.is_masked())};
-    store_rows(out + batch * rows * e, sum, first + of_warp, rows, e, factors, poison ? poison + kv * e : nullptr);
+    store_rows<T, D>(out + batch * rows * e, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, e, factors, poison ? poison + kv * e : nullptr);
 }
 
 // The cotangent of the queries; and of each row the logarithm (base 2) of the sum of its weights, and the mean of their slopes,
@@ -183,13 +191,15 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
     const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 16, query = first + of_warp + lane / 4;
     T *const queries = shared, *const cotangents = queries + ROWS * STRIDE<D>, *const pairs = cotangents + ROWS * STRIDE<D>;
     const int end = sight.end(first + ROWS), steps = (end + N - 1) / N;
-    const auto load = [&](int step) {
-        T* const pair = pairs + step % 2 * PAIR;
-        load_rows<D, N>(pair, k + kv * keys * d, step % steps * N, keys, d);
-        load_rows<D, N>(pair + N * STRIDE<D>, v + kv * keys * e, step % steps * N, keys, e);
-    };
     load_rows<D, ROWS>(queries, q + batch * rows * d, first, rows, d);
     load_rows<D, ROWS>(cotangents, g + batch * rows * e, first, rows, e);
+    k += kv * keys * d, v += kv * keys * e, dq += batch * rows * d, sums += batch * rows, means += batch * rows;
+    if (k_poison) k_poison += kv * d, v_poison += kv * e;
+    const auto load = [&](int step) {
+        T* const pair = pairs + step % 2 * PAIR;
+        load_rows<D, N>(pair, k, step % steps * N, keys, d);
+        load_rows<D, N>(pair + N * STRIDE<D>, v, step % steps * N, keys, e);
+    };
     if (steps) load(0);
     Online online;
     float sum[D / 8][4] = {}, log_total[2], mean[2] = {0, 0};
@@ -199,11 +209,11 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
             for (int r = 0; r < 2; ++r) {
                 const float total = online.whole(r, sight.is_masked());
                 mean[r] = of_row<Add>(mean[r]) / total;
-                for (int i = 0; v_poison && i < e; ++i) mean[r] += v_poison[kv * e + i];
+                for (int i = 0; v_poison && i < e; ++i) mean[r] += v_poison[i];
                 log_total[r] = base_of(online.most[r]) * LOG2E + log2f(total);
                 if (lane % 4 == 0 && query + r * 8 < rows) {
-                    sums[batch * rows + query + r * 8] = log_total[r];
-                    means[batch * rows + query + r * 8] = mean[r];
+                    sums[query + r * 8] = log_total[r];
+                    means[query + r * 8] = mean[r];
                 }
             }
         }
@@ -235,8 +245,9 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
         }
     }
     wait_for_copies();
+    __syncthreads();  // the memory of the queries is free
     const float factors[2] = {scale, scale};
-    store_rows(dq + batch * rows * d, sum, first + of_warp, rows, d, factors, k_poison ? k_poison + kv * d : nullptr);
+    store_rows<T, D>(dq, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, d, factors, k_poison);
 }
 
 // The cotangents of keys and values, summed over the queries of all batches that these serve.
@@ -306,7 +317,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         more += nan_or_zero(means[at]);
     }
     more = row_sum<THREADS>(more + value_more), value_more = row_sum<THREADS>(value_more);
-    float* const poisons = reinterpret_cast<float*>(shared);
+    float* const poisons = reinterpret_cast<float*>(pairs);
     __syncthreads();
     for (int i = threadIdx.x; i < d + e; i += THREADS) {
         float x = i < d ? more : value_more;
@@ -315,8 +326,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
     const float factors[2] = {scale, scale}, ones[2] = {1, 1};
-    store_rows(dk + kv * keys * d, sum, first + of_warp, keys, d, factors, poisons);
-    store_rows(dv + kv * keys * e, value_sum, first + of_warp, keys, e, ones, poisons + d);
+    store_rows<T, D>(dk + kv * keys * d, own + of_warp * STRIDE<D>, sum, first + of_warp, keys, d, factors, poisons);
+    store_rows<T, D>(dv + kv * keys * e, values + of_warp * STRIDE<D>, value_sum, first + of_warp, keys, e, ones, poisons + d);
 }
 
 // NaN for each column of a matrix with an element that is not finite; `out` is zeros before.

@@ -74,6 +74,11 @@ def test_every_variant_compiles_for_every_architecture(
 
 
 BUDGETS = """
+    attention.cu  | attention_backward_keys<bfloat16, 128>                            | 248  2 64
+    attention.cu  | attention_backward_queries<bfloat16, 128>                         | 168  1 116
+    attention.cu  | attention_forward<bfloat16, 64>                                   | 128  1 96
+    attention.cu  | attention_forward<bfloat16, 128>                                  | 184  1 128
+    attention.cu  | attention_poison<bfloat16>                                        | 32  1  0
     batch_norm.cu | batch_moments<false, bfloat16, 8>                                 | 56  2  3
     batch_norm.cu | batch_moments<true, bfloat16, 1>                                  | 64  0 11
     batch_norm.cu | batch_sums<false, bfloat16, bfloat16, 8>                          | 40  4  4
