@@ -35,18 +35,10 @@ def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, rows, step))
 
 
-_UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
-
-
 def all_classes(labels: Any, classes: int) -> bool:
     """Whether all labels (at least one) name a class."""
     found = ops.below(labels, classes)
-    if found is not None:
-        return found
-    # Seen without their sign, negative labels are the largest: one look for the two ends.
-    unsigned = _UNSIGNED.get(labels.dtype)
-    seen = labels if unsigned is None else labels.view(unsigned)
-    return bool((np.maximum.reduce(seen, axis=None) if type(seen) is np.ndarray else seen.max()) < classes)
+    return bool(((labels >= 0) & (labels < classes)).all()) if found is None else found
 
 
 def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> tuple[Any, Any, Any]:
