@@ -249,12 +249,5 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         return wrap(
             np.asarray(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
         )
-    order = np.argsort(flat, kind="stable")
-    at = flat.copy()
-    at[order] += np.arange(flat.size)
-    source = np.empty(length + flat.size, np.intp)
-    old = np.ones(source.size, bool)
-    old[at] = False
-    source[at] = length + np.arange(flat.size)
-    source[old] = np.arange(length)
+    source = np.insert(np.arange(length), flat, length + np.arange(flat.size))
     return take(concat([x, new], axis=axis), source, axis=axis)
