@@ -47,6 +47,20 @@ _SOLE_HOLDER = 3
 _NUMBER_TAKERS = ("numpy", "scipy")
 
 
+def _unary(op: Any) -> Callable[[Array], Array]:
+    """The method of ``Array`` for an operator of one operand."""
+
+    def method(self: Array) -> Array:
+        return apply(op, (self,))
+
+    return method
+
+
+def _in_place(op: Any) -> Callable[[Array, Any], Any]:
+    """The method of ``Array`` for ``op=``."""
+    return lambda self, other: _operate_in_place(op, self, other)
+
+
 def _converted(kind: Callable[[Any], Any], value: Any) -> Any:
     """``kind(value)``, of NaN or an infinity with our error."""
     try:
@@ -403,12 +417,12 @@ _BINARY = {
     **{"lshift": ew.BITWISE_LEFT_SHIFT, "rshift": ew.BITWISE_RIGHT_SHIFT},
 }
 for _name, _op in _UNARY.items():
-    setattr(Values, f"__{_name}__", lambda self, op=_op: apply(op, (self,)))
+    setattr(Values, f"__{_name}__", _unary(_op))
 for _name, _op in _BINARY.items():
     setattr(Values, f"__{_name}__", operator(_op))
     setattr(Values, f"__r{_name}__", operator(_op, reflected=True))
     # The object takes the new value; other arrays that shared its memory keep theirs.
-    setattr(Values, f"__i{_name}__", lambda self, other, op=_op: _operate_in_place(op, self, other))
+    setattr(Values, f"__i{_name}__", _in_place(_op))
 
 
 _REUSING = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE})
