@@ -39,7 +39,8 @@ def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
 def all_classes(labels: Any, classes: int) -> bool:
     """Whether all labels (at least one) name a class."""
     found = ops.below(labels, classes)
-    return bool(((labels >= 0) & (labels < classes)).all()) if found is None else found
+    # Seen without their sign, negative labels are the largest: one look for the two ends.
+    return bool(labels.view(labels.dtype.str.replace("i", "u")).max() < classes) if found is None else found
 
 
 def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> tuple[Any, Any, Any]:
