@@ -22,6 +22,20 @@ def human_bytes(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
+def duration(seconds: float) -> str:
+    """A length of time as people say it.
+
+    >>> duration(0.25), duration(42.3), duration(95), duration(7300)
+    ('0.2 s', '42 s', '1 min 35 s', '2 h 1 min')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def count(n: int, thing: str) -> str:
     """
     >>> count(1, "array"), count(1200, "array"), count(2, "entry")

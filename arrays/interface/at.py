@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,15 +69,6 @@ class AtIndex:
             return self.set(astype(apply(_WITH[op], (self._x[self._key], value)), self._x.dtype, copy=False))
         return apply(op, (self._x, value, *arrays), {"template": template})
 
-    def _value(self, name: str, v: Any, target: tuple[int, ...]) -> Array:
-        """A factor as an array: a Python number takes the dtype that it has beside ``x``."""
-        if isinstance(v, int | float | complex):
-            v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
-        value = asarray(v)
-        check_value_shape(name, value.shape, target)
-        check_value_dtype(name, value, self._x.dtype)
-        return value
-
     def set(self, v: Any) -> Array:
         """A copy with ``v`` at the index; of repeated places the last write in C order wins."""
         return self._write(INDEX_SET, v)
@@ -113,10 +102,16 @@ class AtIndex:
                 return masked
         template, arrays = parse(self._x, self._key)
         target = result_shape(template, self._x.shape, [a.shape for a in arrays])
-        value = self._value("index_multiply", v, target)
+        if isinstance(v, int | float | complex):  # in the dtype that it has beside ``x``
+            v = asarray(v, dtype=result_type(self._x.dtype, v), device=beside(self._x))
+        value = asarray(v)
+        check_value_shape("index_multiply", value.shape, target)
+        check_value_dtype("index_multiply", value, self._x.dtype)
         if is_basic(template):
-            return self._written("index_multiply", self._x[self._key], value, lambda new: self.set(new))
-        places = _places(self._x.shape, numpy_key(template, [a._concrete() for a in arrays]))
+            return self.set(self._product(self._x[self._key], value))
+        # The position in the flattened array of each element that the index selects, in C order.
+        positions = np.arange(self._x.size).reshape(self._x.shape)
+        places = positions[numpy_key(template, [a._concrete() for a in arrays])].reshape(-1)
         lead = value.ndim - len(target)
         spread = broadcast_to(reshape(value, value.shape[lead:]) if lead > 0 else value, target)
         # As if each were multiplied into the element, in the dtype of both; and products of many short floats are
@@ -124,9 +119,7 @@ class AtIndex:
         spread = astype(spread, wide(result_type(self._x.dtype, spread)), copy=False)
         where, factors = _joined(reshape(spread, (-1,)), places)
         flat = reshape(self._x, (-1,))
-        return self._written(
-            "index_multiply", flat[where], factors, lambda new: reshape(AtIndex(flat, where).set(new), self._x.shape)
-        )
+        return reshape(AtIndex(flat, where).set(self._product(flat[where], factors)), self._x.shape)
 
     def subtract(self, v: Any) -> Array:
         """A copy with ``v`` subtracted at the index; repeated places lose all of theirs."""
@@ -149,11 +142,10 @@ class AtIndex:
         check_fits(name, new.dtype, self._x.dtype)
         return astype(new, self._x.dtype, copy=False)
 
-    def _written(self, name: str, old: Array, factor: Array, put: Callable[[Array], Array]) -> Array:
+    def _product(self, old: Array, factor: Array) -> Array:
         new = old * factor
-        check_value_dtype(name, new, self._x.dtype)
-        check_fits(name, new.dtype, self._x.dtype)
-        return put(astype(new, self._x.dtype, copy=False))
+        check_value_dtype("index_multiply", new, self._x.dtype)
+        return self._fitted("index_multiply", new)
 
 
 def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | None:
@@ -181,11 +173,6 @@ def masked_write(name: str, op: Op, x: Array, key: Any, value: Any) -> Array | N
 _WITH = {INDEX_ADD: ADD, INDEX_MIN: MINIMUM, INDEX_MAX: MAXIMUM, MULTIPLY: MULTIPLY}
 
 
-def _places(shape: tuple[int, ...], key: tuple[Any, ...]) -> np.ndarray:
-    """Position in the flattened array of each element that the index selects, in C order."""
-    return np.arange(math.prod(shape)).reshape(shape)[key].reshape(-1)
-
-
 def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
     """The distinct places, and for each the product of its values.
 
@@ -202,10 +189,5 @@ def _joined(values: Array, places: np.ndarray) -> tuple[np.ndarray, Array]:
         firsts = np.flatnonzero(rank % 2 == 0)
         # A factor without a partner is multiplied by the one at the end.
         partner = np.where(np.isin(firsts + 1, np.flatnonzero(rank % 2)), firsts + 1, places.size)
-        padded = concat([values, ones_beside(values)], axis=0)
+        padded = concat([values, ones(1, dtype=values.dtype, device=beside(values))], axis=0)
         values, places = values[firsts] * padded[partner], places[firsts]
-
-
-def ones_beside(x: Array) -> Array:
-    """A single one, of the dtype and on the device of ``x``."""
-    return ones(1, dtype=x.dtype, device=beside(x))

@@ -22,7 +22,7 @@ from ..core.dispatch import Symbol
 from ..core.errors import FOREIGN_ERRORS, MeshtapeError, NumPyFunctionError, type_of_ours
 from ..ops import element_rows
 from .methods import FUNCTIONS
-from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_ufunc
+from .numpy_protocol import _called_with, _namespace, _parameters, _translated, array_function, array_ufunc
 
 
 def _spelled(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], theirs: Any = None) -> Any:
@@ -113,9 +113,28 @@ def _shown(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return f"mt.{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
 
 
+def _method(fn: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a method. Arguments that it lacks, or has elsewhere, are read as those of NumPy's function."""
+
+    @functools.wraps(fn)
+    def call(self: Array, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(self, *args, **kwargs)
+        except TypeError as e:
+            if isinstance(e, MeshtapeError):
+                raise
+        if isinstance(theirs, np.ufunc):
+            return theirs(self, *args, **kwargs)
+        return array_function(self, theirs, (Array,), (self, *args), kwargs)
+
+    return call
+
+
 def add_keywords() -> None:
-    """Have the functions of the namespaces take NumPy's keywords."""
+    """Have the functions of the namespaces take NumPy's keywords, and give ``Array`` those that are its methods."""
     ours = _namespace()
+    for name in FUNCTIONS.split():  # methods are the plain functions
+        setattr(Array, name, _method(getattr(ours, name), getattr(np, name)))
     known: dict[Any, Any] = {}
     rooms = (("", np), ("linalg.", np.linalg), ("fft.", np.fft), ("nn.", None), ("random.", None))
     for room, theirs in rooms:
@@ -129,5 +148,3 @@ def add_keywords() -> None:
                     known[fn] = guarded(name, fn, getattr(theirs, name, None), room)
                     known[fn].__module__ = own.__name__  # where pickle finds it: the defining module has the plain one
                 setattr(own, name, known[fn])
-    for name in FUNCTIONS.split():
-        setattr(Array, name, getattr(ours, name))

@@ -27,6 +27,7 @@ from ..core.op import OPS
 from ..indexing.indexing import is_view
 from ..ops.creation import asarray
 from ..ops.manipulation import astype, reshape
+from .protocols import _namespace
 from .values import _replace
 
 # NumPy's names of parameters that ours call otherwise.
@@ -64,10 +65,6 @@ _UPDATES = {n: n for n in ("add", "subtract", "multiply", "divide", "power")} | 
 _NUMPYS = (np.ndarray, np.memmap)  # other subclasses mean something else by the same memory: masks, matrices, units
 # Of scipy.special, whose functions are ufuncs too.
 _SPECIAL = {"erf": "erf", "expit": "nn.sigmoid", "log_expit": "nn.log_sigmoid"}
-
-
-def _namespace() -> Any:
-    return sys.modules[__package__.rpartition(".")[0]]
 
 
 @functools.cache

@@ -47,6 +47,15 @@ _SOLE_HOLDER = 3
 _NUMBER_TAKERS = ("numpy", "scipy")
 
 
+def _unary(op: Any) -> Callable[[Array], Array]:
+    """The method of ``Array`` for an operator of one operand."""
+
+    def method(self: Array) -> Array:
+        return apply(op, (self,))
+
+    return method
+
+
 def _in_place(op: Any) -> Callable[[Array, Any], Any]:
     """The method of ``Array`` for ``op=``."""
     return lambda self, other: _operate_in_place(op, self, other)
@@ -385,53 +394,35 @@ class Values:
 
     # ----- operators --------------------------------------------------------------------------------------------------
 
-    __add__, __radd__ = operator(ew.ADD), operator(ew.ADD, reflected=True)
-    __sub__, __rsub__ = operator(ew.SUBTRACT), operator(ew.SUBTRACT, reflected=True)
-    __mul__, __rmul__ = operator(ew.MULTIPLY), operator(ew.MULTIPLY, reflected=True)
-    __truediv__, __rtruediv__ = operator(ew.DIVIDE), operator(ew.DIVIDE, reflected=True)
-    __floordiv__, __rfloordiv__ = operator(ew.FLOOR_DIVIDE), operator(ew.FLOOR_DIVIDE, reflected=True)
-    __mod__, __rmod__ = operator(ew.REMAINDER), operator(ew.REMAINDER, reflected=True)
-    __pow__, __rpow__ = operator(ew.POW), operator(ew.POW, reflected=True)
-
     __matmul__ = matmul.matmul
 
     def __rmatmul__(self, other: Any) -> Array:
         return matmul.matmul(other, self)
 
-    # In place: the object takes the new value; other arrays that shared its memory keep theirs.
-
-    __iadd__, __isub__, __imul__ = map(_in_place, (ew.ADD, ew.SUBTRACT, ew.MULTIPLY))
-    __itruediv__, __ifloordiv__, __imod__ = map(_in_place, (ew.DIVIDE, ew.FLOOR_DIVIDE, ew.REMAINDER))
-    __ipow__, __iand__, __ior__ = map(_in_place, (ew.POW, ew.BITWISE_AND, ew.BITWISE_OR))
-    __ixor__, __ilshift__ = map(_in_place, (ew.BITWISE_XOR, ew.BITWISE_LEFT_SHIFT))
-    __irshift__ = _in_place(ew.BITWISE_RIGHT_SHIFT)
-
     def __imatmul__(self, other: Any) -> Array:
         return _replace("matmul", self, matmul.matmul(self, other))
 
-    def __neg__(self) -> Array:
-        return apply(ew.NEGATIVE, (self,))
-
-    def __pos__(self) -> Array:
-        return apply(ew.POSITIVE, (self,))
-
-    def __abs__(self) -> Array:
-        return apply(ew.ABS, (self,))
-
-    def __invert__(self) -> Array:
-        return apply(ew.BITWISE_INVERT, (self,))
-
-    __and__ = __rand__ = operator(ew.BITWISE_AND)
-    __or__ = __ror__ = operator(ew.BITWISE_OR)
-    __xor__ = __rxor__ = operator(ew.BITWISE_XOR)
-    __lshift__, __rlshift__ = operator(ew.BITWISE_LEFT_SHIFT), operator(ew.BITWISE_LEFT_SHIFT, reflected=True)
-    __rshift__, __rrshift__ = operator(ew.BITWISE_RIGHT_SHIFT), operator(ew.BITWISE_RIGHT_SHIFT, reflected=True)
     __eq__ = comparison(ew.EQUAL, "__eq__")  # type: ignore[assignment]
     __ne__ = comparison(ew.NOT_EQUAL, "__ne__")  # type: ignore[assignment]
     __lt__ = operator(ew.LESS)
     __le__ = operator(ew.LESS_EQUAL)
     __gt__ = operator(ew.GREATER)
     __ge__ = operator(ew.GREATER_EQUAL)
+
+
+_UNARY = {"neg": ew.NEGATIVE, "pos": ew.POSITIVE, "abs": ew.ABS, "invert": ew.BITWISE_INVERT}
+_BINARY = {
+    **{"add": ew.ADD, "sub": ew.SUBTRACT, "mul": ew.MULTIPLY, "truediv": ew.DIVIDE, "floordiv": ew.FLOOR_DIVIDE},
+    **{"mod": ew.REMAINDER, "pow": ew.POW, "and": ew.BITWISE_AND, "or": ew.BITWISE_OR, "xor": ew.BITWISE_XOR},
+    **{"lshift": ew.BITWISE_LEFT_SHIFT, "rshift": ew.BITWISE_RIGHT_SHIFT},
+}
+for _name, _op in _UNARY.items():
+    setattr(Values, f"__{_name}__", _unary(_op))
+for _name, _op in _BINARY.items():
+    setattr(Values, f"__{_name}__", operator(_op))
+    setattr(Values, f"__r{_name}__", operator(_op, reflected=True))
+    # The object takes the new value; other arrays that shared its memory keep theirs.
+    setattr(Values, f"__i{_name}__", _in_place(_op))
 
 
 _REUSING = frozenset({ew.ADD, ew.SUBTRACT, ew.MULTIPLY, ew.DIVIDE})

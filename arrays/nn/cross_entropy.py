@@ -17,6 +17,7 @@ from ..backends.row_blocks import BLOCK, row_sums
 from ..backends.row_blocks import wide as _wide
 from ..core.array import Array
 from ..core.dispatch import apply
+from ..core.dtypes import is_low_precision
 from ..core.op import Op, ShapeDtype
 from ..core.shape_rules import same_as_second
 from ..kernels import softmaxes
@@ -35,18 +36,11 @@ def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, rows, step))
 
 
-_UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
-
-
 def all_classes(labels: Any, classes: int) -> bool:
     """Whether all labels (at least one) name a class."""
     found = ops.below(labels, classes)
-    if found is not None:
-        return found
     # Seen without their sign, negative labels are the largest: one look for the two ends.
-    unsigned = _UNSIGNED.get(labels.dtype)
-    seen = labels if unsigned is None else labels.view(unsigned)
-    return bool((np.maximum.reduce(seen, axis=None) if type(seen) is np.ndarray else seen.max()) < classes)
+    return bool(labels.view(labels.dtype.str.replace("i", "u")).max() < classes) if found is None else found
 
 
 def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> tuple[Any, Any, Any]:
@@ -58,22 +52,24 @@ def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> 
     return xp.where(known, labels, 0).astype(np.intp), known & ~ignored, ignored
 
 
-def _shifted(xp: Any, x: Any, out: Any) -> None:
-    """``out = x - max`` of each row; an infinite maximum is not subtracted."""
+def _shifted(xp: Any, x: Any) -> Any:
+    """``x - max`` of each row; an infinite maximum is not subtracted."""
     m = x.max(axis=1, keepdims=True)
     m[xp.isinf(m)] = 0
-    xp.subtract(x, m, out=out)
+    return x - m
 
 
 def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
-    classes, wide = logits.shape[-1], _wide(logits.dtype)
+    if is_low_precision(logits.dtype):
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        return CROSS_ENTROPY.bind(xp)(logits.astype(np.float32), labels, **options)
+    classes = logits.shape[-1]
     x, flat = logits.reshape(math.prod(labels.shape), classes), labels.reshape(-1)
-    out = xp.full(flat.shape, np.nan, wide)
+    out = xp.full(flat.shape, np.nan, x.dtype)
     safe, valid, ignored = _looked_up(xp, flat, classes, ignore_index)
     with np.errstate(all="ignore"):
         for b in _blocks(xp, len(flat), classes) if classes else ():
-            d = xp.empty(x[b].shape, wide)
-            _shifted(xp, x[b].astype(wide, copy=False), d)
+            d = _shifted(xp, x[b])
             loss = -(1 - label_smoothing) * d[xp.arange(len(d)), safe[b]]
             if label_smoothing:
                 loss -= label_smoothing * d.mean(axis=1)
@@ -89,22 +85,22 @@ def _cross_entropy_backward(
     xp: Any, g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     """The softmax is computed again: cheaper than writing it to memory in the forward pass and reading it back."""
-    classes, wide = logits.shape[-1], _wide(logits.dtype)
+    if is_low_precision(logits.dtype):
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        out = CROSS_ENTROPY_BACKWARD.bind(xp)(g, logits.astype(np.float32), labels, **options)
+        return out.astype(logits.dtype)
+    classes = logits.shape[-1]
     x, flat = logits.reshape(math.prod(labels.shape), classes), labels.reshape(-1)
-    out = xp.empty(x.shape, logits.dtype)
+    out = xp.empty(x.shape, x.dtype)
     safe, valid, _ = _looked_up(xp, flat, classes, ignore_index)
-    scale = g.reshape(-1).astype(wide, copy=False)
+    scale = g.reshape(-1).astype(x.dtype, copy=False)
     with np.errstate(all="ignore"):
         for b in _blocks(xp, len(flat), classes) if classes else ():
-            o = out[b] if out.dtype == wide else xp.empty(out[b].shape, wide)
-            _shifted(xp, x[b].astype(wide, copy=False), o)
-            xp.exp(o, out=o)
+            o = xp.exp(_shifted(xp, x[b]), out=out[b])
             o *= scale[b, None] / row_sums(xp, o)
             o[xp.arange(len(o)), safe[b]] -= (1 - label_smoothing) * scale[b]
             if label_smoothing:
                 o -= (label_smoothing / classes) * scale[b, None]
-            if out.dtype != wide:
-                out[b] = o
     if valid is not None:  # selected, not multiplied: NaN in a sample that does not count must not leak
         out[~valid] = 0
     return out.reshape(logits.shape)

@@ -62,8 +62,7 @@ def tril_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Ar
     >>> mt.tril_indices(2)
     (Array([0, 1, 1]), Array([0, 0, 1]))
     """
-    rows, columns = np.tril_indices(n, k, m)
-    return asarray(rows), asarray(columns)
+    return tuple(map(asarray, np.tril_indices(n, k, m)))
 
 
 def triu_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Array]:
@@ -72,15 +71,7 @@ def triu_indices(n: int, /, k: int = 0, m: int | None = None) -> tuple[Array, Ar
     >>> mt.triu_indices(2)
     (Array([0, 0, 1]), Array([0, 1, 1]))
     """
-    rows, columns = np.triu_indices(n, k, m)
-    return asarray(rows), asarray(columns)
-
-
-def _square(name: str, x: Any) -> tuple[int, ...]:
-    shape = asarray(x).shape
-    if len(shape) < 2 or len(set(shape)) > 1:
-        raise ShapeError(f"[{name}] takes an array of two or more dimensions of one length, got shape {shape}")
-    return shape
+    return tuple(map(asarray, np.triu_indices(n, k, m)))
 
 
 def _matrix(name: str, x: Any) -> tuple[int, ...]:
@@ -96,7 +87,9 @@ def diag_indices_from(x: Any, /) -> tuple[Array, ...]:
     >>> mt.diag_indices_from(mt.ones((2, 2)))
     (Array([0, 1]), Array([0, 1]))
     """
-    shape = _square("diag_indices_from", x)
+    shape = asarray(x).shape
+    if len(shape) < 2 or len(set(shape)) > 1:
+        raise ShapeError(f"[diag_indices_from] takes an array of several dimensions of one length, got shape {shape}")
     return diag_indices(shape[0], len(shape))
 
 

@@ -114,8 +114,12 @@ def append(x: Any, values: Any, /, axis: int | None = None) -> Array:
 _MOST_PIECES = 2**24  # each is an Array of some hundred bytes
 
 
-def _pieces(name: str, x: Any, where: int | Sequence[int], axis: int, uneven: bool) -> list[Array]:
+def _pieces(
+    name: str, x: Any, where: int | Sequence[int], axis: int, *, uneven: bool = False, least: int = 0
+) -> list[Array]:
     x = asarray(x)
+    if x.ndim < least:
+        raise ShapeError(f"[{name}] needs an array of {least} or more dimensions, got shape {x.shape}")
     axis = shape_rules.one_axis(name, axis, x.ndim)
     length = x.shape[axis]
     if isinstance(where, int | np.integer):
@@ -150,7 +154,7 @@ def split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int = 0) ->
     >>> mt.split(mt.arange(4), 2), mt.split(mt.arange(4), [1])
     ([Array([0, 1]), Array([2, 3])], [Array([0]), Array([1, 2, 3])])
     """
-    return _pieces("split", x, indices_or_sections, axis, False)
+    return _pieces("split", x, indices_or_sections, axis)
 
 
 @composite("array_split")
@@ -160,14 +164,7 @@ def array_split(x: Any, indices_or_sections: int | Sequence[int], /, axis: int =
     >>> mt.array_split(mt.arange(3), 2)
     [Array([0, 1]), Array([2])]
     """
-    return _pieces("array_split", x, indices_or_sections, axis, True)
-
-
-def _split_dimension(name: str, x: Any, where: int | Sequence[int], axis: int, least: int) -> list[Array]:
-    x = asarray(x)
-    if x.ndim < least:
-        raise ShapeError(f"[{name}] needs an array of {least} or more dimensions, got shape {x.shape}")
-    return _pieces(name, x, where, axis, False)
+    return _pieces("array_split", x, indices_or_sections, axis, uneven=True)
 
 
 def hsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
@@ -177,7 +174,7 @@ def hsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     [(2, 2), (2, 2)]
     """
     x = asarray(x)
-    return _split_dimension("hsplit", x, indices_or_sections, 0 if x.ndim == 1 else 1, 1)
+    return _pieces("hsplit", x, indices_or_sections, 0 if x.ndim == 1 else 1, least=1)
 
 
 def vsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
@@ -186,7 +183,7 @@ def vsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     >>> [p.shape for p in mt.vsplit(mt.ones((2, 4)), 2)]
     [(1, 4), (1, 4)]
     """
-    return _split_dimension("vsplit", x, indices_or_sections, 0, 2)
+    return _pieces("vsplit", x, indices_or_sections, 0, least=2)
 
 
 def dsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
@@ -195,7 +192,7 @@ def dsplit(x: Any, indices_or_sections: int | Sequence[int], /) -> list[Array]:
     >>> [p.shape for p in mt.dsplit(mt.ones((1, 2, 4)), 2)]
     [(1, 2, 2), (1, 2, 2)]
     """
-    return _split_dimension("dsplit", x, indices_or_sections, 2, 3)
+    return _pieces("dsplit", x, indices_or_sections, 2, least=3)
 
 
 @composite("delete")
@@ -252,12 +249,5 @@ def insert(x: Any, where: Any, values: Any, /, axis: int | None = None) -> Array
         return wrap(
             np.asarray(np.insert(buf, int(places) if one else flat, np.moveaxis(put, axis, 0) if one else put, axis))
         )
-    order = np.argsort(flat, kind="stable")
-    at = flat.copy()
-    at[order] += np.arange(flat.size)
-    source = np.empty(length + flat.size, np.intp)
-    old = np.ones(source.size, bool)
-    old[at] = False
-    source[at] = length + np.arange(flat.size)
-    source[old] = np.arange(length)
+    source = np.insert(np.arange(length), flat, length + np.arange(flat.size))
     return take(concat([x, new], axis=axis), source, axis=axis)

@@ -22,21 +22,10 @@ library there.
 
 from __future__ import annotations
 
-from .continuous import (
-    EXPONENTIAL,
-    GUMBEL,
-    NORMAL,
-    TRUNCATED_NORMAL,
-    UNIFORM,
-    exponential,
-    gumbel,
-    normal,
-    truncated_normal,
-    uniform,
-)
-from .discrete import BERNOULLI, BITS, INTEGERS, bernoulli, bits, categorical, integers
-from .keys import FOLD_IN, SPLIT, fold_in, key, split
-from .permutations import CHOICE, PERMUTATION, choice, permutation
+from .continuous import exponential, gumbel, normal, truncated_normal, uniform
+from .discrete import bernoulli, bits, categorical, integers
+from .keys import fold_in, key, split
+from .permutations import choice, permutation
 from .transformed import (
     cauchy,
     geometric,

@@ -128,7 +128,3 @@ def gumbel(key: Any, shape: int | Sequence[int] = (), dtype: Any = np.float64) -
     (3,)
     """
     return Request(shape, floating("gumbel", dtype), {})
-
-
-UNIFORM, NORMAL, TRUNCATED_NORMAL = uniform.op, normal.op, truncated_normal.op
-EXPONENTIAL, GUMBEL = exponential.op, gumbel.op

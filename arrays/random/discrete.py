@@ -126,6 +126,3 @@ def categorical(key: Any, logits: Any, axis: int = -1) -> Array:
         raise ShapeError(f"[categorical] there is no class to choose from: shape {x.shape}, axis {axis}")
     noise = gumbel(key, x.shape, recipes.F64 if wanted == recipes.F64 else recipes.F32)
     return argmax(x.astype(noise.dtype, copy=False) + noise, axis=axis)
-
-
-BITS, INTEGERS = bits.op, integers.op

@@ -170,10 +170,8 @@ class Request(NamedTuple):
 
 
 def distribution(recipe: Callable[..., BitTransform], **facts: Any) -> Callable[[Callable[..., Request]], Any]:
-    """Decorator that turns a checking function, which returns a :class:`Request`, into one that draws with a key.
-
-    The op is the attribute ``op`` of the function; ``facts`` are those of :func:`op_of`.
-    """
+    """Decorator that turns a checking function, which returns a :class:`Request`, into one that draws with a key;
+    ``facts`` are those of :func:`op_of`."""
 
     def decorate(check: Callable[..., Request]) -> Any:
         op = op_of(check.__name__, recipe, **facts)
@@ -184,7 +182,6 @@ def distribution(recipe: Callable[..., BitTransform], **facts: Any) -> Callable[
             request = check(key, *args, **kwargs)
             return drawn(op, key, request.shape, request.dtype, **request.own)
 
-        public.op = op  # type: ignore[attr-defined]
         return public
 
     return decorate

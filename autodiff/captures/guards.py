@@ -35,23 +35,6 @@ ABSENT: Any = type("_Absent", (), {"__repr__": lambda self: "nothing"})()
 class Captures:
     """The captures of a function at one moment: the values that it reads beside its arguments."""
 
-    __slots__ = (
-        "arrays",
-        "cells",
-        "chance",
-        "classes",
-        "contents",
-        "functions",
-        "items",
-        "key",
-        "known",
-        "named",
-        "objects",
-        "others",
-        "paths",
-        "traced",
-    )
-
     def __init__(self) -> None:
         self.key: CaptureKey
         self.named: set[str] = set()  # what the code of the user looks up

@@ -59,7 +59,7 @@ def _named(path: trees.Path) -> str:
 def restore(name: str, reads: Captures, trace: Any) -> None:
     """Give arrays around the function, which it made traced ones by writing to them, their values back. Raises if there
     are any."""
-    written = [(x, buffer) for x, buffer in reads.arrays if _is_of(x._buf, trace)]
+    written = [(x, buffer) for x, buffer in reads.arrays if isinstance(x._buf, Tracer) and x._buf.builder is trace]
     for x, buffer in written:
         x._buf = buffer
     if written:
@@ -110,7 +110,3 @@ class _Noting(threading.local):
 
 
 _noting = _Noting()
-
-
-def _is_of(buffer: Any, trace: Any) -> bool:
-    return isinstance(buffer, Tracer) and buffer.builder is trace

@@ -97,11 +97,12 @@ def _calculates(fn: Callable[..., Any], reflected: bool = False) -> Callable[...
     return method
 
 
-def _reads(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _reads(fn: Callable[..., Any], reflected: bool = False) -> Callable[..., Any]:
     def method(self: TracedNumber, *others: Any) -> Any:
         if any(isinstance(o, Array) for o in others):
             return NotImplemented
-        return fn(self._read(), *others)
+        values = [self._read(), *others]
+        return fn(*(values[::-1] if reflected else values))
 
     return method
 
@@ -141,26 +142,9 @@ class TracedNumber(Symbol):
     # A program is traced for numbers of one type, so that asking for it tells nothing of the value.
     __class__ = property(lambda self: self._term.kind)  # type: ignore[assignment]
 
-    __add__, __radd__ = _calculates(operator.add), _calculates(operator.add, reflected=True)
-    __sub__, __rsub__ = _calculates(operator.sub), _calculates(operator.sub, reflected=True)
-    __mul__, __rmul__ = _calculates(operator.mul), _calculates(operator.mul, reflected=True)
-    __truediv__, __rtruediv__ = _calculates(operator.truediv), _calculates(operator.truediv, reflected=True)
-    __floordiv__, __rfloordiv__ = _calculates(operator.floordiv), _calculates(operator.floordiv, reflected=True)
-    __mod__, __rmod__ = _calculates(operator.mod), _calculates(operator.mod, reflected=True)
-    __pow__, __rpow__ = _calculates(operator.pow), _calculates(operator.pow, reflected=True)
-    __neg__, __pos__, __abs__ = _calculates(operator.neg), _calculates(operator.pos), _calculates(operator.abs)
-
-    __eq__, __ne__ = _reads(operator.eq), _reads(operator.ne)  # type: ignore[assignment]
-    __lt__, __le__, __gt__, __ge__ = map(_reads, (operator.lt, operator.le, operator.gt, operator.ge))
-    __and__, __or__, __xor__ = map(_reads, (operator.and_, operator.or_, operator.xor))
-    __rand__, __ror__, __rxor__ = (
-        _reads(lambda a, b, f=f: f(b, a)) for f in (operator.and_, operator.or_, operator.xor)
-    )
-    __lshift__, __rshift__, __invert__ = map(_reads, (operator.lshift, operator.rshift, operator.invert))
-    __rlshift__, __rrshift__ = (_reads(lambda a, b, f=f: f(b, a)) for f in (operator.lshift, operator.rshift))
-    __divmod__, __rdivmod__ = _reads(divmod), _reads(lambda a, b: divmod(b, a))
     __bool__, __hash__, __int__, __float__, __complex__ = map(_reads, (bool, hash, int, float, complex))  # type: ignore[assignment]
-    __index__, __round__, __trunc__ = map(_reads, (operator.index, round, math.trunc))
+    __round__, __trunc__, __divmod__ = map(_reads, (round, math.trunc, divmod))
+    __rdivmod__ = _reads(divmod, reflected=True)
     __floor__, __ceil__ = _reads(math.floor), _reads(math.ceil)
     __str__, __repr__, __format__ = _reads(str), _reads(repr), _reads(format)
 
@@ -180,6 +164,18 @@ class TracedNumber(Symbol):
 
     def __reduce__(self) -> Any:
         return self._term.kind, (self._read(),)
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    _fn = getattr(operator, f"__{_name}__")
+    setattr(TracedNumber, f"__{_name}__", _calculates(_fn))
+    setattr(TracedNumber, f"__r{_name}__", _calculates(_fn, reflected=True))
+for _name in ("neg", "pos", "abs"):
+    setattr(TracedNumber, f"__{_name}__", _calculates(getattr(operator, f"__{_name}__")))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "lshift", "rshift", "invert", "index"):
+    setattr(TracedNumber, f"__{_name}__", _reads(getattr(operator, f"__{_name}__")))
+for _name in ("and", "or", "xor", "lshift", "rshift"):
+    setattr(TracedNumber, f"__r{_name}__", _reads(getattr(operator, f"__{_name}__"), reflected=True))
 
 
 def settle_kept(trace: _Trace) -> None:

@@ -159,31 +159,16 @@ def told_by_c(kind: type) -> dict[str, Callable[[Any], Any]]:
 
 
 _OF_PROCESS = {
-    ("sys", "getrecursionlimit"),
-    ("sys", "getswitchinterval"),
-    ("sys", "getdefaultencoding"),
-    ("sys", "getfilesystemencoding"),
-    ("sys", "gettrace"),
-    ("sys", "getprofile"),
-    ("sys", "get_int_max_str_digits"),
-    ("os", "getcwd"),
-    ("os", "getcwdb"),
-    ("os", "getpid"),
-    ("os", "getppid"),
-    ("os", "cpu_count"),
-    ("gc", "isenabled"),
-    ("gc", "get_threshold"),
-    ("gc", "get_debug"),
-    ("threading", "active_count"),
-    ("threading", "get_ident"),
-    ("threading", "get_native_id"),
-    ("numpy", "geterr"),
-    ("numpy", "get_printoptions"),
-    ("locale", "getlocale"),
-    ("socket", "gethostname"),
-    ("socket", "getdefaulttimeout"),
+    "sys": "getrecursionlimit getswitchinterval getdefaultencoding getfilesystemencoding gettrace getprofile "
+    "get_int_max_str_digits",
+    "os": "getcwd getcwdb getpid getppid cpu_count",
+    "gc": "isenabled get_threshold get_debug",
+    "threading": "active_count get_ident get_native_id",
+    "numpy": "geterr get_printoptions",
+    "locale": "getlocale",
+    "socket": "gethostname getdefaulttimeout",
 }
-"""Functions without arguments that read a state of the process."""
+"""Functions without arguments that read a state of the process, by module."""
 
 
 def state_of_process(fn: Any) -> Callable[[], Any] | None:
@@ -192,10 +177,8 @@ def state_of_process(fn: Any) -> Callable[[], Any] | None:
         return lambda: tuple(os.environ.items())
     if fn.__name__ == "getcontext":
         return lambda: repr(fn())
-    for module, name in _OF_PROCESS:
-        if name == fn.__name__ and getattr(sys.modules.get(module), name, None) is fn:
-            return fn
-    return None
+    homes = [m for m, names in _OF_PROCESS.items() if fn.__name__ in names.split()]
+    return fn if any(getattr(sys.modules.get(m), fn.__name__, None) is fn for m in homes) else None
 
 
 def global_generator(module: Any) -> Any:

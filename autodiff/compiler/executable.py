@@ -3,7 +3,7 @@
 Values live in numbered slots, and each is freed at its last use. Runs of elementwise entries on large arrays are
 computed block by block on a CPU, and by one kernel on a GPU. Single ones write into the memory of an operand at its
 last use, where nobody else can hold it. The cotangent of a read at a few places of a large array stays sparse on a CPU
-(:mod:`meshtape.arrays.indexing.sparse_ops`).
+(:mod:`meshtape.arrays.indexing.sparse_cotangent`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...arrays.core.dtypes import float32, float64
 from ...arrays.core.errors import FOREIGN_ERRORS, type_of_ours
 from ...arrays.core.index_template import is_basic
 from ...arrays.core.program import Entry, Program, last_uses
-from ...arrays.indexing import sparse_ops
+from ...arrays.indexing import sparse_cotangent as sparse_ops
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, LAST_WRITES, SCATTER
 from ...arrays.indexing.lazy_adam import LAZY_ADAM
 from ...arrays.native.chains import as_operand

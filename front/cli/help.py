@@ -48,9 +48,3 @@ class FittingContext(click.Context):
     """A context whose help fits the terminal."""
 
     formatter_class = _Help
-
-
-def use_in(group: click.Group) -> None:
-    """Let the help of all commands of a group fit the terminal."""
-    for command in group.commands.values():
-        command.context_class = FittingContext

@@ -24,7 +24,7 @@ from . import blending, look, runs
 from . import run as cli_run
 from .browse import browse, serve
 from .derive import derive
-from .help import FittingContext, use_in
+from .help import FittingContext
 from .parts import JSON, WorkStopped, examples, print_json
 from .storage import COMMANDS
 
@@ -41,6 +41,10 @@ class _Commands(click.Group):
         """One line each, broken and never cut."""
         with formatter.section("Commands"):
             formatter.write_dl([(n, self.commands[n].get_short_help_str(200)) for n in self.list_commands(ctx)])
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        cmd.context_class = FittingContext
+        super().add_command(cmd, name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         extra.setdefault("terminal_width", max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns - 2)))
@@ -177,4 +181,3 @@ def completion(shell: str) -> None:
 _FURTHER = (look.ls, look.show, runs.gc, runs.du, derive, serve, browse)
 for _command in (*_FURTHER, *COMMANDS, *blending.COMMANDS, *cli_run.COMMANDS):
     main.add_command(_command)
-use_in(main)

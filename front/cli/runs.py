@@ -11,22 +11,10 @@ from typing import Any
 import click
 
 from ..arrays.core.errors import CheckpointError, NotACheckpoint
-from ..arrays.core.formatting import human_bytes
+from ..arrays.core.formatting import duration, human_bytes
 from .parts import CHECKPOINT, JSON, examples, print_json
 
 _SNAPSHOTS = 30  # of a repository that are listed
-
-
-def _ago(seconds: float) -> str:
-    """A length of time as people say it.
-
-    >>> _ago(5), _ago(600), _ago(7200), _ago(200000)
-    ('5 s', '10 min', '2 h', '2 d')
-    """
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length or (seconds >= length and unit == "min"):
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _table(found: list[Any], title: str) -> None:
@@ -35,7 +23,7 @@ def _table(found: list[Any], title: str) -> None:
 
     columns = [Column("leftover", name=True), Column("kind", rank=1), Column("bytes", number=True)]
     rows = [
-        [visible(x.path, 10**5), x.kind, human_bytes(x.nbytes), _ago(x.age), x.why or "lives, or cannot be asked"]
+        [visible(x.path, 10**5), x.kind, human_bytes(x.nbytes), duration(x.age), x.why or "lives, or cannot be asked"]
         for x in found
     ]
     write([*columns, Column("age"), Column("owner")], rows, title=title)

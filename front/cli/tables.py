@@ -199,7 +199,7 @@ def write_text(text: str, on: Any = None) -> None:
     on.file.flush()
 
 
-def write_lines(lines: Sequence[str], on: Any = None) -> None:
+def write_lines(lines: Sequence[str]) -> None:
     """Print lines that are no table: on a terminal each is one line of it, cut with an ellipsis where it is narrow; in
     a pipe they are whole.
 
@@ -207,7 +207,7 @@ def write_lines(lines: Sequence[str], on: Any = None) -> None:
     a
       b
     """
-    on = console() if on is None else on
+    on = console()
     if not on.is_terminal:
         on.file.write("".join(f"{line}\n" for line in lines))
         on.file.flush()

@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+from ...arrays.core.formatting import duration
 from ...storage.browse.model.text import human_bytes, number, visible
 from ..training.job.status import TOPIC, with_life
 
@@ -103,16 +104,3 @@ def job_row(j: dict[str, Any]) -> dict[str, Any]:
         "checkpoint": str(j.get("checkpoint") or "none").rstrip("/").rpartition("/")[2],
         "said": f"{duration(max(0.0, time.time() - j.get('updated', time.time())))} ago",
     }
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(0.25), duration(42.3), duration(95), duration(7300)
-    ('0.2 s', '42 s', '1 min 35 s', '2 h 1 min')
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

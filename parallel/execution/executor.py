@@ -22,7 +22,7 @@ from ...arrays.backends.memory_pool import SMALLEST, is_free, room
 from ...arrays.core.dtypes import is_low_precision
 from ...arrays.core.errors import FOREIGN_ERRORS, MeshtapeError, RankLost, type_of_ours
 from ...arrays.core.op import Op, ShapeDtype
-from ...arrays.indexing import sparse_ops
+from ...arrays.indexing import sparse_cotangent
 from ...arrays.indexing.indexing import SCATTER
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ..base.device_memory import HOST, BlockMemory
@@ -62,7 +62,7 @@ class PreparedMove(NamedTuple):
 
     def running(self, env: Env, memory: BlockMemory) -> ReshardExecution | RaggedRunning:
         """The move, ready to be carried out on these blocks."""
-        blocks = {r: sparse_ops.dense(values[self.source]) for r, values in env.items() if self.source in values}
+        blocks = {r: sparse_cotangent.dense(values[self.source]) for r, values in env.items() if self.source in values}
         if self.way.given is not None:
             blocks = {r: b.reshape(self.way.given) for r, b in blocks.items()}
         if isinstance(self.rounds, AllToAllVShare):
@@ -98,7 +98,7 @@ class PreparedLocal(NamedTuple):
     dying: tuple[int, ...]
     """Operands that nothing reads afterwards: the result may take their memory."""
     sparse: Op | None
-    """The op, if operands may be sparse (:mod:`meshtape.arrays.indexing.sparse_ops`)."""
+    """The op, if operands may be sparse (:mod:`meshtape.arrays.indexing.sparse_cotangent`)."""
     keeps: bool
     """Whether the result may stay sparse."""
 
@@ -326,7 +326,7 @@ class Prepared:
             for v in frees:
                 for r in self.hosted:
                     env[r].pop(v, None)
-        return [{r: sparse_ops.dense(env[r][v]) for r in self.hosted} for v in p.outputs]
+        return [{r: sparse_cotangent.dense(env[r][v]) for r in self.hosted} for v in p.outputs]
 
     def _run_local(self, s: PreparedLocal, env: Env) -> None:
         fn, args, outputs, put = s.fn, s.args, s.outputs, self.memory.put
@@ -340,7 +340,7 @@ class Prepared:
                 if s.sparse is not None:
                     mine = [v in s.dying and is_free(values, v) for v, _ in args]
                     operands = [values[v] if v >= 0 else c for v, c in args]
-                    out = sparse_ops.call(s.sparse, operands, params, mine)
+                    out = sparse_cotangent.call(s.sparse, operands, params, mine)
                 elif s.room is None:
                     out = fn(*[values[v] if v >= 0 else c for v, c in args], **params)
                 else:
@@ -452,4 +452,4 @@ def _between(m: Move) -> int:
 def thin_values(program: RankProgram) -> frozenset[int]:
     """Variables of which a rank may hold a sparse cotangent."""
     calls = (s for s in program.steps if isinstance(s, LocalCall))
-    return sparse_ops.sparse_values(calls, program.avals, made_by=(SCATTER, SCATTER_PART))
+    return sparse_cotangent.sparse_values(calls, program.avals, made_by=(SCATTER, SCATTER_PART))

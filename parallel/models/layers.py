@@ -159,7 +159,7 @@ def check_ids(name: str, ids: Any, length: int) -> Array:
     return ids
 
 
-def residual_std(layers: int, std: float = 0.02) -> float:
+def residual_std(layers: int) -> float:
     """Deviation of weights that write into the residual stream: their sum over layers keeps its size (Radford et al.,
     2019)."""
-    return std / math.sqrt(2 * layers)
+    return 0.02 / math.sqrt(2 * layers)

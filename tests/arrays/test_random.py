@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshtape import arrays as mt
-from meshtape.arrays import random
 from meshtape.arrays.core.errors import DTypeError, ShapeError
 from meshtape.arrays.core.op import OPS
 from meshtape.arrays.random import bit_transforms, philox
@@ -32,19 +31,19 @@ BF16 = mt.bfloat16
 
 # (op, dtype, further params) of everything that is drawn element by element.
 DRAWS = [
-    (random.BITS, mt.uint64, {}),
-    (random.BITS, mt.uint32, {}),
-    *[(random.UNIFORM, d, {"low": 0.0, "high": 1.0}) for d in (F64, F32, F16, BF16)],
-    *[(random.UNIFORM, d, {"low": -3.0, "high": 7.5}) for d in (F64, F32, F16, BF16)],
-    *[(random.NORMAL, d, {"mean": 0.0, "std": 1.0}) for d in (F64, F32, F16, BF16)],
-    (random.NORMAL, F64, {"mean": 2.0, "std": 0.5}),
-    (random.TRUNCATED_NORMAL, F64, {"lower": -1.0, "upper": 2.0, "mean": 0.0, "std": 1.0}),
-    (random.INTEGERS, mt.int64, {"low": -5, "span": 1000}),
-    (random.INTEGERS, mt.uint64, {"low": 3, "span": 2**63 + 12345}),
-    (random.BERNOULLI, mt.bool, {"threshold": 2**31}),
-    *[(random.EXPONENTIAL, d, {"scale": 2.0}) for d in (F64, F32)],
-    *[(random.GUMBEL, d, {}) for d in (F64, F32, BF16)],
-    (random.SPLIT, mt.uint64, {}),
+    (OPS["random_bits"], mt.uint64, {}),
+    (OPS["random_bits"], mt.uint32, {}),
+    *[(OPS["random_uniform"], d, {"low": 0.0, "high": 1.0}) for d in (F64, F32, F16, BF16)],
+    *[(OPS["random_uniform"], d, {"low": -3.0, "high": 7.5}) for d in (F64, F32, F16, BF16)],
+    *[(OPS["random_normal"], d, {"mean": 0.0, "std": 1.0}) for d in (F64, F32, F16, BF16)],
+    (OPS["random_normal"], F64, {"mean": 2.0, "std": 0.5}),
+    (OPS["random_truncated_normal"], F64, {"lower": -1.0, "upper": 2.0, "mean": 0.0, "std": 1.0}),
+    (OPS["random_integers"], mt.int64, {"low": -5, "span": 1000}),
+    (OPS["random_integers"], mt.uint64, {"low": 3, "span": 2**63 + 12345}),
+    (OPS["random_bernoulli"], mt.bool, {"threshold": 2**31}),
+    *[(OPS["random_exponential"], d, {"scale": 2.0}) for d in (F64, F32)],
+    *[(OPS["random_gumbel"], d, {}) for d in (F64, F32, BF16)],
+    (OPS["random_split"], mt.uint64, {}),
 ]
 NAMES = [f"{op.name}-{dtype.name}-{i}" for i, (op, dtype, _) in enumerate(DRAWS)]
 
@@ -173,7 +172,7 @@ def test_a_dropout_mask_is_the_same_on_every_mesh(parts):
     out = np.empty((8, 6), bool)
     for r, n in ceil_blocks(8, parts[0]):
         for c, m in ceil_blocks(6, parts[1]):
-            out[r : r + n, c : c + m] = random.BERNOULLI.numpy(
+            out[r : r + n, c : c + m] = OPS["random_bernoulli"].numpy(
                 np.asarray(key),
                 shape=(n, m),
                 offset=(r, c),
@@ -190,8 +189,8 @@ def test_offsets_far_beyond_memory(start):
     own = {"mean": 0.0, "std": 1.0}
     key = np.array([1, 2], np.uint64)
     shape = (2**42,)
-    a = random.NORMAL.numpy(key, shape=(1000,), offset=(start,), global_shape=shape, dtype=F64, **own)
-    b = random.NORMAL.numpy(key, shape=(10,), offset=(start + 500,), global_shape=shape, dtype=F64, **own)
+    a = OPS["random_normal"].numpy(key, shape=(1000,), offset=(start,), global_shape=shape, dtype=F64, **own)
+    b = OPS["random_normal"].numpy(key, shape=(10,), offset=(start + 500,), global_shape=shape, dtype=F64, **own)
     same_bits(a[500:510], b)
 
 
@@ -200,18 +199,18 @@ def test_offsets_far_beyond_memory(start):
 def test_block_of_a_permutation_and_of_a_choice(key, n, data):
     lo = data.draw(st.integers(0, n))
     hi = data.draw(st.integers(lo, n))
-    order = random.PERMUTATION.numpy(key, shape=(n,), offset=(0,), global_shape=(n,), dtype=mt.int64)
+    order = OPS["random_permutation"].numpy(key, shape=(n,), offset=(0,), global_shape=(n,), dtype=mt.int64)
     assert sorted(order.tolist()) == list(range(n))
-    part = random.PERMUTATION.numpy(key, shape=(hi - lo,), offset=(lo,), global_shape=(n,), dtype=mt.int64)
+    part = OPS["random_permutation"].numpy(key, shape=(hi - lo,), offset=(lo,), global_shape=(n,), dtype=mt.int64)
     same_bits(part, order[lo:hi])
     weights = np.arange(1.0, n + 1)
     for replace in (True, False):
         if n == 0:
             continue
-        full = random.CHOICE.numpy(
+        full = OPS["random_choice"].numpy(
             key, weights, shape=(n,), offset=(0,), global_shape=(n,), dtype=mt.int64, replace=replace
         )
-        part = random.CHOICE.numpy(
+        part = OPS["random_choice"].numpy(
             key, weights, shape=(hi - lo,), offset=(lo,), global_shape=(n,), dtype=mt.int64, replace=replace
         )
         same_bits(part, full[lo:hi])
@@ -322,8 +321,8 @@ def test_fold_in_of_a_number_and_of_an_array(step):
     want = mt.random.fold_in(k, step).tolist()
     assert mt.random.fold_in(k, mt.asarray(step)).tolist() == want
     assert mt.random.fold_in(k, mt.asarray(step, dtype=mt.uint64)).tolist() == want
-    assert random.FOLD_IN.bind(PURE)(np.asarray(k), step, stream=2).tolist() == want
-    assert random.FOLD_IN.bind(PURE)(np.asarray(k), np.asarray(step), stream=2).tolist() == want
+    assert OPS["random_fold_in"].bind(PURE)(np.asarray(k), step, stream=2).tolist() == want
+    assert OPS["random_fold_in"].bind(PURE)(np.asarray(k), np.asarray(step), stream=2).tolist() == want
 
 
 def test_split_keeps_the_keys_of_a_smaller_split():
@@ -411,7 +410,9 @@ def test_integers_are_even_and_stay_inside():
 @BOUNDED
 def test_integers_are_the_high_half_of_a_product(key, span, data):
     low = data.draw(st.integers(-(2**63), 2**63 - span)) if span <= 2**64 - 1 else -(2**63)
-    x = random.INTEGERS.numpy(key, shape=(9,), offset=(0,), global_shape=(9,), dtype=mt.int64, low=low, span=span)
+    x = OPS["random_integers"].numpy(
+        key, shape=(9,), offset=(0,), global_shape=(9,), dtype=mt.int64, low=low, span=span
+    )
     w = philox.words(np, key, 0, 9)
     assert x.tolist() == [low + (int(v) * span >> 64) for v in w]
 
@@ -513,11 +514,11 @@ def test_extreme_words_give_finite_numbers(word):
         if dtype.kind in "iub":
             continue
         how = {
-            random.UNIFORM: bit_transforms.uniform,
-            random.NORMAL: bit_transforms.normal,
-            random.TRUNCATED_NORMAL: bit_transforms.truncated,
-            random.EXPONENTIAL: bit_transforms.exponential,
-            random.GUMBEL: bit_transforms.gumbel,
+            OPS["random_uniform"]: bit_transforms.uniform,
+            OPS["random_normal"]: bit_transforms.normal,
+            OPS["random_truncated_normal"]: bit_transforms.truncated,
+            OPS["random_exponential"]: bit_transforms.exponential,
+            OPS["random_gumbel"]: bit_transforms.gumbel,
         }[op](dtype, **own)
         with np.errstate(all="raise", under="ignore"):
             x = how.transform(np, np.full((1, how.words), word, np.uint64))
@@ -630,4 +631,4 @@ def test_memory_beyond_the_result_is_bounded(peak_of):
     for block, offset in [((4000, 3000), (0, 0)), ((4000, 40), (0, 7)), ((4000, 1000), (0, 500))]:
         params = {"shape": block, "offset": offset, "global_shape": (4000, 3000), "dtype": F32, "mean": 0.0, "std": 1.0}
         most = 4 * math.prod(block) + 16 * 2**20
-        assert peak_of(lambda params=params: random.NORMAL.numpy(key, **params), most) < most
+        assert peak_of(lambda params=params: OPS["random_normal"].numpy(key, **params), most) < most

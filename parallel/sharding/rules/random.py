@@ -7,9 +7,11 @@ them, so a draw is first replicated, and a rank that needs a part of one makes j
 
 from __future__ import annotations
 
-from ....arrays import random as r
 from ....arrays.core.op import Op, ShapeDtype
 from ....arrays.nn import dropout
+from ....arrays.random.draw import BY_PLACE
+from ....arrays.random.keys import FOLD_IN
+from ....arrays.random.permutations import CHOICE, PERMUTATION
 from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, replicated_rule, rule
 
 
@@ -18,16 +20,13 @@ def _local_block(params: Params, view: RankView) -> Params:
     return {**params, "shape": box.shape, "offset": box.offset}
 
 
-@rule(
-    *(r.BITS, r.UNIFORM, r.NORMAL, r.TRUNCATED_NORMAL, r.INTEGERS, r.BERNOULLI, r.EXPONENTIAL, r.GUMBEL),
-    *(r.SPLIT, r.PERMUTATION, r.CHOICE),
-)
+@rule(*BY_PLACE, PERMUTATION, CHOICE)
 def _draw(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     operands = [letters.many(a.shape, whole=True) if isinstance(a, ShapeDtype) else () for a in avals]
     return letters.rule(operands, [letters.many(outs[0].shape)], localize=_local_block, made=True)
 
 
-@rule(r.FOLD_IN)
+@rule(FOLD_IN)
 def _key(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     return replicated_rule(avals, outs)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.arrays.indexing import sparse_cotangent, sparse_ops
+from meshtape.arrays.indexing import sparse_cotangent
 
 from .conftest import losses
 
@@ -57,7 +57,7 @@ def dense() -> Iterator[None]:
 @pytest.fixture
 def sparse_calls_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
-    call = sparse_ops.sparse_call
+    call = sparse_cotangent.sparse_call
 
     def seeing(op: Any, *args: Any) -> Any:
         found = call(op, *args)
@@ -65,7 +65,7 @@ def sparse_calls_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append(op.name)
         return found
 
-    monkeypatch.setattr(sparse_ops, "sparse_call", seeing)
+    monkeypatch.setattr(sparse_cotangent, "sparse_call", seeing)
     return seen
 
 
