@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from ...arrays.backends.float8 import FLOAT8
 from ...arrays.core.errors import DeviceError, DTypeError
 from ...arrays.core.program import Const, Entry, Program
+from ...arrays.kernels.chains import copy_all
 from . import cuda_fusion
 from .fusion import FusedRun
 
@@ -45,6 +46,9 @@ class Graphs(Protocol):
 
     def run(self) -> AbstractContextManager[None]:
         """The block of one run, which begins when the one before has ended on the device."""
+
+    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        """``target[...] = source`` for each pair, together."""
 
 
 class CudaGraphs:
@@ -96,6 +100,8 @@ class CudaGraphs:
             yield
             self._ended.record(stream)
 
+    copy = staticmethod(copy_all)
+
 
 class _GraphStep(NamedTuple):
     """A step of a run: replay a graph, or make one call and put its results where later graphs read them."""
@@ -134,8 +140,7 @@ class GraphedProgram:
         with self._lock, self._graphs.run():
             if self._steps is None:
                 self._build(buffers)
-            for mine, given in zip(self._inputs, buffers, strict=True):
-                mine[...] = given
+            self._graphs.copy(self._inputs, buffers)
             values = dict(self._known)
             for step in self._steps or ():
                 if step.replay is not None:
@@ -145,8 +150,13 @@ class GraphedProgram:
                     values.update(self._call(step.part, values))
                     for v, memory in step.fixed:
                         memory[...] = values[v]
-            xp = self._graphs.xp
-            return [xp.array(values[v]) if v in self._known else values[v] for v in self._program.outputs]
+            found = [values[v] for v in self._program.outputs]
+            own = [k for k, v in enumerate(self._program.outputs) if v in self._known]
+            copies = [self._graphs.xp.empty(found[k].shape, found[k].dtype) for k in own]
+            self._graphs.copy(copies, [found[k] for k in own])
+            for k, c in zip(own, copies, strict=True):
+                found[k] = c
+            return found
 
     # ----- the first run ----------------------------------------------------------------------------------------------
 

@@ -62,6 +62,10 @@ class HostGraphs:
     def run(self) -> Iterator[None]:
         yield
 
+    def copy(self, targets: Any, sources: Any) -> None:
+        for to, source in zip(targets, sources, strict=True):
+            to[...] = source
+
 
 def made(program: Program, graphs: HostGraphs) -> GraphedProgram:
     def bind(part: Any) -> Callable[..., list[Any]]:

@@ -13,6 +13,7 @@ import pytest
 import meshtape as mt
 from meshtape.arrays.core.program import Program
 from meshtape.arrays.kernels import cuda_codegen, launch
+from meshtape.arrays.kernels.chains import MOST_COPIES, copy_all
 from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun
@@ -380,3 +381,26 @@ def test_a_kernel_takes_no_more_parameters_than_cuda_allows(place: Any, emulator
     for g, w in zip(got, f(*map(mt.asarray, hosts)), strict=True):
         np.testing.assert_array_equal(g, w.numpy())
     assert len(emulator.launched) == len(parts)
+
+
+def test_copies_of_many_arrays_are_few_launches(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, in every dtype and of every size; one launch for each size of the words that memory consists of."""
+    hosts = [values(d, max(n, 4))[:n] for d in [*FLOATS, *INTS] for n in (0, 1, 5, 1024)]
+    hosts += [np.full((), 7, np.int8), np.ones((3, 5), np.complex64) * 2j, RNG.random(9) > 0.5]
+    hosts += [RNG.standard_normal((4, 6)).T, RNG.standard_normal(40)[1::3]]  # with gaps, which are copied one by one
+    sources = [place(h) if h.flags.c_contiguous else h for h in hosts]
+    targets = [place(np.zeros(h.shape, h.dtype)) for h in hosts]
+    runner, launches = launch.runner(), []
+    start = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda *a, **more: launches.append(a[2]) or start(*a, **more))
+    copy_all(targets, sources)
+    for to, h in zip(targets, hosts, strict=True):
+        assert to.tobytes() == h.tobytes()
+    assert 1 <= len(launches) <= 4
+    assert sum(grid[1] for grid in launches) == len(hosts) - len(FLOATS) - len(INTS) - 2
+    launches.clear()
+    many = [place(np.full(3, i, np.int64)) for i in range(2 * MOST_COPIES + 1)]
+    targets = [place(np.zeros(3, np.int64)) for _ in many]
+    copy_all(targets, many)
+    assert [int(t[2]) for t in targets] == [*range(len(many))]
+    assert [grid[1] for grid in launches] == [MOST_COPIES, MOST_COPIES, 1]
