@@ -305,6 +305,7 @@ class _Ready:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
         self.arrays_alone = all(s is ARRAY for s in statics)
         self.donated, self.name = donated, name
+        self.gives = getattr(run, "buffer", np.ndarray)  # the type of buffers that can be given up
         # A program on one CPU takes sparse cotangents as they are.
         self.local = isinstance(run, Executable)
         self.lifted = [c for c in trace.lifted.values() if c.var in program.constants]
@@ -328,11 +329,12 @@ class _Ready:
             if not self.local:
                 densify(inputs)
             bufs = (
-                given_up(inputs, self.donated, getattr(self.run, "taken", ()), self.name)
+                given_up(inputs, self.donated, getattr(self.run, "taken", ()), self.name, self.gives)
                 if self.donated
                 else [settled(a) for a in inputs]
             )
-            found = [wrap(b) for b in self.run([*bufs, *numbers] if numbers else bufs)]
+            bufs += numbers
+            found = [wrap(b) for b in self.run(bufs)]
         return self.rebuilt(found)
 
     def rebuilt(self, arrays: Iterable[Array]) -> Any:
@@ -512,7 +514,7 @@ def _trace(
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
     if cuda_graph:
         where = inputs[0].device if inputs else "no device"
-        run = graphed(program, where if host is None else host)
+        run = graphed(program, where if host is None else host, [program.inputs[k] for k in given])
         return _Ready(program, run, out_def, statics, trace, given, title)
     if host is not None:
         name = getattr(fn, "__name__", "")
