@@ -228,22 +228,29 @@ def _generated(text: str) -> str:
 MOST_COPIES = 160
 """Copies of one launch: each takes 24 bytes of the 4096 that the parameters of a kernel have."""
 
+FEW_BYTES = 1 << 16
+"""Copies of no more bytes are one launch of words of any size: they take less than a second launch."""
+
 
 def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
     """``target[...] = source`` for each pair, of one shape and dtype: one launch for all that consist of words of one
-    size. A source must not lie in the memory of a target."""
+    size. Targets are without gaps, and no source lies in the memory of a target."""
     runner = launch.runner()
-    words: dict[int, list[tuple[int, int, int]]] = {}
+    copies = []
     for to, source in zip(targets, sources, strict=True):
         if not isinstance(source, runner.xp.ndarray) or source.device != to.device or not source.flags.c_contiguous:
             to[...] = source
         elif to.nbytes:
-            places = runner.address(source), runner.address(to)
-            word = math.gcd(8, to.nbytes, *places)
-            words.setdefault(word, []).append((to.nbytes // word, *places))
-    for word, copies in words.items():
-        for i in range(0, len(copies), MOST_COPIES):
-            some = copies[i : i + MOST_COPIES]
+            copies.append((to.nbytes, runner.address(source), runner.address(to)))
+    least = math.gcd(8, *(x for copy in copies for x in copy))
+    few = sum(n for n, _, _ in copies) <= FEW_BYTES
+    words: dict[int, list[tuple[int, int, int]]] = {}
+    for n, *places in copies:
+        word = least if few else math.gcd(8, n, *places)
+        words.setdefault(word, []).append((n // word, *places))
+    for word, alike in words.items():
+        for i in range(0, len(alike), MOST_COPIES):
+            some = alike[i : i + MOST_COPIES]
             vectors = all(p % 16 == 0 for _, *places in some for p in places)
             blocks = _blocks(runner, max(n for n, _, _ in some), LANES if vectors else 1)
             arguments = [t(x) for copy in some for t, x in zip((np.int64, np.uint64, np.uint64), copy, strict=True)]

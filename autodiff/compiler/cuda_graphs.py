@@ -61,8 +61,8 @@ class Graphs(Protocol):
     def apart(self) -> AbstractContextManager[None]:
         """A block that takes new memory from the pool of the graphs, and calls on the captured stream."""
 
-    def run(self) -> AbstractContextManager[None]:
-        """The block of one run, which begins when the one before has ended on the device."""
+    def run(self, work: Callable[[], list[Any]]) -> list[Any]:
+        """The results of ``work``, one run, which begins when the one before has ended on the device."""
 
     def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         """``target[...] = source`` for each pair, together."""
@@ -120,8 +120,7 @@ class CudaGraphs:
             yield
         self._stream.synchronize()
 
-    @contextmanager
-    def run(self) -> Any:
+    def run(self, work: Callable[[], list[Any]]) -> list[Any]:
         with self._device, cupy_backend().memory():
             stream = self.xp.cuda.get_current_stream()
             stream.wait_event(self._ended)
@@ -129,8 +128,9 @@ class CudaGraphs:
             if self._last not in (None, where):  # there lent results may have been read since
                 self._follow(*self._last)
             self._last = where
-            yield
+            results = work()
             self._ended.record(stream)
+            return results
 
     def _follow(self, stream: Any, thread: Any) -> None:
         """Let the current stream wait for all that was queued on another one."""
@@ -210,7 +210,7 @@ class _Recording:
         found = [values[v] for v in outputs]
         lent = {outputs.index(v): memory for v, memory in self._taken.items()}
         results = [
-            lent[k] if k in lent else graphs.xp.empty(x.shape, x.dtype) if v in self._known else x
+            lent[k] if k in lent else graphs.xp.empty(x.shape, x.dtype) if v in self._known or x.base is not None else x
             for k, (v, x) in enumerate(zip(outputs, found, strict=True))
         ]
         moved = [k for k, x in enumerate(found) if results[k] is not x]
@@ -321,12 +321,15 @@ class GraphedProgram:
 
     def __call__(self, buffers: list[Any]) -> list[Any]:
         """The results. Lent arrays are taken out of ``buffers``: where nobody else holds one, its memory is free."""
-        with self._lock, self._graphs.run():
-            recording = next((r for r in self._recordings if r.is_free(buffers)), None)
-            if recording is None:
-                recording = self._record(buffers, () if self._recordings else self._donated)
-                self._recordings.append(recording)
-            return recording(buffers)
+        with self._lock:
+            return self._graphs.run(functools.partial(self._run, buffers))
+
+    def _run(self, buffers: list[Any]) -> list[Any]:
+        recording = next((r for r in self._recordings if r.is_free(buffers)), None)
+        if recording is None:
+            recording = self._record(buffers, () if self._recordings else self._donated)
+            self._recordings.append(recording)
+        return recording(buffers)
 
 
 def graphed(program: Program, device: Any, donated: Sequence[int] = ()) -> GraphedProgram:

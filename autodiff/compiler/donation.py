@@ -31,20 +31,20 @@ class Gone(Deferred):
         # A consumer of ``__cuda_array_interface__`` holds the array, which has a view since, for its memory.
         self.exported = None if isinstance(buf, np.ndarray) or buf.base is None else buf
 
-    def _error(self) -> DonatedArrayError:
+    def error(self) -> DonatedArrayError:
         return DonatedArrayError(
             f"[compile] this array ({self.aval}) was given up to {self.taker}, which donates it: use the array that "
             "the call returned, pass a copy, or leave the argument out of donate="
         )
 
     def admit(self, op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        raise self._error()
+        raise self.error()
 
     def emit(self, op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:
-        raise self._error()
+        raise self.error()
 
     def concrete(self) -> np.ndarray:
-        raise self._error()
+        raise self.error()
 
 
 def positions(donate: int | Iterable[int]) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def given_up(
     that others see are copied."""
     for x in inputs:
         if type(x._buf) is Gone:
-            raise x._buf._error()
+            raise x._buf.error()
     bufs = [settled(x) for x in inputs]
     once = Counter(map(id, bufs))
     for i in donated:

@@ -13,7 +13,7 @@ import pytest
 import meshtape as mt
 from meshtape.arrays.core.program import Program
 from meshtape.arrays.kernels import cuda_codegen, launch
-from meshtape.arrays.kernels.chains import MOST_COPIES, copy_all
+from meshtape.arrays.kernels.chains import FEW_BYTES, MOST_COPIES, copy_all
 from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun
@@ -396,8 +396,17 @@ def test_copies_of_many_arrays_are_few_launches(place: Any, monkeypatch: pytest.
     copy_all(targets, sources)
     for to, h in zip(targets, hosts, strict=True):
         assert to.tobytes() == h.tobytes()
-    assert 1 <= len(launches) <= 4
-    assert sum(grid[1] for grid in launches) == len(hosts) - len(FLOATS) - len(INTS) - 2
+    small = len(hosts) - len(FLOATS) - len(INTS) - 2
+    assert [grid[1] for grid in launches] == [small]
+    hosts.append(RNG.standard_normal(FEW_BYTES // 8))
+    sources.append(place(hosts[-1]))
+    targets = [place(np.zeros(h.shape, h.dtype)) for h in hosts]
+    launches.clear()
+    copy_all(targets, sources)
+    for to, h in zip(targets, hosts, strict=True):
+        assert to.tobytes() == h.tobytes()
+    assert 2 <= len(launches) <= 4
+    assert sum(grid[1] for grid in launches) == small + 1
     launches.clear()
     many = [place(np.full(3, i, np.int64)) for i in range(2 * MOST_COPIES + 1)]
     targets = [place(np.zeros(3, np.int64)) for _ in many]
