@@ -244,8 +244,9 @@ def compile(
         Positions of arguments that the caller gives up: results may take the memory of their arrays, which cannot be
         used afterwards. A step ``params, state = step(params, state, batch)`` then neither holds both generations nor,
         for a table of which few rows are read, copies what it leaves as it was. Memory that something else shares (a
-        view, a NumPy array) is copied first, and nothing is given up where a tape watches. Arrays on a GPU or on a mesh
-        are never given up: they stay what they are, and results take memory of the pool that their programs share.
+        view, a NumPy array) is copied first, and nothing is given up where a tape watches. Arrays on a GPU are given up
+        to a ``cuda_graph`` alone, which then passes a state from call to call without a copy. Those on a mesh stay what
+        they are: results take memory of the pool that their programs share.
 
     Raises
     ------

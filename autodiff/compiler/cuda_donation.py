@@ -13,7 +13,7 @@ from .fusion import takers
 
 def views_of(inputs: Sequence[int], values: Mapping[int, Any], address: Callable[[Any], int]) -> dict[int, set[int]]:
     """For each input the variables whose values lie in its memory, itself among them."""
-    starts = sorted((address(values[i]), i) for i in inputs)
+    starts = sorted((address(values[i]), i) for i in inputs if values[i].nbytes)
     found: dict[int, set[int]] = {i: set() for i in inputs}
     for v, x in values.items() if starts else ():
         start, i = starts[max(bisect(starts, (address(x), math.inf)) - 1, 0)]

@@ -37,7 +37,7 @@ def beside(path: str) -> Any:
 
 
 fake_cuda = beside("fake_cuda.py")
-if sys.argv[1:2] in (["values"], ["products"], ["donated"]):
+if sys.argv[1:2] in (["values"], ["products"], ["donated"], ["decoder"]):
     os.environ[fake_cuda.VALUES] = sys.argv[2]
 FAKE = fake_cuda.FakeCuda()
 
@@ -592,7 +592,10 @@ class Loop:
         a, b = ([mt.asarray(h, device=d) for h in hosts] for d in (device, "cpu"))
         self.state, self.batch, self.want, self.told = (a[:2], a[2:4]), a[4:], (b[:2], b[2:4]), b[4:]
         self.run = mt.compile(_momentum, cuda_graph=True, donate=0)
+        with mt.use_device(device):
+            batch, self.batch = self.batch, [mt.permute_dims(mt.asarray(h.T), (1, 0)) for h in hosts[4:]]
         self.step()
+        self.batch = batch  # the same, in the order of C
 
     def step(self) -> str:
         """A call: whether its values are right, its graphs, and the arrays that it copies in and out; numbers aside."""
@@ -624,21 +627,44 @@ class Consumer:
         return np.frombuffer(self.memory, np.float32)
 
 
-def donated(_: str) -> dict[str, Any]:
-    """A state that is passed from call to call, by values: its copies, and all who may hold a part of it."""
-    from meshtape.autodiff.compiler import cuda_graphs
-    from meshtape.parallel.base.bundles import Bundle
-    from meshtape.parallel.base.device_memory import memory_of
+def _counting() -> None:
+    """Let graphs note how many arrays they copy, numbers aside."""
+    from meshtape.autodiff.compiler.cuda_graphs import CudaGraphs
 
-    cp, out = FAKE.cupy, {}
-    FAKE.use_pool(True)
-    plain = cuda_graphs.CudaGraphs.copy
+    plain = CudaGraphs.copy
 
     def copy(targets: Any, sources: Any) -> None:
         _copied.append(sum(x.size > 1 for x in targets))
         plain(targets, sources)
 
-    cuda_graphs.CudaGraphs.copy = staticmethod(copy)
+    CudaGraphs.copy = staticmethod(copy)
+
+
+def decoder(_: str) -> list[Any]:
+    """Donated steps of a decoder with AdamW, by values: whether they are those of the CPU, and the arrays copied.
+    (Sums at indices are atomic, as a sort does not become part of the fake's graphs.)"""
+    FAKE.use_pool(True)
+    _counting()
+    step, host = _decoder()
+    given = mt.tree_map(lambda a: a.to_device("cuda:0"), host)
+    run, out = mt.compile(step, cuda_graph=True, donate=(0, 1)), []
+    for _ in range(3):
+        with mt.use_device("cuda:0"), mt.use_deterministic(False):
+            got = run(*given)
+        want = step(*host)
+        out.append([near(got, want), *_copied[-2:]])
+        given, host = (*got[1:], given[2]), (*want[1:], host[2])
+    return out
+
+
+def donated(_: str) -> dict[str, Any]:
+    """A state that is passed from call to call, by values: its copies, and all who may hold a part of it."""
+    from meshtape.parallel.base.bundles import Bundle
+    from meshtape.parallel.base.device_memory import memory_of
+
+    cp, out = FAKE.cupy, {}
+    FAKE.use_pool(True)
+    _counting()
     loop = Loop()
     out["steps"] = [loop.step() for _ in range(3)]
     held = {

@@ -262,6 +262,14 @@ def test_a_state_that_is_given_up_is_not_copied(donated: dict[str, Any]) -> None
     assert donated["failures"] == []
 
 
+@pytest.mark.slow
+def test_a_decoder_that_is_given_up_is_not_copied(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """60 parameters and slots, by values; the tokens are copied. (The first call has the state of the caller.)"""
+    cache = getattr(request.config, "cache", None)
+    found = sweep("decoder", str(tmp_path if cache is None else cache.mkdir("values")))
+    assert found == [[True, 61, 0], [True, 1, 0], [True, 1, 0]]
+
+
 def test_whoever_holds_a_result_keeps_its_values(donated: dict[str, Any]) -> None:
     """Until it is dropped, another graph takes the steps."""
     held = donated["held"]
