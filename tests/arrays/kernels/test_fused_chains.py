@@ -12,8 +12,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core.program import Program
-from meshtape.arrays.kernels import cuda_codegen, launch
-from meshtape.arrays.kernels.chains import FEW_BYTES, MOST_COPIES, copy_all
+from meshtape.arrays.kernels import chains, cuda_codegen, launch
 from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun
@@ -385,31 +384,27 @@ def test_a_kernel_takes_no_more_parameters_than_cuda_allows(place: Any, emulator
 
 def test_copies_of_many_arrays_are_few_launches(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, in every dtype and of every size; one launch for each size of the words that memory consists of."""
-    hosts = [values(d, max(n, 4))[:n] for d in [*FLOATS, *INTS] for n in (0, 1, 5, 1024)]
-    hosts += [np.full((), 7, np.int8), np.ones((3, 5), np.complex64) * 2j, RNG.random(9) > 0.5]
-    hosts += [RNG.standard_normal((4, 6)).T, RNG.standard_normal(40)[1::3]]  # with gaps, which are copied one by one
-    sources = [place(h) if h.flags.c_contiguous else h for h in hosts]
-    targets = [place(np.zeros(h.shape, h.dtype)) for h in hosts]
+    hosts = [values(d, max(n, 4))[:n] for d in (*FLOATS, "int8", "uint64") for n in (0, 1, 37)]
+    hosts += [np.ones((3, 5), np.complex64) * 2j, RNG.random(9) > 0.5]
+    gaps = [RNG.standard_normal((4, 6)).T, RNG.standard_normal(40)[1::3]]  # which are copied one by one
+    sources = [*map(place, hosts), *gaps]
     runner, launches = launch.runner(), []
     start = runner.launch
-    monkeypatch.setattr(runner, "launch", lambda *a, **more: launches.append(a[2]) or start(*a, **more))
-    copy_all(targets, sources)
-    for to, h in zip(targets, hosts, strict=True):
-        assert to.tobytes() == h.tobytes()
-    small = len(hosts) - len(FLOATS) - len(INTS) - 2
-    assert [grid[1] for grid in launches] == [small]
-    hosts.append(RNG.standard_normal(FEW_BYTES // 8))
-    sources.append(place(hosts[-1]))
-    targets = [place(np.zeros(h.shape, h.dtype)) for h in hosts]
-    launches.clear()
-    copy_all(targets, sources)
-    for to, h in zip(targets, hosts, strict=True):
-        assert to.tobytes() == h.tobytes()
-    assert 2 <= len(launches) <= 4
-    assert sum(grid[1] for grid in launches) == small + 1
-    launches.clear()
-    many = [place(np.full(3, i, np.int64)) for i in range(2 * MOST_COPIES + 1)]
-    targets = [place(np.zeros(3, np.int64)) for _ in many]
-    copy_all(targets, many)
-    assert [int(t[2]) for t in targets] == [*range(len(many))]
-    assert [grid[1] for grid in launches] == [MOST_COPIES, MOST_COPIES, 1]
+    monkeypatch.setattr(runner, "launch", lambda *a, **more: launches.append(a[2][1]) or start(*a, **more))
+
+    def copied() -> list[int]:
+        """The arrays of each launch."""
+        launches.clear()
+        targets = [place(np.zeros(h.shape, h.dtype)) for h in (*hosts, *gaps)]
+        chains.copy_all(targets, sources)
+        assert [t.tobytes() for t in targets] == [h.tobytes() for h in (*hosts, *gaps)]
+        return [*launches]
+
+    full = len([h for h in hosts if h.size])
+    assert copied() == [full]
+    monkeypatch.setattr(chains, "FEW_BYTES", 100)
+    assert len(copied()) in (1, 2, 3, 4)
+    assert sum(launches) == full
+    monkeypatch.setattr(chains, "MOST_COPIES", 3)
+    assert max(copied()) == 3
+    assert sum(launches) == full
