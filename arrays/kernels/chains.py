@@ -253,7 +253,8 @@ def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
             some = alike[i : i + MOST_COPIES]
             vectors = all(p % 16 == 0 for _, *places in some for p in places)
             blocks = _blocks(runner, max(n for n, _, _ in some), LANES if vectors else 1)
-            arguments = [t(x) for copy in some for t, x in zip((np.int64, np.uint64, np.uint64), copy, strict=True)]
+            columns = map(np.array, zip(*some, strict=True), (np.int64, np.uint64, np.uint64))
+            arguments = [x for copy in zip(*columns, strict=True) for x in copy]
             kernel = _copying(word, len(some)), launch.named("fused", vectors)
             runner.launch(*kernel, (blocks, len(some), 1), (THREADS, 1, 1), arguments)
 
@@ -263,14 +264,8 @@ def _copying(word: int, count: int) -> str:
     """The file of a kernel that copies so many arrays of words of so many bytes."""
     aval = ShapeDtype((2,), np.dtype(f"i{word}"))
     entry = Entry(op_named("positive"), (0,), (1,), {})
-    return _generated(
-        source(
-            FusedRun((entry,), (0,), (1,), aval.shape),
-            Program((0,), (entry,), (1,), {0: aval, 1: aval}),
-            (FULL,),
-            count,
-        )
-    )
+    program = Program((0,), (entry,), (1,), {0: aval, 1: aval})
+    return _generated(source(FusedRun((entry,), (0,), (1,), aval.shape), program, (FULL,), count))
 
 
 def one_launch(name: str) -> Callable[..., Any]:

@@ -32,9 +32,8 @@ def taken_inputs(
     outputs, avals = dict.fromkeys(program.outputs), program.avals
     made_at = {v: n for n, p in enumerate(parts) for v in p.outputs}
     last_read = {v: n for n, p in enumerate(parts) for v in p.inputs if isinstance(v, int)}
-    new = {v: _run_of(v, parts[made_at[v]]) for v in outputs if v in made_at} | dict.fromkeys(views)
-    for v in set().union(*views.values()) - views.keys():
-        new.pop(v, None)
+    viewing = set().union(*views.values())
+    makers = {v: _run_of(v, parts[made_at[v]]) for v in outputs if v in made_at and v not in viewing}
     taken: dict[int, int] = {}
     in_place: dict[int, int] = {}
     for i, on_it in views.items():
@@ -44,12 +43,12 @@ def taken_inputs(
         if i in outputs:
             taken[i] = i
             continue
-        fits = [v for v in outputs if v in made_at and v in new and v not in taken and avals[v] == avals[i]]
+        fits = [v for v in makers if v not in taken and avals[v] == avals[i]]
         if not fits:
             continue
-        v = next((v for v in fits if i in new[v].inputs), fits[0])
+        v = next((v for v in fits if i in makers[v].inputs), fits[0])
         taken[v] = i
-        n, run = made_at[v], new[v]
+        n, run = made_at[v], makers[v]
         if isinstance(run, FusedRun) and max(last_read.get(x, -1) for x in on_it) <= n:
             read = [x for x in parts[n].inputs if x in on_it]
             free = takers(run)[run.outputs.index(v)]

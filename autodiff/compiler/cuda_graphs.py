@@ -177,8 +177,8 @@ class _Recording:
         self._known: Values = {v: graphs.xp.asarray(c) for v, c in program.constants.items()}
         """Values in memory that stays: constants, inputs, results of graphs."""
         self._known.update(zip(program.inputs, self._inputs, strict=True))
-        self._taken: Values = {}  # memory of donated inputs, by the outputs that take it
-        self._in_place: Values = {}  # the same of outputs that a fused run writes there itself
+        self._lent: Values = {}  # memory of donated inputs, by the places of the outputs that take it
+        self._in_place: Values = {}  # the same by the outputs that a fused run writes there itself
         self._tokens: list[weakref.ref[Token]] = []
         self.steps: list[_GraphStep] = []
         self._build(donated)
@@ -207,8 +207,7 @@ class _Recording:
                 values.update(self._call(step.part, values))
                 for v, memory in step.fixed:
                     memory[...] = values[v]
-        found = [values[v] for v in outputs]
-        lent = {outputs.index(v): memory for v, memory in self._taken.items()}
+        found, lent = [values[v] for v in outputs], self._lent
         results = [
             lent[k] if k in lent else graphs.xp.empty(x.shape, x.dtype) if v in self._known or x.base is not None else x
             for k, (v, x) in enumerate(zip(outputs, found, strict=True))
@@ -267,7 +266,7 @@ class _Recording:
             values.update(results)
         views = cuda_donation.views_of(donated, values, self._graphs.address)
         taken, in_place = cuda_donation.taken_inputs(self._program, self._parts, views)
-        self._taken = {v: self._known[i] for v, i in taken.items()}
+        self._lent = {self._program.outputs.index(v): self._known[i] for v, i in taken.items()}
         self._in_place = {v: self._known[i] for v, i in in_place.items()}
         return out
 
