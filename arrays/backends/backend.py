@@ -171,6 +171,7 @@ def cupy_backend() -> CuPyBackend:
     """The CuPy backend. Raises :class:`BackendError` that names the missing part."""
     try:
         import cupy
+        import cupyx  # noqa: F401  which some calls of CuPy import: here, so that no compiled function sees new classes
     except ImportError as e:
         raise BackendError(
             "CUDA arrays need CuPy, which is not installed: pip install 'meshtape[cuda13]' (or cuda12)"

@@ -179,12 +179,8 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
 
     def compute(inputs: Sequence[Any], into: Sequence[Any]) -> list[Any]:
         runner = launch.runner()
-
-        def blocks_of(each: int) -> int:
-            return max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
-
         if total:
-            blocks = blocks_of(LANES)
+            blocks = _blocks(runner, size, LANES)
             partial = runner.xp.empty((count, blocks), results[0].dtype)
             outputs = list(partial)
         else:
@@ -196,10 +192,7 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
         layouts = tuple(layout_of(a, shape) for a in inputs[:reads])
         file = files.get(layouts)
         if file is None:
-            text = source(first, program, layouts, count)
-            file = f"fused_{hashlib.sha256(text.encode()).hexdigest()[:24]}.cu"
-            launch.GENERATED[file] = text
-            files[layouts] = file
+            file = files[layouts] = _generated(source(first, program, layouts, count))
         arguments: list[Any] = []
         vectors = STRIDED not in layouts
         for j, n in enumerate(sizes):
@@ -214,11 +207,65 @@ def executable(group: FusedRun, program: Program) -> Callable[..., list[Any]]:
                 if how == STRIDED:
                     arguments += map(np.int64, strides_of(a, shape))
         if not total:
-            blocks = blocks_of(LANES if vectors else 1)
+            blocks = _blocks(runner, size, LANES if vectors else 1)
         runner.launch(file, launch.named("fused", vectors), (blocks, count, 1), (THREADS, 1, 1), arguments)
         return list(partial.sum(axis=1)) if total else outputs
 
     return run
+
+
+def _blocks(runner: launch.Runner, size: int, each: int) -> int:
+    return max(1, min(-(-size // (THREADS * each)), runner.properties().multiprocessors * BLOCKS_EACH))
+
+
+def _generated(text: str) -> str:
+    """The name of a file with this text."""
+    file = f"fused_{hashlib.sha256(text.encode()).hexdigest()[:24]}.cu"
+    launch.GENERATED[file] = text
+    return file
+
+
+MOST_COPIES = 160
+"""Copies of one launch: each takes 24 bytes of the 4096 that the parameters of a kernel have."""
+
+FEW_BYTES = 1 << 16
+"""Copies of no more bytes are one launch of words of any size: they take less than a second launch."""
+
+
+def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    """``target[...] = source`` for each pair, of one shape and dtype: one launch for all that consist of words of one
+    size. Targets are without gaps, and no source lies in the memory of a target."""
+    runner = launch.runner()
+    copies = []
+    for to, source in zip(targets, sources, strict=True):
+        if not isinstance(source, runner.xp.ndarray) or source.device != to.device or not source.flags.c_contiguous:
+            to[...] = source
+        elif to.nbytes:
+            copies.append((to.nbytes, runner.address(source), runner.address(to)))
+    least = math.gcd(8, *(x for copy in copies for x in copy))
+    few = sum(n for n, _, _ in copies) <= FEW_BYTES
+    words: dict[int, list[tuple[int, int, int]]] = {}
+    for n, *places in copies:
+        word = least if few else math.gcd(8, n, *places)
+        words.setdefault(word, []).append((n // word, *places))
+    for word, alike in words.items():
+        for i in range(0, len(alike), MOST_COPIES):
+            some = alike[i : i + MOST_COPIES]
+            vectors = all(p % 16 == 0 for _, *places in some for p in places)
+            blocks = _blocks(runner, max(n for n, _, _ in some), LANES if vectors else 1)
+            columns = map(np.array, zip(*some, strict=True), (np.int64, np.uint64, np.uint64))
+            arguments = [x for copy in zip(*columns, strict=True) for x in copy]
+            kernel = _copying(word, len(some)), launch.named("fused", vectors)
+            runner.launch(*kernel, (blocks, len(some), 1), (THREADS, 1, 1), arguments)
+
+
+@functools.cache
+def _copying(word: int, count: int) -> str:
+    """The file of a kernel that copies so many arrays of words of so many bytes."""
+    aval = ShapeDtype((2,), np.dtype(f"i{word}"))
+    entry = Entry(op_named("positive"), (0,), (1,), {})
+    program = Program((0,), (entry,), (1,), {0: aval, 1: aval})
+    return _generated(source(FusedRun((entry,), (0,), (1,), aval.shape), program, (FULL,), count))
 
 
 def one_launch(name: str) -> Callable[..., Any]:

@@ -244,8 +244,9 @@ def compile(
         Positions of arguments that the caller gives up: results may take the memory of their arrays, which cannot be
         used afterwards. A step ``params, state = step(params, state, batch)`` then neither holds both generations nor,
         for a table of which few rows are read, copies what it leaves as it was. Memory that something else shares (a
-        view, a NumPy array) is copied first, and nothing is given up where a tape watches. Arrays on a GPU or on a mesh
-        are never given up: they stay what they are, and results take memory of the pool that their programs share.
+        view, a NumPy array) is copied first, and nothing is given up where a tape watches. Arrays on a GPU are given up
+        to a ``cuda_graph`` alone, which then passes a state from call to call without a copy. Those on a mesh stay what
+        they are: results take memory of the pool that their programs share.
 
     Raises
     ------
@@ -305,6 +306,7 @@ class _Ready:
         self.program, self.run, self.out_def, self.statics = program, run, out_def, statics
         self.arrays_alone = all(s is ARRAY for s in statics)
         self.donated, self.name = donated, name
+        self.gives = getattr(run, "buffer", np.ndarray)  # the type of buffers that can be given up
         # A program on one CPU takes sparse cotangents as they are.
         self.local = isinstance(run, Executable)
         self.lifted = [c for c in trace.lifted.values() if c.var in program.constants]
@@ -328,11 +330,12 @@ class _Ready:
             if not self.local:
                 densify(inputs)
             bufs = (
-                given_up(inputs, self.donated, getattr(self.run, "taken", ()), self.name)
+                given_up(inputs, self.donated, getattr(self.run, "taken", ()), self.name, self.gives)
                 if self.donated
                 else [settled(a) for a in inputs]
             )
-            found = [wrap(b) for b in self.run([*bufs, *numbers] if numbers else bufs)]
+            bufs += numbers
+            found = [wrap(b) for b in self.run(bufs)]
         return self.rebuilt(found)
 
     def rebuilt(self, arrays: Iterable[Array]) -> Any:
@@ -512,7 +515,7 @@ def _trace(
     host = next((b.host for b in buffers if isinstance(b, Deferred)), None)
     if cuda_graph:
         where = inputs[0].device if inputs else "no device"
-        run = graphed(program, where if host is None else host)
+        run = graphed(program, where if host is None else host, [program.inputs[k] for k in given])
         return _Ready(program, run, out_def, statics, trace, given, title)
     if host is not None:
         name = getattr(fn, "__name__", "")

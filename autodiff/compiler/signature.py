@@ -15,6 +15,7 @@ from ...arrays.interface.writing import settled
 from ...arrays.ops.creation import asarray
 from ..captures.objects import ANSWERS, is_plain
 from ..captures.tracing import Tracer
+from .donation import Gone
 
 
 def as_array(x: Any) -> Any:
@@ -51,6 +52,8 @@ def leaf_key(x: Any) -> Any:
     if type(x) is Array and (type(x._buf) is np.ndarray or type(settled(x)) is np.ndarray):
         return (x._buf.shape, x._buf.dtype)
     if issubclass(type(x), Array):  # and no question to the object itself, whose code may raise
+        if type(x._buf) is Gone:
+            raise x._buf.error()
         return ("array", x.shape, x.dtype, x.device, x.sharding, type(x._buf) is SparseCotangent)
     try:
         key = freeze(x)

@@ -4,9 +4,13 @@ memory it was given then."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +18,8 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core.program import Program
-from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, GraphedProgram, graphed
-from meshtape.autodiff.compiler.fusion import FusedRun, executable, fuse
+from meshtape.autodiff.compiler.cuda_graphs import CaptureRefused, GraphedProgram, Token, graphed
+from meshtape.autodiff.compiler.fusion import FusedRun, chains, executable
 
 RNG = np.random.default_rng(3)
 
@@ -23,26 +27,35 @@ RNG = np.random.default_rng(3)
 class HostGraphs:
     """Graphs that are replayed by NumPy."""
 
-    xp = np
-
     def __init__(self, *refused: str) -> None:
         self.refused = refused
         self.capturing = False
         self.replays = 0
         self.inside = 0
+        self.copied = 0
+        self.fixed: list[Any] = []  # memory that graphs read, and may write to
+        names = ("asarray", "empty", "ndarray")
+        self.xp = SimpleNamespace(array=self.array, **{n: getattr(np, n) for n in names})
+
+    def array(self, *args: Any, **options: Any) -> Any:
+        self.fixed.append(np.array(*args, **options))
+        return self.fixed[-1]
 
     def capture(self, work: Callable[[], list[Any]]) -> tuple[list[Any], Callable[[], None]]:
         assert self.inside, "captured without a pool of its own"
         self.capturing = True
+        before = [f.copy() for f in self.fixed]
         try:
             results = work()
         except NotImplementedError as e:
             raise CaptureRefused(str(e)) from e
         finally:
             self.capturing = False
+            for f, b in zip(self.fixed, before, strict=True):
+                f[...] = b  # a capture computes nothing
         for r in results:
-            if r.base is None and r.flags.writeable:
-                r[...] = -77  # a capture computes nothing
+            if r.base is None and r.flags.writeable and not any(r is f for f in self.fixed):
+                r[...] = -77
 
         def replay() -> None:
             self.replays += 1
@@ -58,27 +71,40 @@ class HostGraphs:
         yield
         self.inside -= 1
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        yield
+    def run(self, work: Callable[[], list[Any]]) -> list[Any]:
+        return work()
+
+    def copy(self, targets: Any, sources: Any) -> None:
+        for to, source in zip(targets, sources, strict=True):
+            to[...] = source
+            self.copied += np.size(source) > 1
+            assert not any(np.may_share_memory(t, source) for t in targets), "a source is a target"
+
+    def address(self, array: Any) -> int:
+        return array.ctypes.data
+
+    def lend(self, memory: Any) -> tuple[Any, weakref.ref[Token]]:
+        lent = (ctypes.c_char * memory.nbytes).from_address(memory.ctypes.data)
+        lent.token = Token(memory)
+        return np.ndarray(memory.shape, memory.dtype, lent), weakref.ref(lent.token)
 
 
-def made(program: Program, graphs: HostGraphs) -> GraphedProgram:
+def made(program: Program, graphs: HostGraphs, donated: Sequence[int] = ()) -> GraphedProgram:
     def bind(part: Any) -> Callable[..., list[Any]]:
         name = "" if isinstance(part, FusedRun) else part.op.name
         fn = executable(part, program) if isinstance(part, FusedRun) else part.op.numpy
 
-        def call(*arguments: Any) -> list[Any]:
+        def call(*arguments: Any, **into: Any) -> list[Any]:
             if graphs.capturing and name in graphs.refused:
                 raise NotImplementedError(f"{name} cannot be captured")
             if isinstance(part, FusedRun):
-                return fn(*arguments)
+                return fn(*arguments, **into)
             out = fn(*arguments, **part.params)
             return [np.asarray(out)] if part.op.nout == 1 else [np.asarray(o) for o in out]
 
         return call
 
-    return GraphedProgram(program, fuse(program), bind, graphs)
+    return GraphedProgram(program, chains(program), bind, graphs, donated)
 
 
 def step(w: Any, x: Any, t: Any) -> Any:
@@ -195,6 +221,180 @@ def test_an_error_in_the_first_run_leaves_it_usable() -> None:
     with pytest.raises(ValueError, match="shorter"):
         run([])
     np.testing.assert_array_equal(run([np.ones(3)])[0], np.full(3, 3.0))
+
+
+# ----- donated inputs -------------------------------------------------------------------------------------------------
+
+N = 20_000
+"""Numbers of an array that is large enough for a run of the CPU's."""
+
+
+def momentum(w: Any, m: Any, x: Any) -> Any:
+    m = 0.9 * m + w * mt.mean(x)
+    return mt.sum(w), w - 0.1 * m, m
+
+
+def products(w: Any, m: Any, x: Any) -> Any:  # results that no elementwise run makes
+    return mt.concat([w[:1], w[:-1]]) * 1.0, mt.cumulative_sum(m) * 1e-3 + x[0], x[:3]
+
+
+def read_later(w: Any, m: Any, x: Any) -> Any:  # by a call, and by another run
+    new = w * 2.0 - m
+    return new, mt.flip(w) + 1.0 + mt.sum(new), mt.sum(w * w)
+
+
+def viewed(w: Any, m: Any, x: Any) -> Any:  # a result that is a view, and a run that reads another view
+    return mt.reshape(w, (2, -1)), m * 2.0 + mt.flip(m), x + 1.0
+
+
+def unchanged(w: Any, m: Any, x: Any) -> Any:
+    return w, m + mt.sum(x), w
+
+
+def exchanged(w: Any, m: Any, x: Any) -> Any:
+    return m, w, x * 2.0
+
+
+def gradients_first(w: Any, m: Any, x: Any) -> Any:
+    g = mt.tanh(m) * mt.mean(x)
+    return g, w - 0.1 * g + 1.0, m * 0.5 + 1.0
+
+
+def overwritten(w: Any, m: Any, x: Any) -> Any:  # results that read nothing of the inputs that they replace
+    return mt.full((N,), 2.0) * x[0] + 1.0, mt.full((N,), 3.0) * x[1] - 1.0
+
+
+STEPS: dict[Any, tuple[int, int]] = {
+    # Copies of arrays in a call whose arguments are the results before, and results that a run writes in place.
+    momentum: (1, 2),  # the batch
+    products: (3, 1),  # and the result of a single call, and the part of the batch
+    read_later: (2, 1),  # and the result that must wait
+    viewed: (5, 0),  # and three results; one of them not in the place of an input, which is copied again
+    unchanged: (3, 0),  # and the result of a single call, and the second of the same
+    exchanged: (4, 0),  # and two arguments, or by the second recording two results beside
+    gradients_first: (4, 1),  # and two results, one of them no state, and so an argument
+    overwritten: (1, 2),
+}
+
+
+def feed(step: Any, results: list[Any]) -> list[Any]:
+    """The results that are the next state."""
+    places = {momentum: (1, 2), gradients_first: (1, 2)}.get(step, (0, 1))
+    return [results[k].reshape(-1) for k in places]
+
+
+def check(got: Sequence[Any], want: Sequence[Any]) -> None:
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-12)
+
+
+def call(run: GraphedProgram, state: list[Any], x: Any) -> list[Any]:
+    """A call that is given the state up: the list is empty afterwards."""
+    buffers = [*state, x]
+    state.clear()
+    return run(buffers)
+
+
+@pytest.mark.parametrize("held", ["nothing", "the last", "a view", "every second"])
+@pytest.mark.parametrize("step", STEPS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("refused", [(), ("sum", "flip", "reshape")], ids=["one graph", "calls between"])
+def test_a_state_that_is_given_up_has_the_values_of_the_code(step: Any, refused: Any, held: str) -> None:
+    """Whoever holds results of earlier calls, sees their values for ever."""
+    state = [RNG.standard_normal(N), RNG.standard_normal(N)]
+    want = [a.copy() for a in state]
+    program = mt.compile(step).program(*map(mt.asarray, state), mt.ones(5))
+    graphs = HostGraphs(*refused)
+    run = made(program, graphs, program.inputs[:2])
+    kept: list[tuple[Any, Any]] = []
+    for n in range(5):
+        x = RNG.standard_normal(5)
+        wanted = [a.numpy().copy() for a in mt.tree.flatten(step(*map(mt.asarray, want), mt.asarray(x)))[0]]
+        graphs.copied = 0
+        got = call(run, state, x)
+        check(got, wanted)
+        state, want = feed(step, got), [w.copy() for w in feed(step, wanted)]
+        if held == "the last":
+            kept[:] = [(got, wanted)]
+        elif held == "a view":
+            kept.append(([g[1:] for g in got if g.ndim], [w[1:] for w in wanted if w.ndim]))
+        elif held == "every second" and n % 2:
+            kept.append((got, wanted))
+        del got
+        for old, values in kept:
+            check(old, values)
+    if held == "nothing" and not refused:
+        assert (graphs.copied, len(run._recordings[0]._in_place)) == STEPS[step]
+    assert len(run._recordings) <= 2
+
+
+def one_step() -> tuple[GraphedProgram, HostGraphs, list[Any]]:
+    program = mt.compile(momentum).program(mt.ones(N), mt.ones(N), mt.ones(5))
+    graphs = HostGraphs()
+    run = made(program, graphs, program.inputs[:2])
+    _, w, m = run([np.ones(N), np.ones(N), np.ones(5)])
+    return run, graphs, [w, m]
+
+
+def of_momentum(w: Any, m: Any, x: Any) -> list[Any]:
+    return [np.asarray(a) for a in momentum(*map(mt.asarray, (w, m, x)))]
+
+
+@pytest.mark.parametrize("places", [(1, 0), (0, 0), (1, 1)], ids=["exchanged", "one twice", "the other twice"])
+def test_arguments_in_each_others_places_are_copied(places: tuple[int, int]) -> None:
+    run, _, state = one_step()
+    for _ in range(3):
+        want = of_momentum(*(state[k].copy() for k in places), np.ones(5))
+        got = call(run, [state[k] for k in places], np.ones(5))
+        check(got, want)
+        state = got[1:]
+
+
+def test_results_outlive_the_function() -> None:
+    run, graphs, (w, m) = one_step()
+    want, gone = w.copy(), weakref.ref(run)
+    del run, graphs, m
+    gc.collect()
+    assert gone() is None
+    noise = [np.full(N, 7.0) for _ in range(20)]
+    np.testing.assert_array_equal(w, want)
+    del noise
+
+
+def test_an_error_in_a_replay_leaves_the_function_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, graphs, state = one_step()
+    x = np.ones(5)
+    kept = [s.copy() for s in state]
+
+    def broken(targets: Any, sources: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as m:
+        m.setattr(graphs, "copy", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            call(run, state, x)
+    check(run([*kept, x]), of_momentum(*kept, x))
+    assert len(run._recordings) == 1
+
+
+def test_threads_that_pass_on_one_state() -> None:
+    """Each has the values of its own call, whichever was first: nobody's array is written to."""
+    run, _, state = one_step()
+    want = of_momentum(*(s.copy() for s in state), np.ones(5))
+    got: list[Any] = []
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait(60)
+        got.append(run([*state, np.ones(5)]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert len(got) == 4
+    for results in got:
+        check(results, want)
 
 
 def test_without_a_gpu_it_is_an_error_that_says_so() -> None:

@@ -32,6 +32,8 @@ def test_what_was_given_up_is_gone_and_says_so() -> None:
         lambda: mt.sum(w),
         lambda: run(w, g),
         lambda: float(w[0]),
+        lambda: mt.compile(lambda a: a * 2.0)(w),
+        lambda: mt.compile(lambda a, b: a + mt.sum(b), donate=1)(w, g),
     ):
         with pytest.raises(mt.errors.DonatedArrayError, match=r"float64\[40000\].*given up to step"):
             use()

@@ -136,6 +136,22 @@ def test_graphed_results_survive_other_work_on_the_device() -> None:
             np.testing.assert_array_equal(r.numpy(), f)
 
 
+def test_a_graph_that_is_given_its_state_keeps_what_others_hold() -> None:
+    graphed = mt.compile(step, cuda_graph=True, donate=0)
+    w, x, t = batch()
+    plain = [a + 0.0 for a in w]
+    kept = []
+    for n in range(6):
+        (value, w), (want, plain) = graphed(w, x, t), step(plain, x, t)
+        np.testing.assert_allclose(float(value), float(want), rtol=2e-5)
+        for a, b in zip(w, plain, strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=2e-5, atol=1e-6)
+        if n in (1, 2):
+            kept.append((w[0][1:], plain[0][1:]))
+    for a, b in kept:
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=2e-5, atol=1e-6)
+
+
 # ----- waits ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.arrays.core.program import Program
-from meshtape.arrays.kernels import cuda_codegen, launch
+from meshtape.arrays.kernels import chains, cuda_codegen, launch
 from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun
@@ -380,3 +380,31 @@ def test_a_kernel_takes_no_more_parameters_than_cuda_allows(place: Any, emulator
     for g, w in zip(got, f(*map(mt.asarray, hosts)), strict=True):
         np.testing.assert_array_equal(g, w.numpy())
     assert len(emulator.launched) == len(parts)
+
+
+def test_copies_of_many_arrays_are_few_launches(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, in every dtype and of every size; one launch for each size of the words that memory consists of."""
+    hosts = [values(d, max(n, 4))[:n] for d in (*FLOATS, "int8", "uint64") for n in (0, 1, 37)]
+    hosts += [np.ones((3, 5), np.complex64) * 2j, RNG.random(9) > 0.5]
+    gaps = [RNG.standard_normal((4, 6)).T, RNG.standard_normal(40)[1::3]]  # which are copied one by one
+    sources = [*map(place, hosts), *gaps]
+    runner, launches = launch.runner(), []
+    start = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda *a, **more: launches.append(a[2][1]) or start(*a, **more))
+
+    def copied() -> list[int]:
+        """The arrays of each launch."""
+        launches.clear()
+        targets = [place(np.zeros(h.shape, h.dtype)) for h in (*hosts, *gaps)]
+        chains.copy_all(targets, sources)
+        assert [t.tobytes() for t in targets] == [h.tobytes() for h in (*hosts, *gaps)]
+        return [*launches]
+
+    full = len([h for h in hosts if h.size])
+    assert copied() == [full]
+    monkeypatch.setattr(chains, "FEW_BYTES", 100)
+    assert len(copied()) in (1, 2, 3, 4)
+    assert sum(launches) == full
+    monkeypatch.setattr(chains, "MOST_COPIES", 3)
+    assert max(copied()) == 3
+    assert sum(launches) == full

@@ -44,8 +44,8 @@ TABLES = {
     "steps": """
     others: 0 0 0;
     adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 8 0 0; clipping: 4 0 0;
-    decoder: 191 0 3; decoder, compiled: 160 0 0; decoder, graph: 63 0 0; experts: 328 6 19; layers: 30 0 0;
-    layers, compiled: 15 0 0; layers, graphs: 4 0 0;
+    decoder: 191 0 3; decoder, compiled: 160 0 0; decoder, graph: 4 0 0; decoder, donated: 3 0 0; experts: 328 6 19;
+    layers: 30 0 0; layers, compiled: 15 0 0; layers, graphs: 3 0 0; layers, donated: 3 0 0;
     """,
 }
 

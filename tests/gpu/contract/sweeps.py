@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import doctest
 import functools
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -14,7 +15,9 @@ import json
 import os
 import pickle
 import pkgutil
+import re
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -34,7 +37,7 @@ def beside(path: str) -> Any:
 
 
 fake_cuda = beside("fake_cuda.py")
-if sys.argv[1:2] in (["values"], ["products"]):
+if sys.argv[1:2] in (["values"], ["products"], ["donated"], ["decoder"]):
     os.environ[fake_cuda.VALUES] = sys.argv[2]
 FAKE = fake_cuda.FakeCuda()
 
@@ -529,15 +532,26 @@ def steps(_: str = "") -> dict[str, Any]:
     layers = _layer_arguments()
     made["layers"], made["layers, compiled"] = (_layers, layers, plain), (_layers, layers, compiled)
     made["layers, graphs"] = _layers, layers, graph
+    made["layers, donated"] = _layers, layers, functools.partial(graph, donate=0)
+    made["decoder, donated"] = *made["decoder"][:2], functools.partial(graph, donate=(0, 1))
     out = {}
     for name, (fn, args, prepared) in made.items():
         want = arrays_of(fn(*args))
         run, given = prepared(fn), mt.tree_map(lambda a: a.to_device("cuda:0"), args)
         with mt.use_device("cuda:0"):
-            run(*given)
+            feeds = isinstance(prepared, functools.partial) and "donate" in prepared.keywords
+
+            def call(run: Any = run, feeds: bool = feeds) -> Any:
+                nonlocal given
+                found = run(*given)
+                if feeds:  # what comes after the value is the next state
+                    given = (*found[1:], *given[len(found) - 1 :])
+                return found
+
+            call()
             with FAKE.calls() as calls, mt.host_waits() as waits:
-                got = arrays_of(run(*given))
-            traces = run(*given) and run.signatures if prepared is not plain else 0
+                got = arrays_of(call())
+            traces = call() and run.signatures if prepared is not plain else 0
         counted = fake_cuda.counts(calls)
         out[name] = {
             "cost": {"launch": counted["launch"] + counted["graph"], "upload": counted["h2d"], "wait": counted["wait"]},
@@ -552,6 +566,191 @@ def steps(_: str = "") -> dict[str, Any]:
             ],
         }
     return out
+
+
+# ----- donated inputs of CUDA graphs ----------------------------------------------------------------------------------
+
+
+def _momentum(state: Any, x: Any, t: Any) -> Any:
+    """A step of a layer, with a slot for each parameter."""
+
+    def loss(w: Any) -> Any:
+        return mt.mean((mt.tanh(x @ w[0] + w[1]) - t) ** 2)
+
+    value, grads = mt.value_and_grad(loss)(state[0])
+    slots = [0.9 * m + g for m, g in zip(state[1], grads, strict=True)]
+    return value, ([w - 0.1 * m for w, m in zip(state[0], slots, strict=True)], slots)
+
+
+class Loop:
+    """A loop of donated steps on a GPU, beside the same steps on the CPU."""
+
+    def __init__(self, device: str = "cuda:0") -> None:
+        rng = np.random.default_rng(0)
+        shapes = (16, 8), (8,), (16, 8), (8,), (32, 16), (32, 8)
+        hosts = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+        a, b = ([mt.asarray(h, device=d) for h in hosts] for d in (device, "cpu"))
+        self.state, self.batch, self.want, self.told = (a[:2], a[2:4]), a[4:], (b[:2], b[2:4]), b[4:]
+        self.run = mt.compile(_momentum, cuda_graph=True, donate=0)
+        with mt.use_device(device):
+            batch, self.batch = self.batch, [mt.permute_dims(mt.asarray(h.T), (1, 0)) for h in hosts[4:]]
+        self.step()
+        self.batch = batch  # the same, in the order of C
+
+    def step(self) -> str:
+        """A call: whether its values are right, its graphs, and the arrays that it copies in and out; numbers aside."""
+        _copied.clear()
+        with FAKE.calls() as made:
+            value, self.state = self.run(self.state, *self.batch)
+        told, self.want = _momentum(self.want, *self.told)
+        right = near((value, self.state), (told, self.want))
+        graphs = fake_cuda.counts(made)["graph"]
+        return f"{'right' if right else 'wrong'}, {graphs} graph, {' and '.join(map(str, _copied[-2:]))} copies"
+
+
+_copied: list[int] = []
+
+
+def near(got: Any, want: Any) -> bool:
+    pairs = zip(arrays_of(got), arrays_of(want), strict=True)
+    return all(np.allclose(a.numpy(), b.numpy(), 1e-4, 1e-5) for a, b in pairs)
+
+
+class Consumer:
+    """Another library that holds an array of ours for its memory."""
+
+    def __init__(self, x: Any) -> None:
+        self.held, told = x, x.__cuda_array_interface__
+        self.memory = (ctypes.c_char * x.nbytes).from_address(told["data"][0])
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return np.frombuffer(self.memory, np.float32)
+
+
+def _counting() -> None:
+    """Let graphs note how many arrays they copy, numbers aside."""
+    from meshtape.autodiff.compiler.cuda_graphs import CudaGraphs
+
+    plain = CudaGraphs.copy
+
+    def copy(targets: Any, sources: Any) -> None:
+        _copied.append(sum(x.size > 1 for x in targets))
+        plain(targets, sources)
+
+    CudaGraphs.copy = staticmethod(copy)
+
+
+def decoder(_: str) -> list[Any]:
+    """Donated steps of a decoder with AdamW, by values: whether they are those of the CPU, and the arrays copied.
+    (Sums at indices are atomic, as a sort does not become part of the fake's graphs.)"""
+    FAKE.use_pool(True)
+    _counting()
+    step, host = _decoder()
+    given = mt.tree_map(lambda a: a.to_device("cuda:0"), host)
+    run, out = mt.compile(step, cuda_graph=True, donate=(0, 1)), []
+    for _ in range(3):
+        with mt.use_device("cuda:0"), mt.use_deterministic(False):
+            got = run(*given)
+        want = step(*host)
+        out.append([near(got, want), *_copied[-2:]])
+        given, host = (*got[1:], given[2]), (*want[1:], host[2])
+    return out
+
+
+def donated(_: str) -> dict[str, Any]:
+    """A state that is passed from call to call, by values: its copies, and all who may hold a part of it."""
+    from meshtape.parallel.base.bundles import Bundle
+    from meshtape.parallel.base.device_memory import memory_of
+
+    cp, out = FAKE.cupy, {}
+    FAKE.use_pool(True)
+    _counting()
+    loop = Loop()
+    out["steps"] = [loop.step() for _ in range(3)]
+    held = {
+        "a view": lambda w: w[::2],
+        "a copy of the object": lambda w: w.__copy__(),
+        "the buffer": lambda w: w._buf,
+        "CuPy": lambda w: cp.asarray(w),
+        "DLPack": lambda w: cp.from_dlpack(w),
+        "an older protocol": Consumer,
+        "a block": lambda w: memory_of("cuda:0").put(w._buf),
+        "pickled": lambda w: pickle.loads(pickle.dumps(w)),
+        "a copy": lambda w: w.numpy(),
+    }
+    out["held"], out["old values"] = {}, {}
+
+    def value(x: Any) -> np.ndarray:
+        return np.array(x.get() if isinstance(x, cp.ndarray) else x.numpy() if isinstance(x, mt.Array) else x)
+
+    for name, hold in held.items():
+        loop.step()
+        kept = hold(loop.state[0][0])
+        before = value(kept)
+        steps = [loop.step(), loop.step()]
+        out["old values"][name] = bool(np.array_equal(value(kept), before))
+        del kept
+        out["held"][name] = [*steps, loop.step(), loop.step()]
+    out["recordings"] = len(next(iter(loop.run._cache.values())).run._recordings)
+
+    first = loop.state[0][0]
+    loop.step()
+    uses = {
+        "an op": lambda: first + 1.0,
+        "an index": lambda: first[0],
+        "its values": first.numpy,
+        "DLPack": lambda: cp.from_dlpack(first),
+        "the function": lambda: loop.run(([first, loop.state[0][1]], loop.state[1]), *loop.batch),
+        "another function": lambda: mt.compile(lambda a: a * 2.0)(first),
+        "another graph": lambda: mt.compile(lambda a: a * 2.0 + 1.0, cuda_graph=True)(first),
+        "a text": lambda: repr(first),
+    }
+    out["gone"] = {name: text_of(use) for name, use in uses.items()}
+    out["gone is on"] = [str(first.device), list(first.shape)]
+
+    left = Loop()
+    state, want = left.state, left.want
+    del left
+    gc.collect()
+    noise = [cp.full(1 << 12, 7.0, np.float32) for _ in range(64)]
+    out["outlives the function"] = near(state, want)
+    del noise, state
+
+    streams = [cp.cuda.Stream(non_blocking=True) for _ in range(2)]
+    with streams[0]:
+        loop.step()
+    with streams[1], FAKE.calls() as made:
+        again = loop.step()
+    marks = [size for what, stream, size in made if what == "record" and stream == streams[0].ptr]
+    awaited = [size for what, stream, size in made if what == "order" and stream == streams[1].ptr]
+    out["another stream"] = [again, len(marks), set(marks) <= set(awaited)]
+    foreign = cp.cuda.Stream(non_blocking=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is a newer name
+        with cp.cuda.ExternalStream(foreign.ptr):
+            loop.step()
+    with mt.host_waits() as waits:
+        out["after a stream of others"] = loop.step()
+    out["waits"] = [re.sub(r":\d+", "", w.replace(str(HERE), "")) for w in waits if "graph" in w]
+
+    threads = [Loop() for _ in range(3)]
+    found: list[str] = []
+    work = [threading.Thread(target=lambda t=t: found.extend(t.step() for _ in range(4))) for t in threads]
+    for t in work:
+        t.start()
+    for t in work:
+        t.join(120)
+    out["threads"] = sorted({f.partition(",")[0] for f in found})
+
+    there = Loop("cuda:1")
+    out["the second device"] = [there.step(), str(there.state[0][0].device)]
+    bundle = Bundle({0: {0: loop.state[0][0]._buf}})
+    before = loop.state[0][0].numpy()
+    out["with a kept block"] = [loop.step(), loop.step()]
+    bundle.spill()
+    out["with a spilled block"] = [loop.step(), loop.step()]
+    out["the block"] = bool(np.array_equal(bundle.slots[0][0], before))
+    return out | {"failures": FAKE.libraries.failures}
 
 
 # ----- promises, one by one -------------------------------------------------------------------------------------------

@@ -92,9 +92,9 @@ def test_nothing_costs_more_than_its_budget(kind: str, sweep: Sweep) -> None:
 def test_steps_have_the_shapes_of_the_cpu(sweep: Sweep) -> None:
     steps = sweep("steps")
     assert {name: row["differences"] for name, row in steps.items() if row["differences"]} == {}
-    graphs = [steps[n] for n in ("layers, graphs", "decoder, graph")]
-    assert [(row["graphs"], row["copies"]) for row in graphs] == [(1, 4), (1, 62)]  # one of each argument
-    assert [name for name, row in steps.items() if row["traces"] > 2] == []  # of three calls
+    graphs = [steps[n] for n in ("layers, graphs", "decoder, graph", "layers, donated", "decoder, donated")]
+    assert [(row["graphs"], row["copies"]) for row in graphs] == [(1, 0)] * 4  # the kernels of the budget copy
+    assert [name for name, row in steps.items() if row["traces"] > 1] == []  # of three calls
     assert [name for name, row in steps.items() if row["told"] and row["cost"]["wait"] == 0] == []
 
 
@@ -238,6 +238,71 @@ def test_the_numbers_are_those_of_the_library() -> None:
         assert numbers["CUBLASLT_EPILOGUE_BGRADA"] == str(lt.EPILOGUE_BGRADA)
         assert numbers["CUBLASLT_REDUCTION_SCHEME_INPLACE"] == str(lt.REDUCTION_INPLACE)
         assert numbers["CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE"] == str(lt.REDUCTION_COMPUTE_TYPE)
+
+
+# ----- donated inputs of CUDA graphs ----------------------------------------------------------------------------------
+
+IN_PLACE = "right, 1 graph, 2 and 0 copies"
+"""A step, by its arrays that are copied in and out: the batch alone."""
+BACK = "right, 1 graph, 6 and 0 copies"
+"""The state is copied to where the first graph reads it."""
+ASIDE = "right, 1 graph, 6 and 4 copies"
+"""The second graph, which copies all of the state."""
+
+
+@pytest.fixture
+def donated(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    cache = getattr(request.config, "cache", None)
+    return sweep("donated", str(tmp_path if cache is None else cache.mkdir("values")))
+
+
+def test_a_state_that_is_given_up_is_not_copied(donated: dict[str, Any]) -> None:
+    assert donated["steps"] == [IN_PLACE] * 3
+    assert donated["the second device"] == [IN_PLACE, "cuda:1"]
+    assert donated["failures"] == []
+
+
+@pytest.mark.slow
+def test_a_decoder_that_is_given_up_is_not_copied(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """60 parameters and slots, by values; the tokens are copied. (The first call has the state of the caller.)"""
+    cache = getattr(request.config, "cache", None)
+    found = sweep("decoder", str(tmp_path if cache is None else cache.mkdir("values")))
+    assert found == [[True, 61, 0], [True, 1, 0], [True, 1, 0]]
+
+
+def test_whoever_holds_a_result_keeps_its_values(donated: dict[str, Any]) -> None:
+    """Until it is dropped, another graph takes the steps."""
+    held = donated["held"]
+    assert held.pop("pickled") == held.pop("a copy") == [IN_PLACE] * 4
+    # The first of all also records the second graph.
+    assert held.pop("a view") == [ASIDE.replace("1 graph", "2 graph"), ASIDE, BACK, IN_PLACE]
+    assert len(held) == 6
+    assert all(steps == [ASIDE, ASIDE, BACK, IN_PLACE] for steps in held.values()), held
+    assert len(donated["old values"]) == 9
+    assert all(donated["old values"].values()), donated["old values"]
+    assert donated["recordings"] == 2
+    assert donated["outlives the function"]
+
+
+def test_blocks_of_workers_keep_their_values_until_they_are_spilled(donated: dict[str, Any]) -> None:
+    assert donated["with a kept block"] == [ASIDE, ASIDE]
+    assert donated["with a spilled block"] == [BACK, IN_PLACE]
+    assert donated["the block"]
+
+
+def test_what_a_graph_was_given_is_gone(donated: dict[str, Any]) -> None:
+    assert len(donated["gone"]) == 8
+    told = r"DonatedArrayError: .*float32\[16,8\].* was given up to _momentum"
+    assert [name for name, said in donated["gone"].items() if not re.match(told, said)] == []
+    assert donated["gone is on"] == ["cuda:0", [16, 8]]
+
+
+def test_a_state_may_move_to_another_stream_and_thread(donated: dict[str, Any]) -> None:
+    """The graph waits there for all that was queued on the stream before, as results may have been read on it."""
+    assert donated["another stream"] == [IN_PLACE, 1, True]
+    assert donated["after a stream of others"] == IN_PLACE
+    assert donated["waits"] == ["a CUDA graph moves to another stream, at /sweeps.py, in step"]
+    assert donated["threads"] == ["right"]
 
 
 # ----- promises, one by one -------------------------------------------------------------------------------------------
