@@ -7,7 +7,6 @@ when it reads. Split arrays are read by the ranks that will hold them, each its 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.backends.collector import no_collections
+from ...arrays.backends.collector import collect_again, no_collections
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError, IncompleteCheckpoint
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
@@ -164,6 +163,7 @@ def _read_split(targets: Mapping[str, LoadTarget], report: LoadReport, counted: 
 
 
 @once_more
+@no_collections()  # until its many small objects are gone: those are never walked
 def load(
     path: str | os.PathLike[str],
     *,
@@ -255,28 +255,6 @@ def load(
     """
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
-    options = prefix, rules, keys, cast, allow_overflow, strict, ignore, verify, report
-    # Outside of the function whose many small objects are gone when it returns: those are never walked.
-    with contextlib.ExitStack() as resting:
-        resting.enter_context(no_collections())
-        return _load(resting, path, like, shardings, *options)
-
-
-def _load(
-    resting: contextlib.ExitStack,
-    path: str | os.PathLike[str],
-    like: Any,
-    shardings: Any,
-    prefix: str | None,
-    rules: Any,
-    keys: Iterable[str] | None,
-    cast: bool,
-    allow_overflow: bool,
-    strict: bool,
-    ignore: Iterable[str] | None,
-    verify: bool,
-    report: LoadReport | None,
-) -> Any:
     started = time.perf_counter()
     kept = LoadReport() if report is None else report
     kept.reset()
@@ -308,7 +286,7 @@ def _load(
         if not short or is_url(ckpt.path) or ckpt.kind not in ("meshtape", "safetensors"):
             _check(targets)
     if sum([t.source.nbytes for t in targets.values() if t.sharding is not None], kept.bytes_needed) > _LONG:
-        resting.close()
+        collect_again()
     kept.arrays = len(targets)
     if report is not None:
         kept.resharded = resharded(targets)
