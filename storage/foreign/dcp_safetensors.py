@@ -118,9 +118,7 @@ def open_shards(root: str, listed: Sequence[str], verify: bool = True) -> Checkp
         where = store.join(root, file)
         offsets = _offsets(where, header)
         for name, t in header.tensors.items():
-            dtype = t.numpy_dtype(f"{where}: {name!r}")
-            held_at, value = header.data_start + t.begin, (header.sums or {}).get(name)
-            raw = RawTensor(where, name, t.shape, dtype, held_at, header.file_nbytes, value)
+            raw = header.tensor(where, name)
             held.setdefault(name, {}).setdefault(Box(offsets[name], t.shape), raw)  # replicas are equal: the first
     return flat(root, "PyTorch DCP", {name: _joined(root, name, parts) for name, parts in sorted(held.items())})
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from ...arrays.core.errors import CorruptCheckpoint
@@ -13,6 +15,16 @@ from . import tensor_sums
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
 HF_TORCH = "pytorch_model.bin"
+
+
+def index_text(about: Mapping[str, Any], weight_map: Mapping[str, str], sums: Mapping[str, str]) -> bytes:
+    """The index of a directory: its metadata, the file of each tensor, and checksums by file, with its own."""
+    about = {**about, tensor_sums.KEY: {tensor_sums.INDEX: tensor_sums.text([0]), **sums}}
+    # Python writes indented JSON slowly, so the long map is joined line by line.
+    before, _, _ = json.dumps({"metadata": about, "weight_map": {}}, indent=2, sort_keys=True).rpartition("{")
+    lines = ",".join(f"\n    {quoted(n)}: {quoted(weight_map[n])}" for n in sorted(weight_map))
+    text = before + "{" + lines + ("\n  " if lines else "") + "}\n}\n"
+    return tensor_sums.sealed(text.encode(), key=tensor_sums.INDEX)
 
 
 def read_index(

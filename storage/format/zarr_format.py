@@ -56,14 +56,11 @@ def _array_template(
 
 
 def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual: bool) -> str:
-    import zarr
     from zarr.codecs import Crc32cCodec
     from zarr.storage import MemoryStore
 
-    if dtype.name in dtypes.EXTENSIONS:
-        from .zarr_dtypes import register
+    from .zarr_dtypes import zarr
 
-        register()
     held: dict[str, Any] = {}
     zarr.create_array(
         store=MemoryStore(held),

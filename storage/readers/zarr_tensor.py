@@ -101,11 +101,8 @@ def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:
 
 def open_array(root: str, node: str) -> ZarrTensor:
     """The tensor of a node. `CheckpointError` where zarr cannot open it."""
-    import zarr
+    from ..format.zarr_dtypes import zarr
 
-    from ..format.zarr_dtypes import register
-
-    register()
     if node:
         names.inside(root, node, root)
     try:
@@ -238,12 +235,9 @@ class ZarrTensor(GridTensor):
         return stores.at(self.root).readers
 
     def _opened(self) -> Any:
-        import zarr
-
-        from ..format.zarr_dtypes import register
+        from ..format.zarr_dtypes import zarr
         from .zarr_bounds import bound
 
-        register()
         store, node = zarr_place(self.root, self.node)
         return bound(zarr.open_array(store, path=node, mode="r"))
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from ....arrays.core.errors import CorruptCheckpoint
 from ...base.checksums import crc32c
 from ...format import dtypes, tensor_sums
 from ...format.chunk_grid import windows
-from ...format.hf_index import HF_INDEX
+from ...format.hf_index import HF_INDEX, index_text
 from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder
@@ -164,12 +163,7 @@ class HuggingFaceSink:
         }
         sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
         about = {"total_parameters": sum(map(math.prod, self.shapes)), "total_size": self.total_size}
-        about |= {tensor_sums.KEY: {tensor_sums.INDEX: tensor_sums.text([0]), **sums}}
-        # Python writes indented JSON slowly, so the long map is joined line by line.
-        before, _, _ = json.dumps({"metadata": about, "weight_map": {}}, indent=2, sort_keys=True).rpartition("{")
-        lines = ",".join(f"\n    {quoted(n)}: {quoted(weight_map[n])}" for n in sorted(weight_map))
-        text = (before + "{" + lines + ("\n  " if lines else "") + "}\n}\n").encode()
-        text = tensor_sums.sealed(text, key=tensor_sums.INDEX)
+        text = index_text(about, weight_map, sums)
         for name, data in self.documents.items():
             folder.put(name, data)
         folder.settle()
