@@ -7,7 +7,6 @@ import gc
 import threading
 from collections.abc import Iterator
 
-
 _resting = threading.local()  # .outermost: whether this thread let the collector rest, and has not ended that
 
 

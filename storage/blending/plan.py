@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
@@ -103,8 +104,7 @@ class Faults:
     def refuse(self, where: str) -> None:
         problems = Problems()
         for text, names in self._held.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            problems.append(f"{text}: {', '.join(map(repr, names[:3]))}{more}")
+            problems.append(f"{text}: {some(map(repr, names), 3)}")
         problems.refuse(where, self._kinds.pop() if len(self._kinds) == 1 else CheckpointError)
 
 
@@ -128,9 +128,8 @@ class Planner:
         self.arrays: dict[str, BlendedArray] = {}
         self.layers = 0
         self.notes: list[str] = []
-        self.order: list[
-            tuple[ModelRef, int]
-        ] = []  # of the layers that slices name: the model that describes each, and its number there
+        # Of the layers that slices name: the model that describes each, and its number there.
+        self.order: list[tuple[ModelRef, int]] = []
         self._faults = Faults()
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
+from ...arrays.core.formatting import some
 from ..base import strict_json
 from ..base.names import STEP
 from ..base.threads import UPLOADS, in_threads
@@ -156,10 +157,9 @@ def refuse_strangers(root: str, strangers: list[str], why: str) -> None:
     """Raise `CheckpointExists` with the names of strangers, deep ones by their top folder."""
     tops = list(dict.fromkeys(n if n.count("/") < 2 else f"{n.partition('/')[0]}/…" for n in strangers))
     if tops:
-        more = f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else ""
         raise CheckpointExists(
-            f"{root} holds what no manifest or index there lists: {', '.join(tops[:_SHOWN])}{more}; {why}: "
-            "move that elsewhere, or choose another place"
+            f"{root} holds what no manifest or index there lists: {some(tops, _SHOWN)}; {why}: move that elsewhere, or "
+            "choose another place"
         )
 
 

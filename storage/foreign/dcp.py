@@ -341,11 +341,18 @@ def described_tensor(made: Any, where: str) -> Described:
     )
 
 
-def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], first: int, count: int) -> None:
-    """Refuse a tensor that leads out of its storage of ``count`` elements."""
-    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if min((first, *strides), default=0) < 0 or (last >= count and 0 not in shape):
+def located(
+    t: Described, info: zipfile.ZipInfo, head: bytes, where: str, chunk: DcpChunk, file_nbytes: int
+) -> ChunkLocation:
+    """The place of a tensor whose storage is an entry, with this ``head``, of the archive of a chunk."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise CorruptCheckpoint(f"{where}: compressed elements")
+    last = t.first + sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
+    if min((t.first, *t.strides)) < 0 or (last >= info.file_size // t.dtype.itemsize and 0 not in t.shape):
         raise CorruptCheckpoint(f"{where}: elements beyond their storage")
+    start = chunk.offset + entry_start(head, info, where, chunk.nbytes)
+    at, stored = start + t.first * t.dtype.itemsize, (start, info.file_size)
+    return ChunkLocation(at, file_nbytes, t.strides, stored, info.CRC, turns=t.turns)
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -400,16 +407,12 @@ def _place(root: str, chunk: DcpChunk, name: str, dtype: np.dtype, tag: str | No
             )
         with archive_of(reader, chunk) as archive:
             made, folder = described(where, archive, chunk.nbytes)
-            entry, first, shape, strides, held, turns = described_tensor(made, where)
-            if (shape, held) != (chunk.box.shape, dtype):
-                raise CorruptCheckpoint(f"{where}: {held}{list(shape)} is not its part, {dtype}{list(chunk.box.shape)}")
-            info = archive.getinfo(f"{folder}data/{entry}")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise CorruptCheckpoint(f"{where}: compressed elements")
-        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
+            t, part = described_tensor(made, where), chunk.box.shape
+            if (t.shape, t.dtype) != (part, dtype):
+                raise CorruptCheckpoint(f"{where}: {t.dtype}{list(t.shape)} is not its part, {dtype}{list(part)}")
+            info = archive.getinfo(f"{folder}data/{t.entry}")
         (head,) = entry_heads(reader, [info], chunk.offset)
-        start = chunk.offset + entry_start(head, info, where, chunk.nbytes)
-    return ChunkLocation(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)
+        return located(t, info, head, where, chunk, size)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

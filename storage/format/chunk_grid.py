@@ -64,6 +64,15 @@ class ChunkGrid(NamedTuple):  # which hashes and compares without a call of Pyth
         offset = tuple(i * s for i, s in zip(index, size, strict=True))
         return Box(offset, tuple(min(s, n - o) for s, n, o in zip(size, self.shape, offset, strict=True)))
 
+    def shard_at(self, box: Box) -> tuple[int, ...]:
+        """The coordinate of the shard in which a box begins."""
+        return tuple(o // s for o, s in zip(box.offset, self.shard, strict=True))
+
+    def place_in_shard(self, index: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(coordinate of its shard, index there) of a chunk, by its index in the array."""
+        pairs = [divmod(i, k) for i, k in zip(index, self.chunks_in_shard, strict=True)]
+        return tuple(shard for shard, _ in pairs), tuple(local for _, local in pairs)
+
     def present(self, coord: Sequence[int]) -> tuple[int, ...]:
         """Chunks along each dimension that hold an element of the array; the others of an edge shard are absent."""
         return tuple(-(-n // c) for n, c in zip(self.shard_box(coord).shape, self.chunk, strict=True))

@@ -55,9 +55,8 @@ _LONG = 1 << 30  # bytes of a load that takes long enough for other threads to w
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
 
-_done: dict[
-    str, list[tuple[int, dict[Any, CastLoss]]]
-] = {}  # bytes and losses by load, kept only for a caller who asks for them
+# Bytes and losses by load, kept only for a caller who asks for them.
+_done: dict[str, list[tuple[int, dict[Any, CastLoss]]]] = {}
 
 
 def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]]]) -> dict[int, list[Any]]:

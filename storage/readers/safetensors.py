@@ -353,9 +353,8 @@ def build_header(
         for k, v in metadata.items():
             if not isinstance(k, str) or not isinstance(v, str):
                 raise CheckpointDTypeError(f"safetensors metadata maps texts to texts, got {k!r}: {v!r}")
-    free = {
-        k: v for k, v in (metadata or {}).items() if k != tensor_sums.KEY
-    }  # those of another file are not of this one
+    # The checksums of another file are not of this one.
+    free = {k: v for k, v in (metadata or {}).items() if k != tensor_sums.KEY}
     if sums:  # readers that find metadata ask it for the format
         free = {"format": "pt", **free, tensor_sums.KEY: tensor_sums.text([0] * (1 + len(rows)))}
     rows_text = [f'"__metadata__":{json.dumps(free, separators=(",", ":"), ensure_ascii=False)}'] if free else []

@@ -18,23 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import abs as absolute
-from ...arrays import (
-    asarray,
-    astype,
-    clip,
-    int8,
-    isfinite,
-    maximum,
-    minimum,
-    nan,
-    ones_like,
-    sqrt,
-    where,
-)
-from ...arrays import max as largest_of
-from ...arrays import min as least_of
-from ...arrays import round as rounded
+from ... import arrays as mt
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import Path, flatten_with_path, map_with_path
 from ..base.names import fits, leaf_name
@@ -129,30 +113,30 @@ def wide_of(dtype: Any) -> np.dtype:
 
 
 def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
-    wide = astype(asarray(x), wide_of(x.dtype))
+    wide = mt.astype(mt.asarray(x), wide_of(x.dtype))
     scale = row_scales(wide, LEVELS[bits])
     q = row_integers(wide, scale, LEVELS[bits])
     length = int(x.shape[-1])
     if bits == 4:
-        q = asarray(pack(np.asarray(q)))
+        q = mt.asarray(pack(np.asarray(q)))
     return {MARK: bits, "q": q, "scale": scale, "dtype": np.dtype(x.dtype).name, "length": length, "times": times}
 
 
 def row_scales(wide: Any, levels: int) -> Any:
     """The scale of each row of a float32 or float64 array: its largest magnitude over ``levels``, negative where it is
     one of roots; 1 for one of zeros, and NaN for one that is not finite, which stays NaN."""
-    largest = largest_of(absolute(wide), axis=-1, keepdims=True)
-    roots = (least_of(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
+    largest = mt.max(mt.abs(wide), axis=-1, keepdims=True)
+    roots = (mt.min(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
     least = float(np.finfo(wide.dtype).smallest_subnormal)  # so that a scale is never 0, nor rounded down to half
-    scale = where(roots, sqrt(largest) / (-2 * levels), largest / levels + least)
-    return where(isfinite(largest), where(largest > 0, scale, ones_like(largest)), nan)
+    scale = mt.where(roots, mt.sqrt(largest) / (-2 * levels), largest / levels + least)
+    return mt.where(mt.isfinite(largest), mt.where(largest > 0, scale, mt.ones_like(largest)), mt.nan)
 
 
 def row_integers(wide: Any, scale: Any, levels: int) -> Any:
     """Rows in units of their scale, as int8."""
-    wide, scale = (where(isfinite(scale), x, ones_like(x)) for x in (wide, scale))
-    roots = maximum(rounded(sqrt(maximum(wide, 0)) / -scale), astype(wide > 0, wide.dtype)) - levels
-    return astype(clip(where(scale < 0, roots, rounded(wide / scale)), -levels, levels), int8)
+    wide, scale = (mt.where(mt.isfinite(scale), x, mt.ones_like(x)) for x in (wide, scale))
+    roots = mt.maximum(mt.round(mt.sqrt(mt.maximum(wide, 0)) / -scale), mt.astype(wide > 0, wide.dtype)) - levels
+    return mt.astype(mt.clip(mt.where(scale < 0, roots, mt.round(wide / scale)), -levels, levels), mt.int8)
 
 
 def pack(q: np.ndarray) -> np.ndarray:
@@ -209,8 +193,8 @@ def _large(node: dict[str, Any]) -> Any:
             raise ValueError(f"{bits} bits, {q.shape} values and {scale.shape} scales for rows of {length}")
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None
-    values = asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
-    scale = asarray(scale)
-    wide = astype(asarray(values), scale.dtype)
-    roots = (wide + LEVELS[bits]) * minimum(scale, 0)
-    return astype(where(scale < 0, roots * roots, wide * scale), dtype)
+    values = mt.asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
+    scale = mt.asarray(scale)
+    wide = mt.astype(mt.asarray(values), scale.dtype)
+    roots = (wide + LEVELS[bits]) * mt.minimum(scale, 0)
+    return mt.astype(mt.where(scale < 0, roots * roots, wide * scale), dtype)

@@ -94,9 +94,8 @@ class Snapshots:
         self.skipped = 0
         self._attempt: _Attempt | None = None
         self._writing: SaveHandle | None = None
-        self._buffers: dict[
-            Path, np.ndarray
-        ] = {}  # of the snapshot before, when it is written: first touch of memory is slow
+        # Of the snapshot before, when it is written: first touch of memory is slow.
+        self._buffers: dict[Path, np.ndarray] = {}
 
     @property
     def pending(self) -> int:
