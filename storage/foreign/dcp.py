@@ -9,13 +9,13 @@ chunk only place and length are checked.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +26,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import names
 from ..base.checksums import combine, crc32c
+from ..base.malformed import malformed
 from ..base.scratch import scratch
 from ..base.threads import UPLOADS, in_threads
 from ..checkpoint.checkpoint import Checkpoint, flat
@@ -267,25 +268,10 @@ def archive_of(reader: Reader, chunk: DcpChunk) -> zipfile.ZipFile:
     return archive
 
 
-@contextlib.contextmanager
-def damage(where: str) -> Iterator[None]:
+def damage(where: str) -> AbstractContextManager[None]:
     """Raise the many errors that readers have for a damaged archive as one."""
-    try:
-        yield
-    except (
-        zipfile.BadZipFile,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        struct.error,
-        RuntimeError,  # an entry that says it is encrypted, or made by methods that zipfile has not
-        EOFError,
-        zlib.error,
-    ) as e:
-        if isinstance(e, CheckpointError):
-            raise
-        raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
+    # RuntimeError: an entry that says it is encrypted, or made by methods that zipfile has not.
+    return malformed(f"{where}: a damaged archive", zipfile.BadZipFile, zlib.error, RuntimeError)
 
 
 class ChunkLocation(NamedTuple):
@@ -496,7 +482,7 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    try:
+    with malformed(f"{where}: not the metadata of a checkpoint"):
         storage: dict[Any, Any] = {}
         held = top.field("storage_data") or {}
         sums = dict(zip(map(id, held.values()), _sums(data, len(held)) if verify else (), strict=False))
@@ -516,10 +502,6 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
                 if verify or entry.name.endswith("TensorStorageMetadata"):
                     raise
                 skipped[name] = str(e)
-    except CorruptCheckpoint:
-        raise
-    except (ValueError, TypeError, AttributeError, KeyError) as e:
-        raise CorruptCheckpoint(f"{where}: not the metadata of a checkpoint: {e}") from None
     # Their tags are those of the generation that is opened.
     in_threads(store.at(root).tag, sorted({c.file for t in tensors.values() for c in t.chunks}), UPLOADS)
     ckpt = flat(root, "PyTorch DCP", tensors, skipped=skipped)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from ...arrays.core.errors import CorruptCheckpoint
 from ..base import names, strict_json
+from ..base.malformed import malformed
 from ..stores import store as stores
 from . import tensor_sums
 
@@ -34,7 +34,7 @@ def read_index(
     inside it."""
     path = names.inside(root, index, root)
     data = stores.at(root).get(index)
-    try:
+    with malformed(f"{path}: not an index"):
         top = strict_json.loads(data)
         weight_map = top["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -46,8 +46,6 @@ def read_index(
         metadata.pop(tensor_sums.KEY, None)
         if any(isinstance(v, dict) and tensor_sums.KEY in v for v in top.values()):
             raise ValueError("checksums stand in an entry that is not 'metadata'")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CorruptCheckpoint(f"{path}: not an index: {e}") from None
     for file in set(weight_map.values()):
         names.inside(root, file, path)
     return weight_map, metadata, sums

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from ... import arrays as mt
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ...arrays.core.tree import Path, flatten_with_path, map_with_path
+from ..base.malformed import malformed
 from ..base.names import fits, leaf_name
 from ..format import dtypes
 
@@ -185,14 +186,12 @@ def dequantize(tree: Any) -> tuple[Any, int]:
 
 
 def _large(node: dict[str, Any]) -> Any:
-    try:
+    with malformed("a quantised array is incomplete", CheckpointDTypeError):
         bits, q, scale, length = node[MARK], node["q"], node["scale"], node["length"]
         dtype = dtypes.by_name(node["dtype"])
         width = length if bits == 8 else -(-length // 2)
         if bits not in LEVELS or q.shape[-1] != width or scale.shape != (*q.shape[:-1], 1):
             raise ValueError(f"{bits} bits, {q.shape} values and {scale.shape} scales for rows of {length}")
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None
     values = mt.asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
     scale = mt.asarray(scale)
     wide = mt.astype(mt.asarray(values), scale.dtype)
