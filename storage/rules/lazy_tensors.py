@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -213,15 +212,10 @@ def casts(tensor: Any) -> bool:
     return isinstance(tensor, DerivedTensor) and (tensor.casts or any(map(casts, tensor.sources())))
 
 
-@lru_cache(maxsize=64)
-def _origin(ndim: int) -> tuple[int, ...]:
-    return (0,) * ndim
-
-
 def renamed(name: str, tensor: Any) -> Sliced:
     """All of a tensor under a name of its own: readers tell arrays apart by name."""
     shape = tuple(tensor.shape)
-    return Sliced(name, tensor, _origin(len(shape)), shape)
+    return Sliced(name, tensor, (0,) * len(shape), shape)
 
 
 def whole_of(tensor: Any) -> Any:

@@ -464,12 +464,10 @@ class CheckpointManager:
                 return load(target, **load_arguments)
             except CheckpointError:
                 newer = self.latest()
-                if newer == target or self._is_there(target):
+                there = store.at(self.directory).folders()
+                if newer == target or store.split(atomic_directory.resolve(target))[1] in there:
                     raise
                 target = newer
-
-    def _is_there(self, path: str) -> bool:
-        return store.split(atomic_directory.resolve(path))[1] in store.at(self.directory).folders()
 
     def __repr__(self) -> str:
         best = f", best={self.best_metric!r}, best_is={self.best_is!r}" if self.best_metric else ""
