@@ -305,13 +305,17 @@ def content_nbytes(head: bytes) -> int | None:
     """
     if len(head) < 6 or head[:4] != _MAGIC:
         return None
-    flags = head[4]
-    single = flags >> 5 & 1
-    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]  # a window's size and a dictionary's number may come first
-    size = (1 if single else 0, 2, 4, 8)[flags >> 6]
+    at, size = content_field(head[4])
     if not size or len(head) < at + size:
         return None
     return int.from_bytes(head[at : at + size], "little") + (256 if size == 2 else 0)
+
+
+def content_field(flags: int) -> tuple[int, int]:
+    """(place, length) of the field that says how long a frame's content is; with it the frame's header ends."""
+    single = flags >> 5 & 1
+    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]  # a window's size and a dictionary's number may come first
+    return at, (1 if single else 0, 2, 4, 8)[flags >> 6]
 
 
 KINDS = (Zstd, ShuffledZstd)

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CorruptCheckpoint
 from ...base.checksums import crc32c
@@ -24,7 +22,7 @@ from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
-from .sink import Unit, UploadStream, by_array, clear, read, stretches, sums
+from .sink import Unit, UploadStream, by_array, clear, stretches, sums
 
 _MOST_SAID = 1 << 20  # bytes of attributes of all arrays, which each reader of a header unpacks
 
@@ -55,7 +53,6 @@ class HuggingFaceSink:
         groups: list[list[str]],
         documents: Mapping[str, bytes],
         metadata: Mapping[str, str],
-        format_: str = "pt",
         said: Mapping[str, str] | None = None,
     ) -> None:
         """``said``: what other writers said of arrays, and under "" of the group, see ``zarr_format``."""
@@ -66,7 +63,7 @@ class HuggingFaceSink:
         self.files = self.files if count > 1 else ["model.safetensors"]
         kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
         rows = [[(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group] for group in groups]
-        metadata = {**metadata, "format": format_}
+        metadata = {**metadata, "format": "pt"}
         self.heads, self.places = [], []
         self._at: dict[int, tuple[int, int]] = {}  # number of the file, and place, of each array
         self.said = dict(said or {})
@@ -132,9 +129,7 @@ class HuggingFaceSink:
             for name in self.places[number]:
                 value = 0
                 array = self._number[name]
-                shape, item = self.shapes[array], self.itemsizes[array]
-                for box in stretches(shape, tensors[array].chunk, item, limit):
-                    data = read(tensors[array], box).reshape(-1).view(np.uint8)
+                for data in stretches(tensors[array], Box.whole(self.shapes[array]), limit):
                     value = crc32c(data, value)
                     yield data
                 found.append(value)
