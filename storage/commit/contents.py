@@ -185,8 +185,8 @@ def check(root: str, tables: frozenset[str], held: Iterable[str] | None = None) 
     return documents
 
 
-def refuse_base(root: str, identity: str) -> None:
-    """Raise `CheckpointExists` where deltas from the checkpoint ``identity`` lie in the same folder, and need it."""
+def deltas_from(root: str, identity: str) -> list[str]:
+    """The folders beside a checkpoint with deltas from it: steps of its run, and copies of those by whatever name."""
     home, own = store.split(root)
     folders = store.at(home).folders() if identity else []
     numbered = [n for n in folders if STEP.match(n)]
@@ -207,8 +207,12 @@ def refuse_base(root: str, identity: str) -> None:
         return False
 
     names = numbered + others
-    needing = [n for n, it in zip(names, in_threads(needs, names, UPLOADS), strict=True) if it]
-    if needing:
+    return [n for n, it in zip(names, in_threads(needs, names, UPLOADS), strict=True) if it]
+
+
+def refuse_base(root: str, identity: str) -> None:
+    """Raise `CheckpointExists` where deltas from the checkpoint ``identity`` lie in the same folder, and need it."""
+    if needing := deltas_from(root, identity):
         raise CheckpointExists(
             f"{root} is the base of the deltas {', '.join(needing[:_SHOWN])}{', …' * (len(needing) > _SHOWN)}, which "
             "nobody could read without it: CheckpointManager.delete(step), or its save(step, overwrite=True), gives "

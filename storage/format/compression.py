@@ -89,15 +89,11 @@ class Zstd(_Levelled):
 
     def compress(self, data: np.ndarray, itemsize: int = 1) -> bytes:
         """The frame of some bytes of elements; the same for the same bytes, level and version of the library."""
-        from numcodecs.zstd import compress
-
-        return compress(data, self.level)
+        return _library("zstd").compress(data, self.level)
 
     def decompress(self, frame: np.ndarray, out: np.ndarray) -> None:
         """Unpack a frame to exactly ``out``. ``ValueError`` where it is damaged or its content has another length."""
-        from numcodecs.zstd import decompress
-
-        _unpack(decompress, frame, content_nbytes(frame[:18].tobytes()), out)
+        _unpack(_library("zstd").decompress, frame, content_nbytes(frame[:18].tobytes()), out)
 
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
@@ -145,8 +141,7 @@ class ShuffledZstd(_Levelled):
 
     def compress(self, data: np.ndarray, itemsize: int = 1) -> bytes:
         """The frame of some bytes of elements; the same for the same bytes, level and version of the library."""
-        from numcodecs.zstd import compress
-
+        compress = _library("zstd").compress
         nbytes, size = data.size, _grouped(itemsize)
         block = max(1, min(nbytes, _BLOCK))
         end, starts, pieces = _HEADER + 4 * -(-nbytes // block), [], []
@@ -173,7 +168,7 @@ class ShuffledZstd(_Levelled):
         nbytes, _, held = lengths
         if len(frame) < _HEADER or version != 2 or not itemsize or held != len(frame) or flags & 0xE0 != _ZSTD:
             raise ValueError("its frame is none of Blosc with zstd, or has another length than it says")
-        _unpack(_blosc().decompress, frame, nbytes, out)
+        _unpack(_library("blosc").decompress, frame, nbytes, out)
 
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
@@ -277,12 +272,14 @@ def _grouped(itemsize: int) -> int:
 
 
 @cache
-def _blosc() -> Any:
-    from numcodecs import blosc
+def _library(name: str) -> Any:
+    """``zstd`` or ``blosc`` of numcodecs."""
+    # The package first: where one thread imports it and another one a module of it, one gets a module half made.
+    import numcodecs
 
     # As zarr-python has it. Blosc's own threads share one state, and write blocks in the order in which they end.
-    blosc.use_threads = False
-    return blosc
+    numcodecs.blosc.use_threads = False
+    return getattr(numcodecs, name)
 
 
 def _unpack(decompress: Any, frame: np.ndarray, nbytes: int | None, out: np.ndarray) -> None:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import numcodecs.abc
+import numcodecs
 import zarr
 from zarr.abc.codec import BytesBytesCodec
 from zarr.codecs import ShardingCodec

@@ -27,7 +27,7 @@ from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
 from .dual import is_dual
-from .rebase import release
+from .rebase import copies, release
 from .save import SaveReport, save, save_async
 
 
@@ -532,5 +532,7 @@ class CheckpointManager:
             with contextlib.suppress(OSError):
                 if strangers := contents.beside(c.path):
                     warnings.warn(f"kept {c.path}, which holds {strangers[0]}: no manifest lists it", stacklevel=2)
+                elif c.base is None and (needing := copies(c.path)):
+                    warnings.warn(f"kept {c.path}: {needing[0]} is a delta from it", stacklevel=2)
                 elif still_held(self.directory):
                     protocol_of(c.path).discard(c.path)
