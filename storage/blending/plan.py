@@ -19,7 +19,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..rules.lazy_tensors import Agreed, Converted, renamed
 from ..rules.measured import Measured
-from ..transform.convert import scaled
+from ..transform.convert import cancels, scaled
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
@@ -345,7 +345,7 @@ def _formula(
 ) -> Formula:
     weights = tuple(e["weight"] for e in each if "weight" in e)
     if method == "linear":
-        if shared["normalize"] and float(np.sum(np.asarray(weights, np.float32))) == 0:
+        if shared["normalize"] and cancels(weights):
             raise CheckpointError(_NO_SUM)
         return Linear(weights, shared["normalize"])
     if method == "passthrough":
@@ -361,7 +361,7 @@ def _formula(
     if method == "slerp":
         return Directions("slerp", (shared["t"],))
     if method == "nuslerp":
-        if abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
+        if cancels(weights) or abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
             raise CheckpointError("the weights sum to 0, by which nuslerp divides")
         axis = None if shared["nuslerp_flatten"] else 0 if shared["nuslerp_row_wise"] else -1
         return Directions("nuslerp", weights, based, axis)
@@ -370,13 +370,13 @@ def _formula(
     if method == "multislerp":
         if len(weights) == 1:
             return Scaled(None)
-        if shared["normalize_weights"] and abs(sum(weights)) < 1e-12:
+        if shared["normalize_weights"] and cancels(weights):
             raise CheckpointError(_NO_SUM)
         return Directions("multislerp", weights, based, None, tuple(shared.items()))
     if method == "model_stock":
         return Directions("model_stock", (), False, -1 if shared["filter_wise"] else None)
     consensus = method in ("ties", "dare_ties", "breadcrumbs_ties", "della")
-    if shared["normalize"] and not consensus and abs(sum(weights)) < 1e-8:
+    if shared["normalize"] and not consensus and (cancels(weights) or abs(sum(weights)) < 1e-8):
         raise CheckpointError(_NO_SUM)
     chosen = tuple(_sparsifier(method, e, _key(seed, name, i)) for i, e in enumerate(each))
     return TaskVectors(weights, shared["lambda"], shared["normalize"], consensus, shared["rescale"], chosen)

@@ -64,9 +64,11 @@ class Zstd(_Levelled):
     CheckpointError
         There is no such level.
 
-    Notes ----- Zstandard: RFC 8878. Trained weights are nearly noise: float32 shrinks by some 8 %, bfloat16 by some 20
-    %, at a fraction of a disk's speed. Masks, indices, counts, embeddings with unused rows and the states of sparse
-    optimizers shrink to a small part.
+    Notes
+    -----
+    Zstandard: RFC 8878. Trained weights are nearly noise: float32 shrinks by some 8 %, bfloat16 by some 20 %, at a
+    fraction of a disk's speed. Masks, indices, counts, embeddings with unused rows and the states of sparse optimizers
+    shrink to a small part.
 
     Examples
     --------
@@ -118,10 +120,11 @@ class ShuffledZstd(_Levelled):
     CheckpointError
         There is no such level.
 
-    Notes ----- The exponents of trained weights are few and repeat, their mantissas are noise. Each group is a stream
-    of its own, where Blosc's library has one for all: the exponents compress to their entropy nearly, and the noise is
-    stored as it is. Any reader of Blosc unpacks both. Format:
-    https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
+    Notes
+    -----
+    The exponents of trained weights are few and repeat, their mantissas are noise. Each group is a stream of its own,
+    where Blosc's library has one for all: the exponents compress to their entropy nearly, and the noise is stored as it
+    is. Any reader of Blosc unpacks both. Format: https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
 
     Examples
     --------

@@ -283,8 +283,10 @@ def save(
         There is less room than the arrays need; nothing was written. The size of compressed arrays is not known before:
         they may fill the disk.
 
-    Notes ----- Split arrays are written by the processes that hold them, so all must see the path on a shared file
-    system, or have the credentials of the object store in their environment.
+    Notes
+    -----
+    Split arrays are written by the processes that hold them, so all must see the path on a shared file system, or have
+    the credentials of the object store in their environment.
 
     Examples
     --------

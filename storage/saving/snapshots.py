@@ -58,8 +58,10 @@ class Snapshots:
     options
         Of `save_async`: ``overwrite``, ``metadata``, ``documents``.
 
-    Notes ----- An error of the writer is raised by the next call of any method, once. Arrays of a mesh are held as they
-    are, without a copy, because their blocks are never written to.
+    Notes
+    -----
+    An error of the writer is raised by the next call of any method, once. Arrays of a mesh are held as they are,
+    without a copy, because their blocks are never written to.
 
     Examples
     --------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -212,6 +212,16 @@ def converted(arrays: Mapping[str, Any], wanted: np.dtype) -> dict[str, Any]:
 def source_generation(ckpt: Checkpoint) -> Generation:
     """The generation of all that is read: of a Zarr hierarchy by others, any file below it."""
     return Listed.now(ckpt.path) if ckpt.kind == "Zarr" else ckpt.generation
+
+
+def cancels(weights: Sequence[float]) -> bool:
+    """Whether weights sum to 0 as far as float32 tells, in which arrays are multiplied by them: nothing is divided by
+    that.
+
+    >>> cancels([0.1, 0.2, -0.3]), cancels([1e-9, 2e-9])
+    (True, False)
+    """
+    return abs(math.fsum(weights)) <= 2.0**-20 * math.fsum(map(abs, weights))
 
 
 def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
