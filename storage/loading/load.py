@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -28,10 +29,11 @@ from ..checkpoint.checkpoint import fill, unread
 from ..format.sharding_spec import by_mesh
 from ..readers.reading import Job, run
 from ..readers.tensor import StoredTensor
+from ..readers.zarr_tensor import ZarrTensor
 from ..rules.casting import CastLoss, Tally, tracked
-from ..rules.lazy_tensors import casts
+from ..rules.lazy_tensors import casts, leaves
 from ..rules.rules import Rules
-from ..stores.generations import once_more
+from ..stores.generations import Generation, Listed, once_more
 from ..stores.store import is_url, listed_once
 from .match_target import (
     Ignored,
@@ -113,6 +115,16 @@ def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: T
 
     report.bytes_read += run(jobs(), max([t.source.tensor.readers for t in targets.values()], default=1))
     return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
+
+
+def _hierarchies(targets: Mapping[str, LoadTarget]) -> list[Generation]:
+    """The files of the targets in Zarr hierarchies by others, where any may change by itself."""
+    nodes: dict[str, dict[str, None]] = defaultdict(dict)
+    for t in targets.values():
+        for leaf in leaves(t.tensor):
+            if isinstance(leaf, ZarrTensor) and not isinstance(leaf.generation, Listed):
+                nodes[leaf.root][leaf.node] = None
+    return [Listed.now(root, tuple(below)) for root, below in nodes.items()]
 
 
 def _check(targets: Mapping[str, LoadTarget]) -> None:
@@ -291,6 +303,7 @@ def load(
         kept.resharded = resharded(targets)
     planned = time.perf_counter()
 
+    pinned = _hierarchies(targets) if ckpt.kind == "Zarr" else []
     losses = Tally()
     try:
         loaded = _read_local(local, kept, losses)
@@ -299,6 +312,8 @@ def load(
         raise
     for _, group in by_mesh(targets.values()):
         loaded |= _read_split({t.source.name: t for t in group}, kept, report is not None, losses)
+    for generation in pinned:
+        generation.check()
     losses.refuse(allow_overflow)
     kept.losses = dict(sorted(losses.items()))
     ended = time.perf_counter()
