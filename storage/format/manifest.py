@@ -44,6 +44,8 @@ VERSION = len(MIGRATIONS) + 1
 MAX_DEPTH = 200
 _MAX_NDIM = 64
 MOST_DELTA = 8  # bytes of an item
+FORMER = "meshtape.former"
+"""The key, in the metadata, of the identities that the same values had before they got another base."""
 _KEYS = frozenset([str, int])
 
 
@@ -92,6 +94,12 @@ class Manifest:
     def identity(self) -> str:
         """A short text that changes where the content does: the manifest's checksum, as it binds every chunk."""
         return f"meshtape:{self.crc32c or 0:08x}"
+
+    @property
+    def identities(self) -> list[str]:
+        """Its identity, and those that the same values had before."""
+        former = self.metadata.get(FORMER)
+        return [self.identity, *(former if isinstance(former, list) else [])]
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the

@@ -24,6 +24,7 @@ from ...arrays.core.tree import Path, flatten_with_path, map_with_path
 from ..base.malformed import malformed
 from ..base.names import fits, leaf_name
 from ..format import dtypes
+from ..rules.casting import count_lost_rows
 
 MARK = "meshtape.quantized"
 MAX_TIMES = 1
@@ -32,7 +33,13 @@ _MOST = 3.4e38  # the square of a root above it may be infinite in float32
 
 
 def quantize(
-    tree: Any, *, bits: int = 8, keys: Iterable[str] = ("*",), times: int = 0, allow_again: bool = False
+    tree: Any,
+    *,
+    bits: int = 8,
+    keys: Iterable[str] = ("*",),
+    times: int = 0,
+    allow_again: bool = False,
+    allow_overflow: bool = False,
 ) -> Any:
     """A tree to save, in which floating arrays are small integers with scales.
 
@@ -48,6 +55,8 @@ def quantize(
         How often this state has been through quantisation, as `dequantize` told.
     allow_again
         Quantise a state that has been through it.
+    allow_overflow
+        Make a row NaN as a whole where one of its elements is not finite.
 
     Returns
     -------
@@ -62,6 +71,8 @@ def quantize(
         now.
     CheckpointDTypeError
         An array that ``keys`` names exactly is not floating.
+    Lossy
+        A row has a NaN or an infinity beside numbers, and ``allow_overflow`` is false.
 
     Examples
     --------
@@ -93,7 +104,13 @@ def quantize(
                     f"key {name!r}: only floating arrays are quantised, this is {kind or type(leaf).__name__}"
                 )
             return leaf
-        return _small(leaf, bits, times + 1) if len(leaf.shape) and 0 not in leaf.shape else leaf
+        if not len(leaf.shape) or 0 in leaf.shape:
+            return leaf
+        wide = mt.astype(mt.asarray(leaf), wide_of(leaf.dtype))
+        scale = row_scales(wide, LEVELS[bits])
+        if not allow_overflow and bool(mt.any(mt.isnan(scale))):
+            count_lost_rows(name, np.asarray(wide), np.asarray(scale))
+        return _small(leaf, wide, scale, bits, times + 1)
 
     return map_with_path(one, tree)
 
@@ -113,9 +130,7 @@ def wide_of(dtype: Any) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
-    wide = mt.astype(mt.asarray(x), wide_of(x.dtype))
-    scale = row_scales(wide, LEVELS[bits])
+def _small(x: Any, wide: Any, scale: Any, bits: int, times: int) -> dict[str, Any]:
     q = row_integers(wide, scale, LEVELS[bits])
     length = int(x.shape[-1])
     if bits == 4:

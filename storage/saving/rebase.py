@@ -23,6 +23,8 @@ from .finalize import finish_directory
 from .items import DeltaBase, SaveItem, tasks_of
 from .write_shards import write_blocks
 
+_FORMER = 16  # identities that are kept: each deletion of a base adds one
+
 
 @dataclass(frozen=True)
 class _Sharding:
@@ -55,7 +57,8 @@ def rebase(path: str, base: str | None) -> None:
     documents = {name: old.documents.raw(name) for name in old.documents}
     given = None if base is None else DeltaBase.at(base, path).given_to(deltas)
     group = group_said(strict_json.loads(store.at(old.path).get("zarr.json")))
-    head = replace(old.manifest, base=given, sums=None, zarr=None, attributes=group)
+    metadata = {**old.manifest.metadata, manifest.FORMER: old.manifest.identities[:_FORMER]}
+    head = replace(old.manifest, base=given, sums=None, zarr=None, attributes=group, metadata=metadata)
     if not store.is_url(path):
         sharing.match(items, path)
     with (
