@@ -109,9 +109,7 @@ def register_zarr_dtypes() -> None:
     It is done by itself when zarr was imported before this package, and by every function here that uses zarr. The
     other way round, a program that imports zarr afterwards calls this once.
     """
-    from .format.zarr_dtypes import register
-
-    register()
+    from .format import zarr_dtypes  # by its import
 
 
 if "zarr" in _sys.modules:

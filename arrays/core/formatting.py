@@ -45,6 +45,15 @@ def count(n: int, thing: str) -> str:
     return f"{n:,} {many}"
 
 
+def some(things: Iterable[Any], most: int = 8) -> str:
+    """
+    >>> some("abc"), some("abc", 2)
+    ('a, b, c', 'a, b and 1 more')
+    """
+    held = list(map(str, things))
+    return ", ".join(held[:most]) + (f" and {len(held) - most} more" if len(held) > most else "")
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """``0-3,7`` for 0, 1, 2, 3, 7."""
     out: list[list[int]] = []

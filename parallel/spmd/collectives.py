@@ -130,8 +130,10 @@ def all_reduce(x: Any, axis: Axis, *, op: str = "sum") -> Any:
         Outside :func:`shard_map`, or for a value that is the same on all ranks of the axis already: reducing it again,
         by oversight, would multiply it.
 
-    Notes ----- The derivative of a sum costs no message; ties of ``max`` and ``min`` share the gradient, however many
-    ranks hold them.
+    Notes
+    -----
+    The derivative of a sum costs no message; ties of ``max`` and ``min`` share the gradient, however many ranks hold
+    them.
 
     Examples
     --------

@@ -233,8 +233,10 @@ def shard_map(fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placem
     MeshError
         For a value that is reduced twice, unknown axes, arrays of other meshes, collectives outside.
 
-    Notes ----- The gradient of a replicated argument is the sum over the ranks: inside ``fn``, ``mt.grad`` gives it
-    reduced already; from outside it is left pending, and reduced late and together with others. See
+    Notes
+    -----
+    The gradient of a replicated argument is the sum over the ranks: inside ``fn``, ``mt.grad`` gives it reduced
+    already; from outside it is left pending, and reduced late and together with others. See
     :mod:`meshtape.parallel.spmd.rank_ops` for the pairs of forward and backward collectives, and for how values are
     typed (JAX, *Autodiff and sharding*).
 

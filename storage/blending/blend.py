@@ -40,21 +40,6 @@ class BlendReport(ConvertReport):
         return "\n".join(parameters_of(self.made))
 
 
-class _MadeDocuments(Documents):
-    """Documents that are made, of which none lies anywhere."""
-
-    def __init__(self, held: Mapping[str, bytes]) -> None:
-        super().__init__("blend", {n: (None, n) for n in held})
-        self._held = dict(held)
-
-    def raw(self, name: str) -> bytes:
-        file = self._file(name)
-        return self._held[file] if file in self._held else super().raw(name)
-
-    def others(self) -> list[str]:
-        return []
-
-
 def blended(
     config: str | os.PathLike[str] | Mapping[str, Any],
     seed: int = 0,
@@ -143,7 +128,8 @@ class Blend(ex.Node):
         out = flat(label, "virtual", plan.tensors, {ex.LINEAGE: label})
         for a in out.arrays.values():
             a.rule = label
-        out.documents = _MadeDocuments(_documents(self.parsed, plan))
+        made = _documents(self.parsed, plan)
+        out.documents = Documents("blend", {n: (None, n) for n in made}, made=made)
         return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,14 +12,14 @@ from ...arrays.core.blocks import Box
 from ..readers.reading import Job
 from ..readers.tensor import read_into
 from ..rules.casting import cast, count_overflows
-from ..rules.lazy_tensors import DerivedTensor, pieces
+from ..rules.lazy_tensors import OfParts
 from ..rules.measured import Measured
 from .methods import Formula, Piece, real, rounded
 from .statistics import Jobs
 
 
 @dataclass(frozen=True, slots=True)
-class Blended(DerivedTensor):
+class Blended(OfParts):
     """A tensor made of ``parts`` of its shape by the formula ``method``, which computes in ``work``, and stored as
     ``dtype``."""
 
@@ -36,9 +36,6 @@ class Blended(DerivedTensor):
     shape = property(lambda self: self.parts[0].shape)
     chunk = property(lambda self: self.parts[0].chunk)
 
-    def sources(self) -> tuple[Any, ...]:
-        return self.parts
-
     def needs(self, box: Box) -> Box:
         """The box of the sources: whole rows where the formula ranks in rows."""
         if not self.method.rows or not box.shape:
@@ -47,16 +44,12 @@ class Blended(DerivedTensor):
 
     def cut(self, box: Box) -> Blended:
         """The tensor with the files that a box needs, measured or not."""
-        return replace(self, parts=tuple(p.only(self.needs(box)) for p in self.parts))
+        return OfParts.only(self, box)
 
     def only(self, box: Box) -> Blended:
-        if not box.size:
-            return self
-        self._facts()  # of all of it, before it is cut
+        if box.size:
+            self._facts()  # of all of it, before it is cut
         return self.cut(box)
-
-    def planned(self, box: Box) -> int:
-        return sum(p.planned(self.needs(box)) for p in self.parts) if box.size else 0
 
     def measuring(self) -> Jobs:
         return self.method.measuring(self)
@@ -80,9 +73,7 @@ class Blended(DerivedTensor):
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         # Some arrays of the width of computing for each source at a time.
-        itemsize = 4 * real(self.work).itemsize * len(self.parts)
-        for there, part in pieces(box, self.chunk, itemsize):
-            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])
+        return self.by_pieces(box, out, 4 * real(self.work).itemsize * len(self.parts))
 
     def _read(self, box: Box, out: np.ndarray) -> int:
         needs = self.needs(box)

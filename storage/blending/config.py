@@ -228,7 +228,7 @@ _KEYS = (
 def _config(said: Mapping[str, Any], text: str, problems: Problems) -> BlendConfig | None:
     problems.unknown("a configuration", said, _KEYS)
     method = said.get("merge_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         close = get_close_matches(str(method), METHODS, 1)
         hint = f"; close is {close[0]!r}" if close else ""
         problems.append(f"there is no merge_method {method!r}{hint}; there are {', '.join(METHODS)}")

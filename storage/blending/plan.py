@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..rules.lazy_tensors import Agreed, Converted, renamed
 from ..rules.measured import Measured
-from ..transform.convert import scaled
+from ..transform.convert import cancels, scaled
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
@@ -103,8 +104,7 @@ class Faults:
     def refuse(self, where: str) -> None:
         problems = Problems()
         for text, names in self._held.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            problems.append(f"{text}: {', '.join(map(repr, names[:3]))}{more}")
+            problems.append(f"{text}: {some(map(repr, names), 3)}")
         problems.refuse(where, self._kinds.pop() if len(self._kinds) == 1 else CheckpointError)
 
 
@@ -128,9 +128,8 @@ class Planner:
         self.arrays: dict[str, BlendedArray] = {}
         self.layers = 0
         self.notes: list[str] = []
-        self.order: list[
-            tuple[ModelRef, int]
-        ] = []  # of the layers that slices name: the model that describes each, and its number there
+        # Of the layers that slices name: the model that describes each, and its number there.
+        self.order: list[tuple[ModelRef, int]] = []
         self._faults = Faults()
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
@@ -346,7 +345,7 @@ def _formula(
 ) -> Formula:
     weights = tuple(e["weight"] for e in each if "weight" in e)
     if method == "linear":
-        if shared["normalize"] and float(np.sum(np.asarray(weights, np.float32))) == 0:
+        if shared["normalize"] and cancels(weights):
             raise CheckpointError(_NO_SUM)
         return Linear(weights, shared["normalize"])
     if method == "passthrough":
@@ -362,7 +361,7 @@ def _formula(
     if method == "slerp":
         return Directions("slerp", (shared["t"],))
     if method == "nuslerp":
-        if abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
+        if cancels(weights) or abs(sum(weights)) < 1e-6:  # mergekit's bound, below which it takes the middle
             raise CheckpointError("the weights sum to 0, by which nuslerp divides")
         axis = None if shared["nuslerp_flatten"] else 0 if shared["nuslerp_row_wise"] else -1
         return Directions("nuslerp", weights, based, axis)
@@ -371,13 +370,13 @@ def _formula(
     if method == "multislerp":
         if len(weights) == 1:
             return Scaled(None)
-        if shared["normalize_weights"] and abs(sum(weights)) < 1e-12:
+        if shared["normalize_weights"] and cancels(weights):
             raise CheckpointError(_NO_SUM)
         return Directions("multislerp", weights, based, None, tuple(shared.items()))
     if method == "model_stock":
         return Directions("model_stock", (), False, -1 if shared["filter_wise"] else None)
     consensus = method in ("ties", "dare_ties", "breadcrumbs_ties", "della")
-    if shared["normalize"] and not consensus and abs(sum(weights)) < 1e-8:
+    if shared["normalize"] and not consensus and (cancels(weights) or abs(sum(weights)) < 1e-8):
         raise CheckpointError(_NO_SUM)
     chosen = tuple(_sparsifier(method, e, _key(seed, name, i)) for i, e in enumerate(each))
     return TaskVectors(weights, shared["lambda"], shared["normalize"], consensus, shared["rescale"], chosen)

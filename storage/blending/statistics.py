@@ -228,16 +228,13 @@ def products(tensor: Any, relative: bool, axis: int | None) -> Jobs:
 
 
 def _slabs(shape: Sequence[int], limit: int) -> Iterator[Box]:
-    step = max(1, limit // max(math.prod(shape[1:]), 1))
-    for a in range(0, shape[0], step):
-        yield Box((a, *([0] * (len(shape) - 1))), (min(step, shape[0] - a), *shape[1:]))
+    return windows(tuple(shape), (1, *shape[1:]), 1, limit)
 
 
 def _products(tensor: Any, part: Box, relative: bool, axis: int | None) -> np.ndarray:
     found = []
     if axis == 0:
-        blocks = (Box((part.offset[0] + b.offset[0], *part.offset[1:]), b.shape) for b in _slabs(part.shape, BLOCK))
-        pieces: Iterator[Any] = map(tensor.piece, blocks)
+        pieces: Iterator[Any] = (tensor.piece(b.shifted(part.offset)) for b in _slabs(part.shape, BLOCK))
     else:
         pieces = _blocks(tensor, part, axis == -1)
     spec = {None: "i,i->", -1: "ij,ij->i", 0: "i...,i...->..."}[axis]

@@ -15,7 +15,7 @@ from ...arrays.core.errors import CheckpointError
 from ..readers.reading import Job
 from ..readers.tensor import read_into, rows_of
 from ..rules.casting import cast
-from ..rules.lazy_tensors import DerivedTensor
+from ..rules.lazy_tensors import OfParts
 from .config import ModelRef, Problems
 
 _ZERO, _MEAN = -1, -2
@@ -38,7 +38,7 @@ Mean = tuple[tuple[tuple[int, int, int], ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRows(DerivedTensor):
+class TokenRows(OfParts):
     """Rows of several tables in a new order. Row i is row ``rows[i]`` of table ``tables[i]``, or zero, or ``means[i]``:
     the sum of (table, row, times), divided by a number."""
 
@@ -53,9 +53,6 @@ class TokenRows(DerivedTensor):
     source = property(lambda self: self.parts[0])
     shape = property(lambda self: (len(self.rows), *self.parts[0].shape[1:]))
     chunk = property(lambda self: rows_of(self.shape))
-
-    def sources(self) -> tuple[Any, ...]:
-        return self.parts
 
     def only(self, box: Box) -> TokenRows:
         return self

@@ -20,7 +20,7 @@ from ...arrays.core.errors import (
     CheckpointKeyError,
     IncompleteCheckpoint,
 )
-from ...arrays.core.formatting import DRAWINGS, count, human_bytes
+from ...arrays.core.formatting import DRAWINGS, count, human_bytes, some
 from ...arrays.core.tree import Path
 from ..base.names import fits, leaf_name
 from ..base.page import Page
@@ -198,9 +198,7 @@ class Checkpoint(Mapping[str, StoredArray]):
     documents: Mapping[str, Any] = field(default_factory=dict)  # files beside the arrays: config, generation_config, …
     generation: Generation = NONE  # that was opened
     manifest: manifest.Manifest | None = None  # of a checkpoint of ours
-    skipped: dict[str, str] = field(
-        default_factory=dict
-    )  # names of what its files hold and no reader here can give, and why
+    skipped: dict[str, str] = field(default_factory=dict)  # what its files hold and no reader here can give, and why
     computed: Computed | None = None  # of a virtual one
     base: Checkpoint | None = None  # from which arrays of it are deltas
     whole: bool = True  # false for a part of a checkpoint, and for what rules made of one
@@ -357,8 +355,7 @@ def unread(skipped: Iterable[str]) -> str:
     ('', '; not readable here (2): a, b')
     """
     names = list(skipped)
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"; not readable here ({len(names)}): {', '.join(names[:8])}{more}" if names else ""
+    return f"; not readable here ({len(names)}): {some(names)}" if names else ""
 
 
 def _cut(path: Path, start: str) -> Path:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
+from ...arrays.core.formatting import some
 from ..base import strict_json
 from ..base.names import STEP
 from ..base.threads import UPLOADS, in_threads
@@ -156,10 +157,9 @@ def refuse_strangers(root: str, strangers: list[str], why: str) -> None:
     """Raise `CheckpointExists` with the names of strangers, deep ones by their top folder."""
     tops = list(dict.fromkeys(n if n.count("/") < 2 else f"{n.partition('/')[0]}/…" for n in strangers))
     if tops:
-        more = f" and {len(tops) - _SHOWN} more" if len(tops) > _SHOWN else ""
         raise CheckpointExists(
-            f"{root} holds what no manifest or index there lists: {', '.join(tops[:_SHOWN])}{more}; {why}: "
-            "move that elsewhere, or choose another place"
+            f"{root} holds what no manifest or index there lists: {some(tops, _SHOWN)}; {why}: move that elsewhere, or "
+            "choose another place"
         )
 
 
@@ -185,8 +185,8 @@ def check(root: str, tables: frozenset[str], held: Iterable[str] | None = None) 
     return documents
 
 
-def refuse_base(root: str, identity: str) -> None:
-    """Raise `CheckpointExists` where deltas from the checkpoint ``identity`` lie in the same folder, and need it."""
+def deltas_from(root: str, identity: str) -> list[str]:
+    """The folders beside a checkpoint with deltas from it: steps of its run, and copies of those by whatever name."""
     home, own = store.split(root)
     folders = store.at(home).folders() if identity else []
     numbered = [n for n in folders if STEP.match(n)]
@@ -207,8 +207,12 @@ def refuse_base(root: str, identity: str) -> None:
         return False
 
     names = numbered + others
-    needing = [n for n, it in zip(names, in_threads(needs, names, UPLOADS), strict=True) if it]
-    if needing:
+    return [n for n, it in zip(names, in_threads(needs, names, UPLOADS), strict=True) if it]
+
+
+def refuse_base(root: str, identity: str) -> None:
+    """Raise `CheckpointExists` where deltas from the checkpoint ``identity`` lie in the same folder, and need it."""
+    if needing := deltas_from(root, identity):
         raise CheckpointExists(
             f"{root} is the base of the deltas {', '.join(needing[:_SHOWN])}{', …' * (len(needing) > _SHOWN)}, which "
             "nobody could read without it: CheckpointManager.delete(step), or its save(step, overwrite=True), gives "

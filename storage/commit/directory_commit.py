@@ -102,18 +102,25 @@ def _swap_in(temporary: str, target: str, overwrite: bool, tables: frozenset[str
     ours = os.path.exists(os.path.join(target, manifest.FILE))
     turn = locked(parent, patience=10 * PATIENCE) if ours else contextlib.nullcontext()
     with turn, owned(target), owned(old):
-        # Again: somebody may have put something there while we wrote, or a delta from it.
-        _bring(target, temporary, check_target(target, overwrite, tables))
-        if fs.exchange(temporary, target):
-            old = temporary
-        else:
-            fs.rename(target, old)
+        try:
+            # Again: somebody may have put something there while we wrote, or a delta from it.
+            _bring(target, temporary, check_target(target, overwrite, tables))
+            exchanged = fs.exchange(temporary, target)
+            if not exchanged:
+                fs.rename(target, old)
+        except FileNotFoundError:
+            if os.path.lexists(target):
+                raise
+            exchanged = False  # another process has deleted it meanwhile
+        if not exchanged:
             try:
                 fs.rename(temporary, target)
             except BaseException:
-                fs.rename(old, target)
+                with contextlib.suppress(FileNotFoundError):
+                    fs.rename(old, target)
                 raise
         fs.fsync_dir(parent)
+        old = temporary if exchanged else old
     # The new generation is in place and durable: from here on an error is no longer one of the save.
     with contextlib.suppress(OSError):
         discard(old)

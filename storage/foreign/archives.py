@@ -14,7 +14,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,12 +37,12 @@ from .dcp import (
     DcpChunk,
     DcpTensor,
     archive_of,
-    check_strides,
     damage,
     described,
     described_tensor,
     entry_heads,
     entry_start,
+    located,
 )
 from .torch_pickle import PickledName, PickledObject
 
@@ -251,16 +251,11 @@ def _open_torch(
     def tensor(made: PickledObject, keys: tuple[str | int, ...]) -> Leaf:
         name = names.leaf_name(keys)
         where = f"{path}, key {name!r}"
-        entry, first, shape, strides, dtype, turns = described_tensor(made, where)
-        info = archive.getinfo(f"{folder}data/{entry}")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise CorruptCheckpoint(f"{where}: compressed elements")
-        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
-        start = entry_start(heads[info.filename], info, where, whole.nbytes)
-        at = start + first * dtype.itemsize
-        place = ChunkLocation(at, whole.nbytes, strides, (start, info.file_size), info.CRC, turns=turns)
-        chunk = DcpChunk(Box.whole(shape), whole.file, 0, whole.nbytes)
-        held = PlacedTensor(root, name, shape, dtype, (chunk,), verify, held=place)
+        t = described_tensor(made, where)
+        info = archive.getinfo(f"{folder}data/{t.entry}")
+        place = located(t, info, heads[info.filename], where, whole, whole.nbytes)
+        chunk = replace(whole, box=Box.whole(t.shape))
+        held = PlacedTensor(root, name, t.shape, t.dtype, (chunk,), verify, held=place)
         arrays[name] = StoredArray(keys, held)
         return Leaf(len(arrays) - 1)
 

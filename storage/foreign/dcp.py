@@ -9,13 +9,13 @@ chunk only place and length are checked.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +26,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import names
 from ..base.checksums import combine, crc32c
+from ..base.malformed import malformed
 from ..base.scratch import scratch
 from ..base.threads import UPLOADS, in_threads
 from ..checkpoint.checkpoint import Checkpoint, flat
@@ -267,25 +268,10 @@ def archive_of(reader: Reader, chunk: DcpChunk) -> zipfile.ZipFile:
     return archive
 
 
-@contextlib.contextmanager
-def damage(where: str) -> Iterator[None]:
+def damage(where: str) -> AbstractContextManager[None]:
     """Raise the many errors that readers have for a damaged archive as one."""
-    try:
-        yield
-    except (
-        zipfile.BadZipFile,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        struct.error,
-        RuntimeError,  # an entry that says it is encrypted, or made by methods that zipfile has not
-        EOFError,
-        zlib.error,
-    ) as e:
-        if isinstance(e, CheckpointError):
-            raise
-        raise CorruptCheckpoint(f"{where}: a damaged archive: {e}") from None
+    # RuntimeError: an entry that says it is encrypted, or made by methods that zipfile has not.
+    return malformed(f"{where}: a damaged archive", zipfile.BadZipFile, zlib.error, RuntimeError)
 
 
 class ChunkLocation(NamedTuple):
@@ -341,11 +327,18 @@ def described_tensor(made: Any, where: str) -> Described:
     )
 
 
-def check_strides(where: str, shape: Sequence[int], strides: Sequence[int], first: int, count: int) -> None:
-    """Refuse a tensor that leads out of its storage of ``count`` elements."""
-    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if min((first, *strides), default=0) < 0 or (last >= count and 0 not in shape):
+def located(
+    t: Described, info: zipfile.ZipInfo, head: bytes, where: str, chunk: DcpChunk, file_nbytes: int
+) -> ChunkLocation:
+    """The place of a tensor whose storage is an entry, with this ``head``, of the archive of a chunk."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise CorruptCheckpoint(f"{where}: compressed elements")
+    last = t.first + sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
+    if min((t.first, *t.strides)) < 0 or (last >= info.file_size // t.dtype.itemsize and 0 not in t.shape):
         raise CorruptCheckpoint(f"{where}: elements beyond their storage")
+    start = chunk.offset + entry_start(head, info, where, chunk.nbytes)
+    at, stored = start + t.first * t.dtype.itemsize, (start, info.file_size)
+    return ChunkLocation(at, file_nbytes, t.strides, stored, info.CRC, turns=t.turns)
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -400,16 +393,12 @@ def _place(root: str, chunk: DcpChunk, name: str, dtype: np.dtype, tag: str | No
             )
         with archive_of(reader, chunk) as archive:
             made, folder = described(where, archive, chunk.nbytes)
-            entry, first, shape, strides, held, turns = described_tensor(made, where)
-            if (shape, held) != (chunk.box.shape, dtype):
-                raise CorruptCheckpoint(f"{where}: {held}{list(shape)} is not its part, {dtype}{list(chunk.box.shape)}")
-            info = archive.getinfo(f"{folder}data/{entry}")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise CorruptCheckpoint(f"{where}: compressed elements")
-        check_strides(where, shape, strides, first, info.file_size // dtype.itemsize)
+            t, part = described_tensor(made, where), chunk.box.shape
+            if (t.shape, t.dtype) != (part, dtype):
+                raise CorruptCheckpoint(f"{where}: {t.dtype}{list(t.shape)} is not its part, {dtype}{list(part)}")
+            info = archive.getinfo(f"{folder}data/{t.entry}")
         (head,) = entry_heads(reader, [info], chunk.offset)
-        start = chunk.offset + entry_start(head, info, where, chunk.nbytes)
-    return ChunkLocation(start + first * dtype.itemsize, size, strides, (start, info.file_size), info.CRC, turns=turns)
+        return located(t, info, head, where, chunk, size)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -493,7 +482,7 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     skipped: dict[str, str] = {}
-    try:
+    with malformed(f"{where}: not the metadata of a checkpoint"):
         storage: dict[Any, Any] = {}
         held = top.field("storage_data") or {}
         sums = dict(zip(map(id, held.values()), _sums(data, len(held)) if verify else (), strict=False))
@@ -513,10 +502,6 @@ def open_dcp(root: str, verify: bool = True) -> Checkpoint:
                 if verify or entry.name.endswith("TensorStorageMetadata"):
                     raise
                 skipped[name] = str(e)
-    except CorruptCheckpoint:
-        raise
-    except (ValueError, TypeError, AttributeError, KeyError) as e:
-        raise CorruptCheckpoint(f"{where}: not the metadata of a checkpoint: {e}") from None
     # Their tags are those of the generation that is opened.
     in_threads(store.at(root).tag, sorted({c.file for t in tensors.values() for c in t.chunks}), UPLOADS)
     ckpt = flat(root, "PyTorch DCP", tensors, skipped=skipped)

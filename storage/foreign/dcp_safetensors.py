@@ -18,6 +18,7 @@ import numpy as np
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
+from ..base.malformed import malformed
 from ..checkpoint.checkpoint import Checkpoint, flat
 from ..format.chunk_grid import tiled
 from ..readers import safetensors
@@ -82,11 +83,9 @@ class TiledTensor:
 
 def _offsets(where: str, header: safetensors.Header) -> dict[str, tuple[int, ...]]:
     """Where the blocks of a file lie, checked."""
-    try:
+    with malformed(f"{where}: {INFO} does not say where every block lies"):
         said = strict_json.loads(header.metadata[INFO])
         out = {name: tuple(said[name]["saved_offsets"]) for name in header.tensors}
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise CorruptCheckpoint(f"{where}: {INFO} does not say where every block lies: {e!r}") from None
     for name, offset in out.items():
         if len(offset) != len(header.tensors[name].shape) or not all(
             type(n) is int and 0 <= n < 1 << 48 for n in offset
@@ -118,9 +117,7 @@ def open_shards(root: str, listed: Sequence[str], verify: bool = True) -> Checkp
         where = store.join(root, file)
         offsets = _offsets(where, header)
         for name, t in header.tensors.items():
-            dtype = t.numpy_dtype(f"{where}: {name!r}")
-            held_at, value = header.data_start + t.begin, (header.sums or {}).get(name)
-            raw = RawTensor(where, name, t.shape, dtype, held_at, header.file_nbytes, value)
+            raw = header.tensor(where, name)
             held.setdefault(name, {}).setdefault(Box(offsets[name], t.shape), raw)  # replicas are equal: the first
     return flat(root, "PyTorch DCP", {name: _joined(root, name, parts) for name, parts in sorted(held.items())})
 

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint, UnsupportedVersion
+from ...arrays.core.errors import IncompleteCheckpoint, UnsupportedVersion
 from ..base import strict_json
 from ..base.checksums import crc32c
+from ..base.malformed import malformed
 from ..base.names import leaf_name
 from ..base.scratch import scratch
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
@@ -65,7 +66,7 @@ def _tensor(root: str, node: str, name: str, dtype: np.dtype, grid: ChunkGrid, s
 def restored(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint of a save of ours, from the hierarchy and the attribute of its group."""
     where = ckpt.path
-    try:
+    with malformed(f"{where}: the attribute of its group is damaged"):
         text = attribute["checkpoint"]
         if f"{crc32c(text.encode()):08x}" != attribute["crc32c"]:
             raise ValueError("it does not fit its crc32c")
@@ -91,5 +92,3 @@ def restored(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:
             raise ValueError("its tree does not have each array once")
         metadata = manifest.decode_json(held["metadata"])
         return Checkpoint(where, "icechunk", arrays, tree, held["step"], metadata)
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as e:
-        raise CorruptCheckpoint(f"{where}: the attribute of its group is damaged: {e}") from None

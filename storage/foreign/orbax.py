@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from ..base import strict_json
+from ..base.malformed import malformed
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import Leaf
@@ -89,13 +91,11 @@ def _opened(root: str, node: str, driver: str) -> Any:
 
 def _leaves(where: str, top: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """(keys, kind) of every leaf."""
-    try:
+    with malformed(f"{where}: not the metadata of an Orbax checkpoint"):
         for entry in top["tree_metadata"].values():
             said = [(k["key"], k["key_type"]) for k in entry["key_metadata"]]
             keys = tuple(int(k) if kind == 1 and k.isdecimal() else str(k) for k, kind in said)
             yield keys, str(entry["value_metadata"]["value_type"])
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise CorruptCheckpoint(f"{where}: not the metadata of an Orbax checkpoint: {e!r}") from None
 
 
 def _insert(tree: dict[Any, Any], keys: tuple[str | int, ...], leaf: Any, where: str) -> None:
@@ -143,12 +143,8 @@ def open_orbax(root: str) -> Checkpoint:
     """
     where = stores.join(root, FILE)
     store = stores.at(root)
-    try:
+    with malformed(f"{where}: not JSON"):
         top = strict_json.loads(store.get(FILE))
-    except (ValueError, RecursionError) as e:
-        if isinstance(e, CheckpointError):
-            raise
-        raise CorruptCheckpoint(f"{where}: not JSON: {e}") from None
     database = store.size(DATABASE) is not None
     if database and (importlib.util.find_spec("tensorstore") is None or stores.is_url(root)):
         remote = stores.is_url(root)
@@ -191,25 +187,19 @@ def open_orbax(root: str) -> Checkpoint:
 
 def _key_impls(store: Store) -> dict[str, str]:
     """The generators of the arrays that are typed keys of random numbers in JAX, by name."""
-    try:
+    with suppress(FileNotFoundError), malformed(f"{stores.join(store.root, _ARRAYS)}: not what Orbax writes"):
         rows = strict_json.loads(store.get(_ARRAYS))["array_metadatas"]
         held = {r["array_metadata"]["param_name"]: r["array_metadata"].get("ext_metadata") or {} for r in rows}
         return {str(n): str(e["random_key_impl"])[:80] for n, e in held.items() if "random_key_impl" in e}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        if isinstance(e, CheckpointError):
-            raise
-        raise CorruptCheckpoint(f"{stores.join(store.root, _ARRAYS)}: not what Orbax writes: {e!r}") from None
+    return {}
 
 
 def _texts(store: Store, where: str) -> dict[str, Any]:
     try:
-        held = strict_json.loads(store.get(_STRINGS))
+        with malformed(f"{where}: {_STRINGS} is not JSON"):
+            held = strict_json.loads(store.get(_STRINGS))
     except FileNotFoundError:
         raise IncompleteCheckpoint(f"{stores.join(store.root, _STRINGS)} is missing") from None
-    except ValueError as e:
-        raise CorruptCheckpoint(f"{where}: {_STRINGS} is not JSON: {e}") from None
     return held if isinstance(held, dict) else {}
 
 

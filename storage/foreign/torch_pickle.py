@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...arrays.core.errors import CheckpointDTypeError, CorruptCheckpoint
+from ..base.malformed import malformed
 
 _NAMES = {
     "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties "
@@ -229,14 +230,10 @@ def read_values(data: bytes, where: str, lenient: bool = False) -> Any:
     """The value that a file describes; `CorruptCheckpoint` naming ``where`` for damaged or hostile data."""
     if len(data) > MAX_NBYTES:
         raise CorruptCheckpoint(f"{where}: larger than {MAX_NBYTES} bytes")
-    try:
+    with malformed(f"{where}: not a description of tensors"):
         value = _run(data, lenient)
         _check_walk(value, len(data) + 1_000_000, lenient)
         return value
-    except CorruptCheckpoint:
-        raise
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, UnicodeError, EOFError) as e:
-        raise CorruptCheckpoint(f"{where}: not a description of tensors: {e}") from None
 
 
 def dumps(value: Any) -> bytes:

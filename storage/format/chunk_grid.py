@@ -64,6 +64,15 @@ class ChunkGrid(NamedTuple):  # which hashes and compares without a call of Pyth
         offset = tuple(i * s for i, s in zip(index, size, strict=True))
         return Box(offset, tuple(min(s, n - o) for s, n, o in zip(size, self.shape, offset, strict=True)))
 
+    def shard_at(self, box: Box) -> tuple[int, ...]:
+        """The coordinate of the shard in which a box begins."""
+        return tuple(o // s for o, s in zip(box.offset, self.shard, strict=True))
+
+    def place_in_shard(self, index: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(coordinate of its shard, index there) of a chunk, by its index in the array."""
+        pairs = [divmod(i, k) for i, k in zip(index, self.chunks_in_shard, strict=True)]
+        return tuple(shard for shard, _ in pairs), tuple(local for _, local in pairs)
+
     def present(self, coord: Sequence[int]) -> tuple[int, ...]:
         """Chunks along each dimension that hold an element of the array; the others of an edge shard are absent."""
         return tuple(-(-n // c) for n, c in zip(self.shard_box(coord).shape, self.chunk, strict=True))
@@ -236,15 +245,25 @@ def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit
     if math.prod(shape) * itemsize <= limit:
         yield Box.whole(shape)
         return
-    size = [min(c, n) for c, n in zip(chunk, shape, strict=True)]
+    size = gathered(shape, [min(c, n) for c, n in zip(chunk, shape, strict=True)], itemsize, limit)
+    for start in itertools.product(*(range(0, n, s) for n, s in zip(shape, size, strict=True))):
+        yield Box(tuple(start), tuple(min(s, n - o) for s, n, o in zip(size, shape, start, strict=True)))
+
+
+def gathered(shape: Sequence[int], chunk: Sequence[int], itemsize: int, limit: int) -> list[int]:
+    """The shape of as many chunks together as ``limit`` bytes hold, along the last dimensions first; at least of one.
+
+    >>> gathered((4, 6), (2, 3), 1, 12)
+    [2, 6]
+    """
+    size = list(chunk)
     for axis in range(len(shape) - 1, -1, -1):
         unit = math.prod(size) * itemsize
         times = max(1, min(limit // unit, -(-shape[axis] // size[axis])))
         size[axis] = min(size[axis] * times, shape[axis])
         if size[axis] < shape[axis]:
             break
-    for start in itertools.product(*(range(0, n, s) for n, s in zip(shape, size, strict=True))):
-        yield Box(tuple(start), tuple(min(s, n - o) for s, n, o in zip(size, shape, start, strict=True)))
+    return size
 
 
 def ravel(index: Sequence[int], shape: Sequence[int]) -> int:

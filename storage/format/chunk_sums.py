@@ -19,7 +19,7 @@ import numpy as np
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ..base.checksums import crc32c
 from ..stores import store
-from .chunk_grid import ChunkGrid
+from .chunk_grid import ChunkGrid, ravel
 
 FILE = "meshtape.sums"
 _MANY = 1 << 20
@@ -69,9 +69,8 @@ class StoredSums(Mapping[Coord, np.ndarray]):
         where = store.join(self._root, self._file)
         try:
             with contextlib.closing(store.at(self._root).reader(self._file)) as reader:
-                if count > _MANY and reader.nbytes < 4 * (
-                    first + count
-                ):  # before so much memory is taken on a manifest's word
+                # Before so much memory is taken on a manifest's word.
+                if count > _MANY and reader.nbytes < 4 * (first + count):
                     count = 0
                 out = np.empty(count, "<u4")
                 done = reader.readv([out], 4 * first)
@@ -96,9 +95,7 @@ class StoredSums(Mapping[Coord, np.ndarray]):
         return self._held.nbytes
 
     def __getitem__(self, coord: Coord) -> np.ndarray:
-        number = 0
-        for i, n in zip(coord, self._grid.counts, strict=True):
-            number = number * n + i
+        number = ravel(coord, self._grid.counts)
         return self._held[self._starts[number] : self._starts[number + 1]]
 
     def __iter__(self) -> Iterator[Coord]:

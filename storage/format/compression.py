@@ -64,9 +64,11 @@ class Zstd(_Levelled):
     CheckpointError
         There is no such level.
 
-    Notes ----- Zstandard: RFC 8878. Trained weights are nearly noise: float32 shrinks by some 8 %, bfloat16 by some 20
-    %, at a fraction of a disk's speed. Masks, indices, counts, embeddings with unused rows and the states of sparse
-    optimizers shrink to a small part.
+    Notes
+    -----
+    Zstandard: RFC 8878. Trained weights are nearly noise: float32 shrinks by some 8 %, bfloat16 by some 20 %, at a
+    fraction of a disk's speed. Masks, indices, counts, embeddings with unused rows and the states of sparse optimizers
+    shrink to a small part.
 
     Examples
     --------
@@ -89,15 +91,11 @@ class Zstd(_Levelled):
 
     def compress(self, data: np.ndarray, itemsize: int = 1) -> bytes:
         """The frame of some bytes of elements; the same for the same bytes, level and version of the library."""
-        from numcodecs.zstd import compress
-
-        return compress(data, self.level)
+        return _library("zstd").compress(data, self.level)
 
     def decompress(self, frame: np.ndarray, out: np.ndarray) -> None:
         """Unpack a frame to exactly ``out``. ``ValueError`` where it is damaged or its content has another length."""
-        from numcodecs.zstd import decompress
-
-        _unpack(decompress, frame, content_nbytes(frame[:18].tobytes()), out)
+        _unpack(_library("zstd").decompress, frame, content_nbytes(frame[:18].tobytes()), out)
 
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
@@ -122,10 +120,11 @@ class ShuffledZstd(_Levelled):
     CheckpointError
         There is no such level.
 
-    Notes ----- The exponents of trained weights are few and repeat, their mantissas are noise. Each group is a stream
-    of its own, where Blosc's library has one for all: the exponents compress to their entropy nearly, and the noise is
-    stored as it is. Any reader of Blosc unpacks both. Format:
-    https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
+    Notes
+    -----
+    The exponents of trained weights are few and repeat, their mantissas are noise. Each group is a stream of its own,
+    where Blosc's library has one for all: the exponents compress to their entropy nearly, and the noise is stored as it
+    is. Any reader of Blosc unpacks both. Format: https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
 
     Examples
     --------
@@ -145,8 +144,7 @@ class ShuffledZstd(_Levelled):
 
     def compress(self, data: np.ndarray, itemsize: int = 1) -> bytes:
         """The frame of some bytes of elements; the same for the same bytes, level and version of the library."""
-        from numcodecs.zstd import compress
-
+        compress = _library("zstd").compress
         nbytes, size = data.size, _grouped(itemsize)
         block = max(1, min(nbytes, _BLOCK))
         end, starts, pieces = _HEADER + 4 * -(-nbytes // block), [], []
@@ -173,7 +171,7 @@ class ShuffledZstd(_Levelled):
         nbytes, _, held = lengths
         if len(frame) < _HEADER or version != 2 or not itemsize or held != len(frame) or flags & 0xE0 != _ZSTD:
             raise ValueError("its frame is none of Blosc with zstd, or has another length than it says")
-        _unpack(_blosc().decompress, frame, nbytes, out)
+        _unpack(_library("blosc").decompress, frame, nbytes, out)
 
     def codec(self, itemsize: int) -> Any:
         """Zarr's codec."""
@@ -277,12 +275,14 @@ def _grouped(itemsize: int) -> int:
 
 
 @cache
-def _blosc() -> Any:
-    from numcodecs import blosc
+def _library(name: str) -> Any:
+    """``zstd`` or ``blosc`` of numcodecs."""
+    # The package first: where one thread imports it and another one a module of it, one gets a module half made.
+    import numcodecs
 
     # As zarr-python has it. Blosc's own threads share one state, and write blocks in the order in which they end.
-    blosc.use_threads = False
-    return blosc
+    numcodecs.blosc.use_threads = False
+    return getattr(numcodecs, name)
 
 
 def _unpack(decompress: Any, frame: np.ndarray, nbytes: int | None, out: np.ndarray) -> None:
@@ -305,13 +305,17 @@ def content_nbytes(head: bytes) -> int | None:
     """
     if len(head) < 6 or head[:4] != _MAGIC:
         return None
-    flags = head[4]
-    single = flags >> 5 & 1
-    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]  # a window's size and a dictionary's number may come first
-    size = (1 if single else 0, 2, 4, 8)[flags >> 6]
+    at, size = content_field(head[4])
     if not size or len(head) < at + size:
         return None
     return int.from_bytes(head[at : at + size], "little") + (256 if size == 2 else 0)
+
+
+def content_field(flags: int) -> tuple[int, int]:
+    """(place, length) of the field that says how long a frame's content is; with it the frame's header ends."""
+    single = flags >> 5 & 1
+    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3]  # a window's size and a dictionary's number may come first
+    return at, (1 if single else 0, 2, 4, 8)[flags >> 6]
 
 
 KINDS = (Zstd, ShuffledZstd)

@@ -156,8 +156,10 @@ class Documents(Mapping[str, Any]):
         exported: Mapping[str, str] | None = None,
         index: str = "",
         weights: Iterable[str] = (),
+        made: Mapping[str, bytes] | None = None,
     ) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
+        self._made = made  # of documents that lie nowhere
         self._weights = frozenset(weights)
         # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify`
         # compares.
@@ -179,6 +181,8 @@ class Documents(Mapping[str, Any]):
         file = self._file(name)
         if file not in self._sums:
             raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
+        if self._made is not None:
+            return self._made[file]
         wanted, stored = self._sums[file]
         where = names.inside(self._root, stored, self._root)
         with self.generation.guarded():
@@ -235,7 +239,8 @@ class Documents(Mapping[str, Any]):
         """The other entries of a directory of safetensors, neither documents nor the weights that are read; folders end
         in ``/``."""
         store = stores.at(self._root)
-        held = [*store.files(), *(f"{f}/" for f in store.folders())] if store.lists else []
+        listed = self._made is None and store.lists
+        held = [*store.files(), *(f"{f}/" for f in store.folders())] if listed else []
         own = self._sums.keys() | self._weights
         return sorted(
             n for n in held if n not in own and not n.endswith(".safetensors.index.json") and not n.startswith(".")

@@ -24,6 +24,7 @@ from ...arrays.backends.collector import no_collections
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names, strict_json
+from ..base.malformed import malformed
 from ..base.sealed import sealed, unsealed
 from ..stores import store
 from . import dtypes
@@ -43,6 +44,8 @@ VERSION = len(MIGRATIONS) + 1
 MAX_DEPTH = 200
 _MAX_NDIM = 64
 MOST_DELTA = 8  # bytes of an item
+FORMER = "meshtape.former"
+"""The key, in the metadata, of the identities that the same values had before they got another base."""
 _KEYS = frozenset([str, int])
 
 
@@ -91,6 +94,12 @@ class Manifest:
     def identity(self) -> str:
         """A short text that changes where the content does: the manifest's checksum, as it binds every chunk."""
         return f"meshtape:{self.crc32c or 0:08x}"
+
+    @property
+    def identities(self) -> list[str]:
+        """Its identity, and those that the same values had before."""
+        former = self.metadata.get(FORMER)
+        return [self.identity, *(former if isinstance(former, list) else [])]
 
     def dumps(self, check: str | None = None) -> bytes:
         """Its text. ``check``: the name by which errors call it, where a reader's checks are to be made of what the
@@ -342,10 +351,8 @@ def loads(data: bytes, source: str) -> Manifest:
 
 def _loads(data: bytes, source: str) -> Manifest:
     body, said, fits = unsealed(data)
-    try:
+    with malformed(f"{source}: not a manifest"):
         top = strict_json.loads(body)
-    except (ValueError, RecursionError) as e:
-        raise CorruptCheckpoint(f"{source}: not a manifest: {e}") from None
     if not isinstance(top, dict) or top.get("format") != FORMAT:
         raise CorruptCheckpoint(f"{source}: not a manifest: it does not say format {FORMAT!r}")
     version = top.get("version")
@@ -368,12 +375,10 @@ def _build(top: dict[str, Any], source: str, written: list[ArrayEntry] | None = 
         or "tree" not in top
     ):
         raise CorruptCheckpoint(f"{source}: tree, metadata, meshes or arrays are missing or malformed")
-    try:
+    with malformed(f"{source}: malformed meshes"):
         described = [{k: n for k, n in m} for m in meshes]  # noqa: C416  # pairs, or an error
         if any(type(k) is not str or type(n) is not int or n < 1 for m in described for k, n in m.items()):
             raise ValueError("an axis is a name and a positive length")
-    except (TypeError, ValueError):
-        raise CorruptCheckpoint(f"{source}: malformed meshes") from None
     if not isinstance(top.get("packs", []), list) or type(top.get("nbytes", 0)) is not int:
         raise CorruptCheckpoint(f"{source}: packs are not a list, or nbytes is not a number")
     packs = [pack_of(row, source) for row in top.get("packs", [])]
@@ -387,13 +392,11 @@ def _build(top: dict[str, Any], source: str, written: list[ArrayEntry] | None = 
     if len(set(directories)) != len(directories):
         raise CorruptCheckpoint(f"{source}: two arrays share a directory")
     found: list[int] = []
-    try:
+    with malformed(f"{source}: tree"):
         structure = decoded(top["tree"], (), entries, found)
         if len(found) != len(entries):  # each at its own path, and so none twice
             raise ValueError(f"{len(entries) - len(found)} arrays have no place in it")
-    except ValueError as e:
-        raise CorruptCheckpoint(f"{source}: tree: {e}") from None
-    try:
+    with malformed(f"{source}: malformed documents or base"):
         documents = {n: (_crc(crc), str(file)) for n, (crc, file) in top.get("documents", {}).items()}
         sums, zarr = top.get("sums"), _crc(top["zarr"]) if "zarr" in top else None
         base = _base(top["base"]) if "base" in top else None
@@ -401,10 +404,6 @@ def _build(top: dict[str, Any], source: str, written: list[ArrayEntry] | None = 
         for file in [*(file for _, file in documents.values()), *(f for f in beside if f is not None)]:
             if len(names.plain(file, source)) > 1:
                 raise ValueError(f"{file!r} is not one name")
-    except CorruptCheckpoint:
-        raise
-    except (TypeError, ValueError, AttributeError) as e:
-        raise CorruptCheckpoint(f"{source}: malformed documents or base: {e}") from None
     if sums is None and any(e.sums for e in entries):
         raise CorruptCheckpoint(f"{source}: arrays have checksums in a table that it does not name")
     if any(e.delta for e in entries) != (base is not None):

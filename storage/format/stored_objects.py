@@ -15,6 +15,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.tree import Path
 from ..base import names, strict_json
+from ..base.malformed import malformed
 from . import dtypes
 from .chunk_grid import ChunkGrid, ShardPlace, place_of, sizes_text
 from .chunk_sums import Section
@@ -187,7 +188,7 @@ def _row_text(
 
 def pack_of(row: Any, source: str) -> Pack:
     """A row of the manifest, checked."""
-    try:
+    with malformed(f"{source}: malformed pack {str(row)[:120]}"):
         file, nbytes, header, crc = row
         if not (type(nbytes) is type(header) is int and 8 <= header <= nbytes < 1 << 62):
             raise ValueError(f"{header} of {nbytes} bytes")
@@ -196,5 +197,3 @@ def pack_of(row: Any, source: str) -> Pack:
         if not file.endswith(".safetensors"):
             raise ValueError(f"{file!r} is not a safetensors file")
         return Pack(file, nbytes, header, int(crc, 16))
-    except (TypeError, ValueError) as e:
-        raise CorruptCheckpoint(f"{source}: malformed pack {str(row)[:120]}: {e}") from None

@@ -103,12 +103,12 @@ def of_index(data: bytes, metadata: dict[str, Any]) -> Mapping[str, str]:
     return stored
 
 
-def of_range(reader: Reader, start: int, nbytes: int) -> int | None:
+def of_range(reader: Reader, start: int, nbytes: int, batch: int = BATCH) -> int | None:
     """The crc32c of a part of a file, or None where it ends early."""
     value, at, end = 0, start, start + nbytes
     with contextlib.suppress(FileNotFoundError):
         while at < end:
-            part = scratch("sum", min(BATCH, end - at))
+            part = scratch("sum", min(batch, end - at))
             if reader.readv([part], at) != part.size:
                 return None
             value = crc32c(part, value)

@@ -1,7 +1,7 @@
 """Zarr data types for ml_dtypes' floats, under the names that TensorStore uses.
 
-zarr-python knows none of them; registered, ``zarr.open`` reads and writes them. This module imports zarr, so it is
-loaded only where zarr is used.
+zarr-python knows none of them; registered, as they are when this module is imported, ``zarr.open`` reads and writes
+them. This module imports zarr, so it is loaded only where zarr is used, and whoever uses zarr takes it from here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import ml_dtypes
 import numpy as np
+import zarr as zarr
 from zarr.core.dtype.common import HasEndianness, HasItemSize
 from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
@@ -103,3 +104,6 @@ def register() -> None:
     for cls in (BFloat16, Float8E4M3FN, Float8E5M2):
         if cls._zarr_v3_name not in data_type_registry.contents:
             data_type_registry.register(cls._zarr_v3_name, cls)
+
+
+register()

@@ -34,9 +34,7 @@ DELTA_CODEC = "meshtape.delta"
 GROUP_ATTRIBUTE = "meshtape"  # marks a group as ours even when its manifest is lost
 _MOST_SAID = 64 << 10  # bytes of an array's attributes that travel with its elements
 _ABSENT = np.uint64(2**64 - 1)
-_BATCH = (
-    1 << 20
-)  # bytes handed to the kernel in one call: they are still in a processor's cache, and their memory is used again
+_BATCH = 1 << 20  # bytes handed to the kernel in one call: a processor's cache still has them, and theirs is used again
 _WORTH = 4 << 20  # bytes of a shard that several threads compress
 
 
@@ -56,14 +54,11 @@ def _array_template(
 
 
 def _array_node(grid: ChunkGrid, dtype: np.dtype, compression: Compression, dual: bool) -> str:
-    import zarr
     from zarr.codecs import Crc32cCodec
     from zarr.storage import MemoryStore
 
-    if dtype.name in dtypes.EXTENSIONS:
-        from .zarr_dtypes import register
+    from .zarr_dtypes import zarr
 
-        register()
     held: dict[str, Any] = {}
     zarr.create_array(
         store=MemoryStore(held),

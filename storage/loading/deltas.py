@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..format.manifest import MOST_DELTA
 from ..readers.compressed import CompressedTensor
 from ..readers.reading import Job
 from ..readers.tensor import ChunkedTensor, read_into, view
-from ..rules.lazy_tensors import DerivedTensor, of_source
+from ..rules.lazy_tensors import OfParts, of_source
 from ..stores.generations import Generation
 
 
@@ -52,7 +52,7 @@ def from_base(
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaTensor(DerivedTensor):
+class DeltaTensor(OfParts):
     """The sum of the array of a base and of stored differences. The identity of the base binds its chunks, as the
     manifest does those of the differences."""
 
@@ -71,20 +71,10 @@ class DeltaTensor(DerivedTensor):
         """That of the base: a plain copy has it."""
         return compression_of(self.parts[0])
 
-    def sources(self) -> tuple[Any, ...]:
-        return self.parts
-
     def bound(self, generation: Generation) -> DeltaTensor:
         for part in self.parts:
             part.bound(generation)
         return self
-
-    def only(self, box: Box) -> DeltaTensor:
-        base, stored = self.parts
-        return replace(self, parts=(base.only(box), stored.only(box)))
-
-    def planned(self, box: Box) -> int:
-        return sum(p.planned(box) for p in self.parts)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         for index in cells(box, self.chunk):

@@ -7,18 +7,18 @@ when it reads. Split arrays are read by the ranks that will hold them, each its 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ...arrays.backends.collector import no_collections
+from ...arrays.backends.collector import collect_again, no_collections
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, DTypeError, IncompleteCheckpoint
 from ...arrays.core.tree import flatten, flatten_with_path, unflatten
@@ -29,10 +29,11 @@ from ..checkpoint.checkpoint import fill, unread
 from ..format.sharding_spec import by_mesh
 from ..readers.reading import Job, run
 from ..readers.tensor import StoredTensor
+from ..readers.zarr_tensor import ZarrTensor
 from ..rules.casting import CastLoss, Tally, tracked
-from ..rules.lazy_tensors import casts
+from ..rules.lazy_tensors import casts, leaves
 from ..rules.rules import Rules
-from ..stores.generations import once_more
+from ..stores.generations import Generation, Listed, once_more
 from ..stores.store import is_url, listed_once
 from .match_target import (
     Ignored,
@@ -56,9 +57,8 @@ _LONG = 1 << 30  # bytes of a load that takes long enough for other threads to w
 
 # ----- in the processes that will hold the blocks ---------------------------------------------------------------------
 
-_done: dict[
-    str, list[tuple[int, dict[Any, CastLoss]]]
-] = {}  # bytes and losses by load, kept only for a caller who asks for them
+# Bytes and losses by load, kept only for a caller who asks for them.
+_done: dict[str, list[tuple[int, dict[Any, CastLoss]]]] = {}
 
 
 def read_blocks(payloads: Mapping[int, tuple[str, list[tuple[StoredTensor, Box]]]]) -> dict[int, list[Any]]:
@@ -117,6 +117,16 @@ def _read_local(targets: Mapping[str, LoadTarget], report: LoadReport, losses: T
     return {name: _as_wanted(name, buffers.pop(name), t.like) for name, t in targets.items()}
 
 
+def _hierarchies(targets: Mapping[str, LoadTarget]) -> list[Generation]:
+    """The files of the targets in Zarr hierarchies by others, where any may change by itself."""
+    nodes: dict[str, dict[str, None]] = defaultdict(dict)
+    for t in targets.values():
+        for leaf in leaves(t.tensor):
+            if isinstance(leaf, ZarrTensor) and not isinstance(leaf.generation, Listed):
+                nodes[leaf.root][leaf.node] = None
+    return [Listed.now(root, tuple(below)) for root, below in nodes.items()]
+
+
 def _check(targets: Mapping[str, LoadTarget]) -> None:
     for t in targets.values():
         t.source.check()
@@ -164,6 +174,7 @@ def _read_split(targets: Mapping[str, LoadTarget], report: LoadReport, counted: 
 
 
 @once_more
+@no_collections()  # until its many small objects are gone: those are never walked
 def load(
     path: str | os.PathLike[str],
     *,
@@ -255,28 +266,6 @@ def load(
     """
     if like is not None and shardings is not None:
         raise CheckpointError("load takes like= or shardings=, not both")
-    options = prefix, rules, keys, cast, allow_overflow, strict, ignore, verify, report
-    # Outside of the function whose many small objects are gone when it returns: those are never walked.
-    with contextlib.ExitStack() as resting:
-        resting.enter_context(no_collections())
-        return _load(resting, path, like, shardings, *options)
-
-
-def _load(
-    resting: contextlib.ExitStack,
-    path: str | os.PathLike[str],
-    like: Any,
-    shardings: Any,
-    prefix: str | None,
-    rules: Any,
-    keys: Iterable[str] | None,
-    cast: bool,
-    allow_overflow: bool,
-    strict: bool,
-    ignore: Iterable[str] | None,
-    verify: bool,
-    report: LoadReport | None,
-) -> Any:
     started = time.perf_counter()
     kept = LoadReport() if report is None else report
     kept.reset()
@@ -308,12 +297,13 @@ def _load(
         if not short or is_url(ckpt.path) or ckpt.kind not in ("meshtape", "safetensors"):
             _check(targets)
     if sum([t.source.nbytes for t in targets.values() if t.sharding is not None], kept.bytes_needed) > _LONG:
-        resting.close()
+        collect_again()
     kept.arrays = len(targets)
     if report is not None:
         kept.resharded = resharded(targets)
     planned = time.perf_counter()
 
+    pinned = _hierarchies(targets) if ckpt.kind == "Zarr" else []
     losses = Tally()
     try:
         loaded = _read_local(local, kept, losses)
@@ -322,6 +312,8 @@ def _load(
         raise
     for _, group in by_mesh(targets.values()):
         loaded |= _read_split({t.source.name: t for t in group}, kept, report is not None, losses)
+    for generation in pinned:
+        generation.check()
     losses.refuse(allow_overflow)
     kept.losses = dict(sorted(losses.items()))
     ended = time.perf_counter()

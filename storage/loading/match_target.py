@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...arrays.core.errors import (
     CheckpointShapeError,
     ReshardError,
 )
+from ...arrays.core.formatting import some
 from ...arrays.core.tree import Path, flatten_with_path
 from ..base.names import check_distinct, fits, leaf_name
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
@@ -68,7 +69,7 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
         if not hits and not any(fits(n, pattern) for n in ckpt.skipped):
             unused.append(pattern)
     if unused:
-        raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(list(known))}")
+        raise CheckpointKeyError(f"{ckpt.path}: nothing matches {unused}; it holds {some(known, _SHOWN)}")
     return picked
 
 
@@ -95,11 +96,6 @@ def loadable(
     paths = {a.path for n, a in arrays.items() if n not in odd} | {p for p, _ in scalar_leaves(ckpt.structure)}
     why = {n: f"{arrays[n].dtype} is no dtype of an array" for n in arrays if n in odd}
     return paths if picked is None else paths & picked, why
-
-
-def some(keys: Sequence[Any]) -> str:
-    shown = ", ".join(str(k) for k in keys[:_SHOWN])
-    return f"{shown} and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else shown
 
 
 def prune(node: Any, picked: set[Path], path: Path = ()) -> tuple[Any, bool]:

@@ -461,11 +461,8 @@ def _nodes(store: Store) -> Iterator[str]:
 
 
 def _open_zarr(root: str) -> Checkpoint:
-    import zarr
+    from ..format.zarr_dtypes import zarr
 
-    from ..format.zarr_dtypes import register
-
-    register()
     # zarr raises nearly anything where metadata is not what it expects, from any of these steps.
     store, place = zarr_place(root)
     try:

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
-from ...arrays.core.errors import CorruptCheckpoint
-from ...arrays.core.formatting import count, human_bytes
+from ...arrays.core.formatting import count, human_bytes, some
 from ..base import names
 from ..base.checksums import combine, crc32c
 from ..base.scratch import scratch
@@ -25,7 +24,7 @@ from ..readers.tensor import ChunkedTensor
 from ..stores import store as stores
 from .deltas import stored_of
 from .open import open_checkpoint
-from .verifying_others import verify_others
+from .verifying_others import noting, refuse, verify_others
 
 _FILES = ("safetensors", "NumPy", "PyTorch")  # kinds of checkpoints that are one file
 _BATCH = 8 << 20  # bytes of one read
@@ -50,8 +49,7 @@ class VerifyReport:
         arrays, files = count(self.arrays, "array"), count(self.files, "file")
         text = f"{self.path}: {arrays}, {human_bytes(self.nbytes)} in {files}: sound{unread(self.skipped)}"
         if rest := self.uncovered:
-            more = f" and {len(rest) - 12} more" if len(rest) > 12 else ""
-            text += f"\n  not compared, as nothing has their checksums ({len(rest)}): {', '.join(rest[:12])}{more}"
+            text += f"\n  not compared, as nothing has their checksums ({len(rest)}): {some(rest, 12)}"
         return text
 
 
@@ -93,9 +91,7 @@ def _verify_computed(ckpt: Checkpoint, computed: Computed, started: float) -> Ve
     seconds = time.perf_counter() - started
     ckpt.generation.check()
     files, nbytes = sum(r.files for r in held) + bool(computed.identity), sum(r.nbytes for r in held)
-    bare = [
-        r for r in held if r.arrays and not r.nbytes
-    ]  # files by others without checksums: known by their identity alone
+    bare = [r for r in held if r.arrays and not r.nbytes]  # of others, without checksums: known by their identity alone
     rest = [r.path for r in bare] + [stores.join(r.path, name) for r in held if r not in bare for name in r.uncovered]
     return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, rest, list(ckpt.skipped))
 
@@ -129,20 +125,12 @@ def _verify(ckpt: Checkpoint, given: str, started: float, lenient: bool = False)
     # Each is checked when it is read.
     reads: list[Callable[[], int]] = [lambda name=name: len(ckpt.documents.raw(name)) for name in ckpt.documents]
     sections = [t.sums for t in tensors if isinstance(t.sums, StoredSums)]
-    reads += [s.check for s in sections]
-    for read in reads:
-        try:
-            nbytes += read()
-        except CorruptCheckpoint as e:
-            faults.append(str(e))
+    nbytes += sum(job() for job in noting(faults, [*reads, *(s.check for s in sections)]))
     end = max((s.end for s in sections), default=0)
     if end and (stores.at(ckpt.path).size(held.sums) or 0) > end:
         faults.append(f"{stores.join(ckpt.path, held.sums)} goes on after the checksums of all arrays")
     form, wrong = form_faults(ckpt.path, held)
-    faults += wrong
-    if faults:
-        shown = "\n  ".join(sorted(faults)[:20])
-        raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged files:\n  {shown}")
+    refuse(ckpt.path, faults + wrong, "files")
     ckpt.generation.check()
     known = {manifest.FILE, "zarr.json", held.sums, *(a.directory for a in held.arrays), *(p.file for p in held.packs)}
     rest = _others(ckpt.path, known | form | {file for _, file in held.documents.values()})
@@ -205,7 +193,7 @@ def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -
     path = names.inside(t.root, stored.file, stores.join(t.root, manifest.FILE))
     codec = t.compression if isinstance(t, CompressedTensor) else None
     nbytes = math.prod(t.grid.chunk) * itemsize
-    digest, bad, wrong = 0, [], ""
+    digest, bad, wrong = 0, list[tuple[int, ...]](), ""
     with opened(path, f"part of {t.name!r}") as reader:
         if reader.nbytes != stored.nbytes:
             faults.append(f"{path} has {reader.nbytes} bytes, the manifest says {stored.nbytes} (key {t.name!r})")
@@ -224,13 +212,9 @@ def _check_object(t: ChunkedTensor, coord: tuple[int, ...], faults: list[str]) -
         except ValueError as e:
             wrong = str(e)
     if bad:
-        wrong = f"chunk {_some(bad)} does not fit its crc32c"
+        wrong = f"chunk {some(bad, 4)} does not fit its crc32c"
     elif digest != stored.crc32c and (not wrong or codec is None):
         wrong = "its chunks are whole, but they are those of another place or another save"
     if wrong:
         faults.append(f"{path} (key {t.name!r}): {wrong}")
     return stored.nbytes
-
-
-def _some(bad: list[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, bad[:4])) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,26 @@ from ..stores import store
 from .read_ahead import reading_ahead
 
 MEMORY = 64 << 20  # bytes of small tensors that are fetched together
+
+
+def noting(faults: list[str], work: Iterable[Callable[[], int]]) -> list[Callable[[], int]]:
+    """Calls that add the damage that they find to ``faults``."""
+
+    def noted(call: Callable[[], int]) -> int:
+        try:
+            return call()
+        except CorruptCheckpoint as e:
+            faults.append(str(e))
+            return 0
+
+    return [partial(noted, call) for call in work]
+
+
+def refuse(path: str, faults: list[str], what: str) -> None:
+    """Raise `CorruptCheckpoint` with all that is damaged."""
+    if faults:
+        shown = "\n  ".join(sorted(faults)[:20])
+        raise CorruptCheckpoint(f"{path}: {len(faults)} damaged {what}:\n  {shown}")
 
 
 def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[set[str], int]:
@@ -40,22 +60,12 @@ def verify_others(ckpt: Checkpoint, root: str, lenient: bool = False) -> tuple[s
             f"{ckpt.path} ({ckpt.kind}) has no checksums to verify; nothing tells whether it is whole"
         )
     files, extra, faults = ckpt.documents.compare() if isinstance(ckpt.documents, Documents) else (set(), 0, [])
-
-    def check(work: Callable[[], int]) -> int:
-        try:
-            return work()
-        except CorruptCheckpoint as e:
-            faults.append(str(e))
-            return 0
-
     held = [t for t in tensors if t not in bare] if bare else tensors
     work: list[Callable[[], int]] = []
     for t in held:
         work += [partial(t.verify_chunk, c) for c in t.objects] if isinstance(t, IcechunkTensor) else [t.verify]
-    nbytes = run([lambda w=w: check(w) for w in work], max((t.readers for t in held), default=1))
-    if faults:
-        shown = "\n  ".join(sorted(faults)[:20])
-        raise CorruptCheckpoint(f"{ckpt.path}: {len(faults)} damaged tensors or documents:\n  {shown}")
+    nbytes = run(noting(faults, work), max((t.readers for t in held), default=1))
+    refuse(ckpt.path, faults, "tensors or documents")
     if bare and not lenient:
         raise CheckpointError(
             f"{ckpt.path}: {len(held)} tensors are whole, and {len(bare)} have no checksums: "

@@ -4,7 +4,6 @@ form for Hugging Face."""
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from ...arrays.core.errors import CorruptCheckpoint
 from ..base.checksums import crc32c
 from ..base.scratch import scratch
 from ..format import dtypes, tensor_sums
-from ..format.hf_index import HF_INDEX
+from ..format.hf_index import HF_INDEX, index_text
 from ..format.manifest import Manifest
 from ..format.zarr_format import dual_shard
 from ..stores import store
@@ -113,12 +112,7 @@ def hugging_face_form(root: str, m: Manifest) -> HuggingFaceForm | None:
         files[file] = b"".join([head, *parts])
         sums[file] = tensor_sums.text([tensor_sums.own_sum(head), *held_sums])
         where |= dict.fromkeys(small, file)
-    metadata = {
-        tensor_sums.KEY: {tensor_sums.INDEX: tensor_sums.text([0]), **sums},
-        "total_size": sum(a.nbytes for a in m.arrays),
-    }
-    text = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True) + "\n"
-    files[HF_INDEX] = tensor_sums.sealed(text.encode(), key=tensor_sums.INDEX)
+    files[HF_INDEX] = index_text({"total_size": sum(a.nbytes for a in m.arrays)}, where, sums)
     return HuggingFaceForm(links, files)
 
 

@@ -25,9 +25,7 @@ from ..stores.generations import Generation
 from ..stores.local import Beneath, LocalStore, local_reader
 
 Job = Callable[[], int]
-SMALL = (
-    128 << 10
-)  # bytes of an array that is read with its neighbours: its checksum is taken from the cache all the same
+SMALL = 128 << 10  # bytes of an array that is read with its neighbours: a cache still has it for its checksum
 _TOGETHER = 64
 _OPEN = 16  # files that a thread keeps open from one job to the next
 _MISSES = 4  # files in a row that are not in memory, after which all others are left to the threads

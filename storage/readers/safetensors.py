@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ...arrays.backends.collector import no_collections
+from ...arrays.core.blocks import Box
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
@@ -46,6 +47,8 @@ from ..format import dtypes, tensor_sums
 from ..format.chunk_grid import sizes_text
 from ..stores import atomic_directory
 from ..stores import store as stores
+from .raw_tensor import RawTensor
+from .reading import run
 
 DCP_INFO = "DCP_SHARDING_INFO"  # metadata in which a file of `torch.distributed` says where its blocks lie
 MAX_HEADER = 100_000_000
@@ -94,6 +97,12 @@ class Header:
     file_nbytes: int
     sums: dict[str, int] | None = None
     sum: int = 0  # of the header itself
+
+    def tensor(self, path: str, name: str) -> RawTensor:
+        """A tensor of the file at ``path``; `CheckpointDTypeError` for packed bits, which NumPy cannot hold."""
+        t = self.tensors[name]
+        dtype, start = t.numpy_dtype(f"{path}: {name!r}"), self.data_start + t.begin
+        return RawTensor(path, name, t.shape, dtype, start, self.file_nbytes, (self.sums or {}).get(name))
 
 
 # ----- reading --------------------------------------------------------------------------------------------------------
@@ -312,20 +321,10 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     >>> load_safetensors(where)
     {'w': array([0, 1, 2])}
     """
-    header = read_header(path)
-    where = os.fspath(path)
-    store, file = stores.holding(stores.location(path))
-    out = {}
-    with contextlib.closing(store.reader(file)) as reader:
-        for name, t in header.tensors.items():
-            a = room(name, t.shape, t.numpy_dtype(f"{where}: {name!r}"))
-            if reader.readv([a.reshape(-1).view(np.uint8)], header.data_start + t.begin) != a.nbytes:
-                raise CorruptCheckpoint(f"{where}: {name!r} ends early; the file changed while it was read")
-            if header.sums is not None and crc32c(a) != header.sums[name]:
-                raise CorruptCheckpoint(
-                    f"{where}: key {name!r} does not fit its crc32c; restore the file or another checkpoint"
-                )
-            out[name] = a
+    header, where = read_header(path), stores.location(path)
+    tensors = [header.tensor(where, name) for name in header.tensors]
+    out = {t.name: room(t.name, t.shape, t.dtype) for t in tensors}
+    run((job for t in tensors for job in t.jobs(Box.whole(t.shape), out[t.name])), stores.holding(where)[0].readers)
     return out
 
 
@@ -354,9 +353,8 @@ def build_header(
         for k, v in metadata.items():
             if not isinstance(k, str) or not isinstance(v, str):
                 raise CheckpointDTypeError(f"safetensors metadata maps texts to texts, got {k!r}: {v!r}")
-    free = {
-        k: v for k, v in (metadata or {}).items() if k != tensor_sums.KEY
-    }  # those of another file are not of this one
+    # The checksums of another file are not of this one.
+    free = {k: v for k, v in (metadata or {}).items() if k != tensor_sums.KEY}
     if sums:  # readers that find metadata ask it for the format
         free = {"format": "pt", **free, tensor_sums.KEY: tensor_sums.text([0] * (1 + len(rows)))}
     rows_text = [f'"__metadata__":{json.dumps(free, separators=(",", ":"), ensure_ascii=False)}'] if free else []

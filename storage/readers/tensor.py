@@ -19,6 +19,7 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from ...arrays.core.formatting import some
 from ...arrays.native.copies import stream
 from ..base import names, strict_json
 from ..base.checksums import crc32c
@@ -64,9 +65,7 @@ def buffer_of(a: np.ndarray) -> np.ndarray:
 # ----- our Zarr shards ------------------------------------------------------------------------------------------------
 
 
-@dataclass(
-    slots=True, eq=False
-)  # not frozen: there may be a hundred thousand, and that takes three times as long to make
+@dataclass(slots=True, eq=False)  # not frozen: there may be a hundred thousand, which take three times as long to make
 class ChunkedTensor:
     """An array of a meshtape checkpoint. Offsets follow from the grid; the shard index is not needed.
 
@@ -139,10 +138,9 @@ class ChunkedTensor:
         lost = store.missing(self.root, files[0].partition("/")[0] if files else "", files)
         if lost:
             self.generation.check()
-            shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
             raise IncompleteCheckpoint(
-                f"{self.root}: {len(lost)} of the {len(self.objects)} files of key {self.name!r} are missing: {shown}; "
-                "restore them or another checkpoint"
+                f"{self.root}: {len(lost)} of the {len(self.objects)} files of key {self.name!r} are missing: "
+                f"{some(lost)}; restore them or another checkpoint"
             )
 
     def _shards(self, box: Box) -> Iterable[tuple[int, ...]]:

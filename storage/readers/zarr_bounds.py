@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import numcodecs.abc
+import numcodecs
 import zarr
 from zarr.abc.codec import BytesBytesCodec
 from zarr.codecs import ShardingCodec
 
-from ..format.compression import content_nbytes
+from ..format.compression import content_field, content_nbytes
 
 _SLACK = 1 << 20  # bytes that what is not the last codec of a chain may add
 _UNSAID = 64 << 20  # bytes that a frame without a length may have in any case: its blocks give no more than a bound
@@ -45,10 +45,7 @@ def _zstd(data: bytes, limit: int) -> int:
     said = content_nbytes(data[:18])
     if said is not None or len(data) < 6:
         return said or 0
-    flags = data[4]
-    single = flags >> 5 & 1
-    at = 5 + (0 if single else 1) + (0, 1, 2, 4)[flags & 3] + (1 if single else 0, 2, 4, 8)[flags >> 6]
-    total = 0
+    at, total = sum(content_field(data[4])), 0
     while at + 3 <= len(data):  # headers of blocks: RFC 8878, 3.1.1.2
         block = int.from_bytes(data[at : at + 3], "little")
         kind, size = block >> 1 & 3, block >> 3

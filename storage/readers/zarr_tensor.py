@@ -29,7 +29,7 @@ from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
 from ..format.zarr_format import GROUP_ATTRIBUTE, described
 from ..stores import store as stores
-from ..stores.generations import NONE, Generation
+from ..stores.generations import NONE, Generation, Listed
 from ..stores.object_store import client
 from .reading import Job
 
@@ -101,11 +101,8 @@ def _given(array: Any) -> tuple[dict[str, Any], list[Any] | None]:
 
 def open_array(root: str, node: str) -> ZarrTensor:
     """The tensor of a node. `CheckpointError` where zarr cannot open it."""
-    import zarr
+    from ..format.zarr_dtypes import zarr
 
-    from ..format.zarr_dtypes import register
-
-    register()
     if node:
         names.inside(root, node, root)
     try:
@@ -238,12 +235,9 @@ class ZarrTensor(GridTensor):
         return stores.at(self.root).readers
 
     def _opened(self) -> Any:
-        import zarr
-
-        from ..format.zarr_dtypes import register
+        from ..format.zarr_dtypes import zarr
         from .zarr_bounds import bound
 
-        register()
         store, node = zarr_place(self.root, self.node)
         return bound(zarr.open_array(store, path=node, mode="r"))
 
@@ -254,7 +248,22 @@ class ZarrTensor(GridTensor):
     def picks(self, picks: tuple[range, ...], out: np.ndarray) -> Iterator[Job]:
         yield lambda: self._read(tuple(slice(r.start, r.stop, r.step) for r in picks), out)
 
+    def _files(self, index: tuple[slice, ...]) -> list[str]:
+        """The files of the chunks that hold some elements, below the root."""
+        grid = [range(s.start // c, -(-s.stop // c)) for s, c in zip(index, self.chunk, strict=True)]
+        start = f"{self.node}/" if self.node else ""
+        return [start + self.key(coord) for coord in itertools.product(*grid)]
+
+    def _pinned(self, index: tuple[slice, ...]) -> tuple[Listed, list[str]]:
+        """The generation of the files that a read needs, and these: whoever listed all files pinned them when they were
+        opened; of a disk they are looked at before."""
+        if isinstance(self.generation, Listed):
+            return self.generation, self._files(index)
+        held, files = stores.at(self.root), [] if stores.is_url(self.root) else self._files(index)
+        return Listed({f: tag for f in files if (tag := held.tag(f)) is not None}, root=self.root), files
+
     def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
+        pinned, files = self._pinned(index)
         try:
             array = self._opened() if self.held is None else self.held
             found = array[index]
@@ -265,11 +274,16 @@ class ZarrTensor(GridTensor):
             raise OutOfMemory(f"{self.root}: key {self.name!r}: {e}; read slices of it") from None
         except Exception as e:
             # zarr and its codecs raise nearly anything; the user needs to know which file of which key.
-            self.generation.check()
+            self._compare(pinned, files)
             raise CheckpointError(f"{self.root}: zarr cannot read key {self.name!r}: {e}") from e
-        self.generation.check()
+        self._compare(pinned, files)
         self._missed(array.store_path)
         return out.nbytes
+
+    def _compare(self, pinned: Listed, files: list[str]) -> None:
+        if pinned is not self.generation:
+            self.generation.check()
+        pinned.check_files(files)
 
     def _missed(self, place: Any) -> None:
         """Tell of the chunks that reads of this array have asked for in vain."""

@@ -339,3 +339,10 @@ def count_overflows(name: str, result: np.ndarray, operands: Sequence[np.ndarray
     if bad.any():
         finite = np.logical_and.reduce([np.isfinite(x) for x in operands])
         _tell(name, _loss(operands[0], result, offset, overflow=bad & finite))
+
+
+def count_lost_rows(name: str, a: np.ndarray, scale: np.ndarray, offset: tuple[int, ...] = ()) -> None:
+    """Count the numbers of rows whose scale is NaN, which they become, as losses of a cast are counted."""
+    lost = np.isnan(scale)
+    if lost.any():
+        _tell(name, _loss(a, np.where(lost, np.nan, a), offset, nan=lost & ~np.isnan(a)))

@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,13 +27,6 @@ from .casting import cast
 
 _SOURCES = frozenset(["source", "parts", "scale", "zero"])
 _PIECE = 8 << 20  # bytes that a cast holds at once
-
-
-def pieces(box: Box, chunk: Sequence[int], itemsize: int) -> Iterator[tuple[Box, Box]]:
-    """(box of the tensor, the same within ``box``) of each piece that a conversion holds at once."""
-    keep_freed()
-    for part in windows(box.shape, tuple(max(c, 1) for c in chunk), itemsize, _PIECE):
-        yield part.shifted(box.offset), part
 
 
 def of_source(name: str) -> Any:
@@ -67,8 +59,10 @@ class DerivedTensor:
 
     def by_pieces(self, box: Box, out: np.ndarray, itemsize: int) -> Iterator[Job]:
         """Calls of ``_read`` that hold a piece each."""
-        for there, part in pieces(box, self.chunk, itemsize):  # type: ignore[attr-defined]
-            yield lambda there=there, part=part: self._read(there, out[(*part.slices, ...)])  # type: ignore[attr-defined]
+        keep_freed()
+        chunk = tuple(max(c, 1) for c in self.chunk)  # type: ignore[attr-defined]
+        for part in windows(box.shape, chunk, itemsize, _PIECE):
+            yield lambda part=part: self._read(part.shifted(box.offset), out[(*part.slices, ...)])  # type: ignore[attr-defined]
 
     @property
     def readers(self) -> int:
@@ -82,6 +76,24 @@ class DerivedTensor:
         for s in self.sources():
             if hasattr(s, "check"):
                 s.check()
+
+
+class OfParts(DerivedTensor):
+    """Base of those made of ``parts``, of each of which a box needs the same box."""
+
+    __slots__ = ()
+    parts: tuple[Any, ...]
+
+    def sources(self) -> tuple[Any, ...]:
+        return self.parts
+
+    def only(self, box: Box) -> Any:
+        if not box.size:
+            return self
+        return replace(self, parts=tuple(p.only(self.needs(box)) for p in self.parts))  # type: ignore[type-var]
+
+    def planned(self, box: Box) -> int:
+        return sum(p.planned(self.needs(box)) for p in self.parts) if box.size else 0
 
 
 class Recipes:
@@ -200,15 +212,10 @@ def casts(tensor: Any) -> bool:
     return isinstance(tensor, DerivedTensor) and (tensor.casts or any(map(casts, tensor.sources())))
 
 
-@lru_cache(maxsize=64)
-def _origin(ndim: int) -> tuple[int, ...]:
-    return (0,) * ndim
-
-
 def renamed(name: str, tensor: Any) -> Sliced:
     """All of a tensor under a name of its own: readers tell arrays apart by name."""
     shape = tuple(tensor.shape)
-    return Sliced(name, tensor, _origin(len(shape)), shape)
+    return Sliced(name, tensor, (0,) * len(shape), shape)
 
 
 def whole_of(tensor: Any) -> Any:
@@ -316,7 +323,7 @@ class Converted(DerivedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed(DerivedTensor):
+class Agreed(OfParts):
     """A tensor that several sources must hold alike, such as the step count of parameters that a rule joins."""
 
     name: str
@@ -324,15 +331,6 @@ class Agreed(DerivedTensor):
 
     source = property(lambda self: self.parts[0])
     shape, dtype, chunk = of_source("shape"), of_source("dtype"), of_source("chunk")
-
-    def sources(self) -> tuple[Any, ...]:
-        return self.parts
-
-    def only(self, box: Box) -> Agreed:
-        return replace(self, parts=tuple(p.only(box) for p in self.parts))
-
-    def planned(self, box: Box) -> int:
-        return sum(p.planned(box) for p in self.parts)
 
     def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
         return self.by_pieces(box, out, 2 * self.dtype.itemsize)

@@ -37,11 +37,8 @@ _WAIT = 120.0  # seconds for which another commit to a local repository may take
 
 def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], message: str | None) -> tuple[str, int]:
     """Commit a tree to a branch; returns the location of the snapshot, and the bytes of the elements."""
-    import zarr
+    from ..format.zarr_dtypes import zarr
 
-    from ..format.zarr_dtypes import register
-
-    register()
     ice = icechunk_store.package()
     place, branch, node = icechunk_store.divide(target)
     if node:

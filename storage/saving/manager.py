@@ -27,7 +27,7 @@ from ..stores import atomic_directory, store
 from . import packs
 from .background import SaveHandle
 from .dual import is_dual
-from .rebase import release
+from .rebase import copies, release
 from .save import SaveReport, save, save_async
 
 
@@ -464,12 +464,10 @@ class CheckpointManager:
                 return load(target, **load_arguments)
             except CheckpointError:
                 newer = self.latest()
-                if newer == target or self._is_there(target):
+                there = store.at(self.directory).folders()
+                if newer == target or store.split(atomic_directory.resolve(target))[1] in there:
                     raise
                 target = newer
-
-    def _is_there(self, path: str) -> bool:
-        return store.split(atomic_directory.resolve(path))[1] in store.at(self.directory).folders()
 
     def __repr__(self) -> str:
         best = f", best={self.best_metric!r}, best_is={self.best_is!r}" if self.best_metric else ""
@@ -534,5 +532,7 @@ class CheckpointManager:
             with contextlib.suppress(OSError):
                 if strangers := contents.beside(c.path):
                     warnings.warn(f"kept {c.path}, which holds {strangers[0]}: no manifest lists it", stacklevel=2)
+                elif c.base is None and (needing := copies(c.path)):
+                    warnings.warn(f"kept {c.path}: {needing[0]} is a delta from it", stacklevel=2)
                 elif still_held(self.directory):
                     protocol_of(c.path).discard(c.path)

@@ -18,27 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import abs as absolute
-from ...arrays import (
-    asarray,
-    astype,
-    clip,
-    int8,
-    isfinite,
-    maximum,
-    minimum,
-    nan,
-    ones_like,
-    sqrt,
-    where,
-)
-from ...arrays import max as largest_of
-from ...arrays import min as least_of
-from ...arrays import round as rounded
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CorruptCheckpoint
+from ... import arrays as mt
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
 from ...arrays.core.tree import Path, flatten_with_path, map_with_path
+from ..base.malformed import malformed
 from ..base.names import fits, leaf_name
 from ..format import dtypes
+from ..rules.casting import count_lost_rows
 
 MARK = "meshtape.quantized"
 MAX_TIMES = 1
@@ -47,7 +33,13 @@ _MOST = 3.4e38  # the square of a root above it may be infinite in float32
 
 
 def quantize(
-    tree: Any, *, bits: int = 8, keys: Iterable[str] = ("*",), times: int = 0, allow_again: bool = False
+    tree: Any,
+    *,
+    bits: int = 8,
+    keys: Iterable[str] = ("*",),
+    times: int = 0,
+    allow_again: bool = False,
+    allow_overflow: bool = False,
 ) -> Any:
     """A tree to save, in which floating arrays are small integers with scales.
 
@@ -63,6 +55,8 @@ def quantize(
         How often this state has been through quantisation, as `dequantize` told.
     allow_again
         Quantise a state that has been through it.
+    allow_overflow
+        Make a row NaN as a whole where one of its elements is not finite.
 
     Returns
     -------
@@ -77,6 +71,8 @@ def quantize(
         now.
     CheckpointDTypeError
         An array that ``keys`` names exactly is not floating.
+    Lossy
+        A row has a NaN or an infinity beside numbers, and ``allow_overflow`` is false.
 
     Examples
     --------
@@ -108,7 +104,13 @@ def quantize(
                     f"key {name!r}: only floating arrays are quantised, this is {kind or type(leaf).__name__}"
                 )
             return leaf
-        return _small(leaf, bits, times + 1) if len(leaf.shape) and 0 not in leaf.shape else leaf
+        if not len(leaf.shape) or 0 in leaf.shape:
+            return leaf
+        wide = mt.astype(mt.asarray(leaf), wide_of(leaf.dtype))
+        scale = row_scales(wide, LEVELS[bits])
+        if not allow_overflow and bool(mt.any(mt.isnan(scale))):
+            count_lost_rows(name, np.asarray(wide), np.asarray(scale))
+        return _small(leaf, wide, scale, bits, times + 1)
 
     return map_with_path(one, tree)
 
@@ -128,31 +130,29 @@ def wide_of(dtype: Any) -> np.dtype:
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
-def _small(x: Any, bits: int, times: int) -> dict[str, Any]:
-    wide = astype(asarray(x), wide_of(x.dtype))
-    scale = row_scales(wide, LEVELS[bits])
+def _small(x: Any, wide: Any, scale: Any, bits: int, times: int) -> dict[str, Any]:
     q = row_integers(wide, scale, LEVELS[bits])
     length = int(x.shape[-1])
     if bits == 4:
-        q = asarray(pack(np.asarray(q)))
+        q = mt.asarray(pack(np.asarray(q)))
     return {MARK: bits, "q": q, "scale": scale, "dtype": np.dtype(x.dtype).name, "length": length, "times": times}
 
 
 def row_scales(wide: Any, levels: int) -> Any:
     """The scale of each row of a float32 or float64 array: its largest magnitude over ``levels``, negative where it is
     one of roots; 1 for one of zeros, and NaN for one that is not finite, which stays NaN."""
-    largest = largest_of(absolute(wide), axis=-1, keepdims=True)
-    roots = (least_of(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
+    largest = mt.max(mt.abs(wide), axis=-1, keepdims=True)
+    roots = (mt.min(wide, axis=-1, keepdims=True) >= 0) & (largest < _MOST)
     least = float(np.finfo(wide.dtype).smallest_subnormal)  # so that a scale is never 0, nor rounded down to half
-    scale = where(roots, sqrt(largest) / (-2 * levels), largest / levels + least)
-    return where(isfinite(largest), where(largest > 0, scale, ones_like(largest)), nan)
+    scale = mt.where(roots, mt.sqrt(largest) / (-2 * levels), largest / levels + least)
+    return mt.where(mt.isfinite(largest), mt.where(largest > 0, scale, mt.ones_like(largest)), mt.nan)
 
 
 def row_integers(wide: Any, scale: Any, levels: int) -> Any:
     """Rows in units of their scale, as int8."""
-    wide, scale = (where(isfinite(scale), x, ones_like(x)) for x in (wide, scale))
-    roots = maximum(rounded(sqrt(maximum(wide, 0)) / -scale), astype(wide > 0, wide.dtype)) - levels
-    return astype(clip(where(scale < 0, roots, rounded(wide / scale)), -levels, levels), int8)
+    wide, scale = (mt.where(mt.isfinite(scale), x, mt.ones_like(x)) for x in (wide, scale))
+    roots = mt.maximum(mt.round(mt.sqrt(mt.maximum(wide, 0)) / -scale), mt.astype(wide > 0, wide.dtype)) - levels
+    return mt.astype(mt.clip(mt.where(scale < 0, roots, mt.round(wide / scale)), -levels, levels), mt.int8)
 
 
 def pack(q: np.ndarray) -> np.ndarray:
@@ -201,16 +201,14 @@ def dequantize(tree: Any) -> tuple[Any, int]:
 
 
 def _large(node: dict[str, Any]) -> Any:
-    try:
+    with malformed("a quantised array is incomplete", CheckpointDTypeError):
         bits, q, scale, length = node[MARK], node["q"], node["scale"], node["length"]
         dtype = dtypes.by_name(node["dtype"])
         width = length if bits == 8 else -(-length // 2)
         if bits not in LEVELS or q.shape[-1] != width or scale.shape != (*q.shape[:-1], 1):
             raise ValueError(f"{bits} bits, {q.shape} values and {scale.shape} scales for rows of {length}")
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise CorruptCheckpoint(f"a quantised array is incomplete: {e}") from None
-    values = asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
-    scale = asarray(scale)
-    wide = astype(asarray(values), scale.dtype)
-    roots = (wide + LEVELS[bits]) * minimum(scale, 0)
-    return astype(where(scale < 0, roots * roots, wide * scale), dtype)
+    values = mt.asarray(_unpack(np.asarray(q), length)) if bits == 4 else q
+    scale = mt.asarray(scale)
+    wide = mt.astype(mt.asarray(values), scale.dtype)
+    roots = (wide + LEVELS[bits]) * mt.minimum(scale, 0)
+    return mt.astype(mt.where(scale < 0, roots * roots, wide * scale), dtype)

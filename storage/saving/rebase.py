@@ -11,6 +11,7 @@ from ..base import activity, names, strict_json
 from ..checkpoint.numbered import Numbered
 from ..commit import contents
 from ..commit.protocol import protocol_of
+from ..format import manifest
 from ..format.compression import compression_of
 from ..format.zarr_format import GROUP_ATTRIBUTE, group_said, said_of
 from ..loading.open import open_checkpoint
@@ -21,6 +22,8 @@ from . import packs, sharing
 from .finalize import finish_directory
 from .items import DeltaBase, SaveItem, tasks_of
 from .write_shards import write_blocks
+
+_FORMER = 16  # identities that are kept: each deletion of a base adds one
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def rebase(path: str, base: str | None) -> None:
     documents = {name: old.documents.raw(name) for name in old.documents}
     given = None if base is None else DeltaBase.at(base, path).given_to(deltas)
     group = group_said(strict_json.loads(store.at(old.path).get("zarr.json")))
-    head = replace(old.manifest, base=given, sums=None, zarr=None, attributes=group)
+    metadata = {**old.manifest.metadata, manifest.FORMER: old.manifest.identities[:_FORMER]}
+    head = replace(old.manifest, base=given, sums=None, zarr=None, attributes=group, metadata=metadata)
     if not store.is_url(path):
         sharing.match(items, path)
     with (
@@ -81,8 +85,16 @@ def rebase(path: str, base: str | None) -> None:
 
 
 def release(path: str, complete: Sequence[Numbered]) -> None:
-    """Give the deltas of a checkpoint, which is to go, another base: the first becomes plain, and that of the
-    others."""
+    """Give the deltas of a checkpoint, which is to go, another base: the first step becomes plain, and that of the
+    others. Copies of deltas in folders beside become plain."""
     needing = [c.path for c in complete if c.base_path == path]
     for c in needing:
         rebase(c, None if c == needing[0] else needing[0])
+    for name in copies(path):
+        rebase(store.join(store.split(path)[0], name), None)
+
+
+def copies(path: str) -> list[str]:
+    """The folders with deltas from a plain checkpoint, which nobody could read without it."""
+    held = manifest.read(path)
+    return [] if held is None or held.base is not None else contents.deltas_from(path, held.identity)

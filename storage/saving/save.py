@@ -7,7 +7,6 @@ of every array was written exactly once, adds the metadata and the manifest, and
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO, Literal, TypedDict, Unpack
 import numpy as np
 
 from ...arrays import asarray
-from ...arrays.backends.collector import no_collections
+from ...arrays.backends.collector import collect_again, no_collections
 from ...arrays.core.blocks import BlockSharding, Box
 from ...arrays.core.errors import (
     CheckpointDTypeError,
@@ -284,8 +283,10 @@ def save(
         There is less room than the arrays need; nothing was written. The size of compressed arrays is not known before:
         they may fill the disk.
 
-    Notes ----- Split arrays are written by the processes that hold them, so all must see the path on a shared file
-    system, or have the credentials of the object store in their environment.
+    Notes
+    -----
+    Split arrays are written by the processes that hold them, so all must see the path on a shared file system, or have
+    the credentials of the object store in their environment.
 
     Examples
     --------
@@ -311,9 +312,8 @@ def save(
         return _commit(target, tree, said, message, [name for name, value in kept.items() if value is not None])
     if message is not None:
         raise CheckpointError("message= is for icechunk://; a directory has no history, metadata= keeps it")
-    with contextlib.ExitStack() as resting:  # longer than the many small objects of a save, which are never walked
-        resting.enter_context(no_collections())
-        return _Save(target, tree, {**said, **kept, "overwrite": overwrite}).run(resting)
+    with no_collections():  # longer than the many small objects of a save, which are never walked
+        return _Save(target, tree, {**said, **kept, "overwrite": overwrite}).run()
 
 
 def _commit(target: str, tree: Any, kept: SaveOptions, message: str | None, refused: Sequence[str]) -> SaveReport:
@@ -396,9 +396,8 @@ def save_async(
     prepared.snapshot()
 
     def work() -> SaveReport:
-        with contextlib.ExitStack() as resting:
-            resting.enter_context(no_collections())
-            report = prepared.run(resting, "Save in the background")
+        with no_collections():
+            report = prepared.run("Save in the background")
         if then is not None:
             then()
         return report
@@ -465,10 +464,10 @@ class _Save:
             else:
                 item.array = np.asarray(item.array)  # an export holds the buffer: whoever writes then copies
 
-    def run(self, resting: contextlib.ExitStack, kind: str = "Save") -> SaveReport:
-        """Write everything and commit. ``resting`` keeps the garbage collector off; a long save closes it."""
+    def run(self, kind: str = "Save") -> SaveReport:
+        """Write everything and commit."""
         if self.base is None:
-            return self._write(resting, kind)
+            return self._write(kind)
         folders = [item.directory for item in self.items]
         try:
             # One that replaces another has the lock alone at its end, and so from the beginning.
@@ -476,7 +475,7 @@ class _Save:
                 if not mine:
                     raise ParentChanged(f"another has been deleting checkpoints in {home} for {PATIENCE:g} s")
                 self.base.ckpt.generation.check()
-                return self._write(resting, kind)
+                return self._write(kind)
         except (CorruptCheckpoint, IncompleteCheckpoint, CheckpointReplaced, ParentChanged) as e:
             warnings.warn(f"{self.target} is stored plainly, as its base cannot be read: {e}", stacklevel=3)
         self.base.taken_back()
@@ -484,15 +483,15 @@ class _Save:
         self.overwrite = self.overwrite or self.committed  # of a delta that lost its base at the last moment
         for item, folder in zip(self.items, folders, strict=True):
             item.directory = folder
-        return self._write(resting, kind)
+        return self._write(kind)
 
-    def _write(self, resting: contextlib.ExitStack, kind: str) -> SaveReport:
+    def _write(self, kind: str) -> SaveReport:
         target, items = self.target, self.items
         if self.share is not None:
             sharing.match(items, self.share)
         expected, surely = sizes_of(items)
         if expected >= _BRIEF:
-            resting.close()
+            collect_again()
         slack = 4096 * (2 * len(items) + 2)
         with (
             activity.under_way(kind, target, expected) as work,

@@ -58,8 +58,10 @@ class Snapshots:
     options
         Of `save_async`: ``overwrite``, ``metadata``, ``documents``.
 
-    Notes ----- An error of the writer is raised by the next call of any method, once. Arrays of a mesh are held as they
-    are, without a copy, because their blocks are never written to.
+    Notes
+    -----
+    An error of the writer is raised by the next call of any method, once. Arrays of a mesh are held as they are,
+    without a copy, because their blocks are never written to.
 
     Examples
     --------
@@ -94,9 +96,8 @@ class Snapshots:
         self.skipped = 0
         self._attempt: _Attempt | None = None
         self._writing: SaveHandle | None = None
-        self._buffers: dict[
-            Path, np.ndarray
-        ] = {}  # of the snapshot before, when it is written: first touch of memory is slow
+        # Of the snapshot before, when it is written: first touch of memory is slow.
+        self._buffers: dict[Path, np.ndarray] = {}
 
     @property
     def pending(self) -> int:
@@ -122,7 +123,8 @@ class Snapshots:
         waiting = [
             (path, leaf) for path, leaf in flatten_with_path(tree) if isinstance(leaf, np.ndarray) and leaf.nbytes
         ]
-        self._attempt = _Attempt(int(step), where, _held(tree), options, waiting)
+        held = map_with_path(lambda _, leaf: _held(leaf), tree)
+        self._attempt = _Attempt(int(step), where, held, options, waiting)
         if not waiting:
             self.must_finish()
         return True
@@ -179,7 +181,9 @@ class Snapshots:
             handle, self._writing = self._writing, None
             handle.wait()
         copies = attempt.copies
-        tree = map_with_path(lambda path, leaf: _owned(copies[path]) if path in copies else leaf, attempt.tree)
+        # As arrays of ours, so that the save does not copy them again.
+        owned = {path: asarray(copy, copy=False) for path, copy in copies.items()}
+        tree = map_with_path(lambda path, leaf: owned.get(path, leaf), attempt.tree)
 
         def written() -> None:
             self._buffers = copies
@@ -193,17 +197,8 @@ class Snapshots:
             handle.wait()
 
 
-def _owned(copy: np.ndarray) -> Any:
-    """A copy as an array of ours, so that the save does not copy it again."""
-    return asarray(copy, copy=False)
-
-
-def _held(tree: Any) -> Any:
-    """The tree with arrays of ours held by value; NumPy arrays stay, to be copied."""
-    return map_with_path(lambda _, leaf: _hold(leaf), tree)
-
-
-def _hold(leaf: Any) -> Any:
+def _held(leaf: Any) -> Any:
+    """An array of ours held by value; one of NumPy's stays, to be copied."""
     if isinstance(leaf, np.ndarray) or not hasattr(leaf, "shape") or getattr(leaf, "sharding", None) is not None:
         return leaf
     return asarray(leaf, copy=True) if hasattr(leaf, "device") else leaf  # shares the buffer until one side writes

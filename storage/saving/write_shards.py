@@ -34,14 +34,15 @@ def write_blocks(
 ) -> list[Record]:
     """Write the shards that the ranks of this process were given. Called through ``BlockHost.run_on_blocks``."""
     fs = active()
-    jobs: list[_Job] = []
+    jobs, uploads = list[_Job](), list[_Job]()
     for rank, (root, tasks) in payloads.items():
         if store.is_url(root):
-            continue
-        _wait_for(root, rank)
-        jobs += _jobs(root, tasks, blocks[rank])
+            uploads += _jobs(root, tasks, blocks[rank])
+        else:
+            _wait_for(root, rank)
+            jobs += _jobs(root, tasks, blocks[rank])
 
-    records = _put_blocks(payloads, blocks)
+    records = _upload(uploads)
     opened: set[int] = set()
     quick = len(jobs) >= _OPEN // 2  # until a sync waits for a disk
     helpers = compressors(len(jobs), writers())
@@ -115,10 +116,9 @@ def _file(job: _Job, helpers: int) -> tuple[Callable[[], Generator[list[Any]]], 
     return batches, lambda: records
 
 
-def _put_blocks(
-    payloads: Mapping[int, tuple[str, list[Task]]], blocks: Mapping[int, Sequence[np.ndarray]]
-) -> list[Record]:
+def _upload(jobs: Sequence[_Job]) -> list[Record]:
     """`write_blocks` for object stores: a shard is one upload."""
+    helpers = compressors(len(jobs), UPLOADS)
 
     def put(job: _Job) -> list[Record]:
         root, (task, *_), _ = job
@@ -126,13 +126,6 @@ def _put_blocks(
         store.at(root).put(task.pack or task.file, lambda: itertools.chain.from_iterable(batches()))
         return found()
 
-    jobs = [
-        job
-        for rank, (root, tasks) in payloads.items()
-        if store.is_url(root)
-        for job in _jobs(root, tasks, blocks[rank])
-    ]
-    helpers = compressors(len(jobs), UPLOADS)
     return [r for found in in_threads(put, jobs, UPLOADS) for r in found]
 
 

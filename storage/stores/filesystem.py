@@ -63,12 +63,7 @@ class Files:
             total += done
             if total == wanted:
                 break
-            # A short write is legal: drop what went out and go on from there.
-            views = [v.cast("B") for v in views]
-            while views and done >= len(views[0]):
-                done -= len(views.pop(0))
-            if done:
-                views[0] = views[0][done:]
+            views = _after([v.cast("B") for v in views], done)  # a short write is legal
         if total >= _WORTH:
             # The disk may begin: what `fsync` waits for later is then mostly done. It promises nothing, so errors are
             # left to `fsync`.
@@ -206,6 +201,13 @@ def try_lock(fd: int, shared: bool = False) -> bool | None:
     return True
 
 
+def _after(views: list[memoryview], done: int) -> list[memoryview]:
+    """Buffers without their first ``done`` bytes."""
+    while views and done >= len(views[0]):
+        done -= len(views.pop(0))
+    return [views[0][done:], *views[1:]] if views else []
+
+
 def preadv(fd: int, buffers: list[Any], offset: int) -> int:
     """Fill all buffers from ``offset`` on, or as many as the file has bytes for; returns the number of bytes."""
     wanted = sum(memoryview(b).nbytes for b in buffers)
@@ -215,15 +217,7 @@ def preadv(fd: int, buffers: list[Any], offset: int) -> int:
     # A short read is legal, and there may be more buffers than one call takes: go on where it ended.
     views = [memoryview(b).cast("B") for b in buffers if memoryview(b).nbytes]
     done = total
-    while True:
-        while views and done >= len(views[0]):
-            done -= len(views.pop(0))
-        if not views:
-            break
-        views[0] = views[0][done:]
-        done = os.preadv(fd, views[:IOV_MAX], offset + total)
-        if done == 0:
-            break
+    while (views := _after(views, done)) and (done := os.preadv(fd, views[:IOV_MAX], offset + total)):
         total += done
     return total
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -113,23 +113,34 @@ NONE = Generation()
 
 @dataclass(frozen=True)
 class Listed(Generation):
-    """The generation of a Zarr hierarchy by others, where any file may change: the tags of all files below ``root``."""
+    """The generation of a Zarr hierarchy by others, where any file may change: the tags of all files below ``root``, or
+    below some folders there."""
 
     root: str = ""
+    below: tuple[str, ...] = ("",)
 
     @classmethod
-    def now(cls, root: str) -> Generation:
+    def now(cls, root: str, below: tuple[str, ...] = ("",)) -> Generation:
         """The generation that lies there."""
         store = stores.at(root)
-        return cls({e.name: e.tag for e in store.entries()}, root) if store.lists else NONE
+        return cls({e.name: e.tag for b in below for e in store.entries(b)}, root, below) if store.lists else NONE
 
     def path_of(self, file: str) -> str:
         return stores.join(self.root, file)
 
     def check(self) -> None:
-        now = Listed.now(self.root).tags
+        now = Listed.now(self.root, self.below).tags
         for name in sorted(self.tags.keys() | now.keys()):
-            refuse(stores.join(self.root, name), self.tags.get(name, "no such file"), now.get(name))
+            self._refuse(name, now.get(name))
+
+    def check_files(self, files: Sequence[str]) -> None:
+        """The same of some files, or places of files, alone."""
+        for name, tag in zip(files, in_threads(stores.at(self.root).tag, files, UPLOADS), strict=True):
+            self._refuse(name, tag)
+
+    def _refuse(self, name: str, now: str | None) -> None:
+        if name in self.tags or now is not None:
+            refuse(stores.join(self.root, name), self.tags.get(name, "no such file"), now)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -177,8 +177,7 @@ class Selection:
         ahead.expect(arrays.values())
         wanted = None if dtype is None else floating(dtype)
         if wanted is not None:
-            refuse_scaled(arrays, wanted)
-            arrays = {n: t if is_fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in arrays.items()}
+            arrays = converted(arrays, wanted)
         skipped = [leaf_name(p) for p, _ in scalar_leaves(ckpt.structure) if picked is None or p in picked]
         paths = {n: ckpt.arrays[n].path for n in arrays}
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
@@ -195,8 +194,9 @@ def floating(dtype: Any) -> np.dtype:
     return wanted
 
 
-def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
-    """Raise for quantised weights: their values are numbers times a scale beside them, which a cast would lose."""
+def converted(arrays: Mapping[str, Any], wanted: np.dtype) -> dict[str, Any]:
+    """Tensors whose floating ones have this dtype. Refuses quantised weights: their values are numbers times a scale
+    beside them, which a cast would lose."""
     for name, scale in scaled(arrays):
         t = arrays[name]
         if t.dtype.name.startswith("float8") and t.dtype != wanted:
@@ -205,6 +205,8 @@ def refuse_scaled(arrays: Mapping[str, Any], wanted: np.dtype) -> None:
                 f"the scale. Give the rule '{name}, {scale} -> {name}, dequantize()' with the block= of the scales, "
                 "leave dtype= out, or leave such arrays out with drop="
             )
+    fixed = {n for n, t in arrays.items() if t.dtype == wanted or t.dtype.name not in dtypes.FLOATS}
+    return {n: t if n in fixed else Converted(n, t, wanted) for n, t in arrays.items()}
 
 
 def source_generation(ckpt: Checkpoint) -> Generation:
@@ -212,15 +214,21 @@ def source_generation(ckpt: Checkpoint) -> Generation:
     return Listed.now(ckpt.path) if ckpt.kind == "Zarr" else ckpt.generation
 
 
+def cancels(weights: Sequence[float]) -> bool:
+    """Whether weights sum to 0 as far as float32 tells, in which arrays are multiplied by them: nothing is divided by
+    that.
+
+    >>> cancels([0.1, 0.2, -0.3]), cancels([1e-9, 2e-9])
+    (True, False)
+    """
+    return abs(math.fsum(weights)) <= 2.0**-20 * math.fsum(map(abs, weights))
+
+
 def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(weights, their scales) by name, of those that are quantised."""
     for name, t in arrays.items():
         if is_quantized(t.dtype):
             yield from ((name, s) for end in ("_scale", "_scale_inv") if (s := name + end) in arrays)
-
-
-def is_fixed(dtype: np.dtype, wanted: np.dtype) -> bool:
-    return dtype == wanted or dtype.name not in dtypes.FLOATS
 
 
 def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFaceSink:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
+from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..base.threads import in_threads
 from ..checkpoint.checkpoint import unread
@@ -76,8 +77,7 @@ class DiffReport:
         lines = [f"{self.equal} arrays are equal, {len(self.arrays)} differ{unread(self.skipped)}"]
         for where, names in ((self.a, self.only_a), (self.b, self.only_b)):
             if names:
-                more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-                lines.append(f"only in {where} ({len(names)}): {', '.join(names[:12])}{more}")
+                lines.append(f"only in {where} ({len(names)}): {some(names, 12)}")
         lines += [f"{name}: {a!r} and {b!r}" for name, (a, b) in list(self.values.items())[:20]]
         lines += map(str, self.arrays[:40])
         if len(self.arrays) > 40:

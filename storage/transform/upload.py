@@ -21,6 +21,7 @@ from ..base import strict_json
 from ..base.checksums import crc32c
 from ..commit import object_commit
 from ..commit.contents import CHECKPOINTS, JOURNAL
+from ..format.tensor_sums import of_range
 from ..rules.casting import CastLoss, Tally, tallied
 from ..stores import store as stores
 from ..stores.contract import Store
@@ -35,15 +36,8 @@ _BATCH = 8 << 20
 
 def _sum(root: str, name: str, nbytes: int) -> int | None:
     """The crc32c of a file, or None where it is missing or of another length."""
-    data, at, value = bytearray(min(_BATCH, max(nbytes, 1))), 0, 0
     with contextlib.suppress(FileNotFoundError), contextlib.closing(stores.at(root).reader(name)) as reader:
-        while at < nbytes:
-            part = memoryview(data)[: min(_BATCH, nbytes - at)]
-            got = reader.readv([part], at)
-            if got != len(part):
-                return None
-            value = crc32c(bytes(part), value)
-            at += got
+        value = of_range(reader, 0, nbytes, _BATCH)
         return value if reader.nbytes == nbytes else None
     return None
 

@@ -19,7 +19,7 @@ from ...arrays.core.errors import CheckpointError
 from ..format import dtypes
 from ..readers.reading import Job
 from ..readers.tensor import read_into, rows_of
-from ..rules.casting import cast, watched
+from ..rules.casting import cast, count_lost_rows, watched
 from ..rules.lazy_tensors import Agreed, DerivedTensor, of_source
 from ..saving.quantize import pack, row_integers, row_scales, wide_of
 
@@ -181,6 +181,7 @@ class RowScales(DerivedTensor):
     source: Any
     levels: int
 
+    casts: ClassVar[bool] = True
     how: ClassVar[str] = "scales of quantised rows, taken when they are read"
     dtype = property(lambda self: wide_of(self.source.dtype))
     shape = property(lambda self: (*self.source.shape[:-1], 1))
@@ -193,8 +194,10 @@ class RowScales(DerivedTensor):
         return self.by_pieces(box, out, 3 * self.dtype.itemsize * self.source.shape[-1])
 
     def _read(self, box: Box, out: np.ndarray) -> int:
-        held, nbytes = _at_work(self.source, self.needs(box), self.dtype)
+        rows = self.needs(box)
+        held, nbytes = _at_work(self.source, rows, self.dtype)
         out[...] = np.asarray(row_scales(asarray(held, copy=False), self.levels))
+        count_lost_rows(self.name, held, out, rows.offset)
         return nbytes
 
 

@@ -269,7 +269,8 @@ def open_document(where: str) -> Checkpoint:
                 parents[parent] = ckpt = open_checkpoint(parent.path)
             except NotACheckpoint as e:
                 raise ParentChanged(f"{where}: its parent {parent.path} is not there any more: {e}") from None
-            if (now := identity_of(ckpt)) != parent.identity:
+            now = identity_of(ckpt)
+            if parent.identity not in ([now] if ckpt.manifest is None else ckpt.manifest.identities):
                 raise ParentChanged(
                     f"{where}: its parent {parent.path} is another by now: {parent.identity} was pinned, and {now} is "
                     "there"

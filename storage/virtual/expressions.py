@@ -34,7 +34,7 @@ from ..rules.lazy_tensors import Converted, Sliced
 from ..rules.rules import Rules
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
-from ..transform.convert import floating, is_fixed, refuse_scaled, scaled
+from ..transform.convert import cancels, converted, floating, scaled
 from .computed import Equal, LowRankSum, RowIntegers, RowScales, WeightedSum, working_dtype
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
@@ -252,7 +252,7 @@ class Sum(Arithmetic):
 
     def check(self) -> None:
         Arithmetic.check(self)
-        if abs(self.divisor) < 1e-30 or abs(self.divisor) > _LARGEST:
+        if self.normalize and (cancels(self.weights) or not 1e-30 < abs(self.divisor) <= _LARGEST):
             raise CheckpointError(f"the weights {self.weights!r:.60} sum to {self.divisor}; nothing is divided by that")
 
     def __str__(self) -> str:
@@ -410,9 +410,7 @@ class Cast(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base, wanted = made[0], dtypes.by_name(self.dtype)
-        tensors = {n: a.tensor for n, a in base.arrays.items()}
-        refuse_scaled(tensors, wanted)
-        arrays = {n: t if is_fixed(t.dtype, wanted) else Converted(n, t, wanted) for n, t in tensors.items()}
+        arrays = converted({n: a.tensor for n, a in base.arrays.items()}, wanted)
         documents = base.documents
         if isinstance(documents, Documents):
             documents = documents.edited("config.json", partial(with_dtype, dtype=self.dtype))

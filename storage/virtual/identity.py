@@ -26,14 +26,16 @@ _FILES = ("safetensors", "Hugging Face", "NumPy", "PyTorch")  # whose opening re
 
 def generation_of(ckpt: Checkpoint) -> Generation:
     """The generation of all that a checkpoint may read: of a directory by others, all that lies in it."""
-    if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in _FILES:
+    known = ckpt.manifest is not None or ckpt.computed is not None or isinstance(ckpt.generation, Listed)
+    if known or ckpt.kind in _FILES:
         return ckpt.generation
     listed = Listed.now(ckpt.path)
     return ckpt.generation if listed is NONE else listed
 
 
 def identity_of(ckpt: Checkpoint) -> str:
-    """The identity of an open checkpoint; empty for a virtual one without a document."""
+    """The identity of an open checkpoint, which all later reads of it are tied to; empty for a virtual one without a
+    document."""
     if ckpt.computed is not None:
         return ckpt.computed.identity
     if ckpt.manifest is not None:
@@ -43,6 +45,8 @@ def identity_of(ckpt: Checkpoint) -> str:
     if tensors and all(isinstance(t, RawTensor) and t.summed for t in tensors.values()):
         return f"sums:{_digest([[*row, t.crc32c] for row, t in zip(rows, tensors.values(), strict=True)])}"
     generation = generation_of(ckpt)
+    if ckpt.kind == "Zarr":
+        ckpt.belongs_to(generation)
     root = store.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
     tags = sorted((file.removeprefix(root).lstrip("/"), tag) for file, tag in generation.tags.items())
     return f"files:{_digest([rows, tags])}"

@@ -537,6 +537,7 @@ def test_an_adapter_is_applied_and_extracted(tmp_path: Path) -> None:
 
 A, B, BASE = "A", "B", "BASE"
 BAD: dict[str, tuple[Any, str]] = {
+    "no text": ({"merge_method": ["ties"], "models": [{"model": A}]}, "no merge_method ['ties']"),
     "method": ({"merge_method": "tiess", "models": [{"model": A}]}, "no merge_method 'tiess'; close is 'ties'"),
     "key": (config("linear", [A, B]) | {"dtipe": "float32"}, "no key 'dtipe'; close is 'dtype'"),
     "parameter": (config("linear", [A, B], normalise=True), "no key 'normalise'; close is 'normalize'"),

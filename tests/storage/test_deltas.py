@@ -26,11 +26,12 @@ from meshtape.storage import (
     save_async,
     usage,
     verify,
+    virtual,
 )
 from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model import layout
 from meshtape.storage.commit import anchor_lock, object_commit
-from meshtape.storage.format import chunk_grid
+from meshtape.storage.format import chunk_grid, manifest
 from meshtape.storage.format.compression import PackedZstd, ShuffledZstd
 from meshtape.storage.saving import items
 from meshtape.storage.saving import manager as manager_module
@@ -194,6 +195,7 @@ def test_sharded_steps_keep_their_blocks_when_their_base_goes(kit, tmp_path):
     manager.delete(1)
     for step, old in before.items():
         now = open_checkpoint(manager.path(step))
+        assert now.metadata.pop(manifest.FORMER) == [old.manifest.identity]
         assert (now.meshes, now["w"].sharding_text, now.metadata) == (old.meshes, old["w"].sharding_text, old.metadata)
         assert [a.grid for a in now.manifest.arrays] == [a.grid for a in old.manifest.arrays]
         assert now.leaves == {"t": "text"}
@@ -212,6 +214,35 @@ def test_rotation_keeps_the_anchor_that_is_needed(tmp_path):
         seen.append(manager.steps())
         bases(manager)
     assert seen == [[1], [1, 2], [1, 3], [4], [4, 5], [4, 6], [7]]
+
+
+@pytest.mark.parametrize("name", ["best", "step-2-good"])
+def test_a_copy_of_a_delta_beside_its_run_keeps_what_it_needs(tmp_path, name):
+    manager = filled(tmp_path, steps=3, every=5)
+    shutil.copytree(manager.path(2), tmp_path / name)
+    rotating = CheckpointManager(tmp_path, keep=2, anchor_every=2)
+    for step in (4, 5):
+        rotating.save(step, tree(step))
+    with pytest.warns(UserWarning, match=f"kept .*step-00000001: {name} is a delta from it"):
+        rotating.save(6, tree(6))
+    assert step_of(tmp_path / name) == 2
+    manager.delete(1)
+    assert open_checkpoint(tmp_path / name).base is None
+    assert step_of(tmp_path / name) == 2
+    verify(tmp_path / name)
+
+
+def test_a_document_over_steps_that_get_another_base_stays(tmp_path):
+    manager = filled(tmp_path / "run", steps=4, every=9)
+    where = virtual.write(
+        tmp_path / "mean.json", virtual.mean([virtual.with_rules(manager.path(s), "n -> _") for s in (2, 4)])
+    )
+    manager.delete(1)
+    manager.delete(3)
+    assert np.array_equal(np.asarray(load(where)["w"]), (tree(2)["w"] + tree(4)["w"]) / 2)
+    manager.save(4, tree(5), overwrite=True)
+    with pytest.raises(errors.ParentChanged, match="another by now"):
+        open_checkpoint(where)
 
 
 def test_commands_tell_the_truth(tmp_path, capsys):

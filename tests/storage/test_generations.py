@@ -1,6 +1,7 @@
 """One generation for every reader: writers that overwrite beside readers of every kind."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshtape import errors, storage
-from meshtape.storage import load, merge, open_checkpoint, reshard, save, save_safetensors, verify
+from meshtape.storage import load, merge, open_checkpoint, reshard, save, save_safetensors, verify, virtual
 from meshtape.storage.stores import store as stores
 
 NAMES = [f"w{i}" for i in range(5)]
@@ -259,6 +260,36 @@ def test_a_zarr_hierarchy_by_others(tmp_path):
     with pytest.raises(errors.CheckpointReplaced):
         storage.convert(tmp_path / "z", tmp_path / "out", format="zarr", progress=progress, threads=1)
     assert not Path(tmp_path / "out").exists()
+
+
+def test_chunks_of_a_zarr_hierarchy_by_others_that_are_replaced_one_by_one(tmp_path, monkeypatch):
+    import zarr
+
+    group = zarr.open_group(tmp_path / "z", mode="w")
+    for name in "ab":
+        group.create_array(name, data=np.zeros((4, 4)), chunks=(1, 4))
+    lazy = virtual.weighted_sum([tmp_path / "z"], [1.0])
+    assert np.array_equal(lazy["a"][:2], np.zeros((2, 4)))
+    time.sleep(0.02)
+    zarr.open_group(tmp_path / "z", mode="r+")["a"][...] = 1
+    with pytest.raises(errors.CheckpointReplaced, match=r"a/c/2/0 was replaced"):
+        lazy["a"][2:]
+    # Within one read, and between the arrays of one load, which then begins anew.
+    plain, read, count = open_checkpoint(tmp_path / "z"), zarr.Array.__getitem__, itertools.count(2)
+    writing = zarr.open_group(tmp_path / "z", mode="r+")["a"]
+
+    def replacing(array, index):
+        found = read(array, index)
+        if (n := next(count)) < 4:
+            time.sleep(0.02)
+            writing[:1] = n
+        return found
+
+    monkeypatch.setattr(zarr.Array, "__getitem__", replacing)
+    with pytest.raises(errors.CheckpointReplaced, match=r"a/c/0/0 was replaced"):
+        plain["a"][:]
+    assert np.array_equal(load(tmp_path / "z")["a"][0], np.full(4, 3.0))
+    assert next(count) > 5
 
 
 @pytest.mark.parametrize("layout", ["zarr", "zstd", "hf"])

@@ -2,6 +2,7 @@
 place is refused."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -207,6 +208,28 @@ def test_what_comes_while_a_save_writes_is_not_lost(tmp_path, kit):
     assert (tmp_path / "c" / "mine.bin").read_text() == "x"
     assert VALUE(tmp_path / "c") == 1
     assert sorted(e.name for e in tmp_path.iterdir()) == ["c"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_target_that_is_deleted_while_a_save_writes(tmp_path, monkeypatch, exchange):
+    from meshtape.storage.commit import directory_commit
+    from meshtape.storage.stores.filesystem import Files
+
+    save(tmp_path / "c", OLD)
+    look = directory_commit.check_target
+
+    def deleting(target, overwrite, tables):
+        found = look(target, overwrite, tables)
+        if any(".tmp-" in e.name for e in tmp_path.iterdir()):
+            shutil.rmtree(target)
+        return found
+
+    monkeypatch.setattr(directory_commit, "check_target", deleting)
+    if not exchange:
+        monkeypatch.setattr(Files, "exchange", lambda self, a, b: False)
+    save(tmp_path / "c", NEW, overwrite=True)
+    assert VALUE(tmp_path / "c") == 2
+    assert [e.name for e in tmp_path.iterdir()] == ["c"]
 
 
 def test_rotation_and_delete_keep_what_is_not_theirs(place):

@@ -74,11 +74,27 @@ def test_arrays_of_a_mesh():
 
 def test_what_has_no_range_stays_as_it_was():
     x = np.float32([[np.inf, 1], [3.402e38, 1], [1e-45, 0], [0, -0.0]])
-    held = quantize({"m": x})["m"]
+    held = quantize({"m": x}, allow_overflow=True)["m"]
     assert np.array_equal(np.sign(np.asarray(held["scale"]))[:, 0], [np.nan, 1, -1, 1], equal_nan=True)
     assert np.isnan(np.asarray(dequantize({"m": held})[0]["m"])[0]).all()  # and no number
     assert np.asarray(dequantize({"m": held})[0]["m"]).tolist()[2:] == x.tolist()[2:]
     assert np.abs(np.asarray(dequantize({"m": held})[0]["m"])[1] - x[1]).max() <= 3.402e38 / 254
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_beside_what_is_not_finite_are_not_lost_in_silence(tmp_path, bad):
+    x = np.array([[1, 2, 3], [1, -2, bad], [np.nan, np.nan, np.nan]], "f4")
+    lost = 2 + int(np.isinf(bad))
+    with pytest.raises(errors.Lossy, match=rf"'a.m': {lost} became NaN; first at \[1, 0\] is 1.0"):
+        quantize({"a": {"m": x}})
+    save(tmp_path / "x", {"a": {"m": x}})
+    lazy = mt.storage.virtual.quantize(tmp_path / "x")
+    with pytest.raises(errors.Lossy, match=f"{lost} became NaN"):
+        mt.load(lazy)
+    report = mt.storage.LoadReport()
+    got, _ = dequantize(mt.load(lazy, allow_overflow=True, report=report))
+    assert np.isfinite(np.asarray(got["a"]["m"])).all(axis=1).tolist() == [True, False, False]
+    assert sum(loss.nan for loss in report.losses.values()) == lost
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -300,7 +300,7 @@ def test_an_adapter_that_does_not_fit(tmp_path, what):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_is_what_quantize_makes(kit, tmp_path, bits):
     held = {
-        "m": {"w": tree(0)["w"], "odd": np.float32([[1, -2, 0.5], [0, 0, 0], [np.inf, 1, -3]])},
+        "m": {"w": tree(0)["w"], "odd": np.float32([[1, -2, 0.5], [0, 0, 0], [np.nan] * 3])},
         "n": np.arange(3),
         "s": np.float32(2),
     }
@@ -459,6 +459,7 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path):
 
 MISTAKES = {
     "weights that sum to 0": lambda a: virtual.weighted_sum([a, a], [1, -1], normalize=True),
+    "weights that sum to 0 but for rounding": lambda a: virtual.weighted_sum([a] * 3, [0.1, 0.2, -0.3], normalize=True),
     "too few weights": lambda a: virtual.weighted_sum([a, a], [1]),
     "no parents": lambda a: virtual.mean([]),
     "a path where a list belongs": lambda a: virtual.mean(a),

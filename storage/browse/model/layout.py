@@ -181,7 +181,7 @@ def _state(
             return file, None, "absent", "never written: it reads as the fill value"
         return file, size, "plain", ""
     grid = tensor.grid
-    coord = tuple(o // s for o, s in zip(box.offset, grid.shard, strict=True))
+    coord, local_index = grid.place_in_shard(index)
     held = tensor.objects[coord]
     packed = isinstance(tensor, PackedBlocks)
     nbytes, file_nbytes = held.nbytes, held.file_nbytes if packed else held.nbytes
@@ -194,7 +194,6 @@ def _state(
         if size != file_nbytes:
             return held.file, nbytes, "length", f"the file has {size:,} bytes, the manifest says {file_nbytes:,}"
         if isinstance(tensor, CompressedTensor):
-            local_index = tuple(i % n for i, n in zip(index, grid.chunks_in_shard, strict=True))
             try:
                 stored = tensor.chunk_nbytes(coord, local_index)
             except CheckpointError as e:

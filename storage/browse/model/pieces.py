@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CheckpointError
 from ...checkpoint.checkpoint import StoredArray
+from ...format.chunk_grid import gathered
 from ...readers.raw_tensor import RawTensor
 from ...readers.zarr_tensor import ZarrTensor
 
@@ -44,12 +45,7 @@ class Pieces:
         for d in range(len(shape)):  # a chunk beyond all measure is cut, its slowest dimension first
             while math.prod(size) * itemsize > max(limit, _LARGEST) and size[d] > 1:
                 size[d] = -(-size[d] // 2)
-        for d in range(len(shape) - 1, -1, -1):
-            unit = math.prod(size) * itemsize
-            times = max(1, min(limit // unit, -(-shape[d] // size[d])))
-            size[d] = max(1, min(size[d] * times, shape[d]))
-            if size[d] < shape[d]:
-                break
+        size = gathered([max(1, n) for n in shape], size, itemsize, limit)
         self.shape, self.size = shape, tuple(size)
         self.counts = tuple(-(-n // s) for n, s in zip(shape, size, strict=True))
         self.total = math.prod(self.counts)

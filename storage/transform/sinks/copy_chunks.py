@@ -75,15 +75,15 @@ class _ChunkPlaces:
     """(shard, number in it) of chunks of an array."""
 
     def __init__(self, grid: ChunkGrid) -> None:
-        self._grid, self._per = grid, grid.chunks_in_shard
+        self._grid = grid
         self._present: dict[Coord, tuple[int, ...]] = {}
 
     def __call__(self, index: Coord) -> tuple[Coord, int]:
-        coord = tuple(i // k for i, k in zip(index, self._per, strict=True))
+        coord, local = self._grid.place_in_shard(index)
         present = self._present.get(coord)
         if present is None:
             present = self._present[coord] = self._grid.present(coord)
-        return coord, ravel([i % k for i, k in zip(index, self._per, strict=True)], present)
+        return coord, ravel(local, present)
 
 
 def _runs(found: Sequence[ChunkCopy], longest: int) -> Iterator[list[ChunkCopy]]:

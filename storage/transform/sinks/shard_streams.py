@@ -72,14 +72,11 @@ class ShardWriter:
     threads: int = 1  # that compress
     dual: str | None = None  # the name of an array of layout "dual"
 
-    def _coord(self, window: Box) -> Coord:
-        return tuple(o // s for o, s in zip(window.offset, self.grid.shard, strict=True))
-
     def _path(self, root: str, coord: Coord) -> str:
         return os.path.join(root, self.directory, self.grid.key(coord))
 
     def put(self, root: str, window: Box, tensor: Any) -> list[int]:
-        fs, coord = active(), self._coord(window)
+        fs, coord = active(), self.grid.shard_at(window)
         shard = shard_of(tensor, self.grid, coord, self.compression, self.limit, self.threads, self.dual)
         path = self._path(root, coord)
         for _ in range(8):
@@ -92,7 +89,7 @@ class ShardWriter:
         raise CheckpointError(f"{path} keeps appearing: other processes write it")
 
     def check(self, root: str, window: Box, sums: list[int]) -> bool:
-        path, coord = self._path(root, self._coord(window)), self._coord(window)
+        path = self._path(root, coord := self.grid.shard_at(window))
         if not os.path.exists(path) or len(sums) < 2:
             return False
         if self.dual is not None:
@@ -112,7 +109,7 @@ class ShardWriter:
 
     def sync(self, root: str, window: Box, sums: list[int]) -> Record:
         """Make a shard durable."""
-        fs, coord = active(), self._coord(window)
+        fs, coord = active(), self.grid.shard_at(window)
         with fs.opened(self._path(root, coord)) as fd:
             fs.fsync(fd)
         return Record(f"{self.directory}/{self.grid.key(coord)}", *sums[:2], packed(sums[2:]))

@@ -115,10 +115,12 @@ def read(tensor: Any, box: Box, *, passing: bool = False) -> np.ndarray:
     return out
 
 
-def stretches(shape: tuple[int, ...], chunk: Sequence[int], itemsize: int, limit: int) -> Iterator[Box]:
-    """Windows that follow one another in a row-major file: whole rows of chunks where they fit."""
-    rows = (*(max(c, 1) for c in chunk[:1]), *shape[1:])
-    return windows(shape, rows if math.prod(rows) * itemsize <= limit else (1,) * len(shape), itemsize, limit)
+def stretches(tensor: Any, box: Box, limit: int) -> Iterator[np.ndarray]:
+    """The bytes of a box as they follow one another in a row-major file: whole rows of chunks where they fit."""
+    shape, itemsize = box.shape, tensor.dtype.itemsize
+    rows = (*(max(c, 1) for c in tensor.chunk[:1]), *shape[1:])
+    for part in windows(shape, rows if math.prod(rows) * itemsize <= limit else (1,) * len(shape), itemsize, limit):
+        yield read(tensor, part.shifted(box.offset)).reshape(-1).view(np.uint8)
 
 
 def by_array(sums: Mapping[Unit, list[int]]) -> dict[int, list[tuple[Box, list[int]]]]:

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ....arrays.core.blocks import Box
 from ...base.checksums import combine, crc32c
 from ...base.threads import SYNCS, in_threads
@@ -21,7 +19,7 @@ from ...format.chunk_grid import windows
 from ...stores.atomic_directory import Folder
 from ...stores.filesystem import active
 from .raw_writer import RawWriter
-from .sink import Unit, UploadStream, by_array, clear, cut, read, stretches, touch
+from .sink import Unit, UploadStream, by_array, clear, cut, stretches, touch
 
 CHUNK = 256 << 20  # bytes of a chunk: PyTorch reads each as a whole
 
@@ -134,9 +132,7 @@ class DcpSink:
                 yield a.head
                 crc = crc32 = 0
                 if a.box is not None:
-                    t = tensors[self._number[a.name]]
-                    for box in stretches(a.box.shape, t.chunk, t.dtype.itemsize, limit):
-                        data = read(t, box.shifted(a.box.offset)).reshape(-1).view(np.uint8)
+                    for data in stretches(tensors[self._number[a.name]], a.box, limit):
                         crc, crc32 = crc32c(data, crc), zlib.crc32(data, crc32)
                         yield data
                 yield (tail := a.tail(crc32))

@@ -36,13 +36,9 @@ class BlockWriter:
     places: Mapping[Coord, tuple[str, int]]
 
     def raw_of(self, window: Box) -> RawWriter:
-        coord = _coord(self.grid, window)
+        coord = self.grid.shard_at(window)
         file, start = self.places[coord]
         return RawWriter(file, start, self.grid.shard_box(coord), self.itemsize)
-
-
-def _coord(grid: ChunkGrid, window: Box) -> Coord:
-    return tuple(o // s for o, s in zip(window.offset, grid.shard, strict=True))
 
 
 class PackFiles:
@@ -102,7 +98,7 @@ class PackFiles:
         for unit, (value,) in sums.items():
             item = self._items[unit.array]
             row = unit.box.offset, value, unit.box.size * item.dtype.itemsize
-            blocks.setdefault((unit.array, _coord(item.grid, unit.box)), []).append(row)
+            blocks.setdefault((unit.array, item.grid.shard_at(unit.box)), []).append(row)
 
         def of(task: Task) -> int:
             total = 0

@@ -10,22 +10,19 @@ import contextlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
-
-import numpy as np
 
 from ....arrays.core.blocks import Box
 from ....arrays.core.errors import CorruptCheckpoint
 from ...base.checksums import crc32c
 from ...format import dtypes, tensor_sums
 from ...format.chunk_grid import windows
-from ...format.hf_index import HF_INDEX
+from ...format.hf_index import HF_INDEX, index_text
 from ...readers import safetensors
 from ...stores import store
 from ...stores.atomic_directory import Folder
 from .raw_writer import RawWriter, begin, seal
-from .sink import Unit, UploadStream, by_array, clear, read, stretches, sums
+from .sink import Unit, UploadStream, by_array, clear, stretches, sums
 
 _MOST_SAID = 1 << 20  # bytes of attributes of all arrays, which each reader of a header unpacks
 
@@ -56,7 +53,6 @@ class HuggingFaceSink:
         groups: list[list[str]],
         documents: Mapping[str, bytes],
         metadata: Mapping[str, str],
-        format_: str = "pt",
         said: Mapping[str, str] | None = None,
     ) -> None:
         """``said``: what other writers said of arrays, and under "" of the group, see ``zarr_format``."""
@@ -67,7 +63,7 @@ class HuggingFaceSink:
         self.files = self.files if count > 1 else ["model.safetensors"]
         kinds = {name: dtypes.safetensors_name(t.dtype, f"key {name!r}") for name, t in named}
         rows = [[(n, kinds[n], tuple(named[self._number[n]][1].shape)) for n in group] for group in groups]
-        metadata = {**metadata, "format": format_}
+        metadata = {**metadata, "format": "pt"}
         self.heads, self.places = [], []
         self._at: dict[int, tuple[int, int]] = {}  # number of the file, and place, of each array
         self.said = dict(said or {})
@@ -133,9 +129,7 @@ class HuggingFaceSink:
             for name in self.places[number]:
                 value = 0
                 array = self._number[name]
-                shape, item = self.shapes[array], self.itemsizes[array]
-                for box in stretches(shape, tensors[array].chunk, item, limit):
-                    data = read(tensors[array], box).reshape(-1).view(np.uint8)
+                for data in stretches(tensors[array], Box.whole(self.shapes[array]), limit):
                     value = crc32c(data, value)
                     yield data
                 found.append(value)
@@ -164,12 +158,7 @@ class HuggingFaceSink:
         }
         sums |= {name: tensor_sums.text([crc32c(data)]) for name, data in self.documents.items()}
         about = {"total_parameters": sum(map(math.prod, self.shapes)), "total_size": self.total_size}
-        about |= {tensor_sums.KEY: {tensor_sums.INDEX: tensor_sums.text([0]), **sums}}
-        # Python writes indented JSON slowly, so the long map is joined line by line.
-        before, _, _ = json.dumps({"metadata": about, "weight_map": {}}, indent=2, sort_keys=True).rpartition("{")
-        lines = ",".join(f"\n    {quoted(n)}: {quoted(weight_map[n])}" for n in sorted(weight_map))
-        text = (before + "{" + lines + ("\n  " if lines else "") + "}\n}\n").encode()
-        text = tensor_sums.sealed(text, key=tensor_sums.INDEX)
+        text = index_text(about, weight_map, sums)
         for name, data in self.documents.items():
             folder.put(name, data)
         folder.settle()

@@ -42,12 +42,7 @@ class ZarrWriter:
     def chunks(self, window: Box) -> list[tuple[tuple[int, ...], tuple[int, ...], Box]]:
         """(shard, chunk in the shard, its box) of each chunk of a window."""
         grid = self.grid
-        per = grid.chunks_in_shard
-        out = []
-        for index in cells(window, grid.chunk):
-            coord = tuple(i // k for i, k in zip(index, per, strict=True))
-            out.append((coord, tuple(i % k for i, k in zip(index, per, strict=True)), grid.chunk_box(index)))
-        return out
+        return [(*grid.place_in_shard(index), grid.chunk_box(index)) for index in cells(window, grid.chunk)]
 
     def put(self, root: str, window: Box, tensor: Any) -> list[int]:
         stored = whole_of(tensor)
