@@ -28,7 +28,6 @@ TREE = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(serving, "_SMALL", 5000)  # both ways of sending are taken
-    monkeypatch.setattr(serving, "_PIECE", 30_000)
     monkeypatch.setattr(virtual_files, "_WINDOW", 10_000)
 
 
