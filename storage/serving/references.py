@@ -13,7 +13,7 @@ from ..format.chunk_grid import ChunkGrid, divisors, ravel, slashed_key
 from ..readers.raw_tensor import RawTensor
 from ..stores import store as stores
 from ..stores import url_options
-from .virtual_files import ChunkFile, raw
+from .virtual_files import raw, rows_in
 from .zarr_view import FILE, ZarrView, grid_node
 
 
@@ -61,7 +61,7 @@ class References:
         for folder, (tensor, grid) in self._tensors.items():
             nbytes = math.prod(grid.chunk) * tensor.dtype.itemsize
             for coord in grid.shards():
-                held = ChunkFile(tensor, grid.shard_box(coord), grid.chunk).stored(tensor)
+                held = rows_in(tensor, grid.shard_box(coord))
                 yield f"{folder}/{slashed_key(coord)}", held.path, held.start, nbytes
 
 

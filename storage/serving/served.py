@@ -17,8 +17,9 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE
 from ..loading.open import open_checkpoint
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.safetensors import build_header
+from ..rules.lazy_tensors import InMemoryTensor
 from ..stores import store as stores
-from .virtual_files import JoinedFile, TensorFile, TextFile, VirtualFile, file_of
+from .virtual_files import JoinedFile, TensorFile, VirtualFile, file_of, text_file
 from .zarr_view import ZarrView
 
 
@@ -37,7 +38,7 @@ def _virtual(ckpt: Checkpoint) -> VirtualFile:
     tensors = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
     rows = [(n, dtypes.safetensors_name(t.dtype, f"key {n!r}"), t.shape) for n, t in tensors.items()]
     head, place = build_header(rows, {"format": "pt"})
-    return JoinedFile([TextFile(head), *(TensorFile(tensors[n]) for n in place)])
+    return JoinedFile([text_file(head), *(TensorFile(tensors[n]) for n in place)])
 
 
 def safetensors_files(ckpt: Checkpoint) -> dict[str, VirtualFile]:
@@ -47,9 +48,9 @@ def safetensors_files(ckpt: Checkpoint) -> dict[str, VirtualFile]:
     files: dict[str, VirtualFile] = {**real} or {HF_SINGLE: _virtual(ckpt)}
     names = {n: by_path.get(getattr(a.tensor, "path", ""), HF_SINGLE) for n, a in ckpt.arrays.items()}
     index = {"metadata": {"total_size": ckpt.nbytes}, "weight_map": names}
-    files[HF_INDEX] = TextFile((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    files[HF_INDEX] = text_file((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     if isinstance(ckpt.documents, Documents):
-        files |= {name: TextFile(data) for name, data in ckpt.documents.every().items() if name not in files}
+        files |= {name: text_file(data) for name, data in ckpt.documents.every().items() if name not in files}
     return files
 
 
@@ -111,7 +112,7 @@ class ServedCheckpoint:
         with self._lock:
             held = self._held = self._held or _Generation(self._given)
         found = held.find(path)
-        if found is not None and (found.file is None or isinstance(found.file, TextFile)):
+        if found is not None and (found.file is None or isinstance(found.file.stored(0, 0), InMemoryTensor)):
             try:
                 held.ckpt.generation.check()
             except CheckpointReplaced:

@@ -30,13 +30,16 @@ from ..base.scratch import keep_freed
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
 from ..checkpoint.checkpoint import Checkpoint
+from ..readers.raw_tensor import RawTensor
+from ..readers.reading import opened
+from ..stores import store as stores
 from .served import Found, ServedCheckpoint
-from .virtual_files import FileRange, VirtualFile, read
+from .virtual_files import VirtualFile, read
 
 _SMALL = 256 << 10  # bytes of an answer that is sent with its headers
-_AHEAD = 2  # pieces of an answer that are made while those before them are sent
+_AHEAD = max(1, min(4, (os.cpu_count() or 1) - 1))  # pieces that are made while those before them are sent
 _PATIENCE = 120.0  # seconds that a client may take nothing
-Piece = FileRange | np.ndarray
+Piece = RawTensor | np.ndarray  # of bytes
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)\Z")
 
 
@@ -87,13 +90,13 @@ class Sender:
         try:
             with sock:
                 sock.settimeout(_PATIENCE)
-                at += len(first)
+                at += first.shape[0]
                 while True:
                     while at < stop and len(coming) < _AHEAD:
                         end = min(stop, file.cut(at))
                         coming.append(self._ahead.submit(_piece, file, at, end))
                         at = end
-                    if isinstance(first, FileRange):
+                    if isinstance(first, RawTensor):
                         _send_file(sock, first)
                     else:
                         sock.sendall(first)
@@ -120,21 +123,25 @@ class Sender:
 
 
 def _piece(file: VirtualFile, at: int, stop: int) -> Piece:
-    """Bytes to send; of a range of a file, what can fail has been done once."""
-    found = file.file_range(at, stop)
-    if found is None:
+    """Bytes to send; of those of a local file, what can fail has been done once."""
+    held = file.stored(at, stop)
+    if not isinstance(held, RawTensor) or stores.is_url(held.path):
         return read(file, at, stop)
-    with found.opened() as reader:
-        found.check(reader)
-    return found
+    with opened(held.path, "bytes that are served", held.generation) as reader:
+        held.check_length(reader)
+    return held
 
 
-def _send_file(sock: socket.socket, part: FileRange) -> None:
-    with part.opened() as reader, open(reader.fileno(), "rb", closefd=False) as file:  # type: ignore[attr-defined]
-        part.check(reader)
-        sock.sendfile(file, part.start, part.nbytes - 1)
-        last = os.pread(file.fileno(), 1, part.start + part.nbytes - 1)
-        part.check(reader)
+def _send_file(sock: socket.socket, held: RawTensor) -> None:
+    with (
+        opened(held.path, "bytes that are served", held.generation) as reader,
+        open(reader.fileno(), "rb", closefd=False) as file,  # type: ignore[attr-defined]
+    ):
+        held.check_length(reader)
+        end = held.start + held.stored_nbytes - 1
+        sock.sendfile(file, held.start, end - held.start)
+        last = os.pread(file.fileno(), 1, end)
+        held.check_length(reader)
         if len(last) != 1:
             raise OSError("it ends early")
         sock.sendall(last)
@@ -172,15 +179,16 @@ class FileHandler(Handler):
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
             return
-        if part is None or first is None:
-            self.finish()
+        if part is None or isinstance(first, bytes):
+            self.finish(first)
             return
         start, stop = part
-        if len(first) <= _SMALL and len(first) == stop - start:
-            self.finish(bytes(first))  # with the headers
-            return
-        if len(first) == stop - start:
-            await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
+        if isinstance(first, np.ndarray) and first.size == stop - start:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
+            except (OSError, TimeoutError):  # the client is gone, or takes nothing
+                self.request.connection.close()
             return
         self.set_header("Connection", "close")
         await self.flush()
@@ -200,7 +208,8 @@ class FileHandler(Handler):
             return found, None, None
         start, stop = part
         end = min(stop, found.file.cut(start))
-        return found, part, (read if end == stop else _piece)(found.file, start, end)
+        first = (read if end == stop else _piece)(found.file, start, end)
+        return found, part, first.tobytes() if stop - start <= _SMALL else first
 
     def _head(self, path: str, file: VirtualFile, etag: str) -> tuple[int, int] | None:
         """Set status and headers; gives the bytes of the body, or None where there is none."""

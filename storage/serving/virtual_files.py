@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,37 +18,15 @@ from ...arrays.core.blocks import Box
 from ..foreign.dcp import DcpTensor
 from ..format.chunk_grid import ravel
 from ..readers.raw_tensor import RawTensor
-from ..readers.reading import Job, opened, run
-from ..readers.tensor import StoredTensor, view
-from ..rules.lazy_tensors import leaves
-from ..stores import generations
-from ..stores import store as stores
-from ..stores.contract import Reader
+from ..readers.reading import Job, run
+from ..readers.tensor import StoredTensor, bytes_of, view
+from ..rules.lazy_tensors import InMemoryTensor, leaves
 from ..stores.generations import NONE, Generation
 
-_WINDOW = 8 << 20  # bytes of a piece
+LIMIT = 16 << 20  # bytes of a chunk; of a tensor that is read whole, with its checksum
+_WINDOW = 4 << 20  # bytes of a piece: those in flight are to stay in the caches
 _LARGEST = 64 << 20  # bytes of a piece of larger chunks, and of all windows that are kept
 _ALIGNED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """Bytes of a local file, of the generation that was opened."""
-
-    path: str
-    start: int
-    nbytes: int
-    generation: Generation
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def opened(self) -> opened:
-        return opened(self.path, "bytes that are served", self.generation)
-
-    def check(self, reader: Reader) -> None:
-        """Raise `CheckpointReplaced` where the file is another by now, or was written to."""
-        generations.refuse(self.path, self.generation.tags.get(self.path, ""), reader.tag)
 
 
 class VirtualFile(Protocol):
@@ -57,13 +35,13 @@ class VirtualFile(Protocol):
 
     @property
     def readers(self) -> int:
-        """How many threads may help to read a piece."""
+        """How many threads read a piece: of local files one, as others read the next pieces."""
 
     def cut(self, at: int) -> int:
         """Where a piece that begins at ``at`` ends best, so that no chunk is read for two pieces."""
 
-    def file_range(self, start: int, stop: int) -> FileRange | None:
-        """The place of bytes that lie in a local file as they are, and are compared with no checksum."""
+    def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
+        """The bytes where they are at hand without any others, and are compared with no checksum."""
 
     def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
         """Calls that together fill ``out`` with the bytes from ``start`` on."""
@@ -77,36 +55,13 @@ def read(file: VirtualFile, start: int, stop: int) -> np.ndarray:
     return out
 
 
-def _readers(tensor: StoredTensor) -> int:
-    """Threads that fetch objects of a store; of local files each piece has one thread."""
-    return tensor.readers if tensor.readers > 4 else 1
+def text_file(text: bytes) -> TensorFile:
+    return TensorFile(InMemoryTensor("", np.frombuffer(text, np.uint8)))
 
 
-@dataclass(frozen=True, slots=True)
-class TextFile:
-    text: bytes
-    readers: ClassVar[int] = 1
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.text)
-
-    def cut(self, at: int) -> int:
-        return self.nbytes
-
-    def file_range(self, start: int, stop: int) -> None:
-        return None
-
-    def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
-        yield lambda: _copy(out, np.frombuffer(self.text, np.uint8), start)
-
-
-def _copy(out: np.ndarray, data: np.ndarray, start: int) -> int:
-    out[...] = data[start : start + out.size]
-    return out.size
-
-
-# ----- tensors --------------------------------------------------------------------------------------------------------
+def file_of(path: str, nbytes: int, generation: Generation) -> TensorFile:
+    """A file of the checkpoint as it lies there."""
+    return TensorFile(RawTensor(path, path, (nbytes,), np.dtype(np.uint8), 0, nbytes, generation=generation))
 
 
 def raw(tensor: StoredTensor) -> RawTensor | None:
@@ -119,15 +74,10 @@ def bytes_in(held: RawTensor, start: int, nbytes: int) -> RawTensor:
     return replace(held, shape=(nbytes,), dtype=np.dtype(np.uint8), start=held.start + start, crc32c=None)
 
 
-def _range_of(held: RawTensor | None) -> FileRange | None:
-    if held is None or stores.is_url(held.path):
-        return None
-    return FileRange(held.path, held.start, held.stored_nbytes, held.generation)
-
-
-def file_of(path: str, nbytes: int, generation: Generation) -> TensorFile:
-    """A file of the checkpoint as it lies there."""
-    return TensorFile(RawTensor(path, path, (nbytes,), np.dtype(np.uint8), 0, nbytes, generation=generation))
+def rows_in(held: RawTensor, box: Box) -> RawTensor:
+    """The bytes of a box that is one run of a tensor that is `raw`."""
+    item = held.dtype.itemsize
+    return bytes_in(held, ravel(box.offset, held.shape) * item, box.size * item)
 
 
 def _whole(tensor: StoredTensor, box: Box, out: np.ndarray) -> Iterator[Job]:
@@ -149,7 +99,7 @@ class _Windows:
             found = self._held.get(key)
         if found is None:
             data = np.empty(box.size * tensor.dtype.itemsize, np.uint8)
-            run(_whole(tensor, box, data), _readers(tensor))
+            run(_whole(tensor, box, data), tensor.readers)
             found = tensor, data
         else:
             for leaf in leaves(tensor):
@@ -166,62 +116,6 @@ _windows = _Windows()
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkFile:
-    """A chunk of a Zarr array without a compressor: the elements of a box, and zeros up to the shape of a whole
-    chunk."""
-
-    tensor: StoredTensor
-    box: Box
-    chunk: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.chunk) * self.tensor.dtype.itemsize
-
-    @property
-    def readers(self) -> int:
-        return _readers(self.tensor)
-
-    def cut(self, at: int) -> int:
-        inside = self.box.size * self.tensor.dtype.itemsize
-        return self.nbytes if at >= inside or self._bytes(at, at) is None else min(at + _WINDOW, inside)
-
-    def _bytes(self, start: int, stop: int) -> RawTensor | None:
-        """The bytes as they lie in a file; None where they do not, or all of the tensor is compared with a checksum."""
-        held = raw(self.tensor)
-        if held is None or (held.summed and self.box.shape == held.shape):
-            return None
-        return bytes_in(self.stored(held), start, stop - start)
-
-    def file_range(self, start: int, stop: int) -> FileRange | None:
-        return _range_of(self._bytes(start, stop)) if stop <= self.box.size * self.tensor.dtype.itemsize else None
-
-    def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
-        t, inside = self.tensor, self.box.size * self.tensor.dtype.itemsize
-        if self.box.shape[1:] == self.chunk[1:]:  # all zeros come last
-            zeros = max(0, start + out.size - max(start, inside))
-            out[out.size - zeros :] = 0
-            out = out[: out.size - zeros]
-            if out.size == inside:
-                yield from _whole(t, self.box, out)
-            elif out.size and (part := self._bytes(start, start + out.size)) is not None:
-                yield from part.jobs(Box.whole(part.shape), out)
-            elif out.size:
-                yield lambda: _windows.part(t, self.box, start, out)
-        elif out.size == self.nbytes:
-            out[...] = 0
-            place = out.view(t.dtype).reshape(self.chunk)
-            yield from t.jobs(self.box, view(place, Box.whole(self.box.shape)))
-        else:
-            yield lambda: _copy(out, read(self, 0, self.nbytes), start)
-
-    def stored(self, held: RawTensor) -> RawTensor:
-        """The bytes of the box in the file of a tensor that is `raw`: chunks of those are runs of it."""
-        item = held.dtype.itemsize
-        return bytes_in(held, ravel(self.box.offset, held.shape) * item, self.box.size * item)
-
-
-@dataclass(frozen=True, slots=True)
 class TensorFile:
     """All elements of a tensor in row-major order."""
 
@@ -233,34 +127,30 @@ class TensorFile:
 
     @property
     def readers(self) -> int:
-        return _readers(self.tensor)
+        return self.tensor.readers if self.tensor.readers > 4 else 1
 
     def cut(self, at: int) -> int:
-        if raw(self.tensor) is not None:
-            return min(at + _WINDOW, self.nbytes)
-        if (found := self._part(at)) is not None:
-            return min(at + _WINDOW, found[0] + found[1].stored_nbytes)
+        first, held = self._run(at)
+        if held is not None:
+            whole = isinstance(held, RawTensor) and held.summed and self.nbytes <= LIMIT
+            return self.nbytes if whole else min(at + _WINDOW, first + math.prod(held.shape) * held.dtype.itemsize)
         first, box = self._window(at)
         return first + box.size * self.tensor.dtype.itemsize
 
-    def _part(self, at: int) -> tuple[int, RawTensor] | None:
-        """(the first byte of a part, the part) of a DCP tensor that has more than one piece: a whole one is read, and
-        compared with its checksum."""
+    def _run(self, at: int) -> tuple[int, RawTensor | InMemoryTensor | None]:
+        """(the first byte, the elements) of the run in a file or in memory in which a byte lies."""
         t = self.tensor
-        return t.raw_part(at) if isinstance(t, DcpTensor) and self.nbytes > _WINDOW else None
+        if isinstance(t, DcpTensor) and self.nbytes > _WINDOW:  # a small one is read whole, with its checksum
+            return t.raw_part(at) or (0, None)
+        return 0, t if isinstance(t, InMemoryTensor) else raw(t)
 
-    def _bytes(self, start: int, stop: int) -> RawTensor | None:
-        """The bytes as they lie in a file."""
-        if (held := raw(self.tensor)) is not None:
-            return bytes_in(held, start, stop - start)
-        first, part = self._part(start) or (0, None)
-        return (
-            None if part is None or stop > first + part.stored_nbytes else bytes_in(part, start - first, stop - start)
-        )
-
-    def file_range(self, start: int, stop: int) -> FileRange | None:
-        summed = getattr(self.tensor, "summed", False) and stop - start == self.nbytes
-        return None if summed else _range_of(self._bytes(start, stop))
+    def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
+        first, held = self._run(start)
+        if isinstance(held, InMemoryTensor):
+            return InMemoryTensor("", bytes_of(held.array)[start:stop])
+        if held is None or stop > first + held.stored_nbytes or (held.summed and stop - start == held.stored_nbytes):
+            return None
+        return bytes_in(held, start - first, stop - start)
 
     def _window(self, at: int) -> tuple[int, Box]:
         """(the first byte, the elements) of the window in which a byte lies."""
@@ -282,19 +172,53 @@ class TensorFile:
         t, stop = self.tensor, start + out.size
         if out.size == self.nbytes:
             yield from _whole(t, Box.whole(t.shape), out)
-        elif (held := self._bytes(start, stop)) is not None:
+            return
+        held, at = self.stored(start, stop), start
+        if held is not None:
             yield from held.jobs(Box.whole(held.shape), out)
-        else:
-            at = start
-            while at < stop:
-                first, box = self._window(at)
-                end = min(stop, first + box.size * t.dtype.itemsize)
-                part = out[at - start : end - start]
-                if part.size == box.size * t.dtype.itemsize:
-                    yield from _whole(t, box, part)
-                else:
-                    yield lambda box=box, at=at - first, part=part: _windows.part(t, box, at, part)
-                at = end
+            return
+        while at < stop:
+            first, box = self._window(at)
+            nbytes = box.size * t.dtype.itemsize
+            part = out[at - start : first + nbytes - start]
+            if part.size == nbytes:
+                yield from _whole(t, box, part)
+            else:
+                yield lambda box=box, at=at - first, part=part: _windows.part(t, box, at, part)
+            at = first + nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """A chunk of a Zarr array without a compressor: the elements of a box, and zeros up to the shape of a whole chunk.
+    It is read whole."""
+
+    tensor: StoredTensor
+    box: Box
+    chunk: tuple[int, ...]
+
+    nbytes = property(lambda self: math.prod(self.chunk) * self.tensor.dtype.itemsize)
+    readers = property(lambda self: TensorFile(self.tensor).readers)
+
+    def cut(self, at: int) -> int:
+        return self.nbytes
+
+    def stored(self, start: int, stop: int) -> None:
+        return None
+
+    def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
+        if out.size < self.nbytes:
+            yield lambda: _copy(out, read(self, 0, self.nbytes), start)
+            return
+        if self.box.shape != self.chunk:
+            out[...] = 0
+        place = out.view(self.tensor.dtype).reshape(self.chunk)
+        yield from self.tensor.jobs(self.box, view(place, Box.whole(self.box.shape)))
+
+
+def _copy(out: np.ndarray, data: np.ndarray, start: int) -> int:
+    out[...] = data[start : start + out.size]
+    return out.size
 
 
 def rows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
@@ -330,10 +254,10 @@ class JoinedFile:
             return end
         return max(end, self._ends[bisect_right(self._ends, at + _WINDOW) - 1])  # with all that fit in behind it
 
-    def file_range(self, start: int, stop: int) -> FileRange | None:
+    def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
         i = bisect_right(self._ends, start)
         begin = self._ends[i] - self._parts[i].nbytes
-        return self._parts[i].file_range(start - begin, stop - begin) if stop <= self._ends[i] else None
+        return self._parts[i].stored(start - begin, stop - begin) if stop <= self._ends[i] else None
 
     def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
         stop = start + out.size

@@ -27,7 +27,6 @@ TREE = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(serving, "_SMALL", 5000)  # both ways of sending are taken
     monkeypatch.setattr(virtual_files, "_WINDOW", 10_000)
 
 
