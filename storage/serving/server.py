@@ -179,14 +179,17 @@ class FileHandler(Handler):
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
             return
-        if part is None or isinstance(first, bytes):
-            self.finish(first)
+        if part is None or first is None:
+            self.finish()
             return
         start, stop = part
         if isinstance(first, np.ndarray) and first.size == stop - start:
             try:
                 async with asyncio.timeout(_PATIENCE):
-                    await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
+                    if first.size <= _SMALL:
+                        await self.finish(first.tobytes())
+                    else:
+                        await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
             except (OSError, TimeoutError):  # the client is gone, or takes nothing
                 self.request.connection.close()
             return
@@ -207,9 +210,8 @@ class FileHandler(Handler):
         if part is None or self.request.method == "HEAD":
             return found, None, None
         start, stop = part
-        end = min(stop, found.file.cut(start))
-        first = (read if end == stop else _piece)(found.file, start, end)
-        return found, part, first.tobytes() if stop - start <= _SMALL else first
+        end = stop if stop - start <= _SMALL else min(stop, found.file.cut(start))
+        return found, part, (read if end == stop else _piece)(found.file, start, end)
 
     def _head(self, path: str, file: VirtualFile, etag: str) -> tuple[int, int] | None:
         """Set status and headers; gives the bytes of the body, or None where there is none."""

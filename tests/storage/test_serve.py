@@ -27,6 +27,7 @@ TREE = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
+    monkeypatch.setattr(serving, "_SMALL", 5000)  # all ways of sending are taken
     monkeypatch.setattr(virtual_files, "_WINDOW", 10_000)
 
 
