@@ -112,7 +112,8 @@ class ServedCheckpoint:
         with self._lock:
             held = self._held = self._held or _Generation(self._given)
         found = held.find(path)
-        if found is not None and (found.file is None or isinstance(found.file.stored(0, 0), InMemoryTensor)):
+        text = isinstance(getattr(found and found.file, "tensor", None), InMemoryTensor)
+        if found is not None and (found.file is None or text):
             try:
                 held.ckpt.generation.check()
             except CheckpointReplaced:

@@ -70,39 +70,43 @@ def part_of(header: str | None, nbytes: int) -> tuple[int, int] | None:
 
 
 class Sender:
-    """Threads that send answers of several pieces, and those that make the next pieces meanwhile."""
+    """Threads that read and compute pieces of answers, and those that send answers of several pieces meanwhile."""
 
     def __init__(self) -> None:
         keep_freed()  # of the pieces that are made
-        self.pool = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")
-        self._ahead = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")
+        self.readers = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")
+        self.senders = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")  # these may wait for clients
         self._busy: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     def send(
-        self, sock: socket.socket, file: VirtualFile, at: int, stop: int, first: Piece, source: ServedCheckpoint
+        self,
+        sock: socket.socket,
+        file: VirtualFile,
+        at: int,
+        stop: int,
+        piece: RawTensor | np.ndarray,
+        source: ServedCheckpoint,
     ) -> None:
-        """Send the bytes up to ``stop``, of which ``first`` are those from ``at`` on, then close the connection; an
-        error ends it early."""
+        """Send a piece and the bytes from ``at`` to ``stop``, then close the connection; an error ends it early."""
         with self._lock:
             self._busy.add(sock)
         coming: deque[Future[Piece]] = deque()
         try:
             with sock:
                 sock.settimeout(_PATIENCE)
-                at += first.shape[0]
                 while True:
                     while at < stop and len(coming) < _AHEAD:
                         end = min(stop, file.cut(at))
-                        coming.append(self._ahead.submit(_piece, file, at, end))
+                        coming.append(self.readers.submit(_piece, file, at, end))
                         at = end
-                    if isinstance(first, RawTensor):
-                        _send_file(sock, first)
+                    if isinstance(piece, RawTensor):
+                        _send_file(sock, piece)
                     else:
-                        sock.sendall(first)
+                        sock.sendall(piece)
                     if not coming:
                         return
-                    first = coming.popleft().result()
+                    piece = coming.popleft().result()
         except CheckpointReplaced:
             source.forget()
         except (MeshtapeError, OSError, RuntimeError, CancelledError):  # the last two: the server is closed
@@ -118,27 +122,23 @@ class Sender:
             for sock in self._busy:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-        for pool in (self.pool, self._ahead):
+        for pool in (self.readers, self.senders):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _piece(file: VirtualFile, at: int, stop: int) -> Piece:
-    """Bytes to send; of those of a local file, what can fail has been done once."""
+    """Some bytes of a file, or where they lie in a local one."""
     held = file.stored(at, stop)
-    if not isinstance(held, RawTensor) or stores.is_url(held.path):
-        return read(file, at, stop)
-    with opened(held.path, "bytes that are served", held.generation) as reader:
-        held.check_length(reader)
-    return held
+    return held if isinstance(held, RawTensor) and not stores.is_url(held.path) else read(file, at, stop)
 
 
 def _send_file(sock: socket.socket, held: RawTensor) -> None:
+    end = held.start + held.stored_nbytes - 1
     with (
         opened(held.path, "bytes that are served", held.generation) as reader,
         open(reader.fileno(), "rb", closefd=False) as file,  # type: ignore[attr-defined]
     ):
         held.check_length(reader)
-        end = held.start + held.stored_nbytes - 1
         sock.sendfile(file, held.start, end - held.start)
         last = os.pread(file.fileno(), 1, end)
         held.check_length(reader)
@@ -168,7 +168,7 @@ class FileHandler(Handler):
         await self.get(path)
 
     async def get(self, path: str) -> None:
-        found, part, first = await self._guarded(lambda: self._begin(path))
+        found, at, stop, first = await self._guarded(lambda: self._begin(path))
         if found is None:
             raise web.HTTPError(404, reason="There is no such file")
         if found.file is None:
@@ -178,40 +178,31 @@ class FileHandler(Handler):
             links = "".join(f'<li><a href="{quote(n)}">{html.escape(n)}</a></li>' for n in found.names)
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
-            return
-        if part is None or first is None:
-            self.finish()
-            return
-        start, stop = part
-        if isinstance(first, np.ndarray) and first.size == stop - start:
+        elif first is None or (at == stop and first.size <= _SMALL):
+            self.finish(first if first is None else first.tobytes())
+        elif at == stop:
             try:
                 async with asyncio.timeout(_PATIENCE):
-                    if first.size <= _SMALL:
-                        await self.finish(first.tobytes())
-                    else:
-                        await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
+                    await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
             except (OSError, TimeoutError):  # the client is gone, or takes nothing
                 self.request.connection.close()
-            return
-        self.set_header("Connection", "close")
-        await self.flush()
-        stream = self.detach()
-        sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
-        stream.close()
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(self.sender.pool, self.sender.send, sock, found.file, start, stop, first, self.source)
+        else:
+            self.set_header("Connection", "close")
+            await self.flush()
+            stream = self.detach()
+            sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
+            stream.close()
+            self.sender.senders.submit(self.sender.send, sock, found.file, at, stop, first, self.source)
 
-    def _begin(self, path: str) -> tuple[Found | None, tuple[int, int] | None, Piece | None]:
-        """A file, the range of it that is asked for, and the first piece of that; sets the headers. In a thread."""
+    def _begin(self, path: str) -> tuple[Found | None, int, int, np.ndarray | None]:
+        """(what lies there, where the first piece ends, where all that is asked for, the piece); sets the headers."""
         found = self.source.find(path)
-        if found is None or found.file is None:
-            return found, None, None
-        part = self._head(path, found.file, found.etag)
+        part = None if found is None or found.file is None else self._head(path, found.file, found.etag)
         if part is None or self.request.method == "HEAD":
-            return found, None, None
+            return found, 0, 0, None
         start, stop = part
-        end = stop if stop - start <= _SMALL else min(stop, found.file.cut(start))
-        return found, part, (read if end == stop else _piece)(found.file, start, end)
+        at = stop if stop - start <= _SMALL else min(stop, found.file.cut(start))
+        return found, at, stop, read(found.file, start, at)
 
     def _head(self, path: str, file: VirtualFile, etag: str) -> tuple[int, int] | None:
         """Set status and headers; gives the bytes of the body, or None where there is none."""
@@ -244,7 +235,7 @@ class FileHandler(Handler):
     async def _guarded(self, work: Any) -> Any:
         """The result of work in a thread; the errors of a checkpoint as a status."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.sender.pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self.sender.readers, work)
         except CheckpointReplaced as e:
             self.source.forget()
             raise self._error(409, e) from None
