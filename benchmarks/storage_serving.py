@@ -4,7 +4,6 @@ of the same arrays."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -13,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import timing
-from storage_table import Bench
+from storage_table import Bench, measured
 
 from meshtape import storage
 
@@ -83,8 +82,11 @@ class Client:
         return nbytes
 
 
+Server = tuple[int, Callable[[], float]]
+
+
 @contextmanager
-def server(program: str, argument: str) -> Iterator[tuple[int, Callable[[], float]]]:
+def server(program: str, argument: str) -> Iterator[Server]:
     """(the port of a server in a process of its own, a call for its processor time so far)."""
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", program, argument], stdin=pipe, stdout=pipe, text=True)
@@ -122,8 +124,9 @@ def _requests(port: int, form: str) -> list[tuple[str, tuple[int, int] | None]]:
             continue
         chunk = node["chunk_grid"]["configuration"]["chunk_shape"]
         between = node["chunk_key_encoding"]["configuration"]["separator"]
-        for coord in np.ndindex(*(-(-n // c) for n, c in zip(node["shape"], chunk, strict=True))):
-            found.append((quote(f"/zarr/{name}/{between.join(['c', *map(str, coord)])}"), None))
+        counts = [-(-n // c) for n, c in zip(node["shape"], chunk, strict=True)]
+        keys = (between.join(["c", *map(str, coord)]) for coord in np.ndindex(*counts))
+        found += [(quote(f"/zarr/{name}/{key}"), None) for key in keys]
     return found
 
 
@@ -142,16 +145,24 @@ def fetch(port: int, requests: Sequence[tuple[str, tuple[int, int] | None]], con
         return sum(pool.map(one, dealt))
 
 
-def speed(port: int, spent: Callable[[], float], form: str, rounds: int, connections: int) -> tuple[float, float]:
-    """(bytes a second, processor seconds of the server for each GB), the best of some rounds."""
-    requests = _requests(port, form)
-    fastest, least = 0.0, float("inf")
+class Run(NamedTuple):
+    """The best of some rounds: bytes a second, and processor seconds of the server for each GB."""
+
+    rate: float
+    cost: float
+
+
+def speeds(servers: dict[str, Server], forms: dict[str, str], rounds: int, connections: int) -> dict[str, Run]:
+    """Each server in turns."""
+    asked = {name: _requests(port, forms[name]) for name, (port, _) in servers.items()}
+    best = {name: Run(0.0, float("inf")) for name in servers}
     for _ in range(rounds):
-        start, worked = time.perf_counter(), spent()
-        nbytes = fetch(port, requests, connections)
-        fastest = max(fastest, nbytes / (time.perf_counter() - start))
-        least = min(least, (spent() - worked) / nbytes * 1e9)
-    return fastest, least
+        for name, (port, spent) in servers.items():
+            start, worked = time.perf_counter(), spent()
+            nbytes = fetch(port, asked[name], connections)
+            rate, cost = nbytes / (time.perf_counter() - start), (spent() - worked) / nbytes * 1e9
+            best[name] = Run(max(best[name].rate, rate), min(best[name].cost, cost))
+    return best
 
 
 def _dcp(place: Path, tree: dict[str, np.ndarray]) -> None:
@@ -167,17 +178,21 @@ def _orbax(place: Path, tree: dict[str, np.ndarray]) -> None:
     ocp.PyTreeCheckpointer().save(place, tree)
 
 
-def parents(home: Path, tree: dict[str, np.ndarray]) -> Iterator[tuple[str, str]]:
-    """(kind, path) of checkpoints of the same arrays."""
+def parents(home: Path) -> Iterator[tuple[str, str]]:
+    """(kind, path) of checkpoints of the same values; two paths joined by ``+`` are those of a mean."""
+    block = np.random.default_rng(0).standard_normal((2048, 2048), np.float32)
+    tree = {f"layers.{i}.weight": np.roll(block, i, 0) for i in range(16)}
     rows = {n: a.reshape(-1, 256) for n, a in tree.items()}  # narrow matrices: their chunks are rows
     made: dict[str, Callable[[Path], object]] = {
-        "safetensors": lambda p: storage.save_safetensors(p / "a.safetensors", tree),
+        "safetensors": lambda p: storage.save_safetensors(p, tree),
         "ours, tiles": lambda p: storage.save(p, tree),
         "ours, rows": lambda p: storage.save(p, rows),
         "ours, dual": lambda p: storage.save(p, tree, layout="dual"),
         "ours, zstd": lambda p: storage.save(p, tree, compression="zstd"),
         "ours, weights": lambda p: storage.save(p, tree, compression="weights"),
-        "ours, packs": lambda p: storage.save(p, {f"{n}.{i}": b for n, a in tree.items() for i, b in enumerate(a)}),
+        "ours, packs": lambda p: storage.save(
+            p, {f"{n}.{i}": b for n, a in tree.items() for i, b in enumerate(a.reshape(-1, 16 << 10))}
+        ),
     }
     if timing.peer("torch") is not None:
         made["DCP"] = lambda p: _dcp(p, tree)
@@ -185,40 +200,33 @@ def parents(home: Path, tree: dict[str, np.ndarray]) -> Iterator[tuple[str, str]
         made["Orbax, OCDBT"] = lambda p: _orbax(p, tree)
     for name, make in made.items():
         place = home / "serving" / name.replace(", ", "-")
+        file = place / "a.safetensors" if name == "safetensors" else place
         if not place.exists():
-            place.parent.mkdir(exist_ok=True)
-            if name == "safetensors":
-                place.mkdir()
-            make(place)
-        yield name, str(place / "a.safetensors" if name == "safetensors" else place)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            make(file)
+        yield name, str(file)
     yield "mean of two", "+".join([str(home / "serving" / "ours-tiles")] * 2)
 
 
 def serving(bench: Bench, home: Path, tree: dict[str, np.ndarray]) -> None:
-    """Each kind of checkpoint in each form, by one and by two connections."""
-    size = sum(a.nbytes for a in tree.values())
-    for kind, path in parents(home, tree):
+    """Each kind of checkpoint in each form, by one and by two connections, beside a bare ``sendfile`` of a file as long
+    as the arrays and a load of the checkpoint in this process."""
+    bare = ""
+    for kind, path in parents(home):
+        bare = bare or path
         given = path.split("+")
-        local = min(_seconds(partial(storage.load, given[0])) for _ in range(bench.rounds)) if len(given) == 1 else 0.0
-        if len(given) > 1:
-            local = min(_seconds(lambda: storage.load(storage.virtual.mean(given))) for _ in range(bench.rounds))
-        if kind == "safetensors":
-            with server(_BARE, path) as (port, spent):
-                bare = {n: speed(port, spent, "bare", bench.rounds, n) for n in (1, 2)}
-            for n, (rate, cost) in bare.items():
-                bench.note(f"bare sendfile, {n} connections", f"{rate / 1e9:.2f} GB/s, {cost:.2f} s/GB")
-        with server(_OURS, path) as (port, spent):
+
+        def load(given: list[str] = given) -> Any:
+            return storage.load(given[0] if len(given) == 1 else storage.virtual.mean(given))
+
+        local = min((measured(load)[0] for _ in range(bench.rounds)), key=lambda spent: spent.seconds)
+        gb = sum(a.nbytes for a in load().values()) / 1e9
+        bench.note(f"{kind}, loaded", f"{gb / local.seconds:.2f} GB/s, {local.work / gb:.2f} s/GB")
+        with server(_BARE, bare) as plain, server(_OURS, path) as ours:
             for form in ("safetensors", "safetensors, ranges", "zarr"):
                 for n in (1, 2):
-                    rate, cost = speed(port, spent, form, bench.rounds, n)
-                    bench.note(
-                        f"{kind} as {form}, {n} connections",
-                        f"{rate / 1e9:.2f} GB/s, {cost:.2f} s/GB; {rate / bare[n][0]:.0%} of bare, "
-                        f"{rate * local / size:.0%} of local",
-                    )
-
-
-def _seconds(fn: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    fn()
-    return time.perf_counter() - start
+                    found = speeds({"bare": plain, "ours": ours}, {"bare": "bare", "ours": form}, bench.rounds, n)
+                    rate, cost = found["ours"]
+                    shares = f"{rate / found['bare'].rate:.0%} of bare, {rate / 1e9 * local.seconds / gb:.0%} of local"
+                    bench.note(f"{kind} as {form}, {n} at a time", f"{rate / 1e9:.2f} GB/s, {cost:.2f} s/GB, {shares}")
+        bench.note("bare sendfile meanwhile", f"{found['bare'].rate / 1e9:.2f} GB/s, {found['bare'].cost:.2f} s/GB")
