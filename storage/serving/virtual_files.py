@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
@@ -86,30 +87,35 @@ def _whole(tensor: StoredTensor, box: Box, out: np.ndarray) -> Iterator[Job]:
 
 
 class _Windows:
-    """The windows of which only a part was asked for: the next range is likely to ask for more of it."""
+    """The windows of which only a part was asked for: other ranges, at once or next, are likely to ask for the rest."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[tuple[int, Box], tuple[StoredTensor, np.ndarray]] = OrderedDict()
+        self._held: OrderedDict[tuple[int, Box], tuple[StoredTensor, Future[np.ndarray]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def part(self, tensor: StoredTensor, box: Box, start: int, out: np.ndarray) -> int:
         """Fill ``out`` with the bytes of a box from ``start`` on."""
         key = id(tensor), box  # as long as it is held, no other tensor has this number
         with self._lock:
-            found = self._held.get(key)
-        if found is None:
-            data = np.empty(box.size * tensor.dtype.itemsize, np.uint8)
-            run(_whole(tensor, box, data), tensor.readers)
-            found = tensor, data
-        else:
+            _, found = self._held.pop(key, (None, None))
+            mine, found = found is None, found or Future()
+            self._held[key] = tensor, found
+            sizes = [b.size * t.dtype.itemsize for (_, b), (t, _) in self._held.items()]
+            while len(self._held) > 1 and sum(sizes[-len(self._held) :]) > _LARGEST:
+                self._held.popitem(last=False)
+        if mine:
+            try:
+                data = np.empty(box.size * tensor.dtype.itemsize, np.uint8)
+                run(_whole(tensor, box, data), tensor.readers)
+                found.set_result(data)
+            except BaseException as e:
+                found.set_exception(e)
+                with self._lock:
+                    self._held.pop(key, None)
+        elif found.done():
             for leaf in leaves(tensor):
                 getattr(leaf, "generation", NONE).check()
-        with self._lock:
-            self._held[key] = found
-            self._held.move_to_end(key)
-            while len(self._held) > 1 and sum(data.size for _, data in self._held.values()) > _LARGEST:
-                self._held.popitem(last=False)
-        return _copy(out, found[1], start)
+        return _copy(out, found.result(), start)
 
 
 _windows = _Windows()

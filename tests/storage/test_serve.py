@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -360,6 +361,12 @@ def test_consecutive_ranges_unpack_a_chunk_once(tmp_path, monkeypatch):
         assert len(unpacked) == len(set(unpacked)) > 10
         unpacked.clear()
         got = [ask(url, Range=f"bytes={a}-{a + 99_999}")[2] for a in range(0, len(whole), 100_000)]
+        assert b"".join(got) == whole
+        assert len(unpacked) == len(set(unpacked))
+        virtual_files._windows.__init__()
+        unpacked.clear()
+        with ThreadPoolExecutor(6) as pool:  # at once, too
+            got = list(pool.map(lambda a: ask(url, Range=f"bytes={a}-{a + 99_999}")[2], range(0, len(whole), 100_000)))
         assert b"".join(got) == whole
         assert len(unpacked) == len(set(unpacked))
         mt.save(made, {"wide": LARGE["wide"] + 1}, overwrite=True, compression="zstd")
