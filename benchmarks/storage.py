@@ -28,6 +28,7 @@ PARTS = (
     "deltas",
     "forms",
     "blend",
+    "serving",
 )
 
 if __name__ == "__main__":
@@ -54,6 +55,7 @@ from pathlib import Path
 import storage_deltas
 import storage_forms
 import storage_models
+import storage_serving
 import storage_transforms
 import storage_whole
 from storage_table import Bench, arrays
@@ -74,6 +76,7 @@ ROWS = {
     "deltas": storage_deltas.deltas,
     "forms": storage_forms.forms,
     "blend": storage_forms.blending,
+    "serving": storage_serving.serving,
 }
 
 

@@ -10,6 +10,7 @@ chunk only place and length are checked.
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import zipfile
@@ -170,6 +171,20 @@ class DcpTensor:
         path = names.inside(self.root, chunk.file, self.root)
         with self.generation.guarded():
             return _place(self.root, chunk, self.name, self.dtype, self.generation.tags.get(path))
+
+    def raw_part(self, at: int) -> tuple[int, RawTensor] | None:
+        """(its first byte in the row-major order of the tensor, a run of bytes in a file) where byte ``at`` of that
+        order lies in a chunk of whole rows that is stored as it is."""
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        for c in self.chunks:
+            shape, first = c.box.shape, math.prod(c.box.offset[:1]) * row
+            if first <= at < first + c.box.size * self.dtype.itemsize and shape[1:] == self.shape[1:]:
+                place, path = self.place(c), names.inside(self.root, c.file, self.root)
+                steps = enumerate(zip(shape, place.strides, strict=True))
+                if not place.turns and all(n == 1 or s == math.prod(shape[i + 1 :]) for i, (n, s) in steps):
+                    form = path, self.name, shape, self.dtype, place.start, place.file_nbytes
+                    return first, RawTensor(*form, generation=self.generation)
+        return None
 
     def _damaged(self, path: str, chunk: DcpChunk) -> CorruptCheckpoint:
         return CorruptCheckpoint(

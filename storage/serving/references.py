@@ -13,7 +13,7 @@ from ..format.chunk_grid import ChunkGrid, divisors, ravel, slashed_key
 from ..readers.raw_tensor import RawTensor
 from ..stores import store as stores
 from ..stores import url_options
-from .virtual_files import ChunkFile, FileSpan, raw
+from .virtual_files import raw, rows_in
 from .zarr_view import FILE, ZarrView, grid_node
 
 
@@ -56,20 +56,20 @@ class References:
         said = {FILE: group, **{f"{folder}/{FILE}": n for folder, n in self.nodes.items()}}
         return {key: json.dumps(text) for key, text in said.items()}
 
-    def chunks(self) -> Iterator[tuple[str, FileSpan]]:
-        """(key, range) of each chunk; all chunks of an array have one length."""
+    def chunks(self) -> Iterator[tuple[str, str, int, int]]:
+        """(key, file, start, length) of each chunk; all chunks of an array have one length."""
         for folder, (tensor, grid) in self._tensors.items():
             nbytes = math.prod(grid.chunk) * tensor.dtype.itemsize
             for coord in grid.shards():
-                span = ChunkFile(tensor, grid.shard_box(coord), grid.chunk).stored(tensor)
-                yield f"{folder}/{slashed_key(coord)}", span._replace(nbytes=nbytes)
+                held = rows_in(tensor, grid.shard_box(coord))
+                yield f"{folder}/{slashed_key(coord)}", held.path, held.start, nbytes
 
 
 def kerchunk(view: ZarrView) -> dict[str, Any]:
     """Version 1 of kerchunk's references."""
     held = References(view)
     refs: dict[str, Any] = {**held.texts(held.group)}
-    refs.update((key, [_plain(span.path), span.start, span.nbytes]) for key, span in held.chunks())
+    refs.update((key, [_plain(path), start, nbytes]) for key, path, start, nbytes in held.chunks())
     return {"version": 1, "refs": refs}
 
 
@@ -100,8 +100,8 @@ def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
             await store.set(key, buffer.from_bytes(text.encode()))
 
     asyncio.run(write())
-    for key, span in held.chunks():
-        where = _plain(span.path)
+    for key, path, start, nbytes in held.chunks():
+        where = _plain(path)
         url = where if stores.is_url(where) else f"file://{where}"
-        store.set_virtual_ref(key, url, offset=span.start, length=span.nbytes, validate_container=True)
+        store.set_virtual_ref(key, url, offset=start, length=nbytes, validate_container=True)
     return str(session.commit(message))

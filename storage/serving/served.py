@@ -17,22 +17,20 @@ from ..format.hf_index import HF_INDEX, HF_SINGLE
 from ..loading.open import open_checkpoint
 from ..readers.raw_tensor import PackedTensor, RawTensor
 from ..readers.safetensors import build_header
+from ..rules.lazy_tensors import InMemoryTensor
 from ..stores import store as stores
-from .virtual_files import JoinedFile, RealFile, TensorFile, TextFile, VirtualFile
+from .virtual_files import JoinedFile, TensorFile, VirtualFile, file_of, text_file
 from .zarr_view import ZarrView
 
 
-def _real(ckpt: Checkpoint) -> dict[str, VirtualFile] | None:
-    """The very files of a safetensors file or a Hugging Face directory; None for all others, and for a part of one."""
-    tensors = [a.tensor for a in ckpt.arrays.values()]
-    if ckpt.kind not in ("safetensors", "Hugging Face") or not tensors or not ckpt.whole:
-        return None
-    held = {t.path: t.file_nbytes for t in tensors if isinstance(t, RawTensor)}
-    if ckpt.kind == "safetensors":
-        ((path, nbytes),) = held.items()
-        return {HF_SINGLE: RealFile(path, nbytes, ckpt.generation.of(path))}
+def _real(ckpt: Checkpoint) -> dict[str, TensorFile]:
+    """The very files of a safetensors file or a Hugging Face directory; none of all others, and of a part of one."""
+    if ckpt.kind not in ("safetensors", "Hugging Face") or not ckpt.whole:
+        return {}
+    held = {t.path: t.file_nbytes for a in ckpt.arrays.values() if isinstance(t := a.tensor, RawTensor)}
     start = len(stores.join(ckpt.path, ""))
-    return {path[start:].lstrip("/"): RealFile(path, n, ckpt.generation.of(path)) for path, n in held.items()}
+    by_name = {HF_SINGLE if ckpt.kind == "safetensors" else path[start:].lstrip("/"): path for path in held}
+    return {name: file_of(path, held[path], ckpt.generation.of(path)) for name, path in by_name.items()}
 
 
 def _virtual(ckpt: Checkpoint) -> VirtualFile:
@@ -40,18 +38,19 @@ def _virtual(ckpt: Checkpoint) -> VirtualFile:
     tensors = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
     rows = [(n, dtypes.safetensors_name(t.dtype, f"key {n!r}"), t.shape) for n, t in tensors.items()]
     head, place = build_header(rows, {"format": "pt"})
-    return JoinedFile([TextFile(head), *(TensorFile(tensors[n]) for n in place)])
+    return JoinedFile([text_file(head), *(TensorFile(tensors[n]) for n in place)])
 
 
 def safetensors_files(ckpt: Checkpoint) -> dict[str, VirtualFile]:
     """The files by name: weights, their index, and the documents beside them."""
-    files = _real(ckpt) or {HF_SINGLE: _virtual(ckpt)}
-    by_path = {f.path: name for name, f in files.items() if isinstance(f, RealFile)}
+    real = _real(ckpt)
+    by_path = {file.tensor.name: name for name, file in real.items()}
+    files: dict[str, VirtualFile] = {**real} or {HF_SINGLE: _virtual(ckpt)}
     names = {n: by_path.get(getattr(a.tensor, "path", ""), HF_SINGLE) for n, a in ckpt.arrays.items()}
     index = {"metadata": {"total_size": ckpt.nbytes}, "weight_map": names}
-    files[HF_INDEX] = TextFile((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    files[HF_INDEX] = text_file((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     if isinstance(ckpt.documents, Documents):
-        files |= {name: TextFile(data) for name, data in ckpt.documents.every().items() if name not in files}
+        files |= {name: text_file(data) for name, data in ckpt.documents.every().items() if name not in files}
     return files
 
 
@@ -113,7 +112,8 @@ class ServedCheckpoint:
         with self._lock:
             held = self._held = self._held or _Generation(self._given)
         found = held.find(path)
-        if found is not None and (found.file is None or isinstance(found.file, TextFile)):
+        text = isinstance(getattr(found and found.file, "tensor", None), InMemoryTensor)
+        if found is not None and (found.file is None or text):
             try:
                 held.ckpt.generation.check()
             except CheckpointReplaced:

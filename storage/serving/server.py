@@ -1,9 +1,10 @@
 """The server of a checkpoint as ranges over HTTP: for ``meshtape serve``, and in a thread of its own for `serve`.
 
 Access is as in the browser: loopback, or a token, here the first part of every path (or ``Authorization: Bearer``), as
-readers of ranges keep no cookies. Small answers go through Tornado. Longer ones are sent by a thread with blocking
-calls, files by ``sendfile``, each piece checked before its last byte goes out; where a check fails then, the connection
-ends early, which every client notices by the length it was told.
+readers of ranges keep no cookies. An answer of one piece goes through Tornado. A longer one is sent by a thread with
+blocking calls: ranges of files by ``sendfile``, each checked before its last byte goes out, and pieces that are read or
+computed ahead. Where a check fails then, the connection ends early, which every client notices by the length it was
+told.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 from tornado import web
 
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint
@@ -28,15 +30,16 @@ from ..base.scratch import keep_freed
 from ..browse.server.app import Server
 from ..browse.server.handlers import Handler
 from ..checkpoint.checkpoint import Checkpoint
+from ..readers.raw_tensor import RawTensor
 from ..readers.reading import opened
-from ..stores import generations
 from ..stores import store as stores
 from .served import Found, ServedCheckpoint
-from .virtual_files import FileSpan, Span, VirtualFile, read
+from .virtual_files import VirtualFile, read
 
-_SMALL = 256 << 10  # bytes of an answer that Tornado sends
+_SMALL = 256 << 10  # bytes of an answer that is sent with its headers
+_AHEAD = max(1, min(4, (os.cpu_count() or 1) - 1))  # pieces that are made while those before them are sent
 _PATIENCE = 120.0  # seconds that a client may take nothing
-_PIECE = 64 << 20  # bytes of a file between two looks at its version
+Piece = RawTensor | np.ndarray  # of bytes
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)\Z")
 
 
@@ -67,65 +70,81 @@ def part_of(header: str | None, nbytes: int) -> tuple[int, int] | None:
 
 
 class Sender:
-    """Threads that send long answers."""
+    """Threads that read and compute pieces of answers, and those that send answers of several pieces meanwhile."""
 
     def __init__(self) -> None:
-        keep_freed()  # of the windows that are computed
-        self.pool = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")
-        self._ahead = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")  # one span each that is sent
+        keep_freed()  # of the pieces that are made
+        self.readers = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")
+        self.senders = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")  # these may wait for clients
         self._busy: set[socket.socket] = set()
         self._lock = threading.Lock()
 
-    def send(self, sock: socket.socket, spans: Iterator[Span], first: Span, source: ServedCheckpoint) -> None:
-        """Send all spans, then close the connection; an error ends it early."""
+    def send(
+        self,
+        sock: socket.socket,
+        file: VirtualFile,
+        at: int,
+        stop: int,
+        piece: RawTensor | np.ndarray,
+        source: ServedCheckpoint,
+    ) -> None:
+        """Send a piece and the bytes from ``at`` to ``stop``, then close the connection; an error ends it early."""
         with self._lock:
             self._busy.add(sock)
+        coming: deque[Future[Piece]] = deque()
         try:
             with sock:
                 sock.settimeout(_PATIENCE)
-                span: Span | None = first
-                while span is not None:
-                    coming = self._ahead.submit(next, spans, None)
-                    if isinstance(span, FileSpan):
-                        self._send_file(sock, span)
+                while True:
+                    while at < stop and len(coming) < _AHEAD:
+                        end = min(stop, file.cut(at))
+                        coming.append(self.readers.submit(_piece, file, at, end))
+                        at = end
+                    if isinstance(piece, RawTensor):
+                        _send_file(sock, piece)
                     else:
-                        sock.sendall(span)
-                    span = coming.result()
+                        sock.sendall(piece)
+                    if not coming:
+                        return
+                    piece = coming.popleft().result()
         except CheckpointReplaced:
             source.forget()
         except (MeshtapeError, OSError, RuntimeError, CancelledError):  # the last two: the server is closed
             pass  # the client sees an answer that is too short
         finally:
+            for each in coming:
+                each.cancel()
             with self._lock:
                 self._busy.discard(sock)
-
-    def _send_file(self, sock: socket.socket, span: FileSpan) -> None:
-        for at in range(0, span.nbytes, _PIECE):
-            n = min(_PIECE, span.nbytes - at)
-            piece = span._replace(start=span.start + at, nbytes=n)
-            if stores.is_url(span.path):
-                sock.sendall(piece.read())
-                continue
-            with (
-                opened(span.path, "bytes that are served", span.generation) as reader,
-                open(reader.fileno(), "rb", closefd=False) as file,
-            ):  # type: ignore[attr-defined]
-                then = span.generation.tags.get(span.path, "")
-                generations.refuse(span.path, then, reader.tag)
-                sock.sendfile(file, piece.start, n - 1)
-                last = os.pread(file.fileno(), 1, piece.start + n - 1)
-                generations.refuse(span.path, then, reader.tag)
-                if len(last) != 1:
-                    raise OSError("it ends early")
-                sock.sendall(last)
 
     def close(self) -> None:
         with self._lock:
             for sock in self._busy:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-        for pool in (self.pool, self._ahead):
+        for pool in (self.readers, self.senders):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _piece(file: VirtualFile, at: int, stop: int) -> Piece:
+    """Some bytes of a file, or where they lie in a local one."""
+    held = file.stored(at, stop)
+    return held if isinstance(held, RawTensor) and not stores.is_url(held.path) else read(file, at, stop)
+
+
+def _send_file(sock: socket.socket, held: RawTensor) -> None:
+    end = held.start + held.stored_nbytes - 1
+    with (
+        opened(held.path, "bytes that are served", held.generation) as reader,
+        open(reader.fileno(), "rb", closefd=False) as file,  # type: ignore[attr-defined]
+    ):
+        held.check_length(reader)
+        sock.sendfile(file, held.start, end - held.start)
+        last = os.pread(file.fileno(), 1, end)
+        held.check_length(reader)
+        if len(last) != 1:
+            raise OSError("it ends early")
+        sock.sendall(last)
 
 
 class FileHandler(Handler):
@@ -149,8 +168,7 @@ class FileHandler(Handler):
         await self.get(path)
 
     async def get(self, path: str) -> None:
-        loop = asyncio.get_running_loop()
-        found: Found | None = await self._guarded(lambda: self.source.find(path))
+        found, at, stop, first = await self._guarded(lambda: self._begin(path))
         if found is None:
             raise web.HTTPError(404, reason="There is no such file")
         if found.file is None:
@@ -160,24 +178,31 @@ class FileHandler(Handler):
             links = "".join(f'<li><a href="{quote(n)}">{html.escape(n)}</a></li>' for n in found.names)
             self.set_header("Content-Type", "text/html; charset=utf-8")
             self.finish(f"<!doctype html><title>{html.escape(path or '/')}</title><ul>{links}</ul>")
-            return
-        part = self._head(path, found.file, found.etag)
+        elif first is None or (at == stop and first.size <= _SMALL):
+            self.finish(first if first is None else first.tobytes())
+        elif at == stop:
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    await asyncio.gather(self.flush(), self.request.connection.write(memoryview(first)))
+            except (OSError, TimeoutError):  # the client is gone, or takes nothing
+                self.request.connection.close()
+        else:
+            self.set_header("Connection", "close")
+            await self.flush()
+            stream = self.detach()
+            sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
+            stream.close()
+            self.sender.senders.submit(self.sender.send, sock, found.file, at, stop, first, self.source)
+
+    def _begin(self, path: str) -> tuple[Found | None, int, int, np.ndarray | None]:
+        """(what lies there, where the first piece ends, where all that is asked for, the piece); sets the headers."""
+        found = self.source.find(path)
+        part = None if found is None or found.file is None else self._head(path, found.file, found.etag)
         if part is None or self.request.method == "HEAD":
-            self.finish()
-            return
+            return found, 0, 0, None
         start, stop = part
-        if stop - start <= _SMALL:
-            data = await self._guarded(lambda: read(found.file, start, stop).tobytes())  # type: ignore[arg-type]
-            self.finish(data)
-            return
-        spans = found.file.spans(start, stop)
-        first = await self._guarded(lambda: _ready(next(spans)))
-        self.set_header("Connection", "close")
-        await self.flush()
-        stream = self.detach()
-        sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
-        stream.close()
-        loop.run_in_executor(self.sender.pool, self.sender.send, sock, spans, first, self.source)
+        at = stop if stop - start <= _SMALL else min(stop, found.file.cut(start))
+        return found, at, stop, read(found.file, start, at)
 
     def _head(self, path: str, file: VirtualFile, etag: str) -> tuple[int, int] | None:
         """Set status and headers; gives the bytes of the body, or None where there is none."""
@@ -210,7 +235,7 @@ class FileHandler(Handler):
     async def _guarded(self, work: Any) -> Any:
         """The result of work in a thread; the errors of a checkpoint as a status."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.access.pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self.sender.readers, work)
         except CheckpointReplaced as e:
             self.source.forget()
             raise self._error(409, e) from None
@@ -228,14 +253,6 @@ class FileHandler(Handler):
             self.clear_header(name)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(getattr(self, "_said", self._reason) + "\n")
-
-
-def _ready(span: Span) -> Span:
-    """A span of which what can fail has been done."""
-    if isinstance(span, FileSpan):
-        with opened(span.path, "bytes that are served", span.generation) as reader:
-            generations.refuse(span.path, span.generation.tags.get(span.path, ""), reader.tag)
-    return span
 
 
 class CheckpointServer(Server):

@@ -41,7 +41,7 @@ def as_zarr(path: str | os.PathLike[str] | Checkpoint, *, verify: bool = True) -
     CheckpointError
         As `open_checkpoint`. Reads raise `CheckpointReplaced` where a file was replaced, and `CorruptCheckpoint` where
         a checksum does not fit. The checksum of a tensor in safetensors is that of all of it: it is compared where one
-        chunk holds the tensor.
+        chunk holds the tensor and is read whole.
 
     Examples
     --------

@@ -1,85 +1,68 @@
-"""Files that exist only while they are read: texts, ranges of real files, and elements that are computed for the bytes
-that are asked for."""
+"""Files that exist only while they are read: texts, and the elements of tensors, of which those are read or computed
+that the bytes in question hold."""
 
 from __future__ import annotations
 
 import math
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ...arrays.core.blocks import Box
-from ...arrays.core.errors import CorruptCheckpoint
-from ..format import dtypes
-from ..format.chunk_grid import ravel, windows
+from ..foreign.dcp import DcpTensor
+from ..format.chunk_grid import ravel
 from ..readers.raw_tensor import RawTensor
-from ..readers.reading import opened
-from ..readers.tensor import StoredTensor, bytes_of, read_box
-from ..stores import generations
-from ..stores.generations import Generation
+from ..readers.reading import Job, run
+from ..readers.tensor import StoredTensor, bytes_of, view
+from ..rules.lazy_tensors import InMemoryTensor, leaves
+from ..stores.generations import NONE, Generation
 
-_WINDOW = 8 << 20  # bytes that are computed at a time
-
-
-class FileSpan(NamedTuple):
-    """Bytes of a real file, of the generation that was opened."""
-
-    path: str
-    start: int
-    nbytes: int
-    generation: Generation
-
-    def read(self) -> np.ndarray:
-        out = np.empty(self.nbytes, np.uint8)
-        with opened(self.path, "bytes that are shown in another format", self.generation) as reader:
-            done = reader.readv([out], self.start)
-            generations.refuse(self.path, self.generation.tags.get(self.path, ""), reader.tag)
-            if done != self.nbytes:
-                raise CorruptCheckpoint(f"{self.path} ends early; it changed while it was read")
-        return out
-
-
-Span = FileSpan | np.ndarray
+LIMIT = 16 << 20  # bytes of a chunk; of a tensor that is read whole, with its checksum
+_WINDOW = 4 << 20  # bytes of a piece: those in flight are to stay in the caches
+_LARGEST = 64 << 20  # bytes of a piece of larger chunks, and of all windows that are kept
+_ALIGNED = 16
 
 
 class VirtualFile(Protocol):
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """The bytes from ``start`` to ``stop`` (which lie in the file), in order."""
+    @property
+    def readers(self) -> int:
+        """How many threads read a piece: of local files one, as others read the next pieces."""
+
+    def cut(self, at: int) -> int:
+        """Where a piece that begins at ``at`` ends best, so that no chunk is read for two pieces."""
+
+    def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
+        """The bytes where they are at hand without any others, and are compared with no checksum."""
+
+    def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
+        """Calls that together fill ``out`` with the bytes from ``start`` on."""
 
 
 def read(file: VirtualFile, start: int, stop: int) -> np.ndarray:
     """Some bytes of a virtual file in memory."""
-    parts = [s.read() if isinstance(s, FileSpan) else s for s in file.spans(start, stop)]
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+    # Aligned as if the file began at a multiple of the size of each element.
+    out = np.empty(stop - start + _ALIGNED, np.uint8)[start % _ALIGNED :][: stop - start]
+    run(file.jobs(start, out), file.readers)
+    return out
 
 
-@dataclass(frozen=True, slots=True)
-class TextFile:
-    text: bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.text)
-
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        yield np.frombuffer(self.text, np.uint8)[start:stop]
+def text_file(text: bytes) -> TensorFile:
+    return TensorFile(InMemoryTensor("", np.frombuffer(text, np.uint8)))
 
 
-@dataclass(frozen=True, slots=True)
-class RealFile:
+def file_of(path: str, nbytes: int, generation: Generation) -> TensorFile:
     """A file of the checkpoint as it lies there."""
-
-    path: str
-    nbytes: int
-    generation: Generation
-
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        yield FileSpan(self.path, start, stop - start, self.generation)
+    return TensorFile(RawTensor(path, path, (nbytes,), np.dtype(np.uint8), 0, nbytes, generation=generation))
 
 
 def raw(tensor: StoredTensor) -> RawTensor | None:
@@ -87,44 +70,55 @@ def raw(tensor: StoredTensor) -> RawTensor | None:
     return tensor if isinstance(tensor, RawTensor) and tensor.strides is None else None
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkFile:
-    """A chunk of a Zarr array without a compressor: the elements of a box, and zeros up to the shape of a whole
-    chunk."""
+def bytes_in(held: RawTensor, start: int, nbytes: int) -> RawTensor:
+    """Bytes of a tensor that is `raw`, which are compared with no checksum."""
+    return replace(held, shape=(nbytes,), dtype=np.dtype(np.uint8), start=held.start + start, crc32c=None)
 
-    tensor: StoredTensor
-    box: Box
-    chunk: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.chunk) * self.tensor.dtype.itemsize
+def rows_in(held: RawTensor, box: Box) -> RawTensor:
+    """The bytes of a box that is one run of a tensor that is `raw`."""
+    item = held.dtype.itemsize
+    return bytes_in(held, ravel(box.offset, held.shape) * item, box.size * item)
 
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        t = self.tensor
-        held = raw(t)
-        if held is None or (
-            held.summed and self.box.shape == t.shape
-        ):  # such a tensor is read whole, with its checksum
-            data = read_box(t, self.box)[0]
-            if self.box.shape != self.chunk:
-                full = np.zeros(self.chunk, t.dtype)
-                full.view(dtypes.bits(t.dtype))[(*map(slice, self.box.shape), ...)] = data.view(dtypes.bits(t.dtype))
-                data = full
-            yield bytes_of(data)[start:stop]
-            return
-        span = self.stored(held)
-        end = min(stop, span.nbytes)
-        if start < end:
-            yield span._replace(start=span.start + start, nbytes=end - start)
-        if (zeros := stop - max(start, end)) > 0:
-            yield np.zeros(zeros, np.uint8)
 
-    def stored(self, held: RawTensor) -> FileSpan:
-        """The bytes of the box in the file of a tensor that is `raw`: chunks of those are runs of it."""
-        item = held.dtype.itemsize
-        start = held.start + ravel(self.box.offset, held.shape) * item
-        return FileSpan(held.path, start, self.box.size * item, held.generation)
+def _whole(tensor: StoredTensor, box: Box, out: np.ndarray) -> Iterator[Job]:
+    """Calls that fill bytes with the elements of a box."""
+    yield from tensor.jobs(box, out.view(tensor.dtype).reshape(box.shape))
+
+
+class _Windows:
+    """The windows of which only a part was asked for: other ranges, at once or next, are likely to ask for the rest."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[tuple[int, Box], tuple[StoredTensor, Future[np.ndarray]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def part(self, tensor: StoredTensor, box: Box, start: int, out: np.ndarray) -> int:
+        """Fill ``out`` with the bytes of a box from ``start`` on."""
+        key = id(tensor), box  # as long as it is held, no other tensor has this number
+        with self._lock:
+            _, found = self._held.pop(key, (None, None))
+            mine, found = found is None, found or Future()
+            self._held[key] = tensor, found
+            sizes = [b.size * t.dtype.itemsize for (_, b), (t, _) in self._held.items()]
+            while len(self._held) > 1 and sum(sizes[-len(self._held) :]) > _LARGEST:
+                self._held.popitem(last=False)
+        if mine:
+            try:
+                data = np.empty(box.size * tensor.dtype.itemsize, np.uint8)
+                run(_whole(tensor, box, data), tensor.readers)
+                found.set_result(data)
+            except BaseException as e:
+                found.set_exception(e)
+                with self._lock:
+                    self._held.pop(key, None)
+        elif found.done():
+            for leaf in leaves(tensor):
+                getattr(leaf, "generation", NONE).check()
+        return _copy(out, found.result(), start)
+
+
+_windows = _Windows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +131,100 @@ class TensorFile:
     def nbytes(self) -> int:
         return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize
 
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        t, item = self.tensor, self.tensor.dtype.itemsize
-        if (held := raw(t)) is not None:
-            yield FileSpan(held.path, held.start + start, stop - start, held.generation)
+    @property
+    def readers(self) -> int:
+        return self.tensor.readers if self.tensor.readers > 4 else 1
+
+    def cut(self, at: int) -> int:
+        first, held = self._run(at)
+        if held is not None:
+            whole = isinstance(held, RawTensor) and held.summed and self.nbytes <= LIMIT
+            return self.nbytes if whole else min(at + _WINDOW, first + math.prod(held.shape) * held.dtype.itemsize)
+        first, box = self._window(at)
+        return first + box.size * self.tensor.dtype.itemsize
+
+    def _run(self, at: int) -> tuple[int, RawTensor | InMemoryTensor | None]:
+        """(the first byte, the elements) of the run in a file or in memory in which a byte lies."""
+        t = self.tensor
+        if isinstance(t, DcpTensor) and self.nbytes > _WINDOW:  # a small one is read whole, with its checksum
+            return t.raw_part(at) or (0, None)
+        return 0, t if isinstance(t, InMemoryTensor) else raw(t)
+
+    def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
+        first, held = self._run(start)
+        if isinstance(held, InMemoryTensor):
+            return InMemoryTensor("", bytes_of(held.array)[start:stop])
+        if held is None or stop > first + held.stored_nbytes or (held.summed and stop - start == held.stored_nbytes):
+            return None
+        return bytes_in(held, start - first, stop - start)
+
+    def _window(self, at: int) -> tuple[int, Box]:
+        """(the first byte, the elements) of the window in which a byte lies."""
+        shape, chunk, item = self.tensor.shape, self.tensor.chunk, self.tensor.dtype.itemsize
+        cut = next((i for i, n in enumerate(chunk) if n > 1), 0)
+        band = math.prod(chunk[cut : cut + 1]) * math.prod(shape[cut + 1 :]) * item  # whole chunks, in one run
+        size = rows(shape, chunk, item, max(_WINDOW, min(_LARGEST, band)))
+        if size == shape:
+            return 0, Box.whole(shape)
+        axis = max(i for i, n in enumerate(size) if n < shape[i])
+        unit = math.prod(shape[axis + 1 :]) * item
+        outer, at = divmod(at // unit, shape[axis])
+        at -= at % size[axis]
+        start = (*map(int, np.unravel_index(outer, shape[:axis])), at, *(0,) * (len(shape) - axis - 1))
+        length = min(size[axis], shape[axis] - at)
+        return (outer * shape[axis] + at) * unit, Box(start, (*size[:axis], length, *size[axis + 1 :]))
+
+    def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
+        t, stop = self.tensor, start + out.size
+        if out.size == self.nbytes:
+            yield from _whole(t, Box.whole(t.shape), out)
             return
-        at = 0
-        for box in windows(t.shape, rows(t.shape, t.chunk, item, _WINDOW), item, _WINDOW):
-            end = at + box.size * item
-            if at < stop and end > start:
-                yield bytes_of(read_box(t, box)[0])[max(start - at, 0) : stop - at]
-            at = end
+        held, at = self.stored(start, stop), start
+        if held is not None:
+            yield from held.jobs(Box.whole(held.shape), out)
+            return
+        while at < stop:
+            first, box = self._window(at)
+            nbytes = box.size * t.dtype.itemsize
+            part = out[at - start : first + nbytes - start]
+            if part.size == nbytes:
+                yield from _whole(t, box, part)
+            else:
+                yield lambda box=box, at=at - first, part=part: _windows.part(t, box, at, part)
+            at = first + nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """A chunk of a Zarr array without a compressor: the elements of a box, and zeros up to the shape of a whole chunk.
+    It is read whole."""
+
+    tensor: StoredTensor
+    box: Box
+    chunk: tuple[int, ...]
+
+    nbytes = property(lambda self: math.prod(self.chunk) * self.tensor.dtype.itemsize)
+    readers = property(lambda self: TensorFile(self.tensor).readers)
+
+    def cut(self, at: int) -> int:
+        return self.nbytes
+
+    def stored(self, start: int, stop: int) -> None:
+        return None
+
+    def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
+        if out.size < self.nbytes:
+            yield lambda: _copy(out, read(self, 0, self.nbytes), start)
+            return
+        if self.box.shape != self.chunk:
+            out[...] = 0
+        place = out.view(self.tensor.dtype).reshape(self.chunk)
+        yield from self.tensor.jobs(self.box, view(place, Box.whole(self.box.shape)))
+
+
+def _copy(out: np.ndarray, data: np.ndarray, start: int) -> int:
+    out[...] = data[start : start + out.size]
+    return out.size
 
 
 def rows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit: int) -> tuple[int, ...]:
@@ -173,9 +250,27 @@ class JoinedFile:
         self._parts = parts
         self._ends = list(accumulate(p.nbytes for p in parts))
         self.nbytes = self._ends[-1] if parts else 0
+        self.readers = max((p.readers for p in parts), default=1)
 
-    def spans(self, start: int, stop: int) -> Iterator[Span]:
-        for part, end in zip(self._parts, self._ends, strict=True):
-            at = end - part.nbytes
-            if part.nbytes and at < stop and end > start:
-                yield from part.spans(max(start - at, 0), min(stop - at, part.nbytes))
+    def cut(self, at: int) -> int:
+        i = bisect_right(self._ends, at)
+        begin = self._ends[i] - self._parts[i].nbytes
+        end = begin + self._parts[i].cut(at - begin)
+        if end < self._ends[i]:
+            return end
+        return max(end, self._ends[bisect_right(self._ends, at + _WINDOW) - 1])  # with all that fit in behind it
+
+    def stored(self, start: int, stop: int) -> RawTensor | InMemoryTensor | None:
+        i = bisect_right(self._ends, start)
+        begin = self._ends[i] - self._parts[i].nbytes
+        return self._parts[i].stored(start - begin, stop - begin) if stop <= self._ends[i] else None
+
+    def jobs(self, start: int, out: np.ndarray) -> Iterator[Job]:
+        stop = start + out.size
+        for i in range(bisect_right(self._ends, start), len(self._parts)):
+            first, end = self._ends[i] - self._parts[i].nbytes, self._ends[i]
+            if first >= stop:
+                break
+            if first < end:
+                a, b = max(start, first), min(stop, end)
+                yield from self._parts[i].jobs(a - first, out[a - start : b - start])

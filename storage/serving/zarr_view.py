@@ -8,6 +8,7 @@ chunks.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -21,9 +22,8 @@ from ..format.zarr_format import own_names
 from ..readers.raw_tensor import PackedTensor
 from ..readers.tensor import StoredTensor
 from ..transform.attributes import held_attributes
-from .virtual_files import ChunkFile, TextFile, VirtualFile, raw, rows
+from .virtual_files import LIMIT, ChunkFile, JoinedFile, TensorFile, VirtualFile, raw, rows, rows_in, text_file
 
-LIMIT = 16 << 20  # bytes of a chunk
 _COMPUTED = 4 << 20  # bytes of a chunk that is computed
 _KEY = re.compile(r"(?:(.+?)/)?(zarr\.json|c(?:/(?:0|[1-9]\d{0,18}))*)\Z")
 FILE = "zarr.json"
@@ -102,7 +102,7 @@ class ZarrView:
         folder, name = found.groups()
         if name == FILE:
             text = self.group if folder is None else self.nodes.get(folder)
-            return None if text is None else TextFile(json.dumps(text).encode())
+            return None if text is None else text_file(json.dumps(text).encode())
         tensor, grid = self.tensors.get(folder), self.grids.get(folder)
         coord = tuple(map(int, name.split("/")[1:]))
         if tensor is None or grid is None or len(coord) != len(grid.shape):
@@ -111,9 +111,15 @@ class ZarrView:
             return None
         return self.chunk(folder, coord)
 
-    def chunk(self, folder: str, coord: tuple[int, ...]) -> ChunkFile:
-        grid = self.grids[folder]
-        return ChunkFile(self.tensors[folder], grid.shard_box(coord), grid.chunk)
+    def chunk(self, folder: str, coord: tuple[int, ...]) -> VirtualFile:
+        tensor, grid = self.tensors[folder], self.grids[folder]
+        box = grid.shard_box(coord)
+        if (held := raw(tensor)) is None:
+            return ChunkFile(tensor, box, grid.chunk)
+        if box.shape == held.shape:
+            return TensorFile(held)
+        missing = (math.prod(grid.chunk) - box.size) * held.dtype.itemsize
+        return JoinedFile([TensorFile(rows_in(held, box)), text_file(bytes(missing))])
 
     def every_key(self) -> Iterator[str]:
         """All keys, array by array."""

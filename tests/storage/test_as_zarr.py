@@ -111,11 +111,11 @@ def test_rows_of_raw_tensors_are_ranges(tmp_path):
     path = safetensors(tmp_path)
     view = zarr_view.ZarrView(mt.open_checkpoint(path))
     assert view.grids["model.embed.weight"].chunk == (10, 12)
-    (span,) = view.find("model.embed.weight/c/2/0").spans(48, 96)
-    assert isinstance(span, virtual_files.FileSpan)
-    assert span.path == path
-    assert span.nbytes == 48
-    np.testing.assert_array_equal(span.read().view("f4"), tree()["model.embed.weight"][21])
+    chunk = view.find("model.embed.weight/c/2/0")
+    found = chunk.stored(48, 96)
+    assert (found.path, found.stored_nbytes) == (path, 48)
+    assert found.start == view.tensors["model.embed.weight"].start + (20 * 12 + 12) * 4
+    np.testing.assert_array_equal(virtual_files.read(chunk, 48, 96).view("f4"), tree()["model.embed.weight"][21])
 
 
 def test_store_contract(tmp_path):

@@ -1,9 +1,12 @@
 """`serve`: checkpoints of any kind over HTTP, as safetensors and as Zarr v3."""
 
 import http.client
+import itertools
 import json
 import os
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -13,6 +16,7 @@ from obstore.store import HTTPStore
 
 import meshtape as mt
 from meshtape.cli.main import main
+from meshtape.storage.readers.compressed import CompressedTensor
 from meshtape.storage.serving import server as serving
 from meshtape.storage.serving import virtual_files
 
@@ -27,8 +31,7 @@ TREE = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(serving, "_SMALL", 5000)  # both ways of sending are taken
-    monkeypatch.setattr(serving, "_PIECE", 30_000)
+    monkeypatch.setattr(serving, "_SMALL", 5000)  # all ways of sending are taken
     monkeypatch.setattr(virtual_files, "_WINDOW", 10_000)
 
 
@@ -284,3 +287,137 @@ def test_fsspec_and_safetensors_open_it(tmp_path):
             np.testing.assert_array_equal(held[name], want)
         names = {f["name"].rpartition("/")[2] for f in fs.ls(server.url + "safetensors/")}
         assert names == {"model.safetensors", "model.safetensors.index.json"}
+
+
+# ----- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def tiles(where):
+    mt.save(where / "tiles", LARGE)
+    return os.fspath(where / "tiles")
+
+
+def packed(where):
+    mt.save(where / "packed", LARGE | {f"small.{i}": np.full(300, i) for i in range(40)}, pack=True)
+    return os.fspath(where / "packed")
+
+
+def frames(where):
+    mt.save(where / "frames", LARGE, compression="zstd")
+    return os.fspath(where / "frames")
+
+
+def dcp(where):
+    mt.convert(tiles(where), where / "dcp", format="dcp")
+    return os.fspath(where / "dcp")
+
+
+@pytest.fixture
+def middle(monkeypatch):
+    monkeypatch.setattr(virtual_files, "_WINDOW", 400_000)
+
+
+LARGE = {
+    "wide": R.normal(size=(700, 1100)).astype("f4"),  # chunks are tiles: 3 MB
+    "deep": R.integers(0, 9, (3, 500, 600)),
+    "odd": R.normal(size=(9, 7)).astype("f2"),
+}
+
+
+@pytest.mark.usefixtures("middle")
+@pytest.mark.parametrize("make", [tiles, packed, frames, dcp])
+def test_ranges_meet_pieces_anywhere(tmp_path, make):
+    reader = pytest.importorskip("safetensors.numpy")
+    made = make(tmp_path)
+    with mt.storage.serve(made) as server, mt.storage.serve(mt.storage.virtual.mean([made, made])) as mean:
+        url = server.url + "safetensors/model.safetensors"
+        whole = ask(url)[2]
+        held = reader.load(whole)
+        assert {n: held[n].tobytes() for n in LARGE} == {n: a.tobytes() for n, a in LARGE.items()}
+        assert {n: a.tobytes() for n, a in held.items()} == {
+            n: np.asarray(a).tobytes() for n, a in mt.load(made).items()
+        }
+        places = sorted({0, len(whole), *R.integers(0, len(whole), 40).tolist()})
+        for start, stop in itertools.pairwise(places):
+            data = ask(url, Range=f"bytes={start}-{stop - 1}")[2]
+            assert data == whole[start:stop], (start, stop)
+        if make is not packed:  # no mean of its integers
+            assert ask(mean.url + "safetensors/model.safetensors")[2] == whole
+
+
+@pytest.mark.usefixtures("middle")
+def test_consecutive_ranges_unpack_a_chunk_once(tmp_path, monkeypatch):
+    made, unpacked = frames(tmp_path), []
+    real = CompressedTensor.unpack
+
+    def counted(self, path, coord, number, *rest):
+        unpacked.append((path, number))
+        return real(self, path, coord, number, *rest)
+
+    monkeypatch.setattr(CompressedTensor, "unpack", counted)
+    with mt.storage.serve(made) as server:
+        url = server.url + "safetensors/model.safetensors"
+        whole = ask(url)[2]
+        assert len(unpacked) == len(set(unpacked)) > 10
+        unpacked.clear()
+        got = [ask(url, Range=f"bytes={a}-{a + 99_999}")[2] for a in range(0, len(whole), 100_000)]
+        assert b"".join(got) == whole
+        assert len(unpacked) == len(set(unpacked))
+        virtual_files._windows.__init__()
+        unpacked.clear()
+        with ThreadPoolExecutor(6) as pool:  # at once, too
+            got = list(pool.map(lambda a: ask(url, Range=f"bytes={a}-{a + 99_999}")[2], range(0, len(whole), 100_000)))
+        assert b"".join(got) == whole
+        assert len(unpacked) == len(set(unpacked))
+        mt.save(made, {"wide": LARGE["wide"] + 1}, overwrite=True, compression="zstd")
+        assert ask(url, Range=f"bytes={len(whole) - 99}-")[0] == 409  # though its window is still there
+
+
+@pytest.mark.usefixtures("middle")
+def test_a_chunk_leaves_the_connection_open(tmp_path):
+    with mt.storage.serve(tiles(tmp_path)) as server:
+        parts = urlsplit(server.url)
+        client = http.client.HTTPConnection(parts.hostname, parts.port, timeout=200)
+        client.connect()
+        used = client.sock
+        for _ in range(2):
+            client.request("GET", f"{parts.path}zarr/wide/c/0/0")
+            answer = client.getresponse()
+            assert answer.read()[: LARGE["wide"].shape[1] * 4] == LARGE["wide"][0].tobytes()
+            assert client.sock is used
+        client.close()
+
+
+@pytest.mark.usefixtures("middle")
+@pytest.mark.parametrize("kind", ["file", "ours", "zstd", "dcp"])
+def test_a_checkpoint_that_is_replaced_while_it_is_sent_is_cut(tmp_path, kind):
+    old, new = ({"w": R.normal(size=(2000, 3000)).astype("f4")} for _ in range(2))
+    where = tmp_path / "run"
+
+    def write(tree):
+        if kind == "file":
+            mt.storage.save_safetensors(where, tree, overwrite=True)
+        elif kind == "dcp":
+            mt.save(tmp_path / "source", tree, overwrite=True)
+            mt.convert(tmp_path / "source", where, format="dcp", overwrite=True)
+        else:
+            mt.save(where, tree, overwrite=True, compression="zstd" if kind == "zstd" else None)
+
+    write(old)
+    with mt.storage.serve(where) as server:
+        parts = urlsplit(server.url)
+        with socket.create_connection((parts.hostname, parts.port)) as s:
+            s.sendall(
+                f"GET {parts.path}safetensors/model.safetensors HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+            )
+            got = s.recv(1000)
+            write(new)
+            while more := s.recv(1 << 20):
+                got += more
+        body = got.partition(b"\r\n\r\n")[2]
+        values = body[8 + int.from_bytes(body[:8], "little") :]
+        assert len(values) < old["w"].nbytes
+        assert values == old["w"].tobytes()[: len(values)]
+        again = ask(server.url + "safetensors/model.safetensors")
+        assert again[0] == 200
+        assert again[2].endswith(new["w"].tobytes())
