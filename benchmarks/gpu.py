@@ -30,6 +30,7 @@ START = time.time()
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -558,9 +559,12 @@ def image_rows(m: Maker, t: Torch | None, shape: tuple[int, ...], d: np.dtype, l
     )
     backward = mt.OPS["batch_norm_backward"].overrides["cupy"]
 
+    @functools.cache
+    def statistics() -> Any:  # their cotangents, mean and variance
+        return launch.runner().xp.asarray([[0.0], [0.0], [0.0], [1.0]], statistic).repeat(c, axis=1)
+
     def with_no_cotangent_of_statistics(g: Any, x: Any, w: Any, b: Any) -> Any:
-        zero = launch.runner().xp.zeros(c, statistic)
-        return backward(g, zero, zero, x, w, **one)
+        return backward(g, *statistics(), x, w, **one)
 
     yield Row(
         f"batch_norm backward, {label}",

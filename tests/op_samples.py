@@ -605,6 +605,16 @@ def labels(x: str, n: str) -> In:
     return In(shape(n), "i8", 0, shape(x)[-1] - 1)
 
 
+def slopes_of_batch(**params: Any) -> Callable[..., Any]:
+    """The backward op of a batch norm, with the statistics that it expects."""
+
+    def call(g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any) -> Any:
+        _, mean, var = op("batch_norm", **params)(x, weight, weight)
+        return op("batch_norm_backward", **params)(g, g_mean, g_var, mean, var, x, weight)
+
+    return call
+
+
 def slopes(params: dict[str, Any]) -> Callable[..., Any]:
     """The backward op of a linear cross-entropy, with the log-sum-exp that it expects."""
 
@@ -732,7 +742,7 @@ NETWORKS: Rows = {
     ],
     "batch_norm": [on(op("batch_norm", axis=a, eps=1e-2), f"{x}, {w}, {w}") for x, w, a in CHANNELS],
     "batch_norm_backward": [
-        on(op("batch_norm_backward", axis=a, eps=1e-2), f"{x}, {w}, {w}, {x}, {w}") for x, w, a in CHANNELS
+        on(slopes_of_batch(axis=a, eps=1e-2), f"{x}, {w}, {w}, {x}, {w}") for x, w, a in CHANNELS
     ],
     "batch_norm_inference": [
         on(op("batch_norm_inference", axis=a, eps=1e-2), f"{x}, 2", POSITIVE, "2, 2")

@@ -97,8 +97,8 @@ def _group_norm(xp, g, x, weight, num_groups, axis, eps):
     return call(xp, group_norm.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
 
 
-def _batch_norm(xp, g, x, weight, axis, eps):
-    return call(xp, batch_norm.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
+def _batch_norm(xp, g, x, weight, ans, axis, eps):
+    return call(xp, batch_norm.BATCH_NORM_BACKWARD, *g, *ans[1:], x, weight, axis=axis, eps=eps)
 
 
 defvjp_all(layer_norm.LAYER_NORM, _layer_norm)

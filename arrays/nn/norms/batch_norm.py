@@ -58,14 +58,19 @@ def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any, Any]:
             d *= d
             var += d.sum(axis=axes)
         var /= count
-        # As with rows (norms.FAR): the mean of deviations from a mean far from zero is what that was wrong by.
-        far = xp.abs(mean) > FAR * xp.sqrt(var)
-        if far.any():
-            for b in _blocks(xp, x):
-                rest += (x[b] - center).sum(axis=axes)
-            rest = xp.where(far, rest / count, 0)
-            var = xp.maximum(var - rest * rest, 0)
+        rest = _rest_of_mean(xp, x, mean, var, axis)
+        var = xp.maximum(var - rest * rest, 0)
     return mean, var, rest
+
+
+def _rest_of_mean(xp: Any, x: Any, mean: Any, var: Any, axis: int) -> Any:
+    """As with rows (norms.FAR): the mean of deviations from a mean far from zero is what that was wrong by."""
+    far, rest = xp.abs(mean) > FAR * xp.sqrt(var), xp.zeros_like(mean)
+    if far.any():
+        for b in _blocks(xp, x):
+            rest += (x[b] - _shaped(mean, x.ndim, axis)).sum(axis=_rest(x.ndim, axis))
+        rest = xp.where(far, rest / (x.size // x.shape[axis]), 0)
+    return rest
 
 
 def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype: np.dtype) -> Any:
@@ -98,14 +103,16 @@ def _normalized(xp: Any, x: Any, mean: Any, var: Any, rest: Any, weight: Any, bi
         return _linear(xp, x, m, scale, shift, axis, xp.result_type(x.dtype, weight.dtype, bias.dtype))
 
 
-def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axis: int, eps: float) -> Any:
-    """Cotangents of x, weight and bias; ``g_mean`` and ``g_var`` are those of the statistics."""
+def _backward(
+    xp: Any, g: Any, g_mean: Any, g_var: Any, mean: Any, var: Any, x: Any, weight: Any, axis: int, eps: float
+) -> Any:
+    """Cotangents of x, weight and bias; ``g_mean`` and ``g_var`` are those of the statistics ``mean`` and ``var``."""
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
-    mean, var, rest = _moments(xp, x, axis)
     dw, db = xp.zeros(mean.shape, wide), xp.zeros(mean.shape, wide)
     count = x.size // max(x.shape[axis], 1)
     dx = xp.empty(x.shape, x.dtype)
     with np.errstate(all="ignore"):
+        rest = _rest_of_mean(xp, x, mean, var, axis) if count else xp.zeros_like(mean)
         inverse = 1 / xp.sqrt(var + wide.type(eps))
         center, n = (_shaped(p, x.ndim, axis) for p in (mean, inverse))
         for b in _blocks(xp, x) if count else ():
@@ -142,12 +149,12 @@ def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> t
 
 
 def _decompose_backward(
-    g: Array, g_mean: Array, g_var: Array, x: Array, weight: Array, axis: int, eps: float
+    g: Array, g_mean: Array, g_var: Array, center: Array, var: Array, x: Array, weight: Array, axis: int, eps: float
 ) -> tuple[Array, Array, Array]:
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
     gi, w = (astype(a, wide, copy=False) for a in (g, x))
-    d = w - mean(w, axis=axes, keepdims=True)
-    inverse = 1.0 / sqrt(mean(square(d), axis=axes, keepdims=True) + eps)
+    d = w - spread(center, x, axis)
+    inverse = 1.0 / sqrt(spread(var, x, axis) + eps)
     n, scale, count = d * inverse, spread(weight, x, axis) * inverse, x.size // x.shape[axis]
     dx = scale * (gi - mean(gi, axis=axes, keepdims=True) - n * mean(gi * n, axis=axes, keepdims=True))
     dx = dx + (spread(g_mean, x, axis) + 2.0 * d * spread(g_var, x, axis)) * (1.0 / count)
@@ -185,7 +192,7 @@ BATCH_NORM = Op(
 """The normalised batch, and its mean and biased variance."""
 BATCH_NORM_BACKWARD = Op(
     "batch_norm_backward",
-    ("g", "g_mean", "g_var", "x", "weight"),
+    ("g", "g_mean", "g_var", "mean", "var", "x", "weight"),
     _backward,
     infer_affine_backward,
     nout=3,
