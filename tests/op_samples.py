@@ -741,9 +741,7 @@ NETWORKS: Rows = {
         for x, w, a, g in GROUPS
     ],
     "batch_norm": [on(op("batch_norm", axis=a, eps=1e-2), f"{x}, {w}, {w}") for x, w, a in CHANNELS],
-    "batch_norm_backward": [
-        on(slopes_of_batch(axis=a, eps=1e-2), f"{x}, {w}, {w}, {x}, {w}") for x, w, a in CHANNELS
-    ],
+    "batch_norm_backward": [on(slopes_of_batch(axis=a, eps=1e-2), f"{x}, {w}, {w}, {x}, {w}") for x, w, a in CHANNELS],
     "batch_norm_inference": [
         on(op("batch_norm_inference", axis=a, eps=1e-2), f"{x}, 2", POSITIVE, "2, 2")
         for x, a in (("N 2", 1), ("3 2 5", 1), ("3 4 2", 2), ("0 2 3", 1))

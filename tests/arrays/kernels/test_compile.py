@@ -99,7 +99,7 @@ BUDGETS = """
     row_norm.cu     | norm_columns<true, bfloat16, bfloat16>                              |  32  0 21
     row_norm.cu     | norm_forward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>        |  64 16  0
     row_norm.cu     | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>            |  56 14  0
-    scatter.cu      | add_atomically<bfloat16, float>                                     |  32  0 10
+    scatter.cu      | add_atomically<bfloat16, float, 8>                                  |  32  0 10
     scatter.cu      | add_in_order<bfloat16, float, 8>                                    |  48 31 15
     scatter.cu      | join_chunks<bfloat16, float>                                        |  32  0 16
     scatter.cu      | mark_last<int>                                                      |  16  0  1
@@ -132,6 +132,16 @@ def test_kernels_stay_within_their_budgets(machine_code: Callable[..., dict[str,
             if re.search(r"\b(ld|st)\.local|[1-9]\d* bytes stack frame", text):
                 found.append(f"{name}: an array is kept in memory, as its index is known only while it runs")
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_atomic_sums_add_four_numbers_at_once_where_the_device_can(
+    machine_code: Callable[..., dict[str, str]], architecture: int
+) -> None:
+    names = ["add_atomically<bfloat16, float, 8>", "add_atomically<float, float, 4>"]
+    for name, text in machine_code("scatter.cu", names, architecture).items():
+        added = {m[1] for m in re.finditer(r"\b(?:red|atom)\.global\.add\.(\S+)", text)}
+        assert added == ({"v4.f32"} if architecture >= 90 else {"f32"}), name
 
 
 def test_sources_need_no_header_of_a_toolkit() -> None:
