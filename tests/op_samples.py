@@ -605,16 +605,6 @@ def labels(x: str, n: str) -> In:
     return In(shape(n), "i8", 0, shape(x)[-1] - 1)
 
 
-def slopes_of_batch(**params: Any) -> Callable[..., Any]:
-    """The backward op of a batch norm, with the statistics that it expects."""
-
-    def call(g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any) -> Any:
-        _, mean, var = op("batch_norm", **params)(x, weight, weight)
-        return op("batch_norm_backward", **params)(g, g_mean, g_var, mean, var, x, weight)
-
-    return call
-
-
 def slopes(params: dict[str, Any]) -> Callable[..., Any]:
     """The backward op of a linear cross-entropy, with the log-sum-exp that it expects."""
 
@@ -741,7 +731,15 @@ NETWORKS: Rows = {
         for x, w, a, g in GROUPS
     ],
     "batch_norm": [on(op("batch_norm", axis=a, eps=1e-2), f"{x}, {w}, {w}") for x, w, a in CHANNELS],
-    "batch_norm_backward": [on(slopes_of_batch(axis=a, eps=1e-2), f"{x}, {w}, {w}, {x}, {w}") for x, w, a in CHANNELS],
+    "batch_norm_backward": [
+        on(
+            op("batch_norm_backward", axis=a, eps=1e-2),
+            f"{x}, {w}, {w}, {w}",
+            In(shape(w), "f8", 0.5, 2.0),
+            f"{x}, {w}",
+        )
+        for x, w, a in CHANNELS
+    ],
     "batch_norm_inference": [
         on(op("batch_norm_inference", axis=a, eps=1e-2), f"{x}, 2", POSITIVE, "2, 2")
         for x, a in (("N 2", 1), ("3 2 5", 1), ("3 4 2", 2), ("0 2 3", 1))
