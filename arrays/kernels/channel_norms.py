@@ -140,6 +140,8 @@ class _Sets(NamedTuple):
     def _linear(self, x: Any, g: Any, factors: Any, out: Any) -> None:
         lay, other = self.lay, out if g is None else g
         vector = lay.vector(x.dtype.itemsize, x, other, out)
+        if not lay.last and lay.spatial >= 16 // x.dtype.itemsize:  # a vector may end in the next channel
+            vector = vector_length(x.size, [x.dtype.itemsize], [runner().address(a) for a in (x, other, out)])
         kernel = named("linear", lay.last, g is not None, x.dtype, other.dtype, out.dtype, vector)
         blocks = min(ceil_div(x.size // vector, _THREADS), 16 * runner().properties().multiprocessors)
         numbers = (i64(x.size), i64(lay.channels), i64(lay.spatial), i64(x.size // self.sets), i64(self.all))

@@ -268,38 +268,53 @@ __global__ void __launch_bounds__(THREADS)
 
 // ----- one pass over all ------------------------------------------------------------------------------------------------
 
-// out = (x - f0) * f1 + f2 (+ g * f3), with factors f of the element's channel in its set, of `set` elements with the channels last.
-// A vector is of one channel (!LAST, VEC divides the positions) or of neighbouring channels (LAST, VEC divides the channels).
+// A division of 32 bits costs a quarter of one of 64.
+__device__ inline i64 divided(i64 a, i64 b, bool small) { return small ? (i64)((u32)a / (u32)b) : a / b; }
+
+template <class A>
+struct Factors {
+    A center, slope, level, of_g;
+    __device__ Factors(const A* f, i64 all, bool with_g) : center(f[0]), slope(f[all]), level(f[2 * all]), of_g(with_g ? f[3 * all] : A(0)) {}
+};
+
+// out = (x - center) * slope + level (+ g * of_g), with factors of the element's channel in its set, of `set` elements with the
+// channels last. A vector is of neighbouring channels (LAST, VEC divides the channels), or of one or two channels (!LAST, VEC is no
+// more than the positions). It divides the total.
 template <bool LAST, bool WITH_G, class T, class G, class O, int VEC>
 __global__ void __launch_bounds__(THREADS)
     linear(const T* x, const G* g, const Wide<T>* factors, O* out, i64 total, i64 channels, i64 spatial, i64 set, i64 all)
 {
     using A = Wide<T>;
     const i64 vectors = total / VEC, step = (i64)gridDim.x * THREADS;
-    const bool small = total <= 0xffffffffLL;  // a division of 32 bits costs a quarter of one of 64
+    const bool small = total <= 0xffffffffLL;
     for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < vectors; i += step) {
         const i64 at = i * VEC;
-        i64 c;
-        if constexpr (LAST) {
-            c = small ? (i64)((u32)at % (u32)channels) : at % channels;
-            if (set < total) c += (small ? (i64)((u32)at / (u32)set) : at / set) * channels;
-        } else
-            c = small ? (i64)((u32)at / (u32)spatial % (u32)all) : at / spatial % all;
+        const i64 row = divided(at, LAST ? channels : spatial, small);
+        const i64 c = LAST ? at - row * channels + (set < total ? divided(at, set, small) * channels : 0) : row - divided(row, all, small) * all;
         const Vector<T, VEC> v = vector_at<VEC>(x + at);
         Vector<G, VEC> d;
         if constexpr (WITH_G) d = vector_at<VEC>(g + at);
-        constexpr int EACH = LAST ? VEC : 1;  // the channels of a vector
-        const A* f = factors + c;
-        const Vector<A, EACH> f0 = vector_at<EACH>(f), f1 = vector_at<EACH>(f + all), f2 = vector_at<EACH>(f + 2 * all);
-        Vector<A, EACH> f3;
-        if constexpr (WITH_G) f3 = vector_at<EACH>(f + 3 * all);
         Vector<O, VEC> y;
+        const auto put = [&](int k, A center, A slope, A level, A of_g) {
+            const A r = (wide(v.at[k]) - center) * slope + level;
+            y.at[k] = narrow<O>(WITH_G ? r + wide(d.at[k]) * of_g : r);
+        };
+        if constexpr (LAST) {
+            const A* f = factors + c;
+            const Vector<A, VEC> f0 = vector_at<VEC>(f), f1 = vector_at<VEC>(f + all), f2 = vector_at<VEC>(f + 2 * all);
+            Vector<A, VEC> f3{};
+            if constexpr (WITH_G) f3 = vector_at<VEC>(f + 3 * all);
 #pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-            const int n = LAST ? k : 0;
-            A r = (wide(v.at[k]) - f0.at[n]) * f1.at[n] + f2.at[n];
-            if constexpr (WITH_G) r += wide(d.at[k]) * f3.at[n];
-            y.at[k] = narrow<O>(r);
+            for (int k = 0; k < VEC; ++k) put(k, f0.at[k], f1.at[k], f2.at[k], f3.at[k]);
+        } else {
+            const i64 end = (row + 1) * spatial - at;  // of the channel, from the vector on
+            Factors<A> f(factors + c, all, WITH_G), next = f;
+            if (end < VEC) next = Factors<A>(factors + (c + 1 < all ? c + 1 : 0), all, WITH_G);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                const bool here = k < end;
+                put(k, here ? f.center : next.center, here ? f.slope : next.slope, here ? f.level : next.level, here ? f.of_g : next.of_g);
+            }
         }
         store_vector<VEC>(out + at, y);
     }

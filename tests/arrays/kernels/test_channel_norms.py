@@ -39,8 +39,8 @@ def arrays(place: Any, shape: tuple[int, ...], axis: int, dtype: Any, other: Any
     return [place(x, dtype), place(w, other), place(b, other), place(g, other), place(gm, wide), place(gv, wide)]
 
 
-# shape, dimension of the channels, groups: few and many channels a group, positions that vectors fit and do not, none
-# at all.
+# shape, dimension of the channels, groups: few and many channels a group, positions that vectors fit and do not, groups
+# that keep no device busy, none at all.
 GROUPS = [
     ((2, 4, 3, 5), 1, 2),
     ((1, 8, 64), 1, 2),
@@ -50,6 +50,9 @@ GROUPS = [
     ((2, 7, 6), 2, 3),
     ((1, 5, 600), 2, 1),
     ((1, 5, 70), 2, 70),
+    ((2, 50, 24), 2, 3),
+    ((3, 300, 16), 2, 8),
+    ((1, 4, 9001), 1, 2),
     ((0, 4, 2), 1, 2),
     ((2, 4, 0), 1, 2),
 ]
@@ -72,6 +75,8 @@ BATCHES = [
     ((1, 3), 1),
     ((4, 9, 33), 2),
     ((600, 2, 8), 2),
+    ((6, 2, 264), 2),
+    ((8, 3, 9), 1),
     ((0, 4, 3), 1),
 ]
 
@@ -86,6 +91,23 @@ def test_batch_norm(emulator: Any, place: Any, close: Any, shape: Any, axis: int
     check(close, "batch_norm_backward", g, gm, gv, *statistics, x, w, factor=2, **params)
     var = place(np.abs(gv) + 0.5, gv.dtype)
     check(close, "batch_norm_inference", x, gm, var, w, b, **params)
+
+
+def test_channels_last_are_read_16_bytes_at_a_time(emulator: Any, place: Any) -> None:
+    """Sums, factors, and one pass: three launches, one more where weight and bias get a sum over the samples."""
+    x, w, b, g, gm, gv = arrays(place, (4, 9, 16), 2, ml_dtypes.bfloat16)
+    params: dict[str, Any] = {"axis": 2, "eps": 1e-2}
+    batch, group = ([OPS[n + e].overrides["cupy"] for e in ("", "_backward")] for n in ("batch_norm", "group_norm"))
+    _, mean, var = batch[0](x, w, b, **params)
+    batch[1](g, gm, gv, mean, var, x, w, **params)
+    group[0](x, w, b, num_groups=4, **params)
+    group[1](g, x, w, num_groups=4, **params)
+    found = [(file, kernel.partition("<")[0], kernel.endswith(", 8>")) for file, kernel, *_ in emulator.launched]
+    forward, backward = (
+        [("channel_norm.cu", n, n in ("channel_sums", "linear")) for n in ("channel_sums", factors, "linear")]
+        for factors in ("forward_factors", "backward_factors")
+    )
+    assert found == [*forward, *backward, *forward, *backward, ("columns.cu", "sum_parts", False)]
 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=lambda d: np.dtype(d).name)

@@ -84,7 +84,7 @@ BUDGETS = """
     channel_norm.cu | channel_sums<true, true, bfloat16, bfloat16, 1>                     |  64  0 21
     channel_norm.cu | forward_factors<true, float, bfloat16>                              |  32  0 22
     channel_norm.cu | linear<true, true, bfloat16, bfloat16, bfloat16, 8>                 |  40 11  0
-    channel_norm.cu | linear<false, true, bfloat16, bfloat16, bfloat16, 8>                |  40  3  4
+    channel_norm.cu | linear<false, true, bfloat16, bfloat16, bfloat16, 8>                |  40  3  8
     columns.cu      | sum_parts<float, bfloat16>                                          |  32  0  6
     compact.cu      | count_true                                                          |  40  1 17
     compact.cu      | write_true                                                          |  48  1 33
