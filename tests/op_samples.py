@@ -730,7 +730,13 @@ NETWORKS: Rows = {
         on(op("group_norm_backward", num_groups=g, axis=a, eps=1e-2), f"{x}, {x}, {w}", many=600)
         for x, w, a, g in GROUPS
     ],
-    "batch_norm": [on(op("batch_norm", axis=a, eps=1e-2), f"{x}, {w}, {w}") for x, w, a in CHANNELS],
+    "batch_norm": [
+        on(
+            lambda *operands, a=a: op("batch_norm", axis=a, eps=1e-2, momentum=0.25)(*operands)[:3],
+            f"{x}, {w}, {w}, {w}, {w}",
+        )
+        for x, w, a in CHANNELS
+    ],
     "batch_norm_backward": [
         on(
             op("batch_norm_backward", axis=a, eps=1e-2),

@@ -35,8 +35,8 @@ def variants() -> Iterator[tuple[str, str]]:
         for o in dict.fromkeys((d, wide(d))):
             yield CHANNEL, named("backward_factors", True, wide(d), o, o)
             yield CHANNEL, named("backward_factors", False, wide(d), o, wide(d))
-            for join in (False, True):
-                yield CHANNEL, named("forward_factors", join, wide(d), o)
+            for join, r in ((False, wide(d)), *((True, r) for r in KERNEL_FLOATS)):
+                yield CHANNEL, named("forward_factors", join, wide(d), o, r)
 
 
 class ChannelLayout(NamedTuple):
@@ -70,6 +70,9 @@ def _as(dtype: np.dtype, *arrays: Any) -> list[Any]:
 
 
 # ----- three launches: sums, factors, and a pass that is linear in each element ---------------------------------------
+
+
+_NO_RUNNING = (*(np.uint64(0),) * 4, np.float64(0), np.float64(0))
 
 
 class _Sets(NamedTuple):
@@ -106,16 +109,20 @@ class _Sets(NamedTuple):
         r.launch(CHANNEL, kernel, (blocks, shares, 1), (_THREADS, 1, 1), (x, other, partial, *numbers))
         return partial
 
-    def normalized(self, x: Any, mean: Any, var: Any, weight: Any, bias: Any, join: bool) -> Any:
-        """The norm, by the mean and variance of each channel of a set, which are found first where ``join``."""
+    def normalized(
+        self, x: Any, mean: Any, var: Any, weight: Any, bias: Any, join: bool, running: tuple[Any, ...] = _NO_RUNNING
+    ) -> Any:
+        """The norm, by the mean and variance of each channel of a set, which are found first where ``join``; then
+        ``running`` has the old and the new running ones, and the shares of the batch in these."""
         r, a, o = runner(), wide(x.dtype), weight.dtype
         partial = self.sums(x) if join else mean
         factors = r.xp.empty((3, self.all), a)
         inside = self.inside if join else _THREADS
         numbers = (i64(partial.shape[1] if join else 1), i64(inside), *self.numbers[1:], np.float64(self.eps))
-        arguments = (partial, mean, var, weight, bias, factors, *numbers)
+        arguments = (partial, mean, var, weight, bias, factors, *numbers, *running)
         grid = (ceil_div(self.all, inside), 1, 1)
-        r.launch(CHANNEL, named("forward_factors", join, a, o), grid, (_THREADS, 1, 1), arguments)
+        kept = a if running is _NO_RUNNING else running[0].dtype
+        r.launch(CHANNEL, named("forward_factors", join, a, o, kept), grid, (_THREADS, 1, 1), arguments)
         y = r.xp.empty(x.shape, o)
         self._linear(x, None, factors, y)
         return y
@@ -209,18 +216,25 @@ def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: i
 
 
 @for_floats
-def batch_norm(x: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> tuple[Any, Any, Any]:
+def batch_norm(
+    x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, *, axis: int, eps: float, momentum: float
+) -> tuple[Any, ...]:
     """See :data:`meshtape.arrays.nn.norms.batch_norm.BATCH_NORM`."""
     r, lay = runner(), layout(x.shape, axis)
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)
     (xs,), (w, b) = _as(d, x), _as(o, weight, bias)
-    stats = wide(x.dtype)
     if not xs.size:
-        return (r.xp.empty(x.shape, out_dtype), *(r.xp.zeros(lay.channels, stats) for _ in range(2)))
-    mean, var = (r.xp.empty(lay.channels, wide(d)) for _ in range(2))
-    y = _Sets(lay, 1, 1, eps).normalized(xs, mean, var, w, b, join=True)
-    return y.astype(out_dtype, copy=False), mean.astype(stats, copy=False), var.astype(stats, copy=False)
+        mean, var = r.xp.zeros((2, lay.channels), wide(x.dtype))
+        return r.xp.empty(x.shape, out_dtype), mean, var, old_mean.copy(), old_var.copy()
+    count = lay.samples * lay.spatial
+    shares = (np.float64(momentum), np.float64(momentum * (count / (count - 1) if count > 1 else 1.0)))
+    kept = np.result_type(old_mean.dtype, old_var.dtype)
+    mean, var, new_mean, new_var = (r.xp.empty(lay.channels, t) for t in (wide(d), wide(d), kept, kept))
+    running = (*_as(kept, old_mean, old_var), new_mean, new_var, *shares)
+    y = _Sets(lay, 1, 1, eps).normalized(xs, mean, var, w, b, True, running)
+    dtypes = (out_dtype, wide(x.dtype), wide(x.dtype), old_mean.dtype, old_var.dtype)
+    return tuple(a.astype(t, copy=False) for a, t in zip((y, mean, var, new_mean, new_var), dtypes, strict=True))
 
 
 @for_floats

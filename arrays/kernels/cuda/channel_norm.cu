@@ -199,11 +199,13 @@ __device__ inline S joined(const S* partial, i64 count)
     return all[0];
 }
 
-// Mean and variance of a group of `inside` channels of a set for each block (JOIN), and for `linear` to give the norm.
-template <bool JOIN, class A, class W>
+// Mean and variance of a group of `inside` channels of a set for each block (JOIN), and for `linear` to give the norm. Running
+// statistics, where there are some, move by their shares of the new ones.
+template <bool JOIN, class A, class W, class R>
 __global__ void __launch_bounds__(THREADS)
     forward_factors(const Sums<A, 1, false>* partial, A* mean, A* var, const W* weight, const W* bias, A* factors,
-                    i64 parts, i64 inside, i64 channels, i64 all, double eps)
+                    i64 parts, i64 inside, i64 channels, i64 all, double eps, const R* old_mean, const R* old_var, R* new_mean,
+                    R* new_var, double momentum, double share_of_var)
 {
     const i64 first = (i64)blockIdx.x * inside;
     A center = A(0), spread = A(0);
@@ -212,9 +214,13 @@ __global__ void __launch_bounds__(THREADS)
         center = s.mean[0], spread = s.m2[0] / s.n;
     }
     for (i64 c = first + threadIdx.x; c < first + inside && c < all; c += THREADS) {
-        if constexpr (JOIN)
+        if constexpr (JOIN) {
             mean[c] = center, var[c] = spread;
-        else
+            if (new_mean) {
+                new_mean[c] = narrow<R>(Wide<R>(wide(old_mean[c]) * (1 - momentum) + center * momentum));
+                new_var[c] = narrow<R>(Wide<R>(wide(old_var[c]) * (1 - momentum) + spread * share_of_var));
+            }
+        } else
             center = mean[c], spread = var[c];
         factors[c] = center;
         factors[all + c] = wide(weight[c % channels]) / sqrt(spread + A(eps));

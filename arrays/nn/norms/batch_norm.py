@@ -84,9 +84,24 @@ def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype
     return out
 
 
-def _batch_norm(xp: Any, x: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
+def _shares(count: int, momentum: Any) -> tuple[Any, Any]:
+    """Shares of a batch of ``count`` numbers a channel in the new running mean and variance, which has no bias. The old
+    one has the rest of ``momentum``."""
+    return momentum, momentum * (count / (count - 1) if count > 1 else 1.0)
+
+
+def _batch_norm(
+    xp: Any, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, axis: int, eps: float, momentum: float
+) -> Any:
     mean, var, rest = _moments(xp, x, axis)
-    return _normalized(xp, x, mean, var, rest, weight, bias, axis, eps), mean, var
+    y = _normalized(xp, x, mean, var, rest, weight, bias, axis, eps)
+    momentum = momentum if x.size else 0.0  # of a batch of nothing nothing is learnt
+    shares = _shares(x.size // max(x.shape[axis], 1), momentum)
+    moved = (
+        (old.astype(_wide(old.dtype), copy=False) * (1 - momentum) + new * share).astype(old.dtype, copy=False)
+        for old, new, share in zip((old_mean, old_var), (mean, var), shares, strict=True)
+    )
+    return y, mean, var, *moved
 
 
 def _inference(xp: Any, x: Any, mean: Any, var: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
@@ -137,15 +152,24 @@ def _backward(
     return dx, dw.astype(weight.dtype), db.astype(weight.dtype)
 
 
-def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> tuple[Array, Array, Array]:
+def _decompose(
+    x: Array, weight: Array, bias: Array, old_mean: Array, old_var: Array, axis: int, eps: float, momentum: Any
+) -> tuple[Array, ...]:
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
     center = mean(w, axis=axes, keepdims=True)
     d = w - center
     var = mean(square(d), axis=axes, keepdims=True)
     y = d / sqrt(var + eps) * spread(weight, x, axis) + spread(bias, x, axis)
-    channels = (x.shape[axis],)
-    return astype(y, dtype, copy=False), reshape(center, channels), reshape(var, channels)
+    statistics = [reshape(s, (x.shape[axis],)) for s in (center, var)]
+    shares = _shares(x.size // max(x.shape[axis], 1), momentum)
+
+    def moved(old: Array, new: Array, share: Any) -> Array:
+        old_share = astype(stop_gradient(old), _wide(old.dtype), copy=False) * (1 - momentum)
+        return astype(old_share + stop_gradient(new) * share, old.dtype, copy=False)
+
+    running = map(moved, (old_mean, old_var), statistics, shares)
+    return astype(y, dtype, copy=False), *statistics, *running
 
 
 def _decompose_backward(
@@ -172,24 +196,24 @@ def _decompose_inference(x: Array, mean: Array, var: Array, weight: Array, bias:
 
 
 def _infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
+    x, _, _, *running = args
     statistic = ShapeDtype((x.shape[params["axis"]],), _wide(x.dtype))
-    return infer_affine(op, args, params), statistic, statistic
+    return infer_affine(op, args[:3], params), statistic, statistic, *(ShapeDtype(r.shape, r.dtype) for r in running)
 
 
 _PARAMS = {"axis": AXIS, "eps": NUMBER}
 BATCH_NORM = Op(
     "batch_norm",
-    ("x", "weight", "bias"),
+    ("x", "weight", "bias", "running_mean", "running_var"),
     _batch_norm,
     _infer,
-    nout=3,
+    nout=5,
     decompose=_decompose,
     overrides={"cupy": kernels.batch_norm},
-    params=_PARAMS,
+    params={**_PARAMS, "momentum": NUMBER},
     wide_sums=True,
 )
-"""The normalised batch, and its mean and biased variance."""
+"""The normalised batch, its mean and biased variance, and the new running ones, which are constants."""
 BATCH_NORM_BACKWARD = Op(
     "batch_norm_backward",
     ("g", "g_mean", "g_var", "mean", "var", "x", "weight"),
@@ -273,10 +297,9 @@ def batch_norm(
     count = x.size // max(x.shape[axis], 1)
     if not training or count == 0:  # of a batch of nothing nothing is learnt
         return BatchNorm(apply(BATCH_NORM_INFERENCE, (x, old_mean, old_var, w, b), params), old_mean, old_var)
-    out, mean, var = apply(BATCH_NORM, (x, w, b), params)
-
-    def moved(old: Array, new: Array) -> Array:
-        return astype(stop_gradient(old) * (1 - momentum) + stop_gradient(new) * momentum, old.dtype, copy=False)
-
-    unbiased = var * (count / (count - 1)) if count > 1 else var
-    return BatchNorm(out, moved(old_mean, mean), moved(old_var, unbiased))
+    operands = (x, w, b, old_mean, old_var)
+    if isinstance(momentum, Array):  # it may be watched
+        out, _, _, *running = _decompose(*operands, **params, momentum=momentum)
+    else:
+        out, _, _, *running = apply(BATCH_NORM, operands, {**params, "momentum": float(momentum)})
+    return BatchNorm(out, *running)

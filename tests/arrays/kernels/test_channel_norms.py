@@ -86,8 +86,7 @@ BATCHES = [
 def test_batch_norm(emulator: Any, place: Any, close: Any, shape: Any, axis: int, dtype: Any) -> None:
     x, w, b, g, gm, gv = arrays(place, shape, axis, dtype)
     params = {"axis": axis, "eps": 1e-2}
-    check(close, "batch_norm", x, w, b, **params)
-    statistics = (place(s, gm.dtype) for s in OPS["batch_norm"].numpy(x.astype(np.float64), w, b, **params)[1:])
+    _, *statistics, _, _ = check(close, "batch_norm", x, w, b, gm, gv, momentum=0.25, **params)
     check(close, "batch_norm_backward", g, gm, gv, *statistics, x, w, factor=2, **params)
     var = place(np.abs(gv) + 0.5, gv.dtype)
     check(close, "batch_norm_inference", x, gm, var, w, b, **params)
@@ -98,7 +97,7 @@ def test_channels_last_are_read_16_bytes_at_a_time(emulator: Any, place: Any) ->
     x, w, b, g, gm, gv = arrays(place, (4, 9, 16), 2, ml_dtypes.bfloat16)
     params: dict[str, Any] = {"axis": 2, "eps": 1e-2}
     batch, group = ([OPS[n + e].overrides["cupy"] for e in ("", "_backward")] for n in ("batch_norm", "group_norm"))
-    _, mean, var = batch[0](x, w, b, **params)
+    _, mean, var, _, _ = batch[0](x, w, b, gm, gv, momentum=0.25, **params)
     batch[1](g, gm, gv, mean, var, x, w, **params)
     group[0](x, w, b, num_groups=4, **params)
     group[1](g, x, w, num_groups=4, **params)
@@ -117,7 +116,7 @@ def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtyp
         params = {"axis": axis, "eps": 1e-2}
         check(close, "group_norm", x, w, b, num_groups=2, **params)
         check(close, "group_norm_backward", g, x, w, num_groups=2, **params)
-        _, mean, var = check(close, "batch_norm", x, w, b, **params)
+        _, mean, var, _, _ = check(close, "batch_norm", x, w, b, gm, gv, momentum=0.25, **params)
         check(close, "batch_norm_backward", g, gm, gv, mean, var, x, w, **params)
 
 
@@ -127,7 +126,9 @@ def test_large_means_do_not_cancel(emulator: Any, place: Any) -> None:
     one, zero = place(np.ones(2), np.float32), place(np.zeros(2), np.float32)
     for shape, axis in (((40, 2, 300), 1), ((400, 3, 2), 2)):
         x = place(1e4 + rng.normal(size=shape), np.float32)
-        _, mean, var = OPS["batch_norm"].overrides["cupy"](x, one, zero, axis=axis, eps=1e-5)
+        _, mean, var, *_ = OPS["batch_norm"].overrides["cupy"](
+            x, one, zero, zero, one, axis=axis, eps=1e-5, momentum=0.1
+        )
         rest = tuple(i for i in range(len(shape)) if i != axis)
         np.testing.assert_allclose(mean, x.mean(axis=rest, dtype=np.float64), rtol=1e-6)
         np.testing.assert_allclose(var, x.var(axis=rest, dtype=np.float64), rtol=1e-4)

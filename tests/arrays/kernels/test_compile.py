@@ -82,7 +82,7 @@ BUDGETS = """
     channel_norm.cu | channel_sums<true, true, bfloat16, bfloat16, 8>                     | 128  4 40
     channel_norm.cu | channel_sums<true, true, float, float, 4>                           |  80  4 20
     channel_norm.cu | channel_sums<true, true, bfloat16, bfloat16, 1>                     |  64  0 21
-    channel_norm.cu | forward_factors<true, float, bfloat16>                              |  32  0 22
+    channel_norm.cu | forward_factors<true, float, bfloat16, float>                       |  32  0 33
     channel_norm.cu | linear<true, true, bfloat16, bfloat16, bfloat16, 8>                 |  40 11  0
     channel_norm.cu | linear<false, true, bfloat16, bfloat16, bfloat16, 8>                |  40  3  8
     columns.cu      | sum_parts<float, bfloat16>                                          |  32  0  6
