@@ -605,6 +605,11 @@ def labels(x: str, n: str) -> In:
     return In(shape(n), "i8", 0, shape(x)[-1] - 1)
 
 
+def batch_normalized(**params: Any) -> Callable[..., Any]:
+    """Those results of a batch norm that have derivatives."""
+    return lambda x, weight, bias: op("batch_norm", **params)(x, weight, bias, bias, weight)[:3]
+
+
 def slopes(params: dict[str, Any]) -> Callable[..., Any]:
     """The backward op of a linear cross-entropy, with the log-sum-exp that it expects."""
 
@@ -730,9 +735,15 @@ NETWORKS: Rows = {
         on(op("group_norm_backward", num_groups=g, axis=a, eps=1e-2), f"{x}, {x}, {w}", many=600)
         for x, w, a, g in GROUPS
     ],
-    "batch_norm": [on(op("batch_norm", axis=a, eps=1e-2), f"{x}, {w}, {w}") for x, w, a in CHANNELS],
+    "batch_norm": [on(batch_normalized(axis=a, eps=1e-2, momentum=0.25), f"{x}, {w}, {w}") for x, w, a in CHANNELS],
     "batch_norm_backward": [
-        on(op("batch_norm_backward", axis=a, eps=1e-2), f"{x}, {w}, {w}, {x}, {w}") for x, w, a in CHANNELS
+        on(
+            op("batch_norm_backward", axis=a, eps=1e-2),
+            f"{x}, {w}, {w}, {w}",
+            In(shape(w), "f8", 0.5, 2.0),
+            f"{x}, {w}",
+        )
+        for x, w, a in CHANNELS
     ],
     "batch_norm_inference": [
         on(op("batch_norm_inference", axis=a, eps=1e-2), f"{x}, 2", POSITIVE, "2, 2")

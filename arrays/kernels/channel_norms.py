@@ -14,28 +14,29 @@ from .geometry import MAX_GRID, ceil_div, vector_length
 from .launch import contiguous, i64, named, runner, wide
 from .row_norms import dtypes_of, pairs, sum_parts
 
-GROUP, BATCH = "group_norm.cu", "batch_norm.cu"
+GROUP, CHANNEL = "group_norm.cu", "channel_norm.cu"
 _THREADS = 256
 
 
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d, o in pairs():
-        vectors = (1, 16 // d.itemsize)
-        for last in (False, True):
-            for v in (1,) if last else vectors:
-                yield GROUP, named("group_norm_forward", last, d, o, o, v)
-                yield GROUP, named("group_norm_backward", last, d, o, o, v)
-            yield from ((BATCH, named("batch_sums", last, d, o, v)) for v in (vectors[:1] if last else vectors))
-            for v in vectors:
-                yield BATCH, named("linear", last, False, d, o, o, v)
-                yield BATCH, named("linear", last, True, d, o, d, v)
+        for v in (1, 16 // d.itemsize):
+            yield GROUP, named("group_norm_forward", d, o, o, v)
+            yield GROUP, named("group_norm_backward", d, o, o, v)
+            for last in (False, True):
+                yield CHANNEL, named("channel_sums", last, True, d, o, v)
+                yield CHANNEL, named("linear", last, False, d, o, o, v)
+                yield CHANNEL, named("linear", last, True, d, o, d, v)
     for d in KERNEL_FLOATS:
-        for last, v in ((True, 1), (False, 1), (False, 16 // d.itemsize)):
-            yield BATCH, named("batch_moments", last, d, v)
-    for a in dict.fromkeys(wide(d) for d in KERNEL_FLOATS):
-        for name in ("merge_moments", "backward_factors", "forward_factors"):
-            yield BATCH, named(name, a)
+        for v in (1, 16 // d.itemsize):
+            for last in (False, True):
+                yield CHANNEL, named("channel_sums", last, False, d, d, v)
+        for o in dict.fromkeys((d, wide(d))):
+            yield CHANNEL, named("backward_factors", True, wide(d), o, o)
+            yield CHANNEL, named("backward_factors", False, wide(d), o, wide(d))
+            for join, r in ((False, wide(d)), *((True, r) for r in KERNEL_FLOATS)):
+                yield CHANNEL, named("forward_factors", join, wide(d), o, r)
 
 
 class ChannelLayout(NamedTuple):
@@ -46,22 +47,10 @@ class ChannelLayout(NamedTuple):
     spatial: int
     last: bool
 
-    @property
-    def total(self) -> int:
-        return self.samples * self.channels * self.spatial
-
-    @property
-    def numbers(self) -> tuple[Any, Any, Any]:
-        return i64(self.samples), i64(self.channels), i64(self.spatial)
-
     def vector(self, itemsize: int, *arrays: Any) -> int:
         """Elements of a vector: of one channel, or of neighbouring ones."""
         run = self.channels if self.last else self.spatial
         return vector_length(run, [itemsize], [runner().address(a) for a in arrays])
-
-    def summed(self, *arrays: Any) -> int:
-        """Elements that a sum over a channel reads at once: of arrays with the channels second."""
-        return 1 if self.last else self.vector(arrays[0].dtype.itemsize, *arrays)
 
 
 def layout(shape: tuple[int, ...], axis: int) -> ChannelLayout:
@@ -80,11 +69,110 @@ def _as(dtype: np.dtype, *arrays: Any) -> list[Any]:
     return [contiguous(a.astype(dtype, copy=False)) for a in arrays]
 
 
+# ----- three launches: sums, factors, and a pass that is linear in each element ---------------------------------------
+
+
+_NO_RUNNING = (*(np.uint64(0),) * 4, np.float64(0), np.float64(0))
+
+
+class _Sets(NamedTuple):
+    """Sets of samples with statistics of their own, and in them groups of ``inside`` channels."""
+
+    lay: ChannelLayout
+    sets: int
+    inside: int
+    eps: float
+
+    @property
+    def all(self) -> int:
+        """Channels of all sets."""
+        return self.sets * self.lay.channels
+
+    @property
+    def numbers(self) -> tuple[Any, Any, Any]:
+        return i64(self.inside), i64(self.lay.channels), i64(self.all)
+
+    def sums(self, x: Any, g: Any = None) -> Any:
+        """Sums of each channel of a set by shares, as many as keep the device busy: (channels of all sets, shares,
+        numbers)."""
+        r, lay = runner(), self.lay
+        samples = lay.samples // self.sets
+        vector = lay.vector(x.dtype.itemsize, x, *(() if g is None else (g,)))
+        lanes = min(32, 1 << (ceil_div(lay.channels, vector) - 1).bit_length()) if lay.last else 1
+        blocks = self.sets * ceil_div(lay.channels, lanes * vector if lay.last else 1)
+        rows = ceil_div(samples * lay.spatial * lanes, 8 * _THREADS)
+        shares = max(1, min(ceil_div(6 * r.properties().multiprocessors, blocks), rows, 256))
+        partial = r.xp.empty((self.all, shares, 3 if g is None else 5), wide(x.dtype))
+        other = x if g is None else g
+        kernel = named("channel_sums", lay.last, g is not None, x.dtype, other.dtype, vector)
+        numbers = (i64(self.sets), i64(samples), i64(lay.channels), i64(lay.spatial), np.int32(lanes))
+        r.launch(CHANNEL, kernel, (blocks, shares, 1), (_THREADS, 1, 1), (x, other, partial, *numbers))
+        return partial
+
+    def normalized(
+        self, x: Any, mean: Any, var: Any, weight: Any, bias: Any, join: bool, running: tuple[Any, ...] = _NO_RUNNING
+    ) -> Any:
+        """The norm, by the mean and variance of each channel of a set, which are found first where ``join``; then
+        ``running`` has the old and the new running ones, and the shares of the batch in these."""
+        r, a, o = runner(), wide(x.dtype), weight.dtype
+        partial = self.sums(x) if join else mean
+        factors = r.xp.empty((3, self.all), a)
+        inside = self.inside if join else _THREADS
+        numbers = (i64(partial.shape[1] if join else 1), i64(inside), *self.numbers[1:], np.float64(self.eps))
+        arguments = (partial, mean, var, weight, bias, factors, *numbers, *running)
+        grid = (ceil_div(self.all, inside), 1, 1)
+        kept = a if running is _NO_RUNNING else running[0].dtype
+        r.launch(CHANNEL, named("forward_factors", join, a, o, kept), grid, (_THREADS, 1, 1), arguments)
+        y = r.xp.empty(x.shape, o)
+        self._linear(x, None, factors, y)
+        return y
+
+    def cotangents(self, g: Any, x: Any, weight: Any, statistics: tuple[Any, ...] = ()) -> tuple[Any, Any]:
+        """Those of x, and of weight and bias from each set. A batch comes with its statistics and their cotangents."""
+        r, a, o = runner(), wide(x.dtype), weight.dtype
+        partial = self.sums(x, g)
+        shares = partial.shape[1]
+        kept = o if statistics else a
+        sums, factors = r.xp.empty((self.sets, 2 * self.lay.channels), kept), r.xp.empty((4, self.all), a)
+        lanes = max(1, min(1 << (self.inside - 1).bit_length(), _THREADS // (1 << (shares - 1).bit_length()), _THREADS))
+        count = np.float64(self.lay.samples // self.sets * self.lay.spatial * self.inside)
+        kernel = named("backward_factors", bool(statistics), a, o, kept)
+        given = (*(statistics or (weight,) * 4), weight, sums, factors)
+        numbers = (i64(shares), *self.numbers, np.int32(lanes), count, np.float64(self.eps))
+        r.launch(CHANNEL, kernel, (self.all // self.inside, 1, 1), (_THREADS, 1, 1), (partial, *given, *numbers))
+        dx = r.xp.empty(x.shape, x.dtype)
+        self._linear(x, g, factors, dx)
+        return dx, sums
+
+    def _linear(self, x: Any, g: Any, factors: Any, out: Any) -> None:
+        lay, other = self.lay, out if g is None else g
+        vector = lay.vector(x.dtype.itemsize, x, other, out)
+        if not lay.last and lay.spatial >= 16 // x.dtype.itemsize:  # a vector may end in the next channel
+            vector = vector_length(x.size, [x.dtype.itemsize], [runner().address(a) for a in (x, other, out)])
+        kernel = named("linear", lay.last, g is not None, x.dtype, other.dtype, out.dtype, vector)
+        blocks = min(ceil_div(x.size // vector, _THREADS), 16 * runner().properties().multiprocessors)
+        numbers = (i64(x.size), i64(lay.channels), i64(lay.spatial), i64(x.size // self.sets), i64(self.all))
+        runner().launch(CHANNEL, kernel, (blocks, 1, 1), (_THREADS, 1, 1), (x, other, factors, out, *numbers))
+
+
 # ----- group_norm -----------------------------------------------------------------------------------------------------
 
 
-def _group_numbers(x: Any, lay: ChannelLayout, num_groups: int, eps: float) -> tuple[Any, ...]:
-    return i64(lay.samples), i64(num_groups), i64(lay.channels // num_groups), i64(lay.spatial), np.float64(eps)
+def _groups(x: Any, lay: ChannelLayout, num_groups: int, eps: float) -> tuple[_Sets, bool]:
+    """Also whether a block for each group does: groups without gaps, and as many as keep the device busy or short
+    ones."""
+    blocks = lay.samples * num_groups
+    few = blocks < runner().properties().multiprocessors and x.size // blocks > 64 * _THREADS
+    return _Sets(lay, lay.samples, lay.channels // num_groups, eps), not lay.last and not few
+
+
+def _a_block_each(kernel: str, x: Any, others: list[Any], arguments: tuple[Any, ...], s: _Sets) -> None:
+    groups = s.lay.channels // s.inside
+    vector = s.lay.vector(x.dtype.itemsize, x, *others)
+    o = others[0].dtype
+    grid = (min(s.sets * groups, MAX_GRID), 1, 1)
+    numbers = (i64(s.sets), i64(groups), i64(s.inside), i64(s.lay.spatial), np.float64(s.eps))
+    runner().launch(GROUP, named(kernel, x.dtype, o, o, vector), grid, (_THREADS, 1, 1), (*arguments, *numbers))
 
 
 @for_floats
@@ -94,13 +182,15 @@ def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, ep
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)
     (xs,), (w, b) = _as(d, x), _as(o, weight, bias)
-    y = r.xp.empty(x.shape, o)
-    if xs.size:
-        lay = layout(x.shape, axis)
-        vector = lay.summed(xs, y)
-        grid, block = (min(lay.samples * num_groups, MAX_GRID), 1, 1), (_THREADS, 1, 1)
-        kernel = named("group_norm_forward", lay.last, d, o, o, vector)
-        r.launch(GROUP, kernel, grid, block, (xs, w, b, y, *_group_numbers(xs, lay, num_groups, eps)))
+    if not xs.size:
+        return r.xp.empty(x.shape, out_dtype)
+    s, block_each = _groups(xs, layout(x.shape, axis), num_groups, eps)
+    if block_each:
+        y = r.xp.empty(x.shape, o)
+        _a_block_each("group_norm_forward", xs, [y], (xs, w, b, y), s)
+    else:
+        mean, var = r.xp.empty((2, s.all), wide(d))
+        y = s.normalized(xs, mean, var, w, b, join=True)
     return y.astype(out_dtype, copy=False)
 
 
@@ -112,83 +202,39 @@ def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: i
     (xs,), (gs, w) = _as(d, x), _as(o, g, weight)
     if not xs.size:
         return r.xp.zeros(x.shape, x.dtype), *(r.xp.zeros(weight.shape, weight.dtype) for _ in range(2))
-    lay = layout(x.shape, axis)
-    dx = r.xp.empty(x.shape, d)
-    partial = r.xp.empty((lay.samples, 2 * lay.channels), wide(d))
-    vector = lay.summed(xs, gs, dx)
-    grid, block = (min(lay.samples * num_groups, MAX_GRID), 1, 1), (_THREADS, 1, 1)
-    kernel = named("group_norm_backward", lay.last, d, o, o, vector)
-    r.launch(GROUP, kernel, grid, block, (gs, xs, w, dx, partial, *_group_numbers(xs, lay, num_groups, eps)))
-    dw, db = sum_parts(partial, weight.dtype).reshape(2, -1)
+    s, block_each = _groups(xs, layout(x.shape, axis), num_groups, eps)
+    if block_each:
+        dx, sums = r.xp.empty(x.shape, d), r.xp.empty((s.sets, 2 * s.lay.channels), wide(d))
+        _a_block_each("group_norm_backward", xs, [gs, dx], (gs, xs, w, dx, sums), s)
+    else:
+        dx, sums = s.cotangents(gs, xs, w)
+    dw, db = sum_parts(sums, weight.dtype).reshape(2, -1)
     return dx.astype(x.dtype, copy=False), dw, db
 
 
 # ----- batch_norm -----------------------------------------------------------------------------------------------------
 
 
-def _shares(lay: ChannelLayout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and block of the kernels that sum over the batch: as many shares as keep the device busy."""
-    busy = 8 * runner().properties().multiprocessors
-    if lay.last:
-        tiles = ceil_div(lay.channels, 32)
-        shares = min(ceil_div(busy, tiles), ceil_div(lay.samples * lay.spatial, 64))
-        return (tiles, max(1, min(shares, 256)), 1), (32, 8, 1)
-    shares = min(ceil_div(busy, lay.channels), ceil_div(lay.samples * lay.spatial, 8 * _THREADS))
-    return (lay.channels, max(1, min(shares, 256)), 1), (_THREADS, 1, 1)
-
-
-def _a_channel_each(kernel: str, channels: int, *arguments: Any) -> None:
-    grid, block = (ceil_div(channels, _THREADS), 1, 1), (_THREADS, 1, 1)
-    runner().launch(BATCH, kernel, grid, block, arguments)
-
-
-def _moments(x: Any, lay: ChannelLayout) -> tuple[Any, Any]:
-    """Mean and (biased) variance of each channel of a batch that is not empty."""
-    r, a = runner(), wide(x.dtype)
-    grid, block = _shares(lay)
-    partial = r.xp.empty((grid[1], lay.channels, 3), a)
-    r.launch(BATCH, named("batch_moments", lay.last, x.dtype, lay.summed(x)), grid, block, (x, partial, *lay.numbers))
-    mean, var = (r.xp.empty(lay.channels, a) for _ in range(2))
-    numbers = (i64(grid[1]), i64(lay.channels))
-    _a_channel_each(named("merge_moments", a), lay.channels, partial, mean, var, *numbers)
-    return mean, var
-
-
-def _linear(x: Any, g: Any, factors: Any, out: Any, lay: ChannelLayout) -> None:
-    arrays = [a for a in (x, g, out) if a is not None]
-    vector = lay.vector(x.dtype.itemsize, *arrays)
-    other = out.dtype if g is None else g.dtype
-    kernel = named("linear", lay.last, g is not None, x.dtype, other, out.dtype, vector)
-    blocks = min(ceil_div(lay.total // vector, _THREADS), 16 * runner().properties().multiprocessors)
-    arguments = (x, x if g is None else g, factors, out, i64(lay.total), i64(lay.channels), i64(lay.spatial))
-    runner().launch(BATCH, kernel, (max(blocks, 1), 1, 1), (_THREADS, 1, 1), arguments)
-
-
-def _normalized(
-    x: Any, mean: Any, var: Any, weight: Any, bias: Any, lay: ChannelLayout, o: np.dtype, eps: float
-) -> Any:
-    r, a = runner(), wide(x.dtype)
-    factors = r.xp.empty((3, lay.channels), a)
-    arrays = _as(a, mean, var, weight, bias)
-    _a_channel_each(named("forward_factors", a), lay.channels, *arrays, factors, i64(lay.channels), np.float64(eps))
-    y = r.xp.empty(x.shape, o)
-    _linear(x, None, factors, y, lay)
-    return y
-
-
 @for_floats
-def batch_norm(x: Any, weight: Any, bias: Any, *, axis: int, eps: float) -> tuple[Any, Any, Any]:
+def batch_norm(
+    x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, *, axis: int, eps: float, momentum: float
+) -> tuple[Any, ...]:
     """See :data:`meshtape.arrays.nn.norms.batch_norm.BATCH_NORM`."""
     r, lay = runner(), layout(x.shape, axis)
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)
-    (xs,) = _as(d, x)
-    stats = wide(x.dtype)
+    (xs,), (w, b) = _as(d, x), _as(o, weight, bias)
     if not xs.size:
-        return (r.xp.empty(x.shape, out_dtype), *(r.xp.zeros(lay.channels, stats) for _ in range(2)))
-    mean, var = _moments(xs, lay)
-    y = _normalized(xs, mean, var, weight, bias, lay, o, eps)
-    return y.astype(out_dtype, copy=False), mean.astype(stats, copy=False), var.astype(stats, copy=False)
+        mean, var = r.xp.zeros((2, lay.channels), wide(x.dtype))
+        return r.xp.empty(x.shape, out_dtype), mean, var, old_mean.copy(), old_var.copy()
+    count = lay.samples * lay.spatial
+    shares = (np.float64(momentum), np.float64(momentum * (count / (count - 1) if count > 1 else 1.0)))
+    kept = np.result_type(old_mean.dtype, old_var.dtype)
+    mean, var, new_mean, new_var = (r.xp.empty(lay.channels, t) for t in (wide(d), wide(d), kept, kept))
+    running = (*_as(kept, old_mean, old_var), new_mean, new_var, *shares)
+    y = _Sets(lay, 1, 1, eps).normalized(xs, mean, var, w, b, True, running)
+    dtypes = (out_dtype, wide(x.dtype), wide(x.dtype), old_mean.dtype, old_var.dtype)
+    return tuple(a.astype(t, copy=False) for a, t in zip((y, mean, var, new_mean, new_var), dtypes, strict=True))
 
 
 @for_floats
@@ -196,39 +242,25 @@ def batch_norm_inference(x: Any, mean: Any, var: Any, weight: Any, bias: Any, *,
     """See :data:`meshtape.arrays.nn.norms.batch_norm.BATCH_NORM_INFERENCE`."""
     out_dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     d, o = dtypes_of(x.dtype, weight.dtype, bias.dtype)
-    (xs,) = _as(d, x)
+    (xs,), (w, b) = _as(d, x), _as(o, weight, bias)
     if not xs.size:
         return runner().xp.empty(x.shape, out_dtype)
-    y = _normalized(xs, mean, var, weight, bias, layout(x.shape, axis), o, eps)
+    mean, var = _as(wide(d), mean, var)
+    y = _Sets(layout(x.shape, axis), 1, 1, eps).normalized(xs, mean, var, w, b, join=False)
     return y.astype(out_dtype, copy=False)
 
 
 @for_floats
 def batch_norm_backward(
-    g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, *, axis: int, eps: float
+    g: Any, g_mean: Any, g_var: Any, mean: Any, var: Any, x: Any, weight: Any, *, axis: int, eps: float
 ) -> tuple[Any, Any, Any]:
     """See :data:`meshtape.arrays.nn.norms.batch_norm.BATCH_NORM_BACKWARD`."""
-    r, lay = runner(), layout(x.shape, axis)
-    d, o = dtypes_of(x.dtype, g.dtype)
-    a = wide(d)
-    (xs,), (gs,) = _as(d, x), _as(o, g)
+    r = runner()
+    d, o = dtypes_of(x.dtype, g.dtype, weight.dtype)
+    (xs,), (gs, w) = _as(d, x), _as(o, g, weight)
     if not xs.size:
         return r.xp.zeros(x.shape, x.dtype), *(r.xp.zeros(weight.shape, weight.dtype) for _ in range(2))
-    mean, var = _moments(xs, lay)
-    grid, block = _shares(lay)
-    partial = r.xp.empty((grid[1], 2 * lay.channels), a)
-    arguments = (gs, xs, mean, var, partial, *lay.numbers, np.float64(eps))
-    r.launch(BATCH, named("batch_sums", lay.last, d, o, lay.summed(xs, gs)), grid, block, arguments)
-    sums = sum_parts(partial, a)
-    factors = r.xp.empty((4, lay.channels), a)
-    given = _as(a, weight, g_mean, g_var)
-    count = np.float64(lay.samples * lay.spatial)
-    _a_channel_each(
-        named("backward_factors", a),
-        lay.channels,
-        *(sums, mean, var, *given, factors, count, i64(lay.channels), np.float64(eps)),
-    )
-    dx = r.xp.empty(x.shape, d)
-    _linear(xs, gs, factors, dx, lay)
+    statistics = _as(wide(d), mean, var, g_mean, g_var)
+    dx, sums = _Sets(layout(x.shape, axis), 1, 1, eps).cotangents(gs, xs, w, tuple(statistics))
     dw, db = sums.reshape(2, -1).astype(weight.dtype, copy=False)
     return dx.astype(x.dtype, copy=False), dw, db

@@ -43,10 +43,10 @@ def summed_as(dtype: np.dtype) -> np.dtype:
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d in (*KERNEL_FLOATS, *_RAW.values()):
-        for kernel in ("add_atomically", "join_chunks"):
-            yield FILE, named(kernel, d, summed_as(d))
+        yield FILE, named("join_chunks", d, summed_as(d))
         for vector in (1, 16 // d.itemsize) if d in KERNEL_FLOATS else (1,):
-            yield FILE, named("add_in_order", d, summed_as(d), vector)
+            for kernel in ("add_atomically", "add_in_order"):
+                yield FILE, named(kernel, d, summed_as(d), vector)
     for d in (np.dtype(np.int32), _I64):
         yield FILE, named("mark_last", d)
         yield FILE, named("kept_by_mark", d)
@@ -132,9 +132,17 @@ def add_rows(out: Any, places: Any, values: Any, inner: int, one: bool) -> Any:
         return out
     a = summed_as(real.dtype)
     sums = real if a == real.dtype else real.astype(a)
-    kernel = named("add_atomically", real.dtype, a)
-    _launch(kernel, count * inner, places, values, sums, i64(count), i64(inner), np.bool_(one))
+    vector = _vector(values, sums, inner, one)
+    kernel = named("add_atomically", real.dtype, a, vector)
+    _launch(kernel, count * inner // vector, places, values, sums, i64(count), i64(inner), np.bool_(one))
     return out if sums is real else sums.astype(real.dtype).view(out.dtype)
+
+
+def _vector(values: Any, out: Any, inner: int, one: bool) -> int:
+    """Elements of a row that a thread adds at once."""
+    if values.dtype not in KERNEL_FLOATS or one:
+        return 1
+    return vector_length(inner, [values.dtype.itemsize], [runner().address(x) for x in (values, out)])
 
 
 def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> None:
@@ -142,9 +150,7 @@ def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> 
     count = places.shape[0]
     order = contiguous(r.xp.argsort(places, kind="stable").astype(np.int64, copy=False))
     ordered = contiguous(places[order])
-    a, vector = summed_as(out.dtype), 1
-    if out.dtype in KERNEL_FLOATS and not one:
-        vector = vector_length(inner, [out.dtype.itemsize], [r.address(x) for x in (values, out)])
+    a, vector = summed_as(out.dtype), _vector(values, out, inner, one)
     tiles = ceil_div(inner, 32 * vector)
     chunk = max(8, min(256, ceil_div(count * tiles, 32 * r.properties().multiprocessors)))
     chunk = max(chunk, ceil_div(count, 8 * 65535))  # blocks along y are few

@@ -40,9 +40,9 @@ def _attention(xp, g, query, key, value, mask, scale, diagonal):
 defvjp_all(a.ATTENTION, _attention)
 
 
-def _linear_cross_entropy(xp, g, hidden, weight, labels, ans, ignore_index, label_smoothing):
+def _linear_cross_entropy(xp, g, hidden, weight, labels, ans_1, ignore_index, label_smoothing):
     params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return *call(xp, lce.LINEAR_CROSS_ENTROPY_BACKWARD, *g, hidden, weight, labels, ans[1], **params), None
+    return *call(xp, lce.LINEAR_CROSS_ENTROPY_BACKWARD, *g, hidden, weight, labels, ans_1, **params), None
 
 
 defvjp_all(lce.LINEAR_CROSS_ENTROPY, _linear_cross_entropy)
@@ -97,8 +97,10 @@ def _group_norm(xp, g, x, weight, num_groups, axis, eps):
     return call(xp, group_norm.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
 
 
-def _batch_norm(xp, g, x, weight, axis, eps):
-    return call(xp, batch_norm.BATCH_NORM_BACKWARD, *g, x, weight, axis=axis, eps=eps)
+def _batch_norm(xp, g, x, weight, ans_1, ans_2, axis, eps):
+    # The running statistics are constants.
+    given = (*g[:3], ans_1, ans_2, x, weight)
+    return *call(xp, batch_norm.BATCH_NORM_BACKWARD, *given, axis=axis, eps=eps), None, None
 
 
 defvjp_all(layer_norm.LAYER_NORM, _layer_norm)

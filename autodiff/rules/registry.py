@@ -10,6 +10,7 @@ A rule may take these arguments after ``xp`` and ``g``, in any order; the tape s
 ===============  =======================================================================================
 ``x``, ``y``, …  the value of that operand (by the names in the op's ``operands``)
 ``ans``          the value of the result (a tuple of them, where the op has several)
+``ans_1``, …     the value of that one of several results, counted from 0
 ``x_like``       shape and dtype of that operand, as a :class:`~meshtape.arrays.ShapeDtype`
 anything else    the op's parameter of that name
 ===============  =======================================================================================
@@ -38,8 +39,8 @@ from ...arrays.core.op import Op
 class Need(NamedTuple):
     """One argument that a rule takes after ``xp`` and ``g``."""
 
-    kind: str  # "operand", "like", "ans", "param"; "rest" and "rest_like" for the operands of a starred name
-    where: Any  # position of the operand, or name of the parameter
+    kind: str  # "operand", "like", "ans", "result", "param"; "rest" and "rest_like" for the operands of a starred name
+    where: Any  # position of the operand or result, or name of the parameter
 
 
 class VJPRule(NamedTuple):
@@ -64,6 +65,8 @@ def _needs(op: Op, fn: Callable[..., Any]) -> tuple[Need, ...]:
     for n in names[2:]:
         if n == "ans":
             out.append(Need("ans", None))
+        elif n.startswith("ans_"):
+            out.append(Need("result", int(n[4:])))
         elif n in plain:
             out.append(Need("operand", plain[n]))
         elif n in starred:

@@ -81,7 +81,7 @@ class VJPPlan:
         if rule is not None:
             keys = (-1,) if rule.together is not None else wanted
             needs = {n for k in keys for n in rule.needs.get(k, ())}
-            saves = {n.where for n in needs if n.kind == "operand"}
+            saves = {n.where + count * (n.kind == "result") for n in needs if n.kind in ("operand", "result")}
             for n in needs:
                 if n.kind in ("rest", "ans"):
                     saves.update(range(n.where, count) if n.kind == "rest" else range(count, count + op.nout))
@@ -116,7 +116,7 @@ class VJPPlan:
             elif n.kind == "ans" and not self.single:
                 at.append(slice(operands, len(self.saves)))
             else:
-                at.append(self.saves.index(count if n.kind == "ans" else n.where))
+                at.append(self.saves.index(count + (n.where or 0) if n.kind in ("ans", "result") else n.where))
         return at
 
     def others(self, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -30,8 +30,8 @@ Made by `docs/generate/derivatives.py` from the tables that the engine reads. Of
 
 * **derivative**: a *rule* of its own, or its *decomposition* into plain functions, whose rules are then applied; or why there is none. An op
   without a derivative passes no gradient to its operands, and never raises.
-* **of**: the operands that get a cotangent. Integers and booleans never do.
-* **keeps**: what the tape keeps of a call for the backward pass (`ans` is the result, `shapes` no values at all).
+* **of**: the operands that get a cotangent. Integers, booleans and running statistics never do.
+* **keeps**: what the tape keeps of a call for the backward pass (`ans` is the result, `ans_1` one of several, `shapes` no values at all).
 * **complex**: whether the tests differentiate it at complex numbers. The gradient of a real `L` is `dL/d(re z) + i dL/d(im z)`.
 * **order**: to which order derivatives are tested: to the second against differences, forward and reverse, at awkward shapes
   (0-d, empty, broadcast, not contiguous, repeated indices); to the fourth along lines against the plain formula, for the fused ops.
@@ -54,7 +54,10 @@ def _keeps(op: Op, rule: VJPRule | None) -> str:
         return ", ".join(o.lstrip("*") for o in op.operands)
     needs = {n for found in rule.needs.values() for n in found}
     places = sorted({n.where for n in needs if n.kind in ("operand", "rest")})
-    named = [op.operands[i].lstrip("*") for i in places] + (["ans"] if any(n.kind == "ans" for n in needs) else [])
+    results = ["ans"] * any(n.kind == "ans" for n in needs) + sorted(
+        f"ans_{n.where}" for n in needs if n.kind == "result"
+    )
+    named = [op.operands[i].lstrip("*") for i in places] + results
     return ", ".join(named) or ("shapes" if any(n.kind.endswith("like") for n in needs) else "nothing")
 
 

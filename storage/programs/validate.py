@@ -39,7 +39,8 @@ def _channels(op: Op, call: OpCall) -> bool:
     if axis >= len(x.shape) or x.shape[axis] % groups:
         return False
     size = (x.shape[axis],)
-    return _shapes(op, call, dict.fromkeys(("weight", "bias", "mean", "var", "g_mean", "g_var"), size), x.shape)
+    own = dict.fromkeys(op.operands, size) | dict.fromkeys(("x", "g"), x.shape)
+    return _shapes(op, call, own, x.shape)
 
 
 def _shapes(op: Op, call: OpCall, own: Mapping[str, tuple[int, ...]], others: tuple[int, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -59,10 +60,24 @@ def test_statistics_of_the_op_have_derivatives_too() -> None:
     x, w = np.random.default_rng(0).normal(size=(3, 2, 2)), mt.ones(2)
 
     def fn(x: mt.Array) -> mt.Array:
-        _, mean, var = apply(mt.OPS["batch_norm"], (x, w, w), {"axis": 1, "eps": 1e-5})
+        _, mean, var, *_ = apply(mt.OPS["batch_norm"], (x, w, w, w, w), {"axis": 1, "eps": 1e-5, "momentum": 0.1})
         return mt.sum(mean**2) + mt.sum(var**3)
 
     mt.check_grads(fn, x)
+
+
+def test_the_result_is_not_kept_for_the_derivative() -> None:
+    memory = []
+
+    def total(x: mt.Array) -> mt.Array:
+        y = mt.batch_norm(x, mt.zeros(2), mt.ones(2), training=True).out
+        memory.append(weakref.ref(y._buf))
+        return mt.sum(y)
+
+    x = mt.asarray(np.random.default_rng(0).normal(size=(4, 2, 3)))
+    _, pull = mt.vjp(total, x)
+    assert memory[0]() is None
+    assert pull(mt.asarray(1.0))[0].shape == x.shape
 
 
 def test_the_new_running_statistics_are_constants() -> None:

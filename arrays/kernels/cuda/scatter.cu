@@ -23,6 +23,21 @@ __device__ inline void add_at(double* p, double v) { atomicAdd(p, v); }
 __device__ inline void add_at(u32* p, u32 v) { atomicAdd(p, v); }
 __device__ inline void add_at(u64* p, u64 v) { atomicAdd(p, v); }
 
+template <int VEC, class A>
+__device__ inline void add_vector_at(A* p, const Vector<A, VEC>& v)
+{
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+    if constexpr (VEC % 4 == 0 && sizeof(A) == 4) {
+#pragma unroll
+        for (int k = 0; k < VEC; k += 4)
+            asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p + k), "f"(v.at[k]), "f"(v.at[k + 1]), "f"(v.at[k + 2]), "f"(v.at[k + 3]) : "memory");
+        return;
+    }
+#endif
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) add_at(p + k, v.at[k]);
+}
+
 template <class A, class T>
 __device__ inline A as(T x)
 {
@@ -39,15 +54,20 @@ __device__ inline float as<float, bfloat16>(bfloat16 x)
     return wide(x);
 }
 
-template <class T, class A>
+// With `one`, VEC is 1; else it divides a row.
+template <class T, class A, int VEC>
 __global__ void __launch_bounds__(THREADS)
     add_atomically(const i64* places, const T* values, A* out, i64 count, i64 inner, bool one)
 {
-    const i64 total = count * inner, step = (i64)gridDim.x * THREADS;
+    const i64 total = count * inner / VEC, step = (i64)gridDim.x * THREADS;
     const bool small = total <= 0xffffffffLL;
     for (i64 e = (i64)blockIdx.x * THREADS + threadIdx.x; e < total; e += step) {
-        const Element at(e, inner, small);
-        add_at(out + places[at.row] * inner + at.column, as<A>(values[one ? 0 : e]));
+        const Element at(e, inner / VEC, small);
+        const Vector<T, VEC> v = vector_at<VEC>(values + (one ? 0 : e * VEC));
+        Vector<A, VEC> all;
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) all.at[k] = as<A>(v.at[k]);
+        add_vector_at<VEC>(out + places[at.row] * inner + at.column * VEC, all);
     }
 }
 

@@ -58,14 +58,19 @@ def _moments(xp: Any, x: Any, axis: int) -> tuple[Any, Any, Any]:
             d *= d
             var += d.sum(axis=axes)
         var /= count
-        # As with rows (norms.FAR): the mean of deviations from a mean far from zero is what that was wrong by.
-        far = xp.abs(mean) > FAR * xp.sqrt(var)
-        if far.any():
-            for b in _blocks(xp, x):
-                rest += (x[b] - center).sum(axis=axes)
-            rest = xp.where(far, rest / count, 0)
-            var = xp.maximum(var - rest * rest, 0)
+        rest = _rest_of_mean(xp, x, mean, var, axis)
+        var = xp.maximum(var - rest * rest, 0)
     return mean, var, rest
+
+
+def _rest_of_mean(xp: Any, x: Any, mean: Any, var: Any, axis: int) -> Any:
+    """As with rows (norms.FAR): the mean of deviations from a mean far from zero is what that was wrong by."""
+    far, rest = xp.abs(mean) > FAR * xp.sqrt(var), xp.zeros_like(mean)
+    if far.any():
+        for b in _blocks(xp, x):
+            rest += (x[b] - _shaped(mean, x.ndim, axis)).sum(axis=_rest(x.ndim, axis))
+        rest = xp.where(far, rest / (x.size // x.shape[axis]), 0)
+    return rest
 
 
 def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype: np.dtype) -> Any:
@@ -79,9 +84,24 @@ def _linear(xp: Any, x: Any, mean: Any, scale: Any, shift: Any, axis: int, dtype
     return out
 
 
-def _batch_norm(xp: Any, x: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
+def _shares(count: int, momentum: Any) -> tuple[Any, Any]:
+    """Shares of a batch of ``count`` numbers a channel in the new running mean and variance, which has no bias. The old
+    one has the rest of ``momentum``."""
+    return momentum, momentum * (count / (count - 1) if count > 1 else 1.0)
+
+
+def _batch_norm(
+    xp: Any, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, axis: int, eps: float, momentum: float
+) -> Any:
     mean, var, rest = _moments(xp, x, axis)
-    return _normalized(xp, x, mean, var, rest, weight, bias, axis, eps), mean, var
+    y = _normalized(xp, x, mean, var, rest, weight, bias, axis, eps)
+    momentum = momentum if x.size else 0.0  # of a batch of nothing nothing is learnt
+    shares = _shares(x.size // max(x.shape[axis], 1), momentum)
+    moved = (
+        (old.astype(_wide(old.dtype), copy=False) * (1 - momentum) + new * share).astype(old.dtype, copy=False)
+        for old, new, share in zip((old_mean, old_var), (mean, var), shares, strict=True)
+    )
+    return y, mean, var, *moved
 
 
 def _inference(xp: Any, x: Any, mean: Any, var: Any, weight: Any, bias: Any, axis: int, eps: float) -> Any:
@@ -98,14 +118,16 @@ def _normalized(xp: Any, x: Any, mean: Any, var: Any, rest: Any, weight: Any, bi
         return _linear(xp, x, m, scale, shift, axis, xp.result_type(x.dtype, weight.dtype, bias.dtype))
 
 
-def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axis: int, eps: float) -> Any:
-    """Cotangents of x, weight and bias; ``g_mean`` and ``g_var`` are those of the statistics."""
+def _backward(
+    xp: Any, g: Any, g_mean: Any, g_var: Any, mean: Any, var: Any, x: Any, weight: Any, axis: int, eps: float
+) -> Any:
+    """Cotangents of x, weight and bias; ``g_mean`` and ``g_var`` are those of the statistics ``mean`` and ``var``."""
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
-    mean, var, rest = _moments(xp, x, axis)
     dw, db = xp.zeros(mean.shape, wide), xp.zeros(mean.shape, wide)
     count = x.size // max(x.shape[axis], 1)
     dx = xp.empty(x.shape, x.dtype)
     with np.errstate(all="ignore"):
+        rest = _rest_of_mean(xp, x, mean, var, axis) if count else xp.zeros_like(mean)
         inverse = 1 / xp.sqrt(var + wide.type(eps))
         center, n = (_shaped(p, x.ndim, axis) for p in (mean, inverse))
         for b in _blocks(xp, x) if count else ():
@@ -130,24 +152,33 @@ def _backward(xp: Any, g: Any, g_mean: Any, g_var: Any, x: Any, weight: Any, axi
     return dx, dw.astype(weight.dtype), db.astype(weight.dtype)
 
 
-def _decompose(x: Array, weight: Array, bias: Array, axis: int, eps: float) -> tuple[Array, Array, Array]:
+def _decompose(
+    x: Array, weight: Array, bias: Array, old_mean: Array, old_var: Array, axis: int, eps: float, momentum: Any
+) -> tuple[Array, ...]:
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
     center = mean(w, axis=axes, keepdims=True)
     d = w - center
     var = mean(square(d), axis=axes, keepdims=True)
     y = d / sqrt(var + eps) * spread(weight, x, axis) + spread(bias, x, axis)
-    channels = (x.shape[axis],)
-    return astype(y, dtype, copy=False), reshape(center, channels), reshape(var, channels)
+    statistics = [reshape(s, (x.shape[axis],)) for s in (center, var)]
+    shares = _shares(x.size // max(x.shape[axis], 1), momentum)
+
+    def moved(old: Array, new: Array, share: Any) -> Array:
+        old_share = astype(stop_gradient(old), _wide(old.dtype), copy=False) * (1 - momentum)
+        return astype(old_share + stop_gradient(new) * share, old.dtype, copy=False)
+
+    running = map(moved, (old_mean, old_var), statistics, shares)
+    return astype(y, dtype, copy=False), *statistics, *running
 
 
 def _decompose_backward(
-    g: Array, g_mean: Array, g_var: Array, x: Array, weight: Array, axis: int, eps: float
+    g: Array, g_mean: Array, g_var: Array, center: Array, var: Array, x: Array, weight: Array, axis: int, eps: float
 ) -> tuple[Array, Array, Array]:
     wide, axes = _wide(x.dtype), _rest(x.ndim, axis)
     gi, w = (astype(a, wide, copy=False) for a in (g, x))
-    d = w - mean(w, axis=axes, keepdims=True)
-    inverse = 1.0 / sqrt(mean(square(d), axis=axes, keepdims=True) + eps)
+    d = w - spread(center, x, axis)
+    inverse = 1.0 / sqrt(spread(var, x, axis) + eps)
     n, scale, count = d * inverse, spread(weight, x, axis) * inverse, x.size // x.shape[axis]
     dx = scale * (gi - mean(gi, axis=axes, keepdims=True) - n * mean(gi * n, axis=axes, keepdims=True))
     dx = dx + (spread(g_mean, x, axis) + 2.0 * d * spread(g_var, x, axis)) * (1.0 / count)
@@ -165,27 +196,27 @@ def _decompose_inference(x: Array, mean: Array, var: Array, weight: Array, bias:
 
 
 def _infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    x = args[0]
+    x, _, _, *running = args
     statistic = ShapeDtype((x.shape[params["axis"]],), _wide(x.dtype))
-    return infer_affine(op, args, params), statistic, statistic
+    return infer_affine(op, args[:3], params), statistic, statistic, *(ShapeDtype(r.shape, r.dtype) for r in running)
 
 
 _PARAMS = {"axis": AXIS, "eps": NUMBER}
 BATCH_NORM = Op(
     "batch_norm",
-    ("x", "weight", "bias"),
+    ("x", "weight", "bias", "running_mean", "running_var"),
     _batch_norm,
     _infer,
-    nout=3,
+    nout=5,
     decompose=_decompose,
     overrides={"cupy": kernels.batch_norm},
-    params=_PARAMS,
+    params={**_PARAMS, "momentum": NUMBER},
     wide_sums=True,
 )
-"""The normalised batch, and its mean and biased variance."""
+"""The normalised batch, its mean and biased variance, and the new running ones, which are constants."""
 BATCH_NORM_BACKWARD = Op(
     "batch_norm_backward",
-    ("g", "g_mean", "g_var", "x", "weight"),
+    ("g", "g_mean", "g_var", "mean", "var", "x", "weight"),
     _backward,
     infer_affine_backward,
     nout=3,
@@ -266,10 +297,9 @@ def batch_norm(
     count = x.size // max(x.shape[axis], 1)
     if not training or count == 0:  # of a batch of nothing nothing is learnt
         return BatchNorm(apply(BATCH_NORM_INFERENCE, (x, old_mean, old_var, w, b), params), old_mean, old_var)
-    out, mean, var = apply(BATCH_NORM, (x, w, b), params)
-
-    def moved(old: Array, new: Array) -> Array:
-        return astype(stop_gradient(old) * (1 - momentum) + stop_gradient(new) * momentum, old.dtype, copy=False)
-
-    unbiased = var * (count / (count - 1)) if count > 1 else var
-    return BatchNorm(out, moved(old_mean, mean), moved(old_var, unbiased))
+    operands = (x, w, b, old_mean, old_var)
+    if isinstance(momentum, Array):  # it may be watched
+        out, _, _, *running = _decompose(*operands, **params, momentum=momentum)
+    else:
+        out, _, _, *running = apply(BATCH_NORM, operands, {**params, "momentum": float(momentum)})
+    return BatchNorm(out, *running)

@@ -162,4 +162,6 @@ def _batch_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Para
     c = (x[axis],)
     if inference:
         return letters.rule([x, c, c, c, c], [x])
-    return letters.rule([x, c, c] if op is batch_norm.BATCH_NORM else [x, c, c, x, c], [x, c, c])
+    if op is batch_norm.BATCH_NORM:
+        return letters.rule([x, c, c, c, c], [x, c, c, c, c])
+    return letters.rule([x, c, c, c, c, x, c], [x, c, c])

@@ -39,8 +39,8 @@ def arrays(place: Any, shape: tuple[int, ...], axis: int, dtype: Any, other: Any
     return [place(x, dtype), place(w, other), place(b, other), place(g, other), place(gm, wide), place(gv, wide)]
 
 
-# shape, dimension of the channels, groups: few and many channels a group, positions that vectors fit and do not, none
-# at all.
+# shape, dimension of the channels, groups: few and many channels a group, positions that vectors fit and do not, groups
+# that keep no device busy, none at all.
 GROUPS = [
     ((2, 4, 3, 5), 1, 2),
     ((1, 8, 64), 1, 2),
@@ -50,6 +50,9 @@ GROUPS = [
     ((2, 7, 6), 2, 3),
     ((1, 5, 600), 2, 1),
     ((1, 5, 70), 2, 70),
+    ((2, 50, 24), 2, 3),
+    ((3, 300, 16), 2, 8),
+    ((1, 4, 9001), 1, 2),
     ((0, 4, 2), 1, 2),
     ((2, 4, 0), 1, 2),
 ]
@@ -72,6 +75,8 @@ BATCHES = [
     ((1, 3), 1),
     ((4, 9, 33), 2),
     ((600, 2, 8), 2),
+    ((6, 2, 264), 2),
+    ((8, 3, 9), 1),
     ((0, 4, 3), 1),
 ]
 
@@ -81,10 +86,27 @@ BATCHES = [
 def test_batch_norm(emulator: Any, place: Any, close: Any, shape: Any, axis: int, dtype: Any) -> None:
     x, w, b, g, gm, gv = arrays(place, shape, axis, dtype)
     params = {"axis": axis, "eps": 1e-2}
-    check(close, "batch_norm", x, w, b, **params)
-    check(close, "batch_norm_backward", g, gm, gv, x, w, factor=2, **params)
+    _, *statistics, _, _ = check(close, "batch_norm", x, w, b, gm, gv, momentum=0.25, **params)
+    check(close, "batch_norm_backward", g, gm, gv, *statistics, x, w, factor=2, **params)
     var = place(np.abs(gv) + 0.5, gv.dtype)
     check(close, "batch_norm_inference", x, gm, var, w, b, **params)
+
+
+def test_channels_last_are_read_16_bytes_at_a_time(emulator: Any, place: Any) -> None:
+    """Sums, factors, and one pass: three launches, one more where weight and bias get a sum over the samples."""
+    x, w, b, g, gm, gv = arrays(place, (4, 9, 16), 2, ml_dtypes.bfloat16)
+    params: dict[str, Any] = {"axis": 2, "eps": 1e-2}
+    batch, group = ([OPS[n + e].overrides["cupy"] for e in ("", "_backward")] for n in ("batch_norm", "group_norm"))
+    _, mean, var, _, _ = batch[0](x, w, b, gm, gv, momentum=0.25, **params)
+    batch[1](g, gm, gv, mean, var, x, w, **params)
+    group[0](x, w, b, num_groups=4, **params)
+    group[1](g, x, w, num_groups=4, **params)
+    found = [(file, kernel.partition("<")[0], kernel.endswith(", 8>")) for file, kernel, *_ in emulator.launched]
+    forward, backward = (
+        [("channel_norm.cu", n, n in ("channel_sums", "linear")) for n in ("channel_sums", factors, "linear")]
+        for factors in ("forward_factors", "backward_factors")
+    )
+    assert found == [*forward, *backward, *forward, *backward, ("columns.cu", "sum_parts", False)]
 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=lambda d: np.dtype(d).name)
@@ -94,8 +116,8 @@ def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtyp
         params = {"axis": axis, "eps": 1e-2}
         check(close, "group_norm", x, w, b, num_groups=2, **params)
         check(close, "group_norm_backward", g, x, w, num_groups=2, **params)
-        check(close, "batch_norm", x, w, b, **params)
-        check(close, "batch_norm_backward", g, gm, gv, x, w, **params)
+        _, mean, var, _, _ = check(close, "batch_norm", x, w, b, gm, gv, momentum=0.25, **params)
+        check(close, "batch_norm_backward", g, gm, gv, mean, var, x, w, **params)
 
 
 def test_large_means_do_not_cancel(emulator: Any, place: Any) -> None:
@@ -104,7 +126,9 @@ def test_large_means_do_not_cancel(emulator: Any, place: Any) -> None:
     one, zero = place(np.ones(2), np.float32), place(np.zeros(2), np.float32)
     for shape, axis in (((40, 2, 300), 1), ((400, 3, 2), 2)):
         x = place(1e4 + rng.normal(size=shape), np.float32)
-        _, mean, var = OPS["batch_norm"].overrides["cupy"](x, one, zero, axis=axis, eps=1e-5)
+        _, mean, var, *_ = OPS["batch_norm"].overrides["cupy"](
+            x, one, zero, zero, one, axis=axis, eps=1e-5, momentum=0.1
+        )
         rest = tuple(i for i in range(len(shape)) if i != axis)
         np.testing.assert_allclose(mean, x.mean(axis=rest, dtype=np.float64), rtol=1e-6)
         np.testing.assert_allclose(var, x.var(axis=rest, dtype=np.float64), rtol=1e-4)

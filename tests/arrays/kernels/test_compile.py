@@ -74,42 +74,48 @@ def test_every_variant_compiles_for_every_architecture(
 
 
 BUDGETS = """
-    attention.cu  | attention_backward_keys<bfloat16, 128>                            | 248  2 64
-    attention.cu  | attention_backward_queries<bfloat16, 128>                         | 168  1 116
-    attention.cu  | attention_forward<bfloat16, 64>                                   | 128  1 96
-    attention.cu  | attention_forward<bfloat16, 128>                                  | 184  1 128
-    attention.cu  | attention_poison<bfloat16>                                        | 32  1  0
-    batch_norm.cu | batch_moments<false, bfloat16, 8>                                 | 56  2  3
-    batch_norm.cu | batch_moments<true, bfloat16, 1>                                  | 64  0 11
-    batch_norm.cu | batch_sums<false, bfloat16, bfloat16, 8>                          | 40  4  4
-    batch_norm.cu | batch_sums<true, bfloat16, bfloat16, 1>                           | 40  0 20
-    batch_norm.cu | linear<true, true, bfloat16, bfloat16, bfloat16, 8>               | 40 11  0
-    columns.cu    | sum_parts<float, bfloat16>                                        | 32  0  6
-    compact.cu    | count_true                                                        | 40  1 17
-    compact.cu    | write_true                                                        | 48  1 33
-    float8.cu     | narrow_to<4, float>                                               | 32  0 10
-    float8.cu     | widen<4>                                                          | 32  0 10
-    group_norm.cu | group_norm_backward<false, bfloat16, bfloat16, bfloat16, 8>       | 80 24  9
-    group_norm.cu | group_norm_forward<false, bfloat16, bfloat16, bfloat16, 8>        | 64  9  6
-    philox.cu     | dropout<true, bfloat16>                                           | 40  3 26
-    philox.cu     | philox_fill<Uniform<bfloat16>, bfloat16>                          | 32  1 10
-    row_norm.cu   | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>     | 96 20  2
-    row_norm.cu   | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>         | 64 23  2
-    row_norm.cu   | norm_columns<true, bfloat16, bfloat16>                            | 32  0 21
-    row_norm.cu   | norm_forward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>      | 64 16  0
-    row_norm.cu   | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>          | 56 14  0
-    scatter.cu    | add_atomically<bfloat16, float>                                   | 32  0 10
-    scatter.cu    | add_in_order<bfloat16, float, 8>                                  | 48 31 15
-    scatter.cu    | join_chunks<bfloat16, float>                                      | 32  0 16
-    scatter.cu    | mark_last<int>                                                    | 16  0  1
-    scatter.cu    | write_kept<unsigned short>                                        | 32  0 80
-    softmax.cu    | cross_entropy_backward<bfloat16, 512, 0, 8>                       | 64  9  5
-    softmax.cu    | cross_entropy_backward<bfloat16, 512, 32, 8>                      | 64  8  4
-    softmax.cu    | cross_entropy_forward<bfloat16, 512, 0, 8>                        | 64  6  5
-    softmax.cu    | softmax_backward<true, bfloat16, 512, 0, 8>                       | 64 15  4
-    softmax.cu    | softmax_backward<true, bfloat16, 512, 32, 8>                      | 64 12  3
-    softmax.cu    | softmax_forward<true, bfloat16, 512, 0, 8>                        | 64  9  3
-    softmax.cu    | softmax_forward<true, bfloat16, 512, 32, 8>                       | 64  8  2
+    attention.cu    | attention_backward_keys<bfloat16, 128>                              | 248  2 64
+    attention.cu    | attention_backward_queries<bfloat16, 128>                           | 168  1 116
+    attention.cu    | attention_forward<bfloat16, 64>                                     | 128  1 96
+    attention.cu    | attention_forward<bfloat16, 128>                                    | 184  1 128
+    attention.cu    | attention_poison<bfloat16>                                          |  32  1  0
+    channel_norm.cu | backward_factors<false, float, bfloat16, float>                     |  40  0 58
+    channel_norm.cu | backward_factors<true, float, bfloat16, bfloat16>                   |  40  0 37
+    channel_norm.cu | channel_sums<false, false, bfloat16, bfloat16, 8>                   |  80  4  3
+    channel_norm.cu | channel_sums<false, true, bfloat16, bfloat16, 8>                    |  80  4  5
+    channel_norm.cu | channel_sums<true, false, bfloat16, bfloat16, 8>                    |  80  4 24
+    channel_norm.cu | channel_sums<true, true, bfloat16, bfloat16, 8>                     | 128  4 40
+    channel_norm.cu | channel_sums<true, true, float, float, 4>                           |  80  4 20
+    channel_norm.cu | channel_sums<true, true, bfloat16, bfloat16, 1>                     |  64  0 21
+    channel_norm.cu | forward_factors<true, float, bfloat16, float>                       |  32  0 33
+    channel_norm.cu | linear<true, true, bfloat16, bfloat16, bfloat16, 8>                 |  40 11  0
+    channel_norm.cu | linear<false, true, bfloat16, bfloat16, bfloat16, 8>                |  40  3  8
+    columns.cu      | sum_parts<float, bfloat16>                                          |  32  0  6
+    compact.cu      | count_true                                                          |  40  1 17
+    compact.cu      | write_true                                                          |  48  1 33
+    float8.cu       | narrow_to<4, float>                                                 |  32  0 10
+    float8.cu       | widen<4>                                                            |  32  0 10
+    group_norm.cu   | group_norm_backward<bfloat16, bfloat16, bfloat16, 8>                |  80 24  9
+    group_norm.cu   | group_norm_forward<bfloat16, bfloat16, bfloat16, 8>                 |  64  9  6
+    philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
+    philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
+    row_norm.cu     | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>       |  96 20  2
+    row_norm.cu     | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>           |  64 23  2
+    row_norm.cu     | norm_columns<true, bfloat16, bfloat16>                              |  32  0 21
+    row_norm.cu     | norm_forward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>        |  64 16  0
+    row_norm.cu     | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>            |  56 14  0
+    scatter.cu      | add_atomically<bfloat16, float, 8>                                  |  32  0 10
+    scatter.cu      | add_in_order<bfloat16, float, 8>                                    |  48 31 15
+    scatter.cu      | join_chunks<bfloat16, float>                                        |  32  0 16
+    scatter.cu      | mark_last<int>                                                      |  16  0  1
+    scatter.cu      | write_kept<unsigned short>                                          |  32  0 80
+    softmax.cu      | cross_entropy_backward<bfloat16, 512, 0, 8>                         |  64  9  5
+    softmax.cu      | cross_entropy_backward<bfloat16, 512, 32, 8>                        |  64  8  4
+    softmax.cu      | cross_entropy_forward<bfloat16, 512, 0, 8>                          |  64  6  5
+    softmax.cu      | softmax_backward<true, bfloat16, 512, 0, 8>                         |  64 15  4
+    softmax.cu      | softmax_backward<true, bfloat16, 512, 32, 8>                        |  64 12  3
+    softmax.cu      | softmax_forward<true, bfloat16, 512, 0, 8>                          |  64  9  3
+    softmax.cu      | softmax_forward<true, bfloat16, 512, 32, 8>                         |  64  8  2
 """
 """File and kernel, on compute capability 9.0: registers at most, accesses of 16 bytes at least, and narrower ones at
 most. Element by element goes what is not aligned, and (0 of 16 bytes) what lies apart or has sums of its own."""
@@ -131,6 +137,16 @@ def test_kernels_stay_within_their_budgets(machine_code: Callable[..., dict[str,
             if re.search(r"\b(ld|st)\.local|[1-9]\d* bytes stack frame", text):
                 found.append(f"{name}: an array is kept in memory, as its index is known only while it runs")
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_atomic_sums_add_four_numbers_at_once_where_the_device_can(
+    machine_code: Callable[..., dict[str, str]], architecture: int
+) -> None:
+    names = ["add_atomically<bfloat16, float, 8>", "add_atomically<float, float, 4>"]
+    for name, text in machine_code("scatter.cu", names, architecture).items():
+        added = {m[1] for m in re.finditer(r"\b(?:red|atom)\.global\.add\.(\S+)", text)}
+        assert added == ({"v4.f32"} if architecture >= 90 else {"f32"}), name
 
 
 def test_sources_need_no_header_of_a_toolkit() -> None:
