@@ -126,10 +126,14 @@ class Sender:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _piece(file: VirtualFile, at: int, stop: int) -> Piece:
-    """Some bytes of a file, or where they lie in a local one."""
+def _lying(file: VirtualFile, at: int, stop: int) -> RawTensor | None:
+    """Where some bytes lie in a local file as they are."""
     held = file.stored(at, stop)
-    return held if isinstance(held, RawTensor) and not stores.is_url(held.path) else read(file, at, stop)
+    return held if isinstance(held, RawTensor) and not stores.is_url(held.path) else None
+
+
+def _piece(file: VirtualFile, at: int, stop: int) -> Piece:
+    return _lying(file, at, stop) or read(file, at, stop)
 
 
 def _send_file(sock: socket.socket, held: RawTensor) -> None:

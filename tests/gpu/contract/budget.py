@@ -17,15 +17,15 @@ TABLES = {
     fft: 4 0 0; floor_divide: 6 0 0; gelu_backward: 13 0 0; group_norm_backward: 4 0 0;
     index_add: 13 0 0; index_max: 40 0 0; index_min: 40 0 0; index_set: 10 0 0; inv: 9 0 2; last_writes: 8 0 0;
     layer_norm_backward: 4 0 0; lazy_adam: 19 0 0; linear_cross_entropy: 40 0 0;
-    linear_cross_entropy_backward: 49 0 0; log_softmax_backward: 4 0 0; matmul: 7 0 0; pinv: 13 0 1;
+    linear_cross_entropy_backward: 49 0 0; log_softmax: 12 0 0; log_softmax_backward: 5 0 0; matmul: 7 0 0; pinv: 13 0 1;
     qr: 10 0 2; random_choice: 20 0 0; random_exponential: 8 0 0; random_fold_in: 363 0 0; random_gumbel: 11 0 0;
     random_integers: 11 0 0; random_normal: 15 0 0; random_truncated_normal: 12 0 0; scatter: 12 0 0;
-    silu: 4 0 0; slogdet: 19 0 0; softmax_backward: 4 0 0; solve: 8 0 2; sort: 4 0 0;
+    silu: 4 0 0; slogdet: 19 0 0; softmax: 12 0 0; softmax_backward: 5 0 0; solve: 8 0 2; sort: 4 0 0;
     svd: 4 0 1; svdvals: 4 0 1; swiglu: 5 0 0; swiglu_backward: 9 0 0;
     """,
     "derivatives": """
     others: 9 0 0;
-    adjugate: 62 0 2; atan2: 16 0 0; attention: 40 0 0; attention_backward: 67 0 0;
+    adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 67 0 0;
     attention_bias_backward: 71 0 0; batch_norm: 37 0 1; batch_norm_backward: 81 0 0;
     batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 33 0 0; conv_image: 33 0 0; conv_kernel: 38 0 0;
     copysign: 10 1 0; cross_entropy: 31 0 2; cross_entropy_backward: 26 0 0; cumulative_prod: 31 0 0;
