@@ -22,6 +22,7 @@ from ..format.zarr_format import own_names
 from ..readers.raw_tensor import PackedTensor
 from ..readers.tensor import StoredTensor
 from ..transform.attributes import held_attributes
+from ..virtual.identity import pinned
 from .virtual_files import LIMIT, ChunkFile, JoinedFile, TensorFile, VirtualFile, raw, rows, rows_in, text_file
 
 _COMPUTED = 4 << 20  # bytes of a chunk that is computed
@@ -71,6 +72,7 @@ class ZarrView:
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt
+        pinned(ckpt)
         shown = {n: a.tensor for n, a in ckpt.arrays.items() if not isinstance(a.tensor, PackedTensor)}
         self.skipped = [*ckpt.skipped, *(n for n in ckpt.arrays if n not in shown)]
         said, self._attributes = held_attributes(ckpt, shown, [])

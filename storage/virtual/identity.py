@@ -33,6 +33,15 @@ def generation_of(ckpt: Checkpoint) -> Generation:
     return ckpt.generation if listed is NONE else listed
 
 
+def pinned(ckpt: Checkpoint) -> Generation:
+    """The same; reads of another writer's Zarr hierarchy, where any file may change by itself, are tied to it from now
+    on."""
+    generation = generation_of(ckpt)
+    if ckpt.kind == "Zarr":
+        ckpt.belongs_to(generation)
+    return generation
+
+
 def identity_of(ckpt: Checkpoint) -> str:
     """The identity of an open checkpoint, which all later reads of it are tied to; empty for a virtual one without a
     document."""
@@ -44,9 +53,7 @@ def identity_of(ckpt: Checkpoint) -> str:
     rows = [[n, list(map(int, t.shape)), t.dtype.name] for n, t in tensors.items()]
     if tensors and all(isinstance(t, RawTensor) and t.summed for t in tensors.values()):
         return f"sums:{_digest([[*row, t.crc32c] for row, t in zip(rows, tensors.values(), strict=True)])}"
-    generation = generation_of(ckpt)
-    if ckpt.kind == "Zarr":
-        ckpt.belongs_to(generation)
+    generation = pinned(ckpt)
     root = store.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
     tags = sorted((file.removeprefix(root).lstrip("/"), tag) for file, tag in generation.tags.items())
     return f"files:{_digest([rows, tags])}"

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from obstore.store import HTTPStore
 
 import meshtape as mt
+from meshtape import errors
 from meshtape.cli.main import main
 from meshtape.storage.readers.compressed import CompressedTensor
 from meshtape.storage.serving import server as serving
@@ -205,6 +207,27 @@ def test_replacement_and_damage(tmp_path):
         status, _, text = ask(server.url + "zarr/embed.weight/c/0/0")
         assert status == 422
         assert b"CorruptCheckpoint" in text
+
+
+def test_chunks_of_others_that_are_replaced_are_told(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    group = zarr.open_group(tmp_path / "z", mode="w")
+    group.create_array("a", data=np.ones((8, 1000), "f4"), chunks=(1, 1000))
+    shown = mt.storage.as_zarr(tmp_path / "z")
+    with mt.storage.serve(tmp_path / "z") as server:
+        url = server.url + "safetensors/model.safetensors"
+        status, head, whole = ask(url)
+        assert status == 200
+        time.sleep(0.02)
+        zarr.open_group(tmp_path / "z", mode="r+")["a"][...] = 2
+        wanted = {"Range": f"bytes={len(whole) - 8000}-", "If_Range": head["ETag"]}
+        assert ask(url, **wanted)[0] == 409
+        status, now, data = ask(url, **wanted)
+        assert status == 200
+        assert now["ETag"] != head["ETag"]
+        assert np.frombuffer(data[-32000:], "f4").tolist() == [2] * 8000
+    with pytest.raises(errors.CheckpointReplaced):
+        zarr.open_group(shown, mode="r")["a"][:]
 
 
 def test_open_checkpoints_are_served_as_they_are(tmp_path):
