@@ -318,7 +318,8 @@ def at_once(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
             wide = [b.astype(np.float32) if hasattr(b, "dtype") else b for b in bufs]
             return OPS[name].bind(xp)(*wide, **params).astype(np.result_type(*dtypes))
         with not_recording(), np.errstate(all="ignore"):  # inf - inf and 0 / 0 are answers here
-            return fn(*(wrap(b) if hasattr(b, "dtype") else b for b in bufs), **params)._buf
+            # (NumPy gives numbers in place of arrays without dimensions.)
+            return fn(*(wrap(xp.asarray(b)) if hasattr(b, "dtype") else b for b in bufs), **params)._buf
 
     return impl
 
