@@ -20,6 +20,7 @@ import dask
 import dask.array
 import spaces
 from distributed import Scheduler, Worker
+from run import BRIEF
 
 import meshtape as mt
 from meshtape.parallel.dask import runtime, worker
@@ -78,6 +79,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     dask.config.set({"distributed.worker.memory.terminate": False, "distributed.admin.tick.interval": "500ms"})
     dask.config.set({"distributed.worker.profile.interval": "100ms"})
+    dask.config.set(BRIEF)  # a worker that waits for another does so by its own limits
     print("ready", flush=True)
     for line in sys.stdin:
         spec = json.loads(line)

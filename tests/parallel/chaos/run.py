@@ -306,10 +306,10 @@ def main() -> int:
                 break
             outcome = runner.round(seed)
             outcomes.append(outcome)
-            print(outcome.line(), flush=True)
             if out is not None:
                 out.write(json.dumps(asdict(outcome)) + "\n")
                 out.flush()
+            print(outcome.line(), flush=True)
     finally:
         runner.close()
     print(table(outcomes), flush=True)
