@@ -101,8 +101,8 @@ class _Sets(NamedTuple):
         lanes = min(32, 1 << (ceil_div(lay.channels, vector) - 1).bit_length()) if lay.last else 1
         blocks = self.sets * ceil_div(lay.channels, lanes * vector if lay.last else 1)
         rows = ceil_div(samples * lay.spatial * lanes, 8 * _THREADS)
-        shares = max(1, min(ceil_div(6 * r.properties().multiprocessors, blocks), rows, 256))
-        partial = r.xp.empty((self.all, shares, 3 if g is None else 5), wide(x.dtype))
+        shares = max(1, min(6 * r.properties().multiprocessors // blocks, rows, 256))  # whole waves of blocks
+        partial = r.xp.empty((self.all, shares, 5), wide(x.dtype))
         other = x if g is None else g
         kernel = named("channel_sums", lay.last, g is not None, x.dtype, other.dtype, vector)
         numbers = (i64(self.sets), i64(samples), i64(lay.channels), i64(lay.spatial), np.int32(lanes))

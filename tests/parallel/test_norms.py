@@ -53,6 +53,21 @@ def test_every_split_of_samples_channels_and_positions(name: str) -> None:
             np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-9, err_msg=f"{name} split {splits}")
 
 
+def test_a_step_of_a_split_batch_adds_up_four_numbers_a_channel_over_ranks() -> None:
+    """Mean and variance, which the running ones and the derivative share; and the gradients of weight and bias, which
+    that of x shares."""
+    mesh = mt.Mesh({"a": 2})
+    x, w, b, seed = operands((4, C, 5, 5))
+
+    def step(x: mt.Array, w: mt.Array, b: mt.Array, g: mt.Array) -> Any:
+        out, pull = mt.vjp(lambda x, w, b: mt.batch_norm(x, mt.zeros(C), mt.ones(C), w, b, training=True), x, w, b)
+        return out, pull(type(out)(g, mt.zeros(C), mt.zeros(C)))
+
+    split = (mt.distribute(a, mesh, a=mt.Shard(0)) for a in (x, seed))
+    text = mt.explain(lambda x, g: step(x, mt.asarray(w), mt.asarray(b), g), *split)
+    assert text.count("all_reduce") == 4
+
+
 @pytest.mark.parametrize("samples", [5, 1])
 @pytest.mark.parametrize("name", NORMS)
 def test_ragged_and_empty_blocks_count_by_their_elements(name: str, samples: int) -> None:

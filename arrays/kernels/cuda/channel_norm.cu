@@ -10,34 +10,21 @@ constexpr int THREADS = 256;
 
 // ----- sums -------------------------------------------------------------------------------------------------------------
 
-template <class A, int N>
-struct OfCotangents {
-    A one[N], cross[N];  // sums of g, and of g times the deviation from the mean
-};
-struct NoCotangents {};
+// Moments of N neighbouring channels with as many numbers each, which one division serves; WITH_G sums of a cotangent g, and of g
+// times the deviation from the mean.
 template <class A, int N, bool WITH_G>
-struct Beside {
-    using type = OfCotangents<A, N>;
-};
-template <class A, int N>
-struct Beside<A, N, false> {
-    using type = NoCotangents;
-};
+struct Sums {
+    A n, mean[N], m2[N], one[N], cross[N];
 
-// Moments of N neighbouring channels with as many numbers each, which one division serves; WITH_G sums of a cotangent beside them.
-template <class A, int N, bool WITH_G>
-struct Sums : Beside<A, N, WITH_G>::type {
-    A n, mean[N], m2[N];
-
-    // Channel j has other numbers too: `more` with the mean and sum of squares given, and their sums of cotangents.
-    __device__ void merge(int j, A more, A part, A its_mean, A its_m2, A its_one, A its_cross)
+    // Channel j has other numbers too: this part of the new total, with their own mean and sums.
+    __device__ void merge(int j, A part, A its_mean, A its_m2, A its_one, A its_cross)
     {
         const A d = its_mean - mean[j], step = d * part;
         mean[j] += step;
         m2[j] += its_m2 + d * step * n;
         if constexpr (WITH_G) {
-            this->cross[j] += its_cross + (d - step) * its_one - step * this->one[j];
-            this->one[j] += its_one;
+            cross[j] += its_cross + (d - step) * its_one - step * one[j];
+            one[j] += its_one;
         }
     }
 
@@ -47,11 +34,7 @@ struct Sums : Beside<A, N, WITH_G>::type {
         if (total == A(0)) return;
         const A part = o.n / total;
 #pragma unroll
-        for (int j = 0; j < N; ++j)
-            if constexpr (WITH_G)
-                merge(j, o.n, part, o.mean[j], o.m2[j], o.one[j], o.cross[j]);
-            else
-                merge(j, o.n, part, o.mean[j], o.m2[j], A(0), A(0));
+        for (int j = 0; j < N; ++j) merge(j, part, o.mean[j], o.m2[j], o.one[j], o.cross[j]);
         n = total;
     }
 
@@ -75,17 +58,14 @@ struct Sums : Beside<A, N, WITH_G>::type {
                     its_cross += k < count ? g[k * N + j] * d : A(0);
                 }
             }
-            merge(j, more, part, m, q, its_one, its_cross);
+            merge(j, part, m, q, its_one, its_cross);
         }
         n = total;
     }
 
     __device__ Sums<A, 1, WITH_G> of(int j) const
     {
-        Sums<A, 1, WITH_G> s;
-        s.n = n, s.mean[0] = mean[j], s.m2[0] = m2[j];
-        if constexpr (WITH_G) s.one[0] = this->one[j], s.cross[0] = this->cross[j];
-        return s;
+        return Sums<A, 1, WITH_G>{n, {mean[j]}, {m2[j]}, {one[j]}, {cross[j]}};
     }
 };
 

@@ -18,7 +18,7 @@ from ...core.dispatch import apply, as_number
 from ...core.op import Op, ShapeDtype, composite
 from ...kernels import channel_norms as kernels
 from ...ops.elementwise import sqrt, square, stop_gradient
-from ...ops.manipulation import astype, reshape
+from ...ops.manipulation import astype
 from ...ops.param_kinds import AXIS, NUMBER
 from ...reductions.moments import mean
 from ...reductions.reductions import sum
@@ -157,11 +157,12 @@ def _decompose(
 ) -> tuple[Array, ...]:
     dtype = np.result_type(x.dtype, weight.dtype, bias.dtype)
     w, axes = astype(x, _wide(x.dtype), copy=False), _rest(x.ndim, axis)
-    center = mean(w, axis=axes, keepdims=True)
-    d = w - center
-    var = mean(square(d), axis=axes, keepdims=True)
-    y = d / sqrt(var + eps) * spread(weight, x, axis) + spread(bias, x, axis)
-    statistics = [reshape(s, (x.shape[axis],)) for s in (center, var)]
+    # Sums over ranks are pending through linear steps. Zero ends that: what reads a statistic shares one sum.
+    center = mean(w, axis=axes) + 0.0
+    d = w - spread(center, x, axis)
+    var = mean(square(d), axis=axes) + 0.0
+    y = d / sqrt(spread(var, x, axis) + eps) * spread(weight, x, axis) + spread(bias, x, axis)
+    statistics = center, var
     shares = _shares(x.size // max(x.shape[axis], 1), momentum)
 
     def moved(old: Array, new: Array, share: Any) -> Array:
@@ -180,12 +181,14 @@ def _decompose_backward(
     d = w - spread(center, x, axis)
     inverse = 1.0 / sqrt(spread(var, x, axis) + eps)
     n, scale, count = d * inverse, spread(weight, x, axis) * inverse, x.size // x.shape[axis]
-    dx = scale * (gi - mean(gi, axis=axes, keepdims=True) - n * mean(gi * n, axis=axes, keepdims=True))
-    dx = dx + (spread(g_mean, x, axis) + 2.0 * d * spread(g_var, x, axis)) * (1.0 / count)
+    of_n, of_one = sum(gi * n, axis=axes) + 0.0, sum(gi, axis=axes) + 0.0
+    along = spread(of_one, x, axis) + n * spread(of_n, x, axis)
+    of_statistics = spread(g_mean, x, axis) + 2.0 * d * spread(g_var, x, axis)
+    dx = scale * gi + (of_statistics - scale * along) * (1.0 / count)
     return (
         astype(dx, x.dtype, copy=False),
-        astype(sum(gi * n, axis=axes), weight.dtype, copy=False),
-        astype(sum(gi, axis=axes), weight.dtype, copy=False),
+        astype(of_n, weight.dtype, copy=False),
+        astype(of_one, weight.dtype, copy=False),
     )
 
 

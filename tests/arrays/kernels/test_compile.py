@@ -81,9 +81,9 @@ BUDGETS = """
     attention.cu    | attention_poison<bfloat16>                                          |  32  1  0
     channel_norm.cu | backward_factors<false, float, bfloat16, float>                     |  40  0 58
     channel_norm.cu | backward_factors<true, float, bfloat16, bfloat16>                   |  40  0 37
-    channel_norm.cu | channel_sums<false, false, bfloat16, bfloat16, 8>                   |  80  4  3
+    channel_norm.cu | channel_sums<false, false, bfloat16, bfloat16, 8>                   |  80  4  5
     channel_norm.cu | channel_sums<false, true, bfloat16, bfloat16, 8>                    |  80  4  5
-    channel_norm.cu | channel_sums<true, false, bfloat16, bfloat16, 8>                    |  80  4 24
+    channel_norm.cu | channel_sums<true, false, bfloat16, bfloat16, 8>                    |  80  4 40
     channel_norm.cu | channel_sums<true, true, bfloat16, bfloat16, 8>                     | 128  4 40
     channel_norm.cu | channel_sums<true, true, float, float, 4>                           |  80  4 20
     channel_norm.cu | channel_sums<true, true, bfloat16, bfloat16, 1>                     |  64  0 21
