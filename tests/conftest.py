@@ -113,10 +113,6 @@ providers._get_local_constants = lambda: providers._local_constants
 
 
 gc.disable()  # the collection only adds objects
-# Tests trace hundreds of programs in one process, where a program of a user traces a few: searches of all objects would
-# take a quarter of the time of those tests. Those of young objects, after which most of what is freed ends, stay.
-_young, _middle, _ = gc.get_threshold()
-gc.set_threshold(_young, _middle, 50)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -443,7 +443,7 @@ def installed(count: int = 2) -> Iterator[Namespace]:
     xp = make(count)
     cuda = ModuleType("cupy.cuda")
     vars(cuda).update(vars(xp.cuda))
-    names = {"cupy": xp, "cupy.cuda": cuda}
+    names = {"cupy": xp, "cupy.cuda": cuda, "cupyx": ModuleType("cupyx")}
     modules = {n: sys.modules.get(n) for n in names}
     # What some library had loaded lazily must not wake up meanwhile: Hypothesis looks at every module, once.
     asleep = {n: sys.modules.pop(n) for n in list(sys.modules) if n.partition(".")[0] == "cupyx"}
