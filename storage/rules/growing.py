@@ -97,7 +97,7 @@ class GrownRows(DerivedTensor):
             whole = (*self.shape[:k], n + self.count, *self.shape[k + 1 :])
             place = self._rows(box, n + box.offset[k], n + box.stop[k])
             key = arrays.random.fold_in(arrays.random.key(self.seed), zlib.crc32(self.name.encode()))
-            draw = arrays.random.normal.op.impl
+            draw = arrays.OPS["random_normal"].impl
             rows = mean + deviation * draw(
                 np, np.asarray(key), place.shape, place.offset, whole, np.dtype(np.float64), mean=0.0, std=1.0
             )
