@@ -7,6 +7,8 @@ import runpy
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,29 @@ PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts and "dev
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+BUILDERS = ("sphinx", "myst_parser", "furo")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built pages."""
+    return tmp_path_factory.mktemp("docs") / "html"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def build(request: pytest.FixtureRequest, built: Path) -> Iterator[subprocess.Popen[str] | None]:
+    """The build, which goes on while the examples run; None where it is not asked for, or cannot be."""
+    asked = any("documentation_builds" in item.name for item in request.session.items)
+    if not asked or any(find_spec(package) is None for package in BUILDERS):
+        yield None
+        return
+    trees = built.with_name("trees")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "2", "-d", str(trees)]
+    with subprocess.Popen([*command, str(DOCS), str(built)], stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.terminate()
 
 
 _PROGRAM = """
@@ -77,32 +102,18 @@ def test_every_error_has_a_cure() -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("sphinx", reason="sphinx is not installed (uv sync --group docs)")
-    pytest.importorskip("myst_parser", reason="myst-parser is not installed (uv sync --group docs)")
-    pytest.importorskip("furo", reason="furo is not installed (uv sync --group docs)")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-j",
-        "2",
-        "-d",
-        str(tmp_path / "trees"),
-        str(DOCS),
-        str(tmp_path / "html"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, done.stderr[-4000:]
-    api = (tmp_path / "html" / "reference" / "api" / "nn.html").read_text()
+def test_the_documentation_builds_without_a_warning(build: subprocess.Popen[str] | None, built: Path) -> None:
+    for package in BUILDERS:
+        pytest.importorskip(package, reason=f"{package} is not installed (uv sync --group docs)")
+    assert build is not None
+    _, complaints = build.communicate(timeout=850)
+    assert build.returncode == 0, complaints[-4000:]
+    api = (built / "reference" / "api" / "nn.html").read_text()
     assert "mt.nn" in api
     assert "layer_norm" in api
-    errors = (tmp_path / "html" / "reference" / "errors.html").read_text()
+    errors = (built / "reference" / "errors.html").read_text()
     for name in mt.errors.__all__:
         assert f'id="meshtape.errors.{name}"' in errors, name
     # A directive that was not understood is printed as it was written.
-    for page in (tmp_path / "html").rglob("*.html"):
+    for page in built.rglob("*.html"):
         assert not re.search(r"<p>\s*(\.\. [a-z:-]+::|:::|```\{)", page.read_text()), page
