@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError
+from ...arrays.core.errors import CheckpointError, CheckpointExists
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..commit import directory_commit
@@ -27,6 +27,17 @@ from .methods import real
 from .vocabulary import is_embedding
 
 _PREFIX = "base_model.model."
+_TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
+"""Types of models whose matrices transformers stores as (in, out), in its ``Conv1D``."""
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+"""PEFT's task types by the ends of the names of architectures."""
 # ----- extraction -----------------------------------------------------------------------------------------------------
 
 
@@ -52,6 +63,7 @@ def extract_lora(
     keys: Iterable[str] | None = None,
     drop: Iterable[str] | None = None,
     dtype: Any = "float32",
+    fan_in_fan_out: bool | None = None,
 ) -> LoraReport:
     """Write the LoRA adapter that comes nearest to the difference of two models, as a directory that PEFT loads.
 
@@ -72,6 +84,9 @@ def extract_lora(
         Names or patterns of the arrays to take and to leave out.
     dtype
         Of the factors.
+    fan_in_fan_out
+        Whether matrices are stored as (in, out); None: where the ``config.json`` of the base names a model of
+        transformers that does so (GPT-2 and its kin).
 
     Returns
     -------
@@ -94,6 +109,8 @@ def extract_lora(
         raise CheckpointError(f"energy is above 0 and at most 1, got {energy}")
     if stores.is_url(target):
         raise CheckpointError(f"{target}: an adapter is written to a local directory")
+    if os.path.lexists(target):
+        raise CheckpointExists(f"{target} exists; an adapter is written to a new directory")
     if rank is not None and (type(rank) is not int or rank < 1):
         raise CheckpointError(f"rank is a positive whole number, got {rank!r}")
     wanted = [n for n in new if (keys is None or fits(n, keys)) and not (drop is not None and fits(n, drop))]
@@ -105,6 +122,11 @@ def extract_lora(
         elif rank is not None and _is_module(n, new[n]) and rank > min(new[n].shape):
             problems.append(f"rank {rank} is above that of {n!r} with shape {new[n].shape}")
     problems.refuse("no adapter")
+    said = old.documents.get("config.json")
+    said = said if isinstance(said, Mapping) else {}
+    turned = said.get("model_type") in _TURNED if fan_in_fan_out is None else fan_in_fan_out
+    kinds = [str(a) for a in said.get("architectures") or ()]
+    tasks = [task for a in kinds for end, task in _TASKS.items() if a.endswith(end)]
     with directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder:
         factors, ranks, kept, left = {}, {}, {}, []
         for n in wanted:
@@ -116,7 +138,7 @@ def extract_lora(
                 continue
             if not np.isfinite(delta).all():
                 raise CheckpointError(f"{n!r} has values that are not finite, which have no decomposition")
-            u, s, v = np.linalg.svd(delta, full_matrices=False)
+            u, s, v = np.linalg.svd(delta.T if turned else delta, full_matrices=False)
             sums = np.cumsum(s.astype(np.float64) ** 2)
             r = rank or int(np.searchsorted(sums, energy * sums[-1] * (1 - 1e-12))) + 1
             module, root = n.removesuffix(".weight"), np.sqrt(s[:r])
@@ -129,15 +151,15 @@ def extract_lora(
         own = {m: r for m, r in ranks.items() if r != common}
         config = {
             "peft_type": "LORA",
-            "base_model_name_or_path": old.path,
-            "task_type": None,
+            "base_model_name_or_path": old.path if isinstance(base, Checkpoint) else os.fspath(base),
+            "task_type": tasks[0] if tasks else None,
             "r": common,
             "lora_alpha": common,
             "rank_pattern": own,
             "alpha_pattern": own,  # so that every scale is one
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": False,
+            "fan_in_fan_out": turned,
             "inference_mode": True,
             "target_modules": list(ranks),
             "modules_to_save": None,

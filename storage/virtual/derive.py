@@ -100,6 +100,8 @@ def mean(parents: Iterable[Source]) -> Checkpoint:
     array([3., 3.])
     """
     held = _several(parents, "mean")
+    if not held:
+        raise CheckpointError("mean takes one checkpoint or more, got none")
     return weighted_sum(held, [1.0] * len(held), normalize=True)
 
 
@@ -219,28 +221,36 @@ def _config(where: str) -> dict[str, Any]:
         config = strict_json.loads(at.get(name), unique=True)
         if not isinstance(config, dict):
             raise TypeError("it is no object")
+        _refuse_others(file, config)
         for key in ("r", "lora_alpha"):
             if isinstance(config.get(key), bool) or not isinstance(config.get(key), (int, float)) or config[key] <= 0:
                 raise ValueError(f"{key} is {config.get(key)!r:.40}, and no positive number")
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern, value in (config.get(key) or {}).items():
                 if not _PLAIN.fullmatch(pattern):
-                    raise ValueError(f"{key} has {pattern!r:.80}; only names of modules are understood")
+                    raise CheckpointError(
+                        f"{file}: {key} has the pattern {pattern!r:.80}; only names of modules are understood: let "
+                        "PEFT merge this one (merge_and_unload)"
+                    )
                 ex.number(value)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{file} is not there, which says the rank and alpha of the adapter") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as e:
         raise CorruptCheckpoint(f"{file}: {e}") from None
-    if other := [k for k in _OTHERS if config.get(k)] or config.get("peft_type", "LORA") != "LORA":
-        raise CheckpointError(
-            f"{file}: only plain LoRA is applied, and it says {other if other is not True else config['peft_type']}"
-        )
     if (begun := config.get("init_lora_weights")) not in _BEGINNINGS:
         raise CheckpointError(
             f"{file}: its factors began as {begun!r:.40}, beside another base than the one that is stored; let PEFT "
             "convert it to plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     return config
+
+
+def _refuse_others(file: str, config: Mapping[str, Any]) -> None:
+    """Raise for an adapter of another method, whose configuration has other keys."""
+    if other := [k for k in _OTHERS if config.get(k)] or config.get("peft_type", "LORA") != "LORA":
+        raise CheckpointError(
+            f"{file}: only plain LoRA is applied, and it says {other if other is not True else config['peft_type']}"
+        )
 
 
 def _factor(config: Mapping[str, Any], alphas: Mapping[str, float], rank: float, module: str = "") -> float:

@@ -531,6 +531,25 @@ def test_an_adapter_is_applied_and_extracted(tmp_path: Path) -> None:
         assert report.energy["layers.0.w"] > 1 - 1e-6
         back = blended(config("passthrough", [f"{base}+{out}"]))["layers.0.w.weight"].read()
         np.testing.assert_allclose(back, tuned["layers.0.w.weight"], rtol=1e-4, atol=1e-4)
+        with pytest.raises(mt.errors.CheckpointExists, match="written to a new directory"):
+            extract_lora(base, base, out, **choice)
+
+
+def test_adapters_of_models_whose_matrices_lie_the_other_way_round(tmp_path):
+    rng = np.random.default_rng(4)
+    w, a, b = (rng.normal(size=n).astype("f4") for n in ((5, 3), (5, 1), (1, 3)))  # (in, out), as in GPT-2
+    for name, x in (("base", w), ("tuned", w + a @ b)):
+        (tmp_path / name).mkdir()
+        save_safetensors(tmp_path / name / "model.safetensors", {"h.0.attn.weight": x})
+        said = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+        (tmp_path / name / "config.json").write_text(json.dumps(said))
+    base = str(tmp_path / "base")
+    extract_lora(tmp_path / "tuned", base, tmp_path / "lora", rank=1)
+    held = mt.open_checkpoint(tmp_path / "lora")
+    assert held["base_model.model.h.0.attn.lora_A.weight"].shape == (1, 5)
+    said = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert (said["fan_in_fan_out"], said["base_model_name_or_path"], said["task_type"]) == (True, base, "CAUSAL_LM")
+    np.testing.assert_allclose(virtual.lora(base, tmp_path / "lora")["h.0.attn.weight"].read(), w + a @ b, rtol=1e-4)
 
 
 # ----- bad input ------------------------------------------------------------------------------------------------------

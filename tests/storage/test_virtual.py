@@ -251,6 +251,37 @@ def test_a_lora_is_what_numpy_makes_of_it(kit, tmp_path):
     assert kit.same(virtual.lora(turned, adapter(tmp_path / "l2", config, **some))["m.weight"][...], wanted.T)
 
 
+def test_an_adapter_parts_a_head_from_the_embedding_that_it_is_tied_to(kit, tmp_path):
+    rng = np.random.default_rng(2)
+    table, new, w = (rng.normal(size=n).astype("f4") for n in ((6, 3), (6, 3), (3, 3)))
+    a, b, small = (rng.normal(size=n).astype("f4") for n in ((1, 3), (6, 1), (3, 1)))
+    (home := tmp_path / "base").mkdir()
+    said = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "dtype": "float32"}
+    save_safetensors(home / "model.safetensors", {"model.embed_tokens.weight": table, "model.q.weight": w})
+    (home / "config.json").write_text(json.dumps(said))
+    start = "base_model__model__"
+    pair = {f"{start}model__q__lora_A__weight": a, f"{start}model__q__lora_B__weight": small}
+    trained = {
+        "embedding": ({f"{start}model__embed_tokens__weight": new}, new, table),
+        "both": ({f"{start}model__embed_tokens__weight": new, f"{start}lm_head__weight": new + 1}, new, new + 1),
+        "head": (
+            {f"{start}lm_head__lora_A__weight": a, f"{start}lm_head__lora_B__weight": b},
+            table,
+            table + 2 * b @ a,
+        ),
+    }
+    for name, (arrays, embedding, head) in trained.items():
+        found = virtual.lora(home, adapter(tmp_path / name, **pair, **arrays))
+        merge(found, tmp_path / f"{name}-out")
+        for got in (found, open_checkpoint(tmp_path / f"{name}-out")):
+            assert kit.same(got["model.embed_tokens.weight"][...], embedding)
+            assert np.allclose(got["lm_head.weight"][...], head, rtol=1e-5)
+            assert got.documents["config.json"]["tie_word_embeddings"] is False
+    plain = virtual.lora(home, adapter(tmp_path / "plain", **pair))
+    assert "lm_head.weight" not in plain
+    assert plain.documents["config.json"]["tie_word_embeddings"] is True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"use_rslora": True}, {"rank_pattern": {"l.1": 2}, "alpha_pattern": {"l.0": 5}}], ids=str
