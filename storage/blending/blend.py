@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Unpack
 
 from ...arrays.core.errors import CheckpointError, NotACheckpoint
 from ..checkpoint.checkpoint import Checkpoint, flat
+from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
 from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
@@ -179,8 +180,9 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
                 said = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
         if any(n.endswith("lm_head.weight") and n not in plan.donor.tensors for n in plan.tensors):
             said = untied(said)  # blended by itself, it is not the embedding any more
-        if (dtype := config.out_dtype or config.dtype) is not None:
-            said = with_dtype(said, dtype)
+        floats = {t.dtype.name for t in plan.tensors.values()}.intersection(dtypes.FLOATS)
+        if (dtype := config.out_dtype or config.dtype or (floats.pop() if len(floats) == 1 else None)) is not None:
+            said = with_dtype(said, dtype)  # to which transformers casts what it loads
         out["config.json"] = said
     return out | {CONFIG: config.text.encode()}
 

@@ -233,6 +233,8 @@ def _config(where: str) -> dict[str, Any]:
                         "PEFT merge this one (merge_and_unload)"
                     )
                 ex.number(value)
+    except CheckpointError:  # which is a ValueError
+        raise
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{file} is not there, which says the rank and alpha of the adapter") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as e:

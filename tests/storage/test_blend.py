@@ -801,3 +801,14 @@ def test_arrays_of_every_form(tmp_path: Path, method: str) -> None:
             assert x.shape == s
             assert x.dtype == dtype
             assert np.isfinite(x.astype(np.float64)).all(), k
+
+
+def test_the_configuration_names_the_dtype_that_was_written(tmp_path):
+    for name, dtype in (("a", ml_dtypes.bfloat16), ("b", np.float32)):
+        (tmp_path / name).mkdir()
+        save_safetensors(tmp_path / name / "model.safetensors", {"w": np.ones((2, 2)).astype(dtype)})
+        (tmp_path / name / "config.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}))
+    blend(config("linear", [str(tmp_path / "a"), str(tmp_path / "b")]), tmp_path / "out")
+    held = mt.open_checkpoint(tmp_path / "out")
+    assert held["w"].dtype == np.float32
+    assert held.documents["config.json"] == {"dtype": "float32"}
