@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Unpack
 
 from ...arrays.core.errors import CheckpointError, NotACheckpoint
 from ..checkpoint.checkpoint import Checkpoint, flat
-from ..format.documents import Documents, with_dtype
+from ..format.documents import Documents, untied, with_dtype
 from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
 from ..virtual import expressions as ex
@@ -175,10 +175,10 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
                     inner[key] = plan.layers
             if plan.vocabulary is not None and "vocab_size" in inner:
                 inner["vocab_size"] = plan.vocabulary.size
-            if "lm_head.weight" in plan.tensors and "lm_head.weight" not in plan.donor.tensors:
-                told["tie_word_embeddings"] = False  # blended by itself, it is not the embedding any more
             if json.dumps(told) != before:
                 said = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+        if any(n.endswith("lm_head.weight") and n not in plan.donor.tensors for n in plan.tensors):
+            said = untied(said)  # blended by itself, it is not the embedding any more
         if (dtype := config.out_dtype or config.dtype) is not None:
             said = with_dtype(said, dtype)
         out["config.json"] = said

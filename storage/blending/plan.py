@@ -20,6 +20,7 @@ from ..format import dtypes
 from ..rules.lazy_tensors import Agreed, Converted, renamed
 from ..rules.measured import Measured
 from ..transform.convert import cancels, scaled
+from ..virtual.tied import stands_for
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
@@ -85,9 +86,7 @@ class Parent:
 
     def tied(self, name: str) -> str | None:
         """The array that stands for one that is not stored as it is the same."""
-        if name.endswith("lm_head.weight"):
-            return next((n for n in self.loose if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
-        return None
+        return stands_for(name, self.loose)
 
 
 class Faults:

@@ -124,6 +124,22 @@ def without_quantization(config: bytes) -> bytes:
     return _edited(config, of)
 
 
+def untied(config: bytes) -> bytes:
+    """The ``config.json`` of a model whose head is an array of its own, and not the embedding.
+
+    >>> untied(b'{"tie_word_embeddings": true}')
+    b'{\\n  "tie_word_embeddings": false\\n}\\n'
+    """
+    own = {"tie_word_embeddings": False}
+
+    def of(node: dict[str, Any]) -> dict[str, Any]:
+        text = node.get("text_config")
+        inner = {"text_config": text | own} if isinstance(text, dict) and own.keys() <= text.keys() else {}
+        return node | inner | own
+
+    return _edited(config, of)
+
+
 def _edited(config: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
     """A JSON document after a change; returned as it is where it is no JSON object or nothing changes."""
     try:
@@ -181,8 +197,9 @@ class Documents(Mapping[str, Any]):
         file = self._file(name)
         if file not in self._sums:
             raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
+        changes = self._edits.get(file, ())
         if self._made is not None:
-            return self._made[file]
+            return reduce(lambda held, change: change(held), changes, self._made[file])
         wanted, stored = self._sums[file]
         where = names.inside(self._root, stored, self._root)
         with self.generation.guarded():
@@ -191,7 +208,7 @@ class Documents(Mapping[str, Any]):
                 raise CorruptCheckpoint(f"{where} does not fit its crc32c: it is damaged or was edited")
         if wanted is None:
             self.generation.of(where).check()
-        return reduce(lambda held, change: change(held), self._edits.get(file, ()), data)
+        return reduce(lambda held, change: change(held), changes, data)
 
     def __getitem__(self, name: str) -> Any:
         data = self.raw(name)

@@ -36,6 +36,7 @@ from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform.convert import cancels, converted, floating, scaled
 from .computed import Equal, LowRankSum, RowIntegers, RowScales, WeightedSum, working_dtype
+from .tied import with_own_head
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
 MOST_READS = 4096  # of stored elements for one
@@ -335,6 +336,8 @@ class Lora(Node):
                 strange.append(name)
             else:
                 pairs.setdefault((found[1], found[2]), {})[found[3]] = name
+        trained = [_trained_whole(n) for n in strange if ".base_layer." not in n]
+        base = with_own_head(base, trained, [f"{module}.weight" for module, _ in pairs])
         arrays = {n: a.tensor for n, a in base.arrays.items()}
         whole = {n: t for n in strange if (t := _trained_whole(n)) in arrays}
         strange = [n for n in strange if n not in whole]

@@ -1,0 +1,91 @@
+"""Heads that a model ties to its embedding and does not store. An adapter that trains one of the two parts them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...arrays.core.errors import CheckpointError
+from ..checkpoint.checkpoint import Checkpoint, StoredArray
+from ..format.documents import Documents, untied
+from ..format.manifest import Leaf
+from ..rules.lazy_tensors import renamed
+
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of architectures
+_OTHERWISE = ("ForMaskedLM", "ForPreTraining")  # whose head has other names
+_STACK = re.compile(r"(.*?\.)?(?:model|transformer)\.")
+
+
+def stands_for(head: str, names: Iterable[str]) -> str | None:
+    """The embedding that stands for a head that is not stored, as it is the same.
+
+    >>> stands_for("lm_head.weight", ["model.norm.weight", "model.embed_tokens.weight"])
+    'model.embed_tokens.weight'
+    """
+    if not head.endswith(_HEAD):
+        return None
+    return next((n for n in names if n.endswith(_EMBEDDINGS)), None)
+
+
+def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str]) -> Checkpoint:
+    """A base whose head is an array of its own where an adapter parts it from the embedding.
+
+    PEFT trains a copy of a module, so that a tied head stays as it was beside a trained embedding, and an embedding
+    beside a trained head.
+
+    Parameters
+    ----------
+    base
+        The model that the adapter is applied to.
+    whole, factored
+        Names of the weights that the adapter trained whole, and of those that it has factors for.
+
+    Raises
+    ------
+    CheckpointError
+        The base ties more than an embedding and ``lm_head``.
+    """
+    whole = list(whole)
+    heads = [n for n in (*whole, *factored) if n.endswith(_HEAD)]
+    tables = [n for n in whole if n.endswith((*_EMBEDDINGS, "shared.weight")) and n in base]
+    if not heads and not tables:
+        return base
+    config = base.documents.get("config.json")
+    config = config if isinstance(config, Mapping) else {}
+    text = config.get("text_config")
+    tied = (text if isinstance(text, Mapping) else {}) | config
+    kinds = [str(a) for a in config.get("architectures") or ()]
+    ties = tied.get("tie_word_embeddings")
+    if ties is False or (not heads and not (_ends(kinds, _WITH_HEAD + _OTHERWISE) if kinds else ties)):
+        return base
+    if config.get("is_encoder_decoder") or _ends(kinds, _OTHERWISE):
+        raise CheckpointError(
+            f"{base.path} ties {(heads or tables)[0]!r} to other arrays (tie_word_embeddings), and the adapter trained "
+            "it alone; let PEFT merge it (merge_and_unload)"
+        )
+    start = _STACK.match(tables[0]) if tables else None
+    head = heads[0] if heads else f"{(start and start[1]) or ''}{_HEAD}"
+    documents = base.documents
+    if isinstance(documents, Documents) and config:
+        documents = documents.edited("config.json", untied)
+    if head in base or (embedding := stands_for(head, base)) is None:
+        return replace(base, documents=documents)
+    path = (head,) if len(base[embedding].path) == 1 else tuple(head.split("."))
+    arrays = base.arrays | {head: StoredArray(path, renamed(head, base[embedding].tensor))}
+    structure = _with_leaf(base.structure, path, Leaf(len(base)))
+    return replace(base, arrays=arrays, structure=structure, documents=documents)
+
+
+def _ends(names: Iterable[str], ends: tuple[str, ...]) -> bool:
+    return any(n.endswith(ends) for n in names)
+
+
+def _with_leaf(node: Any, path: tuple[Any, ...], leaf: Leaf) -> Any:
+    """A tree of dicts with a further leaf."""
+    if not path:
+        return leaf
+    return node | {path[0]: _with_leaf(node.get(path[0], {}), path[1:], leaf)}
