@@ -25,6 +25,7 @@ from meshtape.arrays.core.blocks import Box
 from meshtape.cli.main import main
 from meshtape.storage import (
     CheckpointManager,
+    blend,
     convert,
     dequantize,
     diff,
@@ -251,37 +252,6 @@ def test_a_lora_is_what_numpy_makes_of_it(kit, tmp_path):
     assert kit.same(virtual.lora(turned, adapter(tmp_path / "l2", config, **some))["m.weight"][...], wanted.T)
 
 
-def test_an_adapter_parts_a_head_from_the_embedding_that_it_is_tied_to(kit, tmp_path):
-    rng = np.random.default_rng(2)
-    table, new, w = (rng.normal(size=n).astype("f4") for n in ((6, 3), (6, 3), (3, 3)))
-    a, b, small = (rng.normal(size=n).astype("f4") for n in ((1, 3), (6, 1), (3, 1)))
-    (home := tmp_path / "base").mkdir()
-    said = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "dtype": "float32"}
-    save_safetensors(home / "model.safetensors", {"model.embed_tokens.weight": table, "model.q.weight": w})
-    (home / "config.json").write_text(json.dumps(said))
-    start = "base_model__model__"
-    pair = {f"{start}model__q__lora_A__weight": a, f"{start}model__q__lora_B__weight": small}
-    trained = {
-        "embedding": ({f"{start}model__embed_tokens__weight": new}, new, table),
-        "both": ({f"{start}model__embed_tokens__weight": new, f"{start}lm_head__weight": new + 1}, new, new + 1),
-        "head": (
-            {f"{start}lm_head__lora_A__weight": a, f"{start}lm_head__lora_B__weight": b},
-            table,
-            table + 2 * b @ a,
-        ),
-    }
-    for name, (arrays, embedding, head) in trained.items():
-        found = virtual.lora(home, adapter(tmp_path / name, **pair, **arrays))
-        merge(found, tmp_path / f"{name}-out")
-        for got in (found, open_checkpoint(tmp_path / f"{name}-out")):
-            assert kit.same(got["model.embed_tokens.weight"][...], embedding)
-            assert np.allclose(got["lm_head.weight"][...], head, rtol=1e-5)
-            assert got.documents["config.json"]["tie_word_embeddings"] is False
-    plain = virtual.lora(home, adapter(tmp_path / "plain", **pair))
-    assert "lm_head.weight" not in plain
-    assert plain.documents["config.json"]["tie_word_embeddings"] is True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"use_rslora": True}, {"rank_pattern": {"l.1": 2}, "alpha_pattern": {"l.0": 5}}], ids=str
@@ -302,6 +272,86 @@ def test_an_adapter_of_peft_is_what_peft_makes_of_it(tmp_path, options):
     for n, x in wanted.items():
         assert np.allclose(found[n][...], x, rtol=1e-5, atol=1e-5), n
         assert n.endswith("bias") or np.abs(x - held[n]).max() > 0.1
+
+
+EMBEDDING, TRAINED = np.float32([[1, 2], [3, 4]]), np.float32([[5, 6], [7, 8]])
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """A function that writes a model without a head of its own, with members of its config.json."""
+
+    def made(**config):
+        home = tmp_path / f"tied{len(list(tmp_path.iterdir()))}"
+        home.mkdir()
+        save_safetensors(home / "model.safetensors", {TABLE: EMBEDDING, "m.weight": np.eye(2, dtype="f4")})
+        (home / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+        return str(home)
+
+    return made
+
+
+PARTED = {
+    "a trained embedding": ({TABLE: TRAINED}, TRAINED, EMBEDDING),
+    "a trained head": ({HEAD: TRAINED}, EMBEDDING, TRAINED),
+    "both": ({TABLE: TRAINED, HEAD: TRAINED}, TRAINED, TRAINED),
+    "factors of the head": (
+        {"lm_head.lora_A.weight": np.float32([[1, 0]]), "lm_head.lora_B.weight": np.float32([[1], [2]])},
+        EMBEDDING,
+        [[3, 2], [7, 4]],
+    ),
+    "factors alone": ({}, EMBEDDING, None),
+}
+
+
+@pytest.mark.parametrize("what", PARTED)
+@pytest.mark.parametrize("said", [{"tie_word_embeddings": True}, {}], ids=str)
+def test_an_adapter_parts_a_tied_head_from_its_embedding(kit, tmp_path, tied, what, said):
+    trained, embedding, head = PARTED[what]
+    base = tied(**said)
+    low = adapter(tmp_path / "lora", **AB, **{f"base_model.model.{n}": x for n, x in trained.items()})
+    found = virtual.lora(base, low)
+    written = merge(found, tmp_path / "merged").path
+    recipe = {"merge_method": "linear", "models": [{"model": f"{base}+{low}", "parameters": {"weight": 1}}]}
+    mixed = blend(recipe, tmp_path / "mixed").path
+    for ckpt in (found, *map(open_checkpoint, (virtual.write(tmp_path / "d.json", found), written, mixed))):
+        assert kit.same(ckpt[TABLE][...], np.float32(embedding))
+        assert (HEAD in ckpt) == (head is not None)
+        ties = ckpt.documents["config.json"].get("tie_word_embeddings")
+        if head is None:
+            assert ties == said.get("tie_word_embeddings")
+        else:
+            assert kit.same(ckpt[HEAD][...], np.float32(head))
+            assert ties is False
+
+
+def test_a_head_that_is_stored_or_missing_stays_so_beside_a_trained_embedding(tmp_path, tied):
+    low = adapter(tmp_path / "lora", **AB, **{f"base_model.model.{TABLE}": TRAINED})
+    for config in ({"architectures": ["LlamaForSequenceClassification"]}, {"tie_word_embeddings": False}):
+        assert set(virtual.lora(tied(**config), low)) == {TABLE, "m.weight"}
+    both = save(
+        tmp_path / "both",
+        {"lm_head": {"weight": EMBEDDING}, "model": {"embed_tokens": {"weight": EMBEDDING}}, "m.weight": np.eye(2)},
+        documents={"config": {"tie_word_embeddings": True}},
+    ).path
+    found = virtual.lora(both, low)
+    assert found[HEAD][...].tolist() == EMBEDDING.tolist()
+    assert found.documents["config.json"] == {"tie_word_embeddings": False}
+    nested = save(
+        tmp_path / "nested",
+        {"model": {"embed_tokens": {"weight": EMBEDDING}}, "m": {"weight": np.eye(2)}},
+        documents={"config": {"tie_word_embeddings": True}},
+    ).path
+    tree = load(virtual.write(tmp_path / "nested.json", virtual.lora(nested, low)))
+    assert tree["lm_head"]["weight"].tolist() == EMBEDDING.tolist()
+
+
+@pytest.mark.parametrize("config", [{"is_encoder_decoder": True}, {"architectures": ["BertForMaskedLM"]}], ids=str)
+def test_an_embedding_that_is_tied_at_several_places_is_refused(tmp_path, tied, config):
+    low = adapter(tmp_path / "lora", **AB, **{f"base_model.model.{TABLE}": TRAINED})
+    with pytest.raises(errors.CheckpointError, match=r"ties 'model.embed_tokens.weight' .*\(tie_word_embeddings\)"):
+        virtual.lora(tied(**config), low)
 
 
 BAD_ADAPTERS = {
