@@ -293,6 +293,8 @@ def verify(path: str, as_json: bool) -> None:
     import meshtape as mt
 
     _tell(report := mt.verify(path), as_json, str(report))
+    if report.is_bare:
+        click.get_current_context().exit(1)
 
 
 @click.command(

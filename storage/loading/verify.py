@@ -45,9 +45,15 @@ class VerifyReport:
     uncovered: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether no array has a checksum, as all are computed from files of others."""
+        return bool(self.arrays and self.uncovered and not self.nbytes)
+
     def __str__(self) -> str:
         arrays, files = count(self.arrays, "array"), count(self.files, "file")
-        text = f"{self.path}: {arrays}, {human_bytes(self.nbytes)} in {files}: sound{unread(self.skipped)}"
+        found = "nothing tells whether they are whole" if self.is_bare else "sound"
+        text = f"{self.path}: {arrays}, {human_bytes(self.nbytes)} in {files}: {found}{unread(self.skipped)}"
         if rest := self.uncovered:
             text += f"\n  not compared, as nothing has their checksums ({len(rest)}): {some(rest, 12)}"
         return text
@@ -91,8 +97,14 @@ def _verify_computed(ckpt: Checkpoint, computed: Computed, started: float) -> Ve
     seconds = time.perf_counter() - started
     ckpt.generation.check()
     files, nbytes = sum(r.files for r in held) + bool(computed.identity), sum(r.nbytes for r in held)
-    bare = [r for r in held if r.arrays and not r.nbytes]  # of others, without checksums: known by their identity alone
-    rest = [r.path for r in bare] + [stores.join(r.path, name) for r in held if r not in bare for name in r.uncovered]
+    rest = []
+    for parent, r in zip(computed.parents.values(), held, strict=True):
+        if parent.computed is not None:
+            rest += r.uncovered
+        elif r.arrays and not r.nbytes:  # of others, without checksums: known by its identity alone
+            rest.append(r.path)
+        else:
+            rest += [stores.join(r.path, name) for name in r.uncovered]
     return VerifyReport(ckpt.path, len(ckpt), files, nbytes, seconds, rest, list(ckpt.skipped))
 
 

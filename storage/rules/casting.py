@@ -324,13 +324,16 @@ def _tell(name: str, loss: CastLoss, allowed: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def watched(name: str, total: np.ndarray, offset: tuple[int, ...]) -> Iterator[None]:
-    """Arithmetic on ``total`` whose overflows are losses, as those of a cast. Those of its operands are none."""
+def watched(
+    name: str, total: np.ndarray, offset: tuple[int, ...], operands: Callable[[], Iterator[np.ndarray]]
+) -> Iterator[None]:
+    """Arithmetic on ``total`` whose overflows are losses, as those of a cast. Those of its operands are none; these are
+    read again where something overflows."""
     seen: list[str] = []
     with np.errstate(all="ignore", over="call", call=lambda kind, _: seen.append(kind)):
         yield
     if seen:
-        _tell(name, _loss(total, total, offset, overflow=np.isinf(total) | np.isnan(total)))
+        count_overflows(name, total, list(operands()), offset)
 
 
 def count_overflows(name: str, result: np.ndarray, operands: Sequence[np.ndarray], offset: tuple[int, ...]) -> None:
@@ -338,7 +341,7 @@ def count_overflows(name: str, result: np.ndarray, operands: Sequence[np.ndarray
     bad = ~np.isfinite(result)
     if bad.any():
         finite = np.logical_and.reduce([np.isfinite(x) for x in operands])
-        _tell(name, _loss(operands[0], result, offset, overflow=bad & finite))
+        _tell(name, _loss(np.broadcast_to(operands[0], bad.shape), result, offset, overflow=bad & finite))
 
 
 def count_lost_rows(name: str, a: np.ndarray, scale: np.ndarray, offset: tuple[int, ...] = ()) -> None:

@@ -87,7 +87,7 @@ class WeightedSum(Agreed):
         number = wide.type(0).real.dtype.type
         total = np.zeros(box.shape, wide)
         nbytes = 0
-        with watched(self.name, total, box.offset):
+        with watched(self.name, total, box.offset, lambda: (_at_work(p, box, wide)[0] for p in self.parts)):
             for i, (part, weight) in enumerate(zip(self.parts, self.weights, strict=True)):
                 held, n = _at_work(part, box, wide)
                 nbytes += n
@@ -154,7 +154,7 @@ class LowRankSum(DerivedTensor):
         total, nbytes = _at_work(self.source, box, wide)
         product, term = np.zeros(box.shape, wide), np.empty(box.shape, wide)
         step = max(1, _FACTORS // (wide.itemsize * sum(box.shape)))
-        with watched(self.name, total, box.offset):
+        with watched(self.name, total, box.offset, lambda: iter([_at_work(self.source, box, wide)[0]])):
             for first in range(0, self.rank, step):
                 boxes = self._factors(box, first, min(first + step, self.rank))
                 (a, n), (b, m) = (_at_work(p, at, wide) for p, at in zip(self.parts, boxes, strict=True))

@@ -204,6 +204,15 @@ def test_overflow_is_a_loss_and_no_value(tmp_path):
         assert np.isinf(np.asarray(load(tmp_path / "out")["w"])[1])
 
 
+def test_what_was_not_finite_before_is_no_loss_of_a_sum(tmp_path):
+    paths = [
+        save(tmp_path / name, {"w": np.float32(x)}).path
+        for name, x in (("a", [1, np.nan, np.inf, 3e38]), ("b", [1, 2, -np.inf, 3e38]))
+    ]
+    with pytest.raises(errors.Lossy, match=r"'w': 1 became infinite; first at \[3\]"):
+        load(virtual.mean(paths))
+
+
 def test_what_is_not_floating_must_be_equal(tmp_path):
     paths = [
         save(tmp_path / str(i), {"w": np.float32([i]), "n": np.int64([i]), "m": np.asarray([True])}).path
@@ -924,7 +933,15 @@ def test_damage_of_a_parent_is_found(tmp_path):
         with pytest.raises(errors.CorruptCheckpoint):
             read(where)
     bare(tmp_path)
-    assert verify(virtual.mean([tmp_path / "p"])).uncovered == [str(tmp_path / "p")]
+    report = verify(virtual.mean([tmp_path / "p"]))
+    assert report.uncovered == [str(tmp_path / "p")]
+    assert "nothing tells whether they are whole" in str(report)
+    virtual.write(tmp_path / "one.json", virtual.mean([tmp_path / "p"]))
+    virtual.write(tmp_path / "two.json", virtual.mean([tmp_path / "one.json"]))
+    found = CliRunner().invoke(main, ["verify", str(tmp_path / "two.json")])
+    assert found.exit_code == 1
+    assert str(tmp_path / "p") in found.output
+    assert "one.json" not in found.output
 
 
 def test_parents_are_pinned_anew(tmp_path):
