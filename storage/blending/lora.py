@@ -22,13 +22,12 @@ from ..readers.safetensors import save_safetensors
 from ..readers.tensor import read_box
 from ..rules.casting import cast
 from ..stores import store as stores
+from ..virtual.expressions import TURNED, TURNED_MODULES
 from .config import Problems
 from .methods import real
 from .vocabulary import is_embedding
 
 _PREFIX = "base_model.model."
-_TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
-"""Types of models whose matrices transformers stores as (in, out), in its ``Conv1D``."""
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
     "LMHeadModel": "CAUSAL_LM",
@@ -124,7 +123,7 @@ def extract_lora(
     problems.refuse("no adapter")
     said = old.documents.get("config.json")
     said = said if isinstance(said, Mapping) else {}
-    turned = said.get("model_type") in _TURNED if fan_in_fan_out is None else fan_in_fan_out
+    turned = said.get("model_type") in TURNED if fan_in_fan_out is None else fan_in_fan_out
     kinds = [str(a) for a in said.get("architectures") or ()]
     tasks = [task for a in kinds for end, task in _TASKS.items() if a.endswith(end)]
     with directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder:
@@ -138,10 +137,12 @@ def extract_lora(
                 continue
             if not np.isfinite(delta).all():
                 raise CheckpointError(f"{n!r} has values that are not finite, which have no decomposition")
-            u, s, v = np.linalg.svd(delta.T if turned else delta, full_matrices=False)
+            module = n.removesuffix(".weight")
+            across = turned and (fan_in_fan_out or module.rpartition(".")[2] in TURNED_MODULES)
+            u, s, v = np.linalg.svd(delta.T if across else delta, full_matrices=False)
             sums = np.cumsum(s.astype(np.float64) ** 2)
             r = rank or int(np.searchsorted(sums, energy * sums[-1] * (1 - 1e-12))) + 1
-            module, root = n.removesuffix(".weight"), np.sqrt(s[:r])
+            root = np.sqrt(s[:r])
             ranks[module], kept[module] = r, float(sums[r - 1] / sums[-1])
             factors[f"{_PREFIX}{module}.lora_A.weight"] = cast(n, root[:, None] * v[:r], kind, (0, 0))
             factors[f"{_PREFIX}{module}.lora_B.weight"] = cast(n, u[:, :r] * root, kind, (0, 0))

@@ -88,6 +88,11 @@ def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
 
     from zarr.core.buffer import default_buffer_prototype
 
+    if not hasattr(repository, "writable_session"):
+        raise CheckpointError(
+            f"icechunk_references takes an open icechunk.Repository, got {repository!r:.80}: one with a "
+            "VirtualChunkContainer for the place of the files, which its config says"
+        )
     held = References(view)
     buffer = default_buffer_prototype().buffer
     session = repository.writable_session(branch)
@@ -103,5 +108,11 @@ def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
     for key, path, start, nbytes in held.chunks():
         where = _plain(path)
         url = where if stores.is_url(where) else f"file://{where}"
-        store.set_virtual_ref(key, url, offset=start, length=nbytes, validate_container=True)
+        try:
+            store.set_virtual_ref(key, url, offset=start, length=nbytes, validate_container=True)
+        except Exception as e:  # IcechunkError, of a package that need not be here
+            raise CheckpointError(
+                f"icechunk takes no reference to {url}: {e}. Give the repository's config a VirtualChunkContainer for "
+                "its folder (config.set_virtual_chunk_container), and authorize it when the repository is opened"
+            ) from None
     return str(session.commit(message))

@@ -304,6 +304,10 @@ class Add(Arithmetic):
     terms = property(lambda self: (1.0, self.scale))
 
 
+TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
+"""Types of models with matrices that transformers stores as (in, out), those of its ``Conv1D``."""
+TURNED_MODULES = {"c_attn", "q_attn", "c_proj", "c_fc"}
+"""The last part of the names of these matrices' modules."""
 ADAPTER = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora(?:_embedding)?)_([AB])(?:\.default)?(?:\.weight)?\Z")
 
 
@@ -360,7 +364,7 @@ class Lora(Node):
                 lines.append(f"  {module} is no array of the base, nor is '{module}.weight'")
             else:
                 a, b, w = adapter[ab["A"]].tensor, adapter[ab["B"]].tensor, arrays[target]
-                swapped = self.transposed or form == "lora_embedding"
+                swapped = form == "lora_embedding" or self._is_turned(base, module, w, b, a)
                 if why := _misfit(target, w, a, b, swapped):
                     lines.append(f"  {why}")
                 else:
@@ -369,6 +373,18 @@ class Lora(Node):
             lines = lines or ["  the adapter has no array"]
             raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
         return _computed(self, base, arrays)
+
+    def _is_turned(self, base: Checkpoint, module: str, w: Any, b: Any, a: Any) -> bool:
+        """Whether a weight is stored as (in, out). Its shape says so, or PEFT's ways do: these go by the kind of the
+        layer, and their configuration has one flag for all layers."""
+        across = [tuple(x.shape) for x in (w, b, a)]
+        if all(len(n) == 2 for n in across) and w.shape[0] != w.shape[1]:
+            fits = [across[0] == n for n in ((b.shape[0], a.shape[1]), (a.shape[1], b.shape[0]))]
+            return fits[1] if any(fits) else self.transposed
+        config = base.documents.get("config.json")
+        if isinstance(config, Mapping) and config.get("model_type") in TURNED:
+            return module.rpartition(".")[2] in TURNED_MODULES
+        return self.transposed
 
 
 def _trained_whole(name: str) -> str:

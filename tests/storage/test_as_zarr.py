@@ -241,3 +241,9 @@ def test_icechunk_commits_the_references(tmp_path):
     snapshot = mt.storage.icechunk_references(path, repo, message="step 1")
     assert next(iter(repo.ancestry(branch="main"))).id == snapshot
     same(zarr.open_group(repo.readonly_session("main").store, mode="r"), tree())
+
+
+def test_a_repository_must_be_open(tmp_path):
+    mt.storage.save_safetensors(path := tmp_path / "m.safetensors", {"w": np.ones(3, "f4")})
+    with pytest.raises(mt.errors.CheckpointError, match=r"takes an open icechunk\.Repository, got '/repo'"):
+        mt.storage.icechunk_references(path, "/repo")

@@ -537,19 +537,31 @@ def test_an_adapter_is_applied_and_extracted(tmp_path: Path) -> None:
 
 def test_adapters_of_models_whose_matrices_lie_the_other_way_round(tmp_path):
     rng = np.random.default_rng(4)
-    w, a, b = (rng.normal(size=n).astype("f4") for n in ((5, 3), (5, 1), (1, 3)))  # (in, out), as in GPT-2
-    for name, x in (("base", w), ("tuned", w + a @ b)):
+    names = {"h.0.c_attn": (5, 3), "h.0.c_proj": (3, 3), "score": (3, 3), "other": (2, 3)}  # (in, out) the first two
+    base, tuned = {}, {}
+    for name, shape in names.items():
+        base[f"{name}.weight"] = w = rng.normal(size=shape).astype("f4")
+        tuned[f"{name}.weight"] = w + np.outer(*(rng.normal(size=n) for n in shape)).astype("f4")
+    for name, x in (("base", base), ("tuned", tuned)):
         (tmp_path / name).mkdir()
-        save_safetensors(tmp_path / name / "model.safetensors", {"h.0.attn.weight": x})
+        save_safetensors(tmp_path / name / "model.safetensors", x)
         said = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
         (tmp_path / name / "config.json").write_text(json.dumps(said))
-    base = str(tmp_path / "base")
-    extract_lora(tmp_path / "tuned", base, tmp_path / "lora", rank=1)
+    extract_lora(tmp_path / "tuned", str(tmp_path / "base"), tmp_path / "lora", rank=1)
     held = mt.open_checkpoint(tmp_path / "lora")
-    assert held["base_model.model.h.0.attn.lora_A.weight"].shape == (1, 5)
-    said = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
-    assert (said["fan_in_fan_out"], said["base_model_name_or_path"], said["task_type"]) == (True, base, "CAUSAL_LM")
-    np.testing.assert_allclose(virtual.lora(base, tmp_path / "lora")["h.0.attn.weight"].read(), w + a @ b, rtol=1e-4)
+    assert held["base_model.model.h.0.c_attn.lora_A.weight"].shape == (1, 5)
+    assert held["base_model.model.other.lora_A.weight"].shape == (1, 3)
+    file = tmp_path / "lora" / "adapter_config.json"
+    said = json.loads(file.read_text())
+    told = said["fan_in_fan_out"], said["base_model_name_or_path"], said["task_type"]
+    assert told == (True, str(tmp_path / "base"), "CAUSAL_LM")
+    for flag in (True, False):  # PEFT writes that of the last layer that it looked at
+        file.write_text(json.dumps(said | {"fan_in_fan_out": flag}))
+        found = virtual.lora(tmp_path / "base", tmp_path / "lora")
+        for name, wanted in tuned.items():
+            np.testing.assert_allclose(found[name].read(), wanted, rtol=1e-4, atol=1e-5)
+    extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "plain", rank=1, fan_in_fan_out=False)
+    assert mt.open_checkpoint(tmp_path / "plain")["base_model.model.h.0.c_attn.lora_A.weight"].shape == (1, 3)
 
 
 # ----- bad input ------------------------------------------------------------------------------------------------------
