@@ -19,6 +19,8 @@ from .launch import contiguous, i64, named, runner
 
 FILE = "attention.cu"
 THREADS, ROWS = 256, 128
+SHARED_ROWS, MORE = 384, 256
+"""Rows of the tiles of a block, and its other bytes of shared memory, at most; ``attention.cu`` divides them."""
 WIDTHS = (32, 64, 128)
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 NOTHING = np.uint64(0)
@@ -63,12 +65,11 @@ class _Call(NamedTuple):
     masked: bool  # some tiles may be left out
     keys: int  # batches of keys and values
 
-    def start(self, kernel: str, arguments: Sequence[Any], length: int, batches: int, tiles: int, more: int) -> None:
-        """Start a kernel for blocks of rows out of ``length``, with so many tiles' rows and more bytes shared."""
-        shared = tiles * (self.width + 8) * 2 + more
+    def start(self, kernel: str, arguments: Sequence[Any], length: int, batches: int) -> None:
+        """Start a kernel for blocks of rows out of ``length``."""
         grid = (batches * ceil_div(length, ROWS), 1, 1)
         name = named(f"attention_{kernel}", self.q.dtype, self.width)
-        runner().launch(FILE, name, grid, (THREADS, 1, 1), [*arguments, *self.numbers], shared)
+        runner().launch(FILE, name, grid, (THREADS, 1, 1), [*arguments, *self.numbers], _shared(self.width))
 
     def poison(self, x: Any) -> Any:
         """Zeros for each batch and column of an operand, NaN for those with an element that is not finite."""
@@ -81,6 +82,11 @@ class _Call(NamedTuple):
         arguments = [x, out, np.int32(rows), np.int32(width), np.int32(parts)]
         r.launch(FILE, named("attention_poison", x.dtype), (batches * parts, 1, 1), (THREADS, 1, 1), arguments)
         return out
+
+
+def _shared(width: int) -> int:
+    """Bytes of shared memory that a block takes."""
+    return SHARED_ROWS * (width + 8) * 2 + MORE
 
 
 def _padded(x: Any) -> Any:
@@ -110,13 +116,13 @@ def _prepared(q: Any, k: Any, v: Any, mask: Sequence[Any], scale: float, diagona
     width = next(n for n in WIDTHS if n >= max(d, e))
     if kv is None or kv != of_values or seen is None or batches * ceil_div(max(rows, keys), ROWS) > MAX_GRID:
         return None
-    if properties.capability < 80 or properties.shared_memory < 384 * (width + 8) * 2 + 256:
+    if properties.capability < 80 or properties.shared_memory < _shared(width):
         return None
     diagonal = keys if diagonal is None else max(-rows, min(diagonal, keys))
     masks: list[Any] = [NOTHING, np.int32(0), *map(i64, (1, 1, 0)), *map(np.int32, (0, 0))]
     if mask:
         m = contiguous(mask[0] if mask[0].dtype.kind == "b" else mask[0].astype(np.float32, copy=False))
-        m = m.reshape((1,) * (2 - m.ndim) + m.shape) if m.ndim < 2 else m
+        m = m.reshape((1,) * (2 - m.ndim) + m.shape)
         steps = map(np.int32, (m.shape[-1] if m.shape[-2] > 1 else 0, m.shape[-1] > 1))
         masks = [m, np.int32(1 + (m.dtype.kind != "b")), *map(i64, (*seen, m.shape[-2] * m.shape[-1])), *steps]
     q, k, v = _padded(q), _padded(k), _padded(v)
@@ -134,7 +140,7 @@ def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | 
     rows, e = q.shape[-2], v.shape[-1]
     out = runner().xp.empty((*call.lead, rows, call.v.shape[-1]), q.dtype)
     poison = call.poison(call.v) if call.masked else NOTHING
-    call.start("forward", [call.q, call.k, call.v, out, poison], rows, math.prod(call.lead), ROWS + 4 * 64, 0)
+    call.start("forward", [call.q, call.k, call.v, out, poison], rows, math.prod(call.lead))
     return out[..., :e]
 
 
@@ -151,7 +157,7 @@ def attention_backward(g: Any, q: Any, k: Any, v: Any, *mask: Any, scale: float,
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in operands[:3])
     sums, means = (xp.empty((batches, rows), np.float32) for _ in range(2))
     arguments = [*operands, dq, sums, means, k_poison, v_poison]
-    call.start("backward_queries", arguments, rows, batches, 2 * ROWS + 4 * 32, 0)
+    call.start("backward_queries", arguments, rows, batches)
     arguments = [*operands, dk, dv, sums, means, q_poison, g_poison, i64(batches)]
-    call.start("backward_keys", arguments, keys, call.keys, 2 * ROWS + 4 * 32, 2 * 32 * 4)
+    call.start("backward_keys", arguments, keys, call.keys)
     return tuple(x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))

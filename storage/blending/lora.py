@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..readers.tensor import read_box
 from ..rules.casting import cast
 from ..stores import store as stores
 from ..virtual.expressions import TURNED, TURNED_MODULES
+from ..virtual.tied import config_of
 from .config import Problems
 from .methods import real
 from .vocabulary import is_embedding
@@ -121,8 +122,7 @@ def extract_lora(
         elif rank is not None and _is_module(n, new[n]) and rank > min(new[n].shape):
             problems.append(f"rank {rank} is above that of {n!r} with shape {new[n].shape}")
     problems.refuse("no adapter")
-    said = old.documents.get("config.json")
-    said = said if isinstance(said, Mapping) else {}
+    said = config_of(old)
     turned = said.get("model_type") in TURNED if fan_in_fan_out is None else fan_in_fan_out
     kinds = [str(a) for a in said.get("architectures") or ()]
     tasks = [task for a in kinds for end, task in _TASKS.items() if a.endswith(end)]

@@ -341,7 +341,7 @@ def count_overflows(name: str, result: np.ndarray, operands: Sequence[np.ndarray
     bad = ~np.isfinite(result)
     if bad.any():
         finite = np.logical_and.reduce([np.isfinite(x) for x in operands])
-        _tell(name, _loss(np.broadcast_to(operands[0], bad.shape), result, offset, overflow=bad & finite))
+        _tell(name, _loss(operands[0], result, offset, overflow=bad & finite))
 
 
 def count_lost_rows(name: str, a: np.ndarray, scale: np.ndarray, offset: tuple[int, ...] = ()) -> None:

@@ -36,7 +36,7 @@ from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform.convert import cancels, converted, floating, scaled
 from .computed import Equal, LowRankSum, RowIntegers, RowScales, WeightedSum, working_dtype
-from .tied import with_own_head
+from .tied import config_of, with_own_head
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
 MOST_READS = 4096  # of stored elements for one
@@ -350,7 +350,7 @@ class Lora(Node):
             raise CheckpointError(
                 f"scale={self.scale} has no meaning for {trained[:4]}, which the adapter trained whole"
             )
-        own = dict(self.factors)
+        own, kind = dict(self.factors), config_of(base).get("model_type")
         for name, target in whole.items():
             new, old = adapter[name].tensor, arrays[target]
             if tuple(new.shape) != tuple(old.shape):
@@ -364,7 +364,7 @@ class Lora(Node):
                 lines.append(f"  {module} is no array of the base, nor is '{module}.weight'")
             else:
                 a, b, w = adapter[ab["A"]].tensor, adapter[ab["B"]].tensor, arrays[target]
-                swapped = form == "lora_embedding" or self._is_turned(base, module, w, b, a)
+                swapped = form == "lora_embedding" or self._is_turned(kind, module, w, b, a)
                 if why := _misfit(target, w, a, b, swapped):
                     lines.append(f"  {why}")
                 else:
@@ -374,15 +374,13 @@ class Lora(Node):
             raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
         return _computed(self, base, arrays)
 
-    def _is_turned(self, base: Checkpoint, module: str, w: Any, b: Any, a: Any) -> bool:
-        """Whether a weight is stored as (in, out). Its shape says so, or PEFT's ways do: these go by the kind of the
-        layer, and their configuration has one flag for all layers."""
-        across = [tuple(x.shape) for x in (w, b, a)]
-        if all(len(n) == 2 for n in across) and w.shape[0] != w.shape[1]:
-            fits = [across[0] == n for n in ((b.shape[0], a.shape[1]), (a.shape[1], b.shape[0]))]
-            return fits[1] if any(fits) else self.transposed
-        config = base.documents.get("config.json")
-        if isinstance(config, Mapping) and config.get("model_type") in TURNED:
+    def _is_turned(self, kind: Any, module: str, w: Any, b: Any, a: Any) -> bool:
+        """Whether a weight is stored as (in, out), in a model of this kind. Its shape says so, or PEFT's ways do: these
+        go by the kind of the layer, and their configuration has one flag for all layers."""
+        if all(len(x.shape) == 2 for x in (w, b, a)) and w.shape[0] != w.shape[1]:
+            shape, product = tuple(w.shape), (b.shape[0], a.shape[1])
+            return shape == product[::-1] if shape in (product, product[::-1]) else self.transposed
+        if kind in TURNED:
             return module.rpartition(".")[2] in TURNED_MODULES
         return self.transposed
 

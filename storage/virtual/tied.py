@@ -31,6 +31,12 @@ def stands_for(head: str, names: Iterable[str]) -> str | None:
     return next((n for n in names if n.endswith(_EMBEDDINGS)), None)
 
 
+def config_of(model: Checkpoint) -> Mapping[str, Any]:
+    """The ``config.json`` of a Hugging Face model; nothing where there is none, or no JSON object."""
+    config = model.documents.get("config.json")
+    return config if isinstance(config, Mapping) else {}
+
+
 def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str]) -> Checkpoint:
     """A base whose head is an array of its own where an adapter parts it from the embedding.
 
@@ -54,8 +60,7 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     tables = [n for n in whole if n.endswith((*_EMBEDDINGS, "shared.weight")) and n in base]
     if not heads and not tables:
         return base
-    config = base.documents.get("config.json")
-    config = config if isinstance(config, Mapping) else {}
+    config = config_of(base)
     text = config.get("text_config")
     tied = (text if isinstance(text, Mapping) else {}) | config
     kinds = [str(a) for a in config.get("architectures") or ()]
