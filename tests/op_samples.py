@@ -698,6 +698,11 @@ NETWORKS: Rows = {
         on(op("linear_cross_entropy", **p), h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
     ],
     "linear_cross_entropy_backward": [on(slopes(p), n, n, h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES],
+    "float8_scale": [on(mt.nn.float8_scale, t, short="a power of two") for t in ("3 5 f4", "N f4", "0 f4", "4 2 f2")],
+    "float8_matmul": [
+        on(mt.nn.float8_matmul, t, slopes="straight through", short="rounded to float8", low=-4, high=4)
+        for t in ("4 6 f4, 6 3 f4", "2 4 6 f4, 6 5 f4", "3 1 4 2 f2, 2 2 6 f2", "0 3 f4, 3 2 f4")
+    ],
     "experts": [on(op("experts"), *sent, many=600) for sent in SENT],
     "experts_backward": [
         on(op("experts_backward"), sent[0], *sent, short="rounded weights of tokens") for sent in SENT

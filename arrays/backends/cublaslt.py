@@ -53,6 +53,8 @@ DESCRIPTION = {  # CUBLASLT_MATMUL_DESC_…
     "TRANSB": (4, ctypes.c_int32),
     "EPILOGUE": (7, ctypes.c_uint32),
     "BIAS_POINTER": (8, ctypes.c_void_p),
+    "A_SCALE_POINTER": (17, ctypes.c_void_p),
+    "B_SCALE_POINTER": (18, ctypes.c_void_p),
 }
 LAYOUT = {  # CUBLASLT_MATRIX_LAYOUT_…
     "BATCH_COUNT": (5, ctypes.c_int32),
@@ -161,6 +163,8 @@ Memory = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape and strides of an array."""
 Modes = tuple[bool, bool]
 """Whether TF32 is allowed, and whether sums are to be in a fixed order."""
+Dtypes = tuple[np.dtype, np.dtype, np.dtype]
+"""Of the operands and the result."""
 
 _tf32 = False
 
@@ -251,6 +255,19 @@ def arranged(x: Memory, y: Memory, itemsize: int) -> Stack | bool:
     return Stack(count, m, n, k, Side(*left, a), Side(*right, b))
 
 
+class Float8(NamedTuple):
+    """A product of bytes that are float8 numbers: the dtypes of operands and result, and float32 factors of the
+    operands, on the device."""
+
+    dtypes: Dtypes
+    scales: tuple[Any, Any] | None = None
+
+    def addresses(self) -> dict[str, int]:
+        # 0 where there is no factor: a plan may have been run with one before.
+        x, y = (0, 0) if self.scales is None else (s.data.ptr for s in self.scales)
+        return {"A_SCALE_POINTER": y, "B_SCALE_POINTER": x}
+
+
 class Plan:
     """A product of arrays that lie in memory in one way, with its algorithm, which is asked for once. Rows are columns
     to the library, so that it multiplies the second operand by the first.
@@ -259,13 +276,13 @@ class Plan:
     """
 
     def __init__(
-        self, device: int, stack: Stack, dtype: np.dtype, alignment: tuple[int, int, int], sums: bool, modes: Modes
+        self, device: int, stack: Stack, dtypes: Dtypes, alignment: tuple[int, int, int], sums: bool, modes: Modes
     ) -> None:
         (count, m, n, k, x, y), (at_x, at_y, at_vector), (tf32, in_order) = stack, alignment, modes
-        single = np.dtype(np.float32)
-        self.dtype, scale = (single if dtype.itemsize == 1 else dtype), (single if dtype.itemsize < 4 else dtype)
-        compute = COMPUTE_32F_FAST_TF32 if tf32 and dtype.char in "fF" else COMPUTE_32F
-        compute = COMPUTE_64F if dtype.char in "dD" else compute
+        of_x, of_y, self.dtype = dtypes
+        scale = np.dtype(np.float32) if of_x.itemsize < 4 else of_x
+        compute = COMPUTE_32F_FAST_TF32 if tf32 and of_x.char in "fF" else COMPUTE_32F
+        compute = COMPUTE_64F if of_x.char in "dD" else compute
         self._description, self._lock = Object("MatmulDesc", DESCRIPTION, compute, CUDA_TYPES[scale]), threading.Lock()
         self._description.set(TRANSA=OP_T * y.across, TRANSB=OP_T * x.across)
         if at_vector:
@@ -275,7 +292,7 @@ class Plan:
         preference.set(REDUCTION_SCHEME_MASK=REDUCTION_COMPUTE_TYPE | (0 if in_order else REDUCTION_INPLACE))
         self._layouts = []
         out = Side(False, n, m * n)
-        for kind, rows, columns, side in ((dtype, n, k, y), (dtype, k, m, x), (self.dtype, n, m, out)):
+        for kind, rows, columns, side in ((of_y, n, k, y), (of_x, k, m, x), (self.dtype, n, m, out)):
             lines = (columns, rows) if side.across else (rows, columns)
             self._layouts.append(Object("MatrixLayout", LAYOUT, CUDA_TYPES[kind], *lines, side.leading))
             if count > 1:
@@ -290,23 +307,25 @@ class Plan:
         one = self._numbers.ctypes.data
         self._fixed = *shape[:2], _P(one), a, b, _P(one + scale.itemsize), d, ctypes.byref(self._found.algorithm)
 
-    def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any) -> None:
+    def run(self, cupy: Any, x: Any, y: Any, out: Any, vector: Any, float8: Float8 | None) -> None:
         """Launch it on the current stream. Its workspace comes from the present pool, and returns to it in the order of
         the stream."""
         handle, description, one, a, b, zero, d, algorithm = self._fixed
         size, at = self._found.workspace, out.data.ptr
         workspace = cupy.cuda.alloc(size) if size else None
         operands = one, y.data.ptr, a, x.data.ptr, b, zero, at, d, at, d, algorithm
-        with self._lock:  # the description names the vector
+        with self._lock:  # the description names the vector and the scales
             if vector is not None:
                 self._description.set(BIAS_POINTER=vector.data.ptr)
+            if float8 is not None:
+                self._description.set(**float8.addresses())
             stream = cupy.cuda.get_current_stream().ptr
             call("Matmul", handle, description, *operands, workspace and workspace.ptr, size, stream)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    device: int, dtype: np.dtype, x: Memory, y: Memory, alignment: tuple[int, int, int], sums: bool, modes: Modes
+    device: int, dtypes: Dtypes, x: Memory, y: Memory, alignment: tuple[int, int, int], sums: bool, modes: Modes
 ) -> tuple[Plan | bool, tuple[int, ...]]:
     """The plan and the shape of the result; in its place, whether a plan is to be had of copies."""
     ends = (*x[0][-2:-1], *(y[0][-1:] if len(y[0]) > 1 else ()))
@@ -315,21 +334,24 @@ def _plan(
     shape = (*np.broadcast_shapes(left[0][:-2], right[0][:-2]), *ends)
     if _handle(device) is None or not math.prod(shape) or not x[0][-1]:
         return False, shape
-    stack = arranged(left, right, dtype.itemsize)
+    stack = arranged(left, right, dtypes[0].itemsize)
     try:
-        return (Plan(device, stack, dtype, alignment, sums, modes) if isinstance(stack, Stack) else stack), shape
+        return (Plan(device, stack, dtypes, alignment, sums, modes) if isinstance(stack, Stack) else stack), shape
     except Unserved:
         return False, shape
 
 
-def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any = None, out: Any = None) -> Any:
+def product(
+    x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Float8 | None = None, out: Any = None
+) -> Any:
     """``x @ y`` of CuPy's arrays of one dtype on the current device, or None where cuBLASLt does not serve it.
 
     A ``bias`` along the last dimension is added before the result is rounded. With ``sums`` the result is followed by
-    the sums of ``y`` over the dimension that is summed. ``float8`` is the dtype of two arrays of bytes, whose product
-    is float32. ``out``, of the result's shape and dtype, takes the result.
+    the sums of ``y`` over the dimension that is summed. ``float8`` says what two arrays of bytes are.
+    ``out``, of the result's shape and dtype, takes the result.
     """
-    if (float8 or x.dtype) not in CUDA_TYPES or library() is None:
+    dtypes = (x.dtype, x.dtype, x.dtype) if float8 is None else float8.dtypes
+    if dtypes[0] not in CUDA_TYPES or library() is None:
         return None
     import cupy
 
@@ -343,7 +365,7 @@ def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any
     for _ in range(2):
         alignment = _alignment(x), _alignment(y), 0 if vector is None else _alignment(vector)
         memory = (x.shape, x.strides), (y.shape, y.strides)
-        plan, shape = _plan(device, float8 or x.dtype, *memory, alignment, sums, modes)
+        plan, shape = _plan(device, dtypes, *memory, alignment, sums, modes)
         if plan is not True:
             break
         x, y = cupy.ascontiguousarray(x), cupy.ascontiguousarray(y)
@@ -354,7 +376,7 @@ def product(x: Any, y: Any, *, bias: Any = None, sums: bool = False, float8: Any
     if into.data.ptr % ALIGNED:  # memory of some other allocator
         return None
     try:
-        plan.run(cupy, x, y, into, vector)
+        plan.run(cupy, x, y, into, vector, float8)
     except Unserved:
         return None
     if out is not None and not direct:

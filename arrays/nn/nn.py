@@ -19,6 +19,7 @@ from .activations import *
 from .attention import scaled_dot_product_attention
 from .convolution import conv1d, conv2d, pool
 from .dropout import dropout, dropout_add
+from .float8 import float8_matmul, float8_scale
 from .losses import cross_entropy, info_nce, linear_cross_entropy
 from .mixture_of_experts import experts
 from .norms.batch_norm import batch_norm

@@ -6,7 +6,10 @@ import math
 
 import numpy as np
 
+from ...arrays.backends.float8 import FLOAT8
+from ...arrays.core.dtypes import float8_e5m2
 from ...arrays.indexing import indexing as ix
+from ...arrays.nn import float8
 from ...arrays.ops import manipulation as m
 from ...arrays.ops import matmul
 from .registry import call, conj, defvjp, defvjp_all, same
@@ -47,23 +50,59 @@ def _matmul_x(xp, g, y, x_like):
     return call(xp, matmul.MATMUL, g, xp.matrix_transpose(conj(xp, y)))
 
 
+def _all_rows(xp, x, g, y_like):
+    # One product over all rows: a stack of matrices, one for each row of the batch, would be made only to be summed. On
+    # a mesh the dimensions stay apart, as each may be split in its own way.
+    if len(y_like.shape) == 2 < len(x.shape) and getattr(x, "sharding", None) is getattr(g, "sharding", None) is None:
+        rows = math.prod(x.shape[:-1])
+        return xp.reshape(x, (rows, x.shape[-1])), xp.reshape(g, (rows, g.shape[-1]))
+    return x, g
+
+
 def _matmul_y(xp, g, x, y_like):
     if len(x.shape) == 1:
         outer = conj(xp, x) if len(y_like.shape) == 1 else xp.expand_dims(conj(xp, x), axis=-1)
         return outer * (g if len(y_like.shape) == 1 else xp.expand_dims(g, axis=-2))
     if len(y_like.shape) == 1:
         return conj(xp, x) * xp.expand_dims(g, axis=-1)
-    if len(y_like.shape) == 2 < len(x.shape) and getattr(x, "sharding", None) is getattr(g, "sharding", None) is None:
-        # One product over all rows: a stack of matrices, one for each row of the batch, would be made only to be
-        # summed. On a mesh the dimensions stay apart, as each may be split in its own way.
-        rows = math.prod(x.shape[:-1])
-        x, g = xp.reshape(x, (rows, x.shape[-1])), xp.reshape(g, (rows, g.shape[-1]))
+    x, g = _all_rows(xp, x, g, y_like)
     if xp is np:
         return matmul.transposed_times(x, g)
     return call(xp, matmul.MATMUL, xp.matrix_transpose(conj(xp, x)), g)
 
 
 defvjp(matmul.MATMUL, x=_matmul_x, y=_matmul_y)
+
+
+# Straight through the rounding of the operands. Cotangents have the float8 of the wider range.
+
+
+def _float8_x(xp, g, y, y_scale, y_dtype, dtype):
+    g_scale = call(xp, float8.FLOAT8_SCALE, g, dtype=float8_e5m2)
+    params = {"x_dtype": float8_e5m2, "y_dtype": y_dtype, "dtype": dtype}
+    return call(xp, float8.FLOAT8_MATMUL, g, xp.matrix_transpose(y), g_scale, y_scale, **params)
+
+
+def _float8_y(xp, g, x, x_scale, y_like, x_dtype, dtype):
+    g_scale = call(xp, float8.FLOAT8_SCALE, g, dtype=float8_e5m2)
+    x, g = _all_rows(xp, x, g, y_like)
+    params = {"x_dtype": x_dtype, "y_dtype": float8_e5m2, "dtype": dtype}
+    return call(xp, float8.FLOAT8_MATMUL, xp.matrix_transpose(x), g, x_scale, g_scale, **params)
+
+
+def _factor(xp, g, ans, scale, like):
+    if like.dtype not in FLOAT8:
+        return xp.zeros_like(scale)
+    return xp.sum(xp.astype(g, np.float32) * xp.astype(ans, np.float32)) / scale
+
+
+defvjp(
+    float8.FLOAT8_MATMUL,
+    x=_float8_x,
+    y=_float8_y,
+    x_scale=lambda xp, g, ans, x_scale, x_like: _factor(xp, g, ans, x_scale, x_like),
+    y_scale=lambda xp, g, ans, y_scale, y_like: _factor(xp, g, ans, y_scale, y_like),
+)
 
 # ----- indexing -------------------------------------------------------------------------------------------------------
 

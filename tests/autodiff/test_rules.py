@@ -29,7 +29,10 @@ def test_every_op_has_a_rule_or_says_why_not():
 
 
 def test_every_differentiable_op_has_samples():
-    assert set(differentiable()) - set(op_samples.differentiable()) == {"reshard"}  # which is the identity
+    assert set(differentiable()) - set(op_samples.differentiable()) == {
+        "reshard",  # which is the identity
+        "float8_matmul",  # whose derivative goes straight through rounding
+    }
 
 
 @pytest.mark.parametrize("name", op_samples.differentiable())

@@ -1,6 +1,6 @@
 // float8 e4m3fn (four bits of exponent, no infinity) and e5m2 (five), to and from other numbers, as ml_dtypes has them: rounded once, to the
 // nearest, ties to even; what is too large is NaN in e4m3fn and infinity in e5m2.
-#include "types.cuh"
+#include "reduce.cuh"
 
 constexpr int THREADS = 256;
 
@@ -87,4 +87,60 @@ template <int E, class T>
 __global__ void __launch_bounds__(THREADS) narrow_to(const T* x, unsigned char* y, i64 n)
 {
     for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < n; i += (i64)gridDim.x * THREADS) y[i] = to_float8<E>(x[i]);
+}
+
+// Rounded after a division by `scale`. A finite number beyond the largest is the largest; what is not finite stays.
+template <int E>
+__device__ inline unsigned char scaled(float x, float scale)
+{
+    const float most = E == 4 ? 448.0f : 57344.0f, v = x / scale;
+    return to_float8<E>(v - v != 0.0f ? v : fminf(fmaxf(v, -most), most));
+}
+
+template <int E, class T>
+__global__ void __launch_bounds__(THREADS) narrow_scaled(const T* x, const float* scale, unsigned char* y, i64 n)
+{
+    constexpr int VEC = 16 / sizeof(T);
+    const i64 first = (i64)blockIdx.x * THREADS + threadIdx.x, step = (i64)gridDim.x * THREADS;
+    const i64 vectors = is_aligned<VEC>(x) ? n / VEC : 0;
+    const float factor = *scale;
+    for (i64 i = first; i < vectors; i += step) {
+        const auto v = vector_at<VEC>(x + i * VEC);
+        Vector<unsigned char, VEC> to;
+#pragma unroll
+        for (int k = 0; k < VEC; k++) to.at[k] = scaled<E>(wide(v.at[k]), factor);
+        store_vector<VEC>(y + i * VEC, to);
+    }
+    for (i64 i = vectors * VEC + first; i < n; i += step) y[i] = scaled<E>(wide(x[i]), factor);
+}
+
+// The largest magnitude that each block has read.
+template <class T>
+__global__ void __launch_bounds__(THREADS) magnitudes(const T* x, float* most, i64 n)
+{
+    constexpr int VEC = 16 / sizeof(T);
+    const i64 first = (i64)blockIdx.x * THREADS + threadIdx.x, step = (i64)gridDim.x * THREADS;
+    const i64 vectors = is_aligned<VEC>(x) ? n / VEC : 0;
+    float found = 0.0f;
+    for (i64 i = first; i < vectors; i += step) {
+        const auto v = vector_at<VEC>(x + i * VEC);
+#pragma unroll
+        for (int k = 0; k < VEC; k++) found = Max::of(found, fabsf(wide(v.at[k])));
+    }
+    for (i64 i = vectors * VEC + first; i < n; i += step) found = Max::of(found, fabsf(wide(x[i])));
+    found = row_reduce<Max, THREADS>(found, 0.0f);
+    if (threadIdx.x == 0) most[blockIdx.x] = found;
+}
+
+// The smallest power of two, a normal number, that brings all of them into the range; what is not finite stays.
+template <int E>
+__global__ void __launch_bounds__(THREADS) scale_of(const float* most, float* scale, i64 n)
+{
+    float found = 0.0f;
+    for (i64 i = threadIdx.x; i < n; i += THREADS) found = Max::of(found, most[i]);
+    found = row_reduce<Max, THREADS>(found, 0.0f);
+    if (threadIdx.x) return;
+    const u32 bits = __float_as_uint(found / (E == 4 ? 448.0f : 57344.0f));
+    const u32 exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
+    *scale = found - found != 0.0f ? found : __uint_as_float((bits >> 23 == 0 ? 1u : exponent) << 23);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....arrays.core.op import Op
+from ....arrays.nn import float8
 from ....arrays.reductions import reductions as r
 from ..factors import Avals, FactorRule, Letters, Outs, Params, rule
 
@@ -28,3 +29,8 @@ def _arg(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> 
     axis, keepdims = params["axis"], params["keepdims"]
     dims = tuple(letters.new(n, whole=i == axis) for i, n in enumerate(avals[0].shape))
     return letters.rule([dims], [[None if i == axis else d for i, d in enumerate(dims) if keepdims or i != axis]])
+
+
+@rule(float8.FLOAT8_SCALE)
+def _scale(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    return letters.rule([[letters.new(n, reduce="max") for n in avals[0].shape]], [[]])

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from ....arrays.core.op import Op
+from ....arrays.nn import float8
 from ....arrays.nn.norms import batch_norm, group_norm, layer_norm
 from ....arrays.ops import manipulation as m
 from ....arrays.ops import matmul
@@ -108,7 +109,7 @@ def _concat(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) 
 # ----- products -------------------------------------------------------------------------------------------------------
 
 
-@rule(matmul.MATMUL)
+@rule(matmul.MATMUL, float8.FLOAT8_MATMUL)
 def _matmul(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     x, y = avals[0].shape, avals[1].shape
     out_shape = outs[0].shape
@@ -118,7 +119,7 @@ def _matmul(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) 
     batch = letters.many(out_shape[: len(out_shape) - len(rows) - len(cols)])
     a = [*letters.aligned(batch, x[:-2]), *rows, k]
     b = [*letters.aligned(batch, y[:-2]), k, *cols] if len(y) > 1 else [k]
-    return letters.rule([a, b], [[*batch, *rows, *cols]], bilinear(outs))
+    return letters.rule([a, b, *[()] * (len(avals) - 2)], [[*batch, *rows, *cols]], bilinear(outs))
 
 
 # ----- norms ----------------------------------------------------------------------------------------------------------

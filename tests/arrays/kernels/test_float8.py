@@ -10,6 +10,7 @@ import pytest
 
 from meshtape.arrays.backends.casts import cast
 from meshtape.arrays.kernels import float8, launch
+from meshtape.arrays.nn.float8 import FLOAT8_SCALE
 
 FLOAT8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
 
@@ -48,3 +49,31 @@ def test_float8_casts(emulator: Any, place: Any, of: np.dtype) -> None:
         apart = got != want
         assert not apart.any(), f"{dtype}: {x[apart][:5]} gave {got[apart][:5]} for {want[apart][:5]}"
     assert float8.widened(place(codes[:0].reshape(0, 3)), of).shape == (0, 3)
+
+
+@pytest.mark.parametrize("of", FLOAT8, ids=lambda d: d.name)
+def test_scaled_float8(emulator: Any, place: Any, of: np.dtype) -> None:
+    most = np.float32(ml_dtypes.finfo(of).max)
+    for dtype in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)):
+        x = numbers(dtype, of)
+        for scale in (1.0, 0.125, 2.0**-126, 3.0, np.inf, np.nan):
+            with np.errstate(all="ignore"):
+                z = x.astype(np.float32) / np.float32(scale)
+                want = np.where(np.isfinite(z), np.clip(z, -most, most), z).astype(of)
+            got = float8.scaled(place(x), place(np.asarray(scale, np.float32)), of).view(of)
+            np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("of", FLOAT8, ids=lambda d: d.name)
+@pytest.mark.parametrize("dtype", float8.SCALED, ids=lambda d: d.name)
+def test_scales(emulator: Any, place: Any, dtype: np.dtype, of: np.dtype) -> None:
+    """Those of NumPy: of lengths that vectors and blocks do not divide, and of what is extreme or not finite."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(n).astype(dtype) for n in (0, 1, 7, 8, 4097, 9001)]
+    most = float(ml_dtypes.finfo(of).max)
+    arrays += [np.asarray([x, -x / 3], np.float32).astype(dtype) for x in (most, most / 64, 2 * most, 1e-44, 0.0, 3e38)]
+    arrays += [np.asarray([1, x, -2], dtype) for x in (np.nan, np.inf, -np.inf)]
+    for x in arrays:
+        with np.errstate(over="ignore"):
+            want = FLOAT8_SCALE.numpy(x, dtype=of)
+        np.testing.assert_array_equal(float8.scale(place(x), of), want)

@@ -14,7 +14,7 @@ TABLES = {
     cholesky: 7 0 1; concat: 5 0 0;
     conv: 13 0 0; conv_image: 13 0 0; conv_kernel: 10 0 0; det: 21 0 0; dropout: 4 0 0; dropout_add: 5 0 0;
     eig: 11 0 1; eigh: 4 0 1; eigvals: 8 0 1; eigvalsh: 4 0 1; experts: 9 0 3; experts_backward: 9 0 3;
-    fft: 4 0 0; floor_divide: 6 0 0; gelu_backward: 13 0 0; group_norm_backward: 4 0 0;
+    fft: 4 0 0; float8_matmul: 15 0 0; floor_divide: 6 0 0; gelu_backward: 13 0 0; group_norm_backward: 4 0 0;
     index_add: 13 0 0; index_max: 40 0 0; index_min: 40 0 0; index_set: 10 0 0; inv: 9 0 2; last_writes: 8 0 0;
     layer_norm_backward: 4 0 0; lazy_adam: 19 0 0; linear_cross_entropy: 40 0 0;
     linear_cross_entropy_backward: 49 0 0; log_softmax: 12 0 0; log_softmax_backward: 5 0 0; matmul: 7 0 0; pinv: 13 0 1;

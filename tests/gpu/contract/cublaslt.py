@@ -23,7 +23,7 @@ SIZES = {
 }
 # The type of factors and result, with the types to compute in and of the scale.
 SERVED = {(2, 2, 2): (68, 0), (14, 14, 14): (68, 0), (0, 0, 0): (68, 0), (1, 1, 1): (70, 1), (4, 4, 4): (68, 4)}
-SERVED |= {(5, 5, 5): (70, 5), (28, 28, 0): (68, 0), (28, 29, 0): (68, 0), (29, 28, 0): (68, 0)}
+SERVED |= {(5, 5, 5): (70, 5), **{(x, y, d): (68, 0) for x, y in ((28, 28), (28, 29), (29, 28)) for d in (0, 2, 14)}}
 
 asked: list[tuple[Any, ...]] = []
 """The operands' types and the epilogue of each request for an algorithm."""
@@ -106,9 +106,9 @@ class Product:
             self.status = INVALID
 
     def _matrix(self, i: int, m: dict[int, int], across: int) -> np.ndarray:
-        dtype = FLOAT8.get(m[0]) or self.libraries.CUDA_TYPES[m[0]]
+        dtype = np.uint8 if m[0] in FLOAT8 else self.libraries.CUDA_TYPES[m[0]]
         shape, strides = (m.get(5, 1), m[2], m[3]), (m.get(6, 0), 1, m[4])
-        found = self.libraries.strided(self.at[i], dtype, shape, strides)
+        found = self.libraries.strided(self.at[i], dtype, shape, strides).view(FLOAT8.get(m[0], dtype))
         return found.swapaxes(1, 2) if across else found
 
     def run(self) -> int:
@@ -117,6 +117,9 @@ class Product:
         b = self._matrix(1, self.b, self.description.get(4, 0)).astype(wide)
         out, epilogue = self._matrix(2, self.d, 0), self.description.get(7, 1)
         found = a @ b
+        for pointer in (17, 18):  # a factor of float8, on the device
+            if self.description.get(pointer):
+                found = found * self.libraries.strided(self.description[pointer], np.float32, (), ())
         if epilogue != 1:
             vector = self.libraries.strided(self.description[8], out.dtype, (self.d[2],), (1,))
             if epilogue == 4:

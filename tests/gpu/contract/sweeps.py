@@ -429,7 +429,32 @@ def products(_: str) -> dict[str, Any]:
             )
             if got.tobytes() != want.tobytes():
                 out["differences"].append(f"product of {dtype.name}")
+        for dtype in (mt.float32, mt.bfloat16, mt.float16):
+            given = [mt.asarray(rng.standard_normal(s).astype(dtype)) for s in ((32, 48), (48, 16))]
+            out["asked"][f"scaled, {dtype.name}"] = asked(
+                lambda given=given: out["differences"].extend(_in_float8(*given))
+            )
+            out["costs"]["in float8"] = cost(lambda given=given: mt.nn.float8_matmul(*given))
+        out["differences"] += _in_float8(x[:5], w)  # a length that the library does not multiply
     return out | _in_programs(rng) | {"failures": FAKE.libraries.failures}
+
+
+def _in_float8(x: Any, w: Any) -> list[str]:
+    """Differences of products in float8, their gradients and a graph from the same on the CPU."""
+
+    def both(x: Any, w: Any) -> Any:
+        y, pull = mt.vjp(mt.nn.float8_matmul, x, w)
+        return y, *pull(y)
+
+    want = both(*(mt.asarray(a.numpy(), device="cpu") for a in (x, w)))
+    graph = mt.compile(both, cuda_graph=True)
+    graph(x, w)
+    return [
+        f"{way} of {x.dtype.name}{x.shape}: {i}"
+        for way, found in (("float8_matmul", both(x, w)), ("its graph", graph(x, w)))
+        for i, (a, b) in enumerate(zip(found, want, strict=True))
+        if a.dtype != b.dtype or not np.allclose(a.numpy().astype(float), b.numpy().astype(float), 1e-2, 1e-2)
+    ]
 
 
 def _in_programs(rng: Any) -> dict[str, Any]:

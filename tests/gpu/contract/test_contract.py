@@ -189,7 +189,7 @@ def test_products_are_those_of_numpy(sweep: Sweep, request: pytest.FixtureReques
     found = sweep("products", str(tmp_path if cache is None else cache.mkdir("values")))
     assert found["calls"] > 250
     assert found["differences"] == found["failures"] == []
-    assert found["costs"] == {"served": [1, 0, 0, 0], "of other memory": [3, 0, 0, 0]}
+    assert found["costs"] == {"served": [1, 0, 0, 0], "of other memory": [3, 0, 0, 0], "in float8": [8, 0, 0, 0]}
     assert found["asked"] == {
         "again": 0,
         "float32": [0, 0, 68, 1, 2],
@@ -197,6 +197,14 @@ def test_products_are_those_of_numpy(sweep: Sweep, request: pytest.FixtureReques
         "in any order": [0, 0, 68, 1, 3],
         "float8_e4m3fn": [[28, 28, 68, 1, 2]],
         "float8_e5m2": [[0, 0, 68, 1, 2]],  # two of which the library does not multiply
+        **{
+            f"scaled, {d}": [
+                [28, 28, 68, 1, 2],
+                [29, 28, 68, 1, 2],
+                [28, 29, 68, 1, 2],
+            ]  # the value, and by each operand
+            for d in ("float32", "bfloat16", "float16")
+        },
     }
     assert found["captured"] == {"graphs": 1, "waits": 0, "replays": [True, True]}
     assert found["compiled"] == {"launches": 2, "epilogues": [4, 256], "near": True}
