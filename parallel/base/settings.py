@@ -54,10 +54,16 @@ def register() -> None:
     """Tell Dask the defaults. Not when this module is imported: a virtual mesh needs no Dask."""
     import dask
 
-    # Again where they are gone: the end of a ``dask.config.set`` that was the first to name ``meshtape`` takes all of
-    # it away.
-    if not DEFAULTS["meshtape"].keys() <= dask.config.get("meshtape", {}).keys():
+    # Again where they are gone: the end of a ``dask.config.set`` that was the first to name ``meshtape``, or one of its
+    # settings, takes that away.
+    if not _has(dask.config.get("meshtape", {}), DEFAULTS["meshtape"]):
         dask.config.update_defaults(DEFAULTS)
+
+
+def _has(found: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, dict):
+        return True
+    return isinstance(found, dict) and all(k in found and _has(found[k], w) for k, w in wanted.items())
 
 
 def number(name: str) -> float:

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import meshtape as mt
+from meshtape.parallel.base.settings import number
 from meshtape.parallel.dask import runtime
 from meshtape.parallel.dask import worker as mesh_worker
 from meshtape.parallel.dask.cluster import local_cluster
@@ -344,3 +345,13 @@ def test_users_tasks_keep_no_program_waiting(processes, tmp_path, eventually):
         finally:
             go.touch()
             processes.cancel(busy)
+
+
+def test_a_setting_is_there_again_when_that_of_a_context_is_gone() -> None:
+    """Where the context was the first to name it, its end takes it away."""
+    dask.config.config.pop("meshtape", None)
+    with dask.config.set({"meshtape.timeouts.silence": 1.0}):
+        with dask.config.set({"meshtape.timeouts.connect": 2.0}):
+            assert number("timeouts.connect") == 2.0
+        assert [number(f"timeouts.{k}") for k in ("connect", "silence")] == [10.0, 1.0]
+    assert [number(f"timeouts.{k}") for k in ("connect", "silence")] == [10.0, 5.0]
