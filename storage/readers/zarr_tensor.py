@@ -18,6 +18,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
+    CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     OutOfMemory,
@@ -268,7 +269,7 @@ class ZarrTensor(GridTensor):
             array = self._opened() if self.held is None else self.held
             found = array[index]
             out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
-        except StoreError:  # nothing is wrong with the file
+        except (StoreError, CheckpointReplaced):  # nothing is wrong with the file
             raise
         except MemoryError as e:  # nor here
             raise OutOfMemory(f"{self.root}: key {self.name!r}: {e}; read slices of it") from None
