@@ -18,9 +18,11 @@ from obstore.store import HTTPStore
 import meshtape as mt
 from meshtape import errors
 from meshtape.cli.main import main
+from meshtape.storage.browse.server import half_closed
 from meshtape.storage.readers.compressed import CompressedTensor
 from meshtape.storage.serving import server as serving
 from meshtape.storage.serving import virtual_files
+from meshtape.storage.serving.served import ServedCheckpoint
 
 R = np.random.default_rng(0)
 TREE = {
@@ -137,6 +139,41 @@ def test_ranges(tmp_path, make):
         assert ask(url, If_None_Match="*")[0] == 304
         assert ask(url, If_Match='"other"')[0] == 412
         assert ask(url, If_Match=f'"other", {tag}')[0] == 200
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("said", ["0-9", "0-20000", "0-"])
+def test_a_client_that_closes_its_side_gets_its_answer(tmp_path, monkeypatch, version, said):
+    """In each way of sending, and where the end comes before the answer begins."""
+    made, ended = zstd(tmp_path), threading.Event()
+    find = ServedCheckpoint.find
+
+    def late(self, path):
+        ended.wait(200)
+        return find(self, path)
+
+    with mt.storage.serve(made) as server:
+        whole = ask(server.url + "safetensors/model.safetensors")[2]
+        monkeypatch.setattr(ServedCheckpoint, "find", late)
+        closes, read = threading.Event(), half_closed.IOStream.read_from_fd
+
+        def seen(self, buf):
+            if (found := read(self, buf)) == 0:
+                closes.set()
+            return found
+
+        monkeypatch.setattr(half_closed.IOStream, "read_from_fd", seen)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=200) as s:
+            path = "/safetensors/model.safetensors"
+            s.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\nRange: bytes={said}\r\n\r\n".encode())
+            s.shutdown(socket.SHUT_WR)
+            closes.wait(200)
+            ended.set()
+            got = b"".join(iter(lambda: s.recv(1 << 16), b""))
+    stop = int(said[2:] or len(whole) - 1) + 1
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b" 206 " in head.splitlines()[0]
+    assert body == whole[:stop]
 
 
 def test_only_the_checkpoint_is_reached(tmp_path):

@@ -105,12 +105,12 @@ class Server:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        from tornado.httpserver import HTTPServer
+        from .half_closed import HalfClosedServer
 
         ended = asyncio.Event()
         self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set)
         self._began.set()
-        server = HTTPServer(
+        server = HalfClosedServer(
             self.application(), max_header_size=1 << 16, max_body_size=1 << 20, idle_connection_timeout=120
         )
         server.add_sockets(self._sockets)
