@@ -27,3 +27,8 @@ class HalfClosedServer(HTTPServer):
     def handle_stream(self, stream: IOStream, address: Any) -> None:
         sizes = {"max_buffer_size": stream.max_buffer_size, "read_chunk_size": stream.read_chunk_size}
         super().handle_stream(_Stream(stream.socket, **sizes), address)
+
+    def resume(self, stream: IOStream, address: Any) -> None:
+        """Wait for the next request of a connection that a handler had detached."""
+        if not stream.closed():
+            super().handle_stream(stream, address)
