@@ -108,8 +108,14 @@ class _LocalReader(Reader):
 
     @property
     def tag(self) -> str:
-        # Of a reader that is closed, the tag of when that was.
-        return self._tag or _tag_of(os.fstat(self._fd))
+        # Of a reader that is closed, the tag of when that was; another thread may close it just now, which sets that
+        # before the number of the file is anybody's.
+        try:
+            found = self._tag or _tag_of(os.fstat(self._fd))
+        except OSError:
+            if not self._tag:
+                raise
+        return self._tag or found
 
     def readv(self, buffers: list[Any], offset: int) -> int:
         try:
