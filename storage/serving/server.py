@@ -96,16 +96,19 @@ class Sender:
             self._reading += 1
             self._asked.append(file.key)
             if file.key in self._expected and self._reading <= _AHEAD:  # else others have the processors
-                for each in after:
-                    if each.key not in self._ahead and each.key not in self._asked:
-                        self._ahead[each.key] = each, self.readers.submit(read, each, 0, each.nbytes)
+                with contextlib.suppress(RuntimeError):  # the server is closed
+                    for each in after:
+                        if each.key not in self._ahead and each.key not in self._asked:
+                            self._ahead[each.key] = each, self.readers.submit(read, each, 0, each.nbytes)
                 while len(self._ahead) > 2 * _AHEAD:  # nobody has asked for these
                     self._ahead.popitem(last=False)[1][1].cancel()
             self._expected.extend(each.key for each in after[:1])
         try:
-            if coming is None or coming.cancel():  # it waits for a thread, as this request did
+            early = coming is not None and coming.done()
+            # One that waits for a thread, as this request did, or that failed, is read now.
+            if coming is None or coming.cancel() or coming.exception() is not None:
                 return read(file, start, stop)
-            if coming.done():
+            if early:
                 check(file.tensor)
             return coming.result()
         finally:

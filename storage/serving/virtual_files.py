@@ -22,7 +22,7 @@ from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, run
 from ..readers.tensor import StoredTensor, bytes_of, view
 from ..rules.lazy_tensors import InMemoryTensor, leaves
-from ..stores.generations import NONE, Generation
+from ..stores.generations import NONE, Generation, Listed
 
 LIMIT = 16 << 20  # bytes of a chunk; of a tensor that is read whole, with its checksum
 _WINDOW = 4 << 20  # bytes of a piece: those in flight are to stay in the caches
@@ -217,7 +217,9 @@ class ChunkFile:
         return id(self.tensor), self.box
 
     def following(self, count: int) -> list[ChunkFile]:
-        """The next chunks of the array, in the order of its grid."""
+        """The next chunks of the array, in the order of its grid; none where `check` would list a whole hierarchy."""
+        if any(isinstance(getattr(leaf, "generation", None), Listed) for leaf in leaves(self.tensor)):
+            return []
         grid = ChunkGrid(self.tensor.shape, self.chunk, self.chunk)
         here = ravel([o // c for o, c in zip(self.box.offset, self.chunk, strict=True)], grid.counts)
         places = range(here + 1, min(here + 1 + count, math.prod(grid.counts)))
