@@ -340,8 +340,14 @@ class WorkerStreams:
         for address, given in args.items():
             args_there = tuple(a.ref if isinstance(a, WorkerFuture) else a for a in given)
             needs = tuple(a for a in args_there if isinstance(a, Ref))
-            messages[address] = {"op": "call", "mesh": mesh, "work": packed((fn, args_there)), "needs": needs}
-            messages[address]["stoppable"] = stoppable
+            messages[address] = {
+                "op": "call",
+                "mesh": mesh,
+                "work": packed((fn, args_there)),
+                "needs": needs,
+                "stoppable": stoppable,
+                "timeout": settings.number("timeout"),
+            }
         with self.order, Uninterrupted():
             futures = self.submit(self.number(), name, messages)
         for address, given in args.items():

@@ -303,7 +303,7 @@ def _command(state: WorkerState, client_session: ClientSession, message: dict[st
         needs = [Ref(*r) for r in message["needs"]]
         stop = threading.Event() if message["stoppable"] else None
         work = functools.partial(_call, state, message, stop)
-        client_session.add(WorkItem(message["n"], message["name"], work, needs, stop=stop))
+        client_session.add(WorkItem(message["n"], message["name"], work, needs, timeout=message["timeout"], stop=stop))
     elif op == "drop":
         client_session.then(lambda: client_session.drop(message["numbers"]))
     elif op == "drop_slots":

@@ -28,7 +28,6 @@ from distributed.core import Status
 from distributed.protocol import to_serialize
 
 from ...arrays.core.errors import RankLost
-from ..base import settings
 from ..base.message_streams import (
     DaskMessages,
     MessageStream,
@@ -70,6 +69,8 @@ class WorkItem:
     work: Callable[[Sequence[Any]], Any]
     needs: Sequence[Ref] = ()
     epoch: tuple[bytes, int] | None = None
+    timeout: float = 0.0
+    """The client's seconds after which a worker that it needs a value of, and that says nothing, is lost."""
     stop: threading.Event | None = None
     """Set to end the work early, if the work checks it."""
 
@@ -237,7 +238,7 @@ class ClientSession:
                 if isinstance(what, WorkItem):
                     self._now = what
                     if any(r.session != self.session for r in what.needs):
-                        self._fetch = asyncio.run_coroutine_threadsafe(self._fetched(what.needs), self._loop)
+                        self._fetch = asyncio.run_coroutine_threadsafe(self._fetched(what), self._loop)
                         self._fetch.add_done_callback(partial(self._in_thread, self._go_on, what))
                         return
             if not isinstance(what, WorkItem):
@@ -276,18 +277,20 @@ class ClientSession:
             self.say({"op": "done", "n": item.number})
         self._now = None
 
-    async def _fetched(self, needs: Sequence[Ref]) -> list[Any]:
-        """The values of earlier items, some of them on other workers."""
-        return [self.now(r.number) if r.session == self.session else await self._sent(r) for r in needs]
+    async def _fetched(self, item: WorkItem) -> list[Any]:
+        """The values of earlier items that one needs, some of them on other workers."""
+        return [
+            self.now(r.number) if r.session == self.session else await self._sent(r, item.timeout) for r in item.needs
+        ]
 
-    async def _sent(self, ref: Ref) -> Any:
+    async def _sent(self, ref: Ref, timeout: float) -> Any:
         source = self.resident.worker.rpc(ref.address)
         call = asyncio.ensure_future(source.meshtape_value(session=ref.session, number=ref.number))
         try:
             # The client may reach both workers where they do not reach each other: by Dask's limit that shows after 30
             # s.
             while not (await asyncio.wait([call], timeout=LOOK))[0]:
-                await asyncio.wait_for(source.ping(), settings.number("timeout"))
+                await asyncio.wait_for(source.ping(), timeout)
             return answered(call.result())
         except OSError as e:
             raise RankLost(f"worker {ref.address} is lost: {str(e) or 'it does not answer'}") from e

@@ -49,9 +49,7 @@ class ChunkGrid(NamedTuple):  # which hashes and compares without a call of Pyth
         """Coordinates of all shards that hold an element, in lexicographic order."""
         if (alone := only_shard(self)) is not None:
             return iter((alone,))
-        counts = self.counts
-        # itertools.product would first write out every range, though one of them is empty.
-        return iter(()) if 0 in counts else itertools.product(*map(range, counts))
+        return product([range(n) for n in self.counts])
 
     def shard_box(self, coord: Sequence[int]) -> Box:
         return self._cell(coord, self.shard)
@@ -224,6 +222,19 @@ def choose_grid(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> 
     return grid
 
 
+def product(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """As `itertools.product`, which first writes out every range: those of hostile shapes fill the memory.
+
+    >>> list(product([range(2), range(5, 7)])), next(product([range(10**30)] * 2))
+    ([(0, 5), (0, 6), (1, 5), (1, 6)], (0, 0))
+    >>> list(product([range(10**30), range(0)])), list(product([]))
+    ([], [()])
+    """
+    if not ranges:
+        return iter(((),))
+    return ((*first, last) for first in product(ranges[:-1]) for last in ranges[-1]) if all(ranges) else iter(())
+
+
 def cells(box: Box, size: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The indices of the cells of a grid, each of this size, that a box meets, in lexicographic order.
 
@@ -231,7 +242,7 @@ def cells(box: Box, size: Sequence[int]) -> Iterator[tuple[int, ...]]:
     [(0, 1), (0, 2)]
     """
     spans = zip(box.offset, box.stop, size, strict=True)
-    return itertools.product(*(range(a // c, -(-b // c)) for a, b, c in spans)) if box.size else iter(())
+    return product([range(a // c, -(-b // c)) for a, b, c in spans]) if box.size else iter(())
 
 
 def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
@@ -246,8 +257,8 @@ def windows(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, limit
         yield Box.whole(shape)
         return
     size = gathered(shape, [min(c, n) for c, n in zip(chunk, shape, strict=True)], itemsize, limit)
-    for start in itertools.product(*(range(0, n, s) for n, s in zip(shape, size, strict=True))):
-        yield Box(tuple(start), tuple(min(s, n - o) for s, n, o in zip(size, shape, start, strict=True)))
+    for start in product([range(0, n, s) for n, s in zip(shape, size, strict=True)]):
+        yield Box(start, tuple(min(s, n - o) for s, n, o in zip(size, shape, start, strict=True)))
 
 
 def gathered(shape: Sequence[int], chunk: Sequence[int], itemsize: int, limit: int) -> list[int]:

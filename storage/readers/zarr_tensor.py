@@ -18,6 +18,7 @@ from ...arrays.core.blocks import Box
 from ...arrays.core.errors import (
     CheckpointDTypeError,
     CheckpointError,
+    CheckpointReplaced,
     CorruptCheckpoint,
     IncompleteCheckpoint,
     OutOfMemory,
@@ -29,7 +30,7 @@ from ..format import dtypes
 from ..format.dtypes import EXTENSIONS, by_name
 from ..format.zarr_format import GROUP_ATTRIBUTE, described
 from ..stores import store as stores
-from ..stores.generations import NONE, Generation, Listed
+from ..stores.generations import ABSENT, NONE, Generation, Listed
 from ..stores.object_store import client
 from .reading import Job
 
@@ -215,6 +216,7 @@ class ZarrTensor(GridTensor):
     missing: str = "warn"
     generation: Generation = NONE
     held: Any = field(default=None, compare=False, repr=False)  # zarr's own array, for many reads in one process
+    pins: dict[str, str] = field(default_factory=dict, compare=False, repr=False)  # tags of files that were read
     absent: set[str] = field(default_factory=set, compare=False, repr=False)  # some chunks that reads have missed
     attributes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # that its writer has given
     dims: list[Any] | None = field(default=None, compare=False, repr=False)  # names of dimensions, likewise
@@ -256,11 +258,13 @@ class ZarrTensor(GridTensor):
 
     def _pinned(self, index: tuple[slice, ...]) -> tuple[Listed, list[str]]:
         """The generation of the files that a read needs, and these: whoever listed all files pinned them when they were
-        opened; of a disk they are looked at before."""
+        opened; a file on a disk is pinned by the first read of it."""
         if isinstance(self.generation, Listed):
             return self.generation, self._files(index)
-        held, files = stores.at(self.root), [] if stores.is_url(self.root) else self._files(index)
-        return Listed({f: tag for f in files if (tag := held.tag(f)) is not None}, root=self.root), files
+        files = [] if stores.is_url(self.root) else self._files(index)
+        for file, tag in zip(files, stores.at(self.root).tags(files), strict=True):
+            self.pins.setdefault(file, tag or ABSENT)
+        return Listed(self.pins, root=self.root), files
 
     def _read(self, index: tuple[slice, ...], out: np.ndarray) -> int:
         pinned, files = self._pinned(index)
@@ -268,7 +272,7 @@ class ZarrTensor(GridTensor):
             array = self._opened() if self.held is None else self.held
             found = array[index]
             out[...] = found if self.dtype.name not in EXTENSIONS else np.asarray(found).view(self.dtype)
-        except StoreError:  # nothing is wrong with the file
+        except (StoreError, CheckpointReplaced):  # nothing is wrong with the file
             raise
         except MemoryError as e:  # nor here
             raise OutOfMemory(f"{self.root}: key {self.name!r}: {e}; read slices of it") from None

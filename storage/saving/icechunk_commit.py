@@ -41,6 +41,8 @@ def commit(target: str, head: manifest.Manifest, items: Sequence[SaveItem], mess
 
     ice = icechunk_store.package()
     place, branch, node = icechunk_store.divide(target)
+    if icechunk_store.VIRTUAL in place:
+        raise CheckpointError(f"{target}: a save writes no virtual chunks; leave out virtual_chunks")
     if node:
         raise CheckpointError(f"{target}: a save fills a repository; leave out {node!r}")
     repo = icechunk_store.repository(place, create=True)

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 from ...arrays.core.errors import CheckpointError
 from ..format.chunk_grid import ChunkGrid, divisors, ravel, slashed_key
 from ..readers.raw_tensor import RawTensor
 from ..stores import store as stores
 from ..stores import url_options
+from ..stores.icechunk_store import first_line
 from .virtual_files import raw, rows_in
 from .zarr_view import FILE, ZarrView, grid_node
 
@@ -82,6 +87,16 @@ def _plain(path: str) -> str:
     return f"{scheme}://{url_options.divide(authority)[0]}{slash}{below}"
 
 
+def _version(path: str) -> datetime | str | None:
+    """By which icechunk tells that a file is another: the ETag of an object, or the time of the last write, which it
+    compares in whole seconds."""
+    if stores.is_url(path):
+        held, name = stores.holding(path)
+        etag = (held.tag(name) or "").partition("version ")[2]
+        return etag if etag.startswith('"') else None
+    return datetime.fromtimestamp(-(-os.stat(path).st_mtime_ns // 10**9), UTC)
+
+
 def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
     """Commit references to an icechunk repository; returns the snapshot."""
     import asyncio
@@ -105,14 +120,17 @@ def icechunk(view: ZarrView, repository: Any, branch: str, message: str) -> str:
             await store.set(key, buffer.from_bytes(text.encode()))
 
     asyncio.run(write())
+    version = lru_cache(maxsize=None)(_version)
     for key, path, start, nbytes in held.chunks():
         where = _plain(path)
-        url = where if stores.is_url(where) else f"file://{where}"
+        url = where if stores.is_url(where) else f"file://{quote(where)}"
         try:
-            store.set_virtual_ref(key, url, offset=start, length=nbytes, validate_container=True)
+            store.set_virtual_ref(key, url, offset=start, length=nbytes, checksum=version(path))
         except Exception as e:  # IcechunkError, of a package that need not be here
             raise CheckpointError(
-                f"icechunk takes no reference to {url}: {e}. Give the repository's config a VirtualChunkContainer for "
-                "its folder (config.set_virtual_chunk_container), and authorize it when the repository is opened"
+                f"icechunk takes no reference to {url}: {first_line(e)}. Give the repository's config a "
+                "VirtualChunkContainer for its folder (config.set_virtual_chunk_container), and authorize it when the "
+                "repository is opened"
             ) from None
+    view.ckpt.generation.check()
     return str(session.commit(message))

@@ -3,8 +3,8 @@
 Access is as in the browser: loopback, or a token, here the first part of every path (or ``Authorization: Bearer``), as
 readers of ranges keep no cookies. An answer of one piece goes through Tornado. A longer one is sent by a thread with
 blocking calls: ranges of files by ``sendfile``, each checked before its last byte goes out, and pieces that are read or
-computed ahead. Where a check fails then, the connection ends early, which every client notices by the length it was
-told.
+computed ahead; then Tornado has the connection back. Where a check fails, the connection ends early, which every client
+notices by the length it was told.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import os
 import re
 import socket
 import threading
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +26,7 @@ from urllib.parse import quote
 import numpy as np
 from tornado import web
 
+from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointReplaced, MeshtapeError, NotACheckpoint
 from ..base.scratch import keep_freed
 from ..browse.server.app import Server
@@ -34,7 +36,7 @@ from ..readers.raw_tensor import RawTensor
 from ..readers.reading import opened
 from ..stores import store as stores
 from .served import Found, ServedCheckpoint
-from .virtual_files import VirtualFile, read
+from .virtual_files import LIMIT, ChunkFile, VirtualFile, check, read
 
 _SMALL = 256 << 10  # bytes of an answer that is sent with its headers
 _AHEAD = max(1, min(4, (os.cpu_count() or 1) - 1))  # pieces that are made while those before them are sent
@@ -77,7 +79,41 @@ class Sender:
         self.readers = ThreadPoolExecutor(32, thread_name_prefix="meshtape-ahead")
         self.senders = ThreadPoolExecutor(32, thread_name_prefix="meshtape-serve")  # these may wait for clients
         self._busy: set[socket.socket] = set()
+        self._ahead: OrderedDict[tuple[int, Box], tuple[ChunkFile, Future[np.ndarray]]] = OrderedDict()
+        self._asked: deque[tuple[int, Box]] = deque(maxlen=8)  # chunks, and below those that follow them
+        self._expected: deque[tuple[int, Box]] = deque(maxlen=8)
+        self._reading = 0  # requests for chunks
         self._lock = threading.Lock()
+
+    def read(self, file: VirtualFile, start: int, stop: int) -> np.ndarray:
+        """Some bytes of a file. Where they are a chunk of Zarr that follows one that was asked for, the next chunks are
+        made meanwhile."""
+        if not isinstance(file, ChunkFile) or stop - start < file.nbytes or file.nbytes > LIMIT:
+            return read(file, start, stop)
+        after = file.following(_AHEAD)
+        with self._lock:
+            _, coming = self._ahead.pop(file.key, (None, None))
+            self._reading += 1
+            self._asked.append(file.key)
+            if file.key in self._expected and self._reading <= _AHEAD:  # else others have the processors
+                with contextlib.suppress(RuntimeError):  # the server is closed
+                    for each in after:
+                        if each.key not in self._ahead and each.key not in self._asked:
+                            self._ahead[each.key] = each, self.readers.submit(read, each, 0, each.nbytes)
+                while len(self._ahead) > 2 * _AHEAD:  # nobody has asked for these
+                    self._ahead.popitem(last=False)[1][1].cancel()
+            self._expected.extend(each.key for each in after[:1])
+        try:
+            early = coming is not None and coming.done()
+            # One that waits for a thread, as this request did, or that failed, is read now.
+            if coming is None or coming.cancel() or coming.exception() is not None:
+                return read(file, start, stop)
+            if early:
+                check(file.tensor)
+            return coming.result()
+        finally:
+            with self._lock:
+                self._reading -= 1
 
     def send(
         self,
@@ -87,11 +123,13 @@ class Sender:
         stop: int,
         piece: RawTensor | np.ndarray,
         source: ServedCheckpoint,
+        then: Callable[[bool], None],
     ) -> None:
-        """Send a piece and the bytes from ``at`` to ``stop``, then close the connection; an error ends it early."""
+        """Send a piece and the bytes from ``at`` to ``stop``, then tell whether all of them are gone."""
         with self._lock:
             self._busy.add(sock)
         coming: deque[Future[Piece]] = deque()
+        whole = False
         try:
             with sock:
                 sock.settimeout(_PATIENCE)
@@ -105,6 +143,7 @@ class Sender:
                     else:
                         sock.sendall(piece)
                     if not coming:
+                        whole = True
                         return
                     piece = coming.popleft().result()
         except CheckpointReplaced:
@@ -116,6 +155,8 @@ class Sender:
                 each.cancel()
             with self._lock:
                 self._busy.discard(sock)
+            with contextlib.suppress(RuntimeError):  # the server is closed
+                then(whole)
 
     def close(self) -> None:
         with self._lock:
@@ -156,7 +197,7 @@ class FileHandler(Handler):
 
     def initialize(self, server: CheckpointServer) -> None:
         super().initialize(server.access)
-        self.source, self.sender = server.source, server.sender
+        self.server, self.source, self.sender = server, server.source, server.sender
 
     def _knows_token(self, token: str) -> bool:
         given, _, rest = str(self.path_args[0]).partition("/")
@@ -191,12 +232,18 @@ class FileHandler(Handler):
             except (OSError, TimeoutError):  # the client is gone, or takes nothing
                 self.request.connection.close()
         else:
-            self.set_header("Connection", "close")
+            stays = self.request.version == "HTTP/1.1" and self.request.headers.get("Connection", "").lower() != "close"
+            if not stays:
+                self.set_header("Connection", "close")
             await self.flush()
-            stream = self.detach()
+            address, stream, loop = self.request.connection.context.address, self.detach(), asyncio.get_running_loop()
+
+            def then(whole: bool) -> None:
+                more = (self.server.http.resume, stream, address) if whole and stays else (stream.close,)
+                loop.call_soon_threadsafe(*more)
+
             sock = stream.socket.dup()  # the sender's own: Tornado may close the other at any time
-            stream.close()
-            self.sender.senders.submit(self.sender.send, sock, found.file, at, stop, first, self.source)
+            self.sender.senders.submit(self.sender.send, sock, found.file, at, stop, first, self.source, then)
 
     def _begin(self, path: str) -> tuple[Found | None, int, int, np.ndarray | None]:
         """(what lies there, where the first piece ends, where all that is asked for, the piece); sets the headers."""
@@ -206,7 +253,7 @@ class FileHandler(Handler):
             return found, 0, 0, None
         start, stop = part
         at = stop if stop - start <= _SMALL else min(stop, found.file.cut(start))
-        return found, at, stop, read(found.file, start, at)
+        return found, at, stop, self.sender.read(found.file, start, at)
 
     def _head(self, path: str, file: VirtualFile, etag: str) -> tuple[int, int] | None:
         """Set status and headers; gives the bytes of the body, or None where there is none."""

@@ -106,14 +106,15 @@ def icechunk_references(
         As in `zarr_references`.
     repository
         An open ``icechunk.Repository`` whose configuration has a ``VirtualChunkContainer`` that holds the files:
-        ``file:///…/`` or the prefix of their URLs. Who reads it authorises access to that container.
+        ``file:///…/`` or the prefix of their URLs. Who reads it authorises access to that container, here by
+        ``storage.options(where, virtual_chunks="file:///…/")``. A file that is replaced is an error then.
     branch, message
         Where it is committed, and its message.
 
     Raises
     ------
     CheckpointError
-        An array is not a run of bytes in a file; nothing is committed.
+        An array is not a run of bytes in a file, or a file is another by now; nothing is committed.
     """
     return references.icechunk(ZarrView(open_checkpoint(path)), repository, branch, message)
 

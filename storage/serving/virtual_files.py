@@ -17,12 +17,12 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ..foreign.dcp import DcpTensor
-from ..format.chunk_grid import ravel
+from ..format.chunk_grid import ChunkGrid, ravel
 from ..readers.raw_tensor import RawTensor
 from ..readers.reading import Job, run
 from ..readers.tensor import StoredTensor, bytes_of, view
 from ..rules.lazy_tensors import InMemoryTensor, leaves
-from ..stores.generations import NONE, Generation
+from ..stores.generations import NONE, Generation, Listed
 
 LIMIT = 16 << 20  # bytes of a chunk; of a tensor that is read whole, with its checksum
 _WINDOW = 4 << 20  # bytes of a piece: those in flight are to stay in the caches
@@ -86,6 +86,12 @@ def _whole(tensor: StoredTensor, box: Box, out: np.ndarray) -> Iterator[Job]:
     yield from tensor.jobs(box, out.view(tensor.dtype).reshape(box.shape))
 
 
+def check(tensor: StoredTensor) -> None:
+    """Raise `CheckpointReplaced` where bytes that were read before are of another generation by now."""
+    for leaf in leaves(tensor):
+        getattr(leaf, "generation", NONE).check()
+
+
 class _Windows:
     """The windows of which only a part was asked for: other ranges, at once or next, are likely to ask for the rest."""
 
@@ -113,8 +119,7 @@ class _Windows:
                 with self._lock:
                     self._held.pop(key, None)
         elif found.done():
-            for leaf in leaves(tensor):
-                getattr(leaf, "generation", NONE).check()
+            check(tensor)
         return _copy(out, found.result(), start)
 
 
@@ -205,6 +210,20 @@ class ChunkFile:
 
     nbytes = property(lambda self: math.prod(self.chunk) * self.tensor.dtype.itemsize)
     readers = property(lambda self: TensorFile(self.tensor).readers)
+
+    @property
+    def key(self) -> tuple[int, Box]:
+        """What tells it from the chunks of all tensors that are held meanwhile."""
+        return id(self.tensor), self.box
+
+    def following(self, count: int) -> list[ChunkFile]:
+        """The next chunks of the array, in the order of its grid; none where `check` would list a whole hierarchy."""
+        if any(isinstance(getattr(leaf, "generation", None), Listed) for leaf in leaves(self.tensor)):
+            return []
+        grid = ChunkGrid(self.tensor.shape, self.chunk, self.chunk)
+        here = ravel([o // c for o, c in zip(self.box.offset, self.chunk, strict=True)], grid.counts)
+        places = range(here + 1, min(here + 1 + count, math.prod(grid.counts)))
+        return [replace(self, box=grid.shard_box([int(i) for i in np.unravel_index(n, grid.counts)])) for n in places]
 
     def cut(self, at: int) -> int:
         return self.nbytes

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 from ...arrays.core.errors import CheckpointReplaced, CorruptCheckpoint, StoreError
 from ..base.locations import join
+from ..base.threads import UPLOADS, in_threads
 
 Pieces = bytes | Iterable[Any] | Callable[[], Iterable[Any]]
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -124,6 +125,10 @@ class Store(ABC):
         with contextlib.suppress(*_ABSENT), contextlib.closing(self.reader(name)) as r:
             return r.tag or None
         return None
+
+    def tags(self, names: Sequence[str]) -> list[str | None]:
+        """The same of several objects."""
+        return in_threads(self.tag, names, UPLOADS)
 
     def refuse_writes(self) -> None:
         if not self.writable:

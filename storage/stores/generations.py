@@ -25,6 +25,7 @@ from .contract import Reader
 P = ParamSpec("P")
 T = TypeVar("T")
 
+ABSENT = "no such file"  # the tag of one
 ATTEMPTS = 10  # to open or load a checkpoint that writers keep replacing
 
 
@@ -135,12 +136,13 @@ class Listed(Generation):
 
     def check_files(self, files: Sequence[str]) -> None:
         """The same of some files, or places of files, alone."""
-        for name, tag in zip(files, in_threads(stores.at(self.root).tag, files, UPLOADS), strict=True):
+        for name, tag in zip(files, stores.at(self.root).tags(files), strict=True):
             self._refuse(name, tag)
 
     def _refuse(self, name: str, now: str | None) -> None:
-        if name in self.tags or now is not None:
-            refuse(stores.join(self.root, name), self.tags.get(name, "no such file"), now)
+        then = self.tags.get(name, ABSENT)
+        if then != (now or ABSENT):
+            refuse(stores.join(self.root, name), then, now)
 
 
 @dataclass(frozen=True)

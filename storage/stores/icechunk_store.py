@@ -3,6 +3,10 @@ snapshot.
 
 PLACE is a local path or an ``s3://`` URL. A snapshot never changes, so whoever opens a repository reads one snapshot
 (`pinned`) to the end. The package ``icechunk`` does all that concerns the format.
+
+Virtual chunks are ranges of files and objects elsewhere, which a snapshot names. A snapshot by others may name anything
+that its reader may read, so nothing of them is fetched but below the prefixes that the location says (`allowing`), and
+from the servers that the location or this environment says, never from one of the repository's own configuration.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
+from urllib.parse import quote, unquote
 
-from ...arrays.core.errors import CheckpointError, NotACheckpoint, StoreError
+from ...arrays.core.errors import CheckpointError, CheckpointReplaced, NotACheckpoint, StoreError
 from ..base.locations import is_url, join
 from . import url_options
 from .contract import Reader, Store, StoredObjectInfo, fill
@@ -25,6 +30,7 @@ from .object_store import environment
 
 SCHEME = "icechunk"
 _OPTIONS = ("endpoint", "region", "anonymous", "requester_pays", "virtual_hosted")  # of an s3:// URL
+VIRTUAL = ";virtual_chunks="  # behind PLACE: URLs between commas, quoted
 _FORM = re.compile(r"icechunk://(?P<place>[^@]+)@(?P<ref>[^@/]+)(?:/(?P<node>.*))?", re.S)
 
 
@@ -40,6 +46,21 @@ def divide(root: str) -> tuple[str, str, str]:
             f"{root}: an icechunk location is icechunk://PLACE@BRANCH, with a tag or a snapshot in place of a branch"
         )
     return found["place"], found["ref"], (found["node"] or "").strip("/")
+
+
+def allowing(prefixes: str) -> str:
+    """The part of a location that allows virtual chunks below some URLs, which commas divide.
+
+    >>> allowing("file:///data/a, s3://bucket/b/")
+    ';virtual_chunks=file%3A%2F%2F%2Fdata%2Fa%2F%2Cs3%3A%2F%2Fbucket%2Fb%2F'
+    """
+    held = [prefix.strip().rstrip("/") + "/" for prefix in prefixes.split(",") if prefix.strip()]
+    for prefix in held:
+        if not re.match(r"(file:///|s3://)[^/@?#]", prefix):
+            raise CheckpointError(
+                f"virtual_chunks allows folders as file:///… or s3://…, not {prefix.split('@')[-1]:.80}"
+            )
+    return VIRTUAL + quote(",".join(held), safe="") if held else ""
 
 
 def package() -> Any:
@@ -59,41 +80,65 @@ def package() -> Any:
 
 def repository(place: str, *, create: bool = False) -> Any:
     """The repository at a place, opened once a process."""
-    return _repository(place, create, os.getpid(), environment() if is_url(place) else "")
+    remote = is_url(place) or VIRTUAL in place
+    return _repository(place, create, os.getpid(), environment() if remote else "")
 
 
 @lru_cache(maxsize=16)
 def _repository(place: str, create: bool, process: int, surroundings: str) -> Any:
     ice = package()
+    place, _, virtual = place.partition(VIRTUAL)
     try:
         if not is_url(place):
             storage = ice.local_filesystem_storage(place)
         elif place.startswith("s3://"):
-            bucket, _, prefix = place.removeprefix("s3://").partition("/")
-            bucket, given = url_options.divide(bucket)
-            if unknown := given.keys() - _OPTIONS:
-                raise CheckpointError(f"{place}: an icechunk repository has no option {', '.join(sorted(unknown))}")
-            flags = {name: url_options.plain(given.get(name, "false")) is True for name in _OPTIONS}
-            endpoint = given.get("endpoint")
-            storage = ice.s3_storage(
-                bucket=bucket,
-                prefix=prefix,
-                region=given.get("region"),
-                endpoint_url=endpoint,
-                allow_http=(endpoint or "").startswith("http://"),
-                force_path_style=endpoint is not None and not flags["virtual_hosted"],
-                requester_pays=flags["requester_pays"],
-                **({"anonymous": True} if flags["anonymous"] else {"from_env": True}),
-            )
+            bucket, prefix, settings = _s3(place)
+            access = {"anonymous": True} if settings.pop("anonymous") else {"from_env": True}
+            storage = ice.s3_storage(bucket=bucket, prefix=prefix, **access, **settings)
         else:
             raise CheckpointError(f"{place}: icechunk repositories are opened at local paths and s3:// URLs")
         if create:
             return ice.Repository.open_or_create(storage)
         if not ice.Repository.exists(storage):
             raise NotACheckpoint(f"{place} is no icechunk repository")
-        return ice.Repository.open(storage)
+        return ice.Repository.open(storage, **_virtual(ice, unquote(virtual)) if virtual else {})
     except ice.IcechunkError as e:
         raise StoreError(f"{place}: icechunk cannot open it: {first_line(e)}") from None
+
+
+def _s3(url: str) -> tuple[str, str, dict[str, Any]]:
+    """(bucket, prefix, settings of icechunk) of an ``s3://`` URL with options."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    bucket, given = url_options.divide(bucket)
+    if unknown := given.keys() - _OPTIONS:
+        raise CheckpointError(f"{url}: an icechunk repository has no option {', '.join(sorted(unknown))}")
+    flags = {name: url_options.plain(given.get(name, "false")) is True for name in _OPTIONS}
+    endpoint = given.get("endpoint")
+    settings = {
+        "region": given.get("region"),
+        "endpoint_url": endpoint,
+        "allow_http": (endpoint or "").startswith("http://"),
+        "force_path_style": endpoint is not None and not flags["virtual_hosted"],
+        "requester_pays": flags["requester_pays"],
+        "anonymous": flags["anonymous"],
+    }
+    return bucket, prefix, settings
+
+
+def _virtual(ice: Any, prefixes: str) -> dict[str, Any]:
+    """What `Repository.open` takes for virtual chunks below some URLs to be fetched."""
+    config, access = ice.RepositoryConfig(), {}
+    for url in prefixes.split(","):
+        if url.startswith("s3://"):
+            bucket, prefix, settings = _s3(url)
+            url, store = f"s3://{bucket}/{prefix}", ice.s3_store(**settings)
+            who = ice.s3_anonymous_credentials() if settings["anonymous"] else ice.s3_from_env_credentials()
+            access |= ice.containers_credentials({url: who})
+        else:
+            store = ice.local_filesystem_store(url.removeprefix("file://"))
+            access[url] = getattr(ice.credentials, "LocalFileSystemAccess", None)  # None: of version 1
+        config.set_virtual_chunk_container(ice.VirtualChunkContainer(url, store))
+    return {"config": config, "authorize_virtual_chunk_access": access}
 
 
 def is_id(ref: str) -> bool:
@@ -172,6 +217,28 @@ def _snapshot(place: str, snapshot: str) -> Any:
     return repository(place).readonly_session(snapshot_id=snapshot).store
 
 
+def _refused(root: str, where: str, said: str) -> CheckpointError | None:
+    """The error for a virtual chunk that icechunk does not fetch; None where it says something else."""
+    text = " ".join(said.partition("context:")[0].replace("|", " ").split())
+    if "checksum of the object owning" in text:
+        return CheckpointReplaced(f"{where} is a virtual chunk, whose file is another by now: {text}")
+    if "fetching virtual reference" in text:
+        why = re.findall(r"-> (.+)", said)[1:2] or [text]
+        return StoreError(f"{where} is a virtual chunk, and its bytes cannot be fetched: {why[0]}")
+    if "virtual chunk" not in text or "container" not in text:
+        return None
+    place, ref, _ = divide(root)
+    place, _, held = place.partition(VIRTUAL)
+    found = re.search(r"(?:file|s3|https?)://[^\s,()`]+", text)
+    url = found[0].rpartition("/")[0] + "/" if found else "file:///folder/"
+    allowed = f"beside {unquote(held)} " if held else ""
+    return StoreError(
+        f"{where} is a virtual chunk: its bytes lie below {url}, and a repository names what it likes, so nothing is "
+        f'fetched without your word. Allow it {allowed}by mt.storage.options("{SCHEME}://{place}@{ref}", '
+        f'virtual_chunks="{",".join(filter(None, [unquote(held), url]))}")'
+    )
+
+
 class _IcechunkReader(Reader):
     __slots__ = ("_data", "tag")
 
@@ -215,7 +282,9 @@ class IcechunkStore(Store):
         except Exception as e:
             if "invalid zarr key" in str(e).lower() or isinstance(e, (ValueError, KeyError)):
                 raise FileNotFoundError(key) from None  # a name that no hierarchy has
-            raise StoreError(f"{join(self.root, name)} cannot be read: {first_line(e)}") from None
+            raise _refused(self.root, join(self.root, name), str(e)) or StoreError(
+                f"{join(self.root, name)} cannot be read: {first_line(e)}"
+            ) from None
         if found is None:
             raise FileNotFoundError(key)
         return _IcechunkReader(found.to_bytes(), ref)

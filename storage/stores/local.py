@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import errno
 import os
-import posixpath
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any
 
 from ...arrays.core.errors import CheckpointExists, CorruptCheckpoint
@@ -37,14 +37,26 @@ def _no_loops() -> Iterator[None]:
             raise
 
 
+def _stat(path: str) -> os.stat_result | None:
+    """None of a file that is gone, and of a link that leads nowhere."""
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        if e.errno != errno.ELOOP:
+            raise
+        return None
+
+
 def _tag_of(s: os.stat_result) -> str:
-    return _tag_text(s.st_size, s.st_mtime_ns, s.st_ino)
+    seconds, rest = divmod(s.st_mtime_ns, 10**9)
+    return f"{s.st_size} bytes, written {_second(seconds)}.{rest:09d}, inode {s.st_ino}"
 
 
 @lru_cache(maxsize=1 << 10)
-def _tag_text(nbytes: int, written: int, inode: int) -> str:
-    at = datetime.fromtimestamp(written // 10**9).isoformat(" ")
-    return f"{nbytes} bytes, written {at}.{written % 10**9:09d}, inode {inode}"
+def _second(at: int) -> str:
+    return datetime.fromtimestamp(at).isoformat(" ")
 
 
 # A pipe that nobody writes to would wait for ever; to files O_NONBLOCK means nothing.
@@ -96,8 +108,14 @@ class _LocalReader(Reader):
 
     @property
     def tag(self) -> str:
-        # Of a reader that is closed, the tag of when that was.
-        return self._tag or _tag_of(os.fstat(self._fd))
+        # Of a reader that is closed, the tag of when that was; another thread may close it just now, which sets that
+        # before the number of the file is anybody's.
+        try:
+            found = self._tag or _tag_of(os.fstat(self._fd))
+        except OSError:
+            if not self._tag:
+                raise
+        return self._tag or found
 
     def readv(self, buffers: list[Any], offset: int) -> int:
         try:
@@ -185,16 +203,23 @@ class LocalStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 active().unlink(self._path(name))
 
+    def tags(self, names: Sequence[str]) -> list[str | None]:
+        return [None if (s := _stat(f"{self.root}{os.sep}{name}")) is None else _tag_of(s) for name in names]
+
     def entries(self, under: str = "") -> Iterator[StoredObjectInfo]:
-        found = []
-        for folder, _, files in os.walk(self._path(under) if under else self.root, onerror=unlisted):
-            for file in files:
-                path = os.path.join(folder, file)
-                with _no_loops(), contextlib.suppress(FileNotFoundError):
-                    s = os.stat(path)
-                    name = posixpath.join(*os.path.relpath(path, self.root).split(os.sep))
-                    found.append(StoredObjectInfo(name, s.st_size, s.st_mtime, _tag_of(s)))
-        return iter(sorted(found, key=lambda e: e.name))
+        found, folders = [], [under]
+        while folders:
+            start = f"{folder}/" if (folder := folders.pop()) else ""
+            try:
+                with os.scandir(self._path(folder)) as held:
+                    for e in held:
+                        if e.is_dir(follow_symlinks=False):
+                            folders.append(start + e.name)
+                        elif (s := _stat(e.path)) is not None and not stat.S_ISDIR(s.st_mode):
+                            found.append(StoredObjectInfo(start + e.name, s.st_size, s.st_mtime, _tag_of(s)))
+            except OSError as e:
+                unlisted(e)
+        return iter(sorted(found, key=attrgetter("name")))
 
     def folders(self) -> list[str]:
         return self._children(lambda e: e.is_dir())

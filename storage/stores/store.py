@@ -54,9 +54,10 @@ def location(path: str | os.PathLike[str]) -> str:
     scheme = found[1].lower()
     if scheme == icechunk_store.SCHEME:
         place, _, ref = found[2].rpartition("@") if "@" in found[2] else (found[2], "", "main")
+        place, _, virtual = place.partition(icechunk_store.VIRTUAL)
         if "@" in place or not place or not ref:
             raise CheckpointError(f"{text}: an icechunk location is icechunk://PLACE@BRANCH, with one @")
-        return f"{scheme}://{location(place)}@{ref.rstrip('/')}"
+        return f"{scheme}://{location(place)}{icechunk_store.allowing(unquote(virtual))}@{ref.rstrip('/')}"
     scheme = _ALIASES.get(scheme, scheme)
     if scheme in ("file", "local"):
         return os.path.abspath(unquote(urlsplit(text).path))
@@ -93,7 +94,9 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
         ``s3://``: ``endpoint``, ``region``, ``anonymous``, ``encryption`` (``"AES256"``, ``"aws:kms"``, …),
         ``kms_key``, ``bucket_key``, ``storage_class``, ``requester_pays``, ``virtual_hosted``. ``gs://``: ``endpoint``,
         ``anonymous``, ``storage_class``. ``az://``: these and ``account``. URLs that fsspec opens: the options of its
-        file system. Possible secrets are refused: credentials come from the environment.
+        file system. Possible secrets are refused: credentials come from the environment. ``icechunk://``: those of its
+        place, and ``virtual_chunks``, the URLs of folders between commas (``"file:///data/, s3://bucket/run/"``) below
+        which virtual chunks may be fetched; without it none are.
 
     Examples
     --------
@@ -104,6 +107,11 @@ def options(path: str | os.PathLike[str], **given: str | int | bool) -> str:
     if not is_url(where):
         raise CheckpointError(f"{where} is a local path, which has no options")
     scheme, _, rest = where.partition("://")
+    if scheme == icechunk_store.SCHEME:
+        place, _, ref = rest.rpartition("@")
+        place, _, virtual = place.partition(icechunk_store.VIRTUAL)
+        virtual = icechunk_store.allowing(str(given.pop("virtual_chunks", unquote(virtual))))
+        return f"{scheme}://{options(place, **given) if given else place}{virtual}@{ref}"
     authority, slash, below = rest.partition("/")
     host, held = url_options.divide(authority)
     return f"{scheme}://{url_options.joined(scheme, host, {**held, **given})}{slash}{below}"

@@ -28,7 +28,7 @@ from ..base.sealed import sealed, unsealed
 from ..checkpoint.checkpoint import Checkpoint, Computed
 from ..format.migrations import Step, upgraded
 from ..loading.open import OPENERS, open_checkpoint
-from ..stores import atomic_directory, store
+from ..stores import atomic_directory, icechunk_store, store
 from ..stores.generations import JointGeneration
 from .expressions import DEEPEST, MOST_READS, NODES, Node, Parent, parents_of
 from .identity import generation_of, identity_of
@@ -176,6 +176,8 @@ def _resolved(text: str, where: str) -> str:
     """Inverse of `_relative`; `ValueError` for a place that a document may not name."""
     remote = store.is_url(where)
     if store.is_url(text):
+        if icechunk_store.VIRTUAL in text:
+            raise ValueError(f"parent {text!r:.80} allows virtual chunks, which only its reader may; refused")
         if remote:
             (scheme, _, rest), (own, _, ours) = text.partition("://"), where.partition("://")
             # Options may send what is signed with the user's keys to another host.

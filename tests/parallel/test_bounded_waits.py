@@ -28,7 +28,7 @@ from meshtape.parallel.dask import streams, worker
 from meshtape.parallel.dask.cluster import connect
 from meshtape.parallel.dask.lease import lease_of
 from meshtape.parallel.dask.set_up import set_up
-from meshtape.parallel.dask.workers import known_workers
+from meshtape.parallel.dask.workers import LOOK, known_workers
 from meshtape.parallel.training.job.rank_logs import collected
 from meshtape.parallel.training.job.status import Status, scheduler_jobs
 
@@ -104,6 +104,19 @@ def test_a_worker_that_stands_still(mortal, tmp_path):
                 what(x, tmp_path / what.__name__ if what is not _call else tmp_path)
         mortal.wait_for_workers(2, timeout=200)
         works(mortal)
+
+
+def test_the_clients_limit_holds_where_one_worker_waits_for_another(mortal):
+    """A worker whose own setting leaves no time at all waits for a value that takes longer than its looks."""
+    mortal.run(dask.config.set, {"meshtape.timeout": 0.0})
+    try:
+        with mt.Mesh({"a": 2}, client=mortal) as mesh:
+            stream, (one, other) = mesh.runtime._streams, mesh.runtime.addresses
+            late = stream.call(lambda context: time.sleep(2 * LOOK) or 7, "late", {one: ()})
+            made = stream.call(lambda context, value: value, "take", {other: (late[one],)})
+            assert stream.results(made.values()) == [7]
+    finally:
+        mortal.run(dask.config.set, {"meshtape.timeout": 20.0})
 
 
 def test_a_worker_that_stands_still_and_goes_on_is_lost_for_its_mesh_and_not_for_the_next(mortal, eventually):

@@ -292,6 +292,38 @@ def test_chunks_of_a_zarr_hierarchy_by_others_that_are_replaced_one_by_one(tmp_p
     assert next(count) > 5
 
 
+def test_an_opened_hierarchy_of_others_keeps_each_chunk_that_it_has_read(tmp_path):
+    import zarr
+
+    group = zarr.open_group(tmp_path / "z", mode="w")
+    group.create_array("a", data=np.ones((6, 4)), chunks=(1, 4))
+    group.create_array("b", shape=(2, 4), chunks=(1, 4), dtype="f4", fill_value=7)
+    ckpt = open_checkpoint(tmp_path / "z")
+    assert ckpt["a"][:3].sum() == 12
+    with pytest.warns(UserWarning, match="are not there"):
+        assert (ckpt["b"][:] == 7).all()
+    writing = zarr.open_group(tmp_path / "z", mode="r+")
+    writing["b"][0] = 1  # a chunk that was not there
+    for row in (1, 4):
+        writing["a"][row] = 5
+    for name, rows, file in (
+        ("a", slice(1, 2), "a/c/1/0"),
+        ("a", slice(0, 6), "a/c/1/0"),
+        ("b", slice(0, 1), "b/c/0/0"),
+    ):
+        for _ in range(2):  # it stays so
+            with pytest.raises(errors.CheckpointReplaced, match=f"{file} was replaced after it was opened"):
+                ckpt[name][rows]
+    with pytest.raises(errors.CheckpointReplaced, match="a/c/1/0"):
+        load(ckpt)
+    assert ckpt["a"][2:4].sum() == 8
+    assert ckpt["a"][4].sum() == 20  # first read now
+    (tmp_path / "z/a/c/0/0").unlink()
+    with pytest.raises(errors.CheckpointReplaced, match="now it is gone"):
+        ckpt["a"][0]
+    assert open_checkpoint(tmp_path / "z")["a"][1].sum() == 20
+
+
 @pytest.mark.parametrize("layout", ["zarr", "zstd", "hf"])
 def test_in_an_object_store(layout, s3):
     url = f"{s3.url}/c"

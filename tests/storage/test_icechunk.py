@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,21 @@ from click.testing import CliRunner
 
 from meshtape import errors
 from meshtape.cli.main import main
-from meshtape.storage import convert, diff, load, merge, open_checkpoint, options, save, save_async, verify
+from meshtape.storage import (
+    convert,
+    diff,
+    icechunk_references,
+    load,
+    merge,
+    open_checkpoint,
+    options,
+    save,
+    save_async,
+    save_safetensors,
+    serve,
+    verify,
+    virtual,
+)
 from meshtape.storage.browse.model.layout import chunk_map
 from meshtape.storage.saving import icechunk_commit
 from meshtape.storage.stores import icechunk_store, store
@@ -344,3 +359,119 @@ def test_two_writers_at_once_lose_nothing(anywhere):
     assert len(history) == len(set(history))
     assert said == {m for m in history if m[:2] in ("a ", "b ")}
     assert said
+
+
+# ----- virtual chunks -------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"w": np.arange(5000.0).reshape(50, 100), "b": np.ones(3, "f4")}
+
+
+def _referring(ice, tmp_path, source, prefix, held):
+    """The location of a repository that refers to the tensors of a file below ``prefix``, of a store as icechunk has
+    it."""
+    config = ice.RepositoryConfig.default()
+    config.set_virtual_chunk_container(ice.VirtualChunkContainer(prefix, held))
+    storage = ice.local_filesystem_storage(str(tmp_path / "repo"))
+    repo = ice.Repository.create(storage, config, authorize_virtual_chunk_access={prefix: None})
+    repo.save_config()
+    icechunk_references(source, repo)
+    return f"icechunk://{tmp_path / 'repo'}"
+
+
+@pytest.fixture
+def referring(ice, tmp_path):
+    (tmp_path / "my data").mkdir()
+    save_safetensors(tmp_path / "my data" / "a#b%41.safetensors", WEIGHTS)
+    held = ice.local_filesystem_store(str(tmp_path))
+    return _referring(ice, tmp_path, tmp_path / "my data" / "a#b%41.safetensors", f"file://{tmp_path}/", held)
+
+
+def test_virtual_chunks_are_fetched_where_the_location_allows_it(referring, tmp_path, kit):
+    folder = f"file://{tmp_path}/my data"
+    with pytest.raises(errors.StoreError, match="nothing is fetched without your word") as refused:
+        load(referring)
+    wanted = re.search(r'options\("(.+)", virtual_chunks="(.+)"\)', str(refused.value))
+    for where in (
+        options(wanted[1], virtual_chunks=wanted[2]),  # the line that the error gives
+        options(referring, virtual_chunks=folder),
+        f"{referring};virtual_chunks={folder}/@main",  # as a command line has it
+        options(options(referring, virtual_chunks="file:///nowhere/"), virtual_chunks=f"file:///nowhere,{folder}"),
+    ):
+        assert all(kit.same(load(where)[n], WEIGHTS[n]) for n in WEIGHTS), where
+    held = open_checkpoint(where)
+    assert kit.same(held["w"][7:30:3, 5], WEIGHTS["w"][7:30:3, 5])
+    with serve(where) as server:
+        assert kit.same(open_checkpoint(server.url + "safetensors")["w"].read(), WEIGHTS["w"])
+    with pytest.raises(errors.CheckpointError, match="no checksums"):
+        verify(where)
+    done = CliRunner().invoke(main, ["show", where, "w", "--json"])
+    assert json.loads(done.stdout)["max"] == 4999
+    other = options(referring, virtual_chunks=f"file://{tmp_path}/my")  # a folder, not the beginning of a name
+    with pytest.raises(errors.StoreError, match=f"below file://{tmp_path}/my.*Allow it beside file://{tmp_path}/my/"):
+        load(other)
+
+
+def test_a_virtual_chunk_whose_file_changed_is_no_other_number(referring, tmp_path):
+    where = options(referring, virtual_chunks=f"file://{tmp_path}")
+    ckpt = open_checkpoint(where)
+    (file,) = (tmp_path / "my data").iterdir()
+    os.utime(file, (4e9, 4e9))  # as if written later: nothing here waits for the second to pass
+    for read in (lambda: ckpt["w"][:3], lambda: load(where)):
+        with pytest.raises(errors.CheckpointReplaced, match="is a virtual chunk, whose file is another"):
+            read()
+    file.unlink()
+    with pytest.raises(errors.StoreError, match=r"cannot be fetched: Object at location .* not found"):
+        load(where)
+
+
+@pytest.mark.parametrize("tail", ["../secret", "%2e%2e/secret", "..%2fsecret", "x/../../secret"])
+def test_no_reference_leads_out_of_the_folder_that_is_allowed(ice, tmp_path, tail):
+    import zarr
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (tmp_path / "secret").write_bytes(b"S" * 100)
+    config = ice.RepositoryConfig.default()
+    config.set_virtual_chunk_container(
+        ice.VirtualChunkContainer(f"file://{tmp_path}/", ice.local_filesystem_store(str(tmp_path)))
+    )
+    repo = ice.Repository.create(ice.local_filesystem_storage(str(tmp_path / "repo")), config)
+    repo.save_config()
+    session = repo.writable_session("main")
+    zarr.create_group(session.store).create_array("w", shape=(100,), chunks=(100,), dtype="u1", compressors=None)
+    session.store.set_virtual_ref("w/c/0", f"file://{folder}/{tail}", offset=0, length=100, validate_container=False)
+    session.commit("by others")
+    with pytest.raises(errors.StoreError, match=r"virtual chunk|cannot be read"):
+        load(options(f"icechunk://{tmp_path}/repo", virtual_chunks=f"file://{folder}"))
+
+
+def test_who_may_allow_virtual_chunks(referring, tmp_path):
+    for bad in ("file:///", "/data", "s3://", "gs://bucket/", "https://me:secret@host/x"):
+        with pytest.raises(errors.CheckpointError, match="virtual_chunks allows folders") as refused:
+            options(referring, virtual_chunks=bad)
+        assert "secret" not in str(refused.value)
+    with pytest.raises(errors.CheckpointError, match="has no options"):
+        options(referring, endpoint="http://localhost")
+    where = options(referring, virtual_chunks=f"file://{tmp_path}")
+    with pytest.raises(errors.CheckpointError, match="a save writes no virtual chunks"):
+        save(where, {"w": np.ones(2)})
+    # A document that somebody sends gives itself no leave.
+    with pytest.raises(errors.CheckpointError, match="which only its reader may"):
+        virtual.write(tmp_path / "doc.json", virtual.mean([where, where]))
+
+
+def test_virtual_chunks_in_a_bucket(ice, s3, tmp_path, kit, monkeypatch):
+    save_safetensors(f"{s3.url}/m.safetensors", WEIGHTS)
+    bucket, rest = s3.url.removeprefix("s3://").split("/", 1)
+    endpoint = s3.environment["AWS_ENDPOINT_URL"]
+    elsewhere = {"endpoint_url": "http://127.0.0.1:9", "allow_http": True, "region": "us-east-1"}
+    # The repository sends its readers' signatures to a server of its own, which they do not follow.
+    referring = _referring(ice, tmp_path, f"{s3.url}/m.safetensors", f"s3://{bucket}/", ice.s3_store(**elsewhere))
+    assert kit.same(load(options(referring, virtual_chunks=s3.url))["w"], WEIGHTS["w"])
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    prefix = options(f"s3://{bucket}/{rest}", endpoint=endpoint, region="us-east-1")
+    assert kit.same(load(options(referring, virtual_chunks=prefix))["w"], WEIGHTS["w"])
+    where = options(referring, virtual_chunks=prefix)
+    save_safetensors(f"{options(s3.url, endpoint=endpoint)}/m.safetensors", {"w": WEIGHTS["w"] + 1}, overwrite=True)
+    with pytest.raises(errors.CheckpointReplaced, match="whose file is another"):
+        load(where)

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -18,9 +18,11 @@ from obstore.store import HTTPStore
 import meshtape as mt
 from meshtape import errors
 from meshtape.cli.main import main
+from meshtape.storage.browse.server import half_closed
 from meshtape.storage.readers.compressed import CompressedTensor
 from meshtape.storage.serving import server as serving
-from meshtape.storage.serving import virtual_files
+from meshtape.storage.serving import virtual_files, zarr_view
+from meshtape.storage.serving.served import ServedCheckpoint
 
 R = np.random.default_rng(0)
 TREE = {
@@ -137,6 +139,41 @@ def test_ranges(tmp_path, make):
         assert ask(url, If_None_Match="*")[0] == 304
         assert ask(url, If_Match='"other"')[0] == 412
         assert ask(url, If_Match=f'"other", {tag}')[0] == 200
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("said", ["0-9", "0-20000", "0-"])
+def test_a_client_that_closes_its_side_gets_its_answer(tmp_path, monkeypatch, version, said):
+    """In each way of sending, and where the end comes before the answer begins."""
+    made, ended = zstd(tmp_path), threading.Event()
+    find = ServedCheckpoint.find
+
+    def late(self, path):
+        ended.wait(200)
+        return find(self, path)
+
+    with mt.storage.serve(made) as server:
+        whole = ask(server.url + "safetensors/model.safetensors")[2]
+        monkeypatch.setattr(ServedCheckpoint, "find", late)
+        closes, read = threading.Event(), half_closed.IOStream.read_from_fd
+
+        def seen(self, buf):
+            if (found := read(self, buf)) == 0:
+                closes.set()
+            return found
+
+        monkeypatch.setattr(half_closed.IOStream, "read_from_fd", seen)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=200) as s:
+            path = "/safetensors/model.safetensors"
+            s.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\nRange: bytes={said}\r\n\r\n".encode())
+            s.shutdown(socket.SHUT_WR)
+            closes.wait(200)
+            ended.set()
+            got = b"".join(iter(lambda: s.recv(1 << 16), b""))
+    stop = int(said[2:] or len(whole) - 1) + 1
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b" 206 " in head.splitlines()[0]
+    assert body == whole[:stop]
 
 
 def test_only_the_checkpoint_is_reached(tmp_path):
@@ -268,6 +305,51 @@ def test_a_file_that_changes_while_it_is_sent_ends_early(tmp_path, monkeypatch):
         ask(server.url + "safetensors/model.safetensors")
 
 
+def test_chunks_that_follow_are_made_ahead_and_none_of_a_checkpoint_that_is_gone(tmp_path, monkeypatch):
+    zarr = pytest.importorskip("zarr")
+    values, made, read = R.normal(size=(3000, 1100)).astype("f4"), [], serving.read
+
+    def seen(file, start, stop):
+        if isinstance(file, virtual_files.ChunkFile):
+            made.append(file.key)
+        return read(file, start, stop)
+
+    monkeypatch.setattr(zarr_view, "_COMPUTED", 1 << 20)
+    monkeypatch.setattr(serving, "read", seen)
+    monkeypatch.setattr(serving, "_AHEAD", 2)
+    mt.save(tmp_path / "c", {"w": values}, compression="zstd")
+    with mt.storage.serve(tmp_path / "c") as server:
+        grid = server.source._held.zarr.grids["w"]
+        coords = list(grid.shards())
+        assert len(coords) > 8
+
+        def chunk(n):
+            status, _, data = ask(server.url + "zarr/w/" + zarr_view.slashed_key(coords[n]))
+            wait([future for _, future in server.sender._ahead.values()])
+            return np.frombuffer(data, "f4").reshape(grid.chunk) if status == 200 else status
+
+        def right(n, by=0):
+            box = grid.shard_box(coords[n])
+            np.testing.assert_array_equal(chunk(n)[tuple(map(slice, box.shape))], values[box.slices] + np.float32(by))
+
+        for n in (5, 1, 3):  # no run of chunks
+            right(n)
+        assert len(made) == 3
+        for n in range(len(coords)):
+            right(n)
+        assert not server.sender._ahead
+        assert len(set(made[3:])) == len(made[3:]) <= len(coords)  # each once
+        for n in range(3):
+            right(n)
+        assert len(server.sender._ahead) == 2
+        mt.save(tmp_path / "c", {"w": values + np.float32(1)}, compression="zstd", overwrite=True)
+        assert chunk(3) == 409
+        right(3, 1)
+        store = HTTPStore.from_url(server.url + "zarr", client_options={"allow_http": True})
+        group = zarr.open_group(zarr.storage.ObjectStore(store, read_only=True), mode="r", use_consolidated=True)
+        np.testing.assert_array_equal(group["w"][:], values + np.float32(1))
+
+
 def test_many_clients_at_once(tmp_path):
     with mt.storage.serve(ours(tmp_path)) as server:
         whole, wrong = ask(server.url + "safetensors/model.safetensors")[2], []
@@ -397,18 +479,36 @@ def test_consecutive_ranges_unpack_a_chunk_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("middle")
-def test_a_chunk_leaves_the_connection_open(tmp_path):
+def test_an_answer_leaves_the_connection_open(tmp_path):
     with mt.storage.serve(tiles(tmp_path)) as server:
+        whole = ask(server.url + "safetensors/model.safetensors")[2]
         parts = urlsplit(server.url)
         client = http.client.HTTPConnection(parts.hostname, parts.port, timeout=200)
         client.connect()
         used = client.sock
-        for _ in range(2):
+        for _ in range(3):
             client.request("GET", f"{parts.path}zarr/wide/c/0/0")
             answer = client.getresponse()
             assert answer.read()[: LARGE["wide"].shape[1] * 4] == LARGE["wide"][0].tobytes()
+            client.request("GET", f"{parts.path}safetensors/model.safetensors")  # of many pieces
+            answer = client.getresponse()
+            assert answer.read() == whole
+            client.request("HEAD", f"{parts.path}safetensors/model.safetensors")
+            client.getresponse().read()
             assert client.sock is used
+        client.request("GET", f"{parts.path}safetensors/model.safetensors", headers={"Connection": "close"})
+        answer = client.getresponse()
+        assert answer.headers["Connection"] == "close"
+        assert answer.read() == whole
         client.close()
+        # Requests that are sent without waiting are answered one after the other.
+        asked = f"GET {parts.path}safetensors/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        with socket.create_connection((parts.hostname, parts.port), timeout=200) as s:
+            s.sendall(3 * asked)
+            s.shutdown(socket.SHUT_WR)
+            got = b"".join(iter(lambda: s.recv(1 << 16), b""))
+        answers = got.split(b"HTTP/1.1 200 OK\r\n")[1:]
+        assert [a.partition(b"\r\n\r\n")[2] == whole for a in answers] == [True] * 3
 
 
 @pytest.mark.usefixtures("middle")

@@ -17,6 +17,7 @@ from meshtape.storage.checkpoint.usage import usage
 from meshtape.storage.commit import contents
 from meshtape.storage.stores import object_store, owners
 from meshtape.storage.stores import store as stores
+from meshtape.storage.stores.contract import recording
 
 
 class Reading:
@@ -328,3 +329,19 @@ def test_a_client_that_tells_secrets_is_not_quoted(monkeypatch):
     # Not in the environment, but in an address: by whom it was signed is nobody's business either.
     for address in ("https://user:hush@host/c", "https://host/c?X-Amz-Signature=hush"):
         assert "hush" not in str(object_store._explained(OSError(f"cannot reach {address}"), "s3://bucket/c"))
+
+
+def test_a_reader_that_another_thread_closes_just_now_has_its_tag(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(b"abc")
+    fstat = os.fstat
+    with recording() as tags:
+        reader = stores.at(str(tmp_path)).reader("x")
+        before = reader.tag
+
+        def closing(fd):
+            monkeypatch.undo()
+            reader.close()
+            return fstat(fd)
+
+        monkeypatch.setattr(os, "fstat", closing)
+        assert tags() == {str(tmp_path / "x"): before}

@@ -11,12 +11,15 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....arrays.core.errors import CheckpointError
 from ...base.page import Page
 from ..model.site import Site, SitePlace
 from ..views.frame import href
+
+if TYPE_CHECKING:
+    from .half_closed import HalfClosedServer
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -68,6 +71,7 @@ class Server:
         self.token = token if token is not None or local else secrets.token_urlsafe(24)
         hosts = frozenset(LOOPBACK) | {host.strip("[]").casefold()} if local else None
         self.access = Access(self.site, hosts, self.token)
+        self.http: HalfClosedServer | None = None  # while it serves
         self._thread: threading.Thread | None = None
         self._began = threading.Event()
         self._end: Callable[[], Any] = lambda: None
@@ -105,12 +109,12 @@ class Server:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        from tornado.httpserver import HTTPServer
+        from .half_closed import HalfClosedServer
 
         ended = asyncio.Event()
         self._end = partial(asyncio.get_running_loop().call_soon_threadsafe, ended.set)
         self._began.set()
-        server = HTTPServer(
+        server = self.http = HalfClosedServer(
             self.application(), max_header_size=1 << 16, max_body_size=1 << 20, idle_connection_timeout=120
         )
         server.add_sockets(self._sockets)
