@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
 from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
+from ..transform.model_config import following
 from ..virtual import expressions as ex
 from ..virtual.derive import Sources, lora
 from ..virtual.document import build
-from . import layer_entries
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
 
@@ -130,7 +129,8 @@ class Blend(ex.Node):
         for a in out.arrays.values():
             a.rule = label
         made = _documents(self.parsed, plan)
-        out.documents = Documents("blend", {n: (None, n) for n in made}, made=made)
+        notes = dict.fromkeys(plan.notes)
+        out.documents = Documents("blend", {n: (None, n) for n in made}, made=made, notes=notes)
         return out
 
 
@@ -162,22 +162,9 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
     if config.chat_template is not None:
         out["chat_template.jinja"] = config.chat_template.encode()
     if (said := out.get("config.json")) is not None:
-        told = json.loads(said)
-        if isinstance(told, dict):
-            before = json.dumps(told)
-            inner = layer_entries.inner(told)
-            if plan.order:
-                configs = {
-                    m: layer_entries.inner(plan.parents[m].ckpt.documents.get("config.json")) for m, _ in plan.order
-                }
-                plan.notes += layer_entries.renumber(inner, [(configs[m], i) for m, i in plan.order])
-            for key in layer_entries.COUNTS:
-                if key in inner and plan.layers and type(inner[key]) is int:
-                    inner[key] = plan.layers
-            if plan.vocabulary is not None and "vocab_size" in inner:
-                inner["vocab_size"] = plan.vocabulary.size
-            if json.dumps(told) != before:
-                said = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+        order = [(plan.parents[m].config, i) for m, i in plan.order]
+        said, notes = following(said, plan.donor.tensors, plan.tensors, order or None)
+        plan.notes += notes
         if any(n.endswith("lm_head.weight") and n not in plan.donor.tensors for n in plan.tensors):
             said = untied(said)  # blended by itself, it is not the embedding any more
         floats = {t.dtype.name for t in plan.tensors.values()}.intersection(dtypes.FLOATS)
@@ -244,5 +231,4 @@ def blend(
     if any(x == target or x.startswith(f"{target}/") for x in sources):
         raise CheckpointError(f"{target} is one of the sources; write to another place")
     report = convert(ckpt, dst, format=format, max_shard_bytes=max_shard_bytes, **options)
-    report.notes[:0] = dict.fromkeys(plan.notes)
     return BlendReport(**vars(report), made=plan.arrays)

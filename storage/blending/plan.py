@@ -19,8 +19,9 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..rules.lazy_tensors import Agreed, Converted, renamed
 from ..rules.measured import Measured
+from ..transform import layer_entries
 from ..transform.convert import cancels, scaled
-from ..virtual.tied import stands_for
+from ..transform.model_config import LAYER, config_of, is_embedding, stands_for
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
@@ -38,9 +39,8 @@ from .methods import (
     real,
 )
 from .selective import AgentMerging, ArceeFusion, NearSwap
-from .vocabulary import Vocabulary, is_embedding
+from .vocabulary import Vocabulary
 
-_LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 _FIRST = re.compile(r"embed|wte|wpe")  # names of arrays that come before the layers
 
 
@@ -63,6 +63,11 @@ class Parent:
     layers: dict[int, dict[tuple[str, str], str]] = field(default_factory=dict)
 
     @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The part of its ``config.json`` that describes the layers."""
+        return layer_entries.inner(config_of(self.ckpt.documents))
+
+    @functools.cached_property
     def scaled(self) -> set[str]:
         """The names of quantised weights whose scales lie beside them."""
         return {name for name, _ in scaled(self.tensors)}
@@ -72,7 +77,7 @@ class Parent:
         tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
         out = cls(ckpt, tensors)
         for n in tensors:
-            if found := _LAYER.search(n):
+            if found := LAYER.search(n):
                 key = n[: found.start()], n[found.end() :]
                 out.layers.setdefault(int(found[1]), {})[key] = n
             else:

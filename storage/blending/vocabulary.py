@@ -19,21 +19,6 @@ from ..rules.lazy_tensors import OfParts
 from .config import ModelRef, Problems
 
 _ZERO, _MEAN = -1, -2
-_EMBEDDINGS = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "wte.weight",
-    "lm_head.bias",
-    "embed_in.weight",
-    "embed_out.weight",
-)
-
-
-def is_embedding(name: str) -> bool:
-    """Whether an array has a row for each token."""
-    return name.endswith(_EMBEDDINGS)
-
-
 Mean = tuple[tuple[tuple[int, int, int], ...], int]
 
 

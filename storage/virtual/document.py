@@ -25,13 +25,13 @@ from ...arrays.core.errors import (
 )
 from ..base import names, strict_json
 from ..base.sealed import sealed, unsealed
-from ..checkpoint.checkpoint import Checkpoint, Computed
+from ..checkpoint.checkpoint import Checkpoint, Computed, generation_of
 from ..format.migrations import Step, upgraded
 from ..loading.open import OPENERS, open_checkpoint
 from ..stores import atomic_directory, store
 from ..stores.generations import JointGeneration
 from .expressions import DEEPEST, MOST_READS, NODES, Node, Parent, parents_of
-from .identity import generation_of, identity_of
+from .identity import identity_of
 
 FORMAT = "meshtape.virtual"
 MIGRATIONS: list[Step] = []

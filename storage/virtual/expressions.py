@@ -35,8 +35,9 @@ from ..rules.rules import Rules
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform.convert import cancels, converted, floating, scaled
+from ..transform.model_config import config_of, followed
 from .computed import Equal, LowRankSum, RowIntegers, RowScales, WeightedSum, working_dtype
-from .tied import config_of, with_own_head
+from .tied import with_own_head
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
 MOST_READS = 4096  # of stored elements for one
@@ -350,7 +351,7 @@ class Lora(Node):
             raise CheckpointError(
                 f"scale={self.scale} has no meaning for {trained[:4]}, which the adapter trained whole"
             )
-        own, kind = dict(self.factors), config_of(base).get("model_type")
+        own, kind = dict(self.factors), config_of(base.documents).get("model_type")
         for name, target in whole.items():
             new, old = adapter[name].tensor, arrays[target]
             if tuple(new.shape) != tuple(old.shape):
@@ -485,7 +486,9 @@ class KeyRules(Node):
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         made_so = Rules(self.rules).on(made[0])
         rules = {n: a.rule for n, a in made_so.arrays.items()}
-        out = _computed(self, made_so, {n: a.tensor for n, a in made_so.arrays.items()})
+        arrays = {n: a.tensor for n, a in made_so.arrays.items()}
+        documents = followed(made_so.documents, {n: a.tensor for n, a in made[0].arrays.items()}, arrays)
+        out = _computed(self, made_so, arrays, documents=documents)
         for name, a in out.arrays.items():
             a.rule = rules[name] or a.rule
         return out
@@ -502,7 +505,8 @@ class Rows(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base = made[0]
-        arrays = {n: a.tensor for n, a in base.arrays.items()}
+        before = {n: a.tensor for n, a in base.arrays.items()}
+        arrays = dict(before)
         for pattern, axis, start, stop in self.ranges:
             found = [n for n in arrays if fits(n, pattern)]
             if not found:
@@ -516,7 +520,7 @@ class Rows(Node):
                     )
                 offset = tuple(start if i == axis else 0 for i in range(len(shape)))
                 arrays[n] = Sliced(n, arrays[n], offset, (*shape[:axis], stop - start, *shape[axis + 1 :]))
-        return _computed(self, base, arrays)
+        return _computed(self, base, arrays, documents=followed(base.documents, before, arrays))
 
 
 NODES: dict[str, type[Node]] = {
