@@ -43,13 +43,9 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     if not heads and not tables:
         return base
     config = config_of(base.documents)
-    text = config.get("text_config")
-    tied = (text if isinstance(text, Mapping) else {}) | config
-    kinds = [str(a) for a in config.get("architectures") or ()]
-    ties = tied.get("tie_word_embeddings")
-    if ties is False or (not heads and not (_ends(kinds, _WITH_HEAD + _OTHERWISE) if kinds else ties)):
+    if _said(config) is False or not (heads or ties_head(config)):
         return base
-    if config.get("is_encoder_decoder") or _ends(kinds, _OTHERWISE):
+    if config.get("is_encoder_decoder") or _ends(_kinds(config), _OTHERWISE):
         raise CheckpointError(
             f"{base.path} ties {(heads or tables)[0]!r} to other arrays (tie_word_embeddings), and the adapter trained "
             "it alone; let PEFT merge it (merge_and_unload)"
@@ -65,6 +61,21 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     arrays = base.arrays | {head: StoredArray(path, renamed(head, base[embedding].tensor))}
     structure = _with_leaf(base.structure, path, Leaf(len(base)))
     return replace(base, arrays=arrays, structure=structure, documents=documents)
+
+
+def ties_head(config: Mapping[str, Any]) -> bool:
+    """Whether a model has a head that is its embedding: as its ``config.json`` says, or by its architecture."""
+    kinds = _kinds(config)
+    return _said(config) is not False and (_ends(kinds, _WITH_HEAD + _OTHERWISE) if kinds else bool(_said(config)))
+
+
+def _said(config: Mapping[str, Any]) -> Any:
+    text = config.get("text_config")
+    return ((text if isinstance(text, Mapping) else {}) | config).get("tie_word_embeddings")
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    return [str(a) for a in config.get("architectures") or ()]
 
 
 def _ends(names: Iterable[str], ends: tuple[str, ...]) -> bool:
