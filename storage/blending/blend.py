@@ -15,7 +15,7 @@ from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
 from ..transform.model_config import following
 from ..virtual import expressions as ex
-from ..virtual.derive import Sources, lora
+from ..virtual.derive import Integers, Sources, lora
 from ..virtual.document import build
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
@@ -46,6 +46,7 @@ def blended(
     *,
     keys: Iterable[str] | None = None,
     drop: Iterable[str] | None = None,
+    integers: Integers = "equal",
 ) -> Checkpoint:
     """The checkpoint that a configuration describes, computed box by box when it is read.
 
@@ -58,6 +59,9 @@ def blended(
         of the model and of the place of the element, so that they depend neither on workers nor on order.
     keys, drop
         Names or patterns of the arrays to take and to leave out; what is left out is not compared.
+    integers
+        Whose integers and booleans are taken, of which there are no sums: they must be ``"equal"`` in all models, or
+        are those of the ``"first"`` or the ``"last"`` that the configuration lists.
 
     Returns
     -------
@@ -79,7 +83,7 @@ def blended(
     >>> blended({"merge_method": "linear", "models": models})["w"][:]
     array([2., 2.], dtype=float32)
     """
-    return _blended(read_config(config), seed, keys, drop)[0]
+    return _blended(read_config(config), seed, keys, drop, integers)[0]
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Blend(ex.Node):
     seed: int
     keys: tuple[str, ...] | None
     drop: tuple[str, ...]
+    integers: str
     parsed: BlendConfig | None = field(default=None, compare=False)  # with the text of a file
     plans: list[Planner] = field(default_factory=list, compare=False, repr=False)  # of `apply`
 
@@ -101,6 +106,7 @@ class Blend(ex.Node):
         "seed": lambda x: x,
         "keys": lambda x: None if x is None else ex.texts(x),
         "drop": ex.texts,
+        "integers": ex.choice,
     }
 
     def check(self) -> None:
@@ -122,7 +128,7 @@ class Blend(ex.Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         assert self.parsed is not None
-        plan = Planner(self.parsed, made, self.seed, self.keys, self.drop)
+        plan = Planner(self.parsed, made, self.seed, self.keys, self.drop, self.integers)
         self.plans.append(plan)
         label = str(self)
         out = flat(label, "virtual", plan.tensors, {ex.LINEAGE: label})
@@ -138,7 +144,7 @@ ex.NODES[Blend.kind] = Blend
 
 
 def _blended(
-    config: BlendConfig, seed: int, keys: Iterable[str] | None, drop: Iterable[str] | None
+    config: BlendConfig, seed: int, keys: Iterable[str] | None, drop: Iterable[str] | None, integers: str
 ) -> tuple[Checkpoint, Planner]:
     held = Sources()
     try:
@@ -147,7 +153,7 @@ def _blended(
         hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
         raise NotACheckpoint(f"{e}; {hint}") from None
     chosen = [x if x is None else [x] if isinstance(x, str) else list(x) for x in (keys, drop or ())]
-    node = Blend(tuple(models), config.said, seed, *chosen, parsed=config)  # type: ignore[arg-type]
+    node = Blend(tuple(models), config.said, seed, *chosen, integers, parsed=config)  # type: ignore[arg-type]
     return build(node, held.parents), node.plans[-1]
 
 
@@ -181,6 +187,7 @@ def blend(
     seed: int = 0,
     format: Literal["safetensors", "zarr"] = "safetensors",
     max_shard_bytes: int | None = None,
+    integers: Integers = "equal",
     **options: Unpack[TransformOptions],
 ) -> BlendReport:
     """Blend models as mergekit's configuration says, streaming; a run that was interrupted goes on where it stopped.
@@ -201,6 +208,8 @@ def blend(
         ``"safetensors"``, or ``"zarr"``: a checkpoint as `save` writes it.
     max_shard_bytes
         For safetensors: largest size of a file's arrays together; None puts all in one file.
+    integers
+        As in `blended`.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``allow_overflow``,
         ``overwrite``, ``progress``, ``client`` and the others of `convert`. Arrays that ``keys`` and ``drop`` leave out
@@ -225,7 +234,7 @@ def blend(
         keys = drop = None  # they speak of the names after these
     else:
         options = {**options, "keys": None, "drop": None}  # type: ignore[assignment]
-    ckpt, plan = _blended(said, seed, keys, drop)
+    ckpt, plan = _blended(said, seed, keys, drop, integers)
     target = store.location(dst)
     sources = [store.location(x) for m in said.models() for x in (m.path, m.lora) if x]
     if any(x == target or x.startswith(f"{target}/") for x in sources):

@@ -23,7 +23,7 @@ from ..readers.tensor import read_box
 from ..rules.casting import cast
 from ..stores import store as stores
 from ..transform.model_config import TABLES, config_of
-from ..virtual.expressions import TURNED, TURNED_MODULES
+from ..virtual.adapters import TURNED, TURNED_MODULES
 from .config import Problems
 from .methods import real
 

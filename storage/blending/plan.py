@@ -17,11 +17,12 @@ from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
-from ..rules.lazy_tensors import Agreed, Converted, renamed
+from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
 from ..transform import layer_entries
 from ..transform.convert import cancels, scaled
 from ..transform.model_config import HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
+from ..virtual.expressions import agreed
 from ..virtual.tied import ties_head
 from . import fitting
 from .blended import Blended
@@ -134,8 +135,9 @@ class Planner:
         seed: int,
         keys: Sequence[str] | None,
         drop: Sequence[str],
+        integers: str,
     ) -> None:
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.integers = config, seed, integers
         self._keys, self._drop = keys, drop
         self.parents = {m: Parent.of(c) for m, c in zip(config.models(), made, strict=True)}
         self.names: list[str] = []  # of all arrays, wanted or not
@@ -325,7 +327,7 @@ class Planner:
                 self._faults.add(f"dtypes cannot be blended ({', '.join(map(str, dict.fromkeys(kinds)))})", name)
                 return
             held = tuple(parts.values())
-            self.tensors[name] = Agreed(name, held) if len(held) > 1 else renamed(name, held[0])
+            self.tensors[name] = agreed(name, held, self.integers, list(map(str, parts)), "mt.storage.blend")
             self.arrays[name] = BlendedArray("equal", told, {})
             return
         for m, n in zip(parts, names, strict=True):

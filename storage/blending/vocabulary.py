@@ -4,78 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
-from ..readers.reading import Job
-from ..readers.tensor import read_into, rows_of
-from ..rules.casting import cast
-from ..rules.lazy_tensors import OfParts
+from ..virtual.token_rows import MEAN, ZERO, Mean, TokenRows
 from .config import ModelRef, Problems
-
-_ZERO, _MEAN = -1, -2
-Mean = tuple[tuple[tuple[int, int, int], ...], int]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRows(OfParts):
-    """Rows of several tables in a new order. Row i is row ``rows[i]`` of table ``tables[i]``, or zero, or ``means[i]``:
-    the sum of (table, row, times), divided by a number."""
-
-    name: str
-    parts: tuple[Any, ...]
-    tables: tuple[int, ...]
-    rows: tuple[int, ...]
-    means: tuple[tuple[int, Mean], ...]
-    dtype: np.dtype
-    how: ClassVar[str] = "rows of other arrays in another order"
-
-    source = property(lambda self: self.parts[0])
-    shape = property(lambda self: (len(self.rows), *self.parts[0].shape[1:]))
-    chunk = property(lambda self: rows_of(self.shape))
-
-    def only(self, box: Box) -> TokenRows:
-        return self
-
-    def planned(self, box: Box) -> int:
-        return box.size * self.parts[0].dtype.itemsize
-
-    def _at(self, row: int, n: int, box: Box) -> Box:
-        return Box((row, *box.offset[1:]), (n, *box.shape[1:]))
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        if box.size:
-            yield lambda: self._read(box, out)
-
-    def _read(self, box: Box, out: np.ndarray) -> int:
-        start, stop, nbytes, i = box.offset[0], box.stop[0], 0, box.offset[0]
-        means = dict(self.means)
-        while i < stop:
-            table, n = self.tables[i], 1
-            if table >= 0:
-                while i + n < stop and self.tables[i + n] == table and self.rows[i + n] == self.rows[i] + n:
-                    n += 1
-                held, read = read_into(self.parts[table], self._at(self.rows[i], n, box))
-                out[i - start : i - start + n] = cast(self.name, held, self.dtype, (i, *box.offset[1:]))
-                nbytes += read
-            elif table == _ZERO:
-                out[i - start] = 0
-            else:
-                if i > start and means.get(i - 1) == means[i]:  # padding has one mean for all
-                    out[i - start] = out[i - 1 - start]
-                else:
-                    total, (summed, count) = np.zeros(out.shape[1:]), means[i]
-                    for t, row, times in summed:
-                        held, read = read_into(self.parts[t], self._at(row, 1, box))
-                        total, nbytes = total + held[0].astype(np.float64) * times, nbytes + read
-                    out[i - start] = cast(self.name, total / count, self.dtype, (i, *box.offset[1:]))
-            i += n
-        return nbytes
 
 
 @dataclass
@@ -140,7 +77,7 @@ class Vocabulary:
         dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
         named = sorted(self.tokens.items(), key=lambda item: item[1])
         found: dict[ModelRef, tuple[list[int], list[int], dict[int, Mean]]] = {
-            m: ([_ZERO] * self.size, [0] * self.size, {}) for m in models
+            m: ([ZERO] * self.size, [0] * self.size, {}) for m in models
         }
         for token, i in named:
             said = self.chosen.get(token) or {}
@@ -153,7 +90,7 @@ class Vocabulary:
                 elif len(default) == 1:
                     tables[i], rows[i] = default[0]
                 elif default:
-                    tables[i], means[i] = _MEAN, (tuple((*d, 1) for d in default), len(default))
+                    tables[i], means[i] = MEAN, (tuple((*d, 1) for d in default), len(default))
         out = {}
         for m, (tables, rows, means) in found.items():
             whole = TokenRows(name, tuple(parts.values()), tuple(tables), tuple(rows), tuple(means.items()), dtype)
@@ -164,12 +101,12 @@ class Vocabulary:
         """The table with the mean of its other rows where no token has one."""
         taken, means = set(self.tokens.values()), dict(table.means)
         rows = [
-            means.get(i, (((table.tables[i], table.rows[i], 1),), 1)) for i in sorted(taken) if table.tables[i] != _ZERO
+            means.get(i, (((table.tables[i], table.rows[i], 1),), 1)) for i in sorted(taken) if table.tables[i] != ZERO
         ]
         unit = math.lcm(*(count for _, count in rows))
         every = tuple((t, row, times * unit // count) for summed, count in rows for t, row, times in summed)
         rest = [i for i in range(len(table.rows)) if i not in taken]
-        tables = tuple(t if i in taken else _MEAN for i, t in enumerate(table.tables))
+        tables = tuple(t if i in taken else MEAN for i, t in enumerate(table.tables))
         return replace(table, tables=tables, means=(*table.means, *((i, (every, unit * len(taken))) for i in rest)))
 
     def _default(

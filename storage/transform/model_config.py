@@ -141,7 +141,8 @@ def _layers(
     if order is None:
         made, stack, known = {}, plain[0], {id(t): n for n, t in before.items()}
         for n, t in after.items():
-            of_stack = [o for o in _origins(t, known) if o.startswith(stack)]
+            origins = _origins(t, known) or {n}
+            of_stack = [o for o in origins if o in before and o.startswith(stack)]
             if numbers := [int(m[1]) for o in of_stack if (m := LAYER.match(o, len(stack)))]:
                 found = LAYER.search(n)
                 made.setdefault(int(found[1]) if found else -1, set()).update(numbers)
