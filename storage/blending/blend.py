@@ -19,6 +19,7 @@ from ..virtual.derive import Integers, Sources, lora
 from ..virtual.document import build
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
+from .tokenizer import FILES
 
 CONFIG = "mergekit_config.yml"  # the name under which readers of merged models look for the configuration
 
@@ -164,7 +165,7 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
     for card in [n for n in out if n.startswith("README")]:
         del out[card]  # it describes another model
     if plan.vocabulary is not None:
-        out |= plan.vocabulary.documents
+        out = {n: data for n, data in out.items() if not n.startswith(FILES)} | plan.vocabulary.documents
     if config.chat_template is not None:
         out["chat_template.jinja"] = config.chat_template.encode()
     if (said := out.get("config.json")) is not None:

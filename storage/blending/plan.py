@@ -152,6 +152,7 @@ class Planner:
         if config.tokenizer is not None:
             docs = {m: p.ckpt.documents for m, p in self.parents.items()}
             self.vocabulary = Vocabulary.of(config.tokenizer, docs, self._sizes())
+            self.notes += self.vocabulary.notes
         self._plan()
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):

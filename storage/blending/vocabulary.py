@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from ...arrays.core.errors import CheckpointError
+from ...arrays.core.formatting import count, some
 from ..virtual.token_rows import MEAN, ZERO, Mean, TokenRows
 from .config import ModelRef, Problems
+from .tokenizer import FILES, PLAIN, Tokenizer
 
 
 @dataclass
@@ -24,13 +25,14 @@ class Vocabulary:
     chosen: Mapping[str, Mapping[str, Any]]
     size: int
     documents: dict[str, bytes] = field(default_factory=dict)  # of the tokenizer
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
         cls, said: Mapping[str, Any], documents: Mapping[ModelRef, Mapping[str, Any]], sizes: Mapping[ModelRef, int]
     ) -> Vocabulary:
         problems = Problems()
-        held = {m: _tokens(str(m), d, sizes[m], problems) for m, d in documents.items()}
+        held = {m: _tokenizer(str(m), d, sizes[m], problems) for m, d in documents.items()}
         base = next(iter(held))
         source = said.get("source") or "union"
         donor = base
@@ -51,24 +53,32 @@ class Vocabulary:
         if pad is not None and (type(pad) is not int or pad < 1):
             problems.append(f"pad_to_multiple_of: is a positive number, got {pad!r}")
         problems.refuse("the vocabularies cannot be joined")
-        files = {n: documents[donor].raw(n) for n in documents[donor] if n.startswith(_FILES)}  # type: ignore[attr-defined]
-        added: dict[str, dict[str, Any]] = {}
-        if source == "union":
-            others = [m for m in held if m != donor]
-            plain = {t: None for m in others for t in held[m][0] if t not in held[m][1]}
-            special = {t: info for m in others for t, info in held[m][1].items()}
-            added = {t: _PLAIN for t in plain if t not in special and t not in held[donor][0]}
-            added |= {t: info for t, info in special.items() if t not in held[donor][0]}
-        added |= {t: _PLAIN for t in chosen if t not in held[donor][0] and t not in added}
-        tokens = dict(held[donor][0])
-        end = max(tokens.values(), default=-1) + 1
-        tokens |= {t: end + i for i, t in enumerate(added)}
-        size = end + len(added)
+        files = {n: documents[donor].raw(n) for n in documents[donor] if n.startswith(FILES)}  # type: ignore[attr-defined]
+        own = held[donor]
+        others = [t for m, t in held.items() if m != donor] if source == "union" else []
+        special = {t: None for o in others for t in o.added if t not in own.tokens}
+        special |= {t: how for o in reversed(others) for t, how in o.added.items() if t in special}  # the first counts
+        plain: dict[str, Tokenizer] = {}
+        for other in others:
+            fresh = [t for t in other.tokens if t not in own.tokens and t not in special and t not in plain]
+            plain |= dict.fromkeys(fresh, other)
+        joined = [t for t, other in plain.items() if own.takes(other)]
+        left = [t for t, other in plain.items() if not own.takes(other)]
+        added = dict.fromkeys(left, PLAIN) | special
+        added |= {t: PLAIN for t in chosen if t not in own.tokens and t not in added and t not in joined}
+        tokens = own.tokens | {t: own.end + i for i, t in enumerate([*joined, *added])}
+        if added and not joined and own.has_gaps:
+            problems.append(f"{donor} has ids without tokens, so that new tokens would get other ids than here")
+            problems.refuse("the vocabularies cannot be joined")
+        size = own.end + len(joined) + len(added)
         if pad:
             size = -(-size // pad) * pad
-        if added:
-            files = _extended(files, {t: {**info, "id": tokens[t], "content": t} for t, info in added.items()})
-        return cls(tokens, {m: h[0] for m, h in held.items()}, chosen, size, files)
+        notes = _notes(str(donor), own, [plain[t] for t in joined], [plain[t] for t in left])
+        if joined or added or own.beyond:
+            scores = {t: score for o in reversed(others) for t, score in o.scores().items()} | own.scores()
+            files, more = own.extended(files, tokens, added, scores)
+            notes += more
+        return cls(tokens, {m: t.tokens for m, t in held.items()}, chosen, size, files, notes)
 
     def aligned(self, name: str, parts: Mapping[ModelRef, Any], base: ModelRef | None) -> dict[ModelRef, Any]:
         """The tables of all models with the rows of the result's tokens."""
@@ -137,36 +147,29 @@ class Vocabulary:
         return ((models.index(model), row),)
 
 
-_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges")
-_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
-
-
-def _tokens(
-    model: str, documents: Mapping[str, Any], size: int, problems: Problems
-) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
-    """(tokens with their rows, those of them that were added and how); tokens beyond the embeddings are left out."""
+def _tokenizer(model: str, documents: Mapping[str, Any], size: int, problems: Problems) -> Tokenizer:
     said = documents.get("tokenizer.json") if "tokenizer.json" in documents else None
     if not isinstance(said, Mapping) or not isinstance(said.get("model"), Mapping):
         problems.append(f"{model} has no tokenizer.json")
-        return {}, {}
-    vocab = said["model"].get("vocab", {})
-    tokens = dict(vocab) if isinstance(vocab, Mapping) else {t: i for i, (t, *_) in enumerate(vocab)}
-    added = {a["content"]: a for a in said.get("added_tokens") or ()}
-    tokens |= {t: a["id"] for t, a in added.items()}
-    tokens = {t: i for t, i in sorted(tokens.items(), key=lambda item: item[1]) if i < size}
-    return tokens, {t: {k: a[k] for k in _PLAIN if k in a} for t, a in added.items() if t in tokens}
+        said = {"model": {}}
+    return Tokenizer.of(said, size)
 
 
-def _extended(files: Mapping[str, bytes], added: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
-    """The documents of a tokenizer with more tokens."""
-    out = dict(files)
-    told = json.loads(out["tokenizer.json"])
-    told["added_tokens"] = [*(told.get("added_tokens") or ()), *added.values()]
-    out["tokenizer.json"] = json.dumps(told, ensure_ascii=False, indent=2).encode()
-    if "tokenizer_config.json" in out:
-        said = json.loads(out["tokenizer_config.json"])
-        if "added_tokens_decoder" in said:
-            for a in added.values():
-                said["added_tokens_decoder"][str(a["id"])] = {k: v for k, v in a.items() if k != "id"}
-            out["tokenizer_config.json"] = json.dumps(said, ensure_ascii=False, indent=2).encode()
-    return out
+def _notes(base: str, own: Tokenizer, joined: Sequence[Tokenizer], left: Sequence[Tokenizer]) -> list[str]:
+    """Of ordinary tokens of other models: those that joined the vocabulary of the base, and those that could not."""
+    notes = []
+    if own.beyond:
+        notes.append(f"tokenizer.json: without {some(sorted(own.beyond), 3)}, for which {base} has no rows")
+    if joined:
+        after = "" if own.kind == "WordLevel" else ", which may split a text otherwise than before"
+        notes.append(f"tokenizer.json: {count(len(joined), 'token')} joined the vocabulary of {base}{after}")
+    if left:
+        why = "its merges cannot be joined" if own.kind == "BPE" else f"tokens of {left[0].kind} are none of {own.kind}"
+        notes.append(
+            f"tokenizer.json: {count(len(left), 'ordinary token')} became added tokens of {base}, as {why}: where a "
+            "text has their characters, within words too, they come before all others, and else the text is split as "
+            "before; tokenizer_source: base leaves them out"
+        )
+    if any(not own.splits_as(t) for t in (*joined, *left)):
+        notes.append(f"tokenizer.json: words are those of {base}; tokens that it never makes of a text are not found")
+    return notes

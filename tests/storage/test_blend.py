@@ -496,10 +496,8 @@ def test_vocabularies_are_joined(tmp_path: Path, tokenizer: dict[str, Any], want
     assert got.documents["config.json"]["vocab_size"] == len(wanted)
     told = got.documents["tokenizer.json"]
     if tokenizer["source"] == "union":
-        assert [(t["id"], t["content"], t["special"]) for t in told["added_tokens"]] == [
-            (3, "d", False),
-            (4, "<s>", True),
-        ]
+        assert [(t["id"], t["content"], t["special"]) for t in told["added_tokens"]] == [(4, "<s>", True)]
+        assert told["model"]["vocab"] == {"a": 0, "b": 1, "c": 2, "d": 3, "<s>": 4}
 
 
 # ----- LoRA -----------------------------------------------------------------------------------------------------------
