@@ -58,22 +58,22 @@ class Vocabulary:
         others = [t for m, t in held.items() if m != donor] if source == "union" else []
         special = {t: None for o in others for t in o.added if t not in own.tokens}
         special |= {t: how for o in reversed(others) for t, how in o.added.items() if t in special}  # the first counts
-        plain: dict[str, Tokenizer] = {}
+        joined: dict[str, Tokenizer] = {}
+        left: dict[str, Tokenizer] = {}
         for other in others:
-            fresh = [t for t in other.tokens if t not in own.tokens and t not in special and t not in plain]
-            plain |= dict.fromkeys(fresh, other)
-        joined = [t for t, other in plain.items() if own.takes(other)]
-        left = [t for t, other in plain.items() if not own.takes(other)]
+            fresh = [t for t in other.tokens if not any(t in held for held in (own.tokens, special, joined, left))]
+            (joined if own.takes(other) else left).update(dict.fromkeys(fresh, other))
         added = dict.fromkeys(left, PLAIN) | special
         added |= {t: PLAIN for t in chosen if t not in own.tokens and t not in added and t not in joined}
-        tokens = own.tokens | {t: own.end + i for i, t in enumerate([*joined, *added])}
+        end = own.end
+        tokens = own.tokens | {t: end + i for i, t in enumerate([*joined, *added])}
         if added and not joined and own.has_gaps:
             problems.append(f"{donor} has ids without tokens, so that new tokens would get other ids than here")
             problems.refuse("the vocabularies cannot be joined")
-        size = own.end + len(joined) + len(added)
+        size = end + len(joined) + len(added)
         if pad:
             size = -(-size // pad) * pad
-        notes = _notes(str(donor), own, [plain[t] for t in joined], [plain[t] for t in left])
+        notes = _notes(str(donor), own, others, len(joined), list(left.values()))
         if joined or added or own.beyond:
             scores = {t: score for o in reversed(others) for t, score in o.scores().items()} | own.scores()
             files, more = own.extended(files, tokens, added, scores)
@@ -155,21 +155,21 @@ def _tokenizer(model: str, documents: Mapping[str, Any], size: int, problems: Pr
     return Tokenizer.of(said, size)
 
 
-def _notes(base: str, own: Tokenizer, joined: Sequence[Tokenizer], left: Sequence[Tokenizer]) -> list[str]:
+def _notes(base: str, own: Tokenizer, others: Sequence[Tokenizer], joined: int, left: Sequence[Tokenizer]) -> list[str]:
     """Of ordinary tokens of other models: those that joined the vocabulary of the base, and those that could not."""
     notes = []
     if own.beyond:
         notes.append(f"tokenizer.json: without {some(sorted(own.beyond), 3)}, for which {base} has no rows")
     if joined:
         after = "" if own.kind == "WordLevel" else ", which may split a text otherwise than before"
-        notes.append(f"tokenizer.json: {count(len(joined), 'token')} joined the vocabulary of {base}{after}")
+        notes.append(f"tokenizer.json: {count(joined, 'token')} joined the vocabulary of {base}{after}")
     if left:
         why = "its merges cannot be joined" if own.kind == "BPE" else f"tokens of {left[0].kind} are none of {own.kind}"
         notes.append(
-            f"tokenizer.json: {count(len(left), 'ordinary token')} became added tokens of {base}, as {why}: where a "
-            "text has their characters, within words too, they come before all others, and else the text is split as "
-            "before; tokenizer_source: base leaves them out"
+            f"tokenizer.json: {count(len(left), 'ordinary token')} became added tokens of {base}, as {why}: wherever a "
+            "text has their characters, within words too, they come before all others, so that texts are split "
+            "otherwise than before; tokenizer_source: base leaves them out"
         )
-    if any(not own.splits_as(t) for t in (*joined, *left)):
+    if (joined or left) and not all(map(own.splits_as, others)):
         notes.append(f"tokenizer.json: words are those of {base}; tokens that it never makes of a text are not found")
     return notes
