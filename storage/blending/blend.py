@@ -125,7 +125,7 @@ class Blend(ex.Node):
         object.__setattr__(self, "parsed", parsed)
 
     def __str__(self) -> str:
-        return self._told(self.kind, str(self.config["merge_method"]))
+        return self._told(self.kind, str(self.config["merge_method"]), *self._shown("integers"))
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         assert self.parsed is not None

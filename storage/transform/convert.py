@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -122,7 +121,7 @@ class Selection:
         held = followed(self.ckpt.documents, self.before, self.arrays) if own else self.ckpt.documents
         found = {**(held.every() if isinstance(held, Documents) else {}), **self.given}
         self.notes += held.notes if isinstance(held, Documents) else []
-        self.notes += [] if own else untrue(json.loads(self.given["config.json"]), self.arrays)
+        self.notes += [] if own else untrue(self.given["config.json"], self.arrays)
         if (config := found.get("config.json")) is not None:
             if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
                 left = next(scaled(self.arrays), None)

@@ -64,7 +64,9 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
     ``after`` are made of the objects in ``before``. Entries that cannot follow are notes of the documents.
     """
     alike = before.keys() == after.keys() and all(before[n].shape == after[n].shape for n in before)
-    if alike or not isinstance(documents, Documents) or "config.json" not in documents:
+    if (
+        alike or not isinstance(documents, Documents) or "config.json" not in set(documents)
+    ):  # whose text may be no JSON
         return documents
     config, notes = following(documents.raw("config.json"), before, after)
     return documents.edited("config.json", lambda _: config, notes)
@@ -87,15 +89,22 @@ def following(
     return edited(config, change), notes
 
 
-def untrue(config: Any, arrays: Mapping[str, Any]) -> list[str]:
+def untrue(config: bytes, arrays: Mapping[str, Any]) -> list[str]:
     """Notes of sizes in a configuration of other weights that these arrays do not have."""
-    inner, rows = layer_entries.inner(config), _rows(arrays)
-    notes = []
-    if rows and isinstance(size := inner.get("vocab_size"), int) and size not in rows:
-        notes.append(f"config.json: vocab_size is {size}, and the embeddings here have {some(map(str, rows), 3)} rows")
+    rows, notes = _rows(arrays), list[str]()
     layers = max((len(numbers) for numbers in _stacks(arrays).values()), default=0)
-    if layers and (count := _count(inner)) is not None and inner[count] > layers:
-        notes.append(f"config.json: {count} is {inner[count]}, and there are {layers} layers here")
+
+    def look(told: dict[str, Any]) -> dict[str, Any]:
+        inner = layer_entries.inner(told)
+        size, count = inner.get("vocab_size"), _count(inner)
+        if rows and type(size) is int and size not in rows:
+            has = some(rows, 3)
+            notes.append(f"config.json: vocab_size is {size}, and the embeddings here have {has} rows")
+        if count is not None and inner[count] > layers > 0:
+            notes.append(f"config.json: {count} is {inner[count]}, and there are {layers} layers here")
+        return told
+
+    edited(config, look)
     return notes
 
 
