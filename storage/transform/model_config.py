@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
 from ...arrays.core.formatting import some
 from ..format.documents import Documents, edited
 from . import layer_entries
@@ -63,12 +64,13 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
 
     ``after`` are made of the objects in ``before``. Entries that cannot follow are notes of the documents.
     """
-    alike = before.keys() == after.keys() and all(before[n].shape == after[n].shape for n in before)
-    if (
-        alike or not isinstance(documents, Documents) or "config.json" not in set(documents)
-    ):  # whose text may be no JSON
+    alike = before.keys() == after.keys() and all(before[n] is after[n] for n in before)
+    if alike or not isinstance(documents, Documents) or "config.json" not in list(documents):
         return documents
-    config, notes = following(documents.raw("config.json"), before, after)
+    try:
+        config, notes = following(documents.raw("config.json"), before, after)
+    except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
+        return documents
     return documents.edited("config.json", lambda _: config, notes)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.storage import merge, open_checkpoint, reshard, save_safetensors, virtual
+from meshtape.errors import CorruptCheckpoint
+from meshtape.storage import merge, open_checkpoint, reshard, save, save_safetensors, virtual
 
 LAYERS = 4
 PAD = "model.embed_tokens.weight -> model.embed_tokens.weight, pad(axis=0, size=16)"
@@ -58,6 +59,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"num_hidden_layers": 3, "layer_types": ["a", "c", "d"], "first_k_dense_replace": 1},
         [],
     ),
+    "another order": (
+        {"rules": "model.layers.0.{r*} -> model.layers.3.{r}\nmodel.layers.3.{r*} -> model.layers.0.{r}"},
+        {"layer_types": ["d", "b", "c", "a"]},
+        ["'first_k_dense_replace' speaks of layers"],
+    ),
     "a gap": ({"drop": "model.layers.1.*"}, {}, ["still says num_hidden_layers 4, and there are layers 0, 2, 3"]),
     "no layers": ({"keys": "model.embed*"}, {}, ["still says num_hidden_layers 4, and there are no layers"]),
     "stacked layers": ({"rules": "model.layers.{i}.mlp.weight -> mlp, concat(axis=0)"}, {}, []),
@@ -83,7 +89,7 @@ def test_the_configuration_follows_layers_and_tokens(tmp_path: Path, name: str, 
         where = virtual.write(tmp_path / "v.json", virtual.with_rules(src, options["rules"]))
         assert open_checkpoint(where).documents["config.json"] == told
         again = reshard(where, tmp_path / "again")
-        assert (open_checkpoint(again.path).documents["config.json"], again.notes) == (told, [])
+        assert (open_checkpoint(again.path).documents["config.json"], again.notes) == (told, report.notes)
 
 
 def test_rows_of_a_virtual_checkpoint_are_in_its_configuration(tmp_path: Path) -> None:
@@ -109,6 +115,16 @@ def test_towers_and_sizes_that_were_untrue_before_are_left_alone(tmp_path: Path)
     assert ["layers" in n or "vocab_size 9" in n for n in report.notes] == [True, True]
     both = made(tmp_path / "both", CONFIG | {"is_encoder_decoder": True})
     assert ["numbers of layers" in n for n in merge(both, tmp_path / "e", drop="model.layers.3.*").notes] == [True]
+
+
+def test_a_damaged_configuration_costs_no_arrays(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"embed_tokens.weight": np.ones((4, 2))}, documents={"config": {"vocab_size": 4}})
+    with (tmp_path / "c" / "config.json").open("a") as f:
+        f.write(" ")
+    part = virtual.rows(tmp_path / "c", {"*": (0, 2)})
+    assert part["embed_tokens.weight"].read().shape == (2, 2)
+    with pytest.raises(CorruptCheckpoint, match=r"config\.json"):
+        part.documents["config.json"]
 
 
 def test_a_configuration_that_is_given_is_compared_with_the_arrays(tmp_path: Path) -> None:
