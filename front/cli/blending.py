@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .parts import CHECKPOINT, JSON, checked, each, examples
+from .parts import CHECKPOINT, INTEGERS, JSON, checked, each, examples
 from .storage import _MAX_SHARD, _TARGET, _patterns, _tell, _write
 
 
@@ -25,11 +25,12 @@ from .storage import _MAX_SHARD, _TARGET, _patterns, _tell, _write
     show_default=True,
     help="What to write.",
 )
+@INTEGERS
 @click.option("--list", "listed", is_flag=True, help="Print how each array was made.")
 @_MAX_SHARD
 @each(_TARGET)
 @JSON
-def blend(config: str, out: str, listed: bool, **options: Any) -> None:
+def blend(config: str, out: str, listed: bool, integers: str | None, **options: Any) -> None:
     """Blend models by a configuration of mergekit.
 
     Streaming: memory is bounded by --memory-limit, whatever the size. A run that was interrupted goes on where it
@@ -37,6 +38,7 @@ def blend(config: str, out: str, listed: bool, **options: Any) -> None:
     """
     import meshtape as mt
 
+    options["integers"] = integers or "equal"
     _write(mt.storage.blend, "blending", config, out, lambda r: f"\n{r.table()}" if listed else "", **options)
 
 

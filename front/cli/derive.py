@@ -8,19 +8,21 @@ from typing import Any
 import click
 
 from ..storage.browse.model.text import count
-from .parts import CHECKPOINT, JSON, checked, dtype_names, examples, print_json
+from .parts import CHECKPOINT, INTEGERS, JSON, checked, dtype_names, examples, print_json
 from .storage import key_rules
 
 _OPTIONS = {
-    "sum": {"weights", "normalize"},
-    "ema": {"decay", "steps"},
-    "add": {"scale"},
+    "mean": {"integers"},
+    "sum": {"weights", "normalize", "integers"},
+    "ema": {"decay", "steps", "integers"},
+    "difference": {"integers"},
+    "add": {"scale", "integers"},
     "lora": {"scale"},
     "cast": {"dtype"},
     "quantize": {"bits", "keys"},
     "rules": {"rules"},
     "rows": {"ranges"},
-    "blend": {"seed", "keys"},
+    "blend": {"seed", "keys", "integers"},
 }
 """The options of each kind that has any."""
 _NEEDED = {"weights", "decay", "dtype", "rules", "ranges"}
@@ -73,6 +75,7 @@ def _ranges(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
 @click.option("--normalize", is_flag=True, default=None, help="sum: divide by the sum of the weights.")
 @click.option("--decay", type=float, help="ema: from 0, the last alone, to 1.")
 @click.option("--steps", metavar="N,N,…", callback=_list(int), help="ema: steps of the run; by default all.")
+@INTEGERS
 @click.option("--scale", type=float, help="add, lora: a factor of what is added.")
 @click.option("--dtype", callback=checked("dtype"), shell_complete=dtype_names, help="cast: of floating arrays.")
 @click.option("--bits", type=click.Choice(["8", "4"]), help="quantize: of each value.")

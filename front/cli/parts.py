@@ -10,6 +10,11 @@ from typing import Any
 import click
 
 JSON = click.option("--json", "as_json", is_flag=True, help="Plain data instead of text.")
+INTEGERS = click.option(
+    "--integers",
+    type=click.Choice(["equal", "first", "last"]),
+    help="Whose counts and the like, which have no sums: by default they must be equal in all.",
+)
 
 
 def as_json(data: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,13 @@ from ..format import dtypes
 from ..format.documents import Documents, untied, with_dtype
 from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
+from ..transform.model_config import following
 from ..virtual import expressions as ex
-from ..virtual.derive import Sources, lora
+from ..virtual.derive import Integers, Sources, lora
 from ..virtual.document import build
-from . import layer_entries
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
+from .tokenizer import FILES
 
 CONFIG = "mergekit_config.yml"  # the name under which readers of merged models look for the configuration
 
@@ -47,6 +47,7 @@ def blended(
     *,
     keys: Iterable[str] | None = None,
     drop: Iterable[str] | None = None,
+    integers: Integers = "equal",
 ) -> Checkpoint:
     """The checkpoint that a configuration describes, computed box by box when it is read.
 
@@ -59,6 +60,9 @@ def blended(
         of the model and of the place of the element, so that they depend neither on workers nor on order.
     keys, drop
         Names or patterns of the arrays to take and to leave out; what is left out is not compared.
+    integers
+        Whose integers and booleans are taken, of which there are no sums: they must be ``"equal"`` in all models, or
+        are those of the ``"first"`` or the ``"last"`` that the configuration lists.
 
     Returns
     -------
@@ -80,7 +84,7 @@ def blended(
     >>> blended({"merge_method": "linear", "models": models})["w"][:]
     array([2., 2.], dtype=float32)
     """
-    return _blended(read_config(config), seed, keys, drop)[0]
+    return _blended(read_config(config), seed, keys, drop, integers)[0]
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Blend(ex.Node):
     seed: int
     keys: tuple[str, ...] | None
     drop: tuple[str, ...]
+    integers: str
     parsed: BlendConfig | None = field(default=None, compare=False)  # with the text of a file
     plans: list[Planner] = field(default_factory=list, compare=False, repr=False)  # of `apply`
 
@@ -102,6 +107,7 @@ class Blend(ex.Node):
         "seed": lambda x: x,
         "keys": lambda x: None if x is None else ex.texts(x),
         "drop": ex.texts,
+        "integers": ex.choice,
     }
 
     def check(self) -> None:
@@ -119,18 +125,19 @@ class Blend(ex.Node):
         object.__setattr__(self, "parsed", parsed)
 
     def __str__(self) -> str:
-        return self._told(self.kind, str(self.config["merge_method"]))
+        return self._told(self.kind, str(self.config["merge_method"]), *self._shown("integers"))
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         assert self.parsed is not None
-        plan = Planner(self.parsed, made, self.seed, self.keys, self.drop)
+        plan = Planner(self.parsed, made, self.seed, self.keys, self.drop, self.integers)
         self.plans.append(plan)
         label = str(self)
         out = flat(label, "virtual", plan.tensors, {ex.LINEAGE: label})
         for a in out.arrays.values():
             a.rule = label
         made = _documents(self.parsed, plan)
-        out.documents = Documents("blend", {n: (None, n) for n in made}, made=made)
+        notes = dict.fromkeys(plan.notes)
+        out.documents = Documents("blend", {n: (None, n) for n in made}, made=made, notes=notes)
         return out
 
 
@@ -138,7 +145,7 @@ ex.NODES[Blend.kind] = Blend
 
 
 def _blended(
-    config: BlendConfig, seed: int, keys: Iterable[str] | None, drop: Iterable[str] | None
+    config: BlendConfig, seed: int, keys: Iterable[str] | None, drop: Iterable[str] | None, integers: str
 ) -> tuple[Checkpoint, Planner]:
     held = Sources()
     try:
@@ -147,7 +154,7 @@ def _blended(
         hint = "a model is a path or URL; models of a hub and their revisions are downloaded first"
         raise NotACheckpoint(f"{e}; {hint}") from None
     chosen = [x if x is None else [x] if isinstance(x, str) else list(x) for x in (keys, drop or ())]
-    node = Blend(tuple(models), config.said, seed, *chosen, parsed=config)  # type: ignore[arg-type]
+    node = Blend(tuple(models), config.said, seed, *chosen, integers, parsed=config)  # type: ignore[arg-type]
     return build(node, held.parents), node.plans[-1]
 
 
@@ -158,26 +165,13 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
     for card in [n for n in out if n.startswith("README")]:
         del out[card]  # it describes another model
     if plan.vocabulary is not None:
-        out |= plan.vocabulary.documents
+        out = {n: data for n, data in out.items() if not n.startswith(FILES)} | plan.vocabulary.documents
     if config.chat_template is not None:
         out["chat_template.jinja"] = config.chat_template.encode()
     if (said := out.get("config.json")) is not None:
-        told = json.loads(said)
-        if isinstance(told, dict):
-            before = json.dumps(told)
-            inner = layer_entries.inner(told)
-            if plan.order:
-                configs = {
-                    m: layer_entries.inner(plan.parents[m].ckpt.documents.get("config.json")) for m, _ in plan.order
-                }
-                plan.notes += layer_entries.renumber(inner, [(configs[m], i) for m, i in plan.order])
-            for key in layer_entries.COUNTS:
-                if key in inner and plan.layers and type(inner[key]) is int:
-                    inner[key] = plan.layers
-            if plan.vocabulary is not None and "vocab_size" in inner:
-                inner["vocab_size"] = plan.vocabulary.size
-            if json.dumps(told) != before:
-                said = (json.dumps(told, indent=2, ensure_ascii=False) + "\n").encode()
+        order = [(plan.parents[m].config, i) for m, i in plan.order]
+        said, notes = following(said, plan.donor.tensors, plan.tensors, order or None)
+        plan.notes += notes
         if any(n.endswith("lm_head.weight") and n not in plan.donor.tensors for n in plan.tensors):
             said = untied(said)  # blended by itself, it is not the embedding any more
         floats = {t.dtype.name for t in plan.tensors.values()}.intersection(dtypes.FLOATS)
@@ -194,6 +188,7 @@ def blend(
     seed: int = 0,
     format: Literal["safetensors", "zarr"] = "safetensors",
     max_shard_bytes: int | None = None,
+    integers: Integers = "equal",
     **options: Unpack[TransformOptions],
 ) -> BlendReport:
     """Blend models as mergekit's configuration says, streaming; a run that was interrupted goes on where it stopped.
@@ -214,6 +209,8 @@ def blend(
         ``"safetensors"``, or ``"zarr"``: a checkpoint as `save` writes it.
     max_shard_bytes
         For safetensors: largest size of a file's arrays together; None puts all in one file.
+    integers
+        As in `blended`.
     options
         ``rules``, ``keys``, ``drop``, ``prefix``, ``dtype``, ``memory_limit``, ``threads``, ``allow_overflow``,
         ``overwrite``, ``progress``, ``client`` and the others of `convert`. Arrays that ``keys`` and ``drop`` leave out
@@ -238,11 +235,10 @@ def blend(
         keys = drop = None  # they speak of the names after these
     else:
         options = {**options, "keys": None, "drop": None}  # type: ignore[assignment]
-    ckpt, plan = _blended(said, seed, keys, drop)
+    ckpt, plan = _blended(said, seed, keys, drop, integers)
     target = store.location(dst)
     sources = [store.location(x) for m in said.models() for x in (m.path, m.lora) if x]
     if any(x == target or x.startswith(f"{target}/") for x in sources):
         raise CheckpointError(f"{target} is one of the sources; write to another place")
     report = convert(ckpt, dst, format=format, max_shard_bytes=max_shard_bytes, **options)
-    report.notes[:0] = dict.fromkeys(plan.notes)
     return BlendReport(**vars(report), made=plan.arrays)

@@ -22,11 +22,10 @@ from ..readers.safetensors import save_safetensors
 from ..readers.tensor import read_box
 from ..rules.casting import cast
 from ..stores import store as stores
-from ..virtual.expressions import TURNED, TURNED_MODULES
-from ..virtual.tied import config_of
+from ..transform.model_config import TABLES, config_of
+from ..virtual.adapters import TURNED, TURNED_MODULES
 from .config import Problems
 from .methods import real
-from .vocabulary import is_embedding
 
 _PREFIX = "base_model.model."
 _TASKS = {
@@ -122,7 +121,7 @@ def extract_lora(
         elif rank is not None and _is_module(n, new[n]) and rank > min(new[n].shape):
             problems.append(f"rank {rank} is above that of {n!r} with shape {new[n].shape}")
     problems.refuse("no adapter")
-    said = config_of(old)
+    said = config_of(old.documents)
     turned = said.get("model_type") in TURNED if fan_in_fan_out is None else fan_in_fan_out
     kinds = [str(a) for a in said.get("architectures") or ()]
     tasks = [task for a in kinds for end, task in _TASKS.items() if a.endswith(end)]
@@ -173,8 +172,7 @@ def extract_lora(
 
 def _is_module(name: str, array: Any) -> bool:
     """Whether an array is the matrix of a linear module."""
-    embedding = is_embedding(name) and not name.endswith("lm_head.weight")
-    return array.ndim == 2 and name.endswith(".weight") and not embedding and min(array.shape) > 0
+    return array.ndim == 2 and name.endswith(".weight") and not name.endswith(TABLES) and min(array.shape) > 0
 
 
 def _real(array: Any) -> np.ndarray:

@@ -17,10 +17,14 @@ from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
-from ..rules.lazy_tensors import Agreed, Converted, renamed
+from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
+from ..transform import layer_entries
 from ..transform.convert import cancels, scaled
-from ..virtual.tied import stands_for
+from ..transform.model_config import HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
+from ..virtual.expressions import agreed
+from ..virtual.tied import ties_head
+from . import fitting
 from .blended import Blended
 from .config import METHODS, BlendConfig, ModelRef, Problems, Slice, Source, filters, resolve
 from .methods import (
@@ -38,9 +42,8 @@ from .methods import (
     real,
 )
 from .selective import AgentMerging, ArceeFusion, NearSwap
-from .vocabulary import Vocabulary, is_embedding
+from .vocabulary import Vocabulary
 
-_LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 _FIRST = re.compile(r"embed|wte|wpe")  # names of arrays that come before the layers
 
 
@@ -63,6 +66,11 @@ class Parent:
     layers: dict[int, dict[tuple[str, str], str]] = field(default_factory=dict)
 
     @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The part of its ``config.json`` that describes the layers."""
+        return layer_entries.inner(config_of(self.ckpt.documents))
+
+    @functools.cached_property
     def scaled(self) -> set[str]:
         """The names of quantised weights whose scales lie beside them."""
         return {name for name, _ in scaled(self.tensors)}
@@ -72,11 +80,20 @@ class Parent:
         tensors = {n: a.tensor for n, a in ckpt.arrays.items()}
         out = cls(ckpt, tensors)
         for n in tensors:
-            if found := _LAYER.search(n):
+            if found := LAYER.search(n):
                 key = n[: found.start()], n[found.end() :]
                 out.layers.setdefault(int(found[1]), {})[key] = n
             else:
                 out.loose[n] = n
+        return out
+
+    @functools.cached_property
+    def forms(self) -> dict[Any, set[tuple[int, ...]]]:
+        """The shapes of arrays by name, and of those of layers by (prefix, rest of a name)."""
+        out: dict[Any, set[tuple[int, ...]]] = {n: {tuple(self.tensors[n].shape)} for n in self.loose}
+        for keys in self.layers.values():
+            for key, n in keys.items():
+                out.setdefault(key, set()).add(tuple(self.tensors[n].shape))
         return out
 
     @property
@@ -118,8 +135,9 @@ class Planner:
         seed: int,
         keys: Sequence[str] | None,
         drop: Sequence[str],
+        integers: str,
     ) -> None:
-        self.config, self.seed = config, seed
+        self.config, self.seed, self.integers = config, seed, integers
         self._keys, self._drop = keys, drop
         self.parents = {m: Parent.of(c) for m, c in zip(config.models(), made, strict=True)}
         self.names: list[str] = []  # of all arrays, wanted or not
@@ -134,6 +152,7 @@ class Planner:
         if config.tokenizer is not None:
             docs = {m: p.ckpt.documents for m, p in self.parents.items()}
             self.vocabulary = Vocabulary.of(config.tokenizer, docs, self._sizes())
+            self.notes += self.vocabulary.notes
         self._plan()
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):
@@ -168,12 +187,42 @@ class Planner:
         for name in self._union(last, lambda p: p.loose):
             if not _FIRST.search(name):
                 self._loose(last, name)
+        if any(self._where not in [x.model for x in s.sources] for s in (first, last)):
+            self._complete(last)
+        for m in self.parents if self.donor.config else ():
+            found = fitting.differing(self.donor.config, self.parents[m].config)
+            if hard := dict(fitting.of_widths(found)):
+                self._faults.add(f"{self._not_of(m)}: {fitting.told(hard.items())}", str(m), CheckpointShapeError)
+            elif found:
+                entries = fitting.told(found.items())
+                self.notes.append(f"config.json: what comes of {m} runs with that of {self._where}: {entries}")
+
+    @property
+    def _where(self) -> ModelRef:
+        return self.config.models()[0]
+
+    def _not_of(self, m: Any) -> str:
+        return f"{m} makes no model with {self._where}{', whose config.json is written' if self.donor.config else ''}"
+
+    def _complete(self, last: Slice) -> None:
+        """Add a head that the last models tie to their embedding, and look for arrays that the first has alone."""
+        models = _models(last)
+        for name in self.donor.loose:
+            if name in self.names or fitting.BUFFER.search(name):
+                continue
+            if all(self.parents[x.model].tied(name) for x in last.sources):
+                self._loose(last, name)
+            else:
+                self._faults.add(f"{self._not_of(models)}: it lacks", name, CheckpointKeyError)
+        tied = next((n for n in self.donor.loose if n.endswith(TABLES) and is_embedding(n)), None)
+        if tied and ties_head(config_of(self.donor.ckpt.documents)) and not any(n.endswith(HEADS) for n in self.names):
+            self.notes.append(f"config.json: ties the head to {tied}, also after the layers of {models}")
 
     def _union(self, s: Slice, names: Callable[[Parent], Mapping[Any, str]]) -> list[Any]:
         return list(dict.fromkeys(k for x in s.sources for k in names(self.parents[x.model])))
 
     def _loose(self, s: Slice, name: str) -> None:
-        self._tensor(s, name, [self.parents[x.model].loose.get(name) for x in s.sources], 0.0)
+        self._tensor(s, name, [self.parents[x.model].loose.get(name) for x in s.sources], 0.0, name)
 
     def _named(self, x: Source, name: str, found: str | None) -> str | None:
         """The name of an array in a source; None, and a fault, where it has none."""
@@ -212,12 +261,41 @@ class Planner:
             at = [
                 self.parents[x.model].layers.get(start + j, {}) for x, (start, _) in zip(s.sources, ranges, strict=True)
             ]
+            self._layer(s, {k for held in at for k in held})
             for prefix, rest in dict.fromkeys(k for held in at for k in held):
                 name = f"{prefix}{self.layers + j}{rest}"
                 names = [held.get((prefix, rest)) for held in at]
                 depth = self._depth(s, prefix) if not ranged else n
-                self._tensor(s, name, names, j / (depth - 1) if depth > 1 else 1.0)
+                self._tensor(s, name, names, j / (depth - 1) if depth > 1 else 1.0, (prefix, rest))
         self.layers += n
+
+    def _layer(self, s: Slice, keys: set[tuple[str, str]]) -> None:
+        """Look for the arrays that a layer of the model has whose ``config.json`` is written."""
+        kinds = [set(held) for held in self.donor.layers.values()]
+        if self._where in [x.model for x in s.sources] or not kinds:
+            return
+        closest = max(kinds, key=lambda held: len(held & keys))
+        lacks = [f"{p}N{r}" for p, r in sorted(closest - keys) if not fitting.BUFFER.search(r)]
+        for name in lacks:
+            self._faults.add(f"{self._not_of(_models(s))}: its layers lack", name, CheckpointKeyError)
+
+    def _fits(self, s: Slice, name: str, key: Any, shape: tuple[int, ...]) -> bool:
+        """Whether an array has a shape that the model knows whose ``config.json`` is written; else a fault."""
+        if self._where in [x.model for x in s.sources] or fitting.BUFFER.search(name):
+            return True
+        tokens = self.vocabulary is not None and is_embedding(name)
+        known = self.donor.forms.get(key) or self.donor.forms.get(self.donor.tied(name))
+        configs = [self.donor.config, *(self.parents[x.model].config for x in s.sources)]
+        if known is None:
+            text = f"{self._not_of(_models(s))}; {self._where} has no such array"
+            self._faults.add(text, name, CheckpointKeyError)
+        elif not any(shape[tokens:] == k[tokens:] for k in known) and not all(map(fitting.is_sized_by_layer, configs)):
+            why = fitting.told(fitting.sizes(configs[0], configs[1]))
+            text = f"{self._not_of(_models(s))}{f' ({why})' if why else ''}: shapes differ"
+            self._faults.add(text, f"{name} {shape} for {some(sorted(known), 3)}", CheckpointShapeError)
+        else:
+            return True
+        return False
 
     def _depth(self, s: Slice, prefix: str) -> int:
         held = self.parents[s.sources[0].model].layers
@@ -225,7 +303,7 @@ class Planner:
 
     # ----- one tensor -------------------------------------------------------------------------------------------------
 
-    def _tensor(self, s: Slice, name: str, found: Sequence[str | None], t: float) -> None:
+    def _tensor(self, s: Slice, name: str, found: Sequence[str | None], t: float, key: Any) -> None:
         self.names.append(name)
         if (self._keys is not None and not fits(name, self._keys)) or fits(name, self._drop):
             return
@@ -242,13 +320,15 @@ class Planner:
             hint = "; give tokenizer_source: to align the tokens" if is_embedding(name) else ""
             self._faults.add(f"shapes differ ({shapes}){hint}", name, CheckpointShapeError)
             return
+        if not self._fits(s, name, key, tuple(next(iter(parts.values())).shape)):
+            return
         kinds = [p.dtype for p in parts.values()]
         if any(k.name not in dtypes.FLOATS for k in kinds):
             if len(set(kinds)) > 1 or kinds[0].kind == "c":
                 self._faults.add(f"dtypes cannot be blended ({', '.join(map(str, dict.fromkeys(kinds)))})", name)
                 return
             held = tuple(parts.values())
-            self.tensors[name] = Agreed(name, held) if len(held) > 1 else renamed(name, held[0])
+            self.tensors[name] = agreed(name, held, self.integers, list(map(str, parts)), "mt.storage.blend")
             self.arrays[name] = BlendedArray("equal", told, {})
             return
         for m, n in zip(parts, names, strict=True):
@@ -296,6 +376,10 @@ class Planner:
                 except CheckpointError as e:
                     raise CheckpointError(f"{x.model}: {e}") from None
         return shared, each
+
+
+def _models(s: Slice) -> str:
+    return ", ".join(str(x.model) for x in s.sources)
 
 
 def _check_range(shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]], work: np.dtype) -> None:

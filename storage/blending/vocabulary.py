@@ -2,95 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError
-from ..readers.reading import Job
-from ..readers.tensor import read_into, rows_of
-from ..rules.casting import cast
-from ..rules.lazy_tensors import OfParts
+from ...arrays.core.formatting import count, some
+from ..virtual.token_rows import MEAN, ZERO, Mean, TokenRows
 from .config import ModelRef, Problems
-
-_ZERO, _MEAN = -1, -2
-_EMBEDDINGS = (
-    "embed_tokens.weight",
-    "lm_head.weight",
-    "wte.weight",
-    "lm_head.bias",
-    "embed_in.weight",
-    "embed_out.weight",
-)
-
-
-def is_embedding(name: str) -> bool:
-    """Whether an array has a row for each token."""
-    return name.endswith(_EMBEDDINGS)
-
-
-Mean = tuple[tuple[tuple[int, int, int], ...], int]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRows(OfParts):
-    """Rows of several tables in a new order. Row i is row ``rows[i]`` of table ``tables[i]``, or zero, or ``means[i]``:
-    the sum of (table, row, times), divided by a number."""
-
-    name: str
-    parts: tuple[Any, ...]
-    tables: tuple[int, ...]
-    rows: tuple[int, ...]
-    means: tuple[tuple[int, Mean], ...]
-    dtype: np.dtype
-    how: ClassVar[str] = "rows of other arrays in another order"
-
-    source = property(lambda self: self.parts[0])
-    shape = property(lambda self: (len(self.rows), *self.parts[0].shape[1:]))
-    chunk = property(lambda self: rows_of(self.shape))
-
-    def only(self, box: Box) -> TokenRows:
-        return self
-
-    def planned(self, box: Box) -> int:
-        return box.size * self.parts[0].dtype.itemsize
-
-    def _at(self, row: int, n: int, box: Box) -> Box:
-        return Box((row, *box.offset[1:]), (n, *box.shape[1:]))
-
-    def jobs(self, box: Box, out: np.ndarray) -> Iterator[Job]:
-        if box.size:
-            yield lambda: self._read(box, out)
-
-    def _read(self, box: Box, out: np.ndarray) -> int:
-        start, stop, nbytes, i = box.offset[0], box.stop[0], 0, box.offset[0]
-        means = dict(self.means)
-        while i < stop:
-            table, n = self.tables[i], 1
-            if table >= 0:
-                while i + n < stop and self.tables[i + n] == table and self.rows[i + n] == self.rows[i] + n:
-                    n += 1
-                held, read = read_into(self.parts[table], self._at(self.rows[i], n, box))
-                out[i - start : i - start + n] = cast(self.name, held, self.dtype, (i, *box.offset[1:]))
-                nbytes += read
-            elif table == _ZERO:
-                out[i - start] = 0
-            else:
-                if i > start and means.get(i - 1) == means[i]:  # padding has one mean for all
-                    out[i - start] = out[i - 1 - start]
-                else:
-                    total, (summed, count) = np.zeros(out.shape[1:]), means[i]
-                    for t, row, times in summed:
-                        held, read = read_into(self.parts[t], self._at(row, 1, box))
-                        total, nbytes = total + held[0].astype(np.float64) * times, nbytes + read
-                    out[i - start] = cast(self.name, total / count, self.dtype, (i, *box.offset[1:]))
-            i += n
-        return nbytes
+from .tokenizer import FILES, PLAIN, Tokenizer
 
 
 @dataclass
@@ -102,13 +25,14 @@ class Vocabulary:
     chosen: Mapping[str, Mapping[str, Any]]
     size: int
     documents: dict[str, bytes] = field(default_factory=dict)  # of the tokenizer
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(
         cls, said: Mapping[str, Any], documents: Mapping[ModelRef, Mapping[str, Any]], sizes: Mapping[ModelRef, int]
     ) -> Vocabulary:
         problems = Problems()
-        held = {m: _tokens(str(m), d, sizes[m], problems) for m, d in documents.items()}
+        held = {m: _tokenizer(str(m), d, sizes[m], problems) for m, d in documents.items()}
         base = next(iter(held))
         source = said.get("source") or "union"
         donor = base
@@ -129,24 +53,32 @@ class Vocabulary:
         if pad is not None and (type(pad) is not int or pad < 1):
             problems.append(f"pad_to_multiple_of: is a positive number, got {pad!r}")
         problems.refuse("the vocabularies cannot be joined")
-        files = {n: documents[donor].raw(n) for n in documents[donor] if n.startswith(_FILES)}  # type: ignore[attr-defined]
-        added: dict[str, dict[str, Any]] = {}
-        if source == "union":
-            others = [m for m in held if m != donor]
-            plain = {t: None for m in others for t in held[m][0] if t not in held[m][1]}
-            special = {t: info for m in others for t, info in held[m][1].items()}
-            added = {t: _PLAIN for t in plain if t not in special and t not in held[donor][0]}
-            added |= {t: info for t, info in special.items() if t not in held[donor][0]}
-        added |= {t: _PLAIN for t in chosen if t not in held[donor][0] and t not in added}
-        tokens = dict(held[donor][0])
-        end = max(tokens.values(), default=-1) + 1
-        tokens |= {t: end + i for i, t in enumerate(added)}
-        size = end + len(added)
+        files = {n: documents[donor].raw(n) for n in documents[donor] if n.startswith(FILES)}  # type: ignore[attr-defined]
+        own = held[donor]
+        others = [t for m, t in held.items() if m != donor] if source == "union" else []
+        special = {t: None for o in others for t in o.added if t not in own.tokens}
+        special |= {t: how for o in reversed(others) for t, how in o.added.items() if t in special}  # the first counts
+        joined: dict[str, Tokenizer] = {}
+        left: dict[str, Tokenizer] = {}
+        for other in others:
+            fresh = [t for t in other.tokens if not any(t in held for held in (own.tokens, special, joined, left))]
+            (joined if own.takes(other) else left).update(dict.fromkeys(fresh, other))
+        added = dict.fromkeys(left, PLAIN) | special
+        added |= {t: PLAIN for t in chosen if t not in own.tokens and t not in added and t not in joined}
+        end = own.end
+        tokens = own.tokens | {t: end + i for i, t in enumerate([*joined, *added])}
+        if added and not joined and own.has_gaps:
+            problems.append(f"{donor} has ids without tokens, so that new tokens would get other ids than here")
+            problems.refuse("the vocabularies cannot be joined")
+        size = end + len(joined) + len(added)
         if pad:
             size = -(-size // pad) * pad
-        if added:
-            files = _extended(files, {t: {**info, "id": tokens[t], "content": t} for t, info in added.items()})
-        return cls(tokens, {m: h[0] for m, h in held.items()}, chosen, size, files)
+        notes = _notes(str(donor), own, others, len(joined), list(left.values()))
+        if joined or added or own.beyond:
+            scores = {t: score for o in reversed(others) for t, score in o.scores().items()} | own.scores()
+            files, more = own.extended(files, tokens, added, scores)
+            notes += more
+        return cls(tokens, {m: t.tokens for m, t in held.items()}, chosen, size, files, notes)
 
     def aligned(self, name: str, parts: Mapping[ModelRef, Any], base: ModelRef | None) -> dict[ModelRef, Any]:
         """The tables of all models with the rows of the result's tokens."""
@@ -155,7 +87,7 @@ class Vocabulary:
         dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
         named = sorted(self.tokens.items(), key=lambda item: item[1])
         found: dict[ModelRef, tuple[list[int], list[int], dict[int, Mean]]] = {
-            m: ([_ZERO] * self.size, [0] * self.size, {}) for m in models
+            m: ([ZERO] * self.size, [0] * self.size, {}) for m in models
         }
         for token, i in named:
             said = self.chosen.get(token) or {}
@@ -168,7 +100,7 @@ class Vocabulary:
                 elif len(default) == 1:
                     tables[i], rows[i] = default[0]
                 elif default:
-                    tables[i], means[i] = _MEAN, (tuple((*d, 1) for d in default), len(default))
+                    tables[i], means[i] = MEAN, (tuple((*d, 1) for d in default), len(default))
         out = {}
         for m, (tables, rows, means) in found.items():
             whole = TokenRows(name, tuple(parts.values()), tuple(tables), tuple(rows), tuple(means.items()), dtype)
@@ -179,12 +111,12 @@ class Vocabulary:
         """The table with the mean of its other rows where no token has one."""
         taken, means = set(self.tokens.values()), dict(table.means)
         rows = [
-            means.get(i, (((table.tables[i], table.rows[i], 1),), 1)) for i in sorted(taken) if table.tables[i] != _ZERO
+            means.get(i, (((table.tables[i], table.rows[i], 1),), 1)) for i in sorted(taken) if table.tables[i] != ZERO
         ]
         unit = math.lcm(*(count for _, count in rows))
         every = tuple((t, row, times * unit // count) for summed, count in rows for t, row, times in summed)
         rest = [i for i in range(len(table.rows)) if i not in taken]
-        tables = tuple(t if i in taken else _MEAN for i, t in enumerate(table.tables))
+        tables = tuple(t if i in taken else MEAN for i, t in enumerate(table.tables))
         return replace(table, tables=tables, means=(*table.means, *((i, (every, unit * len(taken))) for i in rest)))
 
     def _default(
@@ -215,36 +147,29 @@ class Vocabulary:
         return ((models.index(model), row),)
 
 
-_FILES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges")
-_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
-
-
-def _tokens(
-    model: str, documents: Mapping[str, Any], size: int, problems: Problems
-) -> tuple[dict[str, int], dict[str, dict[str, Any]]]:
-    """(tokens with their rows, those of them that were added and how); tokens beyond the embeddings are left out."""
+def _tokenizer(model: str, documents: Mapping[str, Any], size: int, problems: Problems) -> Tokenizer:
     said = documents.get("tokenizer.json") if "tokenizer.json" in documents else None
     if not isinstance(said, Mapping) or not isinstance(said.get("model"), Mapping):
         problems.append(f"{model} has no tokenizer.json")
-        return {}, {}
-    vocab = said["model"].get("vocab", {})
-    tokens = dict(vocab) if isinstance(vocab, Mapping) else {t: i for i, (t, *_) in enumerate(vocab)}
-    added = {a["content"]: a for a in said.get("added_tokens") or ()}
-    tokens |= {t: a["id"] for t, a in added.items()}
-    tokens = {t: i for t, i in sorted(tokens.items(), key=lambda item: item[1]) if i < size}
-    return tokens, {t: {k: a[k] for k in _PLAIN if k in a} for t, a in added.items() if t in tokens}
+        said = {"model": {}}
+    return Tokenizer.of(said, size)
 
 
-def _extended(files: Mapping[str, bytes], added: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
-    """The documents of a tokenizer with more tokens."""
-    out = dict(files)
-    told = json.loads(out["tokenizer.json"])
-    told["added_tokens"] = [*(told.get("added_tokens") or ()), *added.values()]
-    out["tokenizer.json"] = json.dumps(told, ensure_ascii=False, indent=2).encode()
-    if "tokenizer_config.json" in out:
-        said = json.loads(out["tokenizer_config.json"])
-        if "added_tokens_decoder" in said:
-            for a in added.values():
-                said["added_tokens_decoder"][str(a["id"])] = {k: v for k, v in a.items() if k != "id"}
-            out["tokenizer_config.json"] = json.dumps(said, ensure_ascii=False, indent=2).encode()
-    return out
+def _notes(base: str, own: Tokenizer, others: Sequence[Tokenizer], joined: int, left: Sequence[Tokenizer]) -> list[str]:
+    """Of ordinary tokens of other models: those that joined the vocabulary of the base, and those that could not."""
+    notes = []
+    if own.beyond:
+        notes.append(f"tokenizer.json: without {some(sorted(own.beyond), 3)}, for which {base} has no rows")
+    if joined:
+        after = "" if own.kind == "WordLevel" else ", which may split a text otherwise than before"
+        notes.append(f"tokenizer.json: {count(joined, 'token')} joined the vocabulary of {base}{after}")
+    if left:
+        why = "its merges cannot be joined" if own.kind == "BPE" else f"tokens of {left[0].kind} are none of {own.kind}"
+        notes.append(
+            f"tokenizer.json: {count(len(left), 'ordinary token')} became added tokens of {base}, as {why}: wherever a "
+            "text has their characters, within words too, they come before all others, so that texts are split "
+            "otherwise than before; tokenizer_source: base leaves them out"
+        )
+    if (joined or left) and not all(map(own.splits_as, others)):
+        notes.append(f"tokenizer.json: words are those of {base}; tokens that it never makes of a text are not found")
+    return notes

@@ -28,7 +28,10 @@ from ..format import manifest
 from ..format.compression import Codec, compression_of
 from ..format.documents import Documents
 from ..readers.tensor import StoredTensor, read_box, read_picks
-from ..stores.generations import NONE, Generation, JointGeneration
+from ..stores import store
+from ..stores.generations import NONE, Generation, JointGeneration, Listed
+
+FILES = ("safetensors", "Hugging Face", "NumPy", "PyTorch")  # kinds whose opening reads a part of every file
 
 
 class StoredArray:
@@ -333,6 +336,19 @@ class Checkpoint(Mapping[str, StoredArray]):
                 f"{self.path} has no place of its own; virtual.write gives it one, which a page shows"
             )
         return DRAWINGS["page"](self.path)
+
+
+def generation_of(ckpt: Checkpoint, target: str = "") -> Generation:
+    """The generation of all that a checkpoint may read: of a directory by others, all that lies in it, apart from a
+    ``target`` that is written below it."""
+    inner = target.removeprefix(store.join(ckpt.path, "")) if target else ""
+    apart = (f"{inner}/", f"{inner}.") if inner not in ("", target) else ()
+    if isinstance(held := ckpt.generation, Listed):
+        return replace(held, apart=apart)
+    if ckpt.manifest is not None or ckpt.computed is not None or ckpt.kind in FILES:
+        return held
+    listed = Listed.now(ckpt.path, apart=apart)
+    return held if listed is NONE else listed
 
 
 def flat(

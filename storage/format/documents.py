@@ -107,7 +107,7 @@ def with_dtype(config: bytes, dtype: str) -> bytes:
             out[key] = of(value) if within else value
         return out
 
-    return _edited(config, of)
+    return edited(config, of)
 
 
 def without_quantization(config: bytes) -> bytes:
@@ -121,7 +121,7 @@ def without_quantization(config: bytes) -> bytes:
         kept = {k: v for k, v in node.items() if k not in _QUANTIZATION}
         return {k: of(v) if k.endswith("_config") and isinstance(v, dict) else v for k, v in kept.items()}
 
-    return _edited(config, of)
+    return edited(config, of)
 
 
 def untied(config: bytes) -> bytes:
@@ -137,10 +137,10 @@ def untied(config: bytes) -> bytes:
         inner = {"text_config": text | own} if isinstance(text, dict) and own.keys() <= text.keys() else {}
         return node | inner | own
 
-    return _edited(config, of)
+    return edited(config, of)
 
 
-def _edited(config: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+def edited(config: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
     """A JSON document after a change; returned as it is where it is no JSON object or nothing changes."""
     try:
         parsed = json.loads(config)
@@ -173,9 +173,11 @@ class Documents(Mapping[str, Any]):
         index: str = "",
         weights: Iterable[str] = (),
         made: Mapping[str, bytes] | None = None,
+        notes: Iterable[str] = (),
     ) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
         self._made = made  # of documents that lie nowhere
+        self.notes = tuple(notes)  # for people, of what was changed
         self._weights = frozenset(weights)
         # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify`
         # compares.
@@ -183,9 +185,10 @@ class Documents(Mapping[str, Any]):
         self._edits: dict[str, list[Callable[[bytes], bytes]]] = {}
         self.generation = NONE
 
-    def edited(self, name: str, change: Callable[[bytes], bytes]) -> Documents:
-        """The same documents, one of them read through a change."""
+    def edited(self, name: str, change: Callable[[bytes], bytes], notes: Iterable[str] = ()) -> Documents:
+        """The same documents, one of them read through a change. ``notes`` say of it what a user has to know."""
         out = copy.copy(self)
+        out.notes = (*self.notes, *notes)
         out._edits = {**self._edits, name: [*self._edits.get(name, ()), change]}
         return out
 

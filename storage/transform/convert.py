@@ -14,7 +14,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
 from ..base import activity, names
 from ..base.names import leaf_name
-from ..checkpoint.checkpoint import Checkpoint, fill
+from ..checkpoint.checkpoint import Checkpoint, fill, generation_of
 from ..foreign import dcp_archive
 from ..format import dtypes, manifest, tensor_sums
 from ..format.chunk_grid import choose_grid
@@ -36,8 +36,8 @@ from ..saving import packs
 from ..saving.dual import choose_dual, is_dual
 from ..saving.items import SaveItem
 from ..stores import atomic_directory, store
-from ..stores.generations import Generation, Listed
 from .attributes import attributes_left, held_attributes
+from .model_config import followed, untrue
 from .plan import MEMORY_LIMIT, THREADS, Progress
 from .sinks.sink import TransferSink
 from .sinks.sink_dcp import DcpSink
@@ -108,15 +108,20 @@ class Selection:
     dtype: np.dtype | None = None  # that all floating arrays were converted to
     reserved: int = 0  # bytes of what is read ahead
     notes: list[str] = field(default_factory=list)  # of `documents`
+    before: Mapping[str, Any] = field(default_factory=dict)  # of which rules and the like made the arrays
     given: Mapping[str, bytes] = field(default_factory=dict)  # documents that come before those of the source
 
     def documents(self) -> dict[str, bytes]:
-        """The files beside the arrays, to copy. ``config.json`` gets the new dtype of the weights where it names one.
+        """The files beside the arrays, to copy. ``config.json`` gets the new dtype of the weights where it names one,
+        and the new numbers of layers and tokens.
 
         Its quantization entry is dropped where no weights are quantised any more.
         """
-        held = self.ckpt.documents
+        own = "config.json" not in self.given
+        held = followed(self.ckpt.documents, self.before, self.arrays) if own else self.ckpt.documents
         found = {**(held.every() if isinstance(held, Documents) else {}), **self.given}
+        self.notes += held.notes if isinstance(held, Documents) else []
+        self.notes += [] if own else untrue(self.given["config.json"], self.arrays)
         if (config := found.get("config.json")) is not None:
             if any(map(dequantizes, self.arrays.values())) and (plain := without_quantization(config)) != config:
                 left = next(scaled(self.arrays), None)
@@ -129,7 +134,7 @@ class Selection:
                 config = plain if left is None else config
             # A config that is given is of other weights: transformers would cast to its dtype without a word.
             kinds = {t.dtype.name for t in self.arrays.values() if t.dtype.name in dtypes.FLOATS}
-            one = kinds.pop() if "config.json" in self.given and len(kinds) == 1 else None
+            one = kinds.pop() if not own and len(kinds) == 1 else None
             dtype = self.dtype.name if self.dtype is not None else one
             found["config.json"] = config if dtype is None else with_dtype(config, dtype)
         return found
@@ -164,6 +169,7 @@ class Selection:
         compression = ckpt.compression
         if prefix is not None:
             ckpt = ckpt.below(prefix)
+        before = {n: a.tensor for n, a in ckpt.arrays.items()}
         if rules is not None:
             ckpt = Rules(rules).on(ckpt)
         picked = select(ckpt, keys)
@@ -182,7 +188,7 @@ class Selection:
         paths = {n: ckpt.arrays[n].path for n in arrays}
         structure = ckpt.structure if picked is None else prune(ckpt.structure, picked)[0]
         unread = unread_of(ckpt, keys, drop)
-        return cls(ckpt, arrays, paths, structure, skipped, unread, compression, wanted, ahead.reserved)
+        return cls(ckpt, arrays, paths, structure, skipped, unread, compression, wanted, ahead.reserved, before=before)
 
 
 def floating(dtype: Any) -> np.dtype:
@@ -207,11 +213,6 @@ def converted(arrays: Mapping[str, Any], wanted: np.dtype) -> dict[str, Any]:
             )
     fixed = {n for n, t in arrays.items() if t.dtype == wanted or t.dtype.name not in dtypes.FLOATS}
     return {n: t if n in fixed else Converted(n, t, wanted) for n, t in arrays.items()}
-
-
-def source_generation(ckpt: Checkpoint) -> Generation:
-    """The generation of all that is read: of a Zarr hierarchy by others, any file below it."""
-    return Listed.now(ckpt.path) if ckpt.kind == "Zarr" else ckpt.generation
 
 
 def cancels(weights: Sequence[float]) -> bool:
@@ -253,7 +254,7 @@ def dcp_sink(held: Selection, max_shard_bytes: int | None) -> DcpSink:
     for n, t in held.arrays.items():
         dcp_archive.torch_dtype(t.dtype, n)
     lost = [w for w, v in (("step", held.ckpt.step), ("metadata", held.ckpt.metadata)) if v not in (None, {})]
-    lost += ["documents"] if held.documents() else []
+    lost += ["documents"] if held.ckpt.documents else []
     held.notes += [f"a PyTorch checkpoint has no place for the {' and the '.join(lost)}"] if lost else []
     return DcpSink(list(held.arrays.items()), paths, values, max_shard_bytes)
 
@@ -451,7 +452,7 @@ def convert(
     kind = "Merge" if format == "safetensors" else "Convert" if mesh is None and shardings is None else "Reshard"
     with atomic_directory.writing(target), activity.under_way(kind, target) as work:
         nbytes, resumed, losses = (upload if store.is_url(target) else transfer)(
-            source_generation(held.ckpt),
+            generation_of(held.ckpt, target),
             tensors,
             sink,
             target,

@@ -49,6 +49,7 @@ class Equal(Agreed):
     """An array without arithmetic, such as a count of steps, which all parents must hold alike."""
 
     places: tuple[str, ...] = ()
+    ways: str = ""  # to have one that is not equal
 
     how: ClassVar[str] = "equal in all parents"
 
@@ -56,8 +57,7 @@ class Equal(Agreed):
         at = next(i for i, p in enumerate(self.parts) if p is other)
         return CheckpointError(
             f"{self.name!r} is {self.dtype}, of which no sums are taken, so it must be equal in all parents; "
-            f"{self.places[at]} "
-            f"holds other values than {self.places[0]}. Drop it by a rule, or give the parents one of these by a rule"
+            f"{self.places[at]} holds other values than {self.places[0]}. {self.ways}"
         )
 
 

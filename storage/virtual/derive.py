@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
 from ..base import strict_json
@@ -17,11 +17,13 @@ from ..format import dtypes
 from ..loading.open import open_checkpoint
 from ..rules.rules import Rules
 from ..stores import store
+from . import adapters
 from . import expressions as ex
 from .document import build, loads, read_document
 from .identity import identity_of
 
 Source = str | os.PathLike[str] | Checkpoint
+Integers = Literal["equal", "first", "last"]
 _PLAIN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")  # patterns of modules that are names, so that none takes for ever
 _OTHERS = (
     "use_dora",
@@ -71,7 +73,7 @@ def _several(sources: Any, what: str) -> list[Source]:
     return list(sources)
 
 
-def mean(parents: Iterable[Source]) -> Checkpoint:
+def mean(parents: Iterable[Source], *, integers: Integers = "equal") -> Checkpoint:
     """The mean of checkpoints: their sum over their number.
 
     Parameters
@@ -79,6 +81,8 @@ def mean(parents: Iterable[Source]) -> Checkpoint:
     parents
         Paths, URLs or open checkpoints, virtual ones too, with the same names, shapes and dtypes. Structure, values
         that are no arrays, metadata and documents are those of the first; the step is theirs where all have one.
+    integers
+        As in `weighted_sum`.
 
     Returns
     -------
@@ -102,14 +106,17 @@ def mean(parents: Iterable[Source]) -> Checkpoint:
     held = _several(parents, "mean")
     if not held:
         raise CheckpointError("mean takes one checkpoint or more, got none")
-    return weighted_sum(held, [1.0] * len(held), normalize=True)
+    return weighted_sum(held, [1.0] * len(held), normalize=True, integers=integers)
 
 
-def weighted_sum(parents: Iterable[Source], weights: Sequence[float], *, normalize: bool = False) -> Checkpoint:
+def weighted_sum(
+    parents: Iterable[Source], weights: Sequence[float], *, normalize: bool = False, integers: Integers = "equal"
+) -> Checkpoint:
     """``w0 * x0 + w1 * x1 + …`` of checkpoints, in their order; with ``normalize`` over the sum of the weights.
 
-    Sums are taken in float32 (float64 for float64 arrays) and cast to the dtype of the array. Arrays of integers and
-    booleans must be equal in all parents, and stay as they are; where they are not, reading them is an error.
+    Sums are taken in float32 (float64 for float64 arrays) and cast to the dtype of the array. Of integers and booleans,
+    such as counts of steps, there are no sums: by ``integers`` they must be ``"equal"`` in all parents, else reading
+    them is an error; or they are those of the ``"first"`` or the ``"last"`` parent.
 
     Raises
     ------
@@ -125,11 +132,17 @@ def weighted_sum(parents: Iterable[Source], weights: Sequence[float], *, normali
     >>> weighted_sum(steps, [1, 3], normalize=True)["w"][...]
     array([2.5, 2.5])
     """
-    return _made(ex.Sum, _several(parents, "weighted_sum"), weights=list(weights), normalize=normalize)
+    return _made(
+        ex.Sum, _several(parents, "weighted_sum"), weights=list(weights), normalize=normalize, integers=integers
+    )
 
 
 def ema(
-    run: str | os.PathLike[str] | Iterable[Source], *, decay: float, steps: Iterable[int] | None = None
+    run: str | os.PathLike[str] | Iterable[Source],
+    *,
+    decay: float,
+    steps: Iterable[int] | None = None,
+    integers: Integers = "equal",
 ) -> Checkpoint:
     """The exponential moving average over checkpoints, oldest first: ``m = decay * m + (1 - decay) * x``, from the
     first on.
@@ -142,6 +155,8 @@ def ema(
         From 0 (the last alone) to 1 (the first alone).
     steps
         Steps of the run to take; by default all that are there now. Later ones do not join.
+    integers
+        As in `weighted_sum`; the last is the newest.
 
     Returns
     -------
@@ -164,18 +179,19 @@ def ema(
         raise CheckpointError("ema takes steps= of a run's directory; of a list, leave out what is not wanted")
     else:
         sources = _several(run, "ema")
-    return _made(ex.Ema, sources, decay=decay)
+    return _made(ex.Ema, sources, decay=decay, integers=integers)
 
 
-def difference(a: Source, b: Source) -> Checkpoint:
-    """``a - b``, array by array: the task vector of a fine-tuned ``a`` whose base is ``b``. Arrays of integers must be
-    equal, and stay."""
-    return _made(ex.Difference, [a, b])
+def difference(a: Source, b: Source, *, integers: Integers = "equal") -> Checkpoint:
+    """``a - b``, array by array: the task vector of a fine-tuned ``a`` whose base is ``b``. ``integers`` is as in
+    `weighted_sum`."""
+    return _made(ex.Difference, [a, b], integers=integers)
 
 
-def add(base: Source, delta: Source, scale: float = 1.0) -> Checkpoint:
-    """``base + scale * delta``, in the dtypes of the base; those of the delta may be other floating ones."""
-    return _made(ex.Add, [base, delta], scale=scale)
+def add(base: Source, delta: Source, scale: float = 1.0, *, integers: Integers = "equal") -> Checkpoint:
+    """``base + scale * delta``, in the dtypes of the base; those of the delta may be other floating ones. ``integers``
+    is as in `weighted_sum`."""
+    return _made(ex.Add, [base, delta], scale=scale, integers=integers)
 
 
 def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> Checkpoint:
@@ -205,12 +221,15 @@ def lora(base: Source, adapter: str | os.PathLike[str], scale: float = 1.0) -> C
     if ckpt is None:
         raise CheckpointError("an adapter is a directory with adapter_config.json, not a virtual checkpoint")
     config = _config(where)
-    modules = {m[1]: ckpt[n].shape for n in ckpt if (m := ex.ADAPTER.match(n)) and m[3] == "A"}
+    modules = {m[1]: ckpt[n].shape for n in ckpt if (m := adapters.ADAPTER.match(n)) and m[3] == "A"}
     default = _factor(config, {}, config["r"])
     factors = {m: _factor_of(config, m, int(shape[0])) for m, shape in modules.items() if shape}
     own = [(m, f) for m, f in sorted(factors.items()) if f != default]
     params = {"factor": default, "factors": own, "transposed": bool(config.get("fan_in_fan_out"))}
-    return build(ex.Lora(nodes, scale, **params), held.parents)
+    tokens = config.get("trainable_token_indices") or {}
+    params["tokens"] = list((tokens if isinstance(tokens, dict) else {"": tokens}).items())
+    params["copies"] = list(config["modules_to_save"] or ()) if "modules_to_save" in config else None
+    return build(adapters.Lora(nodes, scale, **params), held.parents)
 
 
 def _config(where: str) -> dict[str, Any]:

@@ -25,16 +25,33 @@ from ...arrays.core.errors import (
 )
 from ..base import names, strict_json
 from ..base.sealed import sealed, unsealed
-from ..checkpoint.checkpoint import Checkpoint, Computed
+from ..checkpoint.checkpoint import Checkpoint, Computed, generation_of
 from ..format.migrations import Step, upgraded
 from ..loading.open import OPENERS, open_checkpoint
 from ..stores import atomic_directory, icechunk_store, store
 from ..stores.generations import JointGeneration
+from . import adapters as adapters  # registers its node
 from .expressions import DEEPEST, MOST_READS, NODES, Node, Parent, parents_of
-from .identity import generation_of, identity_of
+from .identity import identity_of
 
 FORMAT = "meshtape.virtual"
-MIGRATIONS: list[Step] = []
+
+
+def _second(document: dict[str, Any]) -> dict[str, Any]:
+    """Version 2: the choice among unequal integers; what an adapter trained beside its factors."""
+
+    def grown(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        sums = ("sum", "ema", "difference", "add", "blend")
+        new = {"integers": "equal"} if node["op"] in sums else {}
+        new |= {"copies": None, "tokens": []} if node["op"] == "lora" else {}
+        return node | {"of": [grown(x) for x in node["of"]]} | new
+
+    return document | {"expression": grown(document["expression"])}
+
+
+MIGRATIONS: list[Step] = [_second]
 START = b'{"format": "meshtape.virtual"'[:24]
 LONGEST = 4 << 20  # bytes
 _MEMBERS = {"format", "version", "parents", "expression"}
@@ -100,7 +117,7 @@ def loads(data: bytes, where: str) -> Node:
         top = strict_json.loads(text, unique=True)
         if not isinstance(top, dict) or top.get("format") != FORMAT:
             raise ValueError(f"it does not say format {FORMAT!r}")
-        if top.get("version") == len(MIGRATIONS) + 1 and not fits:
+        if top.get("version") in range(1, len(MIGRATIONS) + 2) and not fits:
             raise ValueError("its crc32c does not fit: it is damaged or was edited; write it anew")
         top = upgraded(top, MIGRATIONS, where, CorruptCheckpoint)
         _expect(top, _MEMBERS, "the document")

@@ -10,7 +10,6 @@ all operands.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,13 +29,14 @@ from ..format import dtypes
 from ..format.documents import Documents, with_dtype
 from ..format.manifest import Leaf, scalar_leaves
 from ..loading.report import listed
-from ..rules.lazy_tensors import Converted, Sliced
+from ..rules.lazy_tensors import Sliced, renamed
 from ..rules.rules import Rules
+from ..rules.text import quote
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
 from ..transform.convert import cancels, converted, floating, scaled
-from .computed import Equal, LowRankSum, RowIntegers, RowScales, WeightedSum, working_dtype
-from .tied import config_of, with_own_head
+from ..transform.model_config import followed
+from .computed import Equal, RowIntegers, RowScales, WeightedSum, working_dtype
 
 LINEAGE = "meshtape.virtual"  # in the metadata of a virtual checkpoint, and of what is written from one
 MOST_READS = 4096  # of stored elements for one
@@ -76,6 +76,16 @@ def text(x: Any) -> str:
     if not isinstance(x, str):
         raise CheckpointError(f"{x!r:.40} is no text")
     return x
+
+
+INTEGERS = ("equal", "first", "last")
+
+
+def choice(x: Any) -> str:
+    """Whose integers are taken where a sum has none: they must be equal, or are those of the first or last operand."""
+    if x not in INTEGERS:
+        raise CheckpointError(f"{x!r:.40} is none of {', '.join(map(repr, INTEGERS))}")
+    return str(x)
 
 
 def texts(x: Any) -> tuple[str, ...]:
@@ -151,10 +161,11 @@ class Node:
         return f"{text[:_LONGEST]}…)" if len(text) > _LONGEST else f"{text})"
 
     def __str__(self) -> str:
-        held = {name: getattr(self, name) for name in self.params}
-        return self._told(
-            self.kind, *(f"{name}={value!r:.60}" for name, value in held.items() if value not in (None, ()))
-        )
+        return self._told(self.kind, *self._shown(*self.params))
+
+    def _shown(self, *names: str) -> list[str]:
+        held = {name: getattr(self, name) for name in names}
+        return [f"{name}={value!r:.60}" for name, value in held.items() if value not in (None, (), INTEGERS[0])]
 
 
 def parents_of(node: Any) -> Iterator[Parent]:
@@ -166,7 +177,7 @@ def parents_of(node: Any) -> Iterator[Parent]:
             yield from parents_of(x)
 
 
-def _computed(node: Node, base: Checkpoint, arrays: Mapping[str, Any], **changed: Any) -> Checkpoint:
+def computed_from(node: Node, base: Checkpoint, arrays: Mapping[str, Any], **changed: Any) -> Checkpoint:
     """The checkpoint of some tensors, with structure, step, metadata and documents of a base."""
     label = str(node)
     held = {}
@@ -201,13 +212,29 @@ def check_alike(made: Sequence[Checkpoint], mixed: bool = False) -> None:
         raise worst("\n".join([f"the parents do not fit {first.path}; nothing was read", *lines]))
 
 
+def agreed(name: str, parts: Sequence[Any], integers: str, places: Sequence[str], call: str) -> Any:
+    """An array of which no sums are taken. ``call`` is the function that the user may give ``integers=``."""
+    if integers != "equal" or len(parts) == 1:
+        return renamed(name, parts[-1 if integers == "last" else 0])
+    ways = (
+        f"Take that of one: {call}(…, integers='first') or 'last', on the command line --integers first; or leave it "
+        f"out by the key rule: {quote(name)} -> _"
+    )
+    return Equal(name, tuple(parts), tuple(places), ways)
+
+
 def _dtypes_fit(a: np.dtype, b: np.dtype, mixed: bool) -> bool:
     return a == b or (mixed and a.name in dtypes.FLOATS and b.name in dtypes.FLOATS)
 
 
+@dataclass(frozen=True)
 class Arithmetic(Node):
-    """Base of the weighted sums."""
+    """Base of the weighted sums. ``integers`` says whose arrays without arithmetic are taken."""
 
+    integers: str
+
+    call: ClassVar[str]  # the function that makes it
+    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"integers": choice}
     base: ClassVar[int] = 0  # the operand that gives structure, step, metadata and documents
     mixed: ClassVar[bool] = False
     own_step: ClassVar[bool] = False  # that of the base, and not one that all have
@@ -225,18 +252,18 @@ class Arithmetic(Node):
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         check_alike(made, self.mixed)
         for ckpt in made:
-            _refuse_scaled(ckpt)
+            refuse_scaled(ckpt)
         base = made[self.base]
         arrays: dict[str, Any] = {}
         for name in base:
             parts = tuple(c[name].tensor for c in made)
             if working_dtype(base[name].dtype) is None:
-                arrays[name] = Equal(name, parts, tuple(c.path for c in made))
+                arrays[name] = agreed(name, parts, self.integers, [c.path for c in made], f"virtual.{self.call}")
             else:
                 arrays[name] = WeightedSum(name, parts, self.terms, self.divisor, self.base)
         step = base.step if self.own_step or len({c.step for c in made}) == 1 else None
         skipped = {n: why for c in made for n, why in c.skipped.items()}
-        return _computed(self, base, arrays, step=step, skipped=skipped)
+        return computed_from(self, base, arrays, step=step, skipped=skipped)
 
 
 @dataclass(frozen=True)
@@ -247,8 +274,9 @@ class Sum(Arithmetic):
     normalize: bool
 
     kind = "sum"
-    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"weights": numbers, "normalize": flag}
+    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = Arithmetic.params | {"weights": numbers, "normalize": flag}
     terms = property(lambda self: self.weights)
+    call = property(lambda self: "mean" if self.normalize and set(self.weights) == {1.0} else "weighted_sum")
     divisor = property(lambda self: math.fsum(self.weights) if self.normalize else 1.0)
 
     def check(self) -> None:
@@ -257,7 +285,7 @@ class Sum(Arithmetic):
             raise CheckpointError(f"the weights {self.weights!r:.60} sum to {self.divisor}; nothing is divided by that")
 
     def __str__(self) -> str:
-        return self._told("mean") if self.normalize and set(self.weights) == {1.0} else Node.__str__(self)
+        return self._told("mean", *self._shown("integers")) if self.call == "mean" else Node.__str__(self)
 
 
 @dataclass(frozen=True)
@@ -266,10 +294,10 @@ class Ema(Arithmetic):
 
     decay: float
 
-    kind = "ema"
+    kind = call = "ema"
     base = -1
     own_step = True
-    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"decay": number}
+    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = Arithmetic.params | {"decay": number}
 
     @property
     def terms(self) -> tuple[float, ...]:
@@ -285,7 +313,7 @@ class Ema(Arithmetic):
 class Difference(Arithmetic):
     """``a - b``: a task vector, where ``b`` is the base of a fine-tuned ``a``."""
 
-    kind = "difference"
+    kind = call = "difference"
     operands = (2, 2)
     terms = property(lambda self: (1.0, -1.0))
 
@@ -296,103 +324,15 @@ class Add(Arithmetic):
 
     scale: float
 
-    kind = "add"
+    kind = call = "add"
     operands = (2, 2)
     mixed = True
     own_step = True
-    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = {"scale": number}
+    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = Arithmetic.params | {"scale": number}
     terms = property(lambda self: (1.0, self.scale))
 
 
-TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
-"""Types of models with matrices that transformers stores as (in, out), those of its ``Conv1D``."""
-TURNED_MODULES = {"c_attn", "q_attn", "c_proj", "c_fc"}
-"""The last part of the names of these matrices' modules."""
-ADAPTER = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora(?:_embedding)?)_([AB])(?:\.default)?(?:\.weight)?\Z")
-
-
-@dataclass(frozen=True)
-class Lora(Node):
-    """``W + scale * factor * B @ A`` of a PEFT adapter. ``factors`` has those of modules that have their own."""
-
-    scale: float
-    factor: float
-    factors: tuple[tuple[str, float], ...]
-    transposed: bool  # weights are stored as (in, out), and not (out, in)
-
-    kind = "lora"
-    operands = (2, 2)
-    params: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
-        "scale": number,
-        "factor": number,
-        "factors": rows_of(text, number),
-        "transposed": flag,
-    }
-
-    def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
-        base, adapter = made
-        _refuse_scaled(base)
-        pairs: dict[tuple[str, str], dict[str, str]] = {}
-        strange = []
-        for name in adapter:
-            found = ADAPTER.match(name)
-            if found is None:
-                strange.append(name)
-            else:
-                pairs.setdefault((found[1], found[2]), {})[found[3]] = name
-        trained = [_trained_whole(n) for n in strange if ".base_layer." not in n]
-        base = with_own_head(base, trained, [f"{module}.weight" for module, _ in pairs])
-        arrays = {n: a.tensor for n, a in base.arrays.items()}
-        whole = {n: t for n in strange if (t := _trained_whole(n)) in arrays}
-        strange = [n for n in strange if n not in whole]
-        lines = listed("keys of the adapter that are no part of a LoRA", [*strange, *adapter.skipped])
-        if self.scale != 1 and (trained := [n for n in whole if ".base_layer." not in n]):
-            raise CheckpointError(
-                f"scale={self.scale} has no meaning for {trained[:4]}, which the adapter trained whole"
-            )
-        own, kind = dict(self.factors), config_of(base).get("model_type")
-        for name, target in whole.items():
-            new, old = adapter[name].tensor, arrays[target]
-            if tuple(new.shape) != tuple(old.shape):
-                lines.append(f"  {name} of the adapter has the shape {new.shape}, and {target} {old.shape}")
-            arrays[target] = new if new.dtype == old.dtype else Converted(target, new, old.dtype)
-        for (module, form), ab in pairs.items():
-            target = next((n for n in (f"{module}.weight", module) if n in base), None)
-            if len(ab) < 2:
-                lines.append(f"  {module} has {next(iter(ab.values()))!r} alone, without its other factor")
-            elif target is None:
-                lines.append(f"  {module} is no array of the base, nor is '{module}.weight'")
-            else:
-                a, b, w = adapter[ab["A"]].tensor, adapter[ab["B"]].tensor, arrays[target]
-                swapped = form == "lora_embedding" or self._is_turned(kind, module, w, b, a)
-                if why := _misfit(target, w, a, b, swapped):
-                    lines.append(f"  {why}")
-                else:
-                    arrays[target] = LowRankSum(target, w, (a, b), self.scale * own.get(module, self.factor), swapped)
-        if lines or not pairs:
-            lines = lines or ["  the adapter has no array"]
-            raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
-        return _computed(self, base, arrays)
-
-    def _is_turned(self, kind: Any, module: str, w: Any, b: Any, a: Any) -> bool:
-        """Whether a weight is stored as (in, out), in a model of this kind. Its shape says so, or PEFT's ways do: these
-        go by the kind of the layer, and their configuration has one flag for all layers."""
-        if all(len(x.shape) == 2 for x in (w, b, a)) and w.shape[0] != w.shape[1]:
-            shape, product = tuple(w.shape), (b.shape[0], a.shape[1])
-            return shape == product[::-1] if shape in (product, product[::-1]) else self.transposed
-        if kind in TURNED:
-            return module.rpartition(".")[2] in TURNED_MODULES
-        return self.transposed
-
-
-def _trained_whole(name: str) -> str:
-    """The array of the base for one that PEFT saves whole (``modules_to_save``)."""
-    # An embedding with factors is saved beside them.
-    plain = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
-    return plain.replace(".base_layer.weight", ".weight")
-
-
-def _refuse_scaled(ckpt: Checkpoint) -> None:
+def refuse_scaled(ckpt: Checkpoint) -> None:
     """Raise for float8 weights with scales beside them: arithmetic on their numbers alone would mean nothing."""
     for name, scale in scaled({n: a.tensor for n, a in ckpt.arrays.items()}):
         if ckpt[name].dtype.name.startswith("float8"):
@@ -401,19 +341,6 @@ def _refuse_scaled(ckpt: Checkpoint) -> None:
                 "nothing without; "
                 f"dequantise it first: virtual.with_rules(…, '{name}, {scale} -> {name}, dequantize()')"
             )
-
-
-def _misfit(name: str, w: Any, a: Any, b: Any, swapped: bool) -> str | None:
-    """Why the product of an adapter cannot be added to a weight."""
-    shapes = [tuple(t.shape) for t in (w, a, b)]
-    if any(len(s) != 2 for s in shapes):
-        return f"{name} of shape {shapes[0]} has factors of shapes {shapes[1]} and {shapes[2]}; all must be matrices"
-    if any(t.dtype.name not in dtypes.FLOATS for t in (w, a, b)):
-        return f"{name} is {w.dtype} with factors of {a.dtype} and {b.dtype}; all must be floating: dequantise first"
-    product = (shapes[2][0], shapes[1][1])
-    if shapes[1][0] != shapes[2][1] or (product[::-1] if swapped else product) != shapes[0]:
-        return f"{name} has the shape {shapes[0]}, and its factors {shapes[1]} and {shapes[2]} do not make that"
-    return None
 
 
 @dataclass(frozen=True)
@@ -431,7 +358,7 @@ class Cast(Node):
         documents = base.documents
         if isinstance(documents, Documents):
             documents = documents.edited("config.json", partial(with_dtype, dtype=self.dtype))
-        return _computed(self, base, arrays, documents=documents)
+        return computed_from(self, base, arrays, documents=documents)
 
 
 @dataclass(frozen=True)
@@ -470,7 +397,7 @@ class Quantize(Node):
             return {MARK: self.bits, "q": put((*a.path, "q"), q), "scale": put((*a.path, "scale"), scale), **said}
 
         structure = fill(base.structure, one)
-        return replace(_computed(self, base, {}), arrays=held, structure=structure)
+        return replace(computed_from(self, base, {}), arrays=held, structure=structure)
 
 
 @dataclass(frozen=True)
@@ -485,7 +412,9 @@ class KeyRules(Node):
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         made_so = Rules(self.rules).on(made[0])
         rules = {n: a.rule for n, a in made_so.arrays.items()}
-        out = _computed(self, made_so, {n: a.tensor for n, a in made_so.arrays.items()})
+        arrays = {n: a.tensor for n, a in made_so.arrays.items()}
+        documents = followed(made_so.documents, {n: a.tensor for n, a in made[0].arrays.items()}, arrays)
+        out = computed_from(self, made_so, arrays, documents=documents)
         for name, a in out.arrays.items():
             a.rule = rules[name] or a.rule
         return out
@@ -502,7 +431,8 @@ class Rows(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base = made[0]
-        arrays = {n: a.tensor for n, a in base.arrays.items()}
+        before = {n: a.tensor for n, a in base.arrays.items()}
+        arrays = dict(before)
         for pattern, axis, start, stop in self.ranges:
             found = [n for n in arrays if fits(n, pattern)]
             if not found:
@@ -516,10 +446,8 @@ class Rows(Node):
                     )
                 offset = tuple(start if i == axis else 0 for i in range(len(shape)))
                 arrays[n] = Sliced(n, arrays[n], offset, (*shape[:axis], stop - start, *shape[axis + 1 :]))
-        return _computed(self, base, arrays)
+        return computed_from(self, base, arrays, documents=followed(base.documents, before, arrays))
 
 
-NODES: dict[str, type[Node]] = {
-    node.kind: node for node in (Sum, Ema, Difference, Add, Lora, Cast, Quantize, KeyRules, Rows)
-}
+NODES: dict[str, type[Node]] = {node.kind: node for node in (Sum, Ema, Difference, Add, Cast, Quantize, KeyRules, Rows)}
 """The kinds of nodes, by their names in documents."""

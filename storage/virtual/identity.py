@@ -16,26 +16,15 @@ import hashlib
 import json
 from typing import Any
 
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import FILES, Checkpoint, generation_of
 from ..readers.raw_tensor import RawTensor
 from ..stores import store
-from ..stores.generations import NONE, Generation, Listed
-
-_FILES = ("safetensors", "Hugging Face", "NumPy", "PyTorch")  # whose opening reads a part of every file
-
-
-def generation_of(ckpt: Checkpoint) -> Generation:
-    """The generation of all that a checkpoint may read: of a directory by others, all that lies in it."""
-    known = ckpt.manifest is not None or ckpt.computed is not None or isinstance(ckpt.generation, Listed)
-    if known or ckpt.kind in _FILES:
-        return ckpt.generation
-    listed = Listed.now(ckpt.path)
-    return ckpt.generation if listed is NONE else listed
+from ..stores.generations import Generation
 
 
 def pinned(ckpt: Checkpoint) -> Generation:
-    """The same; reads of another writer's Zarr hierarchy, where any file may change by itself, are tied to it from now
-    on."""
+    """The generation of all that a checkpoint may read; reads of another writer's Zarr hierarchy, where any file may
+    change by itself, are tied to it from now on."""
     generation = generation_of(ckpt)
     if ckpt.kind == "Zarr":
         ckpt.belongs_to(generation)
@@ -54,7 +43,7 @@ def identity_of(ckpt: Checkpoint) -> str:
     if tensors and all(isinstance(t, RawTensor) and t.summed for t in tensors.values()):
         return f"sums:{_digest([[*row, t.crc32c] for row, t in zip(rows, tensors.values(), strict=True)])}"
     generation = pinned(ckpt)
-    root = store.split(ckpt.path)[0] if ckpt.kind in _FILES else ckpt.path
+    root = store.split(ckpt.path)[0] if ckpt.kind in FILES else ckpt.path
     tags = sorted((file.removeprefix(root).lstrip("/"), tag) for file, tag in generation.tags.items())
     return f"files:{_digest([rows, tags])}"
 

@@ -12,29 +12,11 @@ from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format.documents import Documents, untied
 from ..format.manifest import Leaf
 from ..rules.lazy_tensors import renamed
+from ..transform.model_config import HEADS, TABLES, config_of, stands_for
 
-_HEAD = "lm_head.weight"
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of architectures
 _OTHERWISE = ("ForMaskedLM", "ForPreTraining")  # whose head has other names
 _STACK = re.compile(r"(.*?\.)?(?:model|transformer)\.")
-
-
-def stands_for(head: str, names: Iterable[str]) -> str | None:
-    """The embedding that stands for a head that is not stored, as it is the same.
-
-    >>> stands_for("lm_head.weight", ["model.norm.weight", "model.embed_tokens.weight"])
-    'model.embed_tokens.weight'
-    """
-    if not head.endswith(_HEAD):
-        return None
-    return next((n for n in names if n.endswith(_EMBEDDINGS)), None)
-
-
-def config_of(model: Checkpoint) -> Mapping[str, Any]:
-    """The ``config.json`` of a Hugging Face model; nothing where there is none, or no JSON object."""
-    config = model.documents.get("config.json")
-    return config if isinstance(config, Mapping) else {}
 
 
 def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str]) -> Checkpoint:
@@ -56,24 +38,20 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
         The base ties more than an embedding and ``lm_head``.
     """
     whole = list(whole)
-    heads = [n for n in (*whole, *factored) if n.endswith(_HEAD)]
-    tables = [n for n in whole if n.endswith((*_EMBEDDINGS, "shared.weight")) and n in base]
+    heads = [n for n in (*whole, *factored) if n.endswith(HEADS)]
+    tables = [n for n in whole if n.endswith(TABLES) and n in base]
     if not heads and not tables:
         return base
-    config = config_of(base)
-    text = config.get("text_config")
-    tied = (text if isinstance(text, Mapping) else {}) | config
-    kinds = [str(a) for a in config.get("architectures") or ()]
-    ties = tied.get("tie_word_embeddings")
-    if ties is False or (not heads and not (_ends(kinds, _WITH_HEAD + _OTHERWISE) if kinds else ties)):
+    config = config_of(base.documents)
+    if _said(config) is False or not (heads or ties_head(config)):
         return base
-    if config.get("is_encoder_decoder") or _ends(kinds, _OTHERWISE):
+    if config.get("is_encoder_decoder") or _ends(_kinds(config), _OTHERWISE):
         raise CheckpointError(
             f"{base.path} ties {(heads or tables)[0]!r} to other arrays (tie_word_embeddings), and the adapter trained "
             "it alone; let PEFT merge it (merge_and_unload)"
         )
     start = _STACK.match(tables[0]) if tables else None
-    head = heads[0] if heads else f"{(start and start[1]) or ''}{_HEAD}"
+    head = heads[0] if heads else f"{(start and start[1]) or ''}{HEADS['embed_in' in tables[0]]}"
     documents = base.documents
     if isinstance(documents, Documents) and config:
         documents = documents.edited("config.json", untied)
@@ -83,6 +61,21 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     arrays = base.arrays | {head: StoredArray(path, renamed(head, base[embedding].tensor))}
     structure = _with_leaf(base.structure, path, Leaf(len(base)))
     return replace(base, arrays=arrays, structure=structure, documents=documents)
+
+
+def ties_head(config: Mapping[str, Any]) -> bool:
+    """Whether a model has a head that is its embedding: as its ``config.json`` says, or by its architecture."""
+    kinds = _kinds(config)
+    return _said(config) is not False and (_ends(kinds, _WITH_HEAD + _OTHERWISE) if kinds else bool(_said(config)))
+
+
+def _said(config: Mapping[str, Any]) -> Any:
+    text = config.get("text_config")
+    return ((text if isinstance(text, Mapping) else {}) | config).get("tie_word_embeddings")
+
+
+def _kinds(config: Mapping[str, Any]) -> list[str]:
+    return [str(a) for a in config.get("architectures") or ()]
 
 
 def _ends(names: Iterable[str], ends: tuple[str, ...]) -> bool:

@@ -2,7 +2,7 @@
 of ours.
 
 ``python blend_peers.py make FOLDER``; ``python blend_peers.py merge JOBS.json``; ``python blend_peers.py open MODEL
-[BASE ADAPTER]``.
+[BASE ADAPTER]``; ``python blend_peers.py adapters FOLDER``, with what PEFT merges of each.
 """
 
 from __future__ import annotations
@@ -53,6 +53,47 @@ def make(home: Path) -> None:
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(home / f"words-{name}")
 
 
+def adapters(home: Path) -> None:
+    """Adapters beside embeddings that were resized, trained as copies, or of which some tokens were trained: NAME-base,
+    NAME-adapter and NAME-merged."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    llama = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kinds = {
+        "llama": (LlamaForCausalLM, LlamaConfig, llama, "q_proj", "embed_tokens"),
+        "gpt2": (GPT2LMHeadModel, GPT2Config, {"n_embd": 16, "n_layer": 2, "n_head": 4}, "c_attn", "wte"),
+    }
+    for kind, (model, config, sizes, matrix, table) in kinds.items():
+        cases = {
+            "resized": (24, {}),
+            "copies": (24, {"modules_to_save": [table, "lm_head"]}),
+            "copy": (24, {"modules_to_save": [table]}),
+            "tokens": (None, {"trainable_token_indices": [3, 7]}),
+            "named": (None, {"trainable_token_indices": {table: [7, 3, 19]}}),
+            "new": (24, {"trainable_token_indices": [20, 21, 3]}),
+        }
+        for tied in (False, True):
+            for case, (rows, said) in cases.items():
+                name = home / f"{kind}-{case}-{'tied' if tied else 'own'}"
+                torch.manual_seed(0)
+                model(config(**sizes, vocab_size=20, tie_word_embeddings=tied)).save_pretrained(f"{name}-base")
+                base = model.from_pretrained(f"{name}-base")
+                if rows:
+                    base.resize_token_embeddings(rows)
+                adapted = get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=[matrix], **said))
+                with torch.no_grad():
+                    for n, p in adapted.named_parameters():
+                        if "lora" in n or "modules_to_save" in n or "trainable_tokens_delta" in n:
+                            p.add_(0.1 * torch.randn(p.shape))
+                adapted.save_pretrained(f"{name}-adapter")
+                again = model.from_pretrained(f"{name}-base")
+                if rows:
+                    again.resize_token_embeddings(rows)
+                merged = PeftModel.from_pretrained(again, f"{name}-adapter").merge_and_unload()
+                merged.save_pretrained(f"{name}-merged")
+
+
 def merge(jobs: str) -> None:
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
@@ -76,4 +117,6 @@ def look(path: str, base: str | None = None, adapter: str | None = None) -> None
 
 if __name__ == "__main__":
     command, *args = sys.argv[1:]
-    {"make": lambda p: make(Path(p)), "merge": merge, "open": look}[command](*args)
+    {"make": lambda p: make(Path(p)), "adapters": lambda p: adapters(Path(p)), "merge": merge, "open": look}[command](
+        *args
+    )

@@ -496,10 +496,8 @@ def test_vocabularies_are_joined(tmp_path: Path, tokenizer: dict[str, Any], want
     assert got.documents["config.json"]["vocab_size"] == len(wanted)
     told = got.documents["tokenizer.json"]
     if tokenizer["source"] == "union":
-        assert [(t["id"], t["content"], t["special"]) for t in told["added_tokens"]] == [
-            (3, "d", False),
-            (4, "<s>", True),
-        ]
+        assert [(t["id"], t["content"], t["special"]) for t in told["added_tokens"]] == [(4, "<s>", True)]
+        assert told["model"]["vocab"] == {"a": 0, "b": 1, "c": 2, "d": 3, "<s>": 4}
 
 
 # ----- LoRA -----------------------------------------------------------------------------------------------------------
@@ -702,8 +700,14 @@ def test_one_error_lists_everything(tmp_path: Path) -> None:
     with pytest.raises(CheckpointKeyError, match="nothing matches"):
         blend(config("linear", [a]), tmp_path / "out", drop=["q*", "*.inv_freq"])
     c = model(tmp_path / "c", {"n": np.ones(2, np.int64)})
-    with pytest.raises(CheckpointError, match="must agree"):
+    with pytest.raises(CheckpointError, match=r"'n' is int64.*blend\(…, integers='first'\) .* --integers first"):
         blend(config("linear", [a, c]), tmp_path / "out", keys="n")
+    for integers, wanted in (("first", a), ("last", c)):
+        got = blend(config("linear", [a, c]), tmp_path / integers, keys="n", integers=integers)
+        assert np.array_equal(mt.open_checkpoint(got.path)["n"].read(), mt.open_checkpoint(wanted)["n"].read())
+    lazy = blended(config("linear", [a, c]), keys="n", integers="last")
+    where = virtual.write(tmp_path / "lazy.json", lazy)
+    assert np.array_equal(mt.open_checkpoint(where)["n"].read(), mt.open_checkpoint(c)["n"].read())
     with pytest.raises(CheckpointError, match="one of the sources"):
         blend(config("linear", [a]), a, keys="x", overwrite=True)
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import meshtape as mt
-from meshtape.storage import blend, blended, extract_lora
+from meshtape.storage import blend, blended, extract_lora, virtual
 
 PEERS = os.environ.get("MESHTAPE_PEERS", "")
 SCRIPT = Path(__file__).with_name("blend_peers.py")
@@ -186,3 +186,18 @@ def test_mergekit_agrees_on_vocabularies(home: Path, tmp_path: Path) -> None:
         assert x.shape == y.shape
         assert all(np.array_equal(x[tokens[0][t]], y[tokens[1][t]]) for t in tokens[0])
     assert np.isfinite(json.loads(peers("open", tmp_path / "ours"))["logits"]).all()
+
+
+def test_adapters_give_what_peft_merges(tmp_path: Path) -> None:
+    peers("adapters", tmp_path)
+    names = sorted(p.name.removesuffix("-base") for p in tmp_path.glob("*-base"))
+    assert len(names) == 24
+    for name in names:
+        report = mt.merge(virtual.lora(tmp_path / f"{name}-base", tmp_path / f"{name}-adapter"), tmp_path / name)
+        ours, theirs = mt.open_checkpoint(report.path), mt.open_checkpoint(tmp_path / f"{name}-merged")
+        assert set(ours) == set(theirs), name
+        for key in ours:
+            np.testing.assert_allclose(ours[key].read(), theirs[key].read(), atol=1e-6, err_msg=f"{name}: {key}")
+        told = [c.documents["config.json"] for c in (ours, theirs)]
+        for key in ("vocab_size", "tie_word_embeddings"):
+            assert told[0][key] == told[1][key], name

@@ -384,3 +384,18 @@ def test_the_tags_of_objects(tmp_path):
         assert store.tag("x") != first
         store.delete(["x"])
         assert store.tag("x") is None
+
+
+@pytest.mark.parametrize("format", ["zarr", "dcp"])
+def test_what_is_written_below_a_source_is_no_change_of_it(tmp_path, format):
+    """Of a directory by others all files count, but not those that the conversion itself makes there."""
+    save(tmp_path / "ours", tree(1))
+    source = tmp_path / "source"
+    if format == "dcp":
+        storage.convert(tmp_path / "ours", source, format="dcp")
+    else:
+        group = pytest.importorskip("zarr").open_group(source, mode="w", zarr_format=3)
+        for name, x in tree(1).items():
+            group.create_array(name, data=x)
+    merge(source, source / "out")
+    assert sorted(open_checkpoint(source / "out")) == NAMES

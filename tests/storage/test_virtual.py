@@ -227,6 +227,37 @@ def test_what_is_not_floating_must_be_equal(tmp_path):
     assert float(load(virtual.with_rules(found, "n -> _"))["w"][0]) == 0.5
 
 
+MADE = {
+    "mean": lambda paths, **o: virtual.mean(paths, **o),
+    "weighted_sum": lambda paths, **o: virtual.weighted_sum(paths, [1, 3, 2], **o),
+    "ema": lambda paths, **o: virtual.ema(paths, decay=0.5, **o),
+    "difference": lambda paths, **o: virtual.difference(paths[0], paths[-1], **o),
+    "add": lambda paths, **o: virtual.add(paths[0], paths[-1], **o),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_counters_are_those_of_one_where_it_is_asked_for(tmp_path, name):
+    counter = "bn.num_batches_tracked"
+    paths = [
+        save(tmp_path / str(i), {"bn": {"num_batches_tracked": np.int64(i), "mean": np.float32([i])}}).path
+        for i in range(3)
+    ]
+    with pytest.raises(errors.CheckpointError) as e:
+        load(MADE[name](paths))
+    for part in (repr(counter), f"virtual.{name}(…, integers='first')", "--integers first", f"{counter} -> _"):
+        assert part in str(e.value)
+    wanted = load(MADE[name]([virtual.with_rules(p, f"{counter} -> _") for p in paths]))["bn.mean"]
+    for integers, value in (("first", 0), ("last", 2)):
+        found = MADE[name](paths, integers=integers)
+        assert f"integers='{integers}'" in found.path
+        for ckpt in (found, open_checkpoint(virtual.write(tmp_path / f"{integers}.json", found))):
+            assert ckpt[counter][...] == value
+            assert ckpt["bn.mean"][...] == wanted
+    with pytest.raises(errors.CheckpointError, match=r"integers of .*: 'both' is none of 'equal', 'first', 'last'"):
+        MADE[name](paths, integers="both")
+
+
 def test_a_lora_is_what_numpy_makes_of_it(kit, tmp_path):
     rng = np.random.default_rng(0)
     w, e = rng.normal(size=(70, 50)).astype("f2"), rng.normal(size=(30, 20)).astype("f4")
@@ -685,8 +716,32 @@ def test_a_hostile_document_is_refused(document, what):
 
 
 def test_a_later_version_is_refused_by_name(document):
-    with pytest.raises(errors.UnsupportedVersion, match="format version 2"):
-        open_checkpoint(edited(document, lambda d: d.update(version=2, more={})))
+    with pytest.raises(errors.UnsupportedVersion, match="format version 3"):
+        open_checkpoint(edited(document, lambda d: d.update(version=3, more={})))
+
+
+def test_documents_of_the_first_version_open(document, tmp_path):
+    """They know no choice among integers, and took all that an adapter trained whole for copies."""
+
+    def older(d):
+        assert d["expression"].pop("integers") == "equal"
+        d["version"] = 1
+
+    wanted = open_checkpoint(document)
+    assert open_checkpoint(edited(document, older)).path == document
+    assert open_checkpoint(document)["w"][...] == wanted["w"][...]
+    Path(document).write_bytes(Path(document).read_bytes().replace(b'"normalize": true', b'"normalize": false'))
+    with pytest.raises(errors.CorruptCheckpoint, match="crc32c"):
+        open_checkpoint(document)
+    base = save(tmp_path / "base", {"m": {"weight": np.eye(2, dtype="f4")}}).path
+    written = virtual.write(tmp_path / "lora.json", virtual.lora(base, adapter(tmp_path / "lora", {}, **AB)))
+    found = open_checkpoint(written)["m.weight"][...]
+
+    def without(d):
+        assert (d["expression"].pop("copies"), d["expression"].pop("tokens")) == (None, [])
+        d["version"] = 1
+
+    assert np.array_equal(open_checkpoint(edited(written, without))["m.weight"][...], found)
 
 
 def test_too_long_is_refused(document):

@@ -45,7 +45,7 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
     notes = []
     for key in dict.fromkeys(k for c in (config, *(c for c, _ in order)) for k in c):
         held = [(c.get(key), i) for c, i in order]
-        fits = [_for_each(key, c) for c, _ in order]
+        fits = [is_for_each(key, c) for c, _ in order]
         if any(fits):
             new: Any = [v[i] for v, i in held] if all(fits) else None
             if new is None:
@@ -63,12 +63,21 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
     return notes
 
 
-def _for_each(key: str, config: dict[str, Any]) -> bool:
+def is_for_each(key: str, config: dict[str, Any]) -> bool:
     """Whether an entry has a value for each layer."""
     types = next((config[k] for k in _TYPES if config.get(k)), ())  # count the layers where no entry does
     value, n = config.get(key), next((config[k] for k in COUNTS if k in config), len(types))
     named = key not in _OTHERS and _FOR_EACH.search(key) and not _NUMBERS.search(key)
     return bool(named) and isinstance(value, (list, str)) and bool(value) and len(value) == n
+
+
+def is_about_layers(key: str, config: dict[str, Any]) -> bool:
+    """Whether an entry counts layers, or speaks of some by their numbers."""
+    return key in COUNTS or is_for_each(key, config) or bool(_is_named(key))
+
+
+def _is_named(key: str) -> Any:
+    return key in _OTHERS or key in _BELOW or _EVERY.search(key) or _NUMBERS.search(key)
 
 
 def _holds(key: str, config: dict[str, Any], held: Sequence[tuple[Any, int]]) -> bool:
@@ -83,6 +92,5 @@ def _holds(key: str, config: dict[str, Any], held: Sequence[tuple[Any, int]]) ->
         return said
     if _EVERY.search(key) and all(type(v) is int and v > 0 for v in values):
         return said or (len(set(values)) == 1 and all((i - k) % v == 0 for k, (v, i) in enumerate(held)))
-    named = key in _OTHERS or key in _BELOW or _EVERY.search(key) or _NUMBERS.search(key)
     same = [i for _, i in held] == list(range(len(held))) and all(v == values[0] for v in values)
-    return not named or not any(values) or (same and config.get(key) == values[0])
+    return not _is_named(key) or not any(values) or (same and config.get(key) == values[0])

@@ -1,0 +1,56 @@
+"""Whether the arrays of several models make one model: shapes, and the one ``config.json`` that all of it runs with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ..transform import layer_entries
+
+BUFFER = re.compile(r"inv_freq$|masked_bias$|(?:^|\.)(?:attn|attention)\.bias$")
+"""Arrays that a model computes by itself and some writers store: frequencies and masks."""
+_HARD = re.compile(
+    r"^(hidden_size|n_embd|d_model|head_dim|(qk|v)_.*head_dim|(num|n)_(attention_|key_value_|kv_)?heads?(_kv)?)$"
+)
+_ELSE = re.compile(
+    r"^_|token|dropout|pdrop|^(output|return|use_cache|init|label|id2label|tie|auto|gradient|summary|loss|task)|vocab"
+    r"|_loss|dtype|version|architectures|quantization|_init|initializer|name|chunk_size|pretraining"
+)
+"""Entries of ``config.json`` without a part in what layers compute."""
+
+
+def entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of the computation of all layers alike."""
+    rope = config.get("rope_parameters")
+    plain = {k: v for k, v in config.items() if k != "rope_parameters"} | (rope if isinstance(rope, dict) else {})
+    return {k: v for k, v in plain.items() if not _ELSE.search(k) and not layer_entries.is_about_layers(k, config)}
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Entries of which two configurations say other things: (ours, theirs) by key."""
+    a, b = entries(ours), entries(theirs)
+    return {k: (a[k], b[k]) for k in a.keys() & b.keys() if a[k] != b[k]}
+
+
+def sizes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Whole numbers that differ, which tell why shapes do."""
+    return (
+        (k, (ours[k], theirs[k]))
+        for k in sorted(ours.keys() & theirs.keys())
+        if type(ours[k]) is type(theirs[k]) is int and ours[k] != theirs[k] and not k.endswith("_id")
+    )
+
+
+def told(found: Iterable[tuple[str, tuple[Any, Any]]]) -> str:
+    return ", ".join(f"{k} is {a!r:.60}, and there {b!r:.60}" for k, (a, b) in sorted(found))
+
+
+def of_widths(found: Mapping[str, tuple[Any, Any]]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Those without which a layer means nothing: widths and numbers of heads."""
+    return ((k, v) for k, v in found.items() if _HARD.match(k) and None not in v)
+
+
+def is_sized_by_layer(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration has sizes for each layer, which follow the layers."""
+    return any(layer_entries.is_for_each(k, config) and not isinstance(v[0], str) for k, v in config.items())

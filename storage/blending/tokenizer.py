@@ -1,0 +1,119 @@
+"""``tokenizer.json``: the tokens that it knows, and more of them in the way that its model takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+FILES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "spiece.model", "sentencepiece")
+"""Beginnings of the names of a tokenizer's documents."""
+_OLDER = ("added_tokens.json", "vocab", "merges", "tokenizer.model", "spiece.model", "sentencepiece")
+_RULES = ("normalizer", "pre_tokenizer")  # members that say which pieces a text may have
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The tokens of a model that have a row of its embeddings, those of them that were added, and how, and the tokens
+    without a row."""
+
+    said: Mapping[str, Any]
+    tokens: dict[str, int]
+    added: dict[str, dict[str, Any]]
+    beyond: frozenset[str]
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], size: int) -> Tokenizer:
+        vocab = said["model"].get("vocab", {})
+        tokens = dict(vocab) if isinstance(vocab, Mapping) else {t: i for i, (t, *_) in enumerate(vocab)}
+        added = {a["content"]: a for a in said.get("added_tokens") or ()}
+        tokens |= {t: a["id"] for t, a in added.items()}
+        kept = {t: i for t, i in sorted(tokens.items(), key=lambda item: item[1]) if i < size}
+        how = {t: {k: a[k] for k in PLAIN if k in a} for t, a in added.items() if t in kept}
+        return cls(said, kept, how, frozenset(tokens.keys() - kept.keys()))
+
+    @property
+    def kind(self) -> str:
+        """The type of the model, which older files do not name."""
+        model = self.said["model"]
+        shapes = {"merges": "BPE", "max_input_chars_per_word": "WordPiece", "unk_id": "Unigram"}
+        return model.get("type") or next((v for k, v in shapes.items() if k in model), "WordLevel")
+
+    @property
+    def end(self) -> int:
+        """The id of the next token."""
+        return max(self.tokens.values(), default=-1) + 1
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether libraries would give the next added token another id: they count tokens."""
+        vocab = len([t for t in self.tokens if t not in self.added or self._in_vocab(t)])
+        return max(vocab, *(self.tokens[t] + 1 for t in self.added), 0) != self.end
+
+    def _in_vocab(self, token: str) -> bool:
+        vocab = self.said["model"].get("vocab", {})
+        return token in vocab if isinstance(vocab, Mapping) else any(t == token for t, *_ in vocab)
+
+    def takes(self, other: Tokenizer) -> bool:
+        """Whether ordinary tokens of another one can join the vocabulary: it has no merges, and pieces mean the
+        same."""
+        if self.kind != other.kind or self.kind not in ("WordLevel", "WordPiece", "Unigram"):
+            return False
+        prefixes = [t.said["model"].get("continuing_subword_prefix") for t in (self, other)]
+        return prefixes[0] == prefixes[1] and (self.kind != "Unigram" or self.end == len(self.tokens))
+
+    def splits_as(self, other: Tokenizer) -> bool:
+        """Whether both make the same words of a text, of which their models make tokens."""
+        return all(self.said.get(k) == other.said.get(k) for k in _RULES)
+
+    def scores(self) -> dict[str, float]:
+        """The scores of the pieces of a Unigram model."""
+        vocab = self.said["model"].get("vocab")
+        return {} if isinstance(vocab, Mapping) else dict(vocab or ())
+
+    def extended(
+        self,
+        files: Mapping[str, bytes],
+        tokens: Mapping[str, int],
+        added: Mapping[str, Mapping[str, Any]],
+        scores: Mapping[str, float],
+    ) -> tuple[dict[str, bytes], list[str]]:
+        """(its documents with all ``tokens``, of which some were ``added``; notes). The others are in the vocabulary,
+        with ``scores``."""
+        out = dict(files)
+        told = json.loads(out["tokenizer.json"])
+        model = told["model"]
+        ordered = sorted(tokens.items(), key=lambda item: item[1])
+        if len(tokens) > len(self.tokens) + len(added):
+            # Tokens that were added are in the vocabulary too, so that libraries do not number them anew.
+            least = min(self.scores().values(), default=0.0)
+            by_score = isinstance(model["vocab"], list)
+            model["vocab"] = [[t, scores.get(t, least)] for t, _ in ordered] if by_score else dict(ordered)
+        elif self.beyond:
+            vocab = model["vocab"]
+            kept = [row for row in vocab if row[0] not in self.beyond] if isinstance(vocab, list) else None
+            model["vocab"] = kept or {t: i for t, i in vocab.items() if t not in self.beyond}
+        if self.beyond and "merges" in model:
+            model["merges"] = [m for m in model["merges"] if not self.beyond.intersection(_made_of(m))]
+        more = [{"id": tokens[t], "content": t, **how} for t, how in added.items()]
+        told["added_tokens"] = [a for a in told.get("added_tokens") or () if a["content"] not in self.beyond] + more
+        out["tokenizer.json"] = json.dumps(told, ensure_ascii=False, indent=2).encode()
+        if "tokenizer_config.json" in out:
+            said = json.loads(out["tokenizer_config.json"])
+            if (decoder := said.get("added_tokens_decoder")) is not None:
+                lost = {k for k, a in decoder.items() if a.get("content") in self.beyond}
+                new = {str(a["id"]): {k: v for k, v in a.items() if k != "id"} for a in more}
+                said["added_tokens_decoder"] = {k: v for k, v in decoder.items() if k not in lost} | new
+                out["tokenizer_config.json"] = json.dumps(said, ensure_ascii=False, indent=2).encode()
+        older = [n for n in out if n.startswith(_OLDER) and (model["vocab"] != self.said["model"].get("vocab"))]
+        for n in older:
+            del out[n]
+        return out, [f"{', '.join(older)}: left out, as they do not have the tokens of tokenizer.json"] if older else []
+
+
+def _made_of(merge: Any) -> Iterable[str]:
+    """The tokens of a merge: two, and the one that they become."""
+    pair = merge.split(" ") if isinstance(merge, str) else merge
+    return (*pair, "".join(pair))

@@ -1,0 +1,204 @@
+"""`config.json` beside arrays: the names of embeddings and of layers, and entries that follow arrays that change."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
+from ...arrays.core.formatting import some
+from ..format.documents import Documents, edited
+from . import layer_entries
+
+TABLES = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "tokens_embed.weight",
+    "shared.weight",
+)
+"""Ends of the names of embeddings."""
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the names of heads, which a model may tie to its embedding and not store."""
+LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
+"""The number of the layer in the name of an array."""
+_ELSE = re.compile(r"vision|visual|audio|speech|encoder|mtp")  # in names of stacks that are not the layers of text
+_SIZES = re.compile(r"size|dim|width|position|channels|labels|experts|n_embd|n_inner|n_ctx")  # names of such entries
+
+Order = Sequence[tuple[dict[str, Any], int]]  # the configuration that describes each layer, and its number there
+
+
+def is_embedding(name: str) -> bool:
+    """Whether an array has a row for each token.
+
+    >>> [is_embedding(n) for n in ("wte.weight", "lm_head.bias", "h.0.shared.weight", "wpe.weight")]
+    [True, True, False, False]
+    """
+    return name.endswith((*TABLES, *HEADS, "lm_head.bias")) and LAYER.search(name) is None
+
+
+def stands_for(head: str, names: Iterable[str]) -> str | None:
+    """The embedding that stands for a head that is not stored, as it is the same.
+
+    >>> stands_for("lm_head.weight", ["model.norm.weight", "model.embed_tokens.weight"])
+    'model.embed_tokens.weight'
+    """
+    if not head.endswith(HEADS):
+        return None
+    # T5, whose embedding is called shared, scales what goes into a head that is tied.
+    return next((n for n in names if n.endswith(TABLES[:-1]) and is_embedding(n)), None)
+
+
+def config_of(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of a Hugging Face model; nothing where there is none, or no JSON object."""
+    config = documents.get("config.json")
+    return config if isinstance(config, dict) else {}
+
+
+def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The documents of tensors made from others, with what of ``config.json`` follows from their shapes and names.
+
+    ``after`` are made of the objects in ``before``. Entries that cannot follow are notes of the documents.
+    """
+    alike = before.keys() == after.keys() and all(before[n] is after[n] for n in before)
+    if alike or not isinstance(documents, Documents) or "config.json" not in list(documents):
+        return documents
+    try:
+        config, notes = following(documents.raw("config.json"), before, after)
+    except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
+        return documents
+    return documents.edited("config.json", lambda _: config, notes)
+
+
+def following(
+    config: bytes, before: Mapping[str, Any], after: Mapping[str, Any], order: Order | None = None
+) -> tuple[bytes, list[str]]:
+    """(``config.json`` for tensors made from others, notes). ``order`` is that of all layers, where it is known."""
+    notes: list[str] = []
+
+    def change(told: dict[str, Any]) -> dict[str, Any]:
+        out = copy.deepcopy(told)
+        inner = layer_entries.inner(out)
+        notes.extend(_layers(inner, before, after, order))
+        notes.extend(_vocabulary(inner, before, after))
+        notes.extend(_sizes(layer_entries.inner(told), before, after))
+        return out
+
+    return edited(config, change), notes
+
+
+def untrue(config: bytes, arrays: Mapping[str, Any]) -> list[str]:
+    """Notes of sizes in a configuration of other weights that these arrays do not have."""
+    rows, notes = _rows(arrays), list[str]()
+    layers = max((len(numbers) for numbers in _stacks(arrays).values()), default=0)
+
+    def look(told: dict[str, Any]) -> dict[str, Any]:
+        inner = layer_entries.inner(told)
+        size, count = inner.get("vocab_size"), _count(inner)
+        if rows and type(size) is int and size not in rows:
+            has = some(rows, 3)
+            notes.append(f"config.json: vocab_size is {size}, and the embeddings here have {has} rows")
+        if count is not None and inner[count] > layers > 0:
+            notes.append(f"config.json: {count} is {inner[count]}, and there are {layers} layers here")
+        return told
+
+    edited(config, look)
+    return notes
+
+
+def _count(inner: Mapping[str, Any]) -> str | None:
+    return next((k for k in layer_entries.COUNTS if type(inner.get(k)) is int), None)
+
+
+def _stacks(names: Iterable[str]) -> dict[str, set[int]]:
+    """The numbers of the layers of each stack, by what stands before them."""
+    out: dict[str, set[int]] = {}
+    for n in names:
+        if found := LAYER.search(n):
+            out.setdefault(n[: found.start()], set()).add(int(found[1]))
+    return out
+
+
+def _rows(arrays: Mapping[str, Any]) -> list[int]:
+    return sorted({int(t.shape[0]) for n, t in arrays.items() if is_embedding(n) and t.shape})
+
+
+def _origins(tensor: Any, known: Mapping[int, str]) -> set[str]:
+    """Names of the known tensors that a tensor is made of."""
+    if tensor is None or id(tensor) in known:
+        return {known[id(tensor)]} if tensor is not None else set()
+    return set().union(*(_origins(t, known) for t in tensor.sources())) if hasattr(tensor, "sources") else set()
+
+
+def _layers(
+    inner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], order: Order | None
+) -> list[str]:
+    count, stacks = _count(inner), _stacks(before)
+    if count is None or not stacks:
+        return []
+    fits = [s for s, numbers in stacks.items() if numbers == set(range(inner[count]))]
+    plain = ([s for s in fits if not _ELSE.search(s)] or fits) if not inner.get("is_encoder_decoder") else []
+    now = _stacks(after)
+    if order is None and len(plain) != 1:
+        same = sorted(map(sorted, now.values())) == sorted(map(sorted, stacks.values()))
+        return [] if same else [f"config.json: see whether its numbers of layers ({count} {inner[count]}) are right"]
+    made: dict[int, set[int]] = {j: set() for numbers in now.values() for j in numbers}
+    towers = [s for s in sorted(now.keys() & stacks.keys()) if order is None and s != plain[0] and now[s] != stacks[s]]
+    notes = [f"config.json: see whether it says how many layers there are of {s!r}, which were more" for s in towers]
+    if order is None:
+        made, stack, known = {}, plain[0], {id(t): n for n, t in before.items()}
+        for n, t in after.items():
+            origins = _origins(t, known) or {n}
+            of_stack = [o for o in origins if o in before and o.startswith(stack)]
+            if numbers := [int(m[1]) for o in of_stack if (m := LAYER.match(o, len(stack)))]:
+                found = LAYER.search(n)
+                made.setdefault(int(found[1]) if found else -1, set()).update(numbers)
+        if -1 in made:  # layers joined in one array are of another library, which has other documents
+            return notes
+    if sorted(made) != list(range(len(made))) or not made:
+        left = f"layers {some(sorted(made), 6)}, which key rules may number 0, 1, …" if made else "no layers"
+        return [*notes, f"config.json: still says {count} {inner[count]}, and there are {left}"]
+    if order is None and all(len(numbers) == 1 for numbers in made.values()):
+        order = [(dict(inner), next(iter(made[j]))) for j in range(len(made))]
+        if [i for _, i in order] == list(range(inner[count])):
+            return notes
+    if order is not None:
+        notes += layer_entries.renumber(inner, [order[j] for j in range(len(made))])
+    elif len(made) != inner[count]:
+        notes += ["config.json: layers are made of several others, and entries about each layer are as they were"]
+    inner |= dict.fromkeys([k for k in layer_entries.COUNTS if inner.get(k) == inner[count]], len(made))
+    return notes
+
+
+def _vocabulary(inner: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    rows, now = _rows(before), _rows(after)
+    if rows == now or not now or type(size := inner.get("vocab_size")) is not int:
+        return []
+    if len(now) == 1 and size in rows:
+        inner["vocab_size"] = now[0]
+        return []
+    return [
+        f"config.json: see whether vocab_size {size} is right: the embeddings had {some(map(str, rows), 3)} rows, and "
+        f"have {some(map(str, now), 3)}"
+    ]
+
+
+def _sizes(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Notes of entries that had the length of an array whose length is another now."""
+    found: dict[str, list[str]] = {}
+    for n in before.keys() & after.keys():
+        old, new = tuple(before[n].shape), tuple(after[n].shape)
+        if is_embedding(n) and old[1:] == new[1:]:
+            continue
+        if gone := Counter(old) - Counter(new) if sorted(old) != sorted(new) and len(old) == len(new) else None:
+            for key, value in inner.items():
+                if type(value) is int and value in gone and _SIZES.search(key):
+                    found.setdefault(f"{key} is {value}", []).append(f"{n} {new}")
+    return [
+        f"config.json: {said}, and arrays here have other lengths: {some(sorted(held), 3)}"
+        for said, held in found.items()
+    ]

@@ -1,0 +1,136 @@
+"""`config.json` follows layers and tokens that rules, selections and virtual checkpoints change; notes say the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshtape as mt
+from meshtape.errors import CorruptCheckpoint
+from meshtape.storage import merge, open_checkpoint, reshard, save, save_safetensors, virtual
+
+LAYERS = 4
+PAD = "model.embed_tokens.weight -> model.embed_tokens.weight, pad(axis=0, size=16)"
+HEAD = "lm_head.weight -> lm_head.weight, pad(axis=0, size=16)"
+WITHOUT_SECOND = "\n".join(
+    ["model.layers.1.{r*} -> _", *(f"model.layers.{i}.{{r*}} -> model.layers.{i - 1}.{{r}}" for i in (2, 3))]
+)
+CONFIG = {
+    "num_hidden_layers": LAYERS,
+    "vocab_size": 10,
+    "hidden_size": 6,
+    "layer_types": ["a", "b", "c", "d"],
+    "first_k_dense_replace": 2,
+    "max_position_embeddings": 12,
+}
+
+
+def made(where: Path, config: dict[str, Any] = CONFIG, **more: Any) -> str:
+    """A model of layers of 6, with embeddings of 10 tokens, and positions."""
+    where.mkdir()
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens.weight": (10, 6), "model.wpe.weight": (12, 6)}
+    shapes |= {f"model.layers.{i}.mlp.weight": (8, 6) for i in range(LAYERS)}
+    shapes |= {"lm_head.weight": (10, 6)} | more
+    save_safetensors(where / "model.safetensors", {n: rng.normal(size=s).astype("f4") for n, s in shapes.items()})
+    (where / "config.json").write_text(json.dumps(config))
+    return str(where)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    # name: options of merge, what of the configuration is another, beginnings of notes
+    "nothing": ({}, {}, []),
+    "a dtype": ({"dtype": "float16"}, {}, []),
+    "other names": ({"rules": "model.{r*} -> base.{r}"}, {}, []),
+    "a vocabulary": ({"rules": f"{PAD}\n{HEAD}"}, {"vocab_size": 16}, []),
+    "half of a vocabulary": ({"rules": PAD}, {}, ["see whether vocab_size 10"]),
+    "no head": ({"rules": PAD, "drop": "lm_head.*"}, {"vocab_size": 16}, []),
+    "the last layer": (
+        {"drop": "model.layers.3.*"},
+        {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]},
+        [],
+    ),
+    "a layer within": (
+        {"rules": WITHOUT_SECOND},
+        {"num_hidden_layers": 3, "layer_types": ["a", "c", "d"], "first_k_dense_replace": 1},
+        [],
+    ),
+    "another order": (
+        {"rules": "model.layers.0.{r*} -> model.layers.3.{r}\nmodel.layers.3.{r*} -> model.layers.0.{r}"},
+        {"layer_types": ["d", "b", "c", "a"]},
+        ["'first_k_dense_replace' speaks of layers"],
+    ),
+    "a gap": ({"drop": "model.layers.1.*"}, {}, ["still says num_hidden_layers 4, and there are layers 0, 2, 3"]),
+    "no layers": ({"keys": "model.embed*"}, {}, ["still says num_hidden_layers 4, and there are no layers"]),
+    "stacked layers": ({"rules": "model.layers.{i}.mlp.weight -> mlp, concat(axis=0)"}, {}, []),
+    "positions": (
+        {"rules": "model.wpe.weight -> model.wpe.weight, slice(axis=0, start=0, stop=8)"},
+        {},
+        ["max_position_embeddings is 12, and arrays here have other lengths: model.wpe.weight (8, 6)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("inner", [False, True])
+def test_the_configuration_follows_layers_and_tokens(tmp_path: Path, name: str, inner: bool) -> None:
+    options, changed, notes = CASES[name]
+    src = made(tmp_path / "model", {"text_config": CONFIG} if inner else CONFIG)
+    report = merge(src, tmp_path / "out", **options)
+    told = open_checkpoint(report.path).documents["config.json"]
+    assert (told["text_config"] if inner else told) == CONFIG | changed
+    assert len(report.notes) == len(notes)
+    assert all(n.startswith(f"config.json: {start}") for n, start in zip(report.notes, notes, strict=True))
+    if changed and "drop" not in options:  # a virtual checkpoint has it too, and what is written from its document
+        where = virtual.write(tmp_path / "v.json", virtual.with_rules(src, options["rules"]))
+        assert open_checkpoint(where).documents["config.json"] == told
+        again = reshard(where, tmp_path / "again")
+        assert (open_checkpoint(again.path).documents["config.json"], again.notes) == (told, report.notes)
+
+
+def test_rows_of_a_virtual_checkpoint_are_in_its_configuration(tmp_path: Path) -> None:
+    part = virtual.rows(made(tmp_path / "model"), {"*embed*": (0, 7), "lm_head.weight": (0, 7), "*wpe*": (0, 5)})
+    assert part.documents["config.json"] == CONFIG | {"vocab_size": 7}
+    report = merge(virtual.cast(part, "bfloat16"), tmp_path / "out")
+    assert open_checkpoint(report.path).documents["config.json"]["vocab_size"] == 7
+    assert ["max_position_embeddings" in n for n in report.notes] == [True]
+
+
+def test_towers_and_sizes_that_were_untrue_before_are_left_alone(tmp_path: Path) -> None:
+    tower = {f"vision.blocks.{i}.w": (2,) for i in range(LAYERS)}
+    src = made(tmp_path / "towers", **tower)
+    notes = merge(src, tmp_path / "a", drop="vision.blocks.3.*").notes  # its number of layers stands elsewhere
+    assert ["'vision.blocks.'" in n for n in notes] == [True]
+    told = open_checkpoint(merge(src, tmp_path / "b", drop="model.layers.3.*").path).documents["config.json"]
+    assert told["num_hidden_layers"] == 3
+    further = made(
+        tmp_path / "further", CONFIG | {"num_hidden_layers": 3, "vocab_size": 9}
+    )  # as those that predict more
+    assert merge(further, tmp_path / "c").notes == []
+    report = merge(further, tmp_path / "d", drop="model.layers.3.*", rules=f"{PAD}\n{HEAD}")
+    assert ["layers" in n or "vocab_size 9" in n for n in report.notes] == [True, True]
+    both = made(tmp_path / "both", CONFIG | {"is_encoder_decoder": True})
+    assert ["numbers of layers" in n for n in merge(both, tmp_path / "e", drop="model.layers.3.*").notes] == [True]
+
+
+def test_a_damaged_configuration_costs_no_arrays(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"embed_tokens.weight": np.ones((4, 2))}, documents={"config": {"vocab_size": 4}})
+    with (tmp_path / "c" / "config.json").open("a") as f:
+        f.write(" ")
+    part = virtual.rows(tmp_path / "c", {"*": (0, 2)})
+    assert part["embed_tokens.weight"].read().shape == (2, 2)
+    with pytest.raises(CorruptCheckpoint, match=r"config\.json"):
+        part.documents["config.json"]
+
+
+def test_a_configuration_that_is_given_is_compared_with_the_arrays(tmp_path: Path) -> None:
+    src = made(tmp_path / "model")
+    given = {"config": CONFIG | {"vocab_size": 11, "num_hidden_layers": 5}}
+    report = mt.merge(src, tmp_path / "out", documents=given)
+    assert open_checkpoint(report.path).documents["config.json"] == given["config"]
+    assert [n.split()[1] for n in report.notes] == ["vocab_size", "num_hidden_layers"]
+    assert mt.merge(src, tmp_path / "true", documents={"config": CONFIG}).notes == []

@@ -1,0 +1,181 @@
+"""Vocabularies that are joined, read by the library that uses them: a text has the ids whose rows the embeddings have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshtape.errors import CheckpointError
+from meshtape.storage import blend, open_checkpoint, save_safetensors
+
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXTS = {"A": ["the cat sat on the mat", "a cat and a dog"], "B": ["the fish swims in water", "a fish and a cat swim"]}
+SPECIAL = {"A": ["<unk>", "<pad>"], "B": ["<unk>", "<eot>"]}
+
+
+def _word_level(words: list[str], special: list[str]) -> Any:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(special)
+    return made
+
+
+def _word_piece(words: list[str], special: list[str]) -> Any:
+    letters = sorted({c for w in words for c in w})
+    pieces = [*special, *letters, *(f"##{c}" for c in letters), *(w for w in words if len(w) > 2)]
+    vocab = {p: i for i, p in enumerate(dict.fromkeys(pieces))}
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(special)
+    return made
+
+
+def _unigram(words: list[str], special: list[str]) -> Any:
+    letters = sorted({c for w in words for c in w} | {"▁"})
+    rows = [(s, 0.0) for s in special] + [(c, -8.0) for c in letters] + [(f"▁{w}", -3.0) for w in words]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(rows, unk_id=0))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.add_special_tokens(special)
+    return made
+
+
+def _bpe(words: list[str], special: list[str]) -> Any:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    made.train_from_iterator(words * 3, trainer)
+    return made
+
+
+KINDS = {"WordLevel": _word_level, "WordPiece": _word_piece, "Unigram": _unigram, "BPE": _bpe}
+
+
+def model(where: Path, kind: str, spare: int = 0) -> tuple[str, Any]:
+    """A model whose row for each token is (number of the model, its id), with spare rows; and its tokenizer."""
+    words = list(dict.fromkeys(" ".join(TEXTS[where.name]).split()))
+    made = KINDS[kind](words, SPECIAL[where.name])
+    where.mkdir()
+    made.save(str(where / "tokenizer.json"))
+    (where / "vocab.txt").write_text("older")
+    n = max(made.get_vocab().values()) + 1 + spare
+    (where / "config.json").write_text(json.dumps({"vocab_size": n}))
+    table = np.stack([np.full(n, "AB".index(where.name)), np.arange(n)], 1).astype(np.float32)
+    save_safetensors(where / "model.safetensors", {"model.embed_tokens.weight": table})
+    return str(where), made
+
+
+def joined(
+    a: str, b: str, out: Path, weights: tuple[float, float] = (1, 0), **more: Any
+) -> tuple[Any, np.ndarray, Any]:
+    """(the tokenizer of the result, its rows, the report). The first model alone counts, as far as it has a token."""
+    models = [{"model": m, "parameters": {"weight": w}} for m, w in zip((a, b), weights, strict=True)]
+    report = blend({"merge_method": "linear", "models": models, "tokenizer_source": "union"} | more, out)
+    rows = open_checkpoint(out)["model.embed_tokens.weight"].read()
+    return tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")), rows, report
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_has_the_ids_of_its_rows(tmp_path: Path, kind: str, spare: int) -> None:
+    (a, first), (b, second) = (model(tmp_path / n, kind, spare) for n in "AB")
+    made, rows, report = joined(a, b, tmp_path / "out")
+    vocab = made.get_vocab()
+    assert (
+        sorted(vocab.values())
+        == list(range(len(rows)))
+        == list(range(open_checkpoint(tmp_path / "out").documents["config"]["vocab_size"]))
+    )
+    assert set(vocab) == {*first.get_vocab(), *second.get_vocab()}
+    for token, i in vocab.items():
+        of_first = first.token_to_id(token)
+        assert rows[i].tolist() == ([0, of_first] if of_first is not None else [1, second.token_to_id(token)]), token
+        assert of_first in (None, i)
+    for text in (*TEXTS["A"], *TEXTS["B"], "fish<eot>the mat<pad>"):
+        found = made.encode(text)
+        assert [vocab[t] for t in found.tokens] == found.ids
+        if "<" in text:
+            assert {vocab["<eot>"], vocab["<pad>"]} <= set(found.ids)
+        elif kind == "WordLevel":
+            assert found.tokens == text.split()
+        elif kind in ("WordPiece", "Unigram"):  # each has its words whole, and these are the best pieces
+            assert [t.lstrip("▁") for t in found.tokens if len(t.lstrip("▁#")) > 2] == [
+                w for w in text.split() if len(w) > 2
+            ]
+    ordinary = {t for t in second.get_vocab() if t not in first.get_vocab() and "<" not in t}
+    added = {t.content for t in made.get_added_tokens_decoder().values() if not t.special}
+    assert added == (ordinary if kind == "BPE" else set())
+    told = " ".join(report.notes)
+    assert (f"{len(ordinary)} ordinary tokens became added tokens of {a}, as its merges cannot be joined" in told) == (
+        kind == "BPE"
+    )
+    assert (f"{len(ordinary)} tokens joined the vocabulary of {a}" in told) == (kind != "BPE")
+    assert ("vocab.txt" in open_checkpoint(tmp_path / "out").documents) == (kind == "BPE")
+
+
+def test_added_pieces_come_before_merges(tmp_path: Path) -> None:
+    """As the note says: they are found within words, where the base makes other tokens; the rest is split as before."""
+    (a, first), (b, _) = (model(tmp_path / n, "BPE") for n in "AB")
+    made, _, _ = joined(a, b, tmp_path / "out")
+    assert made.encode("the mat").tokens == first.encode("the mat").tokens
+    assert "fish" in made.encode("catfish").tokens
+    alone = blend(
+        {
+            "merge_method": "linear",
+            "models": [{"model": m, "parameters": {"weight": 1}} for m in (a, b)],
+            "tokenizer_source": "base",
+        },
+        tmp_path / "base",
+    )
+    assert not any("tokens" in n for n in alone.notes)
+    assert tokenizers.Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json")).get_vocab() == first.get_vocab()
+
+
+def test_tokens_of_another_kind_are_added_and_told(tmp_path: Path) -> None:
+    (a, _), (b, second) = model(tmp_path / "A", "WordPiece"), model(tmp_path / "B", "BPE")
+    made, rows, report = joined(a, b, tmp_path / "out")
+    assert all(
+        rows[made.token_to_id(t)].tolist() == [1, i] for t, i in second.get_vocab().items() if t in ("<eot>", "fish")
+    )
+    assert any("tokens of BPE are none of WordPiece" in n for n in report.notes)
+
+
+@pytest.mark.parametrize("kind", ["BPE", "WordLevel", "Unigram"])
+def test_tokens_without_rows_go(tmp_path: Path, kind: str) -> None:
+    (a, first), (b, _) = (model(tmp_path / n, kind) for n in "AB")
+    table = open_checkpoint(a)["model.embed_tokens.weight"].read()
+    save_safetensors(tmp_path / "A" / "model.safetensors", {"model.embed_tokens.weight": table[:-2]}, overwrite=True)
+    lost = {t for t, i in first.get_vocab().items() if i >= len(table) - 2}
+    made, rows, report = joined(a, b, tmp_path / "out")
+    assert not lost & (set(made.get_vocab()) - set(tokenizers.Tokenizer.from_file(f"{b}/tokenizer.json").get_vocab()))
+    assert sorted(made.get_vocab().values()) == list(range(len(rows)))
+    assert max(made.encode(" ".join(TEXTS["A"])).ids) < len(rows)
+    assert any("without " in n and "has no rows" in n for n in report.notes)
+
+
+def test_ids_without_tokens(tmp_path: Path) -> None:
+    """Libraries number added tokens by counting: gaps are filled where tokens join a vocabulary, else refused."""
+    for kind in ("WordLevel", "BPE"):
+        home = tmp_path / kind
+        home.mkdir()
+        (a, _), (b, _) = (model(home / n, kind) for n in "AB")
+        file = home / "A" / "tokenizer.json"
+        told = json.loads(file.read_text())
+        last = max(told["model"]["vocab"], key=told["model"]["vocab"].get)
+        highest = max([*told["model"]["vocab"].values(), *(t["id"] for t in told["added_tokens"])])
+        told["model"]["vocab"][last] = highest + 5
+        file.write_text(json.dumps(told))
+        table = np.zeros((highest + 6, 2), np.float32)
+        save_safetensors(home / "A" / "model.safetensors", {"model.embed_tokens.weight": table}, overwrite=True)
+        if kind == "BPE":
+            with pytest.raises(CheckpointError, match="ids without tokens"):
+                joined(a, b, home / "out")
+        else:
+            made, rows, _ = joined(a, b, home / "out", (0, 1))
+            assert made.token_to_id(last) == highest + 5
+            assert made.token_to_id("fish") > highest + 5
+            assert len(rows) == max(made.get_vocab().values()) + 1
