@@ -484,6 +484,7 @@ CONVOLUTIONS: Any = (
 def convolutions(_: str) -> dict[str, Any]:
     """Convolutions by cuDNN: where values differ from the CPU's, and what the library was asked for."""
     from meshtape.arrays.kernels import cudnn
+    from meshtape.info import collect
 
     rng, fake, out = np.random.default_rng(0), FAKE.convolutions, {"differences": [], "calls": 0}
     near = {2: 2e-2, 4: 1e-5, 8: 1e-12}
@@ -558,6 +559,7 @@ def convolutions(_: str) -> dict[str, Any]:
         out["asked"]["complex"] = asked(lambda: [fn() for fn in complex_.values()])
         out["layouts"] = [[n // 4 for n in fn()._buf.strides] for fn in last.values()]
         out["more"] = _derivatives_of_convolutions(hosts, case[2:])
+        out["info"] = collect()["cuda_libraries"]
         out |= _without_cudnn(cudnn, calls, on_cpu)
     return out | {"failures": FAKE.libraries.failures}
 
@@ -592,12 +594,15 @@ def _derivatives_of_convolutions(hosts: list[np.ndarray], numbers: Any) -> dict[
 
 def _without_cudnn(cudnn: Any, calls: Mapping[str, Any], on_cpu: Mapping[str, Any]) -> dict[str, Any]:
     """Where the library is absent, refuses, or fails: the values of the other way, or the words of the error."""
+    from meshtape.info import collect
+
     fake, library, out = FAKE.convolutions, cudnn.library, {}
 
     def near() -> bool:
         return all(np.allclose(fn().numpy(), on_cpu[n]().numpy(), 1e-5, 1e-5) for n, fn in calls.items())
 
     cudnn.library = lambda: None
+    out["told"] = collect()["cuda_libraries"]["cuDNN"]
     fake.taken.clear()
     out["absent"] = near() and len(fake.taken)
     cudnn.library = library

@@ -269,6 +269,7 @@ def test_convolutions_are_those_of_the_cpu(sweep: Sweep, request: pytest.Fixture
         }
     )
     assert [strides[1] for strides in found["layouts"]] == [1, 1, 1]  # as the operands
+    assert found["info"] == {"cuBLASLt": "13.2.0", "cuDNN": "9.28.1"}
     assert found["more"] == {"eager": True, "graph": [True, True], "counts": [1, 0]}
 
 
@@ -276,6 +277,7 @@ def test_convolutions_without_cudnn_are_the_same(sweep: Sweep, request: pytest.F
     cache = getattr(request.config, "cache", None)
     found = sweep("convolutions", str(tmp_path if cache is None else cache.mkdir("values")))
     assert found["absent"] == 0  # calls of the library
+    assert found["told"] is None
     assert (found["refused"], found["refused in the call"]) == (2, 2)  # the two adjoints
     assert found["fails to ask"].startswith("BackendError: [conv] cudnnGetConvolutionForwardAlgorithm_v7 failed with")
     assert found["fails"].startswith("BackendError: [conv] cudnnConvolutionForward failed with status 5000 (an error")
