@@ -36,9 +36,8 @@ DATA_TYPES = {
     np.dtype(bfloat16): 9,  # CUDNN_DATA_BFLOAT16
 }
 NCHW, NHWC = 0, 1  # CUDNN_TENSOR_…
-CROSS_CORRELATION = 1
+CROSS_CORRELATION, DETERMINISTIC = 1, 1  # CUDNN_…
 DEFAULT_MATH, TENSOR_OP_MATH, ALLOW_CONVERSION, FMA_MATH = 0, 1, 2, 3  # CUDNN_…; the third makes float16 of float32
-DETERMINISTIC = 1
 
 WORKSPACE = 1 << 30
 """Bytes that an algorithm may take beside: a copy of the operands in the order of its kernels, say."""
