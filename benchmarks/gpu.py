@@ -17,9 +17,9 @@ FILE`` writes all of it as JSON, ``--tiny`` takes shapes of a few elements, whic
 nothing. The status is 1 where a row of ours or a check of the clock failed.
 
 Targets (H200): 90 % of the copy for rows of 1024 and more, forward, and 80 % backward; never slower than PyTorch; the
-deterministic gradient of an embedding within twice the atomic one; products 95 % of PyTorch's speed; no more than 2
-microseconds over CuPy for an op on eight elements; a step of a hundred small ops as a CUDA graph five times faster than
-eager.
+deterministic gradient of an embedding within twice the atomic one; products and convolutions 95 % of PyTorch's speed;
+no more than 2 microseconds over CuPy for an op on eight elements; a step of a hundred small ops as a CUDA graph five
+times faster than eager.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ SHAPES = (
 )
 DTYPES = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16))
 IMAGES = ((64, 256, 28, 28), (32, 64, 112, 112))
+CONVOLUTIONS = (
+    ((64, 64, 56, 56), (64, 64, 3, 3), 1),
+    ((64, 256, 56, 56), (64, 256, 1, 1), 1),
+    ((64, 3, 224, 224), (64, 3, 7, 7), 2),
+    ((64, 256, 14, 14), (256, 256, 3, 3), 1),
+    ((64, 512, 28, 28), (1024, 512, 1, 1), 2),
+)
+"""Images, kernels and strides of layers of a ResNet-50."""
 EPS = 1e-5
 BACKWARD = 0.8
 """Share of the copy that backward passes are to reach."""
@@ -698,6 +706,44 @@ def product_rows(m: Maker, t: Torch | None, jax: Any, side: int, d: np.dtype) ->
         )
 
 
+def convolution_rows(
+    m: Maker, t: Torch | None, image: tuple[int, ...], kernel: tuple[int, ...], stride: int, d: np.dtype, last: bool
+) -> Iterator[Row]:
+    """A convolution of images (N, channels, height, width), and the same with both gradients; channels last in memory
+    or not. PyTorch is the measure."""
+    (n, _, *size), (o, _, *window) = image, kernel
+    padding, moved = window[0] // 2, (0, 3, 1, 2)
+    out = (n, o, *(-(-s // stride) for s in size))
+    own = [(s[0], *s[2:], s[1]) if last else s for s in (image, kernel, out)]
+    x, w, g = (int(np.prod(s)) * d.itemsize for s in own)
+    label = f"{'NHWC' if last else 'NCHW'} {' x '.join(map(str, image))} by {o} of {window[0]} x {window[1]}"
+    label += f", stride {stride}, {d.name}"
+
+    def made(count: int) -> Callable[[], tuple[Any, ...]]:
+        return lambda: tuple(m.normal(s, d) for s in own[:count])
+
+    def ours(x: Any, w: Any) -> Any:
+        x, w = (mt.permute_dims(a, moved) if last else a for a in (x, w))
+        return mt.nn.conv2d(x, w, stride=stride, padding=padding)
+
+    def step(x: Any, w: Any, g: Any) -> Any:
+        y, pull = mt.vjp(ours, x, w)
+        return y, *pull(mt.permute_dims(g, moved) if last else g)
+
+    def theirs(x: Any, w: Any) -> Any:
+        x, w = (a.permute(moved) if last else a for a in (x, w))
+        return t.torch.nn.functional.conv2d(x, w, stride=stride, padding=padding)
+
+    def their_step(x: Any, w: Any, g: Any) -> Any:
+        x, w = (a.detach().requires_grad_() for a in (x, w))
+        y = theirs(x, w)
+        return y, *t.torch.autograd.grad(y, (x, w), g.permute(moved) if last else g)
+
+    eager, both = ({}, {}) if t is None else ({"torch": t.wrap(theirs)}, {"torch": t.wrap(their_step)})
+    yield Row(f"convolution, {label}", x + w + g, made(2), of_arrays(ours), eager, None, 1 / 0.95)
+    yield Row(f"convolution, both ways, {label}", 3 * (x + w + g), made(3), of_arrays(step), both, None, 1 / 0.95)
+
+
 def attention_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], d: np.dtype) -> Iterator[Row]:
     """Causal attention and its gradient: PyTorch's fused one is the measure."""
     size, label = int(np.prod(shape)) * d.itemsize, f"{' x '.join(map(str, shape))} {d.name}"
@@ -782,15 +828,21 @@ def all_rows(m: Maker, t: Torch | None, jax: Any, quick: bool, tiny: bool = Fals
     """Every row of the table, those with targets first: what a budget drops is what comes last."""
     dtypes = DTYPES[:2] if quick else DTYPES
     shapes, images = (SHAPES[:1], IMAGES[:1]) if quick else (SHAPES, IMAGES)
+    convolutions = CONVOLUTIONS[:2] if quick else CONVOLUTIONS
     n, side, attention, table = 1 << 26, 8192, (1, 16, 16384, 128), (100_000, 50_000, 256)
     if tiny:
         shapes, images, n, side, attention, table = ((5, 40),), ((2, 4, 3, 3),), 1024, 64, (1, 2, 16, 8), (70, 80, 8)
+        convolutions = (((2, 4, 5, 5), (4, 4, 3, 3), 1),)
     for d in dtypes:
         for shape in shapes:
             yield from guarded(row_norm_rows, m, t, jax, shape, d)
             yield from guarded(softmax_rows, m, t, jax, shape, d)
     yield from guarded(product_rows, m, t, jax, side, DTYPES[1])
     yield from guarded(attention_rows, m, t, attention, DTYPES[1])
+    for d in DTYPES[1:2] if quick else DTYPES[1:]:
+        for layer in convolutions:
+            for last in (True, False):
+                yield from guarded(convolution_rows, m, t, *layer, d, last)
     yield from guarded(optimizer_rows, m, t, 4 if tiny else 64, n // 64)
     for d in dtypes:
         yield from guarded(elementwise_rows, m, t, jax, n, d)

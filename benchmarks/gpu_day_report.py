@@ -35,9 +35,11 @@ def config() -> int:
     import cupy
 
     import meshtape as mt
+    from meshtape.info import collect
 
     print(f"meshtape is {mt.__file__}")
     cupy.show_config()
+    print(collect()["cuda_libraries"])
     x = mt.ones((3, 3), device="cuda:0")
     print(f"ones + ones on {x.device}: {(x + x).tolist()}")
     return 0 if (x + x).tolist() == [[2.0] * 3] * 3 else 1

@@ -22,6 +22,12 @@ _PARTS = (
     ("matplotlib", "plots in the notebooks", "pip install 'meshtape[notebooks]'"),
 )
 
+_WITHOUT = {
+    "cuBLASLt": "products are CuPy's own (pip install 'meshtape[cuda13]' or cuda12)",
+    "cuDNN": "convolutions are products of patches (pip install nvidia-cudnn-cu13 or nvidia-cudnn-cu12)",
+}
+"""Ways to go where a library is missing."""
+
 
 def _version(package: str) -> str | None:
     names = ("cupy-cuda13x", "cupy-cuda12x", "cupy") if package == "cupy" else (package,)
@@ -31,6 +37,18 @@ def _version(package: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def _libraries() -> dict[str, str | None]:
+    """Versions of the CUDA libraries for products and convolutions; None where one is missing."""
+    from .arrays.backends import cublaslt
+    from .arrays.kernels import cudnn
+
+    found = {}
+    for name, functions in (("cuBLASLt", cublaslt.library()), ("cuDNN", cudnn.library())):
+        n = functions and functions["GetVersion"]()
+        found[name] = n and f"{n // 10_000}.{n // 100 % 100}.{n % 100}"
+    return found
 
 
 def collect() -> dict[str, Any]:
@@ -52,6 +70,7 @@ def collect() -> dict[str, Any]:
         "native_kernels": AVAILABLE,
         "devices": [str(d) for d in mt.devices()],
         "cuda": cuda,
+        "cuda_libraries": _libraries() if cuda == "ready" else {},
         "packages": [
             {"name": name, "version": _version(name), "for": purpose, "get": get} for name, purpose, get in _PARTS
         ],
@@ -71,4 +90,6 @@ def show(console: Any) -> None:
     without = "no, the same in NumPy (an install with a C compiler at hand builds them)"
     text = f"Python {facts['python']}\nnative kernels: {'yes' if facts['native_kernels'] else without}\n"
     text += f"devices: {', '.join(facts['devices'])}"
+    for name, version in facts["cuda_libraries"].items():
+        text += f"\n{name}: {version or f'missing, {_WITHOUT[name]}'}"
     write_text(text if facts["cuda"] == "ready" else f"{text}\nCUDA: {facts['cuda']}", console)

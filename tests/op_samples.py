@@ -587,10 +587,11 @@ WIDE: Rows = {
 
 # ----- networks -------------------------------------------------------------------------------------------------------
 
-ONCE = {"stride": (2,), "dilation": (1,), "groups": 1}
-PLAIN = {"stride": (1,), "dilation": (1,), "groups": 1}
-TWICE = {"stride": (1, 2), "dilation": (2, 1), "groups": 2}
-EACH = {"stride": (1,), "dilation": (1,), "groups": 5}  # a kernel of its own for each channel
+ONCE = {"padding": (0,), "stride": (2,), "dilation": (1,), "groups": 1}
+PLAIN = {"padding": (0,), "stride": (1,), "dilation": (1,), "groups": 1}
+TWICE = {"padding": (0, 0), "stride": (1, 2), "dilation": (2, 1), "groups": 2}
+EACH = {"padding": (0,), "stride": (1,), "dilation": (1,), "groups": 5}  # a kernel of its own for each channel
+AROUND = {"padding": (2, 1), "stride": (2, 1), "dilation": (1, 2), "groups": 1}
 LAYERS = [("3 5", "5"), ("2 3 4", "4"), ("4 2 3", "2 3"), ("5", "5"), ("0 3", "3"), ("1 7", "7"), ("N 4", "4")]
 CHANNELS = [("N 2", "2", 1), ("5 4 3", "4", 1), ("1 4 3", "4", 1), ("4 3 5", "5", 2)]
 GROUPS = [("N 4 3", "4", 1, 2), ("3 4 5", "4", 1, 2), ("3 5 4", "4", 2, 2), ("2 3 4", "3", 1, 3), ("0 4 3", "4", 1, 2)]
@@ -651,6 +652,7 @@ NETWORKS: Rows = {
         on(op("conv", **TWICE), "2 4 4 5, 2 2 2 3"),
         on(op("conv", **{**TWICE, "groups": 4}), "2 8 4 5, 4 2 2 2 c16"),
         on(op("conv", **EACH), "2 5 4, 10 1 2"),
+        on(op("conv", **AROUND), "2 3 4 5, 4 3 3 2"),
         on(op("conv", **ONCE), "0 3 6, 4 3 3"),
         on(mt.nn.conv1d, "N 2 5, 3 2 3, 3", many=1000),
         on(lambda x, w, b: mt.nn.conv2d(x, w, b, padding="same"), "1 2 3 4 c16, 2 2 2 3, 2"),
@@ -659,6 +661,7 @@ NETWORKS: Rows = {
         on(op("conv_image", image=(6,), **ONCE), "4 5 3, 5 3 2"),
         on(op("conv_image", image=(4, 5), **TWICE), "2 2 2 2, 2 2 2 3"),
         on(op("conv_image", image=(4,), **EACH), "2 10 3, 10 1 2"),
+        on(op("conv_image", image=(4, 5), **AROUND), "2 4 3 5, 4 3 3 2"),
         on(op("conv_image", image=(5,), **PLAIN), "1 2 4 c16, 2 3 2 c16"),
         on(op("conv_image", image=(5,), **PLAIN), "N 3 3, 3 2 3", many=1000),
     ],
@@ -666,6 +669,7 @@ NETWORKS: Rows = {
         on(op("conv_kernel", kernel=(2,), **ONCE), "4 5 3, 4 3 6"),
         on(op("conv_kernel", kernel=(2, 3), **TWICE), "2 2 2 2, 2 4 4 5"),
         on(op("conv_kernel", kernel=(2,), **EACH), "2 10 3, 2 5 4"),
+        on(op("conv_kernel", kernel=(3, 2), **AROUND), "2 4 3 5, 2 3 4 5"),
         on(op("conv_kernel", kernel=(2,), **PLAIN), "1 2 4 c16, 1 3 5 c16"),
         on(op("conv_kernel", kernel=(3,), **PLAIN), In((N, 3, 3), "f8", 0.5, 0.6), "N 2 5", many=1000),
     ],

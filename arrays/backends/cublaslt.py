@@ -170,7 +170,7 @@ _tf32 = False
 
 
 def is_tf32() -> bool:
-    """Whether products of float32 on a GPU may round their factors to TF32 (by default they do not).
+    """Whether products and convolutions of float32 on a GPU may round their factors to TF32 (by default they do not).
 
     >>> mt.is_tf32()
     False
@@ -180,7 +180,7 @@ def is_tf32() -> bool:
 
 @contextmanager
 def use_tf32(mode: bool = True) -> Iterator[None]:
-    """Let products of float32 on a GPU round their factors to TF32 (10 bits of 23) while the context is open.
+    """Let products and convolutions of float32 on a GPU round their factors to TF32 (10 bits of 23) in the context.
 
     The matrix units of a GPU then take them. Sums stay float32. It holds for all threads of the process; a CUDA graph
     keeps the mode of its first run.

@@ -23,9 +23,9 @@ def use_deterministic(mode: bool = True) -> Iterator[None]:
 
     It concerns what is added at repeated indices: gradients of reading rows (``table[ids]``, ``take``, ``embedding``)
     and ``x.at[...].add``. With False each addition is an atomic operation, and the last digits of a sum change from run
-    to run. Products may then add up split sums in place, and sums over the ranks of a mesh of GPUs are NCCL's own
-    all-reduces. On a CPU, and in everything else on a GPU, the order is always the same. It holds for all threads of
-    the process.
+    to run. Products may then add up split sums in place, gradients of convolutions theirs, and sums over the ranks of a
+    mesh of GPUs are NCCL's own all-reduces. On a CPU, and in everything else on a GPU, the order is always the same. It
+    holds for all threads of the process.
 
     >>> with mt.use_deterministic(False):
     ...     mt.is_deterministic()

@@ -18,6 +18,7 @@ from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision, result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
+from ..kernels import cudnn
 from ..ops.creation import asarray, beside
 from ..ops.manipulation import reshape, stack
 from ..ops.matmul import MATMUL
@@ -30,11 +31,20 @@ from ..statistics.padding import pad
 Ints = tuple[int, ...]
 
 # ----- ops ------------------------------------------------------------------------------------------------------------
-# x: (N, groups * I, *image), already padded; w: (groups * O, I, *kernel); result: (N, groups * O, *out).
+# x: (N, groups * I, *image), to which ``padding`` adds zeros at both ends; w: (groups * O, I, *kernel); result:
+# (N, groups * O, *out).
+
+COLUMNS = 1 << 20
+"""Elements of the patches that exist at a time, where one line of the result has no more."""
+COLUMNS_ON_A_GPU = 1 << 26
+"""The same there, where each block is as many launches as the kernel has places."""
 
 
-def _out_shape(image: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> Ints:
-    return tuple((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(image, kernel, stride, dilation, strict=True))
+def _out_shape(image: Ints, kernel: Ints, padding: Ints, stride: Ints, dilation: Ints) -> Ints:
+    return tuple(
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, p, s, d in zip(image, kernel, padding, stride, dilation, strict=True)
+    )
 
 
 def _wide(xp: Any, *arrays: Any) -> tuple[np.dtype, tuple[Any, ...]]:
@@ -42,6 +52,19 @@ def _wide(xp: Any, *arrays: Any) -> tuple[np.dtype, tuple[Any, ...]]:
     dtype = xp.result_type(*arrays)
     inner = np.dtype(np.float32) if is_low_precision(dtype) else dtype
     return dtype, tuple(a.astype(inner, copy=False) for a in arrays)
+
+
+def _inside(image: Ints, padding: Ints) -> tuple[slice, ...]:
+    """The image in its padded form."""
+    return (slice(None), slice(None), *(slice(p, p + n) for n, p in zip(image, padding, strict=True)))
+
+
+def _padded(xp: Any, x: Any, padding: Ints) -> Any:
+    if not any(padding):
+        return x
+    out = xp.zeros((*x.shape[:2], *(n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True))), x.dtype)
+    out[_inside(x.shape[2:], padding)] = x
+    return out
 
 
 def _taps(kernel: Ints, out: Ints, stride: Ints, dilation: Ints) -> Any:
@@ -56,52 +79,91 @@ def _taps(kernel: Ints, out: Ints, stride: Ints, dilation: Ints) -> Any:
         )
 
 
+def _blocks(xp: Any, n: int, w: Ints, out: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+    """Parts of the result, and of the padded image that they are made of, by samples and lines: those whose patches, or
+    kernels of shape ``w`` for each sample, have about :data:`COLUMNS` elements."""
+    most, places = COLUMNS if xp is np else COLUMNS_ON_A_GPU, w[2:]
+    line = groups * math.prod((*w[1:], *out[1:]))
+    lines = min(out[0], max(most // max(line, 1), 1))
+    samples = max(most // max(line * lines, math.prod(w), 1), 1) if lines == out[0] else 1
+    for i, o in itertools.product(range(0, n, samples), range(0, out[0], max(lines, 1))):
+        to = min(o + lines, out[0])
+        seen = slice(o * stride[0], (to - 1) * stride[0] + dilation[0] * (places[0] - 1) + 1)
+        yield (slice(i, i + samples), slice(None), slice(o, to)), (slice(i, i + samples), slice(None), seen)
+
+
 def _columns(xp: Any, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
     """The patch of the image under each position of the result (im2col), of shape (N, groups, I * kernel, out)."""
     n, c, *image = x.shape
-    out = _out_shape(tuple(image), kernel, stride, dilation)
+    out = _out_shape(tuple(image), kernel, (0,) * len(kernel), stride, dilation)
     cols = xp.empty((n, c, *kernel, *out), x.dtype)
     for place, part in _taps(kernel, out, stride, dilation):
         cols[(slice(None), slice(None), *place)] = x[(slice(None), slice(None), *part)]
     return cols.reshape(n, groups, c // groups * math.prod(kernel), math.prod(out))
 
 
-def _conv(xp: Any, x: Any, w: Any, stride: Ints, dilation: Ints, groups: int) -> Any:
+def _flat(w: Any, groups: int) -> Any:
+    return w.reshape(groups, w.shape[0] // groups, math.prod(w.shape[1:]))
+
+
+def _conv(xp: Any, x: Any, w: Any, padding: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+    n, outs, kernel = x.shape[0], w.shape[0], w.shape[2:]
+    shape = (n, outs, *_out_shape(x.shape[2:], kernel, padding, stride, dilation))
+    found = cudnn.convolution(xp, "Forward", x, w, shape, padding, stride, dilation, groups)
+    if found is not None:
+        return found
     dtype, (x, w) = _wide(xp, x, w)
-    kernel = w.shape[2:]
-    out = _out_shape(x.shape[2:], kernel, stride, dilation)
-    cols = _columns(xp, x, kernel, stride, dilation, groups)
-    y = MATMUL.bind(xp)(w.reshape(groups, w.shape[0] // groups, cols.shape[2]), cols)
-    return y.reshape(x.shape[0], w.shape[0], *out).astype(dtype, copy=False)
+    x, flat, y = _padded(xp, x, padding), _flat(w, groups), xp.empty(shape, dtype)
+    for part, seen in _blocks(xp, n, w.shape, shape[2:], stride, dilation, groups):
+        cols = _columns(xp, x[seen], kernel, stride, dilation, groups)
+        found = MATMUL.bind(xp)(flat, cols)
+        if found.size == y.size:
+            return found.reshape(shape).astype(dtype, copy=False)
+        y[part] = found.reshape(y[part].shape)
+    return y
 
 
-def _conv_image(xp: Any, g: Any, w: Any, image: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+def _conv_image(xp: Any, g: Any, w: Any, image: Ints, padding: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
     """Adjoint in the image (a transposed convolution): each cotangent is spread over its patch of the image."""
+    n, outs, kernel, channels = g.shape[0], w.shape[0], w.shape[2:], groups * w.shape[1]
+    shape = (n, channels, *image)
+    found = cudnn.convolution(xp, "BackwardData", w, g, shape, padding, stride, dilation, groups)
+    if found is not None:
+        return found
     dtype, (g, w) = _wide(xp, g, w)
-    n, out, kernel = g.shape[0], g.shape[2:], w.shape[2:]
-    flat = w.reshape(groups, w.shape[0] // groups, math.prod(w.shape[1:]))
-    cols = MATMUL.bind(xp)(flat.swapaxes(1, 2), g.reshape(n, groups, w.shape[0] // groups, math.prod(out)))
-    cols = cols.reshape(n, groups * w.shape[1], *kernel, *out)
-    x = xp.zeros((n, groups * w.shape[1], *image), cols.dtype)
-    for place, part in _taps(kernel, out, stride, dilation):
-        x[(slice(None), slice(None), *part)] += cols[(slice(None), slice(None), *place)]
-    return x.astype(dtype, copy=False)
+    flat = _flat(w, groups).swapaxes(1, 2)
+    x = xp.zeros((n, channels, *(m + 2 * p for m, p in zip(image, padding, strict=True))), g.dtype)
+    for part, seen in _blocks(xp, n, w.shape, g.shape[2:], stride, dilation, groups):
+        of, to = g[part], x[seen]
+        cols = MATMUL.bind(xp)(flat, of.reshape(len(of), groups, outs // groups, math.prod(of.shape[2:])))
+        cols = cols.reshape(len(of), channels, *kernel, *of.shape[2:])
+        for place, met in _taps(kernel, of.shape[2:], stride, dilation):
+            to[(slice(None), slice(None), *met)] += cols[(slice(None), slice(None), *place)]
+    return xp.ascontiguousarray(x[_inside(image, padding)]).astype(dtype, copy=False)
 
 
-def _conv_kernel(xp: Any, g: Any, x: Any, kernel: Ints, stride: Ints, dilation: Ints, groups: int) -> Any:
+def _conv_kernel(
+    xp: Any, g: Any, x: Any, kernel: Ints, padding: Ints, stride: Ints, dilation: Ints, groups: int
+) -> Any:
     """Adjoint in the kernel."""
+    n, outs, channels = *g.shape[:2], x.shape[1]
+    shape = (outs, channels // groups, *kernel)
+    found = cudnn.convolution(xp, "BackwardFilter", x, g, shape, padding, stride, dilation, groups)
+    if found is not None:
+        return found
     dtype, (g, x) = _wide(xp, g, x)
-    n, channels = g.shape[:2]
+    x, w = _padded(xp, x, padding), xp.zeros((groups, outs // groups, math.prod(shape[1:])), x.dtype)
     # Places beyond the last one that a stride reaches have no part in the result.
-    cols = _columns(xp, x, kernel, stride, dilation, groups)
-    rows = g.reshape(n, groups, channels // groups, cols.shape[3])
-    w = MATMUL.bind(xp)(rows, cols.swapaxes(2, 3)).sum(axis=0)
-    return w.reshape(channels, x.shape[1] // groups, *kernel).astype(dtype, copy=False)
+    for part, seen in _blocks(xp, n, shape, g.shape[2:], stride, dilation, groups):
+        cols = _columns(xp, x[seen], kernel, stride, dilation, groups)
+        rows = g[part].reshape(len(cols), groups, outs // groups, cols.shape[3])
+        w += MATMUL.bind(xp)(rows, cols.swapaxes(2, 3)).sum(axis=0)
+    return w.reshape(shape).astype(dtype, copy=False)
 
 
 def _infer_conv(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     x, w = args
-    out = _out_shape(x.shape[2:], w.shape[2:], params["stride"], params["dilation"])
+    out = _out_shape(x.shape[2:], w.shape[2:], params["padding"], params["stride"], params["dilation"])
     return ShapeDtype((x.shape[0], w.shape[0], *out), result_type(x.dtype, w.dtype))
 
 
@@ -117,7 +179,7 @@ def _infer_kernel(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
     return ShapeDtype(shape, result_type(g.dtype, x.dtype))
 
 
-_STEPS = {"stride": STEPS, "dilation": STEPS, "groups": POSITIVE}
+_STEPS = {"padding": SIZES, "stride": STEPS, "dilation": STEPS, "groups": POSITIVE}
 CONV = Op("conv", ("x", "w"), _conv, _infer_conv, params=_STEPS, wide_sums=True)
 CONV_IMAGE = Op("conv_image", ("y", "w"), _conv_image, _infer_image, params={"image": SIZES, **_STEPS}, wide_sums=True)
 CONV_KERNEL = Op(
@@ -166,11 +228,14 @@ def _convolution(
     stride, dilation = _each(name, "stride", stride, n, 1), _each(name, "dilation", dilation, n, 1)
     kernel = w.shape[2:]
     around = _paddings(name, padding, x.shape[2:], kernel, stride, dilation)
-    if any(p != (0, 0) for p in around):
-        x = pad(x, ((0, 0), (0, 0), *around))
-    if any(k == 0 or m < 1 for k, m in zip(kernel, _out_shape(x.shape[2:], kernel, stride, dilation), strict=True)):
-        raise ShapeError(f"[{name}] a kernel of shape {kernel} does not fit an image of shape {x.shape[2:]} (padded)")
-    out = apply(CONV, (x, w), {"stride": stride, "dilation": dilation, "groups": groups})
+    ends = tuple(min(pair) for pair in around)  # alike at both
+    if any(p != q for p, q in around):
+        x = pad(x, ((0, 0), (0, 0), *((p - e, q - e) for (p, q), e in zip(around, ends, strict=True))))
+    out_shape = _out_shape(x.shape[2:], kernel, ends, stride, dilation)
+    if any(k == 0 or m < 1 for k, m in zip(kernel, out_shape, strict=True)):
+        padded = tuple(m + 2 * e for m, e in zip(x.shape[2:], ends, strict=True))
+        raise ShapeError(f"[{name}] a kernel of shape {kernel} does not fit an image of shape {padded} (padded)")
+    out = apply(CONV, (x, w), {"padding": ends, "stride": stride, "dilation": dilation, "groups": groups})
     if bias is None:
         return out
     b = asarray(bias)
@@ -287,7 +352,7 @@ def pool(
     padded = any(p != (0, 0) for p in around)
     widths = ((0, 0), (0, 0), *around)
     y = pad(x, widths, constant_values=-np.inf if kind == "max" else 0) if padded else x
-    out = _out_shape(y.shape[2:], size, steps, ones)
+    out = _out_shape(y.shape[2:], size, (0,) * n, steps, ones)
     if any(m < 1 for m in out):
         raise ShapeError(f"[pool] a window of {size} does not fit an image of shape {image}")
     parts = stack([y[(..., *part)] for _, part in _taps(size, out, steps, ones)])

@@ -19,8 +19,8 @@ class Halo(NamedTuple):
     ``slice``       first, step                      ``x[first::step]``
     ``slice_grad``     first, step, m                   the ``m`` values written to ``x[first::step]``
     ``join``        offset, n                        an operand of a concatenation
-    ``conv``        stride, reach                    an image under a kernel that reaches over ``reach`` places
-    ``conv_transpose``      stride, reach, places            the ``places`` of the result, from the image
+    ``conv``        stride, reach, padding, n        ``n`` places of an image under a kernel that reaches over ``reach``
+    ``conv_transpose``      stride, reach, padding, places   the ``places`` of the result, from the image
     ==============  ===============================  ======================================================
     """
 
@@ -40,10 +40,12 @@ class Halo(NamedTuple):
             lo, hi = max(o - offset, 0), min(o + k - offset, n)
             return (lo, hi - lo) if hi > lo else (0, 0)
         if self.kind == "conv":
-            stride, reach = self.numbers
-            return o * stride, (k - 1) * stride + reach
+            stride, reach, padding, n = self.numbers
+            lo, hi = max(o * stride - padding, 0), min((o + k - 1) * stride - padding + reach, n)
+            return (lo, hi - lo) if hi > lo else (0, 0)
         if self.kind == "conv_transpose":
-            stride, reach, m = self.numbers
+            stride, reach, padding, m = self.numbers
+            o += padding
             lo, hi = -((reach - 1 - o) // stride), (o + k - 1) // stride
         else:
             first, step, m = self.numbers

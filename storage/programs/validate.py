@@ -50,20 +50,20 @@ def _shapes(op: Op, call: OpCall, own: Mapping[str, tuple[int, ...]], others: tu
 def _convolved(op: Op, call: OpCall) -> bool:
     """Whether the two operands, among image, kernel and result of a convolution, fit the shape of the third."""
     a, b = call.args
-    stride, dilation, groups = (call.params[k] for k in ("stride", "dilation", "groups"))
+    padding, stride, dilation, groups = (call.params[k] for k in ("padding", "stride", "dilation", "groups"))
     if op.name == "conv_image":
         x, w, y = (a.shape[0], b.shape[1] * groups, *call.params["image"]), b.shape, a.shape
     elif op.name == "conv_kernel":
         x, w, y = b.shape, (a.shape[1], b.shape[1] // groups, *call.params["kernel"]), a.shape
     else:
         x, w, y = a.shape, b.shape, op.avals(call.args, call.params)[0].shape
-    one = zip(x[2:], w[2:], y[2:], stride, dilation, strict=True)
+    one = zip(x[2:], w[2:], y[2:], padding, stride, dilation, strict=True)
     return (
         len(x) == len(w) == len(y) > 2
         and x[1] == w[1] * groups
         and w[0] % groups == 0
         and y[:2] == (x[0], w[0])
-        and all((n - d * (k - 1) - 1) // s + 1 == m >= 0 for n, k, m, s, d in one)
+        and all((n + 2 * p - d * (k - 1) - 1) // s + 1 == m >= 0 for n, k, m, p, s, d in one)
     )
 
 

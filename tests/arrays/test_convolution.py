@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import scipy  # whose parts are imported where they are used
 import meshtape
 from meshtape import arrays as mt
 from meshtape.arrays.core.errors import DTypeError, ShapeError
+from meshtape.arrays.nn import convolution
 
 rng = np.random.default_rng(11)
 
@@ -61,6 +63,34 @@ def test_precision_and_empty_batches():
     assert y.dtype == mt.bfloat16
     assert float(y[0, 0, 0]) == 300  # a sum kept in bfloat16 would stop at 256
     assert mt.nn.conv1d(mt.zeros((0, 2, 4)), mt.ones((3, 2, 2))).shape == (0, 3, 3)
+
+
+@pytest.mark.parametrize("columns", [1, 50, 400])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocks_of_patches_give_what_one_block_does(columns, groups, monkeypatch):
+    """By lines of a sample, and by samples: the result and its gradients."""
+    how = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2), "groups": groups}
+    x, w = rng.normal(size=(3, 4, 9, 6)), rng.normal(size=(6, 4 // groups, 3, 2))
+    g = rng.normal(size=mt.nn.conv2d(mt.asarray(x), mt.asarray(w), **how).shape)
+
+    def all_three():
+        y, pull = meshtape.vjp(lambda x, w: mt.nn.conv2d(x, w, **how), mt.asarray(x), mt.asarray(w))
+        return y, *pull(mt.asarray(g))
+
+    whole = all_three()
+    monkeypatch.setattr(convolution, "COLUMNS", columns)
+    for got, want in zip(all_three(), whole, strict=True):
+        np.testing.assert_allclose(got.numpy(), want.numpy(), atol=1e-12)
+
+
+def test_patches_do_not_exist_in_full():
+    x, w = mt.ones((2, 4, 300, 300), dtype=mt.float32), mt.ones((4, 4, 5, 5), dtype=mt.float32)
+    tracemalloc.start()
+    y, pull = meshtape.vjp(lambda x, w: mt.nn.conv2d(x, w, padding=2), x, w)
+    pull(y)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.5 * 25 * x.nbytes  # the patches have 25 times the elements of the image
 
 
 def windows(x, size, stride, padding):

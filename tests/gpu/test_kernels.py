@@ -112,6 +112,31 @@ def test_norms_of_images(shape: tuple[int, ...], axis: int, dtype: np.dtype) -> 
     both(batch(False), dtype, x, w, b, factor=3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["channels second", "channels last"])
+@pytest.mark.parametrize(("stride", "window", "groups"), [(1, 3, 1), (2, 3, 2), (1, 1, 1), (2, 5, 8)])
+def test_convolutions(stride: int, window: int, groups: int, last: bool, dtype: np.dtype) -> None:
+    """With NaN in the image, and in the cotangent: results that do not read it are numbers. The same bits twice."""
+    x, w = RNG.normal(size=(2, 8, 12, 12)), RNG.normal(size=(16, 8 // groups, window, window)) / window
+    x, w = (np.moveaxis(a, 1, -1).copy() if last else a for a in (x, w))
+    out = 12 // stride
+
+    def conv(x: mt.Array, w: mt.Array, factor: mt.Array) -> mt.Array:
+        x, w = (mt.moveaxis(a, -1, 1) if last else a for a in (x, w))
+        return mt.nn.conv2d(x, w, stride=stride, padding=window // 2, groups=groups) * factor
+
+    factor = np.ones((2, 16, out, out))
+    both(conv, dtype, x, w, factor, factor=2)
+    factor[1, 3, out // 2, out // 2] = x[(0, 6, 6, 2) if last else (0, 2, 6, 6)] = np.nan
+    both(conv, dtype, x, w, factor, factor=2)
+
+    def bits() -> list[bytes]:
+        y, pull = mt.vjp(conv, *(mt.asarray(a.astype(dtype)) for a in (x, w, factor)))
+        return [a.numpy().tobytes() for a in (y, *pull(y))]
+
+    assert bits() == bits()
+
+
 def test_short_floats_beside_float32_parameters() -> None:
     x = mt.asarray(RNG.normal(size=(6, 96)).astype(np.float16))
     w, b = (mt.asarray(RNG.normal(size=96).astype(np.float32)) for _ in range(2))

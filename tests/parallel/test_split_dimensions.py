@@ -269,16 +269,19 @@ def test_windows_are_what_elements_need(first, step):
             assert length == sum(o <= p < o + k for p in places)
 
 
+@pytest.mark.parametrize("padding", [0, 1, 4])
 @pytest.mark.parametrize(("stride", "reach"), [(1, 1), (1, 3), (2, 3), (3, 2), (2, 5)])
-def test_windows_of_convolutions(stride, reach):
+def test_windows_of_convolutions(stride, reach, padding):
     places = 6
+    n = max((places - 1) * stride + reach + 1 - 2 * padding, 1)
+    first = [t * stride - padding for t in range(places)]  # that each place of the result sees
     for o in range(places):
         for k in range(1, places - o + 1):
-            start, length = Halo("conv", (stride, reach)).region(o, k)
-            assert (start, start + length) == (o * stride, (o + k - 1) * stride + reach)
-    n = (places - 1) * stride + reach + 1
+            start, length = Halo("conv", (stride, reach, padding, n)).region(o, k)
+            seen = [i for i in range(n) if first[o] <= i < first[o + k - 1] + reach]
+            assert list(range(start, start + length)) == seen
     for o in range(n):
         for k in range(1, n - o + 1):
-            start, length = Halo("conv_transpose", (stride, reach, places)).region(o, k)
-            seen = [t for t in range(places) if t * stride < o + k and t * stride + reach > o]
+            start, length = Halo("conv_transpose", (stride, reach, padding, places)).region(o, k)
+            seen = [t for t in range(places) if first[t] < o + k and first[t] + reach > o]
             assert list(range(start, start + length)) == seen

@@ -54,9 +54,9 @@ def _reaches(kernel: Sequence[int], params: Params) -> list[int]:
     return [d * (k - 1) + 1 for k, d in zip(kernel, params["dilation"], strict=True)]
 
 
-def _halo(kind: str, places: Sequence[Dim], kernel: Sequence[int], params: Params, *more: Sequence[int]) -> list[Dim]:
+def _halo(kind: str, places: Sequence[Dim], kernel: Sequence[int], params: Params, lengths: Sequence[int]) -> list[Dim]:
     """The dims of an image as the places of a result see them, or the other way round."""
-    numbers = zip(params["stride"], _reaches(kernel, params), *more, strict=True)
+    numbers = zip(params["stride"], _reaches(kernel, params), params["padding"], lengths, strict=True)
     return [Dim(p.factor, 1, Halo(kind, n)) for p, n in zip(places, numbers, strict=True)]
 
 
@@ -67,32 +67,50 @@ def _factors(dims: Sequence[Dim]) -> frozenset[int]:
 # ----- local calls ----------------------------------------------------------------------------------------------------
 
 
-def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], **params: Any) -> Any:
-    return c.CONV.bind(xp)(x, w, **params) if all(shape) else xp.zeros(shape, np.result_type(x.dtype, w.dtype))
-
-
-def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
-    """The cotangent of part of an image, from those places of the result that saw it. ``starts``: where it starts,
-    counted from the first place that the first of them saw."""
-    out = xp.zeros(shape, np.result_type(g.dtype, w.dtype))
-    if not all((*shape, *g.shape)):
-        return out
-    reach = _reaches(w.shape[2:], params)
-    seen = tuple((n - 1) * s + r for n, s, r in zip(g.shape[2:], params["stride"], reach, strict=True))
-    full = c.CONV_IMAGE.bind(xp)(g, w, **{**params, "image": seen})
-    source, target = [slice(None)] * 2, [slice(None)] * 2
-    for start, n, m in zip(starts, shape[2:], seen, strict=True):
-        lo, hi = max(start, 0), min(start + n, m)
-        source.append(slice(lo, max(hi, lo)))
-        target.append(slice(lo - start, max(hi, lo) - start))
-    out[tuple(target)] = full[tuple(source)]
+def _laid(xp: Any, x: Any, starts: Sequence[int], lengths: Sequence[int]) -> Any:
+    """An image of these lengths in which the places of ``x`` start at ``starts``: cut, with zeros around."""
+    if not any(starts) and tuple(lengths) == x.shape[2:]:
+        return x
+    out, source, target = xp.zeros((*x.shape[:2], *lengths), x.dtype), [slice(None)] * 2, [slice(None)] * 2
+    for start, have, n in zip(starts, x.shape[2:], lengths, strict=True):
+        lo = min(max(start, 0), n)
+        hi = max(min(start + have, n), lo)
+        source.append(slice(lo - start, hi - start) if hi > lo else slice(0))
+        target.append(slice(lo, hi))
+    out[tuple(target)] = x[tuple(source)]
     return out
 
 
-def _kernel_part(xp: Any, g: Any, x: Any, shape: tuple[int, ...], **params: Any) -> Any:
+def _seen(places: Sequence[int], kernel: Sequence[int], params: Params) -> list[int]:
+    """The lengths of what places of a result see of an image."""
+    numbers = zip(places, params["stride"], _reaches(kernel, params), strict=True)
+    return [(n - 1) * stride + reach for n, stride, reach in numbers]
+
+
+# ``starts``: where the rank's part of the image starts, counted from the first place that its part of the result sees.
+
+
+def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
+    if not all(shape):
+        return xp.zeros(shape, np.result_type(x.dtype, w.dtype))
+    seen = _laid(xp, x, starts, _seen(shape[2:], w.shape[2:], params))
+    return c.CONV.bind(xp)(seen, w, **{**params, "padding": (0,) * len(starts)})
+
+
+def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
+    """The cotangent of part of an image, from those places of the result that saw it."""
+    if not all((*shape, *g.shape)):
+        return xp.zeros(shape, np.result_type(g.dtype, w.dtype))
+    seen = tuple(_seen(g.shape[2:], w.shape[2:], params))
+    full = c.CONV_IMAGE.bind(xp)(g, w, **{**params, "image": seen, "padding": (0,) * len(seen)})
+    return _laid(xp, full, [-start for start in starts], shape[2:])
+
+
+def _kernel_part(xp: Any, g: Any, x: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
     if not all((*shape, *g.shape)):
         return xp.zeros(shape, np.result_type(g.dtype, x.dtype))
-    return c.CONV_KERNEL.bind(xp)(g, x, **params)
+    seen = _laid(xp, x, starts, _seen(g.shape[2:], shape[2:], params))
+    return c.CONV_KERNEL.bind(xp)(g, seen, **{**params, "padding": (0,) * len(starts)})
 
 
 CONV_PART = RankOp("conv_part", ("x", "w"), _conv_part)
@@ -100,17 +118,26 @@ IMAGE_PART = RankOp("conv_image_part", ("g", "w"), _image_part)
 KERNEL_PART = RankOp("conv_kernel_part", ("g", "x"), _kernel_part)
 
 
-def _block(operand: int | None, channels: _Channels, params: Params, view: RankView) -> Params:
-    return {**_own_groups(channels, operand, params, view), "shape": view.results[0].shape}
+def _starts(image: Any, places: Any, params: Params) -> tuple[int, ...]:
+    """Where part of an image starts, counted from the first place that part of a result sees."""
+    numbers = zip(image.offset[2:], places.offset[2:], params["stride"], params["padding"], strict=True)
+    return tuple(o + p - first * s for o, first, s, p in numbers)
+
+
+def _block(channels: _Channels, params: Params, view: RankView) -> Params:
+    own, y = _own_groups(channels, None, params, view), view.results[0]
+    return {**own, "shape": y.shape, "starts": _starts(view.operands[0], y, params)}
+
+
+def _kernel_block(channels: _Channels, params: Params, view: RankView) -> Params:
+    own, (g, x) = _own_groups(channels, 0, params, view), view.operands
+    return {**own, "shape": view.results[0].shape, "starts": _starts(x, g, params)}
 
 
 def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
-    g, box = view.operands[0], view.results[0]
-    assert g is not None
-    first = [o * s for o, s in zip(g.offset[2:], params["stride"], strict=True)]
-    starts = tuple(o - f for o, f in zip(box.offset[2:], first, strict=True))
-    own = _own_groups(channels, 0, params, view)
-    return {**{k: v for k, v in own.items() if k != "image"}, "shape": box.shape, "starts": starts}
+    own, g, box = _own_groups(channels, 0, params, view), view.operands[0], view.results[0]
+    own = {k: v for k, v in own.items() if k != "image"}
+    return {**own, "shape": box.shape, "starts": _starts(box, g, params)}
 
 
 # ----- rules ----------------------------------------------------------------------------------------------------------
@@ -127,9 +154,9 @@ class _Convolution(NamedTuple):
 
 
 _OPS = {
-    c.CONV: _Convolution("xwy", "ins", CONV_PART, functools.partial(_block, None)),
+    c.CONV: _Convolution("xwy", "ins", CONV_PART, _block),
     c.CONV_IMAGE: _Convolution("ywx", "outs", IMAGE_PART, _image_block),
-    c.CONV_KERNEL: _Convolution("yxw", "none", KERNEL_PART, functools.partial(_block, 0)),
+    c.CONV_KERNEL: _Convolution("yxw", "none", KERNEL_PART, _kernel_block),
 }
 
 
@@ -145,7 +172,7 @@ def _convolution(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Par
     if op is c.CONV_IMAGE:
         image, places = split, _halo("conv_transpose", split, w[2:], params, y[2:])
     else:
-        image, places = _halo("conv", split, w[2:], params), split
+        image, places = _halo("conv", split, w[2:], params, x[2:]), split
     part = PartCall(_factors(split) | channels.groups, this.part, functools.partial(this.localize, channels))
     dims = {
         "x": (batch, channels.ins, *image),

@@ -12,7 +12,7 @@ TABLES = {
     others: 3 0 0;
     adjugate: 64 0 1; attention: 10 0 0; attention_backward: 33 0 0; attention_bias_backward: 16 0 0;
     cholesky: 7 0 1; concat: 5 0 0;
-    conv: 13 0 0; conv_image: 13 0 0; conv_kernel: 10 0 0; det: 21 0 0; dropout: 4 0 0; dropout_add: 5 0 0;
+    conv: 14 0 0; conv_image: 15 0 0; conv_kernel: 11 0 0; det: 21 0 0; dropout: 4 0 0; dropout_add: 5 0 0;
     eig: 11 0 1; eigh: 4 0 1; eigvals: 8 0 1; eigvalsh: 4 0 1; experts: 9 0 3; experts_backward: 9 0 3;
     fft: 4 0 0; float8_matmul: 15 0 0; floor_divide: 6 0 0; gelu_backward: 13 0 0; group_norm_backward: 4 0 0;
     index_add: 13 0 0; index_max: 40 0 0; index_min: 40 0 0; index_set: 10 0 0; inv: 9 0 2; last_writes: 8 0 0;
@@ -27,7 +27,7 @@ TABLES = {
     others: 9 0 0;
     adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 67 0 0;
     attention_bias_backward: 71 0 0; batch_norm: 37 0 1; batch_norm_backward: 77 0 0;
-    batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 33 0 0; conv_image: 33 0 0; conv_kernel: 38 0 0;
+    batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 36 0 0; conv_image: 24 0 0; conv_kernel: 28 0 0;
     copysign: 10 1 0; cross_entropy: 31 0 2; cross_entropy_backward: 26 0 0; cumulative_prod: 31 0 0;
     det: 67 0 1; divide: 11 0 0; eig: 41 0 2; eigh: 32 0 1; eigvals: 39 0 3; eigvalsh: 10 0 1; experts: 26 0 3;
     experts_backward: 210 0 3; fmax: 15 0 0; fmin: 15 0 0; fmod: 13 0 0; gelu_backward: 18 0 0;

@@ -35,6 +35,7 @@ VALUES = "MESHTAPE_FAKE_VALUES"
 LIBRARIES = {
     "libcublas.so.13": "cupy_backends/cuda/libs/cublas",
     "libcublasLt.so.13": None,
+    "libcudnn.so.9": None,
     "libcusolver.so.12": "cupy_backends/cuda/libs/cusolver",
     "libcusparse.so.12": "cupy_backends/cuda/libs/cusparse",
     "libcufft.so.12": "cupy/cuda/cufft",
@@ -42,7 +43,9 @@ LIBRARIES = {
 }
 """Each library, and the module of CuPy that asks for its functions, if one does."""
 
-# CuPy finds these by name, so that no module asks for them; cuBLASLt is this package's own.
+CONVOLUTIONS = ("Forward", "BackwardData", "BackwardFilter")
+
+# CuPy finds these by name, so that no module asks for them; cuBLASLt and cuDNN are this package's own.
 MORE = {
     "libcusolver.so.12": ("cusolverDnXgeev", "cusolverDnXgeev_bufferSize"),
     "libcublasLt.so.13": (
@@ -50,6 +53,14 @@ MORE = {
         *("cublasLtMatmulDescDestroy", "cublasLtMatrixLayoutCreate", "cublasLtMatrixLayoutSetAttribute"),
         *("cublasLtMatrixLayoutDestroy", "cublasLtMatmulPreferenceCreate", "cublasLtMatmulPreferenceSetAttribute"),
         *("cublasLtMatmulPreferenceDestroy", "cublasLtMatmulAlgoGetHeuristic", "cublasLtMatmul"),
+    ),
+    "libcudnn.so.9": (
+        *("cudnnGetVersion", "cudnnGetErrorString", "cudnnCreate", "cudnnSetStream"),
+        *(f"cudnn{do}{kind}Descriptor" for kind in ("Tensor", "Filter", "Convolution") for do in ("Create", "Destroy")),
+        *(f"cudnnSet{kind}NdDescriptor" for kind in ("Tensor", "Filter", "Convolution")),
+        *("cudnnSetConvolutionGroupCount", "cudnnSetConvolutionMathType"),
+        *(f"cudnnGetConvolution{kind}Algorithm_v7" for kind in CONVOLUTIONS),
+        *(f"cudnnConvolution{kind}" for kind in CONVOLUTIONS),
     ),
 }
 
@@ -61,6 +72,8 @@ WITH_A_RUNTIME = ("cupy_backends.cuda.api.runtime", "cupy.cuda.thrust", "cupy.cu
 WRITES = {
     r"cublasGet(Math|Pointer)Mode(_v2)?": "i1=0",
     r"(?!cublasLt)\w+Version(_v2)?": "i0=13020",
+    r"cudnnCreate\w+": "u0=119",
+    r"cudnnGetConvolution\w+Algorithm_v7": "i6=1",
     r"cublasLt\w*Create": "u0=119",
     r"cublasLtMatmulAlgoGetHeuristic": "i9=1",
     r"cusolverGetProperty": "i1=12",
@@ -122,12 +135,25 @@ def _entry(name: str) -> str:
     """The C source of a library's function."""
     if name == "cublasLtGetVersion":
         return f"u {name}(void) {{ return 130200; }}"
+    if name == "cudnnGetVersion":
+        return f"u {name}(void) {{ return 92801; }}"
+    if name == "cudnnGetErrorString":
+        return f'const char *{name}(int status) {{ return "an error of the fake cuDNN"; }}'
+    if name == "cudnnCreate":  # the handle points at its stream
+        return f"int {name}(u *handle) {{ *handle = (u)calloc(1, 8); return 0; }}"
+    if name == "cudnnSetStream":
+        return f"int {name}(u *handle, u stream) {{ *handle = stream; return 0; }}"
     plain = re.sub(r"^(cublas|cusolverDn)[SDCZ][SDCZHXYK]?(?=[a-z])", r"\1", name)
     words = ", ".join(f"a{i}" for i in range(24))
     lines = [] if _QUIET.fullmatch(name) else [f'note("{name}", 0, 0);']
     if name == "cublasLtMatmul":
-        lines = [f'note("{name}", a15, 0); if (captured(a15)) return keep_call(a15, (u[]){{{words}}});']
+        lines = [f'note("{name}", a15, 0); if (captured(a15)) return keep_call("cublasLt", "", a15, (u[]){{{words}}});']
+    if name.startswith("cudnnConvolution"):
+        keep = f'return keep_call("cudnn", "{name.removeprefix("cudnn")}", *(u*)a0, (u[]){{{words}}});'
+        lines = [f'note("{name}", *(u*)a0, 0); if (captured(*(u*)a0)) {keep}']
     lines.append(f'u a[] = {{{words}}}; int done = library ? library("{name}", a) : -1; if (done >= 0) return done;')
+    if name.endswith("Algorithm_v7"):  # ALGO_1, deterministic, by additions of products alone
+        lines.append("((int *)a7)[0] = ((int *)a7)[6] = 1; ((int *)a7)[7] = 3;")
     for pattern, writes in WRITES.items():
         if re.fullmatch(pattern, plain):
             for kind, at, value in re.findall(r"([iu])(\d+)=(\d+)", writes):
@@ -164,7 +190,7 @@ def build(folder: Path) -> None:
         source = folder / f"{prefix}.c"
         head = (
             "#include <stdint.h>\ntypedef uint64_t u;\nvoid note(const char *, u, u);\nextern int (*library)(const "
-            "char *, u *);\nint captured(u), keep_call(u, u *);\n"
+            "char *, u *);\nint captured(u), keep_call(const char *, const char *, u, u *);\nvoid *calloc(u, u);\n"
         )
         source.write_text(head + "\n".join(map(_entry, names)) + "\n")
         versions = folder / f"{prefix}.map"
@@ -250,7 +276,9 @@ class FakeCuda:
             cupy._core.set_reduction_accelerators([])
             self.kernels, self.libraries = beside("kernels").Kernels(Path(cache)), beside("libraries")
             self.products = beside("cublaslt")
-            self.libraries.ANSWERS.update(self.products.answers(self.libraries))
+            self.convolutions = beside("cudnn")
+            for answered in (self.products, self.convolutions):
+                self.libraries.ANSWERS.update(answered.answers(self.libraries))
             self._answer = self.libraries.Answer(self.libraries.answer)
             hook = ctypes.c_void_p.in_dll(self._driver, "library")
             hook.value = ctypes.cast(self._answer, ctypes.c_void_p).value

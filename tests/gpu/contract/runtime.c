@@ -36,6 +36,7 @@ typedef struct node {
     u shared, n;
     int value;
     u call; /* the number of a library's call, and 1 */
+    char replay[32]; /* that library's function which makes it */
     void *to;
     const void *from;
     void *arguments[];
@@ -58,9 +59,15 @@ static int wait(u s) {
     note("wait", s, 0);
     return 0;
 }
-int keep_call(u s, u *arguments) {
-    int failed = library ? library("cublasLtCapture", arguments) : 0;
-    if (library && !failed) append(((stream *)s)->made, 0)->call = arguments[0] + 1;
+int keep_call(const char *of, const char *function, u s, u *arguments) {
+    char name[64];
+    snprintf(name, sizeof name, "%s%sCapture", of, function);
+    int failed = library ? library(name, arguments) : 0;
+    if (library && !failed) {
+        node *x = append(((stream *)s)->made, 0);
+        x->call = arguments[0] + 1;
+        snprintf(x->replay, sizeof x->replay, "%sReplay", of);
+    }
     return failed;
 }
 static int new_stream(u *s) { *s = (u)calloc(1, sizeof(stream)); return 0; }
@@ -90,7 +97,7 @@ int fake_cudaGraphLaunch(graph *g, u s) {
     for (node *x = g->first; x; x = x->next) {
         int failed = 0;
         if (x->f) failed = run(x->f, x->arguments, x->grid, x->block, x->shared);
-        else if (x->call) failed = library("cublasLtReplay", (u[]){x->call - 1});
+        else if (x->call) failed = library(x->replay, (u[]){x->call - 1});
         else if (x->from) memmove(x->to, x->from, x->n);
         else memset(x->to, x->value, x->n);
         if (failed) return failed;

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def beside(path: str) -> Any:
 
 
 fake_cuda = beside("fake_cuda.py")
-if sys.argv[1:2] in (["values"], ["products"], ["donated"], ["decoder"]):
+if sys.argv[1:2] in (["values"], ["products"], ["convolutions"], ["donated"], ["decoder"]):
     os.environ[fake_cuda.VALUES] = sys.argv[2]
 FAKE = fake_cuda.FakeCuda()
 
@@ -491,6 +491,159 @@ def _in_programs(rng: Any) -> dict[str, Any]:
         "captured": {"graphs": counted["graph"], "waits": counted["wait"], "replays": replays},
         "compiled": {"launches": with_plain, "epilogues": epilogues, "near": close},
     }
+
+
+# ----- convolutions by cuDNN ------------------------------------------------------------------------------------------
+
+CONVOLUTIONS: Any = (
+    # Of image and kernel the shapes, then padding, stride, dilation and groups.
+    ((2, 3, 9), (4, 3, 3), (1,), (2,), (1,), 1),
+    ((2, 3, 6, 5), (4, 3, 3, 2), (0, 0), (1, 1), (1, 1), 1),
+    ((2, 4, 6, 7), (6, 2, 3, 3), (1, 2), (2, 1), (1, 2), 2),
+    ((2, 4, 5, 5), (8, 1, 2, 2), (1, 0), (1, 3), (1, 1), 4),
+    ((3, 8, 4, 4), (5, 8, 1, 1), (0, 0), (1, 1), (1, 1), 1),
+    ((1, 2, 4, 5, 4), (4, 1, 2, 3, 2), (1, 0, 1), (1, 2, 1), (2, 1, 1), 2),
+)
+
+
+def convolutions(_: str) -> dict[str, Any]:
+    """Convolutions by cuDNN: where values differ from the CPU's, and what the library was asked for."""
+    from meshtape.arrays.kernels import cudnn
+    from meshtape.info import collect
+
+    rng, fake, out = np.random.default_rng(0), FAKE.convolutions, {"differences": [], "calls": 0}
+    near = {2: 2e-2, 4: 1e-5, 8: 1e-12}
+
+    def placed_as(host: np.ndarray, layout: str) -> Any:
+        """In the memory of a GPU: without gaps, with channels last, or at an odd address."""
+        if layout == "last":
+            return mt.moveaxis(mt.asarray(np.moveaxis(host, 1, -1).copy(), device="cuda:0"), -1, 1)
+        if layout == "odd":
+            return mt.asarray(np.concatenate([host.ravel()[:1], host.ravel()]), device="cuda:0")[1:].reshape(host.shape)
+        return mt.asarray(host, device="cuda:0")
+
+    def three(x: Any, w: Any, g: Any, numbers: Any) -> dict[str, Callable[[], Any]]:
+        how = dict(zip(("padding", "stride", "dilation", "groups"), numbers, strict=True))
+        return {
+            "conv": lambda: apply(mt.OPS["conv"], (x, w), how),
+            "conv_image": lambda: apply(mt.OPS["conv_image"], (g, w), {"image": x.shape[2:], **how}),
+            "conv_kernel": lambda: apply(mt.OPS["conv_kernel"], (g, x), {"kernel": w.shape[2:], **how}),
+        }
+
+    def costs(fn: Callable[[], Any]) -> list[int]:
+        with FAKE.calls() as made:
+            fn()
+        n = fake_cuda.counts(made)
+        return [n[k] for k in ("launch", "h2d", "wait", "d2d")]
+
+    def asked(fn: Callable[[], Any]) -> list[Any]:
+        fake.asked.clear(), fake.taken.clear()
+        fn()
+        return [list(map(list, fake.asked)), list(map(list, fake.taken))]
+
+    def sample(dtype: Any, case: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+        x, w = (rng.standard_normal(s).astype(dtype) for s in case[:2])
+        y = three(*(mt.asarray(a, device="cpu") for a in (x, w, x)), case[2:])["conv"]()
+        g = rng.standard_normal(y.shape).astype(dtype)
+        hosts = [x, w, g]
+        return hosts, three(*(mt.asarray(a, device="cpu") for a in hosts), case[2:])
+
+    with mt.use_device("cuda:0"):
+        for dtype, case in itertools.product((np.float16, mt.bfloat16, np.float32, np.float64), CONVOLUTIONS):
+            hosts, on_cpu = sample(dtype, case)
+            for layout in ("packed", "last", "odd"):
+                fake.taken.clear()
+                for name, fn in three(*(placed_as(h, layout) for h in hosts), case[2:]).items():
+                    got, want = fn(), on_cpu[name]()
+                    a, b = got.numpy().astype(np.float64), want.numpy().astype(np.float64)
+                    close = np.allclose(a, b, near[np.dtype(dtype).itemsize], 10 * near[np.dtype(dtype).itemsize])
+                    if (got.dtype, got.shape, str(got.device)) != (want.dtype, want.shape, "cuda:0") or not close:
+                        out["differences"].append(f"{name} of {np.dtype(dtype).name} {layout} {case}")
+                    out["calls"] += 1
+                served = not (dtype is np.float64 and len(case[0]) == 5)  # which the stand-in refuses
+                if len(fake.taken) != 3 * served:
+                    out["differences"].append(f"{len(fake.taken)} calls of {np.dtype(dtype).name} {layout} {case}")
+        case = CONVOLUTIONS[2]
+        hosts, on_cpu = sample(np.float32, case)
+        x, w, g = (placed_as(h, "packed") for h in hosts)
+        calls = three(x, w, g, case[2:])
+        out["costs"] = {name: costs(fn) for name, fn in calls.items()}
+        out["asked"] = {"again": asked(calls["conv"])}
+        cudnn._plan.cache_clear()
+        out["asked"]["float32"] = asked(lambda: [fn() for fn in calls.values()])
+        with mt.use_tf32():
+            out["asked"]["with TF32"] = asked(calls["conv"])
+        with mt.use_deterministic(False):
+            out["asked"]["in any order"] = asked(lambda: [fn() for fn in calls.values()])
+            short = three(*(a.astype(mt.float16) for a in (x, w, g)), case[2:])
+            out["asked"]["short, in any order"] = asked(lambda: [fn() for fn in short.values()])
+        last = three(*(placed_as(h, "last") for h in hosts), case[2:])
+        out["asked"]["channels last"] = asked(last["conv"])
+        out["asked"]["mixed"] = asked(three(x.astype(mt.float16), w, g, case[2:])["conv"])
+        complex_ = three(*(a.astype(mt.complex64) for a in (x, w, g)), case[2:])
+        out["asked"]["complex"] = asked(lambda: [fn() for fn in complex_.values()])
+        out["layouts"] = [[n // 4 for n in fn()._buf.strides] for fn in last.values()]
+        out["more"] = _derivatives_of_convolutions(hosts, case[2:])
+        out["info"] = collect()["cuda_libraries"]
+        out |= _without_cudnn(cudnn, calls, on_cpu)
+    return out | {"failures": FAKE.libraries.failures}
+
+
+def _step(x: Any, w: Any, g: Any, how: Any) -> Any:
+    """A convolution, its gradients, and a gradient of these."""
+
+    def conv(x: Any, w: Any) -> Any:
+        return mt.nn.conv2d(x, w, **how)
+
+    y, pull = mt.vjp(conv, x, w)
+    second = mt.grad(lambda x: (mt.vjp(conv, x, w)[1](g)[1] ** 2).sum() + (conv(x, w) ** 3).sum())(x)
+    return y, *pull(g), second
+
+
+def _derivatives_of_convolutions(hosts: list[np.ndarray], numbers: Any) -> dict[str, Any]:
+    """Values of derivatives, eager, and in a CUDA graph."""
+    step = functools.partial(_step, how=dict(zip(("padding", "stride", "dilation", "groups"), numbers, strict=True)))
+    want = [a.numpy() for a in step(*(mt.asarray(h, device="cpu") for h in hosts))]
+    given, graph = [mt.asarray(h, device="cuda:0") for h in hosts], mt.compile(step, cuda_graph=True)
+
+    def near(got: Any) -> bool:
+        return all(np.allclose(a.numpy(), w, 1e-4, 1e-4) for a, w in zip(got, want, strict=True))
+
+    out = {"eager": near(step(*given)), "graph": [near(graph(*given))]}
+    with FAKE.calls() as made, mt.host_waits():
+        again = graph(*given)
+    counted = fake_cuda.counts(made)
+    out["graph"].append(near(again))
+    return out | {"counts": [counted["graph"], counted["wait"]]}
+
+
+def _without_cudnn(cudnn: Any, calls: Mapping[str, Any], on_cpu: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the library is absent, refuses, or fails: the values of the other way, or the words of the error."""
+    from meshtape.info import collect
+
+    fake, library, out = FAKE.convolutions, cudnn.library, {}
+
+    def near() -> bool:
+        return all(np.allclose(fn().numpy(), on_cpu[n]().numpy(), 1e-5, 1e-5) for n, fn in calls.items())
+
+    cudnn.library = lambda: None
+    out["told"] = collect()["cuda_libraries"]["cuDNN"]
+    fake.taken.clear()
+    out["absent"] = near() and len(fake.taken)
+    cudnn.library = library
+    forward, asks = "cudnnConvolutionForward", "cudnnGetConvolutionForwardAlgorithm_v7"
+    for name, function, answer in (
+        ("refused", asks, 3000),
+        ("refused in the call", forward, 3007),
+        ("fails to ask", asks, 4000),
+        ("fails", forward, 5000),
+    ):
+        fake.status[function] = answer
+        cudnn._plan.cache_clear()
+        fake.taken.clear()
+        out[name] = near() and len(fake.taken) if answer < 4000 else text_of(calls["conv"])
+        fake.status.clear()
+    return out
 
 
 # ----- steps ----------------------------------------------------------------------------------------------------------

@@ -248,6 +248,96 @@ def test_the_numbers_are_those_of_the_library() -> None:
         assert numbers["CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE"] == str(lt.REDUCTION_COMPUTE_TYPE)
 
 
+# ----- convolutions by cuDNN ------------------------------------------------------------------------------------------
+
+
+def test_convolutions_are_those_of_the_cpu(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """In each dtype and layout, with groups, steps and padding; derivatives, in a CUDA graph too; what is asked for."""
+    cache = getattr(request.config, "cache", None)
+    found = sweep("convolutions", str(tmp_path if cache is None else cache.mkdir("values")))
+    assert found["calls"] == 216
+    assert found["differences"] == found["failures"] == []
+    assert set(map(tuple, found["costs"].values())) == {(1, 0, 0, 0)}
+    kinds, last = ("Forward", "BackwardData", "BackwardFilter"), True
+    ordered, free = (
+        [["Forward", 1], ["BackwardData", 1], ["BackwardFilter", 1]],
+        [["Forward", 1], *([k, 0] for k in kinds[1:])],
+    )
+    assert (
+        found["asked"]
+        == {
+            "again": [[], ordered[:1]],
+            "float32": [[[k, 0, not last, 3] for k in kinds], ordered],  # CUDNN_FMA_MATH
+            "with TF32": [[["Forward", 0, not last, 0]], ordered[:1]],
+            "in any order": [[[k, 0, not last, 3] for k in kinds], free],
+            "short, in any order": [[[k, 2, not last, 1] for k in kinds], ordered],
+            "channels last": [[["Forward", 0, last, 3]], ordered[:1]],
+            "mixed": [[], ordered[:1]],
+            "complex": [[], []],
+        }
+    )
+    assert [strides[1] for strides in found["layouts"]] == [1, 1, 1]  # as the operands
+    assert found["info"] == {"cuBLASLt": "13.2.0", "cuDNN": "9.28.1"}
+    assert found["more"] == {"eager": True, "graph": [True, True], "counts": [1, 0]}
+
+
+def test_convolutions_without_cudnn_are_the_same(sweep: Sweep, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    cache = getattr(request.config, "cache", None)
+    found = sweep("convolutions", str(tmp_path if cache is None else cache.mkdir("values")))
+    assert found["absent"] == 0  # calls of the library
+    assert found["told"] is None
+    assert (found["refused"], found["refused in the call"]) == (2, 2)  # the two adjoints
+    assert found["fails to ask"].startswith("BackendError: [conv] cudnnGetConvolutionForwardAlgorithm_v7 failed with")
+    assert found["fails"].startswith("BackendError: [conv] cudnnConvolutionForward failed with status 5000 (an error")
+
+
+def test_the_numbers_are_those_of_cudnn() -> None:
+    """Of NVIDIA's headers, and by what the library itself keeps of a description; neither needs a device."""
+    from meshtape.arrays.kernels import cudnn
+
+    assert [ctypes.sizeof(cudnn.Performance), cudnn.Performance.memory.offset] == [48, 16]
+    assert [cudnn.Performance.determinism.offset, cudnn.Performance.math.offset] == [24, 28]
+    if (functions := cudnn.library()) is None:
+        pytest.skip("the wheel nvidia-cudnn, of half a gigabyte, is not installed")
+    assert functions["GetErrorString"](3000).decode() == "CUDNN_STATUS_NOT_SUPPORTED"
+    get, shape, places = ctypes.CDLL("libcudnn.so.9"), (2, 6, 4, 5), (ctypes.c_int * 8)()
+    made = cudnn.Descriptor("Tensor", 9, 4, cudnn._ints(*shape), cudnn._ints(*cudnn._strides(shape, True)))
+    kind, ndim, sizes, strides = ctypes.c_int(), ctypes.c_int(), (ctypes.c_int * 8)(), (ctypes.c_int * 8)()
+    kept = ctypes.byref(kind), ctypes.byref(ndim), sizes, strides
+    assert get.cudnnGetTensorNdDescriptor(made.handle, 8, *kept) == 0
+    assert (kind.value, tuple(sizes[:4]), list(strides[:4])) == (9, shape, [120, 1, 30, 6])
+    kernel = cudnn.Descriptor("Filter", 9, cudnn.NHWC, 4, cudnn._ints(4, 3, 3, 2))
+    about = cudnn.Descriptor("Convolution", 2, *(cudnn._ints(*n) for n in ((1, 0), (2, 1), (1, 2))), 1, 0)
+    cudnn.call("SetConvolutionGroupCount", about.handle, 2)
+    assert get.cudnnGetConvolutionNdForwardOutputDim(about.handle, made.handle, kernel.handle, 4, places) == 0
+    assert places[:4] == [2, 4, 2, 3]
+    with pytest.raises(cudnn.Unserved):  # of 2**31 elements
+        cudnn.Descriptor("Tensor", 0, 4, cudnn._ints(1 << 15, 1 << 10, 8, 8), cudnn._ints(1 << 16, 64, 8, 1))
+    loaded = next(
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn.so" in line
+    )
+    headers = Path(loaded).resolve().parents[1].glob("include/cudnn_*_v9.h")
+    numbers = dict(
+        re.findall(r"\b(CUDNN_\w+)\s*(?:CUDNN_DEPRECATED_ENUM)?\s*= (\d+)", " ".join(h.read_text() for h in headers))
+    )
+    if numbers:
+        names = ("DATA_FLOAT", "DATA_DOUBLE", "DATA_HALF", "DATA_BFLOAT16")
+        assert [int(numbers[f"CUDNN_{n}"]) for n in names] == list(cudnn.DATA_TYPES.values())
+        names = ("DEFAULT_MATH", "TENSOR_OP_MATH", "FMA_MATH", "CROSS_CORRELATION", "DETERMINISTIC")
+        assert {n: int(numbers[f"CUDNN_{n}"]) for n in names} == {n: getattr(cudnn, n) for n in names}
+        assert numbers["CUDNN_TENSOR_OP_MATH_ALLOW_CONVERSION"] == str(cudnn.ALLOW_CONVERSION)
+        assert [numbers[f"CUDNN_TENSOR_{n}"] for n in ("NCHW", "NHWC")] == [str(cudnn.NCHW), str(cudnn.NHWC)]
+        algorithms = {
+            "Forward": ("FWD", ("IMPLICIT_GEMM", "IMPLICIT_PRECOMP_GEMM"), ()),
+            "BackwardData": ("BWD_DATA", ("1",), ("0",)),
+            "BackwardFilter": ("BWD_FILTER", ("1",), ("0", "3")),
+        }
+        for name, (prefix, *both) in algorithms.items():
+            found = [{int(numbers[f"CUDNN_CONVOLUTION_{prefix}_ALGO_{n}"]) for n in names} for names in both]
+            assert found == [cudnn.KINDS[name].algorithms, cudnn.KINDS[name].unordered]
+            assert int(numbers[f"CUDNN_CONVOLUTION_{prefix}_ALGO_COUNT"]) <= cudnn.MOST_ALGORITHMS
+
+
 # ----- donated inputs of CUDA graphs ----------------------------------------------------------------------------------
 
 IN_PLACE = "right, 1 graph, 2 and 0 copies"
