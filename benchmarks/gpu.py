@@ -495,8 +495,8 @@ def softmax_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d:
     yield Row(
         f"cross_entropy backward, {label}",
         2 * size,
-        lambda: (m.normal((rows,), launch.wide(d)), m.normal(shape, d), m.integers(rows, width)),
-        op("cross_entropy_backward", **params),
+        lambda: of_losses(m.normal((rows,), launch.wide(d)), m.normal(shape, d), m.integers(rows, width), params),
+        from_losses(op("cross_entropy_backward", **params)),
         {}
         if t is None
         else t.backward(lambda x, y: F.cross_entropy(x.float() if d.itemsize == 2 else x, y, reduction="none"), (0,)),
