@@ -10,7 +10,7 @@ from __future__ import annotations
 TABLES = {
     "ops": """
     others: 3 0 0;
-    adjugate: 64 0 1; attention: 10 0 0; attention_backward: 33 0 0; attention_bias_backward: 16 0 0;
+    adjugate: 64 0 1; attention: 11 0 0; attention_backward: 33 0 0; attention_bias_backward: 16 0 0;
     cholesky: 7 0 1; concat: 5 0 0;
     conv: 13 0 0; conv_image: 13 0 0; conv_kernel: 10 0 0; det: 21 0 0; dropout: 4 0 0; dropout_add: 5 0 0;
     eig: 11 0 1; eigh: 4 0 1; eigvals: 8 0 1; eigvalsh: 4 0 1; experts: 9 0 3; experts_backward: 9 0 3;
@@ -25,10 +25,10 @@ TABLES = {
     """,
     "derivatives": """
     others: 9 0 0;
-    adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 67 0 0;
-    attention_bias_backward: 71 0 0; batch_norm: 37 0 1; batch_norm_backward: 77 0 0;
+    adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 68 0 0;
+    attention_bias_backward: 72 0 0; batch_norm: 37 0 1; batch_norm_backward: 77 0 0;
     batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 33 0 0; conv_image: 33 0 0; conv_kernel: 38 0 0;
-    copysign: 10 1 0; cross_entropy: 31 0 2; cross_entropy_backward: 26 0 0; cumulative_prod: 31 0 0;
+    copysign: 10 1 0; cross_entropy: 34 0 1; cross_entropy_backward: 43 0 0; cumulative_prod: 31 0 0;
     det: 67 0 1; divide: 11 0 0; eig: 41 0 2; eigh: 32 0 1; eigvals: 39 0 3; eigvalsh: 10 0 1; experts: 26 0 3;
     experts_backward: 210 0 3; fmax: 15 0 0; fmin: 15 0 0; fmod: 13 0 0; gelu_backward: 18 0 0;
     getitem: 12 2 1; group_norm: 51 0 1; group_norm_backward: 80 0 0; hypot: 22 0 0; index_add: 19 2 1;
