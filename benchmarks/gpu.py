@@ -491,23 +491,32 @@ def softmax_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d:
             back,
         )
     params = {"ignore_index": None, "label_smoothing": 0.0}
+    losses, back_of_losses = op("cross_entropy", **params), op("cross_entropy_backward", **params)
+
+    def with_saved() -> tuple[Any, ...]:  # the cotangents of losses and of their log-sum-exp, and that
+        x, labels, g = m.normal(shape, d), m.integers(rows, width), m.normal((rows,), launch.wide(d))
+        lse = losses(x, labels)[1]
+        return g, x, labels, lse, lse * 0
+
     loss = None if t is None else (lambda x, y: F.cross_entropy(x, y, reduction="none"))
     yield Row(
         f"cross_entropy, {label}",
         size,
         lambda: (m.normal(shape, d), m.integers(rows, width)),
-        op("cross_entropy", **params),
+        losses,
         {} if t is None else t.pair(loss),
         target,
     )
     yield Row(
         f"cross_entropy backward, {label}",
         2 * size,
-        lambda: (m.normal((rows,), launch.wide(d)), m.normal(shape, d), m.integers(rows, width)),
-        op("cross_entropy_backward", **params),
+        with_saved,
+        lambda g, x, labels, lse, g_lse: back_of_losses(g, g_lse, x, labels, lse),
         {}
         if t is None
-        else t.backward(lambda x, y: F.cross_entropy(x.float() if d.itemsize == 2 else x, y, reduction="none"), (0,)),
+        else t.backward(
+            lambda x, y, *_: F.cross_entropy(x.float() if d.itemsize == 2 else x, y, reduction="none"), (0,)
+        ),
         back,
     )
 

@@ -123,11 +123,11 @@ def recomputes(b: int = 16, s: int = 128, small: int = 2, large: int = 6) -> lis
         r: (kept(large, r, b, s, config) - kept(small, r, b, s, config)) / (large - small)
         for r in ("none", "attention", "blocks")
     }
-    hidden = 4.0 * b * s * (8 * w + 4 * f)
+    hidden = 4.0 * b * s * (7 * w + 4 * f + config["heads"])
     return [
         ("recompute blocks: a further block keeps", "b s w", 4.0 * b * s * w, grown["blocks"]),
-        ("recompute attention", "b s (8 w + 4 f)", hidden, grown["attention"]),
-        ("recompute none", "b s (8 w + 4 f)", hidden, grown["none"]),
+        ("recompute attention", "b s (7 w + 4 f + heads)", hidden, grown["attention"]),
+        ("recompute none", "b s (7 w + 4 f + heads)", hidden, grown["none"]),
     ]
 
 

@@ -611,12 +611,26 @@ def batch_normalized(**params: Any) -> Callable[..., Any]:
     return lambda x, weight, bias: op("batch_norm", **params)(x, weight, bias, bias, weight)[:3]
 
 
-def slopes(params: dict[str, Any]) -> Callable[..., Any]:
-    """The backward op of a linear cross-entropy, with the log-sum-exp that it expects."""
+def attended(**params: Any) -> Callable[..., Any]:
+    """Attention without its log-sum-exp, which is a constant."""
+    return lambda *operands: op("attention", **params)(*operands)[0]
+
+
+def slopes_of_attention(name: str, **params: Any) -> Callable[..., Any]:
+    """The backward op of attention, with the results that it expects."""
+
+    def call(g: Any, q: Any, k: Any, v: Any, *mask: Any) -> Any:
+        return op(name, **params)(g, q, k, v, *op("attention", **params)(q, k, v, *mask), *mask)
+
+    return call
+
+
+def slopes(name: str, params: dict[str, Any]) -> Callable[..., Any]:
+    """The backward op of a cross-entropy, with the log-sum-exp that it expects."""
 
     def call(g: Any, g_lse: Any, *operands: Any) -> Any:
-        lse = op("linear_cross_entropy", **params)(*operands)[1]
-        return op("linear_cross_entropy_backward", **params)(g, g_lse, *operands, lse)
+        lse = op(name, **params)(*operands)[1]
+        return op(f"{name}_backward", **params)(g, g_lse, *operands, lse)
 
     return call
 
@@ -685,23 +699,27 @@ NETWORKS: Rows = {
         on(op("log_softmax_backward", axis=a), s, In(shape(s), "f8", -2.0, -1.0)) for s, a in AXES
     ],
     "attention": [
-        *(on(op("attention", scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),
+        *(on(attended(scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),
         on(lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True), "2 4 3 2, 2 2 5 2, 2 2 5 2"),
     ],
     "attention_backward": [
-        on(op("attention_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600) for s, d in ATTENDED[:4]
+        on(slopes_of_attention("attention_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600)
+        for s, d in ATTENDED[:4]
     ],
     "attention_bias_backward": [
-        on(op("attention_bias_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600) for s, d in ATTENDED[4:]
+        on(slopes_of_attention("attention_bias_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600)
+        for s, d in ATTENDED[4:]
     ],
     "cross_entropy": [on(op("cross_entropy", **p), x, labels(x, n)) for x, n in LABELS for p in LOSSES],
     "cross_entropy_backward": [
-        on(op("cross_entropy_backward", **p), n, x, labels(x, n)) for x, n in LABELS for p in LOSSES
+        on(slopes("cross_entropy", p), n, n, x, labels(x, n)) for x, n in LABELS for p in LOSSES
     ],
     "linear_cross_entropy": [
         on(op("linear_cross_entropy", **p), h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
     ],
-    "linear_cross_entropy_backward": [on(slopes(p), n, n, h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES],
+    "linear_cross_entropy_backward": [
+        on(slopes("linear_cross_entropy", p), n, n, h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
+    ],
     "float8_scale": [on(mt.nn.float8_scale, t, short="a power of two") for t in ("3 5 f4", "N f4", "0 f4", "4 2 f2")],
     "float8_matmul": [
         on(mt.nn.float8_matmul, t, slopes="straight through", short="rounded to float8", low=-4, high=4)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.op import for_floats
 from .geometry import MAX_GRID, ceil_div
-from .launch import contiguous, i64, named, runner
+from .launch import NOTHING, contiguous, i64, named, runner
 
 FILE = "attention.cu"
 THREADS, ROWS = 256, 128
@@ -23,8 +23,6 @@ SHARED_ROWS, MORE = 384, 256
 """Rows of the tiles of a block, and its other bytes of shared memory, at most; ``attention.cu`` divides them."""
 WIDTHS = (32, 64, 128)
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-NOTHING = np.uint64(0)
-"""The address of an operand that is not there."""
 
 
 def variants() -> Iterator[tuple[str, str]]:
@@ -139,25 +137,26 @@ def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | 
         return NotImplemented
     rows, e = q.shape[-2], v.shape[-1]
     out = runner().xp.empty((*call.lead, rows, call.v.shape[-1]), q.dtype)
+    lse = runner().xp.empty((*call.lead, rows), np.float32)
     poison = call.poison(call.v) if call.masked else NOTHING
-    call.start("forward", [call.q, call.k, call.v, out, poison], rows, math.prod(call.lead))
-    return out[..., :e]
+    call.start("forward", [call.q, call.k, call.v, out, lse, poison], rows, math.prod(call.lead))
+    return out[..., :e], lse
 
 
 @for_floats
-def attention_backward(g: Any, q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | None) -> Any:
+def attention_backward(
+    g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *mask: Any, scale: float, diagonal: int | None
+) -> Any:
     """See :data:`meshtape.arrays.nn.attention.ATTENTION_BACKWARD`."""
-    call = _prepared(q, k, v, mask, scale, diagonal) if g.dtype == q.dtype else None
+    call = _prepared(q, k, v, mask, scale, diagonal) if g.dtype == out.dtype == q.dtype else None
     if call is None:
         return NotImplemented
     xp, rows, keys, batches = runner().xp, q.shape[-2], k.shape[-2], math.prod(call.lead)
-    g = _padded(g)
-    operands = call.q, call.k, call.v, g
-    q_poison, k_poison, v_poison, g_poison = map(call.poison, operands) if call.masked else [NOTHING] * 4
+    operands = call.q, call.k, call.v, _padded(g)
+    q_poison, k_poison, g_poison = (call.poison(operands[i]) if call.masked else NOTHING for i in (0, 1, 3))
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in operands[:3])
-    sums, means = (xp.empty((batches, rows), np.float32) for _ in range(2))
-    arguments = [*operands, dq, sums, means, k_poison, v_poison]
-    call.start("backward_queries", arguments, rows, batches)
-    arguments = [*operands, dk, dv, sums, means, q_poison, g_poison, i64(batches)]
+    lse, means = contiguous(lse.astype(np.float32, copy=False)), xp.empty((batches, rows), np.float32)
+    call.start("backward_queries", [*operands, _padded(out), dq, lse, means, k_poison], rows, batches)
+    arguments = [*operands, dk, dv, lse, means, q_poison, g_poison, i64(batches)]
     call.start("backward_keys", arguments, keys, call.keys)
     return tuple(x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))

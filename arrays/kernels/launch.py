@@ -41,6 +41,9 @@ NAMES = {
 }
 """The name of each dtype in the kernels."""
 
+NOTHING = np.uint64(0)
+"""The address of an operand that is not there."""
+
 
 class Properties(NamedTuple):
     """The properties of a device for launch geometry."""

@@ -10,7 +10,7 @@ import numpy as np
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
 from .geometry import ladder, row_plan
-from .launch import contiguous, i64, named, runner, wide
+from .launch import NOTHING, contiguous, i64, named, runner, wide
 
 FILE = "softmax.cu"
 
@@ -52,6 +52,14 @@ def _rows(
     r.launch(FILE, name, plan.grid(rows), plan.block, arguments(*vectors, *numbers), shared)
 
 
+def _forward_rows(log: bool, x: Any, lse: Any, masked: bool) -> Any:
+    y = runner().xp.empty(x.shape, x.dtype)
+    if x.size:
+        n, width = x.size // x.shape[-1], x.shape[-1]
+        _rows("softmax_forward", (log,), n, width, [x, y], lambda *a: [a[0], a[1], lse, *a[2:], np.bool_(masked)])
+    return y
+
+
 def _along(fn: Any, axis: int, *arrays: Any) -> Any:
     """``fn`` of the arrays with ``axis`` last; its result with ``axis`` back in its place."""
     xp, last = runner().xp, arrays[0].ndim - 1
@@ -62,14 +70,7 @@ def _along(fn: Any, axis: int, *arrays: Any) -> Any:
 
 
 def _forward(log: bool, x: Any, axis: int, masked: bool) -> Any:
-    def rows(x: Any) -> Any:
-        y = runner().xp.empty(x.shape, x.dtype)
-        if x.size:
-            n, width = x.size // x.shape[-1], x.shape[-1]
-            _rows("softmax_forward", (log,), n, width, [x, y], lambda *a: [*a, np.bool_(masked)])
-        return y
-
-    return _along(rows, axis, x)
+    return _along(lambda x: _forward_rows(log, x, NOTHING, masked), axis, x)
 
 
 def _backward(log: bool, g: Any, y: Any, axis: int) -> Any:
@@ -90,6 +91,15 @@ def _backward(log: bool, g: Any, y: Any, axis: int) -> Any:
 def softmax(x: Any, *, axis: int, masked: bool) -> Any:
     """See :data:`meshtape.arrays.nn.softmax.SOFTMAX`."""
     return _forward(False, x, axis, masked)
+
+
+def softmax_lse(x: Any, *, masked: bool) -> tuple[Any, Any]:
+    """The softmax along the last axis, and the logarithm of the sum of the exponentials of each row, in float32 at
+    least; ``x`` has no gaps."""
+    lse = runner().xp.empty(x.shape[:-1], wide(x.dtype))
+    if not x.shape[-1]:
+        lse[...] = 0 if masked else -np.inf
+    return _forward_rows(False, x, lse, masked), lse
 
 
 @for_floats
@@ -123,30 +133,34 @@ def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_s
     """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY`."""
     xp, x = runner().xp, contiguous(logits)
     flat, has_ignored, ignored = _labels(labels, ignore_index)
-    losses = xp.empty(labels.shape, wide(x.dtype))
+    losses, lse = xp.empty(labels.shape, wide(x.dtype)), xp.empty(labels.shape, np.float64)
     n, width = labels.size, x.shape[-1]
     if n and not width:  # no class, no loss
         losses[...] = xp.where(flat == ignored, 0, np.nan) if has_ignored else np.nan
+        lse[...] = 0
     elif n:
         numbers = [np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
         _rows(
-            *("cross_entropy_forward", (), n, width, [x], lambda x, *a: [x, flat, losses, *a, *numbers]),
+            *("cross_entropy_forward", (), n, width, [x], lambda x, *a: [x, flat, losses, lse, *a, *numbers]),
             kept=bool(label_smoothing),
         )
-    return losses
+    return losses, lse
 
 
 @for_floats
 def cross_entropy_backward(
-    g: Any, logits: Any, labels: Any, *, ignore_index: int | None, label_smoothing: float
+    g: Any, g_lse: Any, logits: Any, labels: Any, lse: Any, *, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY_BACKWARD`."""
     xp, x = runner().xp, contiguous(logits)
     flat, has_ignored, ignored = _labels(labels, ignore_index)
-    scale = contiguous(g.astype(wide(x.dtype), copy=False))
+    of_rows = (g.astype(wide(x.dtype), copy=False), *(a.astype(np.float64, copy=False) for a in (g_lse, lse)))
+    of_rows = [contiguous(a) for a in of_rows]
     dx = xp.empty(x.shape, x.dtype)
     n, width = labels.size, x.shape[-1]
     if x.size:
         numbers = [np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
-        _rows("cross_entropy_backward", (), n, width, [x, dx], lambda x, *a: [scale, x, flat, *a, *numbers])
+        _rows(
+            *("cross_entropy_backward", (), n, width, [x, dx], lambda x, *a: [*of_rows, x, flat, *a, *numbers]), kept=0
+        )
     return dx

@@ -15,7 +15,7 @@ from .calls import CHUNK, memory, result_like, run
 _TAKEN = frozenset("fd")
 _UINT64 = frozenset(np.dtype(c).num for c in "LQ" if np.dtype(c).itemsize == 8)  # of which the largest are no int64
 
-_INT64 = np.dtype(np.int64)
+_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
 
 # With fewer elements two or three calls of NumPy take less time than asking whether a kernel takes the operands.
 WORTH_A_CALL = 4096
@@ -69,6 +69,14 @@ def _by_rows(kernel: str, *operands: Any, axis: int, masked: bool = False, out: 
 
 
 softmax, softmax_backward = partial(_by_rows, "softmax"), partial(_by_rows, "softmax_backward")
+
+
+def softmax_lse(x: Any, lse: Any, masked: bool) -> Any:
+    """The softmax of rows in their memory, and to ``lse`` the logarithms of the sums of their exponentials."""
+    taken = _takes(x) and run("softmax_lse", (x, x, lse), *_rows(x, 1), flag=masked)
+    return x if taken else NotImplemented
+
+
 log_softmax, log_softmax_backward = partial(_by_rows, "log_softmax"), partial(_by_rows, "log_softmax_backward")
 
 
@@ -85,15 +93,19 @@ def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoo
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
     out = memory(labels.shape, logits.dtype, labels.size * logits.itemsize)
-    operands = logits, _int64(labels), out
-    return out if _by_classes("cross_entropy", operands, logits, ignore_index, label_smoothing) else NotImplemented
+    lse = memory(labels.shape, _FLOAT64, labels.size * 8)
+    operands = logits, _int64(labels), out, lse
+    taken = _by_classes("cross_entropy", operands, logits, ignore_index, label_smoothing)
+    return (out, lse) if taken else NotImplemented
 
 
-def cross_entropy_backward(g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
+def cross_entropy_backward(
+    g: Any, g_lse: Any, logits: Any, labels: Any, lse: Any, ignore_index: int | None, label_smoothing: float
+) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
     out = result_like(logits)
-    operands = g, logits, _int64(labels), out
+    operands = g, g_lse, logits, _int64(labels), lse, out
     taken = _by_classes("cross_entropy_backward", operands, logits, ignore_index, label_smoothing)
     return out if taken else NotImplemented
 

@@ -2,8 +2,10 @@
 
 Both go through the queries in tiles of rows (Rabe and Staats, 2021): scores, softmax and products of a tile, over the
 keys that its rows may see, and then the next tile. The backward op computes the weights of a tile again (Dao et al.,
-2022). On a GPU kernels of their own do so for short floats (:mod:`..kernels.attention`). The decompositions hold the
-whole matrix. They serve derivatives of higher order, and keys that are split over ranks.
+2022). On a GPU kernels of their own do so for short floats (:mod:`..kernels.attention`): the result and the log-sum-exp
+of each row of scores, which the forward op gives for that, spare them a pass. Tiles need neither, for they hold whole
+rows. The decompositions hold the whole matrix. They serve derivatives of higher order, and keys that are split over
+ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..kernels import attention as kernels
+from ..kernels import softmaxes
 from ..native import ops
 from ..ops.creation import asarray
-from ..ops.elementwise import POSITIONS, WHERE, logical_and
-from ..ops.manipulation import astype, expand_dims, matrix_transpose, repeat, reshape
+from ..ops.elementwise import POSITIONS, WHERE, exp, log, logical_and, stop_gradient, where
+from ..ops.manipulation import astype, broadcast_to, expand_dims, matrix_transpose, repeat, reshape, squeeze
 from ..ops.matmul import MATMUL, matmul
 from ..ops.param_kinds import LABEL, NUMBER
 from ..reductions.reductions import sum as sum_
 from .dropout import dropout
-from .softmax import SOFTMAX, SOFTMAX_BACKWARD, softmax
+from .softmax import SOFTMAX_BACKWARD, finite_max, softmax
 
 NAME = "[scaled_dot_product_attention]"
 LEAST_ROWS = 64
@@ -53,7 +56,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
         raise DTypeError(f"{NAME} query, key and value must be real floating")
 
 
-def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
+def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ShapeDtype]:
     q, k, v, *mask = args
     _check(q, k, v)
     try:
@@ -66,14 +69,18 @@ def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDty
     for m in mask:
         if any(n not in (1, whole) for n, whole in zip(m.shape[-2:][::-1], square[::-1], strict=False)):
             raise ShapeError(f"{NAME} mask {m.shape} does not broadcast to {(*lead, *square)}")
-    return ShapeDtype((*lead, q.shape[-2], v.shape[-1]), result_type(*(x.dtype for x in (q, k, v))))
+    dtype, rows = result_type(*(x.dtype for x in (q, k, v))), (*lead, q.shape[-2])
+    return ShapeDtype((*rows, v.shape[-1]), dtype), ShapeDtype(rows, _wide(dtype))
 
 
 def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ...]:
-    g, *operands = args
-    out = _infer(op, tuple(operands), params)
-    if g.shape != out.shape:
-        raise ShapeError(f"{NAME} a cotangent of shape {g.shape} does not fit the result {out.shape}")
+    g, q, k, v, *saved = args
+    operands, expected = (q, k, v, *saved[2:]), _infer(op, (q, k, v, *saved[2:]), params)
+    for x, like in zip((g, *saved), (expected[0], *expected), strict=False):
+        if x.shape != like.shape:
+            raise ShapeError(
+                f"{NAME} a cotangent or a saved result of shape {x.shape} does not fit a result {like.shape}"
+            )
     return tuple(ShapeDtype(x.shape, x.dtype) for x in operands[: op.nout])
 
 
@@ -109,8 +116,10 @@ def _times(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
     return np.matmul(x, y, out) if xp is np else MATMUL.bind(xp)(x, y, out=out)
 
 
-def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...], diagonal: int | None) -> Any:
-    """The weights of a tile of scaled queries and the keys that it may see."""
+def _weights(
+    xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...], diagonal: int | None
+) -> tuple[Any, Any]:
+    """The weights of a tile of scaled queries and the keys that it may see, and the log-sum-exp of its rows."""
     at, rows, seen = key
     s = _times(xp, q, xp.swapaxes(k, -1, -2))
     for m in mask:
@@ -129,14 +138,32 @@ def _weights(xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...],
             s[..., first:] = part
         else:
             s = part
-    return _in_place(xp, SOFTMAX, s, masked=bool(mask) or diagonal is not None)
+    return _softmax(xp, s, masked=bool(mask) or diagonal is not None)
 
 
-def _in_place(xp: Any, op: Op, x: Any, *operands: Any, **params: Any) -> Any:
-    """A function of the softmax family along the last axis; in the memory of ``x`` where a kernel in C takes it."""
-    params["axis"] = x.ndim - 1
-    out = getattr(ops, op.name)(x, *operands, out=x, **params) if xp is np else NotImplemented
-    return op.bind(xp)(x, *operands, **params) if out is NotImplemented else out
+def _softmax(xp: Any, s: Any, masked: bool) -> tuple[Any, Any]:
+    """The softmax of rows, in their memory where that may be, and their log-sum-exp: 0 where all of a row is hidden."""
+    if xp is not np:
+        return softmaxes.softmax_lse(s, masked=masked)
+    lse = np.empty(s.shape[:-1], s.dtype)
+    if ops.softmax_lse(s, lse, masked) is NotImplemented:
+        with np.errstate(all="ignore"):
+            top = s.max(axis=-1, keepdims=True, initial=-math.inf)
+            top[np.isinf(top)] = 0
+            s -= top
+            np.exp(s, out=s)
+            total = s.sum(axis=-1, keepdims=True)
+            total[masked & (total == 0)] = 1
+            s /= total
+            lse = (top + np.log(total))[..., 0]
+    return s, lse
+
+
+def _softmax_backward(xp: Any, slopes: Any, weights: Any) -> Any:
+    """The slopes of scores; in the memory of those of the weights where a kernel in C takes them."""
+    axis = slopes.ndim - 1
+    out = ops.softmax_backward(slopes, weights, out=slopes, axis=axis) if xp is np else NotImplemented
+    return SOFTMAX_BACKWARD.bind(xp)(slopes, weights, axis=axis) if out is NotImplemented else out
 
 
 def _nothing(x: Any) -> Any:
@@ -154,21 +181,26 @@ def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
 
 
 def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
-    shape, dtype = _infer(ATTENTION, operands, {})
+    (shape, dtype), row_sums = _infer(ATTENTION, operands, {})
     q, k, v, *mask = _spread(operands, len(shape), _wide(dtype))
-    wide = xp.empty(shape, _wide(dtype))
+    wide, lse = xp.empty(shape, _wide(dtype)), xp.empty(*row_sums)
     for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
-        weights = _weights(xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal)
+        weights, lse[*at, rows] = _weights(
+            xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal
+        )
         out = wide[*at, rows]
         _times(xp, weights, _part(v, (*at, seen)), out=out)
         if seen.stop < k.shape[-2]:
             out += _nothing(_part(v, at)[..., seen.stop :, :])
-    return wide.astype(dtype, copy=False)
+    return wide.astype(dtype, copy=False), lse
 
 
-def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
-    work = _wide(_infer(ATTENTION, operands, {}).dtype)
+def _backward(
+    count: int, xp: Any, g: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, *mask: Any, scale: float, diagonal: Any
+) -> Any:
+    operands = q, k, v, *mask
+    work = _infer(ATTENTION, operands, {})[1].dtype
     g, *wide = _spread((g, *operands), g.ndim, work)
     q, k, v, *mask = wide
     sums: list[Any] = [None] * count
@@ -190,14 +222,14 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
         at, rows, seen = key
         x, cotangent = _part(q, (*at, rows)) * scale, g[*at, rows]
         y, z = (_part(a, (*at, seen)) for a in (k, v))
-        weights = _weights(xp, x, y, mask, key, diagonal)
+        weights, _ = _weights(xp, x, y, mask, key, diagonal)
         slopes = _times(xp, cotangent, xp.swapaxes(z, -1, -2))
         if slopes.shape != weights.shape:  # values may have more leading dimensions than keys
             weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
         far = slice(seen.stop, None) if seen.stop < k.shape[-2] else None
         if far:
             slopes[..., :1] += _nothing(_part(v, at)[..., far, :]).sum(axis=-1, keepdims=True)
-        slopes = _in_place(xp, SOFTMAX_BACKWARD, slopes, weights)
+        slopes = _softmax_backward(xp, slopes, weights)
         add(0, (*at, rows), _times(xp, slopes, y) * scale)
         add(1, (*at, seen), _times(xp, xp.swapaxes(slopes, -1, -2), x))
         add(2, (*at, seen), _times(xp, xp.swapaxes(weights, -1, -2), cotangent))
@@ -214,7 +246,10 @@ def _backward(count: int, xp: Any, g: Any, *operands: Any, scale: float, diagona
 # ----- the same in plain functions ------------------------------------------------------------------------------------
 
 
-def _whole_weights(q: Array, k: Array, mask: Sequence[Array], scale: float, diagonal: int | None) -> Array:
+def _scores(
+    q: Array, k: Array, mask: Sequence[Array], scale: float, diagonal: int | None
+) -> tuple[Array, Array | None]:
+    """All scores, and which of them count (None: all)."""
     scores = matmul(q * scale, matrix_transpose(k))
     allowed = None
     for m in mask:
@@ -225,7 +260,7 @@ def _whole_weights(q: Array, k: Array, mask: Sequence[Array], scale: float, diag
         row, column = (apply(POSITIONS, (scores,), {"axis": scores.ndim - i, "start": 0}) for i in (2, 1))
         below = row + diagonal >= column
         allowed = below if allowed is None else logical_and(allowed, below)
-    return softmax(scores, where=allowed)
+    return scores, allowed
 
 
 def _widened(*arrays: Array) -> list[Array]:
@@ -244,7 +279,26 @@ def _composed(
 ) -> Array:
     dtype = result_type(q.dtype, k.dtype, v.dtype)
     q, k, v, *wide = _widened(q, k, v, *mask)
-    return astype(matmul(drop(_whole_weights(q, k, wide, scale, diagonal)), v), dtype, copy=False)
+    scores, allowed = _scores(q, k, wide, scale, diagonal)
+    return astype(matmul(drop(softmax(scores, where=allowed)), v), dtype, copy=False)
+
+
+def _decompose(
+    query: Array, key: Array, value: Array, *mask: Array, scale: float, diagonal: int | None
+) -> tuple[Array, Array]:
+    q, k, v, *wide = _widened(query, key, value, *mask)
+    scores, allowed = _scores(q, k, wide, scale, diagonal)
+    if allowed is not None:
+        scores = where(allowed, scores, -math.inf)
+    # Not the op: over keys that are split, the weights and the log-sum-exp then have their collectives in common.
+    top = finite_max(scores, -1)
+    weights = exp(scores - top)
+    total = sum_(weights, axis=-1, keepdims=True)
+    if allowed is not None:
+        total = where(total == 0, 1.0, total)
+    out = matmul(weights / total, v)
+    lse = stop_gradient(squeeze(top + log(total), -1))
+    return astype(out, result_type(query.dtype, key.dtype, value.dtype), copy=False), broadcast_to(lse, out.shape[:-1])
 
 
 def _summed_to(x: Array, like: Array) -> Array:
@@ -254,11 +308,22 @@ def _summed_to(x: Array, like: Array) -> Array:
 
 
 def _decompose_backward(
-    count: int, g: Array, query: Array, key: Array, value: Array, *mask: Array, scale: float, diagonal: int | None
+    count: int,
+    g: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    _out: Array,
+    _lse: Array,
+    *mask: Array,
+    scale: float,
+    diagonal: int | None,
 ) -> tuple[Array, ...]:
+    # Not of the saved results, which are functions of the operands: so its derivative is that of all of it.
     operands = query, key, value, *mask
     g, q, k, v, *wide = _widened(g, *operands)
-    weights = _whole_weights(q, k, wide, scale, diagonal)
+    scores, allowed = _scores(q, k, wide, scale, diagonal)
+    weights = softmax(scores, where=allowed)
     slopes = matmul(g, matrix_transpose(v))
     slopes = weights * (slopes - sum_(weights * slopes, axis=-1, keepdims=True))
     dk, dv = (matmul(matrix_transpose(x), y) for x, y in ((slopes, q * scale), (weights, g)))
@@ -268,7 +333,7 @@ def _decompose_backward(
 
 def _backward_op(name: str, nout: int, **overrides: Any) -> Op:
     impl, decompose = partial(_backward, nout), partial(_decompose_backward, nout)
-    operands = ("g", "query", "key", "value", "*mask")
+    operands = ("g", "query", "key", "value", "out", "lse", "*mask")
     facts = {"decompose": decompose, "params": PARAMS, "overrides": overrides}
     return Op(name, operands, impl, _infer_backward, nout=nout, **facts)
 
@@ -280,11 +345,14 @@ ATTENTION = Op(
     ("query", "key", "value", "*mask"),
     _attention,
     _infer,
-    decompose=_composed,
+    nout=2,
+    decompose=_decompose,
     overrides={"cupy": kernels.attention},
     wide_sums=True,
     params=PARAMS,
 )
+"""The result, and for the backward op the log-sum-exp of each row of scores, which is a constant: the decomposition of
+the backward op makes it anew. Of a row of which a mask hides all, it is 0."""
 ATTENTION_BACKWARD = _backward_op("attention_backward", 3, cupy=kernels.attention_backward)
 ATTENTION_BIAS_BACKWARD = _backward_op("attention_bias_backward", 4)  # of a mask that is added to the scores, too
 
@@ -370,13 +438,13 @@ def scaled_dot_product_attention(
         else:  # heads may be split over more ranks than key and value have heads
             k, v, group = repeat(k, group, axis=-3), repeat(v, group, axis=-3), 1
     params = {"scale": float(scale), "diagonal": 0 if is_causal else None}
-    rows = _infer(ATTENTION, (q, k, v, *masks), params).shape[:-1]
+    rows = _infer(ATTENTION, (q, k, v, *masks), params)[1].shape
     if dropout_rate:
         out = _composed(q, k, v, *masks, **params, drop=lambda w: dropout(w, dropout_rate, key=dropout_key))
     elif _is_small(rows, k.shape[-2], dtype) and not masks and not is_causal and q.sharding is None:
         out = _composed(q, k, v, *masks, **params)
     else:
-        out = apply(ATTENTION, (q, k, v, *masks), params)
+        out, _ = apply(ATTENTION, (q, k, v, *masks), params)
     if group > 1:
         out = reshape(out, (*out.shape[:-4], heads, *out.shape[-2:]))
     return astype(out, dtype, copy=False)

@@ -1,8 +1,9 @@
 """The cross-entropy of integer labels as an op, and its backward op.
 
 Both go through the logits once, in blocks of rows that stay in cache; composed of other ops they are a dozen passes,
-and keep an array of the size of the logits for the backward pass. The decompositions serve derivatives of higher order,
-and logits whose classes are split over ranks: there each rank looks for the labels among its own classes.
+and keep an array of the size of the logits for the backward pass. That needs the log-sum-exp of each row alone, which
+the forward op gives in float64: of large logits float32 has no digits to spare. The decompositions serve derivatives of
+higher order, and logits whose classes are split over ranks: there each rank looks for the labels among its own classes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ from ..core.array import Array
 from ..core.dispatch import apply
 from ..core.dtypes import is_low_precision
 from ..core.op import Op, ShapeDtype
-from ..core.shape_rules import same_as_second
 from ..kernels import softmaxes
 from ..native import ops
 from ..native.calls import first
-from ..ops.elementwise import POSITIONS, where
-from ..ops.manipulation import astype, expand_dims
+from ..ops.elementwise import POSITIONS, exp, log, where
+from ..ops.manipulation import astype, expand_dims, squeeze
 from ..ops.param_kinds import FRACTION, LABEL
 from ..reductions.moments import mean
 from ..reductions.reductions import sum as sum_
-from .softmax import log_softmax, softmax
+from .softmax import finite_max, softmax
 
 
 def _blocks(xp: Any, rows: int, width: int) -> Iterator[slice]:
@@ -52,11 +52,17 @@ def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> 
     return xp.where(known, labels, 0).astype(np.intp), known & ~ignored, ignored
 
 
-def _shifted(xp: Any, x: Any) -> Any:
-    """``x - max`` of each row; an infinite maximum is not subtracted."""
+def _shifted(xp: Any, x: Any) -> tuple[Any, Any]:
+    """The maximum of each row, 0 where it is infinite, and ``x`` without it."""
     m = x.max(axis=1, keepdims=True)
     m[xp.isinf(m)] = 0
-    return x - m
+    return m, x - m
+
+
+def parted(xp: Any, lse: Any, dtype: np.dtype) -> tuple[Any, Any]:
+    """What is subtracted from a row of this dtype before the exponential, and the factor that is left."""
+    shift = lse.astype(dtype)
+    return shift, xp.exp(xp.where(xp.isinf(shift), 0, shift - lse))
 
 
 def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
@@ -65,29 +71,38 @@ def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, 
         return CROSS_ENTROPY.bind(xp)(logits.astype(np.float32), labels, **options)
     classes = logits.shape[-1]
     x, flat = logits.reshape(math.prod(labels.shape), classes), labels.reshape(-1)
-    out = xp.full(flat.shape, np.nan, x.dtype)
+    out, lse = xp.full(flat.shape, np.nan, x.dtype), xp.full(flat.shape, -np.inf, np.float64)
     safe, valid, ignored = _looked_up(xp, flat, classes, ignore_index)
     with np.errstate(all="ignore"):
         for b in _blocks(xp, len(flat), classes) if classes else ():
-            d = _shifted(xp, x[b])
+            top, d = _shifted(xp, x[b])
             loss = -(1 - label_smoothing) * d[xp.arange(len(d)), safe[b]]
             if label_smoothing:
                 loss -= label_smoothing * d.mean(axis=1)
-            loss += xp.log(row_sums(xp, xp.exp(d, out=d)))[:, 0]
-            out[b] = loss
+            total = row_sums(xp, xp.exp(d, out=d)).astype(np.float64)[:, 0]
+            loss += xp.log(total).astype(x.dtype)
+            out[b], lse[b] = loss, top[:, 0] + xp.log(total)
     if valid is not None:
         out[~valid] = np.nan
         out[ignored] = 0
-    return out.reshape(labels.shape)
+        lse[~valid] = 0
+    return out.reshape(labels.shape), lse.reshape(labels.shape)
 
 
 def _cross_entropy_backward(
-    xp: Any, g: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float
+    xp: Any,
+    g: Any,
+    g_lse: Any,
+    logits: Any,
+    labels: Any,
+    lse: Any,
+    ignore_index: int | None,
+    label_smoothing: float,
 ) -> Any:
     """The softmax is computed again: cheaper than writing it to memory in the forward pass and reading it back."""
     if is_low_precision(logits.dtype):
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        out = CROSS_ENTROPY_BACKWARD.bind(xp)(g, logits.astype(np.float32), labels, **options)
+        out = CROSS_ENTROPY_BACKWARD.bind(xp)(g, g_lse, logits.astype(np.float32), labels, lse, **options)
         return out.astype(logits.dtype)
     classes = logits.shape[-1]
     x, flat = logits.reshape(math.prod(labels.shape), classes), labels.reshape(-1)
@@ -95,9 +110,12 @@ def _cross_entropy_backward(
     safe, valid, _ = _looked_up(xp, flat, classes, ignore_index)
     scale = g.reshape(-1).astype(x.dtype, copy=False)
     with np.errstate(all="ignore"):
+        shift, rest = parted(xp, lse.reshape(-1), x.dtype)
+        factor = ((scale + g_lse.reshape(-1)) * rest).astype(x.dtype)
         for b in _blocks(xp, len(flat), classes) if classes else ():
-            o = xp.exp(_shifted(xp, x[b]), out=out[b])
-            o *= scale[b, None] / row_sums(xp, o)
+            o = xp.subtract(x[b], shift[b, None], out=out[b])
+            xp.exp(o, out=o)
+            o *= factor[b, None]
             o[xp.arange(len(o)), safe[b]] -= (1 - label_smoothing) * scale[b]
             if label_smoothing:
                 o -= (label_smoothing / classes) * scale[b, None]
@@ -115,24 +133,49 @@ def _valid(labels: Array, classes: int, ignore_index: int | None) -> Array:
     return known if ignore_index is None else known & (labels != ignore_index)
 
 
-def _decompose(logits: Array, labels: Array, ignore_index: int | None, label_smoothing: float) -> Array:
-    logs = log_softmax(astype(logits, _wide(logits.dtype), copy=False))
+def _decompose(logits: Array, labels: Array, ignore_index: int | None, label_smoothing: float) -> tuple[Array, Array]:
+    x = astype(logits, _wide(logits.dtype), copy=False)
+    # Not the op: over classes that are split, losses and log-sum-exp then have their collectives in common.
+    top = finite_max(x, -1)
+    log_sum = log(sum_(exp(x - top), axis=-1, keepdims=True))
+    logs, lse = x - top - log_sum, squeeze(astype(top, np.float64) + astype(log_sum, np.float64), -1)
     losses = -sum_(where(_hits(logs, labels), logs, 0.0), axis=-1)
     if label_smoothing:
         losses = (1 - label_smoothing) * losses - label_smoothing * mean(logs, axis=-1)
-    losses = where(_valid(labels, logits.shape[-1], ignore_index), losses, math.nan)
-    return losses if ignore_index is None else where(labels == ignore_index, 0.0, losses)
+    valid = _valid(labels, logits.shape[-1], ignore_index)
+    losses, lse = where(valid, losses, math.nan), where(valid, lse, 0.0)
+    return losses if ignore_index is None else where(labels == ignore_index, 0.0, losses), lse
 
 
 def _decompose_backward(
-    g: Array, logits: Array, labels: Array, ignore_index: int | None, label_smoothing: float
+    g: Array,
+    g_lse: Array,
+    logits: Array,
+    labels: Array,
+    lse: Array,
+    ignore_index: int | None,
+    label_smoothing: float,
 ) -> Array:
     x = astype(logits, _wide(logits.dtype), copy=False)
-    classes = x.shape[-1]
+    p = softmax(x)  # not by the log-sum-exp, a function of the logits: so the derivative is that of all of it
+    of_lse = p * expand_dims(astype(g_lse, x.dtype), axis=labels.ndim)
+    valid = expand_dims(_valid(labels, x.shape[-1], ignore_index), axis=labels.ndim)
+    slope = slope_of(g, p, labels, ignore_index, label_smoothing) + where(valid, of_lse, 0.0)
+    return astype(slope, logits.dtype, copy=False)
+
+
+def slope_of(g: Array, p: Array, labels: Array, ignore_index: int | None, label_smoothing: float) -> Array:
+    """The cotangent of logits with the probabilities ``p``, from that of the losses."""
+    classes = p.shape[-1]
     valid = expand_dims(_valid(labels, classes, ignore_index), axis=labels.ndim)
-    scale = expand_dims(astype(g, x.dtype, copy=False), axis=labels.ndim)
-    target = where(_hits(x, labels), 1 - label_smoothing + label_smoothing / classes, label_smoothing / classes)
-    return astype(where(valid, scale * (softmax(x) - target), 0.0), logits.dtype, copy=False)
+    scale = expand_dims(astype(g, p.dtype, copy=False), axis=labels.ndim)
+    target = where(_hits(p, labels), 1 - label_smoothing + label_smoothing / classes, label_smoothing / classes)
+    return where(valid, scale * (p - target), 0.0)
+
+
+def _infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ShapeDtype]:
+    logits, labels = args
+    return ShapeDtype(labels.shape, _wide(logits.dtype)), ShapeDtype(labels.shape, np.dtype(np.float64))
 
 
 _PARAMS = {"ignore_index": LABEL, "label_smoothing": FRACTION}
@@ -140,18 +183,20 @@ CROSS_ENTROPY = Op(
     "cross_entropy",
     ("logits", "labels"),
     _cross_entropy,
-    lambda op, args, params: ShapeDtype(args[1].shape, _wide(args[0].dtype)),
+    _infer,
+    nout=2,
     decompose=_decompose,
     overrides={"numpy": first(ops.cross_entropy, _cross_entropy), "cupy": softmaxes.cross_entropy},
     params=_PARAMS,
     flops=12,
     wide_sums=True,
 )
+"""The loss of each row, and its log-sum-exp: 0 of those that do not count."""
 CROSS_ENTROPY_BACKWARD = Op(
     "cross_entropy_backward",
-    ("g", "logits", "labels"),
+    ("g", "g_lse", "logits", "labels", "lse"),
     _cross_entropy_backward,
-    same_as_second,
+    lambda op, args, params: ShapeDtype(args[2].shape, args[2].dtype),
     decompose=_decompose_backward,
     overrides={
         "numpy": first(ops.cross_entropy_backward, _cross_entropy_backward),

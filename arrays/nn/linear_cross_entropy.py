@@ -23,7 +23,7 @@ from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype
 from ..ops.manipulation import astype, expand_dims, reshape
 from ..ops.matmul import MATMUL, matmul
-from .cross_entropy import _PARAMS, _decompose, _decompose_backward, _looked_up
+from .cross_entropy import _PARAMS, _decompose, _looked_up, slope_of
 from .softmax import logsumexp, softmax
 
 TILE = {"numpy": 1 << 24, "cupy": 1 << 26}
@@ -162,7 +162,8 @@ def _decompose_whole(
     hidden: Array, weight: Array, labels: Array, ignore_index: int | None, label_smoothing: float
 ) -> tuple[Array, Array]:
     logits = linear(*_widened(hidden, weight))
-    return _decompose(logits, labels, ignore_index, label_smoothing), astype(logsumexp(logits, axis=-1), np.float64)
+    losses, _ = _decompose(logits, labels, ignore_index, label_smoothing)  # which has no log-sum-exp of ignored rows
+    return losses, astype(logsumexp(logits, axis=-1), np.float64)
 
 
 def _decompose_whole_backward(
@@ -177,8 +178,9 @@ def _decompose_whole_backward(
 ) -> tuple[Array, Array]:
     h, w = _widened(hidden, weight)
     logits = linear(h, w)
-    slope = _decompose_backward(g, logits, labels, ignore_index, label_smoothing)
-    slope = slope + softmax(logits) * expand_dims(astype(g_lse, logits.dtype), axis=labels.ndim)
+    p = softmax(logits)
+    slope = slope_of(g, p, labels, ignore_index, label_smoothing)
+    slope = slope + p * expand_dims(astype(g_lse, logits.dtype), axis=labels.ndim)
     dw = matmul(reshape(h, (labels.size, w.shape[0])).T, reshape(slope, (labels.size, w.shape[1])))
     return astype(linear(slope, w.T), hidden.dtype, copy=False), astype(dw, weight.dtype, copy=False)
 

@@ -85,7 +85,8 @@ def cross_entropy(
         logits, dtype = astype(logits, np.float64), float64
     params = _checked("cross_entropy", labels, shape[-1], reduction, ignore_index, label_smoothing)
     # One a sample, in the wide dtype: NaN for a label that is no class, 0 for one that is ignored.
-    out = _reduced(apply(CROSS_ENTROPY, (logits, labels), params), labels, reduction, params["ignore_index"])
+    losses, _ = apply(CROSS_ENTROPY, (logits, labels), params)
+    out = _reduced(losses, labels, reduction, params["ignore_index"])
     return out if out.dtype is dtype else astype(out, dtype, copy=False)
 
 
@@ -139,7 +140,7 @@ def linear_cross_entropy(
         losses, _ = apply(LINEAR_CROSS_ENTROPY, (hidden, weight, labels), params)
     else:
         hidden, weight = (astype(a, loss.dtype, copy=False) for a in (hidden, weight))  # logits are never rounded
-        losses = apply(CROSS_ENTROPY, (linear(hidden, weight), labels), params)
+        losses, _ = apply(CROSS_ENTROPY, (linear(hidden, weight), labels), params)
     return _reduced(losses, labels, reduction, params["ignore_index"])
 
 

@@ -34,7 +34,7 @@ from ..reductions.reductions import max as max_
 from ..reductions.reductions import sum as sum_
 
 
-def _finite_max(x: Array, axis: Any) -> Array:
+def finite_max(x: Array, axis: Any) -> Array:
     """The largest element as a constant, 0 where it is infinite; a stable log-sum-exp subtracts it."""
     if any(x.shape[a] == 0 for a in ((axis,) if isinstance(axis, int) or not np.ndim(axis) else axis)):
         return sum_(x, axis=axis, keepdims=True)  # zeros: there is no largest of no elements
@@ -44,7 +44,7 @@ def _finite_max(x: Array, axis: Any) -> Array:
 
 def _softmax(x: Array, axis: int, masked: bool) -> Array:
     w = astype(x, _wide(x.dtype), copy=False)
-    e = exp(w - _finite_max(w, axis))
+    e = exp(w - finite_max(w, axis))
     total = sum_(e, axis=axis, keepdims=True)
     return astype(e / (where_(total == 0, 1.0, total) if masked else total), x.dtype, copy=False)
 
@@ -56,7 +56,7 @@ def _softmax_backward(g: Array, y: Array, axis: int) -> Array:
 
 def _log_softmax(x: Array, axis: int, masked: bool) -> Array:
     w = astype(x, _wide(x.dtype), copy=False)
-    d = w - _finite_max(w, axis)
+    d = w - finite_max(w, axis)
     total = sum_(exp(d), axis=axis, keepdims=True)
     return astype(d - log(where_(total == 0, 1.0, total) if masked else total), x.dtype, copy=False)
 
@@ -168,7 +168,7 @@ def logsumexp(x: Any, /, *, axis: int | tuple[int, ...] | None = None, keepdims:
     axes = tuple(range(x.ndim)) if axis is None else axis
     # Of complex numbers a real number is taken off and put back, so that the imaginary part is that of the logarithm.
     r = real(x) if x.dtype.kind == "c" else x
-    m = _finite_max(r, axes) if x.size == 0 else max_(r, axis=axes, keepdims=True)
+    m = finite_max(r, axes) if x.size == 0 else max_(r, axis=axes, keepdims=True)
     # An infinite maximum is the result, and has the slope of one.
     far = abs_(m) == math.inf
     level = stop_gradient(where_(far, 0.0, m))

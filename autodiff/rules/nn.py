@@ -22,18 +22,18 @@ defvjp(s.SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.SOFTMAX_BACKWARD, g, ans
 defvjp(s.LOG_SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.LOG_SOFTMAX_BACKWARD, g, ans, axis=axis))
 
 
-def _cross_entropy(xp, g, logits, labels, ignore_index, label_smoothing):
+def _cross_entropy(xp, g, logits, labels, ans_1, ignore_index, label_smoothing):
     params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return call(xp, ce.CROSS_ENTROPY_BACKWARD, g, logits, labels, **params)
+    return call(xp, ce.CROSS_ENTROPY_BACKWARD, *g, logits, labels, ans_1, **params), None
 
 
-defvjp(ce.CROSS_ENTROPY, logits=_cross_entropy)
+defvjp_all(ce.CROSS_ENTROPY, _cross_entropy)
 
 
-def _attention(xp, g, query, key, value, mask, scale, diagonal):
+def _attention(xp, g, query, key, value, ans_0, ans_1, mask, scale, diagonal):
     added = bool(mask) and mask[0].dtype.kind != "b"
     op = a.ATTENTION_BIAS_BACKWARD if added else a.ATTENTION_BACKWARD
-    found = call(xp, op, g, query, key, value, *mask, scale=scale, diagonal=diagonal)
+    found = call(xp, op, g[0], query, key, value, ans_0, ans_1, *mask, scale=scale, diagonal=diagonal)
     return (*found, None) if mask and not added else found
 
 

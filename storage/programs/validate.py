@@ -83,8 +83,8 @@ def _experts(op: Op, call: OpCall) -> bool:
 
 
 def _like_labels(op: Op, call: OpCall) -> bool:
-    g, logits, labels = call.args
-    return bool(g.shape == labels.shape == logits.shape[:-1])
+    g, g_lse, logits, labels, lse = call.args
+    return bool(g.shape == g_lse.shape == lse.shape == labels.shape == logits.shape[:-1])
 
 
 def _linear_losses(op: Op, call: OpCall) -> bool:

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 import meshtape as mt
 from meshtape.arrays import native
 from meshtape.arrays.backends import threads
-from meshtape.arrays.core.op import OPS, Op
+from meshtape.arrays.core.op import OPS, Op, ShapeDtype
 from meshtape.arrays.native import copies, ops
+from meshtape.arrays.nn import attention
 from meshtape.storage.blending import methods
 
 pytestmark = pytest.mark.skipif(not native.AVAILABLE, reason="the kernels in C are not built here")
@@ -33,7 +34,7 @@ LABELS = {"ignore_index": 1, "label_smoothing": 0.1}
 SHARP = {"ignore_index": None, "label_smoothing": 0.0}
 
 # Operands: x and g are rows, y rows of probabilities, z of their logarithms; w and b are one row, s is one number a
-# row.
+# row, d one of float64 and e a log-sum-exp.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "layer_norm": ("layer_norm", "xwb", NORM),
     "layer_norm_backward": ("layer_norm_backward", "gxw", NORM),
@@ -47,8 +48,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "log_softmax_backward": ("log_softmax_backward", "gz", ALONG),
     "cross_entropy": ("cross_entropy", "xl", SHARP),
     "cross_entropy, smoothed": ("cross_entropy", "xl", LABELS),
-    "cross_entropy_backward": ("cross_entropy_backward", "sxl", SHARP),
-    "cross_entropy_backward, smoothed": ("cross_entropy_backward", "sxl", LABELS),
+    "cross_entropy_backward": ("cross_entropy_backward", "sdxle", SHARP),
+    "cross_entropy_backward, smoothed": ("cross_entropy_backward", "sdxle", LABELS),
     "gelu": ("gelu", "x", {}),
     "gelu_backward": ("gelu_backward", "gx", {}),
     "sigmoid": ("sigmoid", "x", {}),
@@ -71,9 +72,15 @@ def operands(
         "w": lambda: rng.standard_normal(shape[-1]),
         "b": lambda: rng.standard_normal(shape[-1]),
         "s": lambda: rng.standard_normal(shape[:-1]),
+        "d": lambda: rng.standard_normal(shape[:-1]),
+        "e": lambda: rng.uniform(2, 9, shape[:-1]) + offset,
     }
+    dtypes = {"d": np.float64, "e": np.float64}
     # Labels that are no classes are among them.
-    return [rng.integers(-1, shape[-1] + 1, shape[:-1]) if k == "l" else np.asarray(made[k](), dtype) for k in letters]
+    return [
+        rng.integers(-1, shape[-1] + 1, shape[:-1]) if k == "l" else np.asarray(made[k](), dtypes.get(k, dtype))
+        for k in letters
+    ]
 
 
 def placed(params: dict[str, Any], args: list[Any]) -> dict[str, Any]:
@@ -111,7 +118,7 @@ SLOPES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def test_every_kernel_is_tested() -> None:
-    ours = {op for op, _, _ in CASES.values()} - {"silu"} | set(SLOPES) | {"where", "add_product"}
+    ours = {op for op, _, _ in CASES.values()} - {"silu"} | set(SLOPES) | {"where", "add_product", "softmax_lse"}
     assert ours == set(native._kernels.KERNELS)
 
 
@@ -129,8 +136,10 @@ def test_kernel_is_the_numpy_form(name: str, dtype: Any, data: st.DataObject) ->
         offset = min(abs(offset), 50.0)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     args = operands(letters, rng, (*lead, width), dtype, offset)
-    for got, expected in zip(*both(OPS[op], args, params, dtype=np.float64), strict=True):
-        assert got.dtype == dtype
+    found, wanted = both(OPS[op], args, params, dtype=np.float64)
+    avals = OPS[op].avals(tuple(ShapeDtype(a.shape, a.dtype) for a in args), placed(params, args))
+    assert [g.dtype for g in found] == [a.dtype for a in avals]
+    for got, expected in zip(found, wanted, strict=True):
         check(got, expected, 2e-5 if dtype == np.float32 else 1e-10 if offset else 1e-12)
 
 
@@ -179,6 +188,21 @@ def test_the_same_on_any_number_of_threads(name: str, monkeypatch: pytest.Monkey
     shared = kernel(*args, **params)
     for a, b in zip(*((o,) if isinstance(o, np.ndarray) else o for o in (alone, shared)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [True, False])
+def test_softmax_with_its_log_sum_exp(masked: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = (np.random.default_rng(6).standard_normal((9, 41)) * 3).astype(dtype)
+    x[1], x[2, 5], x[3, 5], x[4] = -math.inf, math.inf, math.nan, x[4] + 1000
+    weights, lse = attention._softmax(np, x.copy(), masked)
+    monkeypatch.setattr(ops, "softmax_lse", lambda *args: NotImplemented)
+    for got, expected in zip((weights, lse), attention._softmax(np, x.astype(np.float64), masked), strict=True):
+        check(got, expected, 1e-6 if dtype == np.float32 else 1e-12)
+    with np.errstate(all="ignore"):
+        expected = np.logaddexp.reduce(x.astype(np.float64), axis=1)
+    check(lse[2:], expected[2:], 1e-6)
+    assert lse[1] == (0 if masked else -math.inf)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -410,6 +410,26 @@ def test_a_call_that_is_none_is_refused_when_it_is_loaded(change, match):
         mt.load_program(document)
 
 
+@pytest.mark.parametrize(
+    ("name", "fn", "saved"),
+    [
+        ("attention", lambda x: mt.nn.scaled_dot_product_attention(x, x, x, is_causal=True), (4, 5)),
+        ("cross_entropy", lambda x: mt.nn.cross_entropy(x, mt.asarray([0, 1]), reduction="none"), (1, 4)),
+    ],
+)
+def test_calls_from_before_the_log_sum_exp_was_saved_are_refused(name, fn, saved):
+    """Forward with one result, backward without the operands that are or go with it."""
+    x = mt.asarray([[1.0, 2.0, 0.5], [0.25, -1.0, 3.0]])
+    gradient = mt.grad(lambda x: mt.sum(fn(x) ** 2))
+    for program, op, at, old in ((fn, name, "outputs", (1,)), (gradient, f"{name}_backward", "inputs", saved)):
+        document = stored(program, x)
+        np.testing.assert_array_equal(mt.load_program(document)(x), program(x))
+        entry = next(e for e in document["entries"] if e["op"] == op)
+        entry[at] = [v for i, v in enumerate(entry[at]) if i not in old]
+        with pytest.raises(mt.errors.ProgramError, match=rf"\({op}\) (gives|takes the operands)"):
+            mt.load_program(document)
+
+
 def test_what_only_values_show_is_an_error_that_names_the_call():
     run = mt.load_program(stored(lambda x, i: x[i] + 1.0, mt.ones(3), mt.asarray([0])))
     assert run(mt.ones(3), mt.asarray([2])).tolist() == [2.0]

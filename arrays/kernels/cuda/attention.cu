@@ -2,7 +2,8 @@
 //
 // A block keeps 128 rows of queries (or of keys, for their cotangents), sixteen a warp, and goes through the keys (queries)
 // in tiles; the next tile is on its way while one is multiplied. Weights are rounded to two bytes before they are multiplied.
-// Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice more.
+// Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice. The
+// forward pass leaves the log-sum-exp of each row for that; the mean of a row's slopes is the product of its result and its cotangent.
 //
 // A weight of zero times what is not finite is NaN, for keys that a tile leaves out, too: `attention_poison` finds it.
 #include "matrices.cuh"
@@ -134,7 +135,7 @@ __device__ inline void store_rows(T* matrix, T* tile, const float (&x)[D / 8][4]
 
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
-    attention_forward(const T* q, const T* k, const T* v, T* out, const float* poison, SIGHT_PARAMETERS)
+    attention_forward(const T* q, const T* k, const T* v, T* out, float* lse, const float* poison, SIGHT_PARAMETERS)
 {
     constexpr int N = 64, PAIR = 2 * N * STRIDE<D>;
     DYNAMIC_SHARED(T, shared);
@@ -171,16 +172,21 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
     }
     wait_for_copies();
     __syncthreads();  // the memory of the queries is free
-    const float factors[2] = {1 / online.whole(0, sight.is_masked()), 1 / online.whole(1, sight.is_masked())};
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float total = online.whole(r, sight.is_masked());
+        factors[r] = 1 / total;
+        if (lane % 4 == 0 && query + r * 8 < rows) lse[batch * rows + query + r * 8] = base_of(online.most[r]) + logf(total);
+    }
     store_rows<T, D>(out + batch * rows * e, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, e, factors, poison ? poison + kv * e : nullptr);
 }
 
-// The cotangent of the queries; and of each row the logarithm (base 2) of the sum of its weights, and the mean of their slopes,
-// which are found in a first pass over the keys.
+// The cotangent of the queries; and of each row the mean of its slopes.
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
-    attention_backward_queries(const T* q, const T* k, const T* v, const T* g, T* dq, float* sums, float* means, const float* k_poison,
-                               const float* v_poison, SIGHT_PARAMETERS)
+    attention_backward_queries(const T* q, const T* k, const T* v, const T* g, const T* out, T* dq, const float* lse, float* means,
+                               const float* k_poison, SIGHT_PARAMETERS)
 {
     constexpr int N = 32, PAIR = 2 * N * STRIDE<D>;
     DYNAMIC_SHARED(T, shared);
@@ -190,70 +196,55 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
     const Sight sight SIGHT(batch);
     const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 16, query = first + of_warp + lane / 4;
     T *const queries = shared, *const cotangents = queries + ROWS * STRIDE<D>, *const pairs = cotangents + ROWS * STRIDE<D>;
-    const int end = sight.end(first + ROWS), steps = (end + N - 1) / N;
+    const int end = sight.end(first + ROWS);
+    const auto load = [&](int at) {
+        T* const pair = pairs + at / N % 2 * PAIR;
+        load_rows<D, N>(pair, k + kv * keys * d, at, keys, d);
+        load_rows<D, N>(pair + N * STRIDE<D>, v + kv * keys * e, at, keys, e);
+    };
     load_rows<D, ROWS>(queries, q + batch * rows * d, first, rows, d);
     load_rows<D, ROWS>(cotangents, g + batch * rows * e, first, rows, e);
-    k += kv * keys * d, v += kv * keys * e, dq += batch * rows * d, sums += batch * rows, means += batch * rows;
-    if (k_poison) k_poison += kv * d, v_poison += kv * e;
-    const auto load = [&](int step) {
-        T* const pair = pairs + step % 2 * PAIR;
-        load_rows<D, N>(pair, k, step % steps * N, keys, d);
-        load_rows<D, N>(pair + N * STRIDE<D>, v, step % steps * N, keys, e);
-    };
-    if (steps) load(0);
-    Online online;
-    float sum[D / 8][4] = {}, log_total[2], mean[2] = {0, 0};
-    for (int step = 0; step <= 2 * steps; ++step) {
-        if (step == steps) {  // the first pass has ended
+    if (end) load(0);
+    float sum[D / 8][4] = {}, log_total[2], mean[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float total = online.whole(r, sight.is_masked());
-                mean[r] = of_row<Add>(mean[r]) / total;
-                for (int i = 0; v_poison && i < e; ++i) mean[r] += v_poison[i];
-                log_total[r] = base_of(online.most[r]) * LOG2E + log2f(total);
-                if (lane % 4 == 0 && query + r * 8 < rows) {
-                    sums[query + r * 8] = log_total[r];
-                    means[query + r * 8] = mean[r];
-                }
-            }
+    for (int r = 0; r < 2; ++r) {
+        const i64 row = batch * rows + query + r * 8;
+        const bool there = query + r * 8 < rows;
+        log_total[r] = there ? lse[row] * LOG2E : infinity<float>();  // a query that is not there has no weights
+        float s = 0;
+        for (int c = lane % 4 * 8; there && c < e; c += 32) {
+            const Vector<T, 8> x = vector_at<8>(out + row * e + c), y = vector_at<8>(g + row * e + c);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s += wide(x.at[i]) * wide(y.at[i]);
         }
-        if (step == 2 * steps) break;
+        mean[r] = of_row<Add>(s);
+        if (there && lane % 4 == 0) means[row] = mean[r];
+    }
+    for (int at = 0; at < end; at += N) {
         wait_for_copies();
         __syncthreads();
-        if (step + 1 < 2 * steps) load(step + 1);
-        const int at = step % steps * N;
-        const T* const pair = pairs + step % 2 * PAIR;
-        float s[N / 8][4] = {}, slopes[N / 8][4] = {}, factors[2];
+        if (at + N < end) load(at + N);
+        const T* const pair = pairs + at / N % 2 * PAIR;
+        float s[N / 8][4] = {}, slopes[N / 8][4] = {};
         add_product_transposed<D, N>(s, queries + of_warp * STRIDE<D>, pair);
         to_scores<N>(s, sight, query, at + lane % 4 * 2, sight.hides(first + of_warp, at + N));
         add_product_transposed<D, N>(slopes, cotangents + of_warp * STRIDE<D>, pair + N * STRIDE<D>);
-        if (step < steps) {
-            online.add(s, factors);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                float t = 0;
+        for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-                for (int n = 0; n < N / 8; ++n) t += s[n][c] * slopes[n][c];
-                mean[c / 2] = mean[c / 2] * (c % 2 ? 1 : factors[c / 2]) + t;
-            }
-        } else {
-#pragma unroll
-            for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) s[n][c] = exp2f(s[n][c] * LOG2E - log_total[c / 2]) * (slopes[n][c] - mean[c / 2]);
-            add_product<D, N>(sum, s, pair);
-        }
+            for (int c = 0; c < 4; ++c) s[n][c] = exp2f(s[n][c] * LOG2E - log_total[c / 2]) * (slopes[n][c] - mean[c / 2]);
+        add_product<D, N>(sum, s, pair);
     }
     wait_for_copies();
     __syncthreads();  // the memory of the queries is free
     const float factors[2] = {scale, scale};
-    store_rows<T, D>(dq, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, d, factors, k_poison);
+    store_rows<T, D>(dq + batch * rows * d, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, d, factors, k_poison ? k_poison + kv * d : nullptr);
 }
 
 // The cotangents of keys and values, summed over the queries of all batches that these serve.
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_keys(const T* q, const T* k, const T* v, const T* g, T* dk, T* dv, const float* sums, const float* means,
+    attention_backward_keys(const T* q, const T* k, const T* v, const T* g, T* dk, T* dv, const float* lse, const float* means,
                             const float* q_poison, const float* g_poison, i64 batches, SIGHT_PARAMETERS)
 {
     constexpr int N = 32, PAIR = 2 * N * STRIDE<D>;
@@ -286,7 +277,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         if (step + 1 < all) load(step + 1);
         for (int i = threadIdx.x; i < N; i += THREADS) {  // a query that is not there has no weights
-            logs[i] = at + i < rows ? sums[batch * rows + at + i] : infinity<float>();
+            logs[i] = at + i < rows ? lse[batch * rows + at + i] * LOG2E : infinity<float>();
             middles[i] = at + i < rows ? means[batch * rows + at + i] : 0;
         }
         const T* const pair = pairs + step % 2 * PAIR;
@@ -313,7 +304,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     float more = 0, value_more = 0;
     for (i64 i = threadIdx.x; i < served * begin; i += THREADS) {
         const i64 at = batch_of(i / begin) * rows + i % begin;
-        if (sums[at] != sums[at]) value_more = sums[at];
+        if (lse[at] != lse[at]) value_more = lse[at];
         more += nan_or_zero(means[at]);
     }
     more = row_sum<THREADS>(more + value_more), value_more = row_sum<THREADS>(value_more);

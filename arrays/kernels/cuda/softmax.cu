@@ -109,7 +109,7 @@ __device__ inline A scale_of(A total, bool masked)
 
 template <bool LOG, class T, int THREADS, int ITEMS, int VEC>
 __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
-    softmax_forward(const T* x, T* y, i64 rows, i64 length, int kept, bool masked)
+    softmax_forward(const T* x, T* y, Wide<T>* lse, i64 rows, i64 length, int kept, bool masked)
 {
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         const Exponentials<A> e = row_exponentials(r, cut);
         const A scale = scale_of<LOG>(e.total, masked);
+        if (!LOG && lse && threadIdx.x == 0) lse[row] = e.maximum + scale_of<true>(e.total, masked);
         cut.store(y + row * length, [&](auto p) {
             return [=, v = r(p)](int k) { return weight_of<LOG>(wide(v.at[k]), e.maximum, scale); };
         });
@@ -182,7 +183,7 @@ __device__ inline A loss_of(const Label& label, A at_label, A sum, A total, i64 
 
 template <class T, int THREADS, int ITEMS, int VEC>
 __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
-    cross_entropy_forward(const T* x, const i64* labels, Wide<T>* losses, i64 rows, i64 length, int kept, bool has_ignored,
+    cross_entropy_forward(const T* x, const i64* labels, Wide<T>* losses, double* lse, i64 rows, i64 length, int kept, bool has_ignored,
                           i64 ignored, double smoothing)
 {
     using A = Wide<T>;
@@ -200,24 +201,24 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         if (threadIdx.x == 0) {
             const A at_label = label.valid ? wide(x[row * length + label.at]) - e.maximum : A(0);
             losses[row] = loss_of(label, at_label, sum, e.total, length, A(smoothing));
+            lse[row] = label.valid ? e.maximum + log((double)e.total) : 0;
         }
     }
 }
 
 template <class A>
-__device__ inline A slope_of(A p, bool here, A scale, i64 classes, A smoothing)
+__device__ inline A slope_of(A d, bool here, A scale, i64 classes, A smoothing)
 {
-    A d = p * scale;
     if (here) d -= (A(1) - smoothing) * scale;
     return smoothing != A(0) ? d - smoothing / A(classes) * scale : d;
 }
 
-// The softmax is computed again: cheaper than writing it in the forward pass and reading it back. What does not count is zero
-// by selection, so that a NaN in it goes nowhere.
+// The softmax is computed again: cheaper than writing it in the forward pass and reading it back. The digits that a float takes
+// from the log-sum-exp are in its factor. What does not count is zero by selection, so that a NaN in it goes nowhere.
 template <class T, int THREADS, int ITEMS, int VEC>
 __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
-    cross_entropy_backward(const Wide<T>* g, const T* x, const i64* labels, T* dx, i64 rows, i64 length, int kept,
-                           bool has_ignored, i64 ignored, double smoothing)
+    cross_entropy_backward(const Wide<T>* g, const double* g_lse, const double* lse, const T* x, const i64* labels, T* dx, i64 rows,
+                           i64 length, int kept, bool has_ignored, i64 ignored, double smoothing)
 {
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
@@ -225,11 +226,11 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
         const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const Exponentials<A> e = row_exponentials(r, cut);
-        const A scale = g[row], inverse = A(1) / e.total;
+        const A scale = g[row], shift = A(lse[row]), rest = shift_of(shift) == shift ? exp(A(shift - lse[row])) : A(1);
+        const A factor = A(scale + g_lse[row]) * rest;
         cut.store(dx + row * length, [&](auto p) {
             return [=, v = r(p), column = p.column](int k) {
-                const A p = exp(wide(v.at[k]) - e.maximum) * inverse;
+                const A p = exp(wide(v.at[k]) - shift) * factor;
                 return label.valid ? slope_of(p, column + k == label.at, scale, length, A(smoothing)) : A(0);
             };
         });

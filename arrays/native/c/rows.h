@@ -90,7 +90,8 @@ static INLINE REAL FN(level)(const REAL *x, ptrdiff_t n) {
 
 static INLINE REAL FN(total)(REAL sum, int masked) { return masked && sum == 0 ? 1 : sum; }
 
-KERNEL(softmax) { /* x, out; flag: rows of which nothing is left are 0 */
+/* Rows x, and where they go; and to `lse`, where it is given, the logarithms of the sums of their exponentials. */
+static INLINE void FN(softmax_rows)(const Job *job, ptrdiff_t start, ptrdiff_t stop, REAL *lse) {
     const ptrdiff_t n = job->width;
     for (ptrdiff_t i = start; i < stop; i++) {
         const REAL *x = (const REAL *)job->at[0] + i * n;
@@ -98,10 +99,15 @@ KERNEL(softmax) { /* x, out; flag: rows of which nothing is left are 0 */
         const REAL m = FN(level)(x, n);
         EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = FN(exponential)(x[k] - m);
         SUM(sum, n, out[k]);
-        const REAL inverse = 1 / FN(total)(sum, job->flag);
+        const REAL total = FN(total)(sum, job->flag), inverse = 1 / total;
         EACH for (ptrdiff_t k = 0; k < n; k++) out[k] *= inverse;
+        if (lse) lse[i] = m + LOG(total);
     }
 }
+
+KERNEL(softmax) { FN(softmax_rows)(job, start, stop, NULL); } /* x, out; flag: rows of which nothing is left are 0 */
+
+KERNEL(softmax_lse) { FN(softmax_rows)(job, start, stop, (REAL *)job->at[2]); } /* x, out, lse; flag as above */
 
 KERNEL(log_softmax) { /* x, out; flag as above */
     const ptrdiff_t n = job->width;
@@ -137,13 +143,15 @@ KERNEL(log_softmax_backward) { /* g, y, out */
 
 /* ----- cross-entropy; value: label smoothing; flag: `ignored` marks samples that do not count ----- */
 
-KERNEL(cross_entropy) { /* logits, labels, out */
+KERNEL(cross_entropy) { /* logits, labels, out, lse */
     const ptrdiff_t n = job->width;
     const REAL smoothing = (REAL)job->value;
     for (ptrdiff_t i = start; i < stop; i++) {
         const REAL *x = (const REAL *)job->at[0] + i * n;
         REAL *out = (REAL *)job->at[2];
+        double *lse = (double *)job->at[3] + i;
         const int64_t label = ((const int64_t *)job->at[1])[i];
+        *lse = 0;
         if (job->flag && label == job->ignored) {
             out[i] = 0;
             continue;
@@ -160,28 +168,27 @@ KERNEL(cross_entropy) { /* logits, labels, out */
             loss -= smoothing * (all / (REAL)n);
         }
         out[i] = loss + LOG(sum);
+        *lse = m + log((double)sum);
     }
 }
 
-KERNEL(cross_entropy_backward) { /* g, logits, labels, out */
+KERNEL(cross_entropy_backward) { /* g, cotangent of lse, logits, labels, lse, out */
     const ptrdiff_t n = job->width;
     const REAL smoothing = (REAL)job->value;
     for (ptrdiff_t i = start; i < stop; i++) {
         const REAL scale = ((const REAL *)job->at[0])[job->repeated ? 0 : i];
-        const REAL *x = (const REAL *)job->at[1] + i * n;
-        REAL *out = (REAL *)job->at[3] + i * n;
-        const int64_t label = ((const int64_t *)job->at[2])[i];
+        const double g_lse = ((const double *)job->at[1])[i], lse = ((const double *)job->at[4])[i];
+        const REAL *x = (const REAL *)job->at[2] + i * n;
+        REAL *out = (REAL *)job->at[5] + i * n;
+        const int64_t label = ((const int64_t *)job->at[3])[i];
         if (label < 0 || label >= n || (job->flag && label == job->ignored)) {
             memset(out, 0, n * sizeof *out);
             continue;
         }
-        const REAL m = FN(level)(x, n);
-        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = FN(exponential)(x[k] - m);
-        SUM(sum, n, out[k]);
-        const REAL factor = scale / sum;
-        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] *= factor;
+        /* The digits that a REAL takes from the log-sum-exp are in the factor. */
+        const REAL shift = (REAL)lse, rest = shift - shift == 0 ? (REAL)exp(shift - lse) : 1;
+        const REAL factor = (REAL)(scale + g_lse) * rest, even = smoothing != 0 ? smoothing / (REAL)n * scale : 0;
+        EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = FN(exponential)(x[k] - shift) * factor - even;
         out[label] -= (1 - smoothing) * scale;
-        if (smoothing != 0)
-            EACH for (ptrdiff_t k = 0; k < n; k++) out[k] -= smoothing / (REAL)n * scale;
     }
 }

@@ -21,12 +21,12 @@ def _softmax(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params)
 
 @rule(ce.CROSS_ENTROPY, ce.CROSS_ENTROPY_BACKWARD)
 def _cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    logits, labels = avals[-2:]
+    logits, labels = avals if op is ce.CROSS_ENTROPY else avals[2:4]
     batch, classes = letters.many(labels.shape), letters.new(logits.shape[-1], whole=True)
     rows = (*batch, classes)
     if op is ce.CROSS_ENTROPY:
-        return letters.rule([rows, batch], [batch])
-    return letters.rule([batch, rows, batch], [rows], [(0,)])
+        return letters.rule([rows, batch], [batch, batch])
+    return letters.rule([batch, batch, rows, batch, batch], [rows], [(0, 1)])
 
 
 @rule(lce.LINEAR_CROSS_ENTROPY, lce.LINEAR_CROSS_ENTROPY_BACKWARD)
@@ -51,14 +51,15 @@ def _positions(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Param
 
 @rule(a.ATTENTION, a.ATTENTION_BACKWARD, a.ATTENTION_BIAS_BACKWARD)
 def _attention(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    q, k, v, *_ = inputs = avals[op is not a.ATTENTION :]
+    inputs = avals if op is a.ATTENTION else avals[1:4] + avals[6:]
+    q, k, v, *_ = inputs
     lead = np.broadcast_shapes(*(x.shape[:-2] for x in inputs))
     batch, rows = letters.many(lead, reduce="sum"), letters.new(q.shape[-2], reduce="sum")
     cols, width, columns = (letters.new(n, whole=True) for n in (*k.shape[-2:], v.shape[-1]))
     full = [(*batch, *last) for last in ((rows, width), (cols, width), (cols, columns), (rows, cols))]
     operands = [letters.aligned(dims, x.shape) for x, dims in zip(inputs, full, strict=False)]
-    result = [*batch, rows, columns]
-    at = len(avals) - len(inputs)  # of the query
+    results = [*batch, rows, columns], [*batch, rows]
+    at = op is not a.ATTENTION  # of the query
 
     def local(params: Params, view: RankView) -> Params:
         rows = view.operands[at]
@@ -67,5 +68,5 @@ def _attention(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Param
         return {**params, "diagonal": params["diagonal"] + rows.offset[-2]}
 
     if op is a.ATTENTION:
-        return letters.rule(operands, [result], localize=local)
-    return letters.rule([result, *operands], operands[: len(outs)], localize=local)
+        return letters.rule(operands, results, localize=local)
+    return letters.rule([results[0], *operands[:3], *results, *operands[3:]], operands[: len(outs)], localize=local)

@@ -22,12 +22,13 @@ def both(
     q, *_ = operands
     params = {"scale": scale, "diagonal": diagonal}
     wide = [x if x.dtype.kind == "b" else x.astype(np.float64) for x in operands]
-    out, expected = kernels.attention(*operands, **params), ATTENTION.numpy(*wide, **params)
-    assert out.dtype == q.dtype
+    (out, lse), saved = kernels.attention(*operands, **params), ATTENTION.numpy(*wide, **params)
+    assert (out.dtype, lse.dtype) == (q.dtype, np.float32)
+    np.testing.assert_allclose(lse, saved[1], rtol=1e-5, atol=1e-5)
     g = np.random.default_rng(seed).normal(size=out.shape).astype(q.dtype)
-    found = kernels.attention_backward(g, *operands, **params)
-    wanted = ATTENTION_BACKWARD.numpy(g.astype(np.float64), *wide, **params)
-    for x, like, y in zip((out, *found), (out, *operands), (expected, *wanted), strict=False):
+    found = kernels.attention_backward(g, *operands[:3], out, lse, *operands[3:], **params)
+    wanted = ATTENTION_BACKWARD.numpy(g.astype(np.float64), *wide[:3], *saved, *wide[3:], **params)
+    for x, like, y in zip((out, *found), (out, *operands), (saved[0], *wanted), strict=False):
         assert x.dtype == like.dtype
         assert x.shape == like.shape
         close(x, y)
@@ -103,11 +104,16 @@ def test_numbers_that_are_not_finite(emulator: Any, place: Any, which: int, diag
     (*given, g)[which][3 if which in (0, 3) else 100, 2] = value
     params = {"scale": 0.3, "diagonal": diagonal}
     slopes, *wide = (x.astype(np.float64) for x in (g, *given))
-    found = lost(kernels.attention(*given, **params), *kernels.attention_backward(g, *given, **params))
-    tiled = lost(ATTENTION.numpy(*wide, **params), *ATTENTION_BACKWARD.numpy(slopes, *wide, **params))
+
+    def both_ways(forward: Any, backward: Any, g: Any, *operands: Any) -> list[np.ndarray]:
+        saved = forward(*operands, **params)
+        return lost(*saved, *backward(g, *operands, *saved, **params))
+
+    found = both_ways(kernels.attention, kernels.attention_backward, g, *given)
+    tiled = both_ways(ATTENTION.numpy, ATTENTION_BACKWARD.numpy, slopes, *wide)
     slopes, *wide = map(mt.asarray, (slopes, *wide))
-    whole = lost(ATTENTION.decompose(*wide, **params), *ATTENTION_BACKWARD.decompose(slopes, *wide, **params))
-    for name, x, least, most in zip(("out", "q", "k", "v"), found, whole, tiled, strict=True):
+    whole = both_ways(ATTENTION.decompose, ATTENTION_BACKWARD.decompose, slopes, *wide)
+    for name, x, least, most in zip(("out", "lse", "q", "k", "v"), found, whole, tiled, strict=True):
         assert not (least & ~x).any(), name
         assert not (x & ~least & ~most).any(), name
 

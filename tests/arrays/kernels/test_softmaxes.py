@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshtape.arrays import OPS
+from meshtape.arrays.kernels import softmaxes
 
 # The kernels are the same for both short floats: by default one of them is tried.
 SHORT = [pytest.param(np.float16, marks=pytest.mark.slow), ml_dtypes.bfloat16]
@@ -77,8 +78,10 @@ def test_rows_that_begin_anywhere(emulator: Any, place: Any, close: Any, dtype: 
         close(y, expected)
         close(*op("log_softmax_backward", g, y, axis=1))
         params = {"ignore_index": None, "label_smoothing": 0.25}
-        close(*op("cross_entropy", x, at, **params))
-        close(*op("cross_entropy_backward", place(np.ones(rows)), x, at, **params))
+        (losses, lse), expected = op("cross_entropy", x, at, **params)
+        close(losses, expected[0])
+        g = place(np.ones(rows))
+        close(*op("cross_entropy_backward", g, g, x, at, lse, **params))
 
 
 def test_a_cotangent_of_another_dtype(emulator: Any, place: Any, close: Any) -> None:
@@ -94,7 +97,7 @@ def test_a_cotangent_of_another_dtype(emulator: Any, place: Any, close: Any) -> 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_cross_entropy(emulator: Any, place: Any, close: Any, shape: Any, smoothing: float, dtype: Any) -> None:
     rng = np.random.default_rng(sum(shape))
-    x, g = place(rng.normal(scale=3, size=shape), dtype), place(rng.normal(size=shape[0]))
+    x, g, g_lse = place(rng.normal(scale=3, size=shape), dtype), *(place(rng.normal(size=shape[0])) for _ in range(2))
     labels = rng.integers(0, max(shape[1], 1), shape[0])
     if shape[0] > 2:
         labels[0], labels[1] = -100, shape[1]  # one to ignore, and one that is no class
@@ -103,11 +106,12 @@ def test_cross_entropy(emulator: Any, place: Any, close: Any, shape: Any, smooth
     for kind, ignored in ((np.int64, -100), (np.int32, None), (np.int64, -(2**70))):
         params = {"ignore_index": ignored, "label_smoothing": smoothing}
         at = place(labels, kind)
-        losses, expected = op("cross_entropy", x, at, **params)
+        (losses, lse), (expected, of_rows) = op("cross_entropy", x, at, **params)
+        np.testing.assert_allclose(lse, of_rows, rtol=1e-6, atol=1e-6)
         assert losses.dtype == (np.float64 if dtype == np.float64 else np.float32)
         np.testing.assert_array_equal(np.isnan(losses), np.isnan(expected))
         close(losses[~np.isnan(expected)], expected[~np.isnan(expected)], factor=0.1 if losses.dtype == dtype else 1)
-        dx, expected = op("cross_entropy_backward", g, x, at, **params)
+        dx, expected = op("cross_entropy_backward", g, g_lse, x, at, lse, **params)
         assert dx.dtype == dtype
         close(dx, expected)
 
@@ -115,6 +119,35 @@ def test_cross_entropy(emulator: Any, place: Any, close: Any, shape: Any, smooth
 def test_unsigned_labels(emulator: Any, place: Any, close: Any) -> None:
     x = place(np.random.default_rng(0).normal(size=(2, 5)), np.float32)
     labels = place(np.array([3, 2**64 - 1], np.uint64))
-    got, expected = op("cross_entropy", x, labels, ignore_index=None, label_smoothing=0.0)
+    (got, _), (expected, _) = op("cross_entropy", x, labels, ignore_index=None, label_smoothing=0.0)
     assert np.isnan(got).tolist() == np.isnan(expected).tolist() == [False, True]
     close(got[:1], expected[:1])
+
+
+@pytest.mark.parametrize("width", [40, 16395])
+@pytest.mark.filterwarnings("ignore")
+def test_large_and_infinite_logits_keep_their_digits(emulator: Any, place: Any, width: int) -> None:
+    """The backward op has the digits of a log-sum-exp of a million, and infinities where the softmax has them."""
+    x = np.random.default_rng(2).normal(size=(5, width)) + np.array([[1e6], [-1e6], [0], [0], [0]])
+    x[2, 3], x[3, :], x[4, 1:] = np.inf, -np.inf, -np.inf
+    x, at, g = place(x, np.float32), place(np.zeros(5, np.int64)), place(np.ones(5))
+    params = {"ignore_index": None, "label_smoothing": 0.0}
+    (_, lse), (_, expected) = op("cross_entropy", x, at, **params)
+    np.testing.assert_allclose(lse, expected, rtol=1e-12, atol=1e-6)
+    dx, _ = op("cross_entropy_backward", g, np.zeros(5), x, at, lse, **params)
+    expected = OPS["softmax"].numpy(x.astype(np.float64), axis=1, masked=False)
+    expected[:, 0] -= 1
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [9, 3001])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_softmax_with_its_log_sum_exp(emulator: Any, place: Any, close: Any, width: int, masked: bool) -> None:
+    x = np.random.default_rng(3).normal(size=(2, 3, width))
+    x[0, 1], x[1, 2, :2] = -np.inf, -np.inf
+    y, lse = softmaxes.softmax_lse(place(x, np.float32), masked=masked)
+    close(y, OPS["softmax"].numpy(x, axis=2, masked=masked))
+    expected = np.logaddexp.reduce(x, axis=2)
+    expected[0, 1] = 0 if masked else -np.inf
+    np.testing.assert_allclose(lse, expected, rtol=1e-5, atol=1e-6)
