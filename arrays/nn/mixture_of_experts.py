@@ -1,13 +1,14 @@
 """Mixture of experts: feed-forward networks on the rows that were sent to them, as an op and its backward op.
 
 The rows of an expert are gathered, multiplied by its three matrices, and scattered back: no expert computes a row that
-was not sent to it, nothing is padded, and hidden units exist for the rows of one expert at a time (the backward op
-computes them again). The number of rows of an expert is known only when the op runs; the shapes of operands and result
-do not depend on it.
+was not sent to it, and nothing is padded. The number of rows of an expert is known only when the op runs; the shapes of
+operands and result do not depend on it. On a CPU hidden units exist for the rows of one expert at a time; on a GPU one
+launch has all experts, without a wait for their numbers of rows, and hidden units of all rows at once
+(:mod:`..kernels.grouped`). Nothing of their size is saved: the backward op computes them again.
 
-``numbers`` are the numbers of the experts whose matrices are given. A rank with some of the experts gives their part of
-the sum, and zero for a row that went only to others, so that experts may be split over ranks like any dimension. The
-decompositions, with all experts for all rows, serve derivatives of higher order.
+``numbers`` are the numbers of the experts whose matrices are given, each once. A rank with some of the experts gives
+their part of the sum, and zero for a row that went only to others, so that experts may be split over ranks like any
+dimension. The decompositions, with all experts for all rows, serve derivatives of higher order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..backends import host_sync
 from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
+from ..core.dtypes import iinfo
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..core.shape_rules import same
@@ -196,7 +198,8 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
     Returns
     -------
     Array
-        Like ``x``. Sums of float16 and bfloat16 are made in float32.
+        Like ``x``. Sums of float16 and bfloat16 are made in float32; on a GPU hidden units are rounded to the dtype
+        of ``x`` before they are multiplied.
 
     Raises
     ------
@@ -223,5 +226,6 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
             f"[experts] x {x.shape} must be (..., {stack[1]}), chosen {chosen.shape} and weights {weights.shape} (..., "
             "k) beside it"
         )
-    numbers = arange(stack[0], dtype=chosen.dtype, device=beside(x))
+    counted = chosen.dtype if stack[0] <= iinfo(chosen.dtype).max else np.int64  # beyond it, nobody has chosen them
+    numbers = arange(stack[0], dtype=counted, device=beside(x))
     return apply(EXPERTS, (x, chosen, weights, gate, up, down, numbers), {})
