@@ -125,6 +125,18 @@ def test_numbers_that_are_not_finite(emulator: Any, place: Any, dtype: Any, valu
             np.testing.assert_array_equal(lost, wanted, err_msg=f"{name}, where operand {which} is not finite")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [SHORT, np.float32], ids=lambda d: np.dtype(d).name)
+def test_columns_that_no_matrix_has_add_nothing(emulator: Any, place: Any, dtype: Any) -> None:
+    given = operands(place, dtype, [[0]], 1, 1, 1)
+    for x in (given[0], *given[3:6]):
+        x[...] = np.inf if x is given[0] else 1
+    found, wanted = results(*given), exact(*given)
+    for i in (0, 2):  # infinite, and not NaN as infinity times zero
+        assert np.isinf(wanted[i]).all()
+        np.testing.assert_array_equal(found[i].astype(np.float64), wanted[i])
+
+
 def test_operands_of_several_dtypes(emulator: Any, place: Any, close: Any) -> None:
     x, chosen, weights, gate, up, down, numbers = operands(place, np.float32, [[0, 1], [1, 2], [2, 2]], 8, 12, 3)
     compare(close, place(x, SHORT), chosen, weights, gate, place(up, np.float64), down, numbers)
