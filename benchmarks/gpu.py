@@ -787,6 +787,69 @@ def attention_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], 
     )
 
 
+def expert_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int, int], d: np.dtype) -> Iterator[Row]:
+    """Networks of experts and their gradients, whose bound is not the memory: PyTorch's grouped products are the
+    measure, where it has them for the dtype, and a loop over the experts."""
+    rows, k, experts, width, hidden = shape
+    size, label = d.itemsize, f"{rows} x {width}, {k} of {experts} of {hidden} {d.name}"
+    nbytes = (2 * rows * width + 3 * experts * width * hidden) * size
+
+    def make() -> tuple[Any, ...]:
+        matrices = [m.normal(s, d) for s in [(experts, width, hidden)] * 2 + [(experts, hidden, width)]]
+        return (
+            m.normal((rows, width), d),
+            m.integers(rows * k, experts).reshape(rows, k),
+            m.normal((rows, k), d),
+            *matrices,
+        )
+
+    def ours(x: Any, chosen: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:
+        return mt.nn.experts(x, chosen, weights, gate=gate, up=up, down=down)
+
+    def step(g: Any, x: Any, chosen: Any, *others: Any) -> Any:
+        return mt.vjp(lambda x, *others: ours(x, chosen, *others), x, *others)[1](g)
+
+    def grouped(x: Any, chosen: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:
+        product, silu = t.torch.nn.functional.grouped_mm, t.torch.nn.functional.silu
+        found, order = chosen.flatten().sort(stable=True)
+        numbers = t.torch.arange(experts, device=x.device)
+        ends = t.torch.searchsorted(found, numbers, right=True, out_int32=True)
+        own = x[order // k]
+        y = product(silu(product(own, gate, offs=ends)) * product(own, up, offs=ends), down, offs=ends)
+        return t.torch.zeros_like(x).index_add(0, order // k, y * weights.flatten()[order, None])
+
+    def loop(x: Any, chosen: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:
+        out, silu = t.torch.zeros_like(x), t.torch.nn.functional.silu
+        for e in range(experts):
+            places, at = t.torch.nonzero(chosen == e, as_tuple=True)
+            own = x[places]
+            y = (silu(own @ gate[e]) * (own @ up[e])) @ down[e]
+            out = out.index_add(0, places, y * weights[places, at, None])
+        return out
+
+    def both(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(g: Any, x: Any, chosen: Any, *others: Any) -> Any:
+            leaves = [a.detach().requires_grad_() for a in (x, *others)]
+            return t.torch.autograd.grad(fn(leaves[0], chosen, *leaves[1:]), leaves, g)
+
+        return run
+
+    peers = {}
+    if t is not None:
+        has = d == ml_dtypes.bfloat16 and hasattr(t.torch.nn.functional, "grouped_mm")
+        peers = {"torch": grouped, "torch, a loop": loop} if has else {"torch": loop}
+    eager = {name: t.wrap(fn) for name, fn in peers.items()}
+    yield Row(f"experts, {label}", nbytes, make, of_arrays(ours), eager)
+    eager = {name: t.wrap(both(fn)) for name, fn in peers.items()}
+    yield Row(
+        f"experts, both ways, {label}",
+        2 * nbytes,
+        lambda: (m.normal((rows, width), d), *make()),
+        of_arrays(step),
+        eager,
+    )
+
+
 def optimizer_rows(m: Maker, t: Torch | None, count: int, n: int) -> Iterator[Row]:
     """A step of AdamW over many float32 arrays: four arrays read and three written."""
     update = mt.optim.adamw(1e-3)
@@ -839,9 +902,11 @@ def all_rows(m: Maker, t: Torch | None, jax: Any, quick: bool, tiny: bool = Fals
     shapes, images = (SHAPES[:1], IMAGES[:1]) if quick else (SHAPES, IMAGES)
     convolutions = CONVOLUTIONS[:2] if quick else CONVOLUTIONS
     n, side, attention, table = 1 << 26, 8192, (1, 16, 16384, 128), (100_000, 50_000, 256)
+    sent = (16384, 2, 8, 2048, 4096), (16384, 8, 64, 2048, 1024)
     if tiny:
         shapes, images, n, side, attention, table = ((5, 40),), ((2, 4, 3, 3),), 1024, 64, (1, 2, 16, 8), (70, 80, 8)
         convolutions = (((2, 4, 5, 5), (4, 4, 3, 3), 1),)
+        sent = ((5, 2, 3, 8, 16),)
     for d in dtypes:
         for shape in shapes:
             yield from guarded(row_norm_rows, m, t, jax, shape, d)
@@ -852,6 +917,9 @@ def all_rows(m: Maker, t: Torch | None, jax: Any, quick: bool, tiny: bool = Fals
         for layer in convolutions:
             for last in (True, False):
                 yield from guarded(convolution_rows, m, t, *layer, d, last)
+    for shape in sent:
+        yield from guarded(expert_rows, m, t, shape, DTYPES[1])
+    yield from guarded(expert_rows, m, t, sent[0], DTYPES[0])
     yield from guarded(optimizer_rows, m, t, 4 if tiny else 64, n // 64)
     for d in dtypes:
         yield from guarded(elementwise_rows, m, t, jax, n, d)

@@ -637,7 +637,7 @@ def slopes(name: str, params: dict[str, Any]) -> Callable[..., Any]:
 
 def to_experts(n: str, e: int) -> tuple[str | In, ...]:
     weights = f"{n} 2, {e} 4 6, {e} 4 6, {e} 6 4"
-    return f"{n} 4", In(shape(f"{n} 2"), "i8", 0, e), weights, In((e,), "i8", 0, e)
+    return f"{n} 4", In(shape(f"{n} 2"), "i8", 0, e), weights, In((e,), "i8", values=[*range(1, e), 0])
 
 
 # Query, key and value, and masks of truth values and of numbers.

@@ -117,6 +117,11 @@ class CuPyBackend:
         with self.xp.cuda.Device(where.index), self.memory():
             return self.xp.full(shape, value, dtype)
 
+    def counted(self, numbers: range, dtype: np.dtype, where: Device) -> Any:
+        """A buffer of whole numbers in steps, made on the device."""
+        with self.xp.cuda.Device(where.index), self.memory():
+            return self.xp.arange(numbers.start, numbers.stop, numbers.step, dtype)
+
     def memory(self) -> AbstractContextManager[None]:
         """Raise errors of used-up memory, by CuPy or by another allocator (RMM's), as `OutOfMemory` with the sizes of
         the current device, and those of dtypes that CuPy lacks as `DTypeError`."""

@@ -1,13 +1,14 @@
 """Mixture of experts: feed-forward networks on the rows that were sent to them, as an op and its backward op.
 
 The rows of an expert are gathered, multiplied by its three matrices, and scattered back: no expert computes a row that
-was not sent to it, nothing is padded, and hidden units exist for the rows of one expert at a time (the backward op
-computes them again). The number of rows of an expert is known only when the op runs; the shapes of operands and result
-do not depend on it.
+was not sent to it, and nothing is padded. The number of rows of an expert is known only when the op runs; the shapes of
+operands and result do not depend on it. On a CPU hidden units exist for the rows of one expert at a time; on a GPU one
+launch has all experts, without a wait for their numbers of rows, and hidden units of all rows at once
+(:mod:`..kernels.grouped`). Nothing of their size is saved: the backward op computes them again.
 
-``numbers`` are the numbers of the experts whose matrices are given. A rank with some of the experts gives their part of
-the sum, and zero for a row that went only to others, so that experts may be split over ranks like any dimension. The
-decompositions, with all experts for all rows, serve derivatives of higher order.
+``numbers`` are the numbers of the experts whose matrices are given, each once. A rank with some of the experts gives
+their part of the sum, and zero for a row that went only to others, so that experts may be split over ranks like any
+dimension. The decompositions, with all experts for all rows, serve derivatives of higher order.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from ..backends import host_sync
 from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
+from ..core.dtypes import iinfo
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..core.shape_rules import same
+from ..kernels import grouped as kernels
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import sigmoid
 from ..ops.manipulation import astype, expand_dims, matrix_transpose, moveaxis, reshape
@@ -35,21 +38,29 @@ class _ExpertShare(NamedTuple):
     """The work of one expert."""
 
     expert: int
-    rows: Any  # places
-    sent: Any  # (rows, k): which of the choices were this expert
+    rows: Any  # places, each once
+    pairs: Any  # places of choices among all
+    of_pair: Any  # the place of each pair's row among these rows
     x: Any
     weight: Any  # (rows, 1)
 
 
 def _shares(xp: Any, x: Any, chosen: Any, weights: Any, numbers: Any, dtype: np.dtype) -> Iterator[_ExpertShare]:
-    for i in range(len(numbers)):
-        host_sync.note("the rows of an expert are counted")
-        sent = chosen == numbers[i]
-        rows = xp.nonzero(sent.any(axis=1))[0]
-        if rows.size:
-            sent = sent[rows]
-            weight = (weights[rows] * sent).sum(axis=1, keepdims=True, dtype=dtype)
-            yield _ExpertShare(i, rows, sent, x[rows].astype(dtype, copy=False), weight)
+    if xp is not np:
+        host_sync.note("the rows of experts are counted")
+    k, chosen, weights = chosen.shape[-1], chosen.reshape(-1), weights.reshape(-1)
+    order = chosen.argsort(kind="stable")
+    chosen = chosen[order]
+    starts, stops = (xp.searchsorted(chosen, numbers, side=side).tolist() for side in ("left", "right"))
+    for i, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        if start == stop:
+            continue
+        pairs, of_pair = order[start:stop], slice(None)
+        rows, weight = pairs // k, weights[pairs].astype(dtype, copy=False)
+        if k > 1 and (rows[1:] == rows[:-1]).any():  # a row has chosen the expert twice
+            rows, of_pair = xp.unique(rows, return_inverse=True)
+            weight = xp.bincount(of_pair, weight, len(rows)).astype(dtype, copy=False)
+        yield _ExpertShare(i, rows, pairs, of_pair, x[rows].astype(dtype, copy=False), weight[:, None])
 
 
 def _flat(x: Any, last: int) -> Any:
@@ -65,9 +76,9 @@ def _hidden(xp: Any, x: Any, gate: Any, up: Any) -> tuple[Any, Any, Any]:
 
 
 def _experts(xp: Any, x: Any, chosen: Any, weights: Any, gate: Any, up: Any, down: Any, numbers: Any) -> Any:
-    work, width, k = wide(x.dtype), x.shape[-1], chosen.shape[-1]
+    work, width = wide(x.dtype), x.shape[-1]
     out = xp.zeros((math.prod(x.shape[:-1]), width), work)
-    for share in _shares(xp, _flat(x, width), _flat(chosen, k), _flat(weights, k), numbers, work):
+    for share in _shares(xp, _flat(x, width), chosen, weights, numbers, work):
         g, u, d = (w[share.expert].astype(work, copy=False) for w in (gate, up, down))
         a, s, b = _hidden(xp, share.x, g, u)
         a *= s
@@ -79,11 +90,11 @@ def _experts(xp: Any, x: Any, chosen: Any, weights: Any, gate: Any, up: Any, dow
 def _experts_backward(
     xp: Any, g: Any, x: Any, chosen: Any, weights: Any, gate: Any, up: Any, down: Any, numbers: Any
 ) -> tuple[Any, ...]:
-    work, width, k = wide(x.dtype), x.shape[-1], chosen.shape[-1]
+    work, width = wide(x.dtype), x.shape[-1]
     flat = _flat(g, width)
-    dx, dweights = xp.zeros(flat.shape, work), xp.zeros((len(flat), k), work)
+    dx, dweights = xp.zeros(flat.shape, work), xp.zeros(weights.size, work)
     dgate, dup, ddown = (xp.zeros(w.shape, work) for w in (gate, up, down))
-    for share in _shares(xp, _flat(x, width), _flat(chosen, k), _flat(weights, k), numbers, work):
+    for share in _shares(xp, _flat(x, width), chosen, weights, numbers, work):
         i, rows = share.expert, share.rows
         wg, wu, wd = (w[i].astype(work, copy=False) for w in (gate, up, down))
         a, s, b = _hidden(xp, share.x, wg, wu)
@@ -91,7 +102,7 @@ def _experts_backward(
         h = swish * b
         gy = flat[rows].astype(work, copy=False)
         gh = gy @ wd.T
-        dweights[rows] += (gh * h).sum(axis=1, keepdims=True) * share.sent
+        dweights[share.pairs] = (gh * h).sum(axis=1)[share.of_pair]
         ddown[i] = h.T @ (gy * share.weight)
         gh *= share.weight
         gb = gh * swish
@@ -151,7 +162,9 @@ def _decompose_backward(
 
 
 OPERANDS = ("x", "chosen", "weights", "gate", "up", "down", "numbers")
-EXPERTS = Op("experts", OPERANDS, _experts, same, decompose=_decompose, wide_sums=True)
+EXPERTS = Op(
+    "experts", OPERANDS, _experts, same, decompose=_decompose, overrides={"cupy": kernels.experts}, wide_sums=True
+)
 EXPERTS_BACKWARD = Op(
     "experts_backward",
     ("g", *OPERANDS),
@@ -159,6 +172,7 @@ EXPERTS_BACKWARD = Op(
     lambda op, args, params: tuple(ShapeDtype(args[i].shape, args[i].dtype) for i in (1, 3, 4, 5, 6)),
     nout=5,
     decompose=_decompose_backward,
+    overrides={"cupy": kernels.experts_backward},
 )
 
 
@@ -184,7 +198,8 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
     Returns
     -------
     Array
-        Like ``x``. Sums of float16 and bfloat16 are made in float32.
+        Like ``x``. Sums of float16 and bfloat16 are made in float32; on a GPU hidden units are rounded to the dtype
+        of ``x`` before they are multiplied.
 
     Raises
     ------
@@ -211,5 +226,6 @@ def experts(x: Any, chosen: Any, weights: Any, /, gate: Any, up: Any, down: Any)
             f"[experts] x {x.shape} must be (..., {stack[1]}), chosen {chosen.shape} and weights {weights.shape} (..., "
             "k) beside it"
         )
-    numbers = arange(stack[0], dtype=chosen.dtype, device=beside(x))
+    counted = chosen.dtype if stack[0] <= iinfo(chosen.dtype).max else np.int64  # beyond it, nobody has chosen them
+    numbers = arange(stack[0], dtype=counted, device=beside(x))
     return apply(EXPERTS, (x, chosen, weights, gate, up, down, numbers), {})

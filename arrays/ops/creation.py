@@ -43,11 +43,24 @@ def _place(host: np.ndarray, where: Device | str | None) -> Array:
     return made(x) if state.recorders else x
 
 
+def _counted(numbers: range, dtype: np.dtype, where: Device | str | None) -> Array:
+    """Whole numbers, made where they will live."""
+    for end in (numbers[0], numbers[-1]) if numbers else ():  # NumPy counts on around the end
+        check_numbers("arange", end, dtype)
+    target = default_device() if where is None else device(where)
+    if target is CPU:
+        x = wrap(np.arange(numbers.start, numbers.stop, numbers.step, dtype))
+    else:
+        x = wrap(backend_for(target).counted(numbers, dtype, target))
+    return made(x) if state.recorders else x
+
+
 def _is_new(obj: Any) -> bool:
     """Whether only the caller holds a NumPy array, which was then made for it."""
     return sys.getrefcount(obj) <= _NEW and getattr(obj, "base", None) is None
 
 
+_INT = np.dtype(np.int64)
 _NEW = 3
 """References to an argument that its caller was given as one: of the two functions, and of the count."""
 
@@ -313,8 +326,10 @@ def arange(
     if not step:
         raise ArgumentError(f"[arange] a step of zero from {start} comes nowhere: write mt.full(n, {start})")
     wanted = None if dtype is None else as_dtype(dtype, "arange")
+    if all(type(v) is int and abs(v) < 2**53 for v in (start, stop, step)) and (wanted or _INT).kind in "iu":
+        return _counted(range(start, stop, step), wanted or _INT, device)
     out = np.arange(start, stop, step, wanted)
-    if out.size and wanted is not None and wanted.kind in "iu":  # NumPy counts on around the end
+    if out.size and wanted is not None and wanted.kind in "iu":
         check_numbers("arange", int(start + (out.size - 1) * step), wanted)
     return _place(out, device)
 

@@ -28,7 +28,7 @@ import numpy as np
 from ...arrays.core.array import Array
 from ...arrays.core.errors import ShapeError
 from ...arrays.nn import nn
-from ...arrays.ops.creation import arange
+from ...arrays.ops.creation import arange, beside
 from ...arrays.ops.elementwise import where
 from ...arrays.ops.manipulation import astype, expand_dims, matrix_transpose, reshape, stack
 from ...arrays.random import normal
@@ -104,17 +104,19 @@ def init(
     }
 
 
-def choose(probabilities: Array, config: Config) -> tuple[list[Array], list[Array]]:
-    """The experts of each token from the likeliest on (of equal ones the first), one-hot ``(batch, s, experts)``; and
-    the weights of their outputs, ``(batch, s)``, which add up to one."""
+def choose(probabilities: Array, config: Config) -> tuple[list[Array], list[Array], list[Array]]:
+    """The experts of each token from the likeliest on (of equal ones the first): their numbers ``(batch, s)``, the same
+    one-hot ``(batch, s, experts)``, and the weights of their outputs, ``(batch, s)``, which add up to one."""
     left = probabilities
-    chosen, gates = [], []
+    numbers, chosen, gates = [], [], []
     for _ in range(config.top_k):
-        chosen.append(nn.one_hot(argmax(left, axis=-1), probabilities.shape[-1], dtype=probabilities.dtype))
+        if chosen:
+            left = where(chosen[-1] > 0, -1.0, left)
+        numbers.append(argmax(left, axis=-1))
+        chosen.append(nn.one_hot(numbers[-1], probabilities.shape[-1], dtype=probabilities.dtype))
         gates.append(sum_(probabilities * chosen[-1], axis=-1))
-        left = where(chosen[-1] > 0, -1.0, left)
     total = functools.reduce(operator.add, gates)
-    return chosen, [g / total for g in gates]
+    return numbers, chosen, [g / total for g in gates]
 
 
 def route(probabilities: Array, config: Config) -> tuple[Array, Array, Array]:
@@ -124,8 +126,8 @@ def route(probabilities: Array, config: Config) -> tuple[Array, Array, Array]:
     ``first`` marks each token's first choice, ``(batch, s, experts)``. All first choices are seated before the second
     ones, in the order of the sequence.
     """
-    places = arange(config.capacity(probabilities.shape[1]), dtype=np.int64)
-    choices, gates = choose(probabilities, config)
+    places = arange(config.capacity(probabilities.shape[1]), dtype=np.int64, device=beside(probabilities))
+    _, choices, gates = choose(probabilities, config)
     taken: Any = 0.0
     dispatch: Any = 0.0
     combine: Any = 0.0
@@ -181,9 +183,8 @@ def apply(params: Any, x: Array, config: Config, *, plan: Plan | None = None) ->
 
 
 def _drop_less(experts: Any, x: Array, probabilities: Array, config: Config) -> tuple[Array, Array]:
-    chosen, gates = choose(probabilities, config)
-    numbers = stack([argmax(c, axis=-1) for c in chosen], axis=2)
-    return nn.experts(x, numbers, astype(stack(gates, axis=2), x.dtype), **experts), chosen[0]
+    numbers, chosen, gates = choose(probabilities, config)
+    return nn.experts(x, stack(numbers, axis=2), astype(stack(gates, axis=2), x.dtype), **experts), chosen[0]
 
 
 def _with_places(

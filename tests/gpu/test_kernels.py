@@ -94,6 +94,42 @@ def test_attention_of_short_floats(dtype: np.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_experts_without_a_wait(dtype: np.dtype) -> None:
+    """One with no row, one with many, rows that go nowhere or twice to one; many experts; matrices that begin anywhere."""
+    for rows, k, experts, width, hidden in ((300, 2, 4, 72, 136), (40, 3, 70, 13, 9), (5, 1, 2, 8, 8)):
+        chosen = RNG.integers(1, experts + 1, (rows, k))
+        chosen[: rows // 2, 0] = experts - 1
+        shapes = (experts, width, hidden), (experts, width, hidden), (experts, hidden, width)
+        matrices = [RNG.normal(size=s) / np.sqrt(s[1]) for s in shapes]
+
+        def sent(x: Any, weights: Any, gate: Any, up: Any, down: Any, chosen: Any = chosen) -> mt.Array:
+            with mt.host_waits() as waits:
+                y = mt.nn.experts(x, mt.asarray(chosen), weights, gate=gate, up=up, down=down)
+            assert not waits
+            return y
+
+        both(sent, dtype, RNG.normal(size=(rows, width)), RNG.uniform(size=(rows, k)), *matrices, factor=2)
+    for kernel in ("count_pairs", "place_pairs", "experts_hidden", "experts_rows", "experts_matrices", "sum_pairs"):
+        assert used(kernel)
+
+
+def test_a_cuda_graph_holds_experts() -> None:
+    """Replayed with other choices: the grids are the same, the tiles are others."""
+    matrices = [RNG.normal(size=s).astype(np.float32) for s in ((3, 8, 16), (3, 8, 16), (3, 16, 8))]
+
+    def step(x: mt.Array, chosen: mt.Array, gate: mt.Array, up: mt.Array, down: mt.Array) -> mt.Array:
+        weights = mt.ones(chosen.shape, dtype=x.dtype, device=x.device)
+        return mt.grad(lambda x: mt.sum(mt.nn.experts(x, chosen, weights, gate=gate, up=up, down=down) ** 2))(x)
+
+    run = mt.compile(step, cuda_graph=True)
+    for high in (1, 3, 4):
+        hosts = RNG.normal(size=(90, 8)).astype(np.float32), RNG.integers(0, high, (90, 2)), *matrices
+        got = run(*map(mt.asarray, hosts))
+        close(got, step(*(mt.asarray(h, device="cpu") for h in hosts)).numpy(), 2)
+    assert run.signatures == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize(
     ("shape", "axis"),
     [((3, 8, 5, 5), 1), ((2, 5, 5, 8), 3), ((4, 32, 64), 1), ((70, 40), 1), ((2, 8, 4000), 1), ((0, 8, 2), 1)],

@@ -29,22 +29,9 @@ __global__ void __launch_bounds__(THREADS) count_true(const bool* mask, i64* cou
 // `ends[b]` is how many are true in blocks 0 … b.
 __global__ void __launch_bounds__(THREADS) write_true(const bool* mask, const i64* ends, i64* places, i64 size)
 {
-    SHARED(int, totals, THREADS / 32);
     const i64 start = ((i64)blockIdx.x * THREADS + threadIdx.x) * EACH;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 bits = truths(mask, start, size);
-    const int own = __popc(bits);
-    int upto = own;
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-        const int before = __shfl_up_sync(WHOLE_WARP, upto, o);
-        if (lane >= o) upto += before;
-    }
-    if (lane == 31) totals[warp] = upto;
-    __syncthreads();
-    i64 at = blockIdx.x ? ends[blockIdx.x - 1] : 0;
-    for (int w = 0; w < warp; ++w) at += totals[w];
-    at += upto - own;
+    i64 at = (blockIdx.x ? ends[blockIdx.x - 1] : 0) + prefix_sum<THREADS>(__popc(bits)).a;
 #pragma unroll
     for (int k = 0; k < EACH; ++k)
         if (bits >> k & 1u) places[at++] = start + k;

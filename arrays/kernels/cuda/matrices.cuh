@@ -1,6 +1,6 @@
 // Products of a warp on the tensor cores, of floats of two bytes that lie in shared memory, with sums in float32.
 //
-// A tile is rows of D elements in shared memory, each followed by eight that nobody uses: so the rows that eight lanes read
+// A tile is rows of D elements in shared memory, each followed by 16 bytes that nobody uses: so the rows that eight lanes read
 // at once lie in different banks. Sums are fragments of PTX's mma.m16n8k16: of each block of 16 x 8 a lane has the rows
 // lane / 4 and lane / 4 + 8, and there the columns lane % 4 * 2 and the next. Needs compute capability 8.0.
 #pragma once
@@ -11,8 +11,8 @@ constexpr bool IS_BFLOAT16 = false;
 template <>
 constexpr bool IS_BFLOAT16<bfloat16> = true;
 
-template <int D>
-constexpr int STRIDE = D + 8;
+template <int D, class T = bfloat16>
+constexpr int STRIDE = D + 16 / (int)sizeof(T);
 
 // Two numbers as they lie in a register; the first in its lower half.
 template <class T>
@@ -115,6 +115,9 @@ __device__ inline void copy_later(T* shared, const T* global, bool there)
 {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0) : "memory");
+#else
+    constexpr int N = 16 / sizeof(T);
+    *reinterpret_cast<Vector<T, N>*>(shared) = there ? vector_at<N>(global) : Vector<T, N>{};
 #endif
 }
 __device__ inline void wait_for_copies()
@@ -126,29 +129,65 @@ __device__ inline void wait_for_copies()
 
 #endif
 
+// `N` rows of D elements: row i begins at `matrix + at(i)`, and has `width` elements; zeros beyond, and from row `count` on.
+// `aligned`: all begin and end where the device loads 16 bytes. They are there after the next wait and the next barrier.
+template <int D, int N, class T, class At>
+__device__ inline void load_tile(T* tile, const T* matrix, int count, int width, bool aligned, const At& at)
+{
+    constexpr int EACH = 16 / sizeof(T);
+    for (int i = threadIdx.x; i < N * (D / EACH); i += blockDim.x) {
+        const int row = i / (D / EACH), column = i % (D / EACH) * EACH;
+        const bool there = row < count && column < width;
+        const T* const from = there ? matrix + at(row) + column : matrix;
+        T* const to = tile + row * STRIDE<D, T> + column;
+        if (aligned)
+            copy_later(to, from, there);
+        else
+#pragma unroll
+            for (int c = 0; c < EACH; ++c) to[c] = there && column + c < width ? from[c] : T{};
+    }
+}
+
 // `N` rows of a matrix with `count` rows of `width` elements, from row `first` on; zeros where it has none.
 template <int D, int N, class T>
 __device__ inline void load_rows(T* tile, const T* matrix, int first, int count, int width)
 {
-    for (int i = threadIdx.x; i < N * (D / 8); i += blockDim.x) {
-        const int row = i / (D / 8), column = i % (D / 8) * 8;
-        const bool there = first + row < count && column < width;
-        copy_later(tile + row * STRIDE<D> + column, there ? matrix + (i64)(first + row) * width + column : matrix, there);
-    }
+    load_tile<D, N>(tile, matrix, count - first, width, true, [&](int row) { return (i64)(first + row) * width; });
+}
+
+// 16 x 16 of a left factor, from `row` and `k` on: of a tile of its rows, or TRANSPOSED, of its columns.
+template <bool TRANSPOSED, int D, class T>
+__device__ inline void left_fragment(u32 (&out)[4], const T* tile, int row, int k)
+{
+    const int lane = threadIdx.x % 32;
+    if constexpr (TRANSPOSED)
+        load_matrices<true>(out, tile + (k + lane / 16 * 8 + lane % 8) * STRIDE<D> + row + lane / 8 % 2 * 8);
+    else
+        load_matrices<false>(out, tile + (row + lane % 16) * STRIDE<D> + k + lane / 16 * 8);
+}
+
+// Two neighbours of 16 x 8 of a right factor, from `k` and `column` on: of a tile of its rows, or TRANSPOSED, of its columns.
+template <bool TRANSPOSED, int D, class T>
+__device__ inline void right_fragments(u32 (&out)[4], const T* tile, int k, int column)
+{
+    const int lane = threadIdx.x % 32;
+    if constexpr (TRANSPOSED)
+        load_matrices<false>(out, tile + (column + lane / 16 * 8 + lane % 8) * STRIDE<D> + k + lane / 8 % 2 * 8);
+    else
+        load_matrices<true>(out, tile + (k + lane % 16) * STRIDE<D> + column + lane / 16 * 8);
 }
 
 // sum += a b^T, of 16 rows of `a` and N rows of `b`.
 template <int D, int N, class T>
 __device__ inline void add_product_transposed(float (&sum)[N / 8][4], const T* a, const T* b)
 {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < D; k += 16) {
         u32 x[4], y[4];
-        load_matrices<false>(x, a + lane % 16 * STRIDE<D> + k + lane / 16 * 8);
+        left_fragment<false, D>(x, a, 0, k);
 #pragma unroll
         for (int n = 0; n < N / 8; n += 2) {
-            load_matrices<false>(y, b + (n * 8 + lane / 16 * 8 + lane % 8) * STRIDE<D> + k + lane / 8 % 2 * 8);
+            right_fragments<true, D>(y, b, k, n * 8);
             multiply_add<T>(sum[n], x, y[0], y[1]);
             multiply_add<T>(sum[n + 1], x, y[2], y[3]);
         }
@@ -159,14 +198,13 @@ __device__ inline void add_product_transposed(float (&sum)[N / 8][4], const T* a
 template <int D, int N, class T>
 __device__ inline void add_product(float (&sum)[D / 8][4], const float (&p)[N / 8][4], const T* b)
 {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < N / 8; k += 2) {
         const u32 x[4] = {pack<T>(p[k][0], p[k][1]), pack<T>(p[k][2], p[k][3]), pack<T>(p[k + 1][0], p[k + 1][1]), pack<T>(p[k + 1][2], p[k + 1][3])};
 #pragma unroll
         for (int n = 0; n < D / 8; n += 2) {
             u32 y[4];
-            load_matrices<true>(y, b + (k * 8 + lane % 16) * STRIDE<D> + n * 8 + lane / 16 * 8);
+            right_fragments<false, D>(y, b, k * 8, n * 8);
             multiply_add<T>(sum[n], x, y[0], y[1]);
             multiply_add<T>(sum[n + 1], x, y[2], y[3]);
         }

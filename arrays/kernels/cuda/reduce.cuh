@@ -77,6 +77,30 @@ __device__ inline Pair<A> row_sums(A a, A b)
     return Pair<A>{a, b};
 }
 
+// The sum over the threads of a block before this one, and over all of them.
+template <int THREADS, class A>
+__device__ inline Pair<A> prefix_sum(A own)
+{
+    SHARED(A, totals, THREADS / 32);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    A upto = own, all = A(0);
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+        const A before = __shfl_up_sync(WHOLE_WARP, upto, o);
+        if (lane >= o) upto += before;
+    }
+    __syncthreads();  // the totals may still be read for the sum before
+    if (lane == 31) totals[warp] = upto;
+    __syncthreads();
+    A before = upto - own;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; ++w) {
+        before += w < warp ? totals[w] : A(0);
+        all += totals[w];
+    }
+    return Pair<A>{before, all};
+}
+
 // Count, mean and sum of squared deviations of a set of numbers; sets are merged by the rule of Chan, Golub and LeVeque
 // (1979), which does not cancel as a difference of sums of squares does.
 template <class A>

@@ -6,16 +6,6 @@
 
 constexpr int THREADS = 256;
 
-// Row and column of element e of rows of `inner` elements; a division of 32 bits costs a quarter of one of 64.
-struct Element {
-    i64 row, column;
-    __device__ Element(i64 e, i64 inner, bool small)
-    {
-        row = small ? (i64)((u32)e / (u32)inner) : e / inner;
-        column = e - row * inner;
-    }
-};
-
 // ----- sums, in any order -----------------------------------------------------------------------------------------------
 
 __device__ inline void add_at(float* p, float v) { atomicAdd(p, v); }

@@ -130,3 +130,13 @@ __device__ inline double infinity<double>()
 {
     return __longlong_as_double(0x7ff0000000000000LL);
 }
+
+// Row and column of element e of rows of `inner` elements; a division of 32 bits costs a quarter of one of 64.
+struct Element {
+    i64 row, column;
+    __device__ Element(i64 e, i64 inner, bool small)
+    {
+        row = small ? (i64)((u32)e / (u32)inner) : e / inner;
+        column = e - row * inner;
+    }
+};

@@ -706,7 +706,7 @@ def steps(_: str = "") -> dict[str, Any]:
     cosine = mt.optim.adamw(mt.optim.warmup_cosine(1e-2, 10, 100)).update
     made["adamw, bfloat16, scheduled"] = cosine, _short(params), plain
     experts, args = _decoder(experts=mt.models.moe.Config(4, 2, capacity_factor=None, aux_weight=0.1))
-    made["experts"] = experts, args, plain
+    made["experts"], made["experts, graph"] = (experts, args, plain), (experts, args, graph)
     layers = _layer_arguments()
     made["layers"], made["layers, compiled"] = (_layers, layers, plain), (_layers, layers, compiled)
     made["layers, graphs"] = _layers, layers, graph

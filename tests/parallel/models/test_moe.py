@@ -132,6 +132,27 @@ def test_any_routing_equals_the_dense_formula_on_any_number_of_ranks(experts, to
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), atol=1e-10)
 
 
+def test_choices_of_a_dtype_that_does_not_count_all_experts():
+    rng = np.random.default_rng(0)
+    x, weights, chosen = rng.normal(size=(6, 4)), rng.uniform(size=(6, 2)), rng.integers(-1, 128, (6, 2))
+    w = {n: rng.normal(size=(300, *s)) for n, s in (("gate", (4, 3)), ("up", (4, 3)), ("down", (3, 4)))}
+    got = mt.nn.experts(x, chosen.astype(np.int8), weights, **w)
+    np.testing.assert_allclose(np.asarray(got), dense(x, chosen, weights, w), atol=1e-12)
+
+
+def test_a_weight_that_is_not_finite_reaches_its_row_and_its_expert_alone():
+    w = {n: mt.ones((3, *s)) for n, s in (("gate", (4, 3)), ("up", (4, 3)), ("down", (3, 4)))}
+    weights = mt.asarray([[np.nan, 1.0], [1.0, 1.0]])
+
+    def loss(w):
+        y = mt.nn.experts(mt.ones((2, 4)), mt.asarray([[0, 1], [1, 2]]), weights, **w)
+        assert mt.isnan(y).numpy().tolist() == [[True] * 4, [False] * 4]
+        return mt.sum(y)
+
+    for slope in mt.grad(loss)(w).values():
+        assert mt.isnan(slope).numpy().all(axis=(1, 2)).tolist() == [True, False, False]
+
+
 def test_hidden_units_exist_for_the_rows_of_one_expert_at_a_time(peak_of):
     """The places that padding would take are ``experts * rows``; what is held is of the rows that an expert gets."""
     experts, rows, width, hidden = 16, 2048, 16, 256
