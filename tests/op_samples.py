@@ -709,8 +709,14 @@ NETWORKS: Rows = {
         on(lambda x: mt.layer_norm(x.mT, 4, None, x[:, 0]), "4 3"),
         on(op("layer_norm", naxes=2, eps=1e-5), "2 3 f4, 2 3, 2 3"),
     ],
+    "add_layer_norm": [
+        *(on(lambda x, r, w, b: mt.nn.add_layer_norm(x, r, w.shape, w, b), f"{x}, {x}, {w}, {w}") for x, w in LAYERS),
+        on(lambda x: mt.nn.add_layer_norm(x, x.mT, 3), "3 3"),
+        on(lambda x: mt.nn.add_layer_norm(x, x, 3, x, x), "3"),  # one array in every place
+    ],
     "layer_norm_backward": [
         *(on(op("layer_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}") for x, w in LAYERS),
+        *(on(op("layer_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}, {x}") for x, w in LAYERS),
         on(lambda x: op("layer_norm_backward", naxes=1, eps=1e-3)(x, x, x), "3"),
     ],
     "rms_norm": [
@@ -718,8 +724,13 @@ NETWORKS: Rows = {
         on(lambda x: mt.rms_norm(x, 3, x), "3"),
         on(lambda x: mt.rms_norm(x.mT, 4, x[:, 0]), "4 3"),
     ],
+    "add_rms_norm": [
+        *(on(lambda x, r, w: mt.nn.add_rms_norm(x, r, w.shape, w), f"{x}, {x}, {w}") for x, w in LAYERS),
+        on(lambda x: mt.nn.add_rms_norm(x, x, 3, x), "3"),
+    ],
     "rms_norm_backward": [
         *(on(op("rms_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}") for x, w in LAYERS),
+        *(on(op("rms_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}, {x}") for x, w in LAYERS),
         on(lambda x: op("rms_norm_backward", naxes=1, eps=1e-3)(x, x, x), "3"),
     ],
     "group_norm": [
