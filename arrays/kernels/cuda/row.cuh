@@ -21,7 +21,8 @@ struct Counter<0> {
 };
 
 // A row as vectors that the device can load, and (ENDS) the up to VEC - 1 elements before and after them, of which a thread has one.
-template <int THREADS, int ITEMS, int VEC, bool ENDS = true>
+// Of long rows DEEP vectors are worked on at a time.
+template <int THREADS, int ITEMS, int VEC, bool ENDS = true, int DEEP = VEC == 8 ? 2 : 4>
 struct Cut {
     using I = typename Counter<ITEMS>::type;
     I head, whole, end;  // elements before the vectors, and in them; the column of the thread's own element, or -1
@@ -44,7 +45,7 @@ struct Cut {
     {
         if constexpr (ITEMS == 0) {
             i64 j = 0;
-#pragma unroll(VEC == 8 ? 2 : 4)
+#pragma unroll(DEEP)
             for (i64 column = (i64)threadIdx.x * VEC; column < whole; column += THREADS * VEC) f(Place<VEC, I>{j++, head + column});
         } else
 #pragma unroll

@@ -36,10 +36,14 @@ __device__ inline void prefetch(const T* row, i64 length)
 #endif
 }
 
+// How a row is cut by a kernel that reads MORE than it and a parameter like it: half as deep, for want of registers.
+template <class T, int THREADS, int ITEMS, bool ENDS, bool MORE>
+using Shape = Cut<THREADS, ITEMS, 16 / sizeof(T), ENDS, (sizeof(T) == 2 ? 2 : 4) / (ENDS || MORE ? 2 : 1)>;
+
 // Statistics of a row: two passes over registers, as exact as it gets; one pass over a row that is longer.
-template <bool CENTER, int THREADS, class T, int ITEMS, int VEC, bool ENDS, class S>
-__device__ inline Scale<Wide<T>> row_scale(const CutRow<T, THREADS, ITEMS, VEC, S>& x, const Cut<THREADS, ITEMS, VEC, ENDS>& cut,
-                                           i64 length, double eps)
+template <bool CENTER, class T, int THREADS, int ITEMS, int VEC, class S, bool ENDS, int DEEP>
+__device__ inline Scale<Wide<T>> row_scale(const CutRow<T, THREADS, ITEMS, VEC, S>& x,
+                                           const Cut<THREADS, ITEMS, VEC, ENDS, DEEP>& cut, i64 length, double eps)
 {
     using A = Wide<T>;
     if constexpr (ITEMS == 0 && CENTER) {
@@ -79,7 +83,7 @@ __device__ inline Scale<Wide<T>> row_scale(const CutRow<T, THREADS, ITEMS, VEC, 
 
 // y, and (ADD) the sum of x and residual, of which y is the norm.
 template <bool CENTER, bool ADD, class T, class G, int THREADS, int ITEMS, bool ENDS>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || sizeof(G) * ITEMS >= 128 ? 1 : 2)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, ITEMS || sizeof(Wide<T>) == 8 ? 1 : 2)
     norm_forward(const T* x, const T* residual, const G* weight, const G* bias, G* y, T* total, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>)
     DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
         const i64 at = row * length;
-        const Cut<THREADS, ITEMS, VEC, ENDS> cut(x + at, length);
+        const Shape<T, THREADS, ITEMS, ENDS, ADD> cut(x + at, length);
         const auto r = [&] {
             if constexpr (ADD) return CutRow<T, THREADS, ITEMS, VEC, Total<T>>({x + at, residual + at, total + at}, cut, shared, kept);
             else return CutRow<T, THREADS, ITEMS, VEC>(x + at, cut, shared, kept);
@@ -108,7 +112,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>)
 // out[block][which][column]. A thread adds up the same columns of every row, in shared memory that only it touches: the rows of a block
 // must begin at the same place of a vector. Of longer rows only the statistics are left, for `norm_columns`: out[row][which].
 template <bool CENTER, bool JOIN, class T, class G, class D, int THREADS, int ITEMS, bool ENDS>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || (ITEMS && THREADS > 256) ? 1 : ITEMS ? 3 : 2)
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || (ITEMS ? THREADS > 256 : ENDS && JOIN) ? 1 : ITEMS ? 3 : 2)
     norm_backward(const G* g, const T* x, const G* weight, const D* joined, D* dx, Wide<T>* out, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;
@@ -122,7 +126,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>)
         for (int i = 0; i < KINDS * SLOTS; ++i) mine[i * THREADS] = A(0);
     for (i64 row = first_row + threadIdx.y; row < rows; row += step) {
         const i64 at = row * length;
-        const Cut<THREADS, ITEMS, VEC, ENDS> cut(x + at, length);
+        const Shape<T, THREADS, ITEMS, ENDS, (JOIN || sizeof(G) > sizeof(T))> cut(x + at, length);
         const CutRow<T, THREADS, ITEMS, VEC> r(x + at, cut, shared, kept);
         const CutRow<G, THREADS, ITEMS, VEC> c(g + at, cut, r.rest(), kept);
         if constexpr (JOIN) prefetch(joined + at, length);

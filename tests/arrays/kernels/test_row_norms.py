@@ -80,6 +80,57 @@ def test_short_floats_beside_float32(emulator: Any, place: Any, close: Any, dtyp
         close(a, e)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("shape", [(9, 200), (5, 7), (2, 3001), (1, 16400), (1, 16401), (0, 4)])
+def test_norms_of_a_sum_have_the_bits_of_the_sum_and_the_norm(
+    emulator: Any, place: Any, close: Any, shape: Any, dtype: Any
+) -> None:
+    """Forward in one launch; backward the cotangent of the sum, of its dtype or wide, is added in the same pass."""
+    if shape[1] > 3001 and dtype is not (np.float32 if emulator.seed or emulator.descending else ml_dtypes.bfloat16):
+        pytest.skip("long rows are slow to emulate: one dtype for each order")
+    x, w, b, g = operands(place, shape, dtype)
+    residual = place(np.random.default_rng(1).normal(size=shape), dtype)
+    for kind, own in (("layer", (w, b)), ("rms", (w,))):
+        norm, backward = (OPS[n].overrides["cupy"] for n in (f"{kind}_norm", f"{kind}_norm_backward"))
+        start = len(emulator.launched)
+        y, total = OPS[f"add_{kind}_norm"].overrides["cupy"](x, residual, *own, **PARAMS)
+        assert len(emulator.launched) - start == (x.size > 0)
+        np.testing.assert_array_equal(total, x + residual)
+        np.testing.assert_array_equal(y, norm(place(x + residual), *own, **PARAMS))
+        close(y, OPS[f"{kind}_norm"].numpy(*(v.astype(np.float64) for v in (x + residual, *own)), **PARAMS))
+        dx, *sums = backward(g, total, w, **PARAMS)
+        for g_sum in (residual, place(residual, np.float32 if residual.itemsize < 4 else dtype)):
+            got, *others = backward(g, total, w, g_sum, **PARAMS)
+            assert got.dtype == g_sum.dtype
+            np.testing.assert_array_equal(got, dx.astype(g_sum.dtype) + g_sum)
+            for a, e in zip(others, sums, strict=True):
+                np.testing.assert_array_equal(a, e)
+
+
+def test_a_sum_of_several_dtypes_is_rounded_to_its_own_before_the_norm(emulator: Any, place: Any, close: Any) -> None:
+    x, w, b, g = operands(place, (4, 24), ml_dtypes.bfloat16)
+    residual = place(np.random.default_rng(1).normal(size=x.shape), np.float32)
+    for r, weight in ((residual, w), (place(residual, x.dtype), place(w, np.float64)), (residual, place(w, np.float64))):
+        y, total = OPS["add_rms_norm"].overrides["cupy"](x, r, weight, **PARAMS)
+        np.testing.assert_array_equal(total, x + r)
+        assert total.dtype == r.dtype
+        np.testing.assert_array_equal(y, OPS["rms_norm"].overrides["cupy"](place(x + r), weight, **PARAMS))
+    dx, _ = OPS["rms_norm_backward"].overrides["cupy"](g, x, w, place(residual, np.float64), **PARAMS)
+    assert dx.dtype == np.float64
+    close(dx.astype(x.dtype), OPS["rms_norm_backward"].numpy(*(v.astype(float) for v in (g, x, w, residual)), **PARAMS)[0])
+
+
+def test_rows_of_a_block_begin_at_the_same_place_of_a_vector(emulator: Any, place: Any, close: Any) -> None:
+    """A thread adds up its own columns: blocks go over rows that lie whole vectors apart."""
+    for rows, width in ((61, 1030), (40, 2051)):
+        x, w, _, g = operands(place, (rows, width), ml_dtypes.bfloat16)
+        for a, e in zip(*run("layer_norm_backward", g, x, w, **PARAMS), strict=True):
+            close(a, e)
+        _, kernel, (blocks, _, _), _ = emulator.launched[-2]
+        assert blocks < rows
+        assert blocks * width % 8 == 0, kernel
+
+
 def test_other_mixtures_are_computed_in_what_they_promote_to(emulator: Any, place: Any, close: Any) -> None:
     x, w, b, g = operands(place, (4, 33), np.float32)
     (y,), (expected,) = run("layer_norm", x, place(w, np.float64), b, **PARAMS)
