@@ -57,6 +57,21 @@ struct Cut {
             if (end >= 0) f(Place<1, I>{0, end});
     }
 
+    // f(place) for the places from `begin` to `end` that the thread `lane` of LANES has; their numbers j mean nothing.
+    template <int LANES, class F>
+    __device__ void each_between(I begin, I stop, int lane, F f) const
+    {
+        const I first = head + (begin > head ? (begin - head + VEC - 1) & -(I)VEC : 0), last = head + ((stop - head) & -(I)VEC);
+        if (first >= last)
+            for (I c = begin + lane; c < stop; c += LANES) f(Place<1, I>{0, c});
+        else {
+#pragma unroll(2)
+            for (I c = first + lane * VEC; c < last; c += LANES * VEC) f(Place<VEC, I>{0, c});
+            if (begin + lane < first) f(Place<1, I>{0, begin + lane});
+            if (last + lane < stop) f(Place<1, I>{0, last + lane});
+        }
+    }
+
     // Which of the elements of all threads a column is, where a thread's vectors come before its end, and its elements lie THREADS apart.
     __device__ int slot(int column) const
     {
@@ -141,8 +156,8 @@ struct CutRow {
 };
 
 // The first `kept` vectors of each thread stay in shared memory once they were read (by `first`), the rest is read again.
-template <class T, int VEC, class S>
-struct CutRow<T, LONG, 0, VEC, S> {
+template <class T, int THREADS, int VEC, class S>
+struct CutRow<T, THREADS, 0, VEC, S> {
     using I = i64;
     S source;
     Vector<T, VEC>* slots;
@@ -151,17 +166,78 @@ struct CutRow<T, LONG, 0, VEC, S> {
     template <class C>
     __device__ CutRow(const S& source, const C&, void* shared, int kept) : source(source), slots(reinterpret_cast<Vector<T, VEC>*>(shared)), kept(kept) {}
 
-    __device__ void* rest() const { return slots + kept * LONG; }  // of the shared memory, for another row
+    __device__ void* rest() const { return slots + kept * THREADS; }  // of the shared memory, for another row
     __device__ Vector<T, VEC> first(Place<VEC, I> p) const
     {
         const Vector<T, VEC> v = source.first(p);
-        if (p.j < kept) slots[p.j * LONG + (int)threadIdx.x] = v;
+        if (p.j < kept) slots[p.j * THREADS + (int)threadIdx.x] = v;
         return v;
     }
     __device__ Vector<T, VEC> operator()(Place<VEC, I> p) const
     {
-        return p.j < kept ? slots[p.j * LONG + (int)threadIdx.x] : source.again(p);
+        return p.j < kept ? slots[p.j * THREADS + (int)threadIdx.x] : source.again(p);
     }
     __device__ Vector<T, 1> first(Place<1, I> p) const { return source.first(p); }
     __device__ Vector<T, 1> operator()(Place<1, I> p) const { return source.again(p); }
+
+    // A place that other threads may have read, before a barrier: the slots are the row from its first vector on.
+    template <int N, class C>
+    __device__ Vector<T, N> any(Place<N, I> p, const C& cut) const
+    {
+        const i64 at = p.column - cut.head, here = (i64)kept * (THREADS * VEC);
+        if (at < 0 || at + N > (here < cut.whole ? here : cut.whole)) return source.again(p);
+        return vector_at<N>(reinterpret_cast<const T*>(slots) + at);
+    }
 };
+
+// ----- statistics -------------------------------------------------------------------------------------------------------
+
+template <class A>
+struct Scale {
+    A mean, inverse;
+};
+
+// How a row is cut by a kernel that reads MORE than it and a parameter like it: half as deep, for want of registers.
+template <class T, int THREADS, int ITEMS, bool ENDS, bool MORE>
+using Shape = Cut<THREADS, ITEMS, 16 / sizeof(T), ENDS, (sizeof(T) == 2 ? 2 : 4) / (ENDS || MORE ? 2 : 1)>;
+
+// Statistics of a row: two passes over registers, as exact as it gets; one pass over a row that is longer.
+template <bool CENTER, class T, int THREADS, int ITEMS, int VEC, class S, bool ENDS, int DEEP>
+__device__ inline Scale<Wide<T>> row_scale(const CutRow<T, THREADS, ITEMS, VEC, S>& x,
+                                           const Cut<THREADS, ITEMS, VEC, ENDS, DEEP>& cut, i64 length, double eps)
+{
+    using A = Wide<T>;
+    if constexpr (ITEMS == 0 && CENTER) {
+        constexpr int EACH = 8 / VEC < 2 ? 2 : 8 / VEC;  // vectors at a time
+        Moments<A> m = Moments<A>::none();
+        i64 i = 0;
+        for (i64 start = (i64)threadIdx.x * VEC; start < cut.whole; start += THREADS * VEC * EACH, i += EACH) {
+            A v[EACH * VEC];
+            int count = 0;
+#pragma unroll
+            for (int j = 0; j < EACH; ++j) {
+                const i64 at = start + j * THREADS * VEC;
+                Vector<T, VEC> found;
+                if (at < cut.whole) found = x.first(Place<VEC, i64>{i + j, cut.head + at});
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) v[j * VEC + k] = at < cut.whole ? wide(found.at[k]) : A(0);
+                count += at < cut.whole ? VEC : 0;
+            }
+            m.add(v, count);
+        }
+        if constexpr (ENDS)
+            if (cut.end >= 0) m.merge(Moments<A>{A(1), wide(x.first(Place<1, i64>{0, cut.end}).at[0]), A(0)});
+        m = row_moments<THREADS>(m);
+        return Scale<A>{m.mean, A(1) / sqrt(m.m2 / A(length) + A(eps))};
+    } else {
+        A mean = A(0), s = A(0);
+        if constexpr (CENTER) {
+            cut.each([&](auto p) { each_of(x(p), [&](A v) { s += v; }); });
+            mean = row_sum<THREADS>(s) / A(length);
+            s = A(0);
+        }
+        cut.each([&](auto p) { each_of(x.first(p), [&](A v) { s += (v - mean) * (v - mean); }); });
+        const A square = row_sum<THREADS>(s) / A(length);
+        return Scale<A>{mean, A(1) / sqrt(square + A(eps))};
+    }
+}

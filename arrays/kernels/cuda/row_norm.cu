@@ -5,11 +5,6 @@
 // that rows begin within a vector, or parameters do, which are then read element by element, from the first-level cache.
 #include "row.cuh"
 
-template <class A>
-struct Scale {
-    A mean, inverse;
-};
-
 // A sum that is not contracted: dx is rounded before another cotangent is added, as it is where the two are made by themselves.
 __device__ inline float plus(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline double plus(double a, double b) { return __dadd_rn(a, b); }
@@ -34,51 +29,6 @@ __device__ inline void prefetch(const T* row, i64 length)
     if (threadIdx.x == 0 && start < end)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start), "r"((u32)(end - start)));
 #endif
-}
-
-// How a row is cut by a kernel that reads MORE than it and a parameter like it: half as deep, for want of registers.
-template <class T, int THREADS, int ITEMS, bool ENDS, bool MORE>
-using Shape = Cut<THREADS, ITEMS, 16 / sizeof(T), ENDS, (sizeof(T) == 2 ? 2 : 4) / (ENDS || MORE ? 2 : 1)>;
-
-// Statistics of a row: two passes over registers, as exact as it gets; one pass over a row that is longer.
-template <bool CENTER, class T, int THREADS, int ITEMS, int VEC, class S, bool ENDS, int DEEP>
-__device__ inline Scale<Wide<T>> row_scale(const CutRow<T, THREADS, ITEMS, VEC, S>& x,
-                                           const Cut<THREADS, ITEMS, VEC, ENDS, DEEP>& cut, i64 length, double eps)
-{
-    using A = Wide<T>;
-    if constexpr (ITEMS == 0 && CENTER) {
-        constexpr int EACH = 8 / VEC < 2 ? 2 : 8 / VEC;  // vectors at a time
-        Moments<A> m = Moments<A>::none();
-        i64 i = 0;
-        for (i64 start = (i64)threadIdx.x * VEC; start < cut.whole; start += LONG * VEC * EACH, i += EACH) {
-            A v[EACH * VEC];
-            int count = 0;
-#pragma unroll
-            for (int j = 0; j < EACH; ++j) {
-                const i64 at = start + j * LONG * VEC;
-                Vector<T, VEC> found;
-                if (at < cut.whole) found = x.first(Place<VEC, i64>{i + j, cut.head + at});
-#pragma unroll
-                for (int k = 0; k < VEC; ++k) v[j * VEC + k] = at < cut.whole ? wide(found.at[k]) : A(0);
-                count += at < cut.whole ? VEC : 0;
-            }
-            m.add(v, count);
-        }
-        if constexpr (ENDS)
-            if (cut.end >= 0) m.merge(Moments<A>{A(1), wide(x.first(Place<1, i64>{0, cut.end}).at[0]), A(0)});
-        m = row_moments<LONG>(m);
-        return Scale<A>{m.mean, A(1) / sqrt(m.m2 / A(length) + A(eps))};
-    } else {
-        A mean = A(0), s = A(0);
-        if constexpr (CENTER) {
-            cut.each([&](auto p) { each_of(x(p), [&](A v) { s += v; }); });
-            mean = row_sum<THREADS>(s) / A(length);
-            s = A(0);
-        }
-        cut.each([&](auto p) { each_of(x.first(p), [&](A v) { s += (v - mean) * (v - mean); }); });
-        const A square = row_sum<THREADS>(s) / A(length);
-        return Scale<A>{mean, A(1) / sqrt(square + A(eps))};
-    }
 }
 
 // y, and (ADD) the sum of x and residual, of which y is the norm.

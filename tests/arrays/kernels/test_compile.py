@@ -95,15 +95,22 @@ BUDGETS = """
     compact.cu      | write_true                                                          |  48  1 33
     float8.cu       | narrow_to<4, float>                                                 |  32  0 10
     float8.cu       | widen<4>                                                            |  32  0 10
-    group_norm.cu   | group_norm_backward<bfloat16, bfloat16, bfloat16, 8>                |  80 24  9
-    group_norm.cu   | group_norm_forward<bfloat16, bfloat16, bfloat16, 8>                 |  64  9  6
+    group_norm.cu   | group_norm_backward<bfloat16, bfloat16, false>                      |  80  6 51
+    group_norm.cu   | group_norm_backward<bfloat16, bfloat16, true>                       |  80  6 56
+    group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 256, 16, false>              |  64  4 32
+    group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 512, 0, true>                |  80  4 23
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
     philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
-    row_norm.cu     | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>       |  96 20  2
-    row_norm.cu     | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>           |  64 23  2
+    row_norm.cu     | norm_backward<false, true, bfloat16, bfloat16, bfloat16, 512, 32, false> |  88 24  2
+    row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 0, false> |  64 23  2
+    row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 32, false> |  96 20  2
+    row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 32, true> |  96 12 71
+    row_norm.cu     | norm_backward<true, true, bfloat16, bfloat16, float, 512, 32, false> |  96 32  2
     row_norm.cu     | norm_columns<true, bfloat16, bfloat16>                              |  32  0 21
-    row_norm.cu     | norm_forward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>        |  64 16  0
-    row_norm.cu     | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>            |  56 14  0
+    row_norm.cu     | norm_forward<false, true, bfloat16, bfloat16, 512, 32, false>       |  64 20  0
+    row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 0, false>        |  56 14  0
+    row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 32, false>       |  56 16  0
+    row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 32, true>        |  56  8 68
     scatter.cu      | add_atomically<bfloat16, float, 8>                                  |  32  0 10
     scatter.cu      | add_in_order<bfloat16, float, 8>                                    |  48 31 15
     scatter.cu      | join_chunks<bfloat16, float>                                        |  32  0 16
