@@ -591,6 +591,7 @@ ONCE = {"stride": (2,), "dilation": (1,), "groups": 1}
 PLAIN = {"stride": (1,), "dilation": (1,), "groups": 1}
 TWICE = {"stride": (1, 2), "dilation": (2, 1), "groups": 2}
 EACH = {"stride": (1,), "dilation": (1,), "groups": 5}  # a kernel of its own for each channel
+A_SUM = "the norm is that of a rounded sum"
 LAYERS = [("3 5", "5"), ("2 3 4", "4"), ("4 2 3", "2 3"), ("5", "5"), ("0 3", "3"), ("1 7", "7"), ("N 4", "4")]
 CHANNELS = [("N 2", "2", 1), ("5 4 3", "4", 1), ("1 4 3", "4", 1), ("4 3 5", "5", 2)]
 GROUPS = [("N 4 3", "4", 1, 2), ("3 4 5", "4", 1, 2), ("3 5 4", "4", 2, 2), ("2 3 4", "3", 1, 3), ("0 4 3", "4", 1, 2)]
@@ -710,7 +711,10 @@ NETWORKS: Rows = {
         on(op("layer_norm", naxes=2, eps=1e-5), "2 3 f4, 2 3, 2 3"),
     ],
     "add_layer_norm": [
-        *(on(lambda x, r, w, b: mt.nn.add_layer_norm(x, r, w.shape, w, b), f"{x}, {x}, {w}, {w}") for x, w in LAYERS),
+        *(
+            on(lambda x, r, w, b: mt.nn.add_layer_norm(x, r, w.shape, w, b), f"{x}, {x}, {w}, {w}", short=A_SUM)
+            for x, w in LAYERS
+        ),
         on(lambda x: mt.nn.add_layer_norm(x, x.mT, 3), "3 3"),
         on(lambda x: mt.nn.add_layer_norm(x, x, 3, x, x), "3"),  # one array in every place
     ],
@@ -725,7 +729,7 @@ NETWORKS: Rows = {
         on(lambda x: mt.rms_norm(x.mT, 4, x[:, 0]), "4 3"),
     ],
     "add_rms_norm": [
-        *(on(lambda x, r, w: mt.nn.add_rms_norm(x, r, w.shape, w), f"{x}, {x}, {w}") for x, w in LAYERS),
+        *(on(lambda x, r, w: mt.nn.add_rms_norm(x, r, w.shape, w), f"{x}, {x}, {w}", short=A_SUM) for x, w in LAYERS),
         on(lambda x: mt.nn.add_rms_norm(x, x, 3, x), "3"),
     ],
     "rms_norm_backward": [

@@ -188,8 +188,6 @@ def _of_sum(norm: Op, kernel: Callable[..., Any]) -> Op:
 
     def infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
         x, residual, *parameters = args
-        if x.shape != residual.shape:
-            raise ShapeError(f"[{op.name}] residual has shape {residual.shape}, expected {x.shape}")
         total = ShapeDtype(x.shape, np.result_type(x.dtype, residual.dtype))
         return *norm.avals((total, *parameters), params), total
 
@@ -331,11 +329,11 @@ ADD_RMS_NORM = _of_sum(RMS_NORM, row_norms.add_rms_norm)
 # ----- public functions -----------------------------------------------------------------------------------------------
 
 
-def checked(name: str, x: Any, eps: float) -> Array:
+def checked(name: str, x: Any, eps: float, what: str = "x") -> Array:
     """``x`` as an array of real floats. Raises where it is none, or ``eps`` is not positive."""
     x = asarray(x)
     if x.dtype.kind in "biuc":
-        raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
+        raise DTypeError(f"[{name}] {what} must be real floating, got {x.dtype.name}")
     if not eps > 0:
         raise ArgumentError(f"[{name}] eps must be positive, got {eps}")
     return x
@@ -354,14 +352,16 @@ def parameter(name: str, what: str, p: Any, x: Array, shape: tuple[int, ...], de
 def _norm(
     op: Op,
     x: Any,
-    *others: Any,
+    *residual: Any,
     normalized_shape: int | Sequence[int],
     eps: float,
     **parameters: tuple[Any, float],
 ) -> Any:
-    """The op of ``x``, others like it, and parameters, checked, with a constant for each of these that is None."""
+    """The op of ``x``, of a residual if there is one, and of parameters, with a constant for each that is None."""
     name = op.name
-    x, *others = (checked(name, a, eps) for a in (x, *others))  # type: ignore[assignment]
+    x, others = checked(name, x, eps), [checked(name, r, eps, "residual") for r in residual]
+    if others and others[0].shape != x.shape:
+        raise ShapeError(f"[{name}] residual has shape {others[0].shape}, expected {x.shape}")
     shape = (normalized_shape,) if isinstance(normalized_shape, int | np.integer) else tuple(normalized_shape)
     if not shape or x.shape[x.ndim - len(shape) :] != shape:
         raise ShapeError(f"[{name}] the last dimensions of x {x.shape} must be normalized_shape {shape}")

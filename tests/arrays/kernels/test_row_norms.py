@@ -108,16 +108,22 @@ def test_norms_of_a_sum_have_the_bits_of_the_sum_and_the_norm(
 
 
 def test_a_sum_of_several_dtypes_is_rounded_to_its_own_before_the_norm(emulator: Any, place: Any, close: Any) -> None:
-    x, w, b, g = operands(place, (4, 24), ml_dtypes.bfloat16)
+    x, w, _, g = operands(place, (4, 24), ml_dtypes.bfloat16)
     residual = place(np.random.default_rng(1).normal(size=x.shape), np.float32)
-    for r, weight in ((residual, w), (place(residual, x.dtype), place(w, np.float64)), (residual, place(w, np.float64))):
+    for r, weight in (
+        (residual, w),
+        (place(residual, x.dtype), place(w, np.float64)),
+        (residual, place(w, np.float64)),
+    ):
         y, total = OPS["add_rms_norm"].overrides["cupy"](x, r, weight, **PARAMS)
         np.testing.assert_array_equal(total, x + r)
         assert total.dtype == r.dtype
         np.testing.assert_array_equal(y, OPS["rms_norm"].overrides["cupy"](place(x + r), weight, **PARAMS))
     dx, _ = OPS["rms_norm_backward"].overrides["cupy"](g, x, w, place(residual, np.float64), **PARAMS)
     assert dx.dtype == np.float64
-    close(dx.astype(x.dtype), OPS["rms_norm_backward"].numpy(*(v.astype(float) for v in (g, x, w, residual)), **PARAMS)[0])
+    close(
+        dx.astype(x.dtype), OPS["rms_norm_backward"].numpy(*(v.astype(float) for v in (g, x, w, residual)), **PARAMS)[0]
+    )
 
 
 def test_rows_of_a_block_begin_at_the_same_place_of_a_vector(emulator: Any, place: Any, close: Any) -> None:
