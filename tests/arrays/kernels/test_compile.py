@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -144,6 +144,21 @@ def test_kernels_stay_within_their_budgets(machine_code: Callable[..., dict[str,
             if re.search(r"\b(ld|st)\.local|[1-9]\d* bytes stack frame", text):
                 found.append(f"{name}: an array is kept in memory, as its index is known only while it runs")
     assert not found, "\n".join(found)
+
+
+_FLOATS = re.compile(r"\b(fma|mul|sub|add)(?:\.rn)?\.f32\b")
+
+
+@pytest.mark.parametrize("center", ["true", "false"])
+def test_norms_of_a_sum_have_the_arithmetic_of_the_norm(
+    machine_code: Callable[..., dict[str, str]], center: str
+) -> None:
+    """The same products are contracted into the same sums: only an addition for each element comes to them."""
+    for kernel, size in (("norm_forward", "float, float, 512, 32"), ("norm_backward", "float, float, float, 512, 32")):
+        names = [f"{kernel}<{center}, {add}, {size}, false>" for add in ("false", "true")]
+        plain, of_sum = (Counter(_FLOATS.findall(t)) for t in machine_code("row_norm.cu", names, 90).values())
+        assert of_sum - plain == {"add": 32}
+        assert not plain - of_sum
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -25,7 +25,7 @@ TABLES = {
     """,
     "derivatives": """
     others: 9 0 0;
-    adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 67 0 0;
+    add_layer_norm: 11 0 0; adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 67 0 0;
     attention_bias_backward: 71 0 0; batch_norm: 37 0 1; batch_norm_backward: 77 0 0;
     batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 33 0 0; conv_image: 33 0 0; conv_kernel: 38 0 0;
     copysign: 10 1 0; cross_entropy: 31 0 2; cross_entropy_backward: 26 0 0; cumulative_prod: 31 0 0;
