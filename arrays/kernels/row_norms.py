@@ -80,7 +80,7 @@ def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes:
     out_dtype = np.result_type(given, *(p.dtype for p in parameters))
     d, o = dtypes_of(given, *(p.dtype for p in parameters))
     if residual is not None and d != given:  # the sum is rounded to its own dtype first
-        total = x + residual
+        total = (x + residual).astype(given, copy=False)
         return _forward(center, total, None, weight, bias, naxes, eps)[0], total
     w, b = (contiguous(p.astype(o, copy=False)) for p in (weight, parameters[-1]))
     y = r.xp.empty(x.shape, o)

@@ -79,10 +79,12 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>)
         const Shape<T, THREADS, ITEMS, ENDS, (JOIN || sizeof(G) > sizeof(T))> cut(x + at, length);
         const CutRow<T, THREADS, ITEMS, VEC> r(x + at, cut, shared, kept);
         const CutRow<G, THREADS, ITEMS, VEC> c(g + at, cut, r.rest(), kept);
-        if constexpr (JOIN) prefetch(joined + at, length);
-        if (ITEMS >= 16 && row + step < rows) {
-            prefetch(x + at + step * length, length);
-            prefetch(g + at + step * length, length);
+        if constexpr (ITEMS >= 16) {
+            if constexpr (JOIN) prefetch(joined + at, length);
+            if (row + step < rows) {
+                prefetch(x + at + step * length, length);
+                prefetch(g + at + step * length, length);
+            }
         }
         const Scale<A> s = row_scale<CENTER>(r, cut, length, eps);
         // Of the elements of a place: normalised, and the cotangent times the weight.
