@@ -435,6 +435,19 @@ def row_norm_rows(m: Maker, t: Torch | None, jax: Any, shape: tuple[int, int], d
         {} if t is None else t.pair(rms),
         target,
     )
+    summed = None if t is None else (lambda x, r, w: (F.rms_norm(s := x + r, (width,), w, EPS), s))
+    added = {} if t is None else t.pair(summed)
+    joined = {} if t is None else t.backward(lambda *a: sum(summed(*a)), (0, 1, 2))
+    yield Row(f"add_rms_norm, {label}", 4 * size, lambda: (x(), x(), w()), op("add_rms_norm", **params), added, target)
+    add_back = op("rms_norm_backward", **params)
+    yield Row(
+        f"add_rms_norm backward, {label}",
+        4 * size,
+        lambda: (x(), x(), x(), w()),
+        lambda g, x, r, w: add_back(g, x, w, r),
+        joined,
+        back,
+    )
     yield Row(
         f"rms_norm backward, {label}",
         3 * size,

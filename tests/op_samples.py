@@ -592,6 +592,7 @@ PLAIN = {"padding": (0,), "stride": (1,), "dilation": (1,), "groups": 1}
 TWICE = {"padding": (0, 0), "stride": (1, 2), "dilation": (2, 1), "groups": 2}
 EACH = {"padding": (0,), "stride": (1,), "dilation": (1,), "groups": 5}  # a kernel of its own for each channel
 AROUND = {"padding": (2, 1), "stride": (2, 1), "dilation": (1, 2), "groups": 1}
+A_SUM = "the norm is that of a rounded sum"
 LAYERS = [("3 5", "5"), ("2 3 4", "4"), ("4 2 3", "2 3"), ("5", "5"), ("0 3", "3"), ("1 7", "7"), ("N 4", "4")]
 CHANNELS = [("N 2", "2", 1), ("5 4 3", "4", 1), ("1 4 3", "4", 1), ("4 3 5", "5", 2)]
 GROUPS = [("N 4 3", "4", 1, 2), ("3 4 5", "4", 1, 2), ("3 5 4", "4", 2, 2), ("2 3 4", "3", 1, 3), ("0 4 3", "4", 1, 2)]
@@ -736,8 +737,17 @@ NETWORKS: Rows = {
         on(lambda x: mt.layer_norm(x.mT, 4, None, x[:, 0]), "4 3"),
         on(op("layer_norm", naxes=2, eps=1e-5), "2 3 f4, 2 3, 2 3"),
     ],
+    "add_layer_norm": [
+        *(
+            on(lambda x, r, w, b: mt.nn.add_layer_norm(x, r, w.shape, w, b), f"{x}, {x}, {w}, {w}", short=A_SUM)
+            for x, w in LAYERS
+        ),
+        on(lambda x: mt.nn.add_layer_norm(x, x.mT, 3), "3 3"),
+        on(lambda x: mt.nn.add_layer_norm(x, x, 3, x, x), "3"),  # one array in every place
+    ],
     "layer_norm_backward": [
         *(on(op("layer_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}") for x, w in LAYERS),
+        *(on(op("layer_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}, {x}") for x, w in LAYERS),
         on(lambda x: op("layer_norm_backward", naxes=1, eps=1e-3)(x, x, x), "3"),
     ],
     "rms_norm": [
@@ -745,8 +755,13 @@ NETWORKS: Rows = {
         on(lambda x: mt.rms_norm(x, 3, x), "3"),
         on(lambda x: mt.rms_norm(x.mT, 4, x[:, 0]), "4 3"),
     ],
+    "add_rms_norm": [
+        *(on(lambda x, r, w: mt.nn.add_rms_norm(x, r, w.shape, w), f"{x}, {x}, {w}", short=A_SUM) for x, w in LAYERS),
+        on(lambda x: mt.nn.add_rms_norm(x, x, 3, x), "3"),
+    ],
     "rms_norm_backward": [
         *(on(op("rms_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}") for x, w in LAYERS),
+        *(on(op("rms_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}, {x}") for x, w in LAYERS),
         on(lambda x: op("rms_norm_backward", naxes=1, eps=1e-3)(x, x, x), "3"),
     ],
     "group_norm": [

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import MAX_GRID, ceil_div, vector_length
-from .launch import contiguous, i64, named, runner, wide
+from .geometry import RowPlan, ceil_div, ladder, row_plan, vector_length
+from .launch import contiguous, i64, in_step, named, runner, wide
 from .row_norms import dtypes_of, pairs, sum_parts
 
 GROUP, CHANNEL = "group_norm.cu", "channel_norm.cu"
@@ -21,9 +21,11 @@ _THREADS = 256
 def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d, o in pairs():
+        for ends in (False, True):
+            yield GROUP, named("group_norm_backward", d, o, ends)
+            for rung in (*ladder(o.itemsize), (512, 0)):
+                yield GROUP, named("group_norm_forward", d, o, *rung, ends)
         for v in (1, 16 // d.itemsize):
-            yield GROUP, named("group_norm_forward", d, o, o, v)
-            yield GROUP, named("group_norm_backward", d, o, o, v)
             for last in (False, True):
                 yield CHANNEL, named("channel_sums", last, True, d, o, v)
                 yield CHANNEL, named("linear", last, False, d, o, o, v)
@@ -96,13 +98,17 @@ class _Sets(NamedTuple):
         """Sums of each channel of a set by shares, as many as keep the device busy: (channels of all sets, shares,
         numbers)."""
         r, lay = runner(), self.lay
-        samples = lay.samples // self.sets
+        samples, positions = lay.samples // self.sets, 1
+        # Where vectors cross the borders of channels, each element of a sample is a channel of its own at first.
+        n = 16 // x.dtype.itemsize
+        if not lay.last and lay.spatial % n and samples >= 8 * n and lay.channels * lay.spatial % n == 0:
+            positions, lay = lay.spatial, ChannelLayout(lay.samples, lay.channels * lay.spatial, 1, True)
         vector = lay.vector(x.dtype.itemsize, x, *(() if g is None else (g,)))
         lanes = min(32, 1 << (ceil_div(lay.channels, vector) - 1).bit_length()) if lay.last else 1
         blocks = self.sets * ceil_div(lay.channels, lanes * vector if lay.last else 1)
         rows = ceil_div(samples * lay.spatial * lanes, 8 * _THREADS)
         shares = max(1, min(6 * r.properties().multiprocessors // blocks, rows, 256))  # whole waves of blocks
-        partial = r.xp.empty((self.all, shares, 5), wide(x.dtype))
+        partial = r.xp.empty((self.all, positions * shares, 5), wide(x.dtype))
         other = x if g is None else g
         kernel = named("channel_sums", lay.last, g is not None, x.dtype, other.dtype, vector)
         numbers = (i64(self.sets), i64(samples), i64(lay.channels), i64(lay.spatial), np.int32(lanes))
@@ -166,13 +172,16 @@ def _groups(x: Any, lay: ChannelLayout, num_groups: int, eps: float) -> tuple[_S
     return _Sets(lay, lay.samples, lay.channels // num_groups, eps), not lay.last and not few
 
 
-def _a_block_each(kernel: str, x: Any, others: list[Any], arguments: tuple[Any, ...], s: _Sets) -> None:
+def _a_row_each(kernel: str, size: tuple[int, ...], plan: RowPlan, s: _Sets, kept: list[Any], *arguments: Any) -> None:
+    """Start a kernel of which a group is a row, and which keeps those of some arrays, x first. The third of its
+    arguments is a parameter."""
+    r, x, width = runner(), kept[0], s.inside * s.lay.spatial
+    ends = width % plan.vector != 0 or r.address(x) % 16 != 0
+    slots, shared = plan.kept(width, [a.dtype.itemsize for a in kept], r.properties().shared_memory)
     groups = s.lay.channels // s.inside
-    vector = s.lay.vector(x.dtype.itemsize, x, *others)
-    o = others[0].dtype
-    grid = (min(s.sets * groups, MAX_GRID), 1, 1)
-    numbers = (i64(s.sets), i64(groups), i64(s.inside), i64(s.lay.spatial), np.float64(s.eps))
-    runner().launch(GROUP, named(kernel, x.dtype, o, o, vector), grid, (_THREADS, 1, 1), (*arguments, *numbers))
+    numbers = (i64(s.sets), i64(groups), i64(s.inside), i64(s.lay.spatial), slots, np.float64(s.eps))
+    name = named(kernel, x.dtype, arguments[2].dtype, *size, ends)
+    r.launch(GROUP, name, plan.grid(s.sets * groups), plan.block, (*arguments, *numbers), shared)
 
 
 @for_floats
@@ -187,7 +196,9 @@ def group_norm(x: Any, weight: Any, bias: Any, *, num_groups: int, axis: int, ep
     s, block_each = _groups(xs, layout(x.shape, axis), num_groups, eps)
     if block_each:
         y = r.xp.empty(x.shape, o)
-        _a_block_each("group_norm_forward", xs, [y], (xs, w, b, y), s)
+        xs, y = in_step(xs, y)
+        plan = row_plan(s.inside * s.lay.spatial, o.itemsize, 16 // d.itemsize)
+        _a_row_each("group_norm_forward", (plan.threads, plan.items), plan, s, [xs], xs, w, b, y)
     else:
         mean, var = r.xp.empty((2, s.all), wide(d))
         y = s.normalized(xs, mean, var, w, b, join=True)
@@ -205,7 +216,9 @@ def group_norm_backward(g: Any, x: Any, weight: Any, *, num_groups: int, axis: i
     s, block_each = _groups(xs, layout(x.shape, axis), num_groups, eps)
     if block_each:
         dx, sums = r.xp.empty(x.shape, d), r.xp.empty((s.sets, 2 * s.lay.channels), wide(d))
-        _a_block_each("group_norm_backward", xs, [gs, dx], (gs, xs, w, dx, sums), s)
+        xs, gs, dx = in_step(xs, gs, dx)
+        plan = RowPlan(_THREADS, 0, 16 // d.itemsize, 1)
+        _a_row_each("group_norm_backward", (), plan, s, [xs, gs], gs, xs, w, dx, sums)
     else:
         dx, sums = s.cotangents(gs, xs, w)
     dw, db = sum_parts(sums, weight.dtype).reshape(2, -1)

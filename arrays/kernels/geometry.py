@@ -69,12 +69,9 @@ class RowPlan(NamedTuple):
         return np.int32(vectors), vectors * each
 
 
-def ladder(itemsize: int, vector: int) -> tuple[tuple[int, int], ...]:
-    """The rungs for elements of this size: numbers of 8 bytes fill the registers sooner, and long rows that must be
-    read element by element are better off in the loop for rows of any length."""
+def ladder(itemsize: int) -> tuple[tuple[int, int], ...]:
+    """The rungs for elements of this size: numbers of 8 bytes fill the registers sooner."""
     top, items = LADDER[-1]
-    if vector == 1:
-        return LADDER[:-1]
     return (*LADDER[:-1], (top, items * 4 // max(itemsize, 4)))
 
 
@@ -86,7 +83,7 @@ def row_plan(width: int, itemsize: int, vector: int) -> RowPlan:
     >>> row_plan(100_000, 4, 4)
     RowPlan(threads=512, items=0, vector=4, rows=1)
     """
-    for threads, items in ladder(itemsize, vector):
+    for threads, items in ladder(itemsize):
         if width <= threads * items:
             return RowPlan(threads, items, vector, 8 if threads == 32 else 1)
     return RowPlan(512, 0, vector, 1)

@@ -206,5 +206,13 @@ def contiguous(array: Any) -> Any:
     return array if array.flags.c_contiguous else runner().xp.ascontiguousarray(array)
 
 
+def in_step(*arrays: Any) -> list[Any]:
+    """The arrays, with copies of those in which vectors of 16 bytes begin at other elements than in the last one, which
+    a kernel writes."""
+    n = 16 // min(a.dtype.itemsize for a in arrays)
+    starts = [runner().address(a) // a.dtype.itemsize % n for a in arrays]
+    return [a if s == starts[-1] else runner().xp.array(a) for a, s in zip(arrays, starts, strict=True)]
+
+
 i64 = np.int64
 """The type of every length that a kernel takes."""

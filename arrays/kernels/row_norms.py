@@ -10,11 +10,12 @@ import numpy as np
 
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
-from .geometry import RowPlan, ceil_div, ladder, persistent_grid, row_plan, vector_length
-from .launch import contiguous, i64, named, runner, wide
+from .geometry import RowPlan, ceil_div, ladder, persistent_grid, row_plan
+from .launch import contiguous, i64, in_step, named, runner, wide
 
 FILE = "row_norm.cu"
 COLUMNS = "columns.cu"
+_NOTHING = np.uint64(0)  # the address of an array that is not there
 
 
 def dtypes_of(x: np.dtype, *others: np.dtype) -> tuple[np.dtype, np.dtype]:
@@ -39,11 +40,11 @@ def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for center in (True, False):
         for x, o in pairs():
-            for vector in (1, 16 // x.itemsize):
-                for kernel in ("norm_forward", "norm_backward"):
-                    yield FILE, named(f"{kernel}_long", center, x, o, o, vector)
-                    for threads, items in ladder(o.itemsize, vector):
-                        yield FILE, named(kernel, center, x, o, o, threads, items, vector)
+            for size in ((*rung, ends) for ends in (False, True) for rung in (*ladder(o.itemsize), (512, 0))):
+                for add in (False, True):
+                    yield FILE, named("norm_forward", center, add, x, o, *size)
+                    for d in dict.fromkeys((x, wide(x))) if add else (x,):
+                        yield FILE, named("norm_backward", center, add, x, o, d, *size)
             yield FILE, named("norm_columns", center, x, o)
     for d in KERNEL_FLOATS:
         for o in dict.fromkeys((d, wide(d))):
@@ -62,93 +63,124 @@ def sum_parts(partial: Any, dtype: np.dtype) -> Any:
     return out.astype(dtype, copy=False)
 
 
-def _forward(center: bool, x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
+def _plan(arrays: list[Any], parameters: list[Any], width: int) -> tuple[list[Any], RowPlan, tuple[int, int, bool]]:
+    """The arrays, x and the others that have its shape, with vectors that begin at the same elements; how their rows
+    are held; and the last arguments of a kernel's name."""
+    arrays = in_step(*arrays)
+    plan = row_plan(width, max(a.dtype.itemsize for a in arrays), 16 // arrays[0].dtype.itemsize)
+    ends = width % plan.vector or any(runner().address(a) % 16 for a in (*arrays, *parameters))
+    return arrays, plan, (plan.threads, plan.items, bool(ends))
+
+
+def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes: int, eps: float) -> tuple[Any, Any]:
+    """The norm of x, or of its sum with the residual, and this sum."""
     r = runner()
     parameters = [weight] if bias is None else [weight, bias]
-    out_dtype = np.result_type(x.dtype, *(p.dtype for p in parameters))
-    d, o = dtypes_of(x.dtype, *(p.dtype for p in parameters))
-    x = contiguous(x.astype(d, copy=False))
+    given = x.dtype if residual is None else np.result_type(x.dtype, residual.dtype)
+    out_dtype = np.result_type(given, *(p.dtype for p in parameters))
+    d, o = dtypes_of(given, *(p.dtype for p in parameters))
+    if residual is not None and d != given:  # the sum is rounded to its own dtype first
+        total = (x + residual).astype(given, copy=False)
+        return _forward(center, total, None, weight, bias, naxes, eps)[0], total
     w, b = (contiguous(p.astype(o, copy=False)) for p in (weight, parameters[-1]))
     y = r.xp.empty(x.shape, o)
+    added = [] if residual is None else [contiguous(residual.astype(d, copy=False)), r.xp.empty(x.shape, d)]
     width = math.prod(x.shape[x.ndim - naxes :])
     if x.size:
         rows = x.size // width
-        numbers = (i64(rows), i64(width), np.float64(eps))
-        vector = vector_length(width, (d.itemsize, o.itemsize), [r.address(a) for a in (x, w, b, y)])
-        plan = row_plan(width, o.itemsize, vector)
-        if plan.items:
-            kernel = named("norm_forward", center, d, o, o, plan.threads, plan.items, vector)
-            r.launch(FILE, kernel, plan.grid(rows), plan.block, (x, w, b, y, *numbers))
-        else:
-            slots, shared = plan.kept(width, [d.itemsize], r.properties().shared_memory)
-            kernel, numbers = named("norm_forward_long", center, d, o, o, vector), (*numbers[:2], slots, numbers[2])
-            r.launch(FILE, kernel, plan.grid(rows), plan.block, (x, w, b, y, *numbers), shared)
-    return y.astype(out_dtype, copy=False)
+        (x, *added, y), plan, size = _plan([contiguous(x.astype(d, copy=False)), *added, y], [w, b], width)
+        slots, shared = plan.kept(width, [d.itemsize], r.properties().shared_memory)
+        residual, total = added or (_NOTHING, _NOTHING)
+        arguments = (x, residual, w, b, y, total, i64(rows), i64(width), slots, np.float64(eps))
+        kernel = named("norm_forward", center, bool(added), d, o, *size)
+        r.launch(FILE, kernel, plan.grid(rows), plan.block, arguments, shared)
+    return y.astype(out_dtype, copy=False), added[-1] if added else None
 
 
-def _backward(center: bool, g: Any, x: Any, weight: Any, naxes: int, eps: float) -> list[Any]:
-    """Cotangents of x, of the weight, and (where ``center``) of the bias."""
+def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...], naxes: int, eps: float) -> list[Any]:
+    """Cotangents of x (with the one that it has besides), of the weight, and (where ``center``) of the bias."""
     r = runner()
     d, o = dtypes_of(x.dtype, g.dtype, weight.dtype)
+    dx_dtype = np.result_type(x.dtype, *(j.dtype for j in joined))
+    if joined and (d != x.dtype or dx_dtype not in (d, wide(d))):
+        dx, *sums = _backward(center, g, x, weight, (), naxes, eps)
+        return [dx + joined[0], *sums]
     kinds, a = 1 + center, wide(d)
     gs, xs, w = (contiguous(v.astype(t, copy=False)) for v, t in ((g, o), (x, d), (weight, o)))
     width = math.prod(x.shape[x.ndim - naxes :])
     if not xs.size:
-        return [r.xp.zeros(x.shape, x.dtype), *(r.xp.zeros(weight.shape, weight.dtype) for _ in range(kinds))]
-    dx = r.xp.empty(x.shape, d)
+        return [r.xp.zeros(x.shape, dx_dtype), *(r.xp.zeros(weight.shape, weight.dtype) for _ in range(kinds))]
+    dx = r.xp.empty(x.shape, dx_dtype if joined else d)
+    others = [contiguous(j.astype(dx.dtype, copy=False)) for j in joined]
     rows = xs.size // width
-    numbers = (i64(rows), i64(width), np.float64(eps))
-    vector = vector_length(width, (d.itemsize, o.itemsize), [r.address(v) for v in (gs, xs, w, dx)])
-    plan = row_plan(width, o.itemsize, vector)
+    (xs, gs, *others, dx), plan, size = _plan([xs, gs, *others, dx], [w], width)
     device = r.properties()
-    if plan.items and _shared(plan, kinds, a) <= device.shared_memory:
-        shared = _shared(plan, kinds, a)
-        blocks = persistent_grid(
-            ceil_div(rows, plan.rows), device.multiprocessors, plan.threads * plan.rows, shared, device.shared_memory
+    in_registers = plan.items and _shared(plan, kinds, a, size[-1]) <= device.shared_memory
+    if in_registers:
+        slots, shared = np.int32(0), _shared(plan, kinds, a, size[-1])
+        blocks = ceil_div(rows, plan.rows)
+        resident = persistent_grid(
+            blocks, device.multiprocessors, plan.threads * plan.rows, shared, device.shared_memory
         )
-        partial = r.xp.empty((blocks, kinds, width), a)
-        kernel = named("norm_backward", center, d, o, o, plan.threads, plan.items, plan.vector)
-        r.launch(FILE, kernel, (blocks, 1, 1), plan.block, (gs, xs, w, dx, partial, *numbers), shared)
+        if size[-1] and resident < blocks:  # all rows of a block begin at the same place of a vector
+            period = plan.vector // math.gcd(width * plan.rows, plan.vector)
+            resident = max(resident // period, 1) * period
+        out = r.xp.empty((resident, kinds, width), a)
+        grid = (resident, 1, 1)
     else:
-        scales = r.xp.empty((rows, 2), a)
-        plan = RowPlan(512, 0, vector, 1)
+        plan, size = RowPlan(512, 0, plan.vector, 1), (512, 0, size[-1])
         slots, shared = plan.kept(width, (d.itemsize, o.itemsize), device.shared_memory)
-        kernel, numbers = named("norm_backward_long", center, d, o, o, vector), (*numbers[:2], slots, numbers[2])
-        r.launch(FILE, kernel, plan.grid(rows), plan.block, (gs, xs, w, dx, scales, *numbers), shared)
-        tiles = ceil_div(width, 32)
+        out, grid = r.xp.empty((rows, 2), a), plan.grid(rows)
+    kernel = named("norm_backward", center, bool(joined), d, o, dx.dtype, *size)
+    numbers = (i64(rows), i64(width), slots, np.float64(eps))
+    r.launch(FILE, kernel, grid, plan.block, (gs, xs, w, *(others or [_NOTHING]), dx, out, *numbers), shared)
+    if not in_registers:
+        scales, tiles = out, ceil_div(width, 32)
         splits = max(1, min(ceil_div(rows, 64), ceil_div(8 * device.multiprocessors, tiles), 65535))
-        partial = r.xp.empty((splits, kinds, width), a)
+        out = r.xp.empty((splits, kinds, width), a)
         kernel = named("norm_columns", center, d, o)
-        r.launch(FILE, kernel, (tiles, splits, 1), (32, 8, 1), (gs, xs, scales, partial, i64(rows), i64(width)))
-    sums = sum_parts(partial.reshape(-1, kinds * width), weight.dtype).reshape(kinds, *weight.shape)
-    return [dx.astype(x.dtype, copy=False), *sums]
+        r.launch(FILE, kernel, (tiles, splits, 1), (32, 8, 1), (gs, xs, scales, out, i64(rows), i64(width)))
+    sums = sum_parts(out.reshape(-1, kinds * width), weight.dtype).reshape(kinds, *weight.shape)
+    return [dx.astype(dx_dtype, copy=False), *sums]
 
 
-def _shared(plan: RowPlan, kinds: int, a: np.dtype) -> int:
-    return plan.rows * kinds * plan.items * plan.threads * a.itemsize
+def _shared(plan: RowPlan, kinds: int, a: np.dtype, ends: bool) -> int:
+    return plan.rows * kinds * (plan.items + ends) * plan.threads * a.itemsize
 
 
 @for_floats
 def layer_norm(x: Any, weight: Any, bias: Any, *, naxes: int, eps: float) -> Any:
     """See :data:`meshtape.arrays.nn.norms.layer_norm.LAYER_NORM`."""
-    return _forward(True, x, weight, bias, naxes, eps)
+    return _forward(True, x, None, weight, bias, naxes, eps)[0]
 
 
 @for_floats
-def layer_norm_backward(g: Any, x: Any, weight: Any, *, naxes: int, eps: float) -> tuple[Any, Any, Any]:
+def add_layer_norm(x: Any, residual: Any, weight: Any, bias: Any, *, naxes: int, eps: float) -> tuple[Any, Any]:
+    """See :data:`meshtape.arrays.nn.norms.layer_norm.ADD_LAYER_NORM`."""
+    return _forward(True, x, residual, weight, bias, naxes, eps)
+
+
+@for_floats
+def layer_norm_backward(g: Any, x: Any, weight: Any, *g_sum: Any, naxes: int, eps: float) -> tuple[Any, Any, Any]:
     """See :data:`meshtape.arrays.nn.norms.layer_norm.LAYER_NORM_BACKWARD`."""
-    dx, dw, db = _backward(True, g, x, weight, naxes, eps)
+    dx, dw, db = _backward(True, g, x, weight, g_sum, naxes, eps)
     return dx, dw, db
 
 
 @for_floats
 def rms_norm(x: Any, weight: Any, *, naxes: int, eps: float) -> Any:
     """See :data:`meshtape.arrays.nn.norms.layer_norm.RMS_NORM`."""
-    return _forward(False, x, weight, None, naxes, eps)
+    return _forward(False, x, None, weight, None, naxes, eps)[0]
 
 
 @for_floats
-def rms_norm_backward(g: Any, x: Any, weight: Any, *, naxes: int, eps: float) -> tuple[Any, Any]:
+def add_rms_norm(x: Any, residual: Any, weight: Any, *, naxes: int, eps: float) -> tuple[Any, Any]:
+    """See :data:`meshtape.arrays.nn.norms.layer_norm.ADD_RMS_NORM`."""
+    return _forward(False, x, residual, weight, None, naxes, eps)
+
+
+@for_floats
+def rms_norm_backward(g: Any, x: Any, weight: Any, *g_sum: Any, naxes: int, eps: float) -> tuple[Any, Any]:
     """See :data:`meshtape.arrays.nn.norms.layer_norm.RMS_NORM_BACKWARD`."""
-    dx, dw = _backward(False, g, x, weight, naxes, eps)
+    dx, dw = _backward(False, g, x, weight, g_sum, naxes, eps)
     return dx, dw

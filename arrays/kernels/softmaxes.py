@@ -10,7 +10,7 @@ import numpy as np
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
 from .geometry import ladder, row_plan
-from .launch import NOTHING, contiguous, i64, named, runner, wide
+from .launch import NOTHING, contiguous, i64, in_step, named, runner, wide
 
 FILE = "softmax.cu"
 
@@ -19,7 +19,7 @@ def variants() -> Iterator[tuple[str, str]]:
     """File and name of every kernel that these functions may start."""
     for d in KERNEL_FLOATS:
         vector = 16 // d.itemsize
-        sizes = [(t, i, vector) for t, i in (*ladder(d.itemsize, vector), (512, 0))]
+        sizes = [(t, i, vector) for t, i in (*ladder(d.itemsize), (512, 0))]
         for kind in ("forward", "backward"):
             for log in (False, True):
                 yield from ((FILE, named(f"softmax_{kind}", log, d, *s)) for s in sizes)
@@ -43,8 +43,7 @@ def _rows(
     """
     r = runner()
     size = vectors[0].dtype.itemsize
-    starts = [r.address(a) % 16 for a in vectors]
-    vectors = [a if s == starts[-1] else r.xp.array(a) for a, s in zip(vectors, starts, strict=True)]
+    vectors = in_step(*vectors)
     plan = row_plan(width, size, 16 // size)
     slots, shared = plan.kept(width, [size] * kept, r.properties().shared_memory)
     name = named(kernel, *before, vectors[0].dtype, plan.threads, plan.items, plan.vector)

@@ -24,7 +24,7 @@ from .losses import cross_entropy, info_nce, linear_cross_entropy
 from .mixture_of_experts import experts
 from .norms.batch_norm import batch_norm
 from .norms.group_norm import group_norm, instance_norm
-from .norms.layer_norm import layer_norm, rms_norm
+from .norms.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .regression_losses import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
 from .softmax import log_softmax, logsumexp, softmax
 

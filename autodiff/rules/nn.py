@@ -93,6 +93,18 @@ def _rms_norm(xp, g, x, weight, naxes, eps):
     return call(xp, layer_norm.RMS_NORM_BACKWARD, g, x, weight, naxes=naxes, eps=eps)
 
 
+def _of_sum(backward):
+    def rule(xp, g, weight, ans_1, naxes, eps):
+        g, g_sum = g
+        if g is None:
+            return g_sum, g_sum, None, None
+        joined = () if g_sum is None else (g_sum,)
+        dx, *rest = call(xp, backward, g, ans_1, weight, *joined, naxes=naxes, eps=eps)
+        return dx, dx, *rest
+
+    return rule
+
+
 def _group_norm(xp, g, x, weight, num_groups, axis, eps):
     return call(xp, group_norm.GROUP_NORM_BACKWARD, g, x, weight, num_groups=num_groups, axis=axis, eps=eps)
 
@@ -105,6 +117,8 @@ def _batch_norm(xp, g, x, weight, ans_1, ans_2, axis, eps):
 
 defvjp_all(layer_norm.LAYER_NORM, _layer_norm)
 defvjp_all(layer_norm.RMS_NORM, _rms_norm)
+defvjp_all(layer_norm.ADD_LAYER_NORM, _of_sum(layer_norm.LAYER_NORM_BACKWARD), partial=True)
+defvjp_all(layer_norm.ADD_RMS_NORM, _of_sum(layer_norm.RMS_NORM_BACKWARD), partial=True)
 defvjp_all(group_norm.GROUP_NORM, _group_norm)
 defvjp_all(batch_norm.BATCH_NORM, _batch_norm)
 

@@ -50,6 +50,7 @@ class VJPRule(NamedTuple):
     together: Callable[..., Any] | None
     needs: Mapping[int, tuple[Need, ...]]  # by operand; -1 for `together`
     analytic: bool = False
+    partial: bool = False
 
 
 RULES: dict[Op, VJPRule] = {}
@@ -104,12 +105,13 @@ def _rule_of(op: Op, by_operand: Mapping[str, Callable[..., Any]]) -> VJPRule:
     return VJPRule(each, None, needs)
 
 
-def defvjp_all(op: Op, fn: Callable[..., Sequence[Any]]) -> None:
+def defvjp_all(op: Op, fn: Callable[..., Sequence[Any]], *, partial: bool = False) -> None:
     """Declare the rule of ``op`` as one function that gives the cotangents of all operands, in order (None for none).
 
-    For an op with several results ``g`` is the tuple of their cotangents.
+    For an op with several results ``g`` is the tuple of their cotangents. Results that nothing depends on have zeros
+    there, or None where the rule is ``partial``.
     """
-    _add(op, VJPRule({}, fn, {-1: _needs(op, fn)}))
+    _add(op, VJPRule({}, fn, {-1: _needs(op, fn)}, partial=partial))
 
 
 def _add(op: Op, rule: VJPRule) -> None:

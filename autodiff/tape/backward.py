@@ -203,7 +203,10 @@ def _found(
     wide = any(v in short for v in outputs)
     narrowest = min((short[v].itemsize for v in outputs if v in short), default=0)
     if wide and (own or (narrowest > 1 and _sums_itself(r, tape.live, gs[0]))):  # a float8 would not hold the sums
-        gs = [cast(g, short[v]) if v in short and g is not None else g for g, v in zip(gs, outputs, strict=True)]
+        # Cotangents of results beside an op's first are passed on, and stay wide.
+        count = len(gs) if own else 1
+        for i, v in enumerate(outputs[:count]):
+            gs[i] = cast(gs[i], short[v]) if v in short and gs[i] is not None else gs[i]
         wide = False
     # A user's function may be shown sparse cotangents.
     if not own and plan.op is not GETITEM and (wrapped or anomaly.mode.on or not plan.takes_sparse):
@@ -211,7 +214,8 @@ def _found(
     g = gs[0]
     if not plan.single:
         avals = r.out_avals or ()
-        g = tuple(xp.zeros(a.shape, dtype=a.dtype) if c is None else c for c, a in zip(gs, avals, strict=True))
+        zeros = (lambda a: None) if plan.partial else (lambda a: xp.zeros(a.shape, dtype=a.dtype))
+        g = tuple(zeros(a) if c is None else c for c, a in zip(gs, avals, strict=True))
     state.site = r.site
     if wrapped:
         state.origin = f"{r.name} vjp"

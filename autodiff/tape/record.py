@@ -49,6 +49,8 @@ class VJPPlan:
         Whether the backward pass may call the rules as they are: there is one result, and a rule for each operand.
     takes_sparse
         Whether the rules take a sparse cotangent.
+    partial
+        Whether the rule takes None for the cotangent of a result that nothing depends on.
     of_complex
         The plan of calls with complex results.
     """
@@ -57,6 +59,7 @@ class VJPPlan:
         "keeps_result",
         "of_complex",
         "op",
+        "partial",
         "pick",
         "places",
         "pulls",
@@ -77,6 +80,7 @@ class VJPPlan:
         self.together: tuple[Callable[..., Any], Any] | None = None
         self.rest: tuple[Any, ...] = ()
         self.simple = self.takes_sparse = False
+        self.partial = rule is not None and rule.partial
         self.saves: tuple[int, ...] = tuple(range(count))
         if rule is not None:
             keys = (-1,) if rule.together is not None else wanted

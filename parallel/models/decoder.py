@@ -285,8 +285,9 @@ def _block(
     keys = None if key is None else Keys(key)
     h = constrained(plan, nn.rms_norm(x, c.width, p["attn_norm"], eps=c.eps), "region")
     attended = _attention(p["attn"], h, c, tables, plan)
-    x = x + constrained(plan, maybe_dropout(attended, c.dropout, keys), "residual")
-    h = constrained(plan, nn.rms_norm(x, c.width, p["ffn_norm"], eps=c.eps), "region")
+    attended = constrained(plan, maybe_dropout(attended, c.dropout, keys), "residual")
+    h, x = nn.add_rms_norm(x, attended, c.width, p["ffn_norm"], eps=c.eps)
+    h = constrained(plan, h, "region")
     aux: Any = asarray(np.float32(0))
     if c.experts is None:
         f = p["ffn"]

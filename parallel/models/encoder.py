@@ -221,6 +221,10 @@ def _norm(x: Array, p: Any, c: Config) -> Array:
     return nn.layer_norm(x, c.width, p["weight"], p["bias"], eps=c.eps)
 
 
+def _norm_of_sum(x: Array, y: Array, p: Any, c: Config) -> Array:
+    return nn.add_layer_norm(x, y, c.width, p["weight"], p["bias"], eps=c.eps)[0]
+
+
 def _block(
     p: Any, x: Array, seen: Array | None, c: Config, keys: Keys | None, plan: Plan | None, recompute: str
 ) -> Array:
@@ -232,9 +236,9 @@ def _block(
     attend = partial(nn.scaled_dot_product_attention, mask=seen, dropout_rate=rate, dropout_key=dropout_key)
     mixed = (checkpoint(attend) if recompute == "attention" and rate else attend)(q, k, v)
     out = maybe_dropout(_linear(join_heads(mixed), a["o"]), c.dropout, keys)
-    x = constrained(plan, _norm(x + out, a["norm"], c), "residual")
+    x = constrained(plan, _norm_of_sum(x, out, a["norm"], c), "residual")
     out = maybe_dropout(_linear(nn.gelu(_linear(constrained(plan, x, "region"), f["up"])), f["down"]), c.dropout, keys)
-    return constrained(plan, _norm(x + out, f["norm"], c), "residual")
+    return constrained(plan, _norm_of_sum(x, out, f["norm"], c), "residual")
 
 
 def embed(

@@ -44,7 +44,9 @@ def _channels(op: Op, call: OpCall) -> bool:
 
 
 def _shapes(op: Op, call: OpCall, own: Mapping[str, tuple[int, ...]], others: tuple[int, ...]) -> bool:
-    return all(a.shape == own.get(name, others) for name, a in zip(op.operands, call.args, strict=True))
+    # A last operand with a star may be left out.
+    given = zip(op.operands, call.args, strict=False)
+    return len(call.args) <= len(op.operands) and all(a.shape == own.get(name, others) for name, a in given)
 
 
 def _convolved(op: Op, call: OpCall) -> bool:
@@ -113,7 +115,8 @@ def _filled(op: Op, call: OpCall) -> bool:
 
 AGREEMENTS: dict[str, Callable[[Op, OpCall], bool]] = {
     "scatter": _scattered,
-    **dict.fromkeys(("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"), _trailing),
+    **dict.fromkeys((f"{k}_norm{e}" for k in ("layer", "rms") for e in ("", "_backward")), _trailing),
+    **dict.fromkeys(("add_layer_norm", "add_rms_norm"), _trailing),
     **dict.fromkeys(
         ("batch_norm", "batch_norm_backward", "batch_norm_inference", "group_norm", "group_norm_backward"), _channels
     ),

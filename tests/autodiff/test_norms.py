@@ -23,6 +23,14 @@ def grouped(x: mt.Array) -> mt.Array:
 Z, O = np.zeros, np.ones
 CASES = {
     "rms_norm": (lambda x: mt.rms_norm(x, 3), lambda x: x / mt.sqrt(mt.mean(x * x, axis=-1, keepdims=True) + 1e-6)),
+    "add_rms_norm": (
+        lambda x: mt.add(*mt.nn.add_rms_norm(x, x**2, 3)),
+        lambda x: (x + x**2) * (1 + 1 / mt.sqrt(mt.mean((x + x**2) ** 2, axis=-1, keepdims=True) + 1e-6)),
+    ),
+    "add_layer_norm": (
+        lambda x: mt.multiply(*mt.nn.add_layer_norm(x, x**2, 3)),
+        lambda x: normal(x + x**2, (2,)) * (x + x**2),
+    ),
     "group_norm": (lambda x: mt.group_norm(x, 2), grouped),
     "group_norm, channels last": (
         lambda x: mt.permute_dims(mt.group_norm(mt.permute_dims(x, (0, 2, 1)), 2, channel_axis=-1), (0, 2, 1)),
@@ -52,6 +60,40 @@ def test_to_fourth_order_along_a_line(name: str, derivatives_along) -> None:
     expected = derivatives_along(plain, x, v, w, 4)
     np.testing.assert_allclose(derivatives_along(fused, x, v, w, 4), expected, rtol=1e-8)
     assert all(abs(e) > 1e-6 for e in expected)
+
+
+@pytest.mark.parametrize("dtype", [mt.float32, mt.float64, mt.float16, mt.bfloat16], ids=str)
+@pytest.mark.parametrize("used", ["both", "norm", "sum"])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_the_norm_of_a_sum_has_the_bits_of_the_sum_and_its_norm(kind: str, used: str, dtype: mt.DType) -> None:
+    """Values and gradients, eager and compiled; a result that nothing uses costs no zeros."""
+    rng = np.random.default_rng(0)
+    x, r, g, h = (mt.asarray(rng.normal(size=(6, 40)), dtype=dtype) for _ in range(4))
+    own = [mt.asarray(rng.normal(size=40), dtype=dtype) for _ in range(2 if kind == "layer" else 1)]
+    fused, norm = (getattr(mt.nn, n) for n in (f"add_{kind}_norm", f"{kind}_norm"))
+
+    def plain(x: mt.Array, r: mt.Array, n: int, *own: mt.Array) -> tuple[mt.Array, mt.Array]:
+        return norm(x + r, n, *own), x + r
+
+    def slopes(fn: Callable[..., tuple[mt.Array, mt.Array]]) -> Callable[..., tuple[mt.Array, ...]]:
+        def loss(x: mt.Array, r: mt.Array, *own: mt.Array) -> mt.Array:
+            y, total = fn(x, r, 40, *own)
+            parts = {"norm": mt.sum(y * g), "sum": mt.sum(total * total * h)}
+            return parts["norm"] + parts["sum"] if used == "both" else parts[used]
+
+        return mt.grad(loss, argnums=tuple(range(2 + len(own))))
+
+    expected = [*plain(x, r, 40, *own), *slopes(plain)(x, r, *own)]
+    for run in (lambda f: f, mt.compile):
+        got = [*run(lambda *a: fused(*a[:2], 40, *a[2:]))(x, r, *own), *run(slopes(fused))(x, r, *own)]
+        for a, e in zip(got, expected, strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(e).tobytes()
+
+
+def test_a_sum_that_nothing_uses_gets_no_cotangent() -> None:
+    x, w = mt.ones((3, 4)), mt.ones(4)
+    program = mt.compile(mt.grad(lambda x: mt.sum(mt.nn.add_rms_norm(x, x, 4, w)[0]))).program(x)
+    assert {e.op.name: len(e.inputs) for e in program.entries}["rms_norm_backward"] == 3
 
 
 def test_statistics_of_the_op_have_derivatives_too() -> None:
@@ -128,6 +170,11 @@ def test_short_floats_keep_their_statistics_in_float32(dtype: np.dtype) -> None:
         (lambda x: mt.instance_norm(x[0]), r"\[instance_norm\] x has the shape \(N, channels, ...\) with something"),
         (lambda x: mt.batch_norm(x, Z(3), O(4), training=True), r"\[batch_norm\] running_mean has shape \(3,\)"),
         (lambda x: mt.batch_norm(x, Z(4), O(4), training=True, eps=0), r"\[batch_norm\] eps must be positive, got 0"),
+        (
+            lambda x: mt.nn.add_rms_norm(x, x[:1], 3),
+            r"\[add_rms_norm\] residual has shape \(1, 4, 3\), expected \(2, 4, 3\)",
+        ),
+        (lambda x: mt.nn.add_layer_norm(x, x > 0, 3), r"\[add_layer_norm\] residual must be real floating, got bool"),
         (lambda x: mt.rms_norm(x, 4), r"\[rms_norm\] the last dimensions of x \(2, 4, 3\) must be"),
         (lambda x: mt.rms_norm(x.astype(mt.int64), 3), r"\[rms_norm\] x must be real floating, got int64"),
         (lambda x: mt.layer_norm(x.astype(mt.int64), 3), r"\[layer_norm\] x must be real floating, got int64"),

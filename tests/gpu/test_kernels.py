@@ -59,6 +59,7 @@ def test_norms_of_rows(shape: tuple[int, int], dtype: np.dtype) -> None:
     x, w, b = RNG.normal(2, 3, shape), RNG.normal(size=shape[1]), RNG.normal(size=shape[1])
     both(lambda x, w, b: mt.layer_norm(x, w.shape, w, b), dtype, x, w, b, factor=2)
     both(lambda x, w: mt.rms_norm(x, w.shape, w), dtype, x, w, factor=2)
+    both(lambda x, r, w: mt.add(*mt.nn.add_rms_norm(x, r, w.shape, w)), dtype, x, RNG.normal(size=shape), w, factor=2)
     if x.size:
         assert used("norm_forward")
         assert used("norm_backward")

@@ -20,6 +20,8 @@ NORMS: dict[str, Callable[..., Any]] = {
     "batch, running": lambda x, w, b: mt.batch_norm(x, mt.zeros(C), mt.ones(C), w, b, training=False).out,
     "layer": lambda x, w, b: mt.layer_norm(x, x.shape[2:]),
     "rms": lambda x, w, b: mt.rms_norm(x, x.shape[2:]),
+    "layer of a sum": lambda x, w, b: mt.multiply(*mt.nn.add_layer_norm(x, mt.sin(x), x.shape[2:])),
+    "rms of a sum": lambda x, w, b: mt.multiply(*mt.nn.add_rms_norm(mt.sin(x), x, x.shape[2:], x[0, 0])),
 }
 SPLITS = [s for s in itertools.product((None, 0, 1, 2, 3), repeat=2) if s[0] is None or s[0] != s[1]]
 

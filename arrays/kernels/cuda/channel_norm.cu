@@ -254,9 +254,6 @@ __global__ void __launch_bounds__(THREADS)
 
 // ----- one pass over all ------------------------------------------------------------------------------------------------
 
-// A division of 32 bits costs a quarter of one of 64.
-__device__ inline i64 divided(i64 a, i64 b, bool small) { return small ? (i64)((u32)a / (u32)b) : a / b; }
-
 template <class A>
 struct Factors {
     A center, slope, level, of_g;

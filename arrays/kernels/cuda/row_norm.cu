@@ -1,214 +1,142 @@
-// layer_norm (CENTER) and rms_norm (not CENTER) over contiguous rows, forward and backward.
+// layer_norm (CENTER) and rms_norm (not CENTER) over contiguous rows, forward and backward; also of the sum of two arrays.
 //
-// T is the dtype of x, G that of y and its cotangent, W that of weight and bias. A row is read once and kept in registers;
-// longer ones are kept in shared memory, and what does not fit there is read again, mostly from the second-level cache.
+// T is the dtype of x, G that of y, of its cotangent, and of weight and bias. A row is read once and kept in registers (ITEMS is not 0);
+// longer ones are kept in shared memory, and what does not fit there is read again, mostly from the second-level cache. ENDS says
+// that rows begin within a vector, or parameters do, which are then read element by element, from the first-level cache.
 #include "row.cuh"
 
-template <class A>
-struct Scale {
-    A mean, inverse;
-};
+// A sum that is not contracted: dx is rounded before another cotangent is added, as it is where the two are made by themselves.
+__device__ inline float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline double plus(double a, double b) { return __dadd_rn(a, b); }
 
-// Statistics of a row in registers: two passes over them, as exact as it gets.
-template <bool CENTER, int THREADS, int ITEMS, int VEC, class T>
-__device__ inline Scale<Wide<T>> row_scale(const Row<T, THREADS, ITEMS, VEC>& x, int width, double eps)
+// What a parameter has for a place of a row.
+template <bool ENDS, class T, int N, class I>
+__device__ inline Vector<T, N> parameter_at(const T* p, Place<N, I> place)
 {
-    using A = Wide<T>;
-    A mean = A(0), s = A(0);
-    if constexpr (CENTER) {
-        x.each(width, [&](A v) { s += v; });
-        mean = row_sum<THREADS>(s) / A(width);
-        s = A(0);
-    }
-    x.each(width, [&](A v) { s += (v - mean) * (v - mean); });
-    const A square = row_sum<THREADS>(s) / A(width);
-    return Scale<A>{mean, A(1) / sqrt(square + A(eps))};
+    if constexpr (!ENDS) return vector_at<N>(p + place.column);
+    Vector<T, N> v;
+#pragma unroll
+    for (int k = 0; k < N; ++k) v.at[k] = p[place.column + k];
+    return v;
 }
 
-template <bool CENTER, class T, class G, class W, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS)
-    norm_forward(const T* x, const W* weight, const W* bias, G* y, i64 rows, i64 length, double eps)
+// A row that is needed soon is brought to the second-level cache, by one thread: no register waits for it.
+template <class T>
+__device__ inline void prefetch(const T* row, i64 length)
 {
-    using A = Wide<T>;
-    const int width = (int)length;
-    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        Row<T, THREADS, ITEMS, VEC> r;
-        r.load(x + row * length, width);
-        const Scale<A> s = row_scale<CENTER>(r, width, eps);
-        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int column) {
-            const Vector<W, VEC> w = vector_at<VEC>(weight + column);
-            Vector<W, VEC> b;
-            if constexpr (CENTER) b = vector_at<VEC>(bias + column);
-            Vector<G, VEC> out;
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                A n = (r.at(j, k) - s.mean) * s.inverse * wide(w.at[k]);
-                if constexpr (CENTER) n += wide(b.at[k]);
-                out.at[k] = narrow<G>(n);
-            }
-            store_vector<VEC>(y + row * length + column, out);
-        });
-    }
+#if !defined(EMULATED) && __CUDA_ARCH__ >= 900
+    const u64 start = (reinterpret_cast<u64>(row) + 15) & ~15ULL, end = reinterpret_cast<u64>(row + length) & ~15ULL;
+    if (threadIdx.x == 0 && start < end)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start), "r"((u32)(end - start)));
+#endif
 }
 
-// dx of the rows, and for each block the sums over its rows of what weight and bias get: partial[block][which][column].
-// A thread adds up the same columns of every row, in shared memory that only it touches, in an order without bank conflicts.
-template <bool CENTER, class T, class G, class W, int THREADS, int ITEMS, int VEC>
-__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || THREADS > 256 ? 1 : VEC == 1 ? 2 : 3)
-    norm_backward(const G* g, const T* x, const W* weight, T* dx, Wide<T>* partial, i64 rows, i64 length, double eps)
+// y, and (ADD) the sum of x and residual, of which y is the norm.
+template <bool CENTER, bool ADD, class T, class G, int THREADS, int ITEMS, bool ENDS>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, ITEMS || sizeof(Wide<T>) == 8 ? 1 : 2)
+    norm_forward(const T* x, const T* residual, const G* weight, const G* bias, G* y, T* total, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;
-    constexpr int KINDS = CENTER ? 2 : 1;
-    const int width = (int)length, t = threadIdx.x;
-    DYNAMIC_SHARED(A, sums);
-    A* mine = sums + (int)threadIdx.y * (KINDS * ITEMS * THREADS) + t;
-#pragma unroll 4
-    for (int i = 0; i < KINDS * ITEMS; ++i) mine[i * THREADS] = A(0);
-    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        Row<T, THREADS, ITEMS, VEC> r;
-        Row<G, THREADS, ITEMS, VEC> c;
-        r.load(x + row * length, width);
-        c.load(g + row * length, width);
-        const Scale<A> s = row_scale<CENTER>(r, width, eps);
-        A along_one = A(0), along_n = A(0);
-        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int column) {
-            const Vector<W, VEC> w = vector_at<VEC>(weight + column);
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                const A n = (r.at(j, k) - s.mean) * s.inverse, gi = c.at(j, k);
-                mine[(j * VEC + k) * THREADS] += gi * n;
-                if constexpr (CENTER) mine[(ITEMS + j * VEC + k) * THREADS] += gi;
-                const A gw = gi * wide(w.at[k]);
-                along_one += gw;
-                along_n += gw * n;
-            }
-        });
-        const Pair<A> p = row_sums<THREADS>(along_one, along_n);
-        const A one = CENTER ? p.a / A(width) : A(0), slope = p.b / A(width);
-        each_vector<THREADS, ITEMS, VEC>(width, [&](int j, int column) {
-            const Vector<W, VEC> w = vector_at<VEC>(weight + column);
-            Vector<T, VEC> out;
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                const A n = (r.at(j, k) - s.mean) * s.inverse;
-                out.at[k] = narrow<T>((c.at(j, k) * wide(w.at[k]) - one - n * slope) * s.inverse);
-            }
-            store_vector<VEC>(dx + row * length + column, out);
-        });
-    }
-    if (blockDim.y > 1) __syncthreads();
-    A* out = partial + (i64)blockIdx.x * KINDS * length;
-    for (int kind = threadIdx.y; kind < KINDS; kind += blockDim.y) {
-#pragma unroll 1
-        for (int i = 0; i < ITEMS; ++i) {
-            const int column = ((i / VEC) * THREADS + t) * VEC + i % VEC;
-            if (column >= width) continue;
-            A total = A(0);
-            for (int y = 0; y < (int)blockDim.y; ++y) total += sums[((y * KINDS + kind) * ITEMS + i) * THREADS + t];
-            out[kind * length + column] = total;
-        }
-    }
-}
-
-// ----- rows of any length ---------------------------------------------------------------------------------------------
-
-// f(j, column) for the vectors of a long row that a thread has.
-template <int VEC, class F>
-__device__ inline void each_long(i64 length, F f)
-{
-    each_vector<LONG, 0, VEC>(length, f);
-}
-
-template <bool CENTER, int VEC, class T>
-__device__ inline Scale<Wide<T>> long_row_scale(const LongRow<T, VEC>& x, i64 length, double eps)
-{
-    using A = Wide<T>;
-    if constexpr (CENTER) {
-        constexpr int EACH = 8 / VEC < 2 ? 2 : 8 / VEC;  // vectors at a time
-        Moments<A> m = Moments<A>::none();
-        i64 i = 0;
-        for (i64 start = (i64)threadIdx.x * VEC; start < length; start += LONG * VEC * EACH, i += EACH) {
-            A v[EACH * VEC];
-            int count = 0;
-#pragma unroll
-            for (int j = 0; j < EACH; ++j) {
-                const i64 at = start + j * LONG * VEC;
-                Vector<T, VEC> found;
-                if (at < length) found = x.first(i + j, at);
-#pragma unroll
-                for (int k = 0; k < VEC; ++k) v[j * VEC + k] = at < length ? wide(found.at[k]) : A(0);
-                count += at < length ? VEC : 0;
-            }
-            m.add(v, count);
-        }
-        m = row_moments<LONG>(m);
-        return Scale<A>{m.mean, A(1) / sqrt(m.m2 / A(length) + A(eps))};
-    } else {
-        A s = A(0);
-        each_long<VEC>(length, [&](i64 j, i64 column) {
-            const Vector<T, VEC> v = x.first(j, column);
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) s += wide(v.at[k]) * wide(v.at[k]);
-        });
-        return Scale<A>{A(0), A(1) / sqrt(row_sum<LONG>(s) / A(length) + A(eps))};
-    }
-}
-
-template <bool CENTER, class T, class G, class W, int VEC>
-__global__ void __launch_bounds__(LONG, sizeof(Wide<T>) == 8 ? 1 : 2)
-    norm_forward_long(const T* x, const W* weight, const W* bias, G* y, i64 rows, i64 length, int kept, double eps)
-{
-    using A = Wide<T>;
+    constexpr int VEC = 16 / sizeof(T);
     DYNAMIC_SHARED(char, shared);
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const LongRow<T, VEC> r(x + row * length, shared, kept);
-        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
-        store_row<LONG, 0, VEC>(y + row * length, length, [&](i64 j, i64 column) {
-            const Vector<W, VEC> b = CENTER ? vector_at<VEC>(bias + column) : Vector<W, VEC>{};
-            return [=, v = r.vector(j, column), w = vector_at<VEC>(weight + column)](int k) {
-                return (wide(v.at[k]) - s.mean) * s.inverse * wide(w.at[k]) + (CENTER ? wide(b.at[k]) : A(0));
+    for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
+        const i64 at = row * length;
+        const Shape<T, THREADS, ITEMS, ENDS, ADD> cut(x + at, length);
+        const auto r = [&] {
+            if constexpr (ADD) return CutRow<T, THREADS, ITEMS, VEC, Total<T>>({x + at, residual + at, total + at}, cut, shared, kept);
+            else return CutRow<T, THREADS, ITEMS, VEC>(x + at, cut, shared, kept);
+        }();
+        const Scale<A> s = row_scale<CENTER>(r, cut, length, eps);
+        cut.store(y + at, [&](auto p) {
+            Vector<G, p.size> b{};
+            if constexpr (CENTER) b = parameter_at<ENDS>(bias, p);
+            return [=, v = r(p), w = parameter_at<ENDS>(weight, p)](int k) {
+                const A n = (wide(v.at[k]) - s.mean) * s.inverse * wide(w.at[k]);
+                return CENTER ? n + wide(b.at[k]) : n;
             };
         });
     }
 }
 
-// dx, and the statistics of each row for `norm_columns`.
-template <bool CENTER, class T, class G, class W, int VEC>
-__global__ void __launch_bounds__(LONG, sizeof(Wide<T>) == 8 ? 1 : 2) norm_backward_long(const G* g, const T* x, const W* weight, T* dx,
-                                                           Wide<T>* scales, i64 rows, i64 length, int kept, double eps)
+// dx (JOIN: plus the cotangent that x has besides), and for each block the sums over its rows of what weight and bias get:
+// out[block][which][column]. A thread adds up the same columns of every row, in shared memory that only it touches: the rows of a block
+// must begin at the same place of a vector. Of longer rows only the statistics are left, for `norm_columns`: out[row][which].
+template <bool CENTER, bool JOIN, class T, class G, class D, int THREADS, int ITEMS, bool ENDS>
+__global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(Wide<T>) == 8 || (ITEMS ? THREADS > 256 : ENDS && JOIN) ? 1 : ITEMS ? 3 : 2)
+    norm_backward(const G* g, const T* x, const G* weight, const D* joined, D* dx, Wide<T>* out, i64 rows, i64 length, int kept, double eps)
 {
     using A = Wide<T>;
-    DYNAMIC_SHARED(char, shared);
-    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
-        const LongRow<T, VEC> r(x + row * length, shared, kept);
-        const LongRow<G, VEC> c(g + row * length, r.rest(), kept);
-        const Scale<A> s = long_row_scale<CENTER>(r, length, eps);
-        // Of the elements of a vector: normalised, and the cotangent times the weight.
-        const auto pairs = [&](i64 j, i64 column, const Vector<G, VEC>& d) {
-            return [=, v = r.vector(j, column), w = vector_at<VEC>(weight + column)](int k) {
+    constexpr int VEC = 16 / sizeof(T), KINDS = CENTER ? 2 : 1, SLOTS = ITEMS + ENDS;
+    const int t = threadIdx.x;
+    const i64 first_row = (i64)blockIdx.x * blockDim.y, step = (i64)gridDim.x * blockDim.y;
+    DYNAMIC_SHARED(A, shared);
+    A* mine = shared + (int)threadIdx.y * (KINDS * SLOTS * THREADS) + t;
+    if constexpr (ITEMS)
+#pragma unroll 4
+        for (int i = 0; i < KINDS * SLOTS; ++i) mine[i * THREADS] = A(0);
+    for (i64 row = first_row + threadIdx.y; row < rows; row += step) {
+        const i64 at = row * length;
+        const Shape<T, THREADS, ITEMS, ENDS, (JOIN || sizeof(G) > sizeof(T))> cut(x + at, length);
+        const CutRow<T, THREADS, ITEMS, VEC> r(x + at, cut, shared, kept);
+        const CutRow<G, THREADS, ITEMS, VEC> c(g + at, cut, r.rest(), kept);
+        if constexpr (ITEMS >= 16) {
+            if constexpr (JOIN) prefetch(joined + at, length);
+            if (row + step < rows) {
+                prefetch(x + at + step * length, length);
+                prefetch(g + at + step * length, length);
+            }
+        }
+        const Scale<A> s = row_scale<CENTER>(r, cut, length, eps);
+        // Of the elements of a place: normalised, and the cotangent times the weight.
+        const auto pairs = [&](auto p, const auto& d) {
+            return [=, v = r(p), w = parameter_at<ENDS>(weight, p)](int k) {
                 return Pair<A>{(wide(v.at[k]) - s.mean) * s.inverse, wide(d.at[k]) * wide(w.at[k])};
             };
         };
         A along_one = A(0), along_n = A(0);
-        each_long<VEC>(length, [&](i64 j, i64 column) {
-            const auto pair = pairs(j, column, c.first(j, column));
+        cut.each([&](auto p) {
+            const auto d = c.first(p);
+            const auto pair = pairs(p, d);
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                along_one += pair(k).b;
-                along_n += pair(k).b * pair(k).a;
+            for (int k = 0; k < p.size; ++k) {
+                const Pair<A> q = pair(k);
+                if constexpr (ITEMS) {
+                    const int slot = p.size == 1 ? ITEMS : (int)p.j * VEC + k;
+                    mine[slot * THREADS] += wide(d.at[k]) * q.a;
+                    if constexpr (CENTER) mine[(SLOTS + slot) * THREADS] += wide(d.at[k]);
+                }
+                along_one += q.b;
+                along_n += q.b * q.a;
             }
         });
-        const Pair<A> p = row_sums<LONG>(along_one, along_n);
+        const Pair<A> p = row_sums<THREADS>(along_one, along_n);
         const A one = CENTER ? p.a / A(length) : A(0), slope = p.b / A(length);
-        store_row<LONG, 0, VEC>(dx + row * length, length, [&](i64 j, i64 column) {
-            return [=, pair = pairs(j, column, c.vector(j, column))](int k) {
-                return (pair(k).b - one - pair(k).a * slope) * s.inverse;
+        cut.store(dx + at, [&](auto p) {
+            Vector<D, p.size> more{};
+            if constexpr (JOIN) more = vector_at<p.size>(joined + at + p.column);
+            return [=, pair = pairs(p, c(p))](int k) {
+                const A v = (pair(k).b - one - pair(k).a * slope) * s.inverse;
+                if constexpr (JOIN) return plus(Wide<D>(wide(narrow<T>(v))), wide(more.at[k]));
+                else return v;
             };
         });
-        if (threadIdx.x == 0) {
-            scales[2 * row] = s.mean;
-            scales[2 * row + 1] = s.inverse;
+        if (!ITEMS && t == 0) {
+            out[2 * row] = s.mean;
+            out[2 * row + 1] = s.inverse;
         }
+    }
+    if constexpr (ITEMS) {
+        __syncthreads();
+        for (int kind = threadIdx.y; kind < KINDS; kind += blockDim.y)
+#pragma unroll 1
+            for (int column = t; column < (int)length; column += THREADS) {
+                A total = A(0);
+                for (int y = 0; y < (int)blockDim.y; ++y) {
+                    const Cut<THREADS, ITEMS, VEC, ENDS> cut(x + (first_row + y) * length, length);
+                    total += shared[(y * KINDS + kind) * (SLOTS * THREADS) + cut.slot(column)];
+                }
+                out[((i64)blockIdx.x * KINDS + kind) * length + column] = total;
+            }
     }
 }
 

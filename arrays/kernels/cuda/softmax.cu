@@ -9,14 +9,6 @@ __device__ inline A shift_of(A maximum)
     return maximum == infinity<A>() || maximum == -infinity<A>() ? A(0) : maximum;
 }
 
-// f(element) for those of a vector.
-template <class T, int N, class F>
-__device__ inline void each_of(const Vector<T, N>& v, F f)
-{
-#pragma unroll
-    for (int k = 0; k < N; ++k) f(wide(v.at[k]));
-}
-
 // The maximum and the sum of exp(x - shift) of a part of a row, found in one pass.
 template <class A>
 struct Exponentials {

@@ -1,15 +1,15 @@
 """Norms over the last dimensions: ``layer_norm`` and ``rms_norm``.
 
 Each is an op of its own with its own backward op, computed in blocks of rows that stay in cache, and by one fused
-kernel on a GPU. Each also knows how to decompose into plain functions: that form serves higher derivatives (a fused
-backward has no history of its own statistics) and normalised dimensions that are sharded, whose sums then become
-collectives.
+kernel on a GPU; so is each of a sum, which is a result too. Each also knows how to decompose into plain functions: that
+form serves higher derivatives (a fused backward has no history of its own statistics) and normalised dimensions that
+are sharded, whose sums then become collectives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ def _decompose_layer_norm(x: Array, weight: Array, bias: Array, naxes: int, eps:
 
 
 def _decompose_layer_norm_backward(
-    g: Array, x: Array, weight: Array, naxes: int, eps: float
+    g: Array, x: Array, weight: Array, *, naxes: int, eps: float
 ) -> tuple[Array, Array, Array]:
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)
@@ -154,10 +154,58 @@ def infer_affine(op: Op, args: tuple[Any, ...], params: Any) -> ShapeDtype:
 
 
 def infer_affine_backward(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
-    """Like x, and twice like the weight, which are the last two arguments."""
-    x, weight = args[-2:]
+    """Like x, and twice like the weight; a cotangent behind them is added to that of x."""
+    x, weight, *g_sum = args[op.operands.index("x") :]
     w = ShapeDtype(weight.shape, weight.dtype)
-    return ShapeDtype(x.shape, x.dtype), w, w
+    return ShapeDtype(x.shape, np.result_type(x.dtype, *(g.dtype for g in g_sum))), w, w
+
+
+# ----- the norm of a sum ----------------------------------------------------------------------------------------------
+
+BACKWARD_OPERANDS = ("g", "x", "weight", "*g_sum")
+"""With the cotangent of x besides, where x is a sum that is used besides: it is added to the result for x."""
+
+
+def _joined(backward: Callable[..., Any], leading: int = 0) -> Callable[..., Any]:
+    """A form of a backward op, which takes ``leading`` arguments before the operands, with the operand ``g_sum``."""
+    end = leading + 3
+
+    def joined(*args: Any, **params: Any) -> Any:
+        dx, *sums = backward(*args[:end], **params)
+        for g in args[end:]:
+            dx = dx + g
+        return dx, *sums
+
+    return joined
+
+
+def _of_sum(norm: Op, kernel: Callable[..., Any]) -> Op:
+    """The op of ``norm(x + residual)`` and of the sum, which is rounded to its dtype first."""
+
+    def impl(xp: Any, x: Any, residual: Any, *parameters: Any, **params: Any) -> Any:
+        total = xp.add(x, residual)
+        return norm.bind(xp)(total, *parameters, **params), total
+
+    def infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ...]:
+        x, residual, *parameters = args
+        total = ShapeDtype(x.shape, np.result_type(x.dtype, residual.dtype))
+        return *norm.avals((total, *parameters), params), total
+
+    def decompose(x: Array, residual: Array, *parameters: Array, **params: Any) -> tuple[Array, Array]:
+        total = x + residual
+        return norm.decompose(total, *parameters, **params), total  # type: ignore[misc]
+
+    return Op(
+        f"add_{norm.name}",
+        ("x", "residual", *norm.operands[1:]),
+        impl,
+        infer,
+        nout=2,
+        decompose=decompose,
+        overrides={"cupy": kernel},
+        params=_PARAMS,
+        wide_sums=True,
+    )
 
 
 _PARAMS = {"naxes": COUNT, "eps": NUMBER}
@@ -173,14 +221,18 @@ LAYER_NORM = Op(
 )
 LAYER_NORM_BACKWARD = Op(
     "layer_norm_backward",
-    ("g", "x", "weight"),
-    _layer_norm_backward,
+    BACKWARD_OPERANDS,
+    _joined(_layer_norm_backward, 1),
     infer_affine_backward,
     nout=3,
-    decompose=_decompose_layer_norm_backward,
-    overrides={"numpy": first(ops.layer_norm_backward, _layer_norm_backward), "cupy": row_norms.layer_norm_backward},
+    decompose=_joined(_decompose_layer_norm_backward),
+    overrides={
+        "numpy": _joined(first(ops.layer_norm_backward, _layer_norm_backward)),
+        "cupy": row_norms.layer_norm_backward,
+    },
     params=_PARAMS,
 )
+ADD_LAYER_NORM = _of_sum(LAYER_NORM, row_norms.add_layer_norm)
 
 # ----- rms_norm -------------------------------------------------------------------------------------------------------
 
@@ -239,7 +291,7 @@ def _decompose_rms_norm(x: Array, weight: Array, naxes: int, eps: float) -> Arra
     return astype(x * _inverse_root(x, naxes, eps) * weight, out_dtype, copy=False)
 
 
-def _decompose_rms_norm_backward(g: Array, x: Array, weight: Array, naxes: int, eps: float) -> tuple[Array, Array]:
+def _decompose_rms_norm_backward(g: Array, x: Array, weight: Array, *, naxes: int, eps: float) -> tuple[Array, Array]:
     lead, axes = tuple(range(x.ndim - naxes)), tuple(range(x.ndim - naxes, x.ndim))
     wide = _wide(x.dtype)
     gi, r = (astype(a, wide, copy=False) for a in (g, x))
@@ -261,23 +313,27 @@ RMS_NORM = Op(
 )
 RMS_NORM_BACKWARD = Op(
     "rms_norm_backward",
-    ("g", "x", "weight"),
-    _rms_norm_backward,
+    BACKWARD_OPERANDS,
+    _joined(_rms_norm_backward, 1),
     lambda op, args, params: infer_affine_backward(op, args, params)[:2],
     nout=2,
-    decompose=_decompose_rms_norm_backward,
-    overrides={"numpy": first(ops.rms_norm_backward, _rms_norm_backward), "cupy": row_norms.rms_norm_backward},
+    decompose=_joined(_decompose_rms_norm_backward),
+    overrides={
+        "numpy": _joined(first(ops.rms_norm_backward, _rms_norm_backward)),
+        "cupy": row_norms.rms_norm_backward,
+    },
     params=_PARAMS,
 )
+ADD_RMS_NORM = _of_sum(RMS_NORM, row_norms.add_rms_norm)
 
 # ----- public functions -----------------------------------------------------------------------------------------------
 
 
-def checked(name: str, x: Any, eps: float) -> Array:
+def checked(name: str, x: Any, eps: float, what: str = "x") -> Array:
     """``x`` as an array of real floats. Raises where it is none, or ``eps`` is not positive."""
     x = asarray(x)
     if x.dtype.kind in "biuc":
-        raise DTypeError(f"[{name}] x must be real floating, got {x.dtype.name}")
+        raise DTypeError(f"[{name}] {what} must be real floating, got {x.dtype.name}")
     if not eps > 0:
         raise ArgumentError(f"[{name}] eps must be positive, got {eps}")
     return x
@@ -293,16 +349,24 @@ def parameter(name: str, what: str, p: Any, x: Array, shape: tuple[int, ...], de
     return p
 
 
-def _operands(
-    name: str, x: Any, normalized_shape: int | Sequence[int], eps: float, **parameters: tuple[Any, float]
-) -> tuple[list[Array], dict[str, Any]]:
-    """``x`` and the parameters as arrays, checked, with a constant for each that is None; and the params of the op."""
-    x = checked(name, x, eps)
+def _norm(
+    op: Op,
+    x: Any,
+    *residual: Any,
+    normalized_shape: int | Sequence[int],
+    eps: float,
+    **parameters: tuple[Any, float],
+) -> Any:
+    """The op of ``x``, of a residual if there is one, and of parameters, with a constant for each that is None."""
+    name = op.name
+    x, others = checked(name, x, eps), [checked(name, r, eps, "residual") for r in residual]
+    if others and others[0].shape != x.shape:
+        raise ShapeError(f"[{name}] residual has shape {others[0].shape}, expected {x.shape}")
     shape = (normalized_shape,) if isinstance(normalized_shape, int | np.integer) else tuple(normalized_shape)
     if not shape or x.shape[x.ndim - len(shape) :] != shape:
         raise ShapeError(f"[{name}] the last dimensions of x {x.shape} must be normalized_shape {shape}")
-    out = [x, *(parameter(name, what, p, x, shape, default) for what, (p, default) in parameters.items())]
-    return out, {"naxes": len(shape), "eps": as_number(name, "eps", eps)}
+    own = [parameter(name, what, p, x, shape, default) for what, (p, default) in parameters.items()]
+    return apply(op, (x, *others, *own), {"naxes": len(shape), "eps": as_number(name, "eps", eps)})
 
 
 @composite("layer_norm")
@@ -337,8 +401,7 @@ def layer_norm(
     >>> mt.layer_norm(mt.asarray([[1.0, 2.0, 3.0]]), 3)
     Array([[-1.22473569,  0.        ,  1.22473569]], dtype=float64)
     """
-    operands, params = _operands("layer_norm", x, normalized_shape, eps, weight=(weight, 1.0), bias=(bias, 0.0))
-    return apply(LAYER_NORM, tuple(operands), params)
+    return _norm(LAYER_NORM, x, normalized_shape=normalized_shape, eps=eps, weight=(weight, 1.0), bias=(bias, 0.0))
 
 
 @composite("rms_norm")
@@ -370,5 +433,76 @@ def rms_norm(x: Any, /, normalized_shape: int | Sequence[int], weight: Any = Non
     >>> mt.round(mt.rms_norm(mt.asarray([[3.0, 4.0, 0.0, 0.0]]), 4) * 1000)
     Array([[1200., 1600.,    0.,    0.]], dtype=float64)
     """
-    operands, params = _operands("rms_norm", x, normalized_shape, eps, weight=(weight, 1.0))
-    return apply(RMS_NORM, tuple(operands), params)
+    return _norm(RMS_NORM, x, normalized_shape=normalized_shape, eps=eps, weight=(weight, 1.0))
+
+
+@composite("add_layer_norm")
+def add_layer_norm(
+    x: Any,
+    residual: Any,
+    /,
+    normalized_shape: int | Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Array, Array]:
+    """``total = x + residual`` and its :func:`layer_norm`: ``(layer_norm(total), total)``, in one pass.
+
+    The sum is rounded to its dtype, and the norm is that of the rounded sum: the results have the bits of those of the
+    two functions.
+
+    Parameters
+    ----------
+    x, residual
+        Of one shape ``(*batch, *normalized_shape)``, floating.
+    normalized_shape, weight, bias, eps
+        As :func:`layer_norm` takes them.
+
+    Raises
+    ------
+    ShapeError
+        When ``x`` and ``residual`` have two shapes; and as :func:`layer_norm`.
+    DTypeError
+        For integers and complex numbers.
+
+    Examples
+    --------
+    >>> y, total = mt.nn.add_layer_norm(mt.asarray([[1.0, 2.0, 3.0]]), mt.asarray([[1.0, 1.0, 1.0]]), 3)
+    >>> total
+    Array([[2., 3., 4.]], dtype=float64)
+    """
+    parameters = {"weight": (weight, 1.0), "bias": (bias, 0.0)}
+    return _norm(ADD_LAYER_NORM, x, residual, normalized_shape=normalized_shape, eps=eps, **parameters)
+
+
+@composite("add_rms_norm")
+def add_rms_norm(
+    x: Any, residual: Any, /, normalized_shape: int | Sequence[int], weight: Any = None, *, eps: float = 1e-6
+) -> tuple[Array, Array]:
+    """``total = x + residual`` and its :func:`rms_norm`: ``(rms_norm(total), total)``, in one pass.
+
+    The sum is rounded to its dtype, and the norm is that of the rounded sum: the results have the bits of those of the
+    two functions.
+
+    Parameters
+    ----------
+    x, residual
+        Of one shape ``(*batch, *normalized_shape)``, floating.
+    normalized_shape, weight, eps
+        As :func:`rms_norm` takes them.
+
+    Raises
+    ------
+    ShapeError
+        When ``x`` and ``residual`` have two shapes; and as :func:`rms_norm`.
+    DTypeError
+        For integers and complex numbers.
+
+    Examples
+    --------
+    >>> y, total = mt.nn.add_rms_norm(mt.asarray([[2.0, 4.0, 0.0, 0.0]]), mt.asarray([[1.0, 0.0, 0.0, 0.0]]), 4)
+    >>> mt.round(y * 1000), total
+    (Array([[1200., 1600.,    0.,    0.]], dtype=float64), Array([[3., 4., 0., 0.]], dtype=float64))
+    """
+    return _norm(ADD_RMS_NORM, x, residual, normalized_shape=normalized_shape, eps=eps, weight=(weight, 1.0))

@@ -126,14 +126,14 @@ def _matmul(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) 
 
 
 @rule(layer_norm.LAYER_NORM, layer_norm.RMS_NORM, layer_norm.LAYER_NORM_BACKWARD, layer_norm.RMS_NORM_BACKWARD)
+@rule(layer_norm.ADD_LAYER_NORM, layer_norm.ADD_RMS_NORM)
 def _row_norm(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
     shape = outs[0].shape
     split = len(shape) - params["naxes"]
     batch, inner = letters.many(shape[:split], reduce="sum"), letters.many(shape[split:], whole=True)
     x = (*batch, *inner)
-    if op in (layer_norm.LAYER_NORM, layer_norm.RMS_NORM):
-        return letters.rule([x, *[inner] * (len(avals) - 1)], [x])
-    return letters.rule([x, x, inner], [x, *[inner] * (len(outs) - 1)])
+    operands = [inner if name in ("weight", "bias") else x for name in op.operands[: len(avals)]]
+    return letters.rule(operands, [x, *[inner if "g" in op.operands else x] * (len(outs) - 1)])
 
 
 def _local_groups(inside: int, params: Params, view: RankView) -> Params:

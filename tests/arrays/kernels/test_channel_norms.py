@@ -53,6 +53,8 @@ GROUPS = [
     ((2, 50, 24), 2, 3),
     ((3, 300, 16), 2, 8),
     ((1, 4, 9001), 1, 2),
+    ((1, 4, 9001), 1, 1),
+    ((3, 24, 7, 7), 1, 2),
     ((0, 4, 2), 1, 2),
     ((2, 4, 0), 1, 2),
 ]
@@ -77,6 +79,7 @@ BATCHES = [
     ((600, 2, 8), 2),
     ((6, 2, 264), 2),
     ((8, 3, 9), 1),
+    ((66, 16, 7, 7), 1),
     ((0, 4, 3), 1),
 ]
 
@@ -107,6 +110,27 @@ def test_channels_last_are_read_16_bytes_at_a_time(emulator: Any, place: Any) ->
         for factors in ("forward_factors", "backward_factors")
     )
     assert found == [*forward, *backward, *forward, *backward, ("columns.cu", "sum_parts", False)]
+
+
+def test_a_group_is_read_16_bytes_at_a_time_and_once(emulator: Any, place: Any) -> None:
+    """A row of the forward kernel; kept in shared memory backward. Vectors cross the borders of channels of 49."""
+    x, w, b, g, *_ = arrays(place, (5, 64, 7, 7), 1, ml_dtypes.bfloat16)
+    OPS["group_norm"].overrides["cupy"](x, w, b, num_groups=4, axis=1, eps=1e-2)
+    OPS["group_norm_backward"].overrides["cupy"](g, x, w, num_groups=4, axis=1, eps=1e-2)
+    found = [k for _, k, *_ in emulator.launched]
+    assert found[:2] == [
+        "group_norm_forward<bfloat16, bfloat16, 128, 8, false>",
+        "group_norm_backward<bfloat16, bfloat16, false>",
+    ]
+
+
+def test_sums_of_channels_of_49_positions_are_read_16_bytes_at_a_time(emulator: Any, place: Any, close: Any) -> None:
+    """Where a batch is large each position is a column at first; a small one goes element by element."""
+    for samples, name in ((64, "channel_sums<true, false, bfloat16, bfloat16, 8>"), (8, "channel_sums<false, ")):
+        x, w, b, _, gm, gv = arrays(place, (samples, 8, 7, 7), 1, ml_dtypes.bfloat16)
+        start = len(emulator.launched)
+        check(close, "batch_norm", x, w, b, gm, gv, axis=1, eps=1e-2, momentum=0.25)
+        assert emulator.launched[start][1].startswith(name)
 
 
 @pytest.mark.parametrize("dtype", SHORT, ids=lambda d: np.dtype(d).name)

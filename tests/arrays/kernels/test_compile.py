@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -95,8 +95,10 @@ BUDGETS = """
     compact.cu      | write_true                                                          |  48  1 33
     float8.cu       | narrow_to<4, float>                                                 |  32  0 10
     float8.cu       | widen<4>                                                            |  32  0 10
-    group_norm.cu   | group_norm_backward<bfloat16, bfloat16, bfloat16, 8>                |  80 24  9
-    group_norm.cu   | group_norm_forward<bfloat16, bfloat16, bfloat16, 8>                 |  64  9  6
+    group_norm.cu   | group_norm_backward<bfloat16, bfloat16, false>                      |  80  6 51
+    group_norm.cu   | group_norm_backward<bfloat16, bfloat16, true>                       |  80  6 56
+    group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 256, 16, false>              |  64  4 32
+    group_norm.cu   | group_norm_forward<bfloat16, bfloat16, 512, 0, true>                |  80  4 23
     grouped.cu      | count_pairs                                                         |  24  0  7
     grouped.cu      | experts_hidden<false, false, float>                                 |  88  0 48
     grouped.cu      | experts_hidden<false, true, bfloat16>                               | 128  0 104
@@ -111,11 +113,16 @@ BUDGETS = """
     grouped.cu      | sum_pairs<bfloat16, 8>                                              |  40 20  9
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
     philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
-    row_norm.cu     | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>       |  96 20  2
-    row_norm.cu     | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>           |  64 23  2
+    row_norm.cu     | norm_backward<false, true, bfloat16, bfloat16, bfloat16, 512, 32, false> |  88 24  2
+    row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 0, false> |  64 23  2
+    row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 32, false> |  96 20  2
+    row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 32, true> |  96 12 71
+    row_norm.cu     | norm_backward<true, true, bfloat16, bfloat16, float, 512, 32, false> |  96 32  2
     row_norm.cu     | norm_columns<true, bfloat16, bfloat16>                              |  32  0 21
-    row_norm.cu     | norm_forward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>        |  64 16  0
-    row_norm.cu     | norm_forward_long<true, bfloat16, bfloat16, bfloat16, 8>            |  56 14  0
+    row_norm.cu     | norm_forward<false, true, bfloat16, bfloat16, 512, 32, false>       |  64 20  0
+    row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 0, false>        |  56 14  0
+    row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 32, false>       |  56 16  0
+    row_norm.cu     | norm_forward<true, false, bfloat16, bfloat16, 512, 32, true>        |  56  8 68
     scatter.cu      | add_atomically<bfloat16, float, 8>                                  |  32  0 10
     scatter.cu      | add_in_order<bfloat16, float, 8>                                    |  48 31 15
     scatter.cu      | join_chunks<bfloat16, float>                                        |  32  0 16
@@ -158,6 +165,21 @@ def test_products_of_short_floats_are_on_tensor_cores(machine_code: Callable[...
     for name, text in machine_code("grouped.cu", of_experts, 80).items():
         assert ("mma.sync.aligned.m16n8k16" in text) == ("true, bfloat16" in name or "true, float16" in name), name
         assert "cp.async.cg" in text, name
+
+
+_FLOATS = re.compile(r"\b(fma|mul|sub|add)(?:\.rn)?\.f32\b")
+
+
+@pytest.mark.parametrize("center", ["true", "false"])
+def test_norms_of_a_sum_have_the_arithmetic_of_the_norm(
+    machine_code: Callable[..., dict[str, str]], center: str
+) -> None:
+    """The same products are contracted into the same sums: only an addition for each element comes to them."""
+    for kernel, size in (("norm_forward", "float, float, 512, 32"), ("norm_backward", "float, float, float, 512, 32")):
+        names = [f"{kernel}<{center}, {add}, {size}, false>" for add in ("false", "true")]
+        plain, of_sum = (Counter(_FLOATS.findall(t)) for t in machine_code("row_norm.cu", names, 90).values())
+        assert of_sum - plain == {"add": 32}
+        assert not plain - of_sum
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

@@ -24,14 +24,14 @@ TABLES = {
     """,
     "derivatives": """
     others: 9 0 0;
-    adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 68 0 0; attention_bias_backward: 72 0 0;
-    batch_norm: 37 0 1; batch_norm_backward: 77 0 0; batch_norm_inference: 29 0 0; cholesky: 34 0 4; conv: 36 0 0;
-    conv_image: 24 0 0; conv_kernel: 28 0 0; copysign: 10 1 0; cross_entropy: 34 0 1; cross_entropy_backward: 43 0 0;
-    cumulative_prod: 31 0 0; det: 67 0 1; divide: 11 0 0; eig: 41 0 2; eigh: 32 0 1; eigvals: 39 0 3;
-    eigvalsh: 10 0 1; experts: 21 0 2; experts_backward: 154 0 0; fmax: 15 0 0; fmin: 15 0 0; fmod: 13 0 0;
-    gelu_backward: 18 0 0; getitem: 12 2 1; group_norm: 51 0 1; group_norm_backward: 80 0 0; hypot: 22 0 0;
-    index_add: 19 2 1; index_max: 58 2 1; index_min: 58 2 1; index_set: 34 2 1; inv: 9 0 2; irfft: 7 2 0;
-    last_writes: 11 1 0; layer_norm: 10 0 0; layer_norm_backward: 81 0 0; lazy_adam: 62 0 0;
+    add_layer_norm: 11 0 0; adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 68 0 0;
+    attention_bias_backward: 72 0 0; batch_norm: 37 0 1; batch_norm_backward: 77 0 0; batch_norm_inference: 29 0 0;
+    cholesky: 34 0 4; conv: 36 0 0; conv_image: 24 0 0; conv_kernel: 28 0 0; copysign: 10 1 0; cross_entropy: 34 0 1;
+    cross_entropy_backward: 43 0 0; cumulative_prod: 31 0 0; det: 67 0 1; divide: 11 0 0; eig: 41 0 2; eigh: 32 0 1;
+    eigvals: 39 0 3; eigvalsh: 10 0 1; experts: 21 0 2; experts_backward: 154 0 0; fmax: 15 0 0; fmin: 15 0 0;
+    fmod: 13 0 0; gelu_backward: 18 0 0; getitem: 12 2 1; group_norm: 51 0 1; group_norm_backward: 80 0 0;
+    hypot: 22 0 0; index_add: 19 2 1; index_max: 58 2 1; index_min: 58 2 1; index_set: 34 2 1; inv: 9 0 2;
+    irfft: 7 2 0; last_writes: 11 1 0; layer_norm: 10 0 0; layer_norm_backward: 81 0 0; lazy_adam: 62 0 0;
     linear_cross_entropy: 55 0 0; linear_cross_entropy_backward: 88 0 0; log_softmax_backward: 15 0 0;
     logaddexp: 21 0 0; logaddexp2: 23 0 0; matmul: 23 0 0; maximum: 22 0 0; minimum: 22 0 0; nextafter: 4 1 0;
     pinv: 23 0 1; pow: 23 1 0; prod: 39 0 0; qr: 34 0 2; remainder: 18 0 0; rfft: 7 1 0; rms_norm: 11 0 0;
