@@ -11,7 +11,7 @@ import numpy as np
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
 from .geometry import RowPlan, ceil_div, ladder, row_plan, vector_length
-from .launch import contiguous, i64, in_step, named, runner, wide
+from .launch import NOTHING, contiguous, i64, in_step, named, runner, wide
 from .row_norms import dtypes_of, pairs, sum_parts
 
 GROUP, CHANNEL = "group_norm.cu", "channel_norm.cu"
@@ -74,7 +74,7 @@ def _as(dtype: np.dtype, *arrays: Any) -> list[Any]:
 # ----- three launches: sums, factors, and a pass that is linear in each element ---------------------------------------
 
 
-_NO_RUNNING = (*(np.uint64(0),) * 4, np.float64(0), np.float64(0))
+_NO_RUNNING = (*(NOTHING,) * 4, np.float64(0), np.float64(0))
 
 
 class _Sets(NamedTuple):

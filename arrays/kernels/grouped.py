@@ -17,13 +17,11 @@ import numpy as np
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
 from .geometry import MAX_GRID, ceil_div, vector_length
-from .launch import contiguous, i64, named, runner, wide
+from .launch import NOTHING, contiguous, i64, named, runner, wide
 
 FILE = "grouped.cu"
 THREADS, SHORT, BLOCKS = 256, 64, 256
 """Threads of a block; columns of a tile where a block has several products; blocks that count pairs, at most."""
-NOTHING = np.uint64(0)
-"""The address of an operand that is not there."""
 
 
 def variants() -> Iterator[tuple[str, str]]:

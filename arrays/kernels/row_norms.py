@@ -11,11 +11,10 @@ import numpy as np
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import for_floats
 from .geometry import RowPlan, ceil_div, ladder, persistent_grid, row_plan
-from .launch import contiguous, i64, in_step, named, runner, wide
+from .launch import NOTHING, contiguous, i64, in_step, named, runner, wide
 
 FILE = "row_norm.cu"
 COLUMNS = "columns.cu"
-_NOTHING = np.uint64(0)  # the address of an array that is not there
 
 
 def dtypes_of(x: np.dtype, *others: np.dtype) -> tuple[np.dtype, np.dtype]:
@@ -90,7 +89,7 @@ def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes:
         rows = x.size // width
         (x, *added, y), plan, size = _plan([contiguous(x.astype(d, copy=False)), *added, y], [w, b], width)
         slots, shared = plan.kept(width, [d.itemsize], r.properties().shared_memory)
-        residual, total = added or (_NOTHING, _NOTHING)
+        residual, total = added or (NOTHING, NOTHING)
         arguments = (x, residual, w, b, y, total, i64(rows), i64(width), slots, np.float64(eps))
         kernel = named("norm_forward", center, bool(added), d, o, *size)
         r.launch(FILE, kernel, plan.grid(rows), plan.block, arguments, shared)
@@ -133,7 +132,7 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...]
         out, grid = r.xp.empty((rows, 2), a), plan.grid(rows)
     kernel = named("norm_backward", center, bool(joined), d, o, dx.dtype, *size)
     numbers = (i64(rows), i64(width), slots, np.float64(eps))
-    r.launch(FILE, kernel, grid, plan.block, (gs, xs, w, *(others or [_NOTHING]), dx, out, *numbers), shared)
+    r.launch(FILE, kernel, grid, plan.block, (gs, xs, w, *(others or [NOTHING]), dx, out, *numbers), shared)
     if not in_registers:
         scales, tiles = out, ceil_div(width, 32)
         splits = max(1, min(ceil_div(rows, 64), ceil_div(8 * device.multiprocessors, tiles), 65535))
