@@ -138,7 +138,7 @@ def _decompose(logits: Array, labels: Array, ignore_index: int | None, label_smo
     # Not the op: over classes that are split, losses and log-sum-exp then have their collectives in common.
     top = finite_max(x, -1)
     log_sum = log(sum_(exp(x - top), axis=-1, keepdims=True))
-    logs, lse = x - top - log_sum, squeeze(astype(top, np.float64) + astype(log_sum, np.float64), -1)
+    logs, lse = (x - top) - log_sum, squeeze(astype(top, np.float64) + astype(log_sum, np.float64), -1)
     losses = -sum_(where(_hits(logs, labels), logs, 0.0), axis=-1)
     if label_smoothing:
         losses = (1 - label_smoothing) * losses - label_smoothing * mean(logs, axis=-1)
@@ -158,19 +158,18 @@ def _decompose_backward(
 ) -> Array:
     x = astype(logits, _wide(logits.dtype), copy=False)
     p = softmax(x)  # not by the log-sum-exp, a function of the logits: so the derivative is that of all of it
-    of_lse = p * expand_dims(astype(g_lse, x.dtype), axis=labels.ndim)
-    valid = expand_dims(_valid(labels, x.shape[-1], ignore_index), axis=labels.ndim)
-    slope = slope_of(g, p, labels, ignore_index, label_smoothing) + where(valid, of_lse, 0.0)
+    slope = slope_of(g, g + astype(g_lse, g.dtype), p, labels, ignore_index, label_smoothing)
     return astype(slope, logits.dtype, copy=False)
 
 
-def slope_of(g: Array, p: Array, labels: Array, ignore_index: int | None, label_smoothing: float) -> Array:
-    """The cotangent of logits with the probabilities ``p``, from that of the losses."""
+def slope_of(g: Array, of_p: Array, p: Array, labels: Array, ignore_index: int | None, label_smoothing: float) -> Array:
+    """``of_p`` times the probabilities ``p``, less ``g`` times what they should be; 0 in rows that do not count."""
     classes = p.shape[-1]
     valid = expand_dims(_valid(labels, classes, ignore_index), axis=labels.ndim)
-    scale = expand_dims(astype(g, p.dtype, copy=False), axis=labels.ndim)
-    target = where(_hits(p, labels), 1 - label_smoothing + label_smoothing / classes, label_smoothing / classes)
-    return where(valid, scale * (p - target), 0.0)
+    scale, of_p = (expand_dims(astype(a, p.dtype, copy=False), axis=labels.ndim) for a in (g, of_p))
+    even = label_smoothing / classes * scale
+    target = where(_hits(p, labels), (1 - label_smoothing) * scale + even, even)
+    return where(valid, of_p * p - target, 0.0)
 
 
 def _infer(op: Op, args: tuple[Any, ...], params: Any) -> tuple[ShapeDtype, ShapeDtype]:

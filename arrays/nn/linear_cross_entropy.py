@@ -179,7 +179,7 @@ def _decompose_whole_backward(
     h, w = _widened(hidden, weight)
     logits = linear(h, w)
     p = softmax(logits)
-    slope = slope_of(g, p, labels, ignore_index, label_smoothing)
+    slope = slope_of(g, g, p, labels, ignore_index, label_smoothing)
     slope = slope + p * expand_dims(astype(g_lse, logits.dtype), axis=labels.ndim)
     dw = matmul(reshape(h, (labels.size, w.shape[0])).T, reshape(slope, (labels.size, w.shape[1])))
     return astype(linear(slope, w.T), hidden.dtype, copy=False), astype(dw, weight.dtype, copy=False)
