@@ -680,6 +680,14 @@ NETWORKS: Rows = {
     "log_softmax_backward": [
         on(op("log_softmax_backward", axis=a), s, In(shape(s), "f8", -2.0, -1.0)) for s, a in AXES
     ],
+    "rotary_embedding": [
+        *each(
+            mt.nn.rotary_embedding,
+            "N 4, N 2, N 2; 2 3 5 4, 5 2, 5 2; 2 3 5 6, 2 1 5 3, 2 1 5 3; 4, 2, 2; 0 6, 1 3, 1 3",
+        ),
+        on(op("rotary_embedding", inverse=True), "2 3 8, 2 1 4, 2 1 4"),
+        on(lambda x, c, s: mt.nn.rotary_embedding(mt.permute_dims(x, (0, 2, 1, 3)), c, s), "2 5 3 4, 5 2, 5 2"),
+    ],
     "attention": [
         *(on(op("attention", scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),
         on(lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True), "2 4 3 2, 2 2 5 2, 2 2 5 2"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-MODULES = ("attention", "row_norms", "softmaxes", "channel_norms", "scatter", "philox", "compact", "float8")
+MODULES = ("attention", "row_norms", "softmaxes", "channel_norms", "scatter", "philox", "compact", "float8", "rotary")
 """Modules of this package that start kernels."""
 
 

@@ -99,6 +99,7 @@ BUDGETS = """
     group_norm.cu   | group_norm_forward<bfloat16, bfloat16, bfloat16, 8>                 |  64  9  6
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
     philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
+    rotary.cu       | rotary<bfloat16, float, 8>                                          |  48 12 0
     row_norm.cu     | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>       |  96 20  2
     row_norm.cu     | norm_backward_long<true, bfloat16, bfloat16, bfloat16, 8>           |  64 23  2
     row_norm.cu     | norm_columns<true, bfloat16, bfloat16>                              |  32  0 21
