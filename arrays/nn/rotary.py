@@ -50,8 +50,8 @@ def _checked(x: Any, cosines: Any, sines: Any) -> None:
     apart = any(n not in (1, m) for n, m in zip(table[-2::-1], half[-2::-1], strict=False))
     if table != tuple(sines.shape) or table[-1:] != half[-1:] or len(table) > len(half) or apart:
         raise ShapeError(
-            f"[rotary_embedding] cosines and sines have one shape, which broadcasts to {half} and ends with {half[-1]}; "
-            f"got {table} and {tuple(sines.shape)}"
+            f"[rotary_embedding] cosines and sines have one shape, which broadcasts to {half} and ends with "
+            f"{half[-1]}; got {table} and {tuple(sines.shape)}"
         )
 
 

@@ -25,6 +25,7 @@ of a real ``L``, hence the conjugates: for a matrix product ``dA = G @ B^H``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ... import arrays
 from ...arrays.core.dispatch import SCALARS, apply
+from ...arrays.core.dtypes import HALF, float32
 from ...arrays.core.op import Op
+from ...arrays.kernels.chains import as_one_launch
 
 
 class Need(NamedTuple):
@@ -140,3 +144,22 @@ def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
     if xp.__name__ == "cupy":
         return op.bind(xp)(*args, **params)
     return apply(op, args, params)
+
+
+def in_one_launch(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an elementwise op: on buffers of CuPy its calls are one launch, if they have that form and are more
+    than one. It widens what was kept of short floats itself."""
+
+    def widening(xp: Any, g: Any, *kept: Any) -> Any:
+        if g.dtype is float32:
+            kept = tuple(k.astype(float32) if getattr(getattr(k, "dtype", None), "num", 0) >= HALF else k for k in kept)
+        return rule(xp, g, *kept)
+
+    chain: Any = as_one_launch(functools.partial(widening, arrays), least=2)
+
+    @functools.wraps(rule)
+    def run(xp: Any, g: Any, *kept: Any) -> Any:
+        out = chain(g, *kept) if xp.__name__ == "cupy" else NotImplemented
+        return widening(xp, g, *kept) if out is NotImplemented else out
+
+    return run

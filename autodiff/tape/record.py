@@ -19,10 +19,11 @@ from ...arrays.core.dispatch import argument_avals, call_site, compiled, written
 from ...arrays.core.dtypes import HALF, complex128, float32, float64
 from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, Entry, Site
+from ...arrays.core.shape_rules import elementwise
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET
 from ...arrays.ops.elementwise import DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
 from ..rules import RULES
-from ..rules.registry import same
+from ..rules.registry import in_one_launch, same
 
 _TAKES_SPARSE = frozenset({DIVIDE, GETITEM, MULTIPLY, NEGATIVE, SUBTRACT})
 """Ops whose rules only use operations that a sparse cotangent has."""
@@ -51,11 +52,15 @@ class VJPPlan:
         Whether the rules take a sparse cotangent.
     of_complex
         The plan of calls with complex results.
+    on_gpu
+        The plan of calls on a GPU: the rules of an elementwise op are one launch each, and widen short floats
+        themselves (``widens``).
     """
 
     __slots__ = (
         "keeps_result",
         "of_complex",
+        "on_gpu",
         "op",
         "pick",
         "places",
@@ -67,6 +72,7 @@ class VJPPlan:
         "takes_sparse",
         "together",
         "wanted",
+        "widens",
     )
 
     def __init__(self, op: Op, wanted: tuple[int, ...], count: int) -> None:
@@ -76,7 +82,7 @@ class VJPPlan:
         self.places: tuple[tuple[int | slice, ...] | None, ...] = ()
         self.together: tuple[Callable[..., Any], Any] | None = None
         self.rest: tuple[Any, ...] = ()
-        self.simple = self.takes_sparse = False
+        self.simple = self.takes_sparse = self.widens = False
         self.saves: tuple[int, ...] = tuple(range(count))
         if rule is not None:
             keys = (-1,) if rule.together is not None else wanted
@@ -98,11 +104,15 @@ class VJPPlan:
                 self.takes_sparse = op in _TAKES_SPARSE or all(fn is same for _, fn, _ in self.pulls)
         self.pick = _picker(self.saves)
         self.keeps_result = bool(self.saves) and self.saves[-1] >= count
-        self.of_complex = self
+        self.of_complex = self.on_gpu = self
         if rule is not None and rule.analytic:
             self.of_complex = copy(self)
             self.of_complex.pulls = tuple((i, fn, _conjugated(find)) for i, fn, find in self.pulls or ())
             self.of_complex.places = (None,) * len(self.of_complex.pulls)
+        if self.pulls and op.infer is elementwise:
+            self.on_gpu = copy(self)
+            self.on_gpu.widens = True
+            self.on_gpu.pulls = tuple((i, fn if fn is same else in_one_launch(fn), find) for i, fn, find in self.pulls)
 
     def _places(self, needs: Sequence[Any], count: int) -> list[int | slice]:
         """The places of the arguments of a rule in what is kept."""
@@ -262,6 +272,8 @@ class Recording:
                 self.follow(name, buf)
                 if dtype.kind == "c":
                     plan = plan.of_complex
+            if type(buf) is not np.ndarray:
+                plan = plan.on_gpu
             kept = plan.pick((*bufs, buf) if plan.keeps_result else bufs) if plan.saves else ()
             outputs, out_avals = (name,), None
         else:

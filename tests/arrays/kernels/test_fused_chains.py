@@ -109,7 +109,7 @@ UNARY = {
     "sin": (-3, 3), "cos": (-3, 3), "tan": (-1, 1), "asin": (-1, 1), "acos": (-1, 1), "atan": (-9, 9), "sinh": (-3, 3),
     "cosh": (-3, 3), "tanh": (-3, 3), "asinh": (-9, 9), "acosh": (1, 9), "atanh": (-0.9, 0.9), "erf": (-3, 3),
     "reciprocal": (0.5, 9), "floor": (-9, 9), "ceil": (-9, 9), "trunc": (-9, 9), "round": (-9, 9), "sign": (-1, 1),
-    "abs": (-9, 9), "negative": (-9, 9), "positive": (-9, 9), "square": (-9, 9),
+    "exp2": (-3, 3), "abs": (-9, 9), "negative": (-9, 9), "positive": (-9, 9), "square": (-9, 9),
 }  # fmt: skip
 
 
@@ -134,6 +134,7 @@ def test_functions_of_two_variables_and_odd_values(dtype: str, place: Any) -> No
         return (
             mt.maximum(a, b), mt.fmax(a, b), mt.fmin(a, b), mt.copysign(a, b), mt.isinf(a), mt.isfinite(b), mt.sign(a),
             mt.nn.relu(a), a == b, a != b, a <= b, a >= 0, mt.logical_xor(a, b), mt.round(a), mt.stop_gradient(a) / b,
+            a // b, (a * 8.0) // b, a // 0.5, mt.remainder(a, b), mt.remainder(a * 8.0, b), mt.fmod(a, b),
         )  # fmt: skip
 
     check(odd, [x, y], place)
@@ -253,7 +254,8 @@ def test_what_no_kernel_can_say_stays_alone() -> None:
     assert not expressible(lambda a, b: a < b, i, u)  # exact in NumPy, although no dtype holds both
     assert not expressible(lambda a: a < 2**70, i)
     assert not expressible(lambda a: mt.astype(a, mt.int8), f)
-    assert not expressible(lambda a: a // 2, f)
+    assert expressible(lambda a: a // 2, f)
+    assert not expressible(lambda a: a // 2, i)  # by zero it is NumPy's own
 
 
 @pytest.mark.parametrize("architecture", [75, 80, 90, 100])
