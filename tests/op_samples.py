@@ -195,6 +195,11 @@ ELEMENTS: Rows = {
         *each(mt.nn.swiglu, ".; 3 4, 4", kind="c16", high=0.9)[1:],
     ],
     "swiglu_backward": each(op("swiglu_backward"), "5, 5, 5; N 2, 2, N 2; 2 3 4, 3 1, 4; 0 3, 3, 0 3", high=0.9),
+    "pointwise": [
+        *each(op("pointwise", function="mish", numbers=()), ONE),
+        *each(op("pointwise", function="elu", numbers=(0.5,)), "N 2; 3 4"),
+        on(op("pointwise", function="softsign", numbers=()), "2 3"),
+    ],
     "gelu_backward": each(op("gelu_backward"), TWO),
     "round_to": each(lambda x: mt.round(x, 1), "N 2; .; 0 3") + each(lambda x: mt.round(x, -1), "5 i8; 5"),
     "where": [

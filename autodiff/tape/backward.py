@@ -361,8 +361,8 @@ def _pull_decomposed(r: Recorded, g: Any, wrapped: bool, wide: bool, make: TapeM
 
 @functools.lru_cache(maxsize=256)
 def _in_one_launch(plan: Any, text: str, params: tuple[Any, ...], wide: bool, make: TapeMaker) -> Callable[..., Any]:
-    """:func:`_pull_decomposed` of an elementwise op as one launch on a GPU, of the cotangent and the operands. (The text
-    tells 1 from 1.0, and 0.0 from -0.0.)"""
+    """:func:`_pull_decomposed` of an elementwise op as one launch on a GPU, of the cotangent and the operands. (The
+    text tells 1 from 1.0, and 0.0 from -0.0.)"""
 
     def cotangents(g: Array, *args: Any) -> tuple[Any, ...]:
         names = [new_id(a) if type(a) is Array else Const(a) for a in args]

@@ -107,6 +107,7 @@ class VJPPlan:
         self.of_complex = self.on_gpu = self
         if rule is not None and rule.analytic:
             self.of_complex = copy(self)
+            self.of_complex.of_complex = self.of_complex.on_gpu = self.of_complex
             self.of_complex.pulls = tuple((i, fn, _conjugated(find)) for i, fn, find in self.pulls or ())
             self.of_complex.places = (None,) * len(self.of_complex.pulls)
         if self.pulls and op.infer is elementwise:
