@@ -98,6 +98,7 @@ BUDGETS = """
     group_norm.cu   | group_norm_backward<bfloat16, bfloat16, bfloat16, 8>                |  80 24  9
     group_norm.cu   | group_norm_forward<bfloat16, bfloat16, bfloat16, 8>                 |  64  9  6
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
+    philox.cu       | fold_keys                                                           |  40  0  5
     philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
     rotary.cu       | rotary<bfloat16, float, 8>                                          |  48 12 0
     row_norm.cu     | norm_backward<true, bfloat16, bfloat16, bfloat16, 512, 32, 8>       |  96 20  2
