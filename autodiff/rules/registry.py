@@ -163,3 +163,18 @@ def in_one_launch(rule: Callable[..., Any]) -> Callable[..., Any]:
         return widening(xp, g, *kept) if out is NotImplemented else out
 
     return run
+
+
+def all_in_one_launch(pulls: Sequence[tuple[int, Callable[..., Any], Any]]) -> Callable[..., dict[int, Any]]:
+    """Rules of several operands of an elementwise op (by :func:`in_one_launch`), each with the function that finds its
+    arguments in what was kept, as one function that gives the cotangents by operand: of buffers of CuPy one launch."""
+    joined = [pull for pull in pulls if pull[1] is not same]
+    chain: Any = as_one_launch(lambda g, *kept: tuple([rule(arrays, g, *find(kept)) for _, rule, find in joined]))
+
+    def run(xp: Any, g: Any, *kept: Any) -> dict[int, Any]:
+        out = chain(g, *kept) if xp.__name__ == "cupy" else NotImplemented
+        if out is NotImplemented:
+            return {i: rule(xp, g, *find(kept)) for i, rule, find in pulls}
+        return dict.fromkeys((i for i, _, _ in pulls), g) | {i: gx for (i, _, _), gx in zip(joined, out, strict=True)}
+
+    return run

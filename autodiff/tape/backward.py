@@ -305,7 +305,7 @@ def _pull(r: Recorded, g: Any, xp: Any, wrapped: bool, wide: bool, mine: bool, m
     if plan.together is not None:
         rule, find = plan.together
         found = rule(xp, g, *find(kept))
-        return [found[p] for p in plan.wanted]
+        return [found.get(p) for p in plan.wanted] if type(found) is dict else [found[p] for p in plan.wanted]
     found = dict.fromkeys(plan.wanted)
     # The written value's first. Then nobody reads the array's again, and a loop of n writes copies it once, and not n
     # times.

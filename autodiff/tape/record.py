@@ -23,7 +23,7 @@ from ...arrays.core.shape_rules import elementwise
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET
 from ...arrays.ops.elementwise import DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
 from ..rules import RULES
-from ..rules.registry import in_one_launch, same
+from ..rules.registry import all_in_one_launch, in_one_launch, same
 
 _TAKES_SPARSE = frozenset({DIVIDE, GETITEM, MULTIPLY, NEGATIVE, SUBTRACT})
 """Ops whose rules only use operations that a sparse cotangent has."""
@@ -53,7 +53,7 @@ class VJPPlan:
     of_complex
         The plan of calls with complex results.
     on_gpu
-        The plan of calls on a GPU: the rules of an elementwise op are one launch each, and widen short floats
+        The plan of calls on a GPU: the rules of an elementwise op are one launch together, and widen short floats
         themselves (``widens``).
     """
 
@@ -114,6 +114,8 @@ class VJPPlan:
             self.on_gpu = copy(self)
             self.on_gpu.widens = True
             self.on_gpu.pulls = tuple((i, fn if fn is same else in_one_launch(fn), find) for i, fn, find in self.pulls)
+            if sum(fn is not same for _, fn, _ in self.pulls) > 1:
+                self.on_gpu.together, self.on_gpu.simple = (all_in_one_launch(self.on_gpu.pulls), _all), False
 
     def _places(self, needs: Sequence[Any], count: int) -> list[int | slice]:
         """The places of the arguments of a rule in what is kept."""
@@ -138,6 +140,10 @@ class VJPPlan:
             where = n.where
             found.append(params[where] if n.kind == "param" else avals[where] if n.kind == "like" else avals[where:])
         return tuple(found)
+
+
+def _all(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return values
 
 
 def _picker(places: Sequence[int | slice]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
