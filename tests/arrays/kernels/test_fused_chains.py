@@ -373,7 +373,42 @@ def test_activations_are_one_launch(dtype: str, place: Any, emulator: Any) -> No
 # ----- derivatives and functions of several ops -----------------------------------------------------------------------
 
 CUPY = SimpleNamespace(__name__="cupy")  # it has no functions: what is not one launch raises
-PULLED = ["log1p", "log2", "log10", "sin", "cos", "tan", "asin", "atan", "sinh", "cosh", "tanh", "asinh", "erf", "sigmoid", "hypot", "logaddexp", "atan2", "pow", "divide", "maximum", "minimum", "fmax", "fmin", "fmod", "remainder", "copysign", "where", "swiglu", "relu", "sqrt", "cbrt", "exp2", "multiply", "expm1"]
+PULLED = [
+    "log1p",
+    "log2",
+    "log10",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "erf",
+    "sigmoid",
+    "hypot",
+    "logaddexp",
+    "atan2",
+    "pow",
+    "divide",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "fmod",
+    "remainder",
+    "copysign",
+    "where",
+    "swiglu",
+    "relu",
+    "sqrt",
+    "cbrt",
+    "exp2",
+    "multiply",
+    "expm1",
+]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -921,6 +921,37 @@ def _of_frames() -> dict[str, int]:
     return out
 
 
+ACTIVATIONS = [
+    *("celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh", "leaky_relu", "log_sigmoid", "mish", "relu"),
+    *("relu6", "selu", "sigmoid", "silu", "softplus", "softsign", "squared_relu"),
+]
+
+
+def _of_launches() -> dict[str, list[Any]]:
+    """Launches forward and backward of functions that are one each, by dtype. Cotangents of short floats are cast at
+    both ends."""
+    calls: dict[str, Callable[..., Any]] = {name: getattr(mt.nn, name) for name in ACTIVATIONS}
+    calls["gelu, by tanh"] = lambda x: mt.nn.gelu(x, approximate=True)
+    calls["swiglu"] = lambda x, y: mt.nn.swiglu(x, y)
+    calls["rotary_embedding"] = lambda x: mt.nn.rotary_embedding(x, table, table)
+    calls["hypot"] = mt.hypot
+    out: dict[str, list[Any]] = {}
+    for dtype in every.FLOATS:
+        x, y = mt.ones((6, 8)).astype(dtype), mt.ones((6, 8)).astype(dtype)
+        table = mt.ones((6, 4)).astype(np.float64 if dtype.itemsize == 8 else np.float32)
+        for name, fn in calls.items():
+            args = (x, y) if name in ("swiglu", "hypot") else (x,)
+            with FAKE.calls() as forward:
+                value, pull = mt.vjp(fn, *args)
+            with FAKE.calls() as back:
+                pull(value)
+            casts = (1 + len(args)) * (dtype.itemsize == 2)
+            found = [fake_cuda.counts(forward)["launch"], fake_cuda.counts(back)["launch"] - casts]
+            if found != [1, 1]:
+                out[f"{name} of {dtype}"] = found
+    return out
+
+
 def _of_bundles() -> int:
     from meshtape.parallel.dask.worker import Bundle
 
