@@ -358,7 +358,7 @@ def test_runs_that_need_one_another_stay_apart(place: Any, emulator: Any) -> Non
 def test_activations_are_one_launch(dtype: str, place: Any, emulator: Any) -> None:
     """Also of infinities and NaN, of a number, and of operands that repeat; those of complex numbers stay composed."""
     x, g = values(dtype, (3, 40)), values(dtype, (3, 40))
-    rows = {"gelu": [x], "gelu_backward": [g, x], "sigmoid": [x], "silu": [x], "swiglu": [x, g[:1]]}
+    rows = {"gelu": [x], "gelu_backward": [g, x], "sigmoid": [x], "silu": [x], "swiglu": [x, g[:1]], "erf": [x]}
     for name, hosts in (rows | {"swiglu_backward": [1.0, x, g]}).items():
         op = mt.arrays.OPS[name]
         emulator.launched.clear()
