@@ -195,7 +195,7 @@ def test_many_places_are_sorted_by_as_many_bytes_as_they_have(
     for count in (40, 5000):
         places = place(np.append(rng.integers(0, rows, count - 2), [rows - 1, 0]))
         np.testing.assert_array_equal(scatter._order(places, rows), np.argsort(places, kind="stable"))
-    assert sorted_ == [8, itemsize]  # of few places one launch sorts all bytes
+    assert sorted_ == [8, itemsize]  # few places are sorted as they are
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
