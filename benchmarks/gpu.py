@@ -689,16 +689,26 @@ def elementwise_rows(m: Maker, t: Torch | None, jax: Any, n: int, d: np.dtype) -
     two, one = (lambda: (m.normal((n,), d), m.normal((n,), d))), (lambda: (m.normal((n,), d),))
     torch, jnp = None if t is None else t.torch, None if jax is None else jax.numpy
     gelu = None if t is None else (lambda x: torch.nn.functional.gelu(x))
+    swiglu = None if t is None else (lambda x, y: torch.nn.functional.silu(x) * y)
     for name, sizes, make, ours, theirs, of_torch, of_jax in (
         ("x + y", 3, two, lambda x, y: x + y, lambda x, y: x + y, lambda x, y: x + y, lambda x, y: x + y),
         ("tanh", 2, one, mt.tanh, xp.tanh, torch and torch.tanh, jnp and jnp.tanh),
         ("gelu", 2, one, mt.nn.gelu, None, gelu, jax and (lambda x: jax.nn.gelu(x, approximate=False))),
+        ("mish", 2, one, mt.nn.mish, None, torch and torch.nn.functional.mish, jax and jax.nn.mish),
+        ("swiglu", 3, two, mt.nn.swiglu, None, swiglu, jax and (lambda x, y: jax.nn.silu(x) * y)),
         ("sum", 1, one, mt.sum, lambda x: x.sum(dtype=launch.wide(d)), torch and torch.sum, jnp and jnp.sum),
     ):
         peers = {} if theirs is None else {"cupy": on_stream(theirs)}
         peers |= {} if t is None else t.pair(of_torch)
         peers |= {} if jax is None else {"jax": jax_peer(jax, of_jax)}
         yield Row(f"{name}, {label}", sizes * n * d.itemsize, make, of_arrays(ours), peers, 0.9)
+    yield Row(
+        f"swiglu, both ways, {label}",
+        8 * n * d.itemsize,
+        lambda: tuple(m.normal((n,), d) for _ in range(3)),
+        of_arrays(lambda g, x, y: mt.vjp(mt.nn.swiglu, x, y)[1](g)),
+        {} if t is None else {"torch": t.wrap(lambda g, x, y: their_gradients(t, swiglu, g, x, y))},
+    )
     side = max(1, int(n**0.5) // 32 * 32)
     yield Row(
         f"transpose, {side} x {side} {d.name}",
@@ -708,6 +718,32 @@ def elementwise_rows(m: Maker, t: Torch | None, jax: Any, n: int, d: np.dtype) -
         {"cupy": on_stream(lambda x: xp.ascontiguousarray(x.T))}
         | ({} if t is None else t.pair(lambda x: x.T.contiguous())),
     )
+
+
+def their_gradients(t: Torch, fn: Callable[..., Any], g: Any, *args: Any) -> Any:
+    args = tuple(x.detach().requires_grad_() for x in args)
+    return t.torch.autograd.grad(fn(*args), args, g)
+
+
+def rotary_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], d: np.dtype) -> Iterator[Row]:
+    """Queries, whose heads lie behind their positions and are put before them. PyTorch composes it."""
+    b, h, s, width = shape
+
+    def make() -> tuple[Any, ...]:
+        tables = (m.normal((s, width // 2), launch.wide(d)) for _ in range(2))
+        return (m.normal((b, s, h, width), d), *tables)
+
+    def ours(x: Any, c: Any, sine: Any) -> Any:
+        return mt.nn.rotary_embedding(mt.permute_dims(x, (0, 2, 1, 3)), c, sine)
+
+    def theirs(x: Any, c: Any, sine: Any) -> Any:
+        left, right = x.transpose(1, 2).chunk(2, -1)
+        turned = (left * c - right * sine, right * c + left * sine)
+        return t.torch.cat(turned, -1).to(x.dtype)
+
+    nbytes = 2 * int(np.prod(shape)) * d.itemsize
+    label = f"rotary_embedding, {' x '.join(map(str, shape))} {d.name}"
+    yield Row(label, nbytes, make, of_arrays(ours), {} if t is None else t.pair(theirs), 0.85)
 
 
 def product_rows(m: Maker, t: Torch | None, jax: Any, side: int, d: np.dtype) -> Iterator[Row]:
@@ -784,8 +820,7 @@ def attention_rows(m: Maker, t: Torch | None, shape: tuple[int, int, int, int], 
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def their_step(g: Any, q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        return t.torch.autograd.grad(theirs(q, k, v), (q, k, v), g)
+        return their_gradients(t, theirs, g, q, k, v)
 
     eager, both = ({}, {}) if t is None else ({"torch": t.wrap(theirs)}, {"torch": t.wrap(their_step)})
     yield Row(f"attention, {label}", 4 * size, three, of_arrays(ours), eager, None, 1.25)
@@ -936,6 +971,7 @@ def all_rows(m: Maker, t: Torch | None, jax: Any, quick: bool, tiny: bool = Fals
     yield from guarded(optimizer_rows, m, t, 4 if tiny else 64, n // 64)
     for d in dtypes:
         yield from guarded(elementwise_rows, m, t, jax, n, d)
+        yield from guarded(rotary_rows, m, t, attention, d)
         for shape in images:
             for last in (False, True):
                 yield from guarded(image_rows, m, t, shape, d, last)

@@ -114,8 +114,9 @@ def torch_model(torch: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
                 layer.n1, layer.n2 = (torch.nn.Parameter(torch.ones(c.width)) for _ in range(2))
                 self.layers.append(layer)
             cosines, sines = de.rotary_tables(np.arange(LENGTH), c.head_size, c.theta)
-            self.register_buffer("cosines", torch.from_numpy(cosines))
-            self.register_buffer("sines", torch.from_numpy(sines))
+            for name, table, sign in (("cosines", cosines, 1), ("sines", sines, -1)):
+                half = torch.from_numpy(np.asarray(table))
+                self.register_buffer(name, torch.cat([sign * half, half], -1))
 
         def turn(self, x: Any) -> Any:
             half = x.shape[-1] // 2

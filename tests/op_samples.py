@@ -195,6 +195,11 @@ ELEMENTS: Rows = {
         *each(mt.nn.swiglu, ".; 3 4, 4", kind="c16", high=0.9)[1:],
     ],
     "swiglu_backward": each(op("swiglu_backward"), "5, 5, 5; N 2, 2, N 2; 2 3 4, 3 1, 4; 0 3, 3, 0 3", high=0.9),
+    "pointwise": [
+        *each(op("pointwise", function="mish", numbers=()), ONE),
+        *each(op("pointwise", function="elu", numbers=(0.5,)), "N 2; 3 4"),
+        on(op("pointwise", function="softsign", numbers=()), "2 3"),
+    ],
     "gelu_backward": each(op("gelu_backward"), TWO),
     "round_to": each(lambda x: mt.round(x, 1), "N 2; .; 0 3") + each(lambda x: mt.round(x, -1), "5 i8; 5"),
     "where": [
@@ -698,6 +703,14 @@ NETWORKS: Rows = {
     "softmax_backward": [on(op("softmax_backward", axis=a), s, In(shape(s), "f8", 0.25, 0.75)) for s, a in AXES],
     "log_softmax_backward": [
         on(op("log_softmax_backward", axis=a), s, In(shape(s), "f8", -2.0, -1.0)) for s, a in AXES
+    ],
+    "rotary_embedding": [
+        *each(
+            mt.nn.rotary_embedding,
+            "N 4, N 2, N 2; 2 3 5 4, 5 2, 5 2; 2 3 5 6, 2 1 5 3, 2 1 5 3; 4, 2, 2; 0 6, 1 3, 1 3",
+        ),
+        on(op("rotary_embedding", inverse=True), "2 3 8, 2 1 4, 2 1 4"),
+        on(lambda x, c, s: mt.nn.rotary_embedding(mt.permute_dims(x, (0, 2, 1, 3)), c, s), "2 5 3 4, 5 2, 5 2"),
     ],
     "attention": [
         *(on(attended(scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),

@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.op import ShapeDtype, op_named
+from ..core.array import Array
+from ..core.devices import use_device
+from ..core.dispatch import apply, wrap
+from ..core.op import ShapeDtype, not_recording, op_named, recording
 from ..core.program import Const, Entry, FusedRun, Program
 from . import cuda_codegen as code
 from . import launch
@@ -268,26 +271,119 @@ def _copying(word: int, count: int) -> str:
     return _generated(source(FusedRun((entry,), (0,), (1,), aval.shape), program, (FULL,), count))
 
 
+# ----- functions of Arrays as one launch ------------------------------------------------------------------------------
+
+
+def _reads(e: Entry) -> list[int]:
+    return [v for v in e.inputs if isinstance(v, int)]
+
+
+class _Calls:
+    """The calls of ops on arrays of one element, as the entries of a program whose first inputs are these arrays."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.held = list(args)  # so that no other array gets the address of one
+        self.names = {id(a): i for i, a in enumerate(args) if isinstance(a, np.ndarray)}
+        self.entries: list[Entry] = []
+        self.dtypes: dict[int, np.dtype] = {}
+
+    def watches(self, x: Array) -> bool:
+        return False
+
+    def record(self, op: Any, args: Any, bufs: Sequence[Any], outs: Sequence[Array], params: Any) -> None:
+        out = outs[0]._buf
+        self.held += [*bufs, out]
+        if op.name == "full_like" or id(out) in self.names:  # a constant; the operand itself
+            return
+        found = [self.names.get(id(b)) for b in bufs]
+        numbers = [Const(b.item() if hasattr(b, "dtype") else b) for b in bufs]
+        inputs = tuple(n if v is None else v for v, n in zip(found, numbers, strict=True))
+        name = self.names[id(out)] = len(self.held)
+        self.dtypes[name] = out.dtype
+        self.entries.append(Entry(op, inputs, (name,) * len(outs), params))
+
+    def needed(self, outputs: Sequence[int | None]) -> list[Entry]:
+        """The entries that these come from, in order."""
+        wanted, out = set(outputs), []
+        for e in reversed(self.entries):
+            if e.outputs[0] in wanted:
+                wanted.update(_reads(e))
+                out.append(e)
+        return out[::-1]
+
+
+def _traced(fn: Callable[..., Any], args: Sequence[Any], value: int) -> tuple[Any, ...]:
+    """Entries and dtypes of the calls that ``fn`` makes, their inputs named by place, and the names of its results."""
+    shape = (1,) * max([1, *(len(a.shape) for a in args if type(a) is ShapeDtype)])
+    held = [np.full(shape, value, a.dtype) if type(a) is ShapeDtype else a for a in args]
+    calls = _Calls(held)
+    with use_device("cpu"), not_recording(), recording(calls), np.errstate(all="ignore"):
+        outs = fn(*[wrap(a) if isinstance(a, np.ndarray) else a for a in held])
+    single = not isinstance(outs, tuple | list)
+    names = [
+        None if o is None else calls.names.get(id(getattr(o, "_buf", o)), -1) for o in ([outs] if single else outs)
+    ]
+    return calls.needed(names), calls.dtypes, names, single
+
+
+def _kernel_of(fn: Callable[..., Any], args: Sequence[Any], least: int) -> Callable[..., Any] | None:
+    try:
+        entries, dtypes, names, single = found = _traced(fn, args, 1)
+        same = repr(_traced(fn, args, 2)) == repr(found)  # else a constant depends on values
+    except (ArithmeticError, TypeError, ValueError):  # it is raised again where the function runs by itself
+        return None
+    avals = dict(enumerate(args))
+    for e in entries:
+        shapes = [avals[v].shape for v in _reads(e)]
+        avals[e.outputs[0]] = ShapeDtype(np.broadcast_shapes(*shapes), dtypes[e.outputs[0]])
+    read = tuple(dict.fromkeys(v for e in entries for v in _reads(e) if v < len(args)))
+    outputs = tuple(dict.fromkeys(v for v in names if v is not None))
+    program = Program(read, tuple(entries), outputs, avals)
+    shape = np.broadcast_shapes(*(avals[v].shape for v in read))
+    if not same or len(entries) < max(least, 1) or any(v not in dtypes or avals[v].shape != shape for v in outputs):
+        return None
+    if not all(len(e.outputs) == 1 and _reads(e) and code.expressible(e, program) for e in entries):
+        return None
+    run = executable(FusedRun(program.entries, read, outputs, shape), program)
+
+    def call(bufs: Sequence[Any]) -> Any:
+        made = dict(zip(outputs, run(*[bufs[i] for i in read]), strict=True))
+        return made[names[0]] if single else tuple([made.get(v) for v in names])
+
+    return call
+
+
+def as_one_launch(fn: Callable[..., Any], least: int = 1) -> Callable[..., Any]:
+    """A function of Arrays that makes elementwise calls (``least``, or more), as a function of buffers on a GPU that is
+    one launch.
+
+    It answers NotImplemented where a call has no expression in CUDA, where a result has another shape than all operands
+    together, and of what is neither a buffer nor a real number.
+    """
+
+    @functools.lru_cache(maxsize=256)
+    def ready(numbers: str, *args: Any) -> Callable[..., Any] | None:
+        return _kernel_of(fn, args, least)
+
+    def call(*bufs: Any) -> Any:
+        array = launch.runner().xp.ndarray
+        args = [ShapeDtype(b.shape, b.dtype) if isinstance(b, array) else b for b in bufs]
+        numbers = [b for b in args if type(b) is not ShapeDtype]
+        if not all(type(b) in (bool, int, float) for b in numbers):
+            return NotImplemented
+        run = ready(repr(numbers) if numbers else "", *args)  # 0.0, -0.0 and 0 are equal
+        return NotImplemented if run is None else run(bufs)
+
+    return call
+
+
 def one_launch(name: str) -> Callable[..., Any]:
     """The CUDA form of an elementwise op of that name as one kernel; as it is composed, for dtypes that kernels do not
     take."""
-
-    @functools.lru_cache(maxsize=256)
-    def ready(numbers: str, *args: Any) -> Callable[..., Any]:
-        op, avals = op_named(name), dict(enumerate(args))
-        out = avals[len(args)] = op.avals(args, {})[0]
-        inputs = tuple(i if isinstance(a, ShapeDtype) else Const(a) for i, a in enumerate(args))
-        read = tuple(i for i in inputs if isinstance(i, int))
-        entry = Entry(op, inputs, (len(args),), {})
-        program = Program(read, (entry,), (len(args),), avals)
-        if not code.expressible(entry, program):
-            return functools.partial(op.impl, launch.runner().xp)
-        run = executable(FusedRun((entry,), read, entry.outputs, out.shape), program)
-        return lambda *bufs: run(*[bufs[i] for i in read])[0]
+    chain = as_one_launch(lambda *args: apply(op_named(name), args))
 
     def call(*bufs: Any) -> Any:
-        numbers = [b for b in bufs if not hasattr(b, "dtype")]
-        args = [ShapeDtype(b.shape, b.dtype) if hasattr(b, "dtype") else b for b in bufs]
-        return ready(repr(numbers) if numbers else "", *args)(*bufs)  # 0.0, -0.0 and 0 are equal
+        out = chain(*bufs)
+        return op_named(name).impl(launch.runner().xp, *bufs) if out is NotImplemented else out
 
     return call

@@ -51,6 +51,20 @@ template <class T> __device__ inline T larger_number(T a, T b) { return a != a ?
 template <class T> __device__ inline T smaller_number(T a, T b) { return a != a ? b : b != b ? a : a <= b ? a : b; }
 template <class T> __device__ inline T sign_of(T a) { return a != a ? a : (T)((a > (T)0) - (a < (T)0)); }
 template <class T> __device__ inline T magnitude(T a) { return a < (T)0 ? difference((T)0, a) : a; }
+// A quotient that differs from the one rounded towards minus infinity by its rounding alone, and the rest of it, where
+// `rest` is that of the division rounded towards zero. Infinities have the limits of a / b.
+template <class T> __device__ inline T floored_quotient(T a, T b, T rest)
+{
+    const T q = a / b;
+    if (q - q != (T)0 || b - b != (T)0) return q;
+    const T whole = (a - rest) / b - (T)(rest != (T)0 && (b < (T)0) != (rest < (T)0));
+    return whole != (T)0 ? whole : q * (T)0;
+}
+template <class T> __device__ inline T floored_rest(T b, T rest)
+{
+    if (rest == (T)0) return b < (T)0 ? -(T)0 : (T)0;
+    return (b < (T)0) != (rest < (T)0) ? rest + b : rest;
+}
 __device__ inline float log_of_sum(float a, float b)
 {
     const float d = a - b;

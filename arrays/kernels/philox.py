@@ -25,6 +25,7 @@ def variants() -> Iterator[tuple[str, str]]:
     for kind, dtypes in (("Bits", (_U32, _U64)), ("Uniform", KERNEL_FLOATS), ("Bernoulli", (_BOOL,))):
         for d in dtypes:
             yield FILE, named("philox_fill", _recipe(kind, d), d)
+    yield FILE, "fold_keys"
     for d in KERNEL_FLOATS:
         yield FILE, named("dropout", False, d)
         yield FILE, named("dropout", True, d)
@@ -52,6 +53,25 @@ def words(key: Any, start: int, count: int, stream: int = 0) -> Any:
     """Words ``start`` … ``start + count - 1`` of a key."""
     out = runner().xp.empty(count, _U64)
     fill(key, "Bits", {}, out, start, stream)
+    return out
+
+
+def fold(key: Any, data: Any, stream: int) -> Any:
+    """A key (2,) and a number, or keys (n, 1, 2) and numbers (n,), or one of either: new keys of these shapes."""
+    r, given, number = runner(), hasattr(data, "dtype"), np.uint64(0)
+    key = contiguous(key)
+    if given:
+        data = contiguous(data.view(_U64) if data.dtype.itemsize == 8 else data.astype(_U64))
+    else:
+        number = np.uint64(data % 2**64)
+    sizes = (key.size // 2, data.size if given else 1)
+    rows = max(sizes) if all(sizes) else 0
+    out = r.xp.empty((rows, 1, 2) if key.ndim == 3 or (given and data.ndim) else (2,), _U64)
+    if rows:
+        addresses = (r.address(key), r.address(data) if given else 0, r.address(out))
+        steps = i64(2 * (sizes[0] > 1)), i64(sizes[1] > 1)
+        arguments = (*map(np.uint64, addresses), i64(rows), *steps, number, np.uint64(stream))
+        r.launch(FILE, "fold_keys", (ceil_div(rows, _THREADS), 1, 1), (_THREADS, 1, 1), arguments)
     return out
 
 

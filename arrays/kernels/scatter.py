@@ -22,6 +22,8 @@ from .launch import contiguous, i64, named, runner, wide
 
 FILE = "scatter.cu"
 _THREADS = 256
+_FEW_KEYS = 4096
+"""So many keys are sorted as they are: the launch that makes them shorter would not pay. (Not measured.)"""
 _I64, _BOOL = np.dtype(np.int64), np.dtype(np.bool_)
 
 _RAW = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
@@ -145,10 +147,19 @@ def _vector(values: Any, out: Any, inner: int, one: bool) -> int:
     return vector_length(inner, [values.dtype.itemsize], [runner().address(x) for x in (values, out)])
 
 
+def _order(places: Any, rows: int) -> Any:
+    """The order that sorts places among ``rows`` rows, of equal ones in turn. The sort goes over each byte of its keys:
+    many keys have no more bytes than they need."""
+    keys = places
+    if places.size > _FEW_KEYS:
+        keys = places.astype(np.min_scalar_type(max(rows - 1, 0)), copy=False)
+    return contiguous(runner().xp.argsort(keys, kind="stable").astype(np.int64, copy=False))
+
+
 def _add_in_order(out: Any, places: Any, values: Any, inner: int, one: bool) -> None:
     r = runner()
     count = places.shape[0]
-    order = contiguous(r.xp.argsort(places, kind="stable").astype(np.int64, copy=False))
+    order = _order(places, out.size // inner)
     ordered = contiguous(places[order])
     a, vector = summed_as(out.dtype), _vector(values, out, inner, one)
     tiles = ceil_div(inner, 32 * vector)
@@ -203,7 +214,7 @@ def last_writes_kept(places: Any, rows: int) -> Any:
         _launch(named("mark_last", n), count, places, last, i64(count))
         _launch(named("kept_by_mark", n), count, places, last, kept, i64(count))
     else:  # a mark for every place would be most of the work, and of the memory
-        order = contiguous(r.xp.argsort(places, kind="stable").astype(np.int64, copy=False))
+        order = _order(places, rows)
         _launch(named("kept_by_order", _I64), count, contiguous(places[order]), order, kept, i64(count))
     return kept
 
@@ -288,7 +299,7 @@ def index_extremum(name: str) -> Callable[..., Any]:
             return out
         values, _ = _values(v, places, inner, template, arrays, out)
         values = xp.broadcast_to(values.astype(_compared_as(out.dtype), copy=False), (count, inner))
-        order = xp.argsort(places, kind="stable")
+        order = _order(places, out.size // inner)
         places, values = contiguous(places[order]), values[order]
         distance = 1
         while distance < count:

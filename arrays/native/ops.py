@@ -116,6 +116,29 @@ def _by_classes(kernel: str, operands: tuple[Any, ...], logits: Any, ignored: in
     return run(kernel, operands, *_rows(logits, 1), value=smoothing, flag=ignored is not None, ignored=ignored or 0)
 
 
+def rotary_embedding(x: Any, cosines: Any, sines: Any, inverse: bool) -> Any:
+    if (
+        not _takes(x)
+        or x.ndim < 2
+        or any(
+            type(t) is not np.ndarray
+            or t.shape[-2:] != (x.shape[-2], x.shape[-1] // 2)
+            or t.size * 2 != math.prod(x.shape[-2:])
+            for t in (cosines, sines)
+        )
+    ):
+        return NotImplemented
+    # In the order in which the rows lie: heads are views whose positions lie further apart than the heads.
+    order = (*sorted(range(x.ndim - 1), key=lambda d: -x.strides[d]), x.ndim - 1)
+    laid = x.transpose(order)
+    out = result_like(laid)
+    rows, width = _rows(laid, 1)
+    alike = math.prod(laid.shape[order.index(x.ndim - 2) + 1 : -1])
+    if not run("rotary_embedding", (laid, cosines, sines, out), rows, width, flag=inverse, ignored=alike):
+        return NotImplemented
+    return out.transpose(np.argsort(order))
+
+
 def _elementwise(kernel: str, x: Any) -> Any:
     if not _takes(x):
         return NotImplemented

@@ -3,16 +3,21 @@ memory and one launch on a GPU each."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
+
+import numpy as np
 
 from ..core import shape_rules
 from ..core.array import Array
-from ..core.dispatch import apply, at_once
+from ..core.dispatch import Deferred, apply, at_once
+from ..core.dtypes import KERNEL_FLOATS
 from ..core.errors import ArgumentError, ShapeError
-from ..core.op import Cuda, Op, composite, defined
-from ..kernels.chains import one_launch
+from ..core.op import Cuda, Op, composite, defined, state
+from ..kernels.chains import as_one_launch, one_launch
 from ..native import ops
 from ..native.calls import first
 from ..ops.creation import inexact, ordered
@@ -32,6 +37,7 @@ from ..ops.elementwise import (
     where,
 )
 from ..ops.manipulation import moveaxis
+from ..ops.param_kinds import NUMBERS, Kind
 from ..ops.wide_floats import in_float32
 from .gelu import GELU
 
@@ -73,6 +79,70 @@ SWIGLU_BACKWARD = Op(
 )
 """The cotangent of the gate; that of the other operand is ``swiglu(gate, g)``."""
 
+# ----- functions of several ops as one launch -------------------------------------------------------------------------
+
+P = ParamSpec("P")
+_FUNCTIONS: dict[str, Callable[..., Array]] = {}
+
+
+def _pointwise(*arrays: Array, function: str, numbers: tuple[float, ...]) -> Array:
+    fn = _FUNCTIONS[function]
+    return fn(*arrays, **dict(zip(_options(fn), numbers, strict=True)))
+
+
+def _options(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The keywords of a function, with what they are by default."""
+    return {n: p.default for n, p in inspect.signature(fn).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+
+@functools.lru_cache(maxsize=256)
+def _chain(function: str, text: str, numbers: tuple[float, ...]) -> Callable[..., Any]:
+    # (The text tells 1 from 1.0, and 0.0 from -0.0.)
+    return as_one_launch(functools.partial(_pointwise, function=function, numbers=numbers))
+
+
+def _on_gpu(x: Any, *, function: str, numbers: tuple[float, ...]) -> Any:
+    import cupy
+
+    out = _chain(function, repr(numbers), numbers)(x)
+    return _composed(cupy, x, function=function, numbers=numbers) if out is NotImplemented else out
+
+
+_composed = at_once("pointwise", _pointwise)
+POINTWISE = Op(
+    "pointwise",
+    ("x",),
+    _composed,
+    shape_rules.elementwise,
+    decompose=_pointwise,
+    overrides={"cupy": _on_gpu},
+    params={"function": Kind("the name of an activation function", lambda v, _: v in _FUNCTIONS), "numbers": NUMBERS},
+    flops=10,
+)
+"""An activation function by name, with the values of its keywords in order."""
+
+
+def _one_op_on_gpu(fn: Callable[P, Array]) -> Callable[P, Array]:
+    """Decorator of a function of one array whose ops are elementwise: floats on a GPU go through :data:`POINTWISE`, one
+    launch forward and one backward. Elsewhere, and where it is traced, the ops speak for themselves."""
+    _FUNCTIONS[fn.__name__] = fn
+    defaults = _options(fn)
+
+    @functools.wraps(fn)
+    def inner(*args: P.args, **options: P.kwargs) -> Array:
+        buf = getattr(args[0], "_buf", None) if len(args) == 1 else None
+        if type(buf) is np.ndarray or buf is None or isinstance(buf, Deferred) or buf.dtype not in KERNEL_FLOATS:
+            return fn(*args, **options)
+        numbers = tuple({**defaults, **options}.values())
+        if len(numbers) > len(defaults) or not all(type(n) in (bool, int, float) for n in numbers):
+            return fn(*args, **options)
+        if any(getattr(r, "lifts", False) for r in state.recorders):
+            return fn(*args, **options)
+        return apply(POINTWISE, args, {"function": fn.__name__, "numbers": numbers})
+
+    return inner
+
+
 # ----- functions ------------------------------------------------------------------------------------------------------
 
 
@@ -80,6 +150,14 @@ def _straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.
     """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a
     gate that is 0 is NaN."""
     return where(x > 40.0, x, gated(clip(x, low, 40.0)))
+
+
+@_one_op_on_gpu
+def _gelu_by_tanh(x: Array, /) -> Array:
+    def gated(x: Array) -> Array:
+        return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+
+    return gated(x) if x.dtype.kind == "c" else _straight_above(x, gated)
 
 
 @composite("gelu")
@@ -95,10 +173,7 @@ def gelu(x: Any, /, *, approximate: bool = False) -> Array:
     if not approximate:
         return apply(GELU, (x,))
 
-    def gated(x: Array) -> Array:
-        return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-
-    return gated(x) if x.dtype.kind == "c" else _straight_above(x, gated)
+    return _gelu_by_tanh(x)
 
 
 @composite("silu")
@@ -112,6 +187,7 @@ def silu(x: Any, /) -> Array:
 
 
 @composite("softplus")
+@_one_op_on_gpu
 def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
     """``log(1 + exp(beta * x)) / beta``, a smooth :func:`relu`.
 
@@ -125,6 +201,7 @@ def softplus(x: Any, /, *, beta: float = 1.0) -> Array:
 
 
 @composite("log_sigmoid")
+@_one_op_on_gpu
 def log_sigmoid(x: Any, /) -> Array:
     """``log(sigmoid(x))``, finite wherever ``x`` is.
 
@@ -135,6 +212,7 @@ def log_sigmoid(x: Any, /) -> Array:
 
 
 @composite("elu")
+@_one_op_on_gpu
 def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x) - 1)`` elsewhere (Clevert et al., 2016).
 
@@ -149,6 +227,7 @@ def elu(x: Any, /, *, alpha: float = 1.0) -> Array:
 
 
 @composite("selu")
+@_one_op_on_gpu
 def selu(x: Any, /) -> Array:
     """A scaled :func:`elu` that keeps mean 0 and variance 1 from layer to layer (Klambauer et al., 2017).
 
@@ -159,6 +238,7 @@ def selu(x: Any, /) -> Array:
 
 
 @composite("celu")
+@_one_op_on_gpu
 def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
     """``x`` where it is positive, ``alpha * (exp(x / alpha) - 1)`` elsewhere (Barron, 2017).
 
@@ -172,6 +252,7 @@ def celu(x: Any, /, *, alpha: float = 1.0) -> Array:
 
 
 @composite("leaky_relu")
+@_one_op_on_gpu
 def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
     """``x`` where it is positive, ``negative_slope * x`` elsewhere (Maas et al., 2013).
 
@@ -183,6 +264,7 @@ def leaky_relu(x: Any, /, *, negative_slope: float = 0.01) -> Array:
 
 
 @composite("relu6")
+@_one_op_on_gpu
 def relu6(x: Any, /) -> Array:
     """``min(max(x, 0), 6)`` (Howard et al., 2017), with gradient 0 at 0 and 6, as :func:`relu` has at 0.
 
@@ -194,6 +276,7 @@ def relu6(x: Any, /) -> Array:
 
 
 @composite("hard_tanh")
+@_one_op_on_gpu
 def hard_tanh(x: Any, /) -> Array:
     """``x`` limited to -1 … 1, with gradient 0 at both ends.
 
@@ -205,6 +288,7 @@ def hard_tanh(x: Any, /) -> Array:
 
 
 @composite("hard_sigmoid")
+@_one_op_on_gpu
 def hard_sigmoid(x: Any, /) -> Array:
     """``min(max(x + 3, 0), 6) / 6``: :func:`sigmoid` of three straight lines.
 
@@ -215,6 +299,7 @@ def hard_sigmoid(x: Any, /) -> Array:
 
 
 @composite("hard_silu")
+@_one_op_on_gpu
 def hard_silu(x: Any, /) -> Array:
     """``x * hard_sigmoid(x)``, also called hard swish (Howard et al., 2019).
 
@@ -226,6 +311,7 @@ def hard_silu(x: Any, /) -> Array:
 
 
 @composite("mish")
+@_one_op_on_gpu
 @in_float32
 def mish(x: Any, /) -> Array:
     """``x * tanh(softplus(x))`` (Misra, 2019).
@@ -238,6 +324,7 @@ def mish(x: Any, /) -> Array:
 
 
 @composite("softsign")
+@_one_op_on_gpu
 def softsign(x: Any, /) -> Array:
     """``x / (1 + |x|)``.
 
@@ -277,6 +364,7 @@ def glu(x: Any, /, *, axis: int = -1) -> Array:
 
 
 @composite("squared_relu")
+@_one_op_on_gpu
 def squared_relu(x: Any, /) -> Array:
     """``relu(x)**2`` (So et al., 2021).
 

@@ -26,6 +26,7 @@ from .norms.batch_norm import batch_norm
 from .norms.group_norm import group_norm, instance_norm
 from .norms.layer_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .regression_losses import binary_cross_entropy, cosine_similarity, huber_loss, l1_loss, mse_loss
+from .rotary import rotary_embedding
 from .softmax import log_softmax, logsumexp, softmax
 
 

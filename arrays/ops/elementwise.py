@@ -40,13 +40,25 @@ MULTIPLY, multiply = binary(
 )
 DIVIDE, divide = binary("divide", "Quotient.", "[1, 2], 4 -> [0.25, 0.5 ]", cuda="{0} / {1}", linear=((0,),))
 FLOOR_DIVIDE, floor_divide = binary(
-    "floor_divide", "Quotient rounded towards minus infinity.", "[7, -7], 2 -> [ 3, -4]", fn.floor_divide, nograd=STEP
+    "floor_divide",
+    "Quotient rounded towards minus infinity.",
+    "[7, -7], 2 -> [ 3, -4]",
+    fn.floor_divide,
+    nograd=STEP,
+    overrides={"cupy": one_launch("floor_divide")},
+    cuda="rint{f}(floored_quotient({0}, {1}, fmod{f}({0}, {1})))",
 )
 REMAINDER, remainder = binary(
-    "remainder", "Rest of the floor division, with the sign of the divisor.", "[7, -7], 3 -> [1, 2]"
+    "remainder",
+    "Rest of the floor division, with the sign of the divisor.",
+    "[7, -7], 3 -> [1, 2]",
+    cuda="floored_rest({1}, fmod{f}({0}, {1}))",
 )
 FMOD, fmod = binary(
-    "fmod", "Rest of the division rounded towards zero, with the sign of ``x1``.", "[-3.0, 3.0], 2.0 -> [-1.,  1.]"
+    "fmod",
+    "Rest of the division rounded towards zero, with the sign of ``x1``.",
+    "[-3.0, 3.0], 2.0 -> [-1.,  1.]",
+    cuda="fmod{f}({0}, {1})",
 )
 LDEXP, _scaled = binary(
     "ldexp", "``x1 * 2**x2``, rounded once; ``x2`` are integers.", "[1.0, 3.0], 2 -> [ 4., 12.]", fn.ldexp
@@ -137,7 +149,7 @@ ldexp.__doc__ = _scaled.__doc__
 
 EXP, exp = unary("exp", "``e**x``.", "[0.0, 1.0] -> [1.        , 2.71828183]", cuda=True, flops=8)
 EXPM1, expm1 = unary("expm1", "``e**x - 1``, exact near zero.", "[0.0, 1e-12] -> [0.e+00, 1.e-12]", fn.expm1, cuda=True)
-EXP2, exp2 = unary("exp2", "``2**x``.", "[0.0, 3.0] -> [1., 8.]")
+EXP2, exp2 = unary("exp2", "``2**x``.", "[0.0, 3.0] -> [1., 8.]", cuda=True)
 LOG, log = unary("log", "Natural logarithm.", "[1.0, mt.e] -> [0., 1.]", cuda=True, flops=8)
 LOG1P, log1p = unary("log1p", "``log(1 + x)``, exact near zero.", "[0.0, 1e-12] -> [0.e+00, 1.e-12]", cuda=True)
 LOG2, log2 = unary("log2", "Logarithm to base 2.", "[1.0, 8.0] -> [0., 3.]", cuda=True)
@@ -281,7 +293,7 @@ BITWISE_XOR, bitwise_xor = binary(
     "bitwise_xor", "Bits set in one.", "[6, 5], 3 -> [5, 6]", nograd=_INT, cuda=Cuda("{0} ^ {1}", "biu")
 )
 BITWISE_INVERT, bitwise_invert = unary(
-    "bitwise_invert", "Bits turned over.", "[0, 5] -> [-1, -6]", nograd=_INT, cuda=Cuda("~{0}", "iu")
+    "bitwise_invert", "Bits turned over.", "[0, 5] -> [-1, -6]", nograd=_INT, cuda=Cuda("!{0}", "biu", "~{0}")
 )
 BITWISE_LEFT_SHIFT, bitwise_left_shift = binary(
     "bitwise_left_shift", "Bits moved left.", "[1, 3], 2 -> [ 4, 12]", nograd=_INT
@@ -377,7 +389,15 @@ RELU, relu = unary(
     fn.relu,
     cuda=Cuda("larger({0}, {zero})", "iuf"),
 )
-ERF, erf = unary("erf", "Error function.", "[0.0, 0.5] -> [0.        , 0.52049988]", fn.erf, cuda=True, flops=12)
+ERF, erf = unary(
+    "erf",
+    "Error function.",
+    "[0.0, 0.5] -> [0.        , 0.52049988]",
+    fn.erf,
+    overrides={"cupy": one_launch("erf")},
+    cuda=True,
+    flops=12,
+)
 SIGMOID, sigmoid = unary(
     "sigmoid",
     "``1 / (1 + exp(-x))`` without overflow.",

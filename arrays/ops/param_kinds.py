@@ -69,6 +69,9 @@ COUNT = Kind("an integer of 0 or more", lambda v, _: _whole(v) and v >= 0)
 POSITIVE = Kind("an integer of 1 or more", lambda v, _: _whole(v) and v >= 1)
 LABEL = Kind("an integer or null", lambda v, _: v is None or _whole(v))
 NUMBER = Kind("a number", _is_number)
+NUMBERS = Kind(
+    "a tuple of numbers", lambda v, c: type(v) is tuple and all(type(n) is bool or _is_number(n, c) for n in v)
+)
 VALUE = Kind(
     "a number or a truth value",
     lambda v, c: _is_number(v, c) or type(v) in (bool, complex) or isinstance(v, np.generic),

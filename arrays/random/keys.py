@@ -13,6 +13,7 @@ from ..core.devices import Device
 from ..core.dispatch import apply
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype
+from ..kernels import philox as kernels
 from ..ops.creation import asarray
 from ..ops.manipulation import permute_dims
 from ..ops.param_kinds import COUNT
@@ -32,11 +33,7 @@ def _fold_impl(xp: Any, key: Any, data: Any, stream: int) -> Any:
             xp, (count, zero, zero, zero + np.uint64(stream)), (key[..., 0].reshape(-1), key[..., 1].reshape(-1))
         )
         return xp.stack(found[:2], axis=1)[:, None]
-    if xp is np:
-        return words(np, key, 4 * (int(data) % 2**64), 2, stream)
-    zero = xp.zeros((1,), np.uint64)
-    count = zero + (np.uint64(data % 2**64) if isinstance(data, int) else data.astype(np.uint64))
-    return xp.concatenate(philox4x64(xp, (count, zero, zero, zero + np.uint64(stream)), (key[0:1], key[1:2]))[:2])
+    return words(xp, key, 4 * (int(data) % 2**64), 2, stream)
 
 
 def _infer_fold(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> ShapeDtype:
@@ -51,7 +48,13 @@ def _infer_fold(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> Sha
 
 SPLIT = op_of("split", lambda: recipes.bits(recipes.U64), takes_dtype=False, stream=_SPLITS)
 FOLD_IN = Op(
-    "random_fold_in", ("key", "data"), _fold_impl, _infer_fold, nondifferentiable=RANDOM_BITS, params={"stream": COUNT}
+    "random_fold_in",
+    ("key", "data"),
+    _fold_impl,
+    _infer_fold,
+    nondifferentiable=RANDOM_BITS,
+    overrides={"cupy": kernels.fold},
+    params={"stream": COUNT},
 )
 
 

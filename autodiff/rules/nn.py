@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...arrays.nn import attention as a
 from ...arrays.nn import convolution as c
 from ...arrays.nn import cross_entropy as ce
-from ...arrays.nn import dropout
+from ...arrays.nn import dropout, rotary
 from ...arrays.nn import linear_cross_entropy as lce
 from ...arrays.nn import mixture_of_experts as e
 from ...arrays.nn import softmax as s
@@ -46,6 +46,29 @@ def _linear_cross_entropy(xp, g, hidden, weight, labels, ans_1, ignore_index, la
 
 
 defvjp_all(lce.LINEAR_CROSS_ENTROPY, _linear_cross_entropy)
+
+# ----- rotary positions ----------------------------------------------------------------------------------------------
+
+
+def _halves(x):
+    return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+
+
+def _turned_back(xp, g, cosines, sines, inverse):
+    return call(xp, rotary.ROTARY_EMBEDDING, g, conj(xp, cosines), conj(xp, sines), inverse=not inverse)
+
+
+def _along(xp, g, x):
+    (ga, gb), (a, b) = _halves(g), _halves(conj(xp, x))
+    return ga * a + gb * b
+
+
+def _across(xp, g, x, inverse):
+    (ga, gb), (a, b) = _halves(g), _halves(conj(xp, x))
+    return ga * b - gb * a if inverse else gb * a - ga * b
+
+
+defvjp(rotary.ROTARY_EMBEDDING, x=_turned_back, cosines=_along, sines=_across)
 
 # ----- convolution ----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ of a real ``L``, hence the conjugates: for a matrix product ``dA = G @ B^H``.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ... import arrays
 from ...arrays.core.dispatch import SCALARS, apply
+from ...arrays.core.dtypes import HALF, float32
 from ...arrays.core.op import Op
+from ...arrays.kernels.chains import as_one_launch
 
 
 class Need(NamedTuple):
@@ -142,3 +146,37 @@ def call(xp: Any, op: Op, *args: Any, **params: Any) -> Any:
     if xp.__name__ == "cupy":
         return op.bind(xp)(*args, **params)
     return apply(op, args, params)
+
+
+def in_one_launch(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an elementwise op: on buffers of CuPy its calls are one launch, if they have that form and are more
+    than one. It widens what was kept of short floats itself."""
+
+    def widening(xp: Any, g: Any, *kept: Any) -> Any:
+        if g.dtype is float32:
+            kept = tuple(k.astype(float32) if getattr(getattr(k, "dtype", None), "num", 0) >= HALF else k for k in kept)
+        return rule(xp, g, *kept)
+
+    chain: Any = as_one_launch(functools.partial(widening, arrays), least=2)
+
+    @functools.wraps(rule)
+    def run(xp: Any, g: Any, *kept: Any) -> Any:
+        out = chain(g, *kept) if xp.__name__ == "cupy" else NotImplemented
+        return widening(xp, g, *kept) if out is NotImplemented else out
+
+    return run
+
+
+def all_in_one_launch(pulls: Sequence[tuple[int, Callable[..., Any], Any]]) -> Callable[..., dict[int, Any]]:
+    """Rules of several operands of an elementwise op (by :func:`in_one_launch`), each with the function that finds its
+    arguments in what was kept, as one function that gives the cotangents by operand: of buffers of CuPy one launch."""
+    joined = [pull for pull in pulls if pull[1] is not same]
+    chain: Any = as_one_launch(lambda g, *kept: tuple([rule(arrays, g, *find(kept)) for _, rule, find in joined]))
+
+    def run(xp: Any, g: Any, *kept: Any) -> dict[int, Any]:
+        out = chain(g, *kept) if xp.__name__ == "cupy" else NotImplemented
+        if out is NotImplemented:
+            return {i: rule(xp, g, *find(kept)) for i, rule, find in pulls}
+        return dict.fromkeys((i for i, _, _ in pulls), g) | {i: gx for (i, _, _), gx in zip(joined, out, strict=True)}
+
+    return run

@@ -19,10 +19,11 @@ from ...arrays.core.dispatch import argument_avals, call_site, compiled, written
 from ...arrays.core.dtypes import HALF, complex128, float32, float64
 from ...arrays.core.op import Op, ShapeDtype, state
 from ...arrays.core.program import Const, Entry, Site
+from ...arrays.core.shape_rules import elementwise
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET
 from ...arrays.ops.elementwise import DIVIDE, MULTIPLY, NEGATIVE, SUBTRACT
 from ..rules import RULES
-from ..rules.registry import same
+from ..rules.registry import all_in_one_launch, in_one_launch, same
 
 _TAKES_SPARSE = frozenset({DIVIDE, GETITEM, MULTIPLY, NEGATIVE, SUBTRACT})
 """Ops whose rules only use operations that a sparse cotangent has."""
@@ -53,11 +54,15 @@ class VJPPlan:
         Whether the rule takes None for the cotangent of a result that nothing depends on.
     of_complex
         The plan of calls with complex results.
+    on_gpu
+        The plan of calls on a GPU: the rules of an elementwise op are one launch together, and widen short floats
+        themselves (``widens``).
     """
 
     __slots__ = (
         "keeps_result",
         "of_complex",
+        "on_gpu",
         "op",
         "partial",
         "pick",
@@ -70,6 +75,7 @@ class VJPPlan:
         "takes_sparse",
         "together",
         "wanted",
+        "widens",
     )
 
     def __init__(self, op: Op, wanted: tuple[int, ...], count: int) -> None:
@@ -79,7 +85,7 @@ class VJPPlan:
         self.places: tuple[tuple[int | slice, ...] | None, ...] = ()
         self.together: tuple[Callable[..., Any], Any] | None = None
         self.rest: tuple[Any, ...] = ()
-        self.simple = self.takes_sparse = False
+        self.simple = self.takes_sparse = self.widens = False
         self.partial = rule is not None and rule.partial
         self.saves: tuple[int, ...] = tuple(range(count))
         if rule is not None:
@@ -102,11 +108,18 @@ class VJPPlan:
                 self.takes_sparse = op in _TAKES_SPARSE or all(fn is same for _, fn, _ in self.pulls)
         self.pick = _picker(self.saves)
         self.keeps_result = bool(self.saves) and self.saves[-1] >= count
-        self.of_complex = self
+        self.of_complex = self.on_gpu = self
         if rule is not None and rule.analytic:
             self.of_complex = copy(self)
+            self.of_complex.of_complex = self.of_complex.on_gpu = self.of_complex
             self.of_complex.pulls = tuple((i, fn, _conjugated(find)) for i, fn, find in self.pulls or ())
             self.of_complex.places = (None,) * len(self.of_complex.pulls)
+        if self.pulls and op.infer is elementwise:
+            self.on_gpu = copy(self)
+            self.on_gpu.widens = True
+            self.on_gpu.pulls = tuple((i, fn if fn is same else in_one_launch(fn), find) for i, fn, find in self.pulls)
+            if sum(fn is not same for _, fn, _ in self.pulls) > 1:
+                self.on_gpu.together, self.on_gpu.simple = (all_in_one_launch(self.on_gpu.pulls), _all), False
 
     def _places(self, needs: Sequence[Any], count: int) -> list[int | slice]:
         """The places of the arguments of a rule in what is kept."""
@@ -131,6 +144,10 @@ class VJPPlan:
             where = n.where
             found.append(params[where] if n.kind == "param" else avals[where] if n.kind == "like" else avals[where:])
         return tuple(found)
+
+
+def _all(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return values
 
 
 def _picker(places: Sequence[int | slice]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -266,6 +283,8 @@ class Recording:
                 self.follow(name, buf)
                 if dtype.kind == "c":
                     plan = plan.of_complex
+            if type(buf) is not np.ndarray:
+                plan = plan.on_gpu
             kept = plan.pick((*bufs, buf) if plan.keeps_result else bufs) if plan.saves else ()
             outputs, out_avals = (name,), None
         else:

@@ -36,7 +36,6 @@ from .layers import (
     maybe_dropout,
     residual_std,
     rotary_tables,
-    rotate,
     split_heads,
 )
 from .plans import AXES, Plan, Stages, block_cuts, constrained, parse, split_blocks
@@ -299,8 +298,8 @@ def _block(
 
 def _attention(p: Any, h: Array, c: Config, tables: tuple[Array, Array], plan: Plan | None) -> Array:
     # Queries as (b, kv_heads, group, s, d): keys and values of one head serve its group by broadcasting.
-    q = rotate(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), *tables)
-    k = rotate(split_heads(linear(h, p["k"]), c.kv_heads), *tables)
+    q = nn.rotary_embedding(split_heads(linear(h, p["q"]), c.kv_heads, c.heads // c.kv_heads), *tables)
+    k = nn.rotary_embedding(split_heads(linear(h, p["k"]), c.kv_heads), *tables)
     v = split_heads(linear(h, p["v"]), c.kv_heads)
     here = q.sharding
     if plan is not None and "cp" in plan.parts and here is not None and AXES["cp"] in here.mesh.names:

@@ -20,7 +20,7 @@ from ...arrays.core.op import not_recording
 from ...arrays.nn import nn
 from ...arrays.nn.linear_cross_entropy import linear as linear
 from ...arrays.ops.creation import asarray
-from ...arrays.ops.manipulation import astype, flip, permute_dims, reshape
+from ...arrays.ops.manipulation import astype, permute_dims, reshape
 from ..forecasting.specs import Spec
 from ..mesh.mesh import Mesh
 from .plans import Plan
@@ -116,10 +116,7 @@ class RopeScaling:
 def rotary_tables(
     positions: np.ndarray, d: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Array, Array]:
-    """Cosines and sines of shape ``(s, d)`` for :func:`rotate` (Su et al., 2021), in float32.
-
-    Pairs are the elements ``i`` and ``i + d/2``, the order of Hugging Face's Llama.
-    """
+    """Cosines and sines of shape ``(s, d/2)`` for :func:`~meshtape.nn.rotary_embedding`, in float32."""
     if d % 2:
         raise ShapeError(f"rotary positions need heads of even length, got {d}")
     cosines, sines = _rotary_tables(tuple(positions.tolist()), d, theta, scaling, default_device())
@@ -134,19 +131,9 @@ def _rotary_tables(
     """The tables, kept, so that a GPU is not sent them at every forward pass."""
     speeds = theta ** (-np.arange(0, d, 2) / d)
     angles = np.outer(np.asarray(positions, np.float64), speeds if scaling is None else scaling(speeds))
-    angles = np.concatenate([angles, angles], axis=1)
-    sign = np.concatenate([-np.ones(d // 2), np.ones(d // 2)])
-    cosines, sines = np.cos(angles), np.sin(angles) * sign
+    cosines, sines = np.cos(angles), np.sin(angles)
     with not_recording():  # the caller tells of them, at the first call as at every later one
         return asarray(cosines.astype(np.float32), device=device), asarray(sines.astype(np.float32), device=device)
-
-
-def rotate(x: Array, cosines: Array, sines: Array) -> Array:
-    """Each pair of elements of the last dimension turned by the angle of its position; ``x`` is ``(…, s, d)``."""
-    *before, s, d = x.shape
-    pairs = reshape(x, (*before, s, 2, d // 2))  # flipping is a view, and so is its gradient
-    cos, sin = (reshape(astype(t, x.dtype, copy=False), (s, 2, d // 2)) for t in (cosines, sines))
-    return reshape(pairs * cos + flip(pairs, axis=-2) * sin, x.shape)
 
 
 def check_ids(name: str, ids: Any, length: int) -> Array:

@@ -119,7 +119,7 @@ SLOPES: dict[str, Callable[[Any, Any], Any]] = {
 
 def test_every_kernel_is_tested() -> None:
     ours = {op for op, _, _ in CASES.values()} - {"silu"} | set(SLOPES) | {"where", "add_product", "softmax_lse"}
-    assert ours == set(native._kernels.KERNELS)
+    assert ours | {"rotary_embedding"} == set(native._kernels.KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -480,3 +480,39 @@ def test_labels_are_looked_at_in_one_pass() -> None:
         assert ops.below(unlike, 7) is None
     with pytest.raises(mt.errors.ArrayIndexError, match="label 7 is none of the 7 classes"):
         mt.nn.cross_entropy(mt.zeros((3, 7)), mt.asarray([0, 6, 7]))
+
+
+# ----- rotary positions -----------------------------------------------------------------------------------------------
+
+ROWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {  # of (2, 5, 3, 8), as they lie
+    "heads first": lambda x: x,
+    "positions first": lambda x: np.ascontiguousarray(x.transpose(2, 0, 1, 3)).transpose(1, 2, 0, 3),
+    "heads last": lambda x: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("how", ROWS)
+def test_rows_are_turned_as_they_lie(how: str, inverse: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    x, (c, s) = ROWS[how](rng.standard_normal((2, 5, 3, 8)).astype(dtype)), rng.standard_normal((2, 3, 4)).astype(dtype)
+    got = ops.rotary_embedding(x, c, s, inverse)
+    expected = OPS["rotary_embedding"].impl(np, *(a.astype(np.float64) for a in (x, c, s)), inverse=inverse)
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
+    assert (got.dtype, got.strides) == (dtype, x.strides)
+    monkeypatch.setattr(threads, "SMALLEST_SHARED", 0)
+    monkeypatch.setattr(threads, "threads", lambda: 3)
+    np.testing.assert_array_equal(ops.rotary_embedding(x, c, s, inverse), got)
+
+
+def test_rotations_that_numpy_computes() -> None:
+    rng = np.random.default_rng(0)
+    x, (c, s) = rng.standard_normal((2, 3, 8)), rng.standard_normal((2, 3, 4))
+    pairs = [(x[..., ::2][..., :2], c[:, :1], s[:, :1]), (x, c.astype(np.float32), s), (x, c[:1], s[:1])]
+    pairs += [(np.broadcast_to(x[:1], x.shape), c, s), (x, np.stack([c, c]), np.stack([s, s])), (x[0, 0], c[0], s[0])]
+    for args in pairs:
+        assert ops.rotary_embedding(*args, False) is NotImplemented
+        got = np.asarray(OPS["rotary_embedding"].numpy(*args, inverse=False))
+        a, b = np.split(args[0], 2, axis=-1)
+        np.testing.assert_allclose(got, np.concatenate([a * args[1] - b * args[2], b * args[1] + a * args[2]], axis=-1))

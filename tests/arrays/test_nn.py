@@ -451,3 +451,39 @@ def test_masks_of_attention_are_boolean_or_floating_and_heads_broadcast():
     for flag in (1, None, "yes", mt.asarray(True)):
         with pytest.raises(ArgumentError, match="is_causal is True or False"):
             mt.nn.scaled_dot_product_attention(q, q, q, is_causal=flag)
+
+
+# ----- rotary positions -----------------------------------------------------------------------------------------------
+
+
+def test_pairs_turn_by_their_angles():
+    """As complex numbers: a pair times the number of its angle on the unit circle."""
+    rng = np.random.default_rng(0)
+    x, angles = rng.standard_normal((2, 3, 5, 8)), rng.uniform(-9, 9, (5, 4))
+    got = np.asarray(mt.nn.rotary_embedding(x, np.cos(angles), np.sin(angles)))
+    pairs = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
+    np.testing.assert_allclose(got, np.concatenate([pairs.real, pairs.imag], axis=-1), atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_short_floats_are_turned_in_float32_and_rounded_once(dtype):
+    rng = np.random.default_rng(0)
+    angles = rng.uniform(-9, 9, (5, 4)).astype(np.float32)
+    x, c, s = mt.asarray(rng.standard_normal((3, 5, 8))).astype(getattr(mt, dtype)), np.cos(angles), np.sin(angles)
+    got = mt.nn.rotary_embedding(x, c, s)
+    wide = mt.nn.rotary_embedding(x.astype(mt.float32), c, s)
+    assert got.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(wide.astype(x.dtype)))
+
+
+def test_tables_that_do_not_fit_are_refused():
+    x = np.ones((2, 3, 4))
+    for table in (np.ones((3, 4)), np.ones((4, 2)), np.ones((1, 2, 3, 2)), np.ones((3, 1))):
+        with pytest.raises(ShapeError, match=r"\[rotary_embedding\] cosines and sines"):
+            mt.nn.rotary_embedding(x, table, table)
+    with pytest.raises(ShapeError, match=r"\[rotary_embedding\] cosines and sines"):
+        mt.nn.rotary_embedding(x, np.ones((3, 2)), np.ones(2))
+    with pytest.raises(ShapeError, match="its length is even"):
+        mt.nn.rotary_embedding(np.ones((2, 3)), np.ones((2, 1)), np.ones((2, 1)))
+    with pytest.raises(DTypeError, match="real numbers"):
+        mt.nn.rotary_embedding(x * 1j, np.ones((3, 2)), np.ones((3, 2)))

@@ -116,6 +116,20 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
+// New keys: the first two words of the block whose number is the datum, `number` where there are no data. A step is 0 where
+// all rows have one key, or datum.
+__global__ void __launch_bounds__(THREADS)
+    fold_keys(const u64* keys, const u64* data, u64* out, i64 rows, i64 key_step, i64 data_step, u64 number,
+              u64 stream)
+{
+    const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= rows) return;
+    const u64* key = keys + i * key_step;
+    const Words w = philox(data ? data[i * data_step] : number, stream, key[0], key[1]);
+    out[2 * i] = w.at[0];
+    out[2 * i + 1] = w.at[1];
+}
+
 // ----- dropout ----------------------------------------------------------------------------------------------------------
 
 __device__ inline float quotient(float a, float b) { return __fdiv_rn(a, b); }

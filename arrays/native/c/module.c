@@ -47,6 +47,7 @@ typedef struct {
     void *at[MOST_OPERANDS];
     ptrdiff_t width, chunk; /* elements of a row; rows that share a row of partial sums */
     ptrdiff_t stride;       /* from row to row of the first operand: 0 where all are the same */
+    ptrdiff_t period;       /* rows of a table */
     double value;
     int64_t ignored;
     int flag, repeated; /* repeated: the first operand is one number */
@@ -85,8 +86,9 @@ typedef struct {
 typedef struct {
     const char *name;
     /* g, s: a cotangent of every element, or of every row, or one number for all. x: every element. w: one row. l: int64, one a row.
-       e: every element, or one number for all. m: a truth value for every element, or for one row that all rows have. d: a float64 for every row. Written: o, every element; r, one number a row; t, a float64 for every row; p, a row for each
-       chunk of rows. */
+       e: every element, or one number for all. m: a truth value for every element, or for one row that all rows have. d: a float64
+       for every row. h: a table of rows of half the elements. Written: o, every element; r, one number a row; t, a float64 for every
+       row; p, a row for each chunk of rows. */
     const char *operands;
     Kernel f32, f64;
 } Entry;
@@ -115,6 +117,7 @@ static const Entry KERNELS[] = {
     ENTRY(relu_backward, "gxo"),
     ENTRY(add_product, "xo"),
     ENTRY(where, "eemo"),
+    ENTRY(rotary_embedding, "xhho"),
 };
 
 #define COUNT ((Py_ssize_t)(sizeof KERNELS / sizeof *KERNELS))
@@ -152,6 +155,10 @@ static int fits(const View *v, char letter, char kind, Job *job, Py_ssize_t rows
         if (count == rows * job->width) break;
         if (count != (letter == 'e' ? 1 : job->width)) return 0;
         *one = 1;
+        break;
+    case 'h':
+        if (job->width < 2 || job->width % 2 || !count || count % (job->width / 2)) return 0;
+        job->period = count / (job->width / 2);
         break;
     case 'p':
         if (count != chunks * job->width) return 0;

@@ -192,3 +192,19 @@ KERNEL(cross_entropy_backward) { /* g, cotangent of lse, logits, labels, lse, ou
         out[label] -= (1 - smoothing) * scale;
     }
 }
+
+KERNEL(rotary_embedding) { /* x, cosines, sines, out: so many rows (`ignored`) in turn have a row of the tables, which come again and again */
+    const ptrdiff_t n = job->width / 2, times = job->ignored < 1 ? 1 : (ptrdiff_t)job->ignored;
+    const REAL sign = job->flag ? -1 : 1;
+    for (ptrdiff_t i = start; i < stop; i++) {
+        const ptrdiff_t row = i / times % job->period * n;
+        const REAL *a = (const REAL *)job->at[0] + i * 2 * n, *b = a + n, *c = (const REAL *)job->at[1] + row;
+        const REAL *s = (const REAL *)job->at[2] + row;
+        REAL *left = (REAL *)job->at[3] + i * 2 * n, *right = left + n;
+        EACH for (ptrdiff_t k = 0; k < n; k++) {
+            const REAL x = a[k], y = b[k], sine = sign * s[k];
+            left[k] = x * c[k] - y * sine;
+            right[k] = y * c[k] + x * sine;
+        }
+    }
+}

@@ -1,5 +1,5 @@
-"""Factor mappings of the softmax family and of attention. Rows stay whole; where their dimension is split, the op is
-decomposed."""
+"""Factor mappings of the softmax family, attention and rotary positions. Rows stay whole; where their dimension is
+split, the op is decomposed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ....arrays.core.op import Op
 from ....arrays.nn import attention as a
 from ....arrays.nn import cross_entropy as ce
 from ....arrays.nn import linear_cross_entropy as lce
+from ....arrays.nn import rotary
 from ....arrays.nn import softmax as s
 from ..factors import Avals, FactorRule, Letters, Outs, Params, RankView, rule
 
@@ -70,3 +71,12 @@ def _attention(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Param
     if op is a.ATTENTION:
         return letters.rule(operands, results, localize=local)
     return letters.rule([results[0], *operands[:3], *results, *operands[3:]], operands[: len(outs)], localize=local)
+
+
+@rule(rotary.ROTARY_EMBEDDING)
+def _rotary_embedding(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
+    x, *tables = avals
+    rows = letters.many(x.shape[:-1])
+    width, pairs = letters.new(x.shape[-1], whole=True), letters.new(x.shape[-1] // 2, whole=True)
+    own = [letters.aligned((*rows, pairs), t.shape) for t in tables]
+    return letters.rule([(*rows, width), *own], [(*rows, width)])

@@ -112,7 +112,9 @@ BUDGETS = """
     grouped.cu      | place_pairs                                                         |  40  0 29
     grouped.cu      | sum_pairs<bfloat16, 8>                                              |  40 20  9
     philox.cu       | dropout<true, bfloat16>                                             |  40  3 26
+    philox.cu       | fold_keys                                                           |  40  0  5
     philox.cu       | philox_fill<Uniform<bfloat16>, bfloat16>                            |  32  1 10
+    rotary.cu       | rotary<bfloat16, float, 8>                                          |  48 12 0
     row_norm.cu     | norm_backward<false, true, bfloat16, bfloat16, bfloat16, 512, 32, false> |  88 24  2
     row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 0, false> |  64 23  2
     row_norm.cu     | norm_backward<true, false, bfloat16, bfloat16, bfloat16, 512, 32, false> |  96 20  2

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.arrays.core.dispatch import apply
 from meshtape.arrays.core.program import Program
 from meshtape.arrays.kernels import chains, cuda_codegen, launch
+from meshtape.arrays.nn import activations
 from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable
 from meshtape.autodiff.compiler.fusion import FusedRun
+from meshtape.autodiff.tape import backward
+from meshtape.autodiff.tape.record import plan_for
 
 pytestmark = pytest.mark.usefixtures("compiled_together")
 RNG = np.random.default_rng(5)
@@ -109,7 +114,7 @@ UNARY = {
     "sin": (-3, 3), "cos": (-3, 3), "tan": (-1, 1), "asin": (-1, 1), "acos": (-1, 1), "atan": (-9, 9), "sinh": (-3, 3),
     "cosh": (-3, 3), "tanh": (-3, 3), "asinh": (-9, 9), "acosh": (1, 9), "atanh": (-0.9, 0.9), "erf": (-3, 3),
     "reciprocal": (0.5, 9), "floor": (-9, 9), "ceil": (-9, 9), "trunc": (-9, 9), "round": (-9, 9), "sign": (-1, 1),
-    "abs": (-9, 9), "negative": (-9, 9), "positive": (-9, 9), "square": (-9, 9),
+    "exp2": (-3, 3), "abs": (-9, 9), "negative": (-9, 9), "positive": (-9, 9), "square": (-9, 9),
 }  # fmt: skip
 
 
@@ -134,6 +139,7 @@ def test_functions_of_two_variables_and_odd_values(dtype: str, place: Any) -> No
         return (
             mt.maximum(a, b), mt.fmax(a, b), mt.fmin(a, b), mt.copysign(a, b), mt.isinf(a), mt.isfinite(b), mt.sign(a),
             mt.nn.relu(a), a == b, a != b, a <= b, a >= 0, mt.logical_xor(a, b), mt.round(a), mt.stop_gradient(a) / b,
+            a // b, (a * 8.0) // b, a // 0.5, mt.remainder(a, b), mt.remainder(a * 8.0, b), mt.fmod(a, b),
         )  # fmt: skip
 
     check(odd, [x, y], place)
@@ -253,7 +259,8 @@ def test_what_no_kernel_can_say_stays_alone() -> None:
     assert not expressible(lambda a, b: a < b, i, u)  # exact in NumPy, although no dtype holds both
     assert not expressible(lambda a: a < 2**70, i)
     assert not expressible(lambda a: mt.astype(a, mt.int8), f)
-    assert not expressible(lambda a: a // 2, f)
+    assert expressible(lambda a: a // 2, f)
+    assert not expressible(lambda a: a // 2, i)  # by zero it is NumPy's own
 
 
 @pytest.mark.parametrize("architecture", [75, 80, 90, 100])
@@ -351,7 +358,7 @@ def test_runs_that_need_one_another_stay_apart(place: Any, emulator: Any) -> Non
 def test_activations_are_one_launch(dtype: str, place: Any, emulator: Any) -> None:
     """Also of infinities and NaN, of a number, and of operands that repeat; those of complex numbers stay composed."""
     x, g = values(dtype, (3, 40)), values(dtype, (3, 40))
-    rows = {"gelu": [x], "gelu_backward": [g, x], "sigmoid": [x], "silu": [x], "swiglu": [x, g[:1]]}
+    rows = {"gelu": [x], "gelu_backward": [g, x], "sigmoid": [x], "silu": [x], "swiglu": [x, g[:1]], "erf": [x]}
     for name, hosts in (rows | {"swiglu_backward": [1.0, x, g]}).items():
         op = mt.arrays.OPS[name]
         emulator.launched.clear()
@@ -361,6 +368,142 @@ def test_activations_are_one_launch(dtype: str, place: Any, emulator: Any) -> No
             want = op.impl(np, *[h if isinstance(h, float) else h.astype(np.float64) for h in hosts])
         tol = {"float32": 2e-6, "float64": 1e-13, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
         np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), tol, tol, err_msg=name)
+
+
+# ----- derivatives and functions of several ops -----------------------------------------------------------------------
+
+CUPY = SimpleNamespace(__name__="cupy")  # it has no functions: what is not one launch raises
+PULLED = [
+    "log1p",
+    "log2",
+    "log10",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "atan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "asinh",
+    "erf",
+    "sigmoid",
+    "hypot",
+    "logaddexp",
+    "atan2",
+    "pow",
+    "divide",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "fmod",
+    "remainder",
+    "copysign",
+    "where",
+    "swiglu",
+    "relu",
+    "sqrt",
+    "cbrt",
+    "exp2",
+    "multiply",
+    "expm1",
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_rules_of_an_elementwise_op_are_one_launch(dtype: str, place: Any, emulator: Any) -> None:
+    rtol = 2e-5 if dtype == "float32" else 1e-12
+    g, x, y = (RNG.uniform(0.1, 0.9, s).astype(dtype) for s in ((4, 6), (4, 6), (6,)))
+    y[:2] = x[1, :2]  # ties
+    for name in PULLED:
+        op = mt.arrays.OPS[name]
+        arrays = [mt.asarray(h) for h in ([x > 0.5, x, y] if name == "where" else [x, y][: len(op.operands)])]
+        with mt.Tape() as tape:
+            tape.watch([a for a in arrays if a.dtype.kind == "f"])
+            apply(op, tuple(arrays))
+        plan, _, _, kept, *_ = tape._records[-1]
+        placed = [place(k) if isinstance(k, np.ndarray) else k for k in kept]
+        emulator.launched.clear()
+        if plan.on_gpu.together is not None:
+            found = plan.on_gpu.together[0](CUPY, place(g), *placed)
+        else:
+            found = {i: rule(CUPY, place(g), *find(placed)) for i, rule, find in plan.on_gpu.pulls}
+        assert len(emulator.launched) == 1, name
+        for i, rule, find in plan.pulls:
+            np.testing.assert_allclose(found[i], rule(np, g, *find(kept)), rtol, rtol, err_msg=name)
+
+
+def test_rules_that_have_no_kernel_run_one_by_one() -> None:
+    """On a CPU, and of what is traced."""
+    x, y = mt.asarray(RNG.uniform(0.1, 0.9, (4, 6))), mt.asarray(RNG.uniform(0.1, 0.9, 6))
+    with mt.Tape() as tape:
+        tape.watch([x, y])
+        mt.hypot(x, y)
+    plan, _, _, kept, *_ = tape._records[-1]
+    g = np.ones((4, 6))
+    for i, rule, find in plan.pulls:
+        np.testing.assert_array_equal(plan.on_gpu.together[0](np, g, *kept)[i], rule(np, g, *find(kept)))
+        traced = plan.on_gpu.together[0](mt.arrays, mt.asarray(g), *map(mt.asarray, kept))[i]
+        np.testing.assert_array_equal(np.asarray(traced), rule(np, g, *find(kept)))
+
+
+FUNCTIONS = {
+    **dict.fromkeys(
+        ["log_sigmoid", "selu", "relu6", "hard_tanh", "hard_sigmoid", "hard_silu", "mish", "softsign", "squared_relu"],
+        (),
+    ),
+    **{"softplus": (2.0,), "elu": (0.5,), "celu": (2.0,), "leaky_relu": (0.1,), "_gelu_by_tanh": ()},
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_functions_of_several_ops_are_one_launch_each_way(dtype: str, place: Any, emulator: Any) -> None:
+    """Of infinities, NaN and the points where they bend, too."""
+    assert FUNCTIONS.keys() == activations._FUNCTIONS.keys()
+    x = values(dtype, (3, 20))
+    x.reshape(-1)[4:10] = [0.0, 6.0, -3.0, 3.0, 1.0, -1.0]
+    g, op = RNG.standard_normal((3, 20)).astype(np.float32 if x.dtype.itemsize < 8 else x.dtype), activations.POINTWISE
+    rtol = {"float32": 5e-6, "float64": 1e-13, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    for name, numbers in FUNCTIONS.items():
+        params = {"function": name, "numbers": numbers}
+        emulator.launched.clear()
+        got = activations._chain(name, repr(numbers), numbers)(place(x))
+        plan, short = plan_for(op, 0b11), x.dtype.itemsize == 2
+        (slope,) = backward._in_one_launch(plan, repr(params), tuple(params.items()), short, mt.Tape)(
+            place(g), place(x)
+        )
+        assert len(emulator.launched) == 2, name
+        with np.errstate(all="ignore"):
+            value = apply(op, (mt.asarray(x),), params)
+            _, pull_wide = mt.vjp(lambda a, p=params: apply(op, (a,), p), mt.asarray(x.astype(g.dtype)))
+            want = pull_wide(mt.asarray(g))[0]
+        assert (got.dtype, slope.dtype) == (x.dtype, g.dtype)
+        np.testing.assert_allclose(got.astype(float), np.asarray(value).astype(float), rtol, rtol, err_msg=name)
+        np.testing.assert_allclose(
+            slope, np.asarray(want), *((2e-5, 1e-5) if g.itemsize == 4 else (1e-11, 1e-12)), err_msg=name
+        )
+
+
+def test_what_is_not_one_launch_is_told(place: Any, emulator: Any) -> None:
+    x = place(np.ones((2, 3), np.float32))
+    one = chains.as_one_launch
+    row = place(np.ones(3, np.float32))
+    assert one(lambda a: mt.sum(a))(x) is NotImplemented
+    assert one(lambda a: a + float(mt.max(mt.asarray([np.asarray(a).item()]))))(x) is NotImplemented  # reads a value
+    assert one(lambda a, b: (a + b, b * 2.0))(x, row) is NotImplemented  # two shapes
+    assert one(lambda a: a)(x) is NotImplemented
+    assert one(lambda a: a + 1.0, least=2)(x) is NotImplemented
+    assert one(lambda a: a + 1.0)(np.float32(1)) is NotImplemented
+    assert one(lambda a: a + 1.0)(place(np.ones(3, np.complex64))) is NotImplemented
+    assert one(lambda a: 1 / 0)(x) is NotImplemented
+    assert not emulator.launched
+    total, none = one(lambda a, b: (a + b * 2.0, None))(x, row)
+    np.testing.assert_array_equal(total, np.full((2, 3), 3.0))
+    assert none is None
+    for number in (1, 1.0, True, -0.0, 0.0):  # which are equal, some of them
+        got = one(lambda a, n: mt.copysign(a, n) + n)(x, number)
+        np.testing.assert_array_equal(got, np.copysign(1.0, number) + np.full((2, 3), float(number)))
 
 
 def test_a_kernel_takes_no_more_parameters_than_cuda_allows(place: Any, emulator: Any) -> None:

@@ -48,6 +48,22 @@ def test_fills_have_the_bits_of_the_cpu(emulator: Any, place: Any, name: str) ->
         assert all("philox_fill<Uniform" in k for _, k, _, _ in emulator.launched)
 
 
+@pytest.mark.parametrize("dtype", [None, np.int64, np.uint64, np.int8])
+def test_keys_are_folded_to_the_bits_of_the_cpu(emulator: Any, place: Any, dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    one, many = rng.integers(0, 2**64, 2, np.uint64), rng.integers(0, 2**64, (300, 1, 2), np.uint64)
+    data = [5, 2**64 - 1] if dtype is None else [np.asarray(v, dtype) for v in (5, np.arange(300) % 100, [7], [])]
+    for key in (one, many, many[:1], many[:0]):
+        for d in data:
+            shapes = key.shape[:-2], getattr(d, "shape", ())
+            if len({s for s in shapes if s not in ((), (1,))}) > 1:
+                continue
+            want = OPS["random_fold_in"].numpy(key, d, stream=3)
+            got = philox.fold(place(key), d if isinstance(d, int) else place(d), 3)
+            np.testing.assert_array_equal(got, want)
+            assert (got.shape, got.dtype) == (want.shape, want.dtype)
+
+
 def test_blocks_of_a_matrix(emulator: Any, place: Any) -> None:
     recipe, dtype = bit_transforms.uniform(FLOATS[0], -1.0, 1.0), FLOATS[0]
     for shape, offset, whole in (

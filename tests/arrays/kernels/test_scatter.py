@@ -180,6 +180,24 @@ def test_sums_over_many_chunks_have_one_order(emulator: Any, place: Any) -> None
     np.testing.assert_array_equal(got, again)
 
 
+@pytest.mark.parametrize(
+    ("rows", "itemsize"), [(1, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 4), (2**32, 4), (2**32 + 1, 8)]
+)
+def test_many_places_are_sorted_by_as_many_bytes_as_they_have(
+    emulator: Any, place: Any, rows: int, itemsize: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sorted_: list[int] = []
+    argsort = emulator.xp.argsort
+    monkeypatch.setattr(
+        emulator.xp, "argsort", lambda a, **kw: sorted_.append(a.itemsize) or argsort(a, **kw), raising=False
+    )
+    rng = np.random.default_rng(0)
+    for count in (40, 5000):
+        places = place(np.append(rng.integers(0, rows, count - 2), [rows - 1, 0]))
+        np.testing.assert_array_equal(scatter._order(places, rows), np.argsort(places, kind="stable"))
+    assert sorted_ == [8, itemsize]  # few places are sorted as they are
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_runs_of_any_length(emulator: Any, place: Any, data: st.DataObject) -> None:

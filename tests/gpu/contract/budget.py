@@ -10,38 +10,36 @@ from __future__ import annotations
 TABLES = {
     "ops": """
     others: 3 0 0;
-    adjugate: 64 0 1; attention: 11 0 0; attention_backward: 33 0 0; attention_bias_backward: 16 0 0; cholesky: 7 0 1;
-    concat: 5 0 0; conv: 14 0 0; conv_image: 15 0 0; conv_kernel: 11 0 0; det: 21 0 0; dropout: 4 0 0;
-    dropout_add: 5 0 0; eig: 11 0 1; eigh: 4 0 1; eigvals: 8 0 1; eigvalsh: 4 0 1; experts: 5 0 2;
-    experts_backward: 8 0 2; fft: 4 0 0; float8_matmul: 15 0 0; floor_divide: 6 0 0; gelu_backward: 13 0 0;
-    group_norm_backward: 4 0 0; index_add: 13 0 0; index_max: 40 0 0; index_min: 40 0 0; index_set: 10 0 0;
-    inv: 9 0 2; last_writes: 8 0 0; layer_norm_backward: 4 0 0; lazy_adam: 19 0 0; linear_cross_entropy: 40 0 0;
-    linear_cross_entropy_backward: 49 0 0; log_softmax: 12 0 0; log_softmax_backward: 5 0 0; matmul: 7 0 0;
-    pinv: 13 0 1; qr: 10 0 2; random_choice: 20 0 0; random_exponential: 8 0 0; random_fold_in: 363 0 0;
-    random_gumbel: 11 0 0; random_integers: 11 0 0; random_normal: 15 0 0; random_truncated_normal: 12 0 0;
-    scatter: 12 0 0; silu: 4 0 0; slogdet: 19 0 0; softmax: 12 0 0; softmax_backward: 5 0 0; solve: 8 0 2;
-    sort: 4 0 0; svd: 4 0 1; svdvals: 4 0 1; swiglu: 5 0 0; swiglu_backward: 9 0 0;
+    adjugate: 64 0 1; argsort: 4 0 0; attention: 14 0 0; attention_backward: 40 0 0; attention_bias_backward: 25 0 0;
+    batch_norm_backward: 7 0 0; batch_norm_inference: 4 0 0; cholesky: 7 0 1; concat: 5 0 0; conv: 16 0 0;
+    conv_image: 16 0 0; conv_kernel: 11 0 0; cumulative_prod: 4 0 0; cumulative_sum: 4 0 0; det: 21 0 0; eig: 11 0 1;
+    eigh: 4 0 1; eigvals: 8 0 1; eigvalsh: 4 0 1; experts: 10 0 3; experts_backward: 14 0 3; fft: 4 0 0;
+    float8_matmul: 15 0 0; group_norm_backward: 4 0 0; index_add: 10 0 0; index_max: 43 0 0; index_min: 43 0 0;
+    index_set: 10 0 0; inv: 9 0 2; last_writes: 8 0 0; lazy_adam: 19 0 0; linear_cross_entropy: 42 0 0;
+    linear_cross_entropy_backward: 53 0 0; log_softmax_backward: 4 0 0; matmul: 10 0 0; pinv: 13 0 1; qr: 10 0 2;
+    random_choice: 20 0 0; random_exponential: 8 0 0; random_gumbel: 11 0 0; random_integers: 11 0 0;
+    random_normal: 15 0 0; random_truncated_normal: 12 0 0; rfft: 4 0 0; round_to: 5 0 0; scatter: 9 0 0;
+    slogdet: 19 0 0; softmax_backward: 4 0 0; solve: 8 0 2; sort: 6 0 0; svd: 4 0 1; svdvals: 4 0 1;
     """,
     "derivatives": """
     others: 9 0 0;
-    add_layer_norm: 11 0 0; adjugate: 62 0 2; atan2: 16 0 0; attention: 48 0 0; attention_backward: 68 0 0;
-    attention_bias_backward: 72 0 0; batch_norm: 37 0 1; batch_norm_backward: 77 0 0; batch_norm_inference: 29 0 0;
-    cholesky: 34 0 4; conv: 36 0 0; conv_image: 24 0 0; conv_kernel: 28 0 0; copysign: 10 1 0; cross_entropy: 34 0 1;
-    cross_entropy_backward: 43 0 0; cumulative_prod: 31 0 0; det: 67 0 1; divide: 11 0 0; eig: 41 0 2; eigh: 32 0 1;
-    eigvals: 39 0 3; eigvalsh: 10 0 1; experts: 21 0 2; experts_backward: 154 0 0; fmax: 15 0 0; fmin: 15 0 0;
-    fmod: 13 0 0; gelu_backward: 18 0 0; getitem: 12 2 1; group_norm: 51 0 1; group_norm_backward: 80 0 0;
-    hypot: 22 0 0; index_add: 19 2 1; index_max: 58 2 1; index_min: 58 2 1; index_set: 34 2 1; inv: 9 0 2;
-    irfft: 7 2 0; last_writes: 11 1 0; layer_norm: 10 0 0; layer_norm_backward: 81 0 0; lazy_adam: 62 0 0;
-    linear_cross_entropy: 55 0 0; linear_cross_entropy_backward: 88 0 0; log_softmax_backward: 15 0 0;
-    logaddexp: 21 0 0; logaddexp2: 23 0 0; matmul: 23 0 0; maximum: 22 0 0; minimum: 22 0 0; nextafter: 4 1 0;
-    pinv: 23 0 1; pow: 23 1 0; prod: 39 0 0; qr: 34 0 2; remainder: 18 0 0; rfft: 7 1 0; rms_norm: 11 0 0;
-    rms_norm_backward: 65 0 0; sign: 8 1 0; silu: 16 0 0; slogdet: 19 0 2; softmax_backward: 17 0 0; solve: 28 0 4;
-    sort: 14 0 0; svd: 61 0 1; svdvals: 8 0 1; swiglu: 31 0 0; swiglu_backward: 46 0 0; where: 13 0 0;
+    add_layer_norm: 11 0 0; adjugate: 64 0 2; attention: 48 0 0; attention_backward: 65 0 0;
+    attention_bias_backward: 69 0 0; batch_norm: 11 0 0; batch_norm_backward: 67 0 0; batch_norm_inference: 24 0 0;
+    cholesky: 29 0 4; conv: 36 0 0; conv_image: 24 0 0; conv_kernel: 28 0 0; copysign: 5 1 0;
+    cross_entropy_backward: 25 0 0; cumulative_prod: 25 0 0; cumulative_sum: 7 1 0; det: 65 0 1; eig: 41 0 2;
+    eigh: 25 0 1; eigvals: 39 0 3; eigvalsh: 9 0 1; experts: 21 0 2; experts_backward: 109 0 3; getitem: 12 2 1;
+    group_norm: 12 2 0; group_norm_backward: 63 0 0; index_add: 19 2 1; index_max: 58 2 1; index_min: 58 2 1;
+    index_set: 30 2 1; inv: 11 0 2; irfft: 9 2 0; last_writes: 11 1 0; layer_norm: 10 2 0;
+    layer_norm_backward: 63 0 0; lazy_adam: 54 0 0; linear_cross_entropy: 55 0 0;
+    linear_cross_entropy_backward: 94 0 0; log_softmax_backward: 14 0 0; matmul: 23 0 0; nextafter: 4 1 0;
+    pinv: 23 0 1; pow: 6 1 0; prod: 39 0 0; qr: 31 0 2; rfft: 7 1 0; rms_norm: 11 0 0; rms_norm_backward: 46 0 0;
+    rotary_embedding: 16 0 0; sign: 4 1 0; slogdet: 22 0 2; softmax_backward: 15 0 0; solve: 23 0 4; sort: 14 0 0;
+    svd: 49 0 1; svdvals: 8 0 1;
     """,
     "steps": """
     others: 0 0 0;
-    adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 8 0 0; clipping: 4 0 0; decoder: 191 0 3;
-    decoder, compiled: 160 0 0; decoder, graph: 4 0 0; decoder, donated: 3 0 0; experts: 304 0 3; layers: 30 0 0;
+    adamw: 2 0 0; adamw, bfloat16, scheduled: 2 0 0; averages: 6 0 0; clipping: 4 0 0; decoder: 173 0 3;
+    decoder, compiled: 156 0 0; decoder, graph: 4 0 0; decoder, donated: 3 0 0; experts: 300 6 19; layers: 26 0 0;
     layers, compiled: 15 0 0; layers, graphs: 3 0 0; layers, donated: 3 0 0; experts, graph: 4 0 0;
     """,
 }

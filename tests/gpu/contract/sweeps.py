@@ -48,7 +48,6 @@ from meshtape.arrays.core.dispatch import apply  # noqa: E402
 
 op_samples, every = beside("../../op_samples.py"), beside("../test_every_op.py")
 DTYPES = [*every.FLOATS, *every.OTHERS]
-COSTED = ("float64", "float32")
 COUNTED = ("a truth among the indices", "the true elements of a mask", "nonzero elements")
 """Waits for a shape, which the fake does not know."""
 
@@ -87,7 +86,7 @@ class Row:
         self.by_value = 0  # calls whose shapes depend on values
         self.cost = dict.fromkeys(("launch", "upload", "wait"), 0)
 
-    def on_gpu(self, call: Callable[..., Any], args: tuple[Any, ...], what: str) -> Any:
+    def on_gpu(self, call: Callable[..., Any], args: tuple[Any, ...], what: str, costed: bool) -> Any:
         with FAKE.calls() as made, mt.host_waits() as waits, mt.use_device("cuda:0"):
             out = outcome(call, args)
         n = fake_cuda.counts(made)
@@ -95,8 +94,7 @@ class Row:
             n["wait"] and not waits and "complex" not in what
         ):  # those ops take real numbers, say the functions that call them
             self.silent.append(what)
-        dtypes = {a.dtype.name for a in args if isinstance(a, mt.Array) and a.dtype.kind not in "iub"}
-        if dtypes <= {*COSTED}:
+        if costed:
             most = {"launch": n["launch"], "upload": n["h2d"], "wait": n["wait"]}
             self.cost = {k: max(v, most[k]) for k, v in self.cost.items()}
         return out
@@ -119,6 +117,12 @@ class Row:
 
 def described(args: tuple[Any, ...]) -> str:
     return ", ".join(f"{a.dtype}{list(a.shape)}" if isinstance(a, np.ndarray) else repr(a) for a in args)
+
+
+def is_costed(args: tuple[Any, ...], dtype: np.dtype | None) -> bool:
+    """Whether a call has a budget: in real floats, or in the integers of its sample."""
+    found = {a.dtype for a in args if isinstance(a, np.ndarray) and a.dtype.kind not in "iub"}
+    return found <= {*every.FLOATS} and (bool(found) or dtype is None)
 
 
 def ops(sources: str = "") -> dict[str, Any]:
@@ -147,7 +151,8 @@ def ops(sources: str = "") -> dict[str, Any]:
                 if not every.by_its_rule(op, params, cast, want):
                     row.other_rule.append(described(cast))
                     continue
-                row.compare(row.on_gpu(call, placed(cast, "cuda:0"), described(cast)), want, described(cast))
+                costed = is_costed(cast, dtype)
+                row.compare(row.on_gpu(call, placed(cast, "cuda:0"), described(cast), costed), want, described(cast))
         out[name] = vars(row)
     if sources:
         Path(sources).write_text(json.dumps(sorted(FAKE.sources)))
@@ -176,16 +181,16 @@ def derivatives(_: str = "") -> dict[str, Any]:
                     return values
 
                 want = outcome(forward, placed(args, "cpu"))
-                got = row.on_gpu(forward, placed(args, "cuda:0"), what)
+                costed = is_costed(args, dtype)
+                got = row.on_gpu(forward, placed(args, "cuda:0"), what, costed)
                 if not row.compare(got, want, what):
                     continue
                 host, gpu = pulls
                 seeds = [np.ones(w.shape, w.dtype) for w in want]
                 back = outcome(host, (list(placed(tuple(seeds), "cpu")),))
                 given = list(placed(tuple(seeds), "cuda:0"))
-                row.compare(
-                    row.on_gpu(lambda g=given, p=gpu: p(g), (), f"back through {what}"), back, f"back through {what}"
-                )
+                what = f"back through {what}"
+                row.compare(row.on_gpu(lambda g=given, p=gpu: p(g), (), what, costed), back, what)
         out[name] = vars(row)
     return out
 
@@ -1091,6 +1096,37 @@ def _of_frames() -> dict[str, int]:
         finally:
             sys.setprofile(None)
         out[name] = len(seen) - 1  # the call itself
+    return out
+
+
+ACTIVATIONS = [
+    *("celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh", "leaky_relu", "log_sigmoid", "mish", "relu"),
+    *("relu6", "selu", "sigmoid", "silu", "softplus", "softsign", "squared_relu"),
+]
+
+
+def _of_launches() -> dict[str, list[Any]]:
+    """Launches forward and backward of functions that are one each, by dtype. Cotangents of short floats are cast at
+    both ends."""
+    calls: dict[str, Callable[..., Any]] = {name: getattr(mt.nn, name) for name in ACTIVATIONS}
+    calls["gelu, by tanh"] = lambda x: mt.nn.gelu(x, approximate=True)
+    calls["swiglu"] = lambda x, y: mt.nn.swiglu(x, y)
+    calls["rotary_embedding"] = lambda x: mt.nn.rotary_embedding(x, table, table)
+    calls["hypot"] = mt.hypot
+    out: dict[str, list[Any]] = {}
+    for dtype in every.FLOATS:
+        x, y = mt.ones((6, 8)).astype(dtype), mt.ones((6, 8)).astype(dtype)
+        table = mt.ones((6, 4)).astype(np.float64 if dtype.itemsize == 8 else np.float32)
+        for name, fn in calls.items():
+            args = (x, y) if name in ("swiglu", "hypot") else (x,)
+            with FAKE.calls() as forward:
+                value, pull = mt.vjp(fn, *args)
+            with FAKE.calls() as back:
+                pull(value)
+            casts = (1 + len(args)) * (dtype.itemsize == 2)
+            found = [fake_cuda.counts(forward)["launch"], fake_cuda.counts(back)["launch"] - casts]
+            if found != [1, 1]:
+                out[f"{name} of {dtype}"] = found
     return out
 
 

@@ -455,6 +455,11 @@ def test_a_small_call_costs_the_host_little(sweep: Sweep) -> None:
     assert max(sweep("promises")["frames"].values()) <= 11
 
 
+def test_pointwise_functions_are_one_launch_each_way(sweep: Sweep) -> None:
+    """In every real floating dtype, of all operands together."""
+    assert sweep("promises")["launches"] == {}
+
+
 def test_dask_sees_the_bytes_on_the_device(sweep: Sweep) -> None:
     assert sweep("promises")["bundles"] > 8000
 

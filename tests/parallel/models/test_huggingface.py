@@ -352,8 +352,8 @@ def test_llama_3_turns_slowly_what_turns_seldom(d, theta):
     wanted = np.array([llama3_speed(s) for s in speeds])
     np.testing.assert_allclose(scaling(speeds), wanted, rtol=1e-14)
     cos, sin = rotary_tables(np.array([0, 5000]), d, theta, scaling)
-    np.testing.assert_allclose(np.asarray(cos)[1, : d // 2], np.cos(5000 * wanted), atol=1e-6)
-    np.testing.assert_allclose(np.asarray(sin)[1, d // 2 :], np.sin(5000 * wanted), atol=1e-6)
+    np.testing.assert_allclose(np.asarray(cos)[1], np.cos(5000 * wanted), atol=1e-6)
+    np.testing.assert_allclose(np.asarray(sin)[1], np.sin(5000 * wanted), atol=1e-6)
 
 
 def test_by_hand():
