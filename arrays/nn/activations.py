@@ -11,13 +11,13 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
+from ..chains.chains import as_one_launch, one_launch
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Deferred, apply, at_once
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.errors import ArgumentError, ShapeError
 from ..core.op import Cuda, Op, composite, defined, state
-from ..kernels.chains import as_one_launch, one_launch
 from ..native import ops
 from ..native.calls import first
 from ..ops.creation import inexact, ordered

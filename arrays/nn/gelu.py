@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from ..chains.chains import one_launch
 from ..core import shape_rules
 from ..core.dtypes import is_low_precision
 from ..core.op import Cuda, Op
-from ..kernels.chains import one_launch
 from ..native import ops
 from ..native.calls import first
 from ..ops.elementwise import ERF

@@ -11,6 +11,7 @@ from ..core.array import Array
 from ..core.dtypes import as_dtype, iinfo
 from ..core.errors import ArgumentError, DTypeError
 from ..core.op import composite
+from ..linalg.float8 import float8_matmul, float8_scale
 from ..ops.creation import arange, asarray, beside
 from ..ops.elementwise import relu, sigmoid, stop_gradient
 from ..ops.elementwise import where as where_
@@ -19,7 +20,6 @@ from .activations import *
 from .attention import scaled_dot_product_attention
 from .convolution import conv1d, conv2d, pool
 from .dropout import dropout, dropout_add
-from .float8 import float8_matmul, float8_scale
 from .losses import cross_entropy, info_nce, linear_cross_entropy
 from .mixture_of_experts import experts
 from .norms.batch_norm import batch_norm
@@ -78,4 +78,4 @@ def embedding(ids: Any, table: Any, /, *, padding_idx: int | None = None) -> Arr
 
 
 _OWN = [n for n, f in globals().items() if getattr(f, "__module__", "").startswith(__package__)]
-__all__ = ["relu", "sigmoid", *_OWN]
+__all__ = ["float8_matmul", "float8_scale", "relu", "sigmoid", *_OWN]

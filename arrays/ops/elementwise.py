@@ -13,13 +13,13 @@ import numpy as np
 from ..backends.backend import backend_of
 from ..backends.casts import cast
 from ..backends.float8 import FLOAT8, Float8
+from ..chains.chains import one_launch
 from ..core import shape_rules
 from ..core.array import Array
 from ..core.dispatch import Symbol, apply, as_array, number
 from ..core.dtypes import is_low_precision
 from ..core.op import Cuda, Op, ShapeDtype, composite, defined
 from ..kernels import float8
-from ..kernels.chains import one_launch
 from ..native import AVAILABLE, ops
 from ..native.calls import first
 from . import element_functions as fn

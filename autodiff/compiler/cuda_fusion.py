@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...arrays.chains import cuda_codegen
+from ...arrays.chains.chains import executable, layout_of, source
 from ...arrays.core.program import Entry, FusedRun, Program
-from ...arrays.kernels import cuda_codegen
-from ...arrays.kernels.chains import executable, layout_of, source
 from . import cuda_products
 from .fusion import Joins, fuse, grouped, streams
 

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, Protocol
 from ...arrays.backends import host_sync
 from ...arrays.backends.backend import cupy_backend
 from ...arrays.backends.float8 import FLOAT8
+from ...arrays.chains.chains import copy_all
 from ...arrays.core.errors import DeviceError, DTypeError
 from ...arrays.core.program import Const, Entry, Program
-from ...arrays.kernels.chains import copy_all
 from . import cuda_donation, cuda_fusion
 from .fusion import FusedRun
 

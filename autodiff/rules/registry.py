@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import arrays
+from ...arrays.chains.chains import as_one_launch
 from ...arrays.core.dispatch import SCALARS, apply
 from ...arrays.core.dtypes import HALF, float32
 from ...arrays.core.op import Op
-from ...arrays.kernels.chains import as_one_launch
 
 
 class Need(NamedTuple):

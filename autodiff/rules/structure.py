@@ -9,7 +9,7 @@ import numpy as np
 from ...arrays.backends.float8 import FLOAT8
 from ...arrays.core.dtypes import float8_e5m2
 from ...arrays.indexing import indexing as ix
-from ...arrays.nn import float8
+from ...arrays.linalg import float8
 from ...arrays.ops import manipulation as m
 from ...arrays.ops import matmul
 from .registry import call, conj, defvjp, defvjp_all, same

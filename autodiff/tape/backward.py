@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.chains.chains import as_one_launch
 from ...arrays.core.array import Array, new_id
 from ...arrays.core.dispatch import apply, compiled, wrap
 from ...arrays.core.dtypes import HALF, float32
@@ -28,7 +29,6 @@ from ...arrays.core.shape_rules import elementwise
 from ...arrays.indexing.indexing import GETITEM, INDEX_SET, write
 from ...arrays.indexing.sparse_cotangent import SparseCotangent
 from ...arrays.interface.writing import Writing
-from ...arrays.kernels.chains import as_one_launch
 from ...arrays.ops.elementwise import ALIAS
 from ...arrays.ops.matmul import MATMUL
 from ..rules.registry import same

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...arrays.backends.memory_pool import room
+from ...arrays.chains import cuda_codegen
 from ...arrays.core.op import ShapeDtype
 from ...arrays.core.program import Entry, Program
-from ...arrays.kernels import cuda_codegen
 from ...autodiff.compiler import cuda_fusion
 from ...autodiff.compiler.fusion import FusedRun, chains, executable, is_large, takers
 from ..base.device_memory import BlockMemory

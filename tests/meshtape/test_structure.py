@@ -25,7 +25,7 @@ MAY_IMPORT = {
 }
 
 ROOMS = {
-    "arrays": "core backends kernels native ops reductions indexing linalg random statistics nn.norms nn numpy_compat "
+    "arrays": "core backends kernels chains native ops reductions indexing linalg random statistics nn.norms nn numpy_compat "
     "interface prefetch",
     "autodiff": "rules tape transforms jacobians captures compiler optim",
     "storage": "base stores format commit readers checkpoint foreign rules loading saving transform.sinks transform "

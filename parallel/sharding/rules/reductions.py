@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....arrays.core.op import Op
-from ....arrays.nn import float8
+from ....arrays.linalg import float8
 from ....arrays.reductions import reductions as r
 from ..factors import Avals, FactorRule, Letters, Outs, Params, rule
 

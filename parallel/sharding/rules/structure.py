@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from ....arrays.core.op import Op
-from ....arrays.nn import float8
+from ....arrays.linalg import float8
 from ....arrays.nn.norms import batch_norm, group_norm, layer_norm
 from ....arrays.ops import manipulation as m
 from ....arrays.ops import matmul

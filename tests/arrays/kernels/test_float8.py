@@ -10,7 +10,7 @@ import pytest
 
 from meshtape.arrays.backends.casts import cast
 from meshtape.arrays.kernels import float8, launch
-from meshtape.arrays.nn.float8 import FLOAT8_SCALE
+from meshtape.arrays.linalg.float8 import FLOAT8_SCALE
 
 FLOAT8 = [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)]
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import meshtape as mt
+from meshtape.arrays.chains import chains, cuda_codegen
 from meshtape.arrays.core.dispatch import apply
 from meshtape.arrays.core.program import Program
-from meshtape.arrays.kernels import chains, cuda_codegen, launch
+from meshtape.arrays.kernels import launch
 from meshtape.arrays.nn import activations
 from meshtape.autodiff.compiler import cuda_fusion
 from meshtape.autodiff.compiler.executable import local_executable

@@ -18,7 +18,7 @@ import numpy as np
 from ..core.dtypes import KERNEL_FLOATS
 from ..core.op import Cuda
 from ..core.program import Const, Entry, Program
-from .launch import NAMES, wide
+from ..kernels.launch import NAMES, wide
 
 BOOL = np.dtype(np.bool_)
 _SHORT = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})

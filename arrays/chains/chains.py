@@ -21,8 +21,8 @@ from ..core.devices import use_device
 from ..core.dispatch import apply, wrap
 from ..core.op import ShapeDtype, not_recording, op_named, recording
 from ..core.program import Const, Entry, FusedRun, Program
+from ..kernels import launch
 from . import cuda_codegen as code
-from . import launch
 
 THREADS = 256
 LANES = 4
