@@ -112,10 +112,14 @@ class CuPyBackend:
 
     def filled(self, shape: tuple[int, ...], value: Any, dtype: np.dtype, where: Device) -> Any:
         """A buffer of one repeated value, made on the device."""
-        if dtype.num >= FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register
-            return self.from_host(np.full(shape, value, dtype), where)
+        fill = dtype
+        if dtype.num >= FIRST_USER_DTYPE:  # CuPy does not fill the dtypes that others register, but their bits
+            value, fill = np.asarray(value, dtype), np.dtype(np.uint16)
+            if dtype.itemsize != 2 or value.ndim:
+                return self.from_host(np.full(shape, value, dtype), where)
+            value = value.view(fill)[()]
         with self.xp.cuda.Device(where.index), self.memory():
-            return self.xp.full(shape, value, dtype)
+            return self.xp.full(shape, value, fill).view(dtype)
 
     def counted(self, numbers: range, dtype: np.dtype, where: Device) -> Any:
         """A buffer of whole numbers in steps, made on the device."""

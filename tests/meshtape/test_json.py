@@ -65,6 +65,7 @@ def fits(value: Any, kind: str) -> bool:
         "true/false": lambda v: isinstance(v, bool),
         "list": lambda v: isinstance(v, list),
         "object": lambda v: isinstance(v, dict),
+        "texts by name": lambda v: isinstance(v, dict) and all(fits(t, "text or null") for t in v.values()),
     }[kind](value)
 
 
