@@ -31,13 +31,15 @@ defvjp_all(ce.CROSS_ENTROPY, _cross_entropy)
 
 
 def _attention(xp, g, query, key, value, ans_0, ans_1, mask, scale, diagonal):
+    if g[0] is None:  # the log-sum-exp is a constant
+        return (None,) * (3 + len(mask))
     added = bool(mask) and mask[0].dtype.kind != "b"
     op = a.ATTENTION_BIAS_BACKWARD if added else a.ATTENTION_BACKWARD
     found = call(xp, op, g[0], query, key, value, ans_0, ans_1, *mask, scale=scale, diagonal=diagonal)
     return (*found, None) if mask and not added else found
 
 
-defvjp_all(a.ATTENTION, _attention)
+defvjp_all(a.ATTENTION, _attention, partial=True)
 
 
 def _linear_cross_entropy(xp, g, hidden, weight, labels, ans_1, ignore_index, label_smoothing):
