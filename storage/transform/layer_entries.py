@@ -12,9 +12,12 @@ _FOR_EACH = re.compile(
     r"^(?!mtp|vision|.*token_id).*(layer|block|pattern|attention|attn|indexer|heads|experts|topk|moe|mlp|intermediate_size|window)"
 )
 _NUMBERS = re.compile(
-    r"only_layers$|^(moe|cross_attention|rope_scaling)_layers$|^(hybrid|local)_layer_ids$|^(attn_layer|full_attn)_id\w+$"
+    r"only_layers$|^(moe|cross_attention|rope_scaling)_layers$|^(hybrid|local)_layer_ids$|^(attn_layer|full_attn)_i[dn]\w+$"
 )
 _BELOW = frozenset(["max_window_layers", "first_k_dense_replace", "num_dense_layers"])  # the layers before this one
+_MENTIONS = re.compile(r"layer|block|attn|attention|idx|indic")  # names of entries that may list layers
+_BY_CLASS = re.compile("gemma[23]|gpt_oss|olmo3|cohere2|exaone4|smollm3|llama4")
+"""Models whose class says which layers see a window, where the configuration does not."""
 _EVERY = re.compile(
     r"sparse_step$|layer_freq$|layer_step$|layer_interval$|every_n_layers$|layer_period$|attention_(interval|frequency)$|window_pattern$"
 )
@@ -60,6 +63,12 @@ def renumber(config: dict[str, Any], order: Sequence[tuple[dict[str, Any], int]]
                 f"config.json: {key!r} speaks of layers by their numbers, which are others now; see whether "
                 f"{config.get(key)!r} is right"
             )
+    kind, told = str(config.get("model_type")), any(k in _TYPES or _EVERY.search(k) for k in config)
+    if _BY_CLASS.match(kind) and not told and [i for _, i in order] != list(range(len(order))):
+        notes.append(
+            f"config.json: the class of {kind!r} chooses the attention of a layer by its number, which is another now; "
+            "see whether 'layer_types' is to be written"
+        )
     return notes
 
 
@@ -80,6 +89,11 @@ def _is_named(key: str) -> Any:
     return key in _OTHERS or key in _BELOW or _EVERY.search(key) or _NUMBERS.search(key)
 
 
+def _lists_layers(key: str, value: Any) -> bool:
+    numbers = value if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value) else []
+    return len(set(numbers)) == len(numbers) > 0 and _MENTIONS.search(key) is not None
+
+
 def _holds(key: str, config: dict[str, Any], held: Sequence[tuple[Any, int]]) -> bool:
     """Whether an entry says the same of all layers by their new numbers; a limit that can is set to do so."""
     values = [v for v, _ in held]
@@ -93,4 +107,8 @@ def _holds(key: str, config: dict[str, Any], held: Sequence[tuple[Any, int]]) ->
     if _EVERY.search(key) and all(type(v) is int and v > 0 for v in values):
         return said or (len(set(values)) == 1 and all((i - k) % v == 0 for k, (v, i) in enumerate(held)))
     same = [i for _, i in held] == list(range(len(held))) and all(v == values[0] for v in values)
-    return not _is_named(key) or not any(values) or (same and config.get(key) == values[0])
+    return (
+        not (_is_named(key) or any(_lists_layers(key, v) for v in values))
+        or not any(values)
+        or (same and config.get(key) == values[0])
+    )
