@@ -755,8 +755,8 @@ NETWORKS: Rows = {
             on(lambda x, r, w, b: mt.nn.add_layer_norm(x, r, w.shape, w, b), f"{x}, {x}, {w}, {w}", short=A_SUM)
             for x, w in LAYERS
         ),
-        on(lambda x: mt.nn.add_layer_norm(x, x.mT, 3), "3 3"),
-        on(lambda x: mt.nn.add_layer_norm(x, x, 3, x, x), "3"),  # one array in every place
+        on(lambda x: mt.nn.add_layer_norm(x, x.mT, 3), "3 3", short=A_SUM),
+        on(lambda x: mt.nn.add_layer_norm(x, x, 3, x, x), "3", short=A_SUM),  # one array in every place
     ],
     "layer_norm_backward": [
         *(on(op("layer_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}") for x, w in LAYERS),
@@ -770,7 +770,7 @@ NETWORKS: Rows = {
     ],
     "add_rms_norm": [
         *(on(lambda x, r, w: mt.nn.add_rms_norm(x, r, w.shape, w), f"{x}, {x}, {w}", short=A_SUM) for x, w in LAYERS),
-        on(lambda x: mt.nn.add_rms_norm(x, x, 3, x), "3"),
+        on(lambda x: mt.nn.add_rms_norm(x, x, 3, x), "3", short=A_SUM),
     ],
     "rms_norm_backward": [
         *(on(op("rms_norm_backward", naxes=len(shape(w)), eps=1e-2), f"{x}, {x}, {w}") for x, w in LAYERS),

@@ -98,6 +98,7 @@ def _swap_in(temporary: str, target: str, overwrite: bool, tables: frozenset[str
         fs.rename(temporary, target)
         fs.fsync_dir(parent)
         return
+    check_target(target, overwrite, tables)  # before a lock that this save of a delta may share
     old = f"{target}.old-{owners.new_id()}"
     ours = os.path.exists(os.path.join(target, manifest.FILE))
     turn = locked(parent, patience=10 * PATIENCE) if ours else contextlib.nullcontext()

@@ -50,6 +50,11 @@ def kept(x: np.ndarray) -> np.ndarray:
 # is none.
 Row = tuple[Callable[..., Any], tuple[np.ndarray, ...], Callable[..., Any] | str]
 TABLE: dict[str, list[Row]] = {
+    "add_layer_norm": [(lambda x, r: nn.add_layer_norm(x, r, 6), (PAIRS, PAIRS), "refused")],
+    "add_rms_norm": [(lambda x, r: nn.add_rms_norm(x, r, 6), (PAIRS, PAIRS), "refused")],
+    "float8_matmul": [(nn.float8_matmul, (PAIRS, PAIRS.T), "refused")],
+    "float8_scale": [(nn.float8_scale, (PAIRS,), "refused")],
+    "rotary_embedding": [(lambda x: nn.rotary_embedding(x, mt.ones((4, 3)), mt.ones((4, 3))), (PAIRS,), "refused")],
     "batch_norm": [(lambda x: nn.batch_norm(x, mt.zeros(2), mt.ones(2), training=True), (IMAGE,), "refused")],
     "binary_cross_entropy": [
         (lambda x: nn.binary_cross_entropy(x, mt.zeros(6)), (Z,), "refused"),

@@ -7,8 +7,10 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from meshtape.storage import (
 )
 from meshtape.storage.base.sealed import sealed, unsealed
 from meshtape.storage.browse.model import layout
-from meshtape.storage.commit import anchor_lock, object_commit
+from meshtape.storage.commit import anchor_lock, directory_commit, object_commit
 from meshtape.storage.format import chunk_grid, manifest
 from meshtape.storage.format.compression import PackedZstd, ShuffledZstd
 from meshtape.storage.saving import items
@@ -661,3 +663,25 @@ def test_a_lock_that_another_does_not_give_back_ends_the_wait(quick, monkeypatch
             manager.delete(1)
         manager.save(4, tree(4))  # savers share it
     assert manager.steps() == [1, 2, 3, 4]
+
+
+def test_of_two_saves_of_one_step_the_later_one_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the lock of the folder with others, and must not wait for itself to have it alone."""
+    run = CheckpointManager(tmp_path / "run", keep=None, anchor_every=4)
+    run.save(1, {"w": np.arange(2000.0, dtype=np.float32)})
+    swap, late = directory_commit._swap_in, tmp_path / "run/step-00000002"
+
+    def after_another(*args: Any) -> None:
+        monkeypatch.setattr(directory_commit, "_swap_in", swap)
+        another = threading.Thread(target=save, args=(str(late), {"w": np.ones(3)}))
+        another.start()
+        another.join()
+        swap(*args)
+
+    monkeypatch.setattr(directory_commit, "_swap_in", after_another)
+    with pytest.raises(errors.CheckpointExists):
+        run.save(2, {"w": np.arange(2000.0, dtype=np.float32) + 1e-3})
+    assert load(str(late))["w"].tolist() == [1, 1, 1]
+    assert run.save(3, {"w": np.ones(3)}) and run.steps() == [1, 2, 3]
