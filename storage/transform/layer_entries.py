@@ -18,6 +18,7 @@ _BELOW = frozenset(["max_window_layers", "first_k_dense_replace", "num_dense_lay
 _MENTIONS = re.compile(r"layer|block|attn|attention|idx|indic")  # names of entries that may list layers
 _BY_CLASS = re.compile("gemma[23]|gpt_oss|olmo3|cohere2|exaone4|smollm3|llama4")
 """Models whose class says which layers see a window, where the configuration does not."""
+_AT_THE_END = frozenset(["num_kv_shared_layers"])  # counts the last layers
 _EVERY = re.compile(
     r"sparse_step$|layer_freq$|layer_step$|layer_interval$|every_n_layers$|layer_period$|attention_(interval|frequency)$|window_pattern$"
 )
@@ -90,6 +91,9 @@ def _is_named(key: str) -> Any:
 
 
 def _lists_layers(key: str, value: Any) -> bool:
+    if isinstance(value, dict):
+        by_number = bool(value) and all(k.isdigit() for k in value) and _MENTIONS.search(key) is not None
+        return by_number or any(_lists_layers(k, v) for k, v in value.items())
     numbers = value if isinstance(value, list) and all(type(n) is int and n >= 0 for n in value) else []
     return len(set(numbers)) == len(numbers) > 0 and _MENTIONS.search(key) is not None
 
@@ -107,6 +111,8 @@ def _holds(key: str, config: dict[str, Any], held: Sequence[tuple[Any, int]]) ->
     if _EVERY.search(key) and all(type(v) is int and v > 0 for v in values):
         return said or (len(set(values)) == 1 and all((i - k) % v == 0 for k, (v, i) in enumerate(held)))
     same = [i for _, i in held] == list(range(len(held))) and all(v == values[0] for v in values)
+    if key in _AT_THE_END:
+        same = same and next((config[k] for k in COUNTS if k in config), len(held)) == len(held)
     return (
         not (_is_named(key) or any(_lists_layers(key, v) for v in values))
         or not any(values)

@@ -139,7 +139,9 @@ def _layers(
 ) -> list[str]:
     count, stacks = _count(inner), _stacks(before)
     if count is None or not stacks:
-        return []
+        told = [k for k in inner if inner[k] and layer_entries.is_about_layers(k, inner)]
+        changed = told and _stacks(after) != stacks
+        return [f"config.json: see whether {told[0]!r} is right, which speaks of layers"] if changed else []
     fits = [s for s, numbers in stacks.items() if numbers == set(range(inner[count]))]
     plain = ([s for s in fits if not _ELSE.search(s)] or fits) if not inner.get("is_encoder_decoder") else []
     now = _stacks(after)

@@ -134,3 +134,28 @@ def test_a_configuration_that_is_given_is_compared_with_the_arrays(tmp_path: Pat
     assert open_checkpoint(report.path).documents["config.json"] == given["config"]
     assert [n.split()[1] for n in report.notes] == ["vocab_size", "num_hidden_layers"]
     assert mt.merge(src, tmp_path / "true", documents={"config": CONFIG}).notes == []
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"swa_layers": [0, 2]}, "'swa_layers' speaks of layers"),
+        ({"attention": {"global_attn_idx": [0, 3]}}, "'attention' speaks of layers"),
+        ({"layer_scales": {"0": 1.0, "3": 2.0}}, "'layer_scales' speaks of layers"),
+        ({"model_type": "gemma2"}, "the class of 'gemma2' chooses"),
+        ({"num_kv_shared_layers": 2}, "'num_kv_shared_layers' speaks of layers"),
+        ({"num_hidden_layers": None, "layers_block_type": list("mama")}, "'layers_block_type' is right"),
+    ],
+)
+def test_entries_about_layers_that_cannot_follow_are_told(tmp_path: Path, entries: Any, said: str) -> None:
+    plain = {"num_hidden_layers": LAYERS, "vocab_size": 10, "hidden_size": 6, "num_attention_heads": 2}
+    source = made(tmp_path / "m", plain | entries)
+    (note,) = merge(source, tmp_path / "out", rules=WITHOUT_SECOND).notes
+    assert said in note
+
+
+def test_lists_of_layers_follow_by_any_ending(tmp_path: Path) -> None:
+    source = made(tmp_path / "m", {**CONFIG, "attn_layer_indices": [1, 3]})
+    report = merge(source, tmp_path / "out", rules=WITHOUT_SECOND)
+    assert json.loads((tmp_path / "out/config.json").read_text())["attn_layer_indices"] == [2]
+    assert not report.notes
