@@ -46,6 +46,8 @@ def _second(document: dict[str, Any]) -> dict[str, Any]:
         sums = ("sum", "ema", "difference", "add", "blend")
         new = {"integers": "equal"} if node["op"] in sums else {}
         new |= {"copies": None, "tokens": []} if node["op"] == "lora" else {}
+        if held := new.keys() & node.keys():
+            raise ValueError(f"version 1 has no {min(held)!r}")
         return node | {"of": [grown(x) for x in node["of"]]} | new
 
     return document | {"expression": grown(document["expression"])}

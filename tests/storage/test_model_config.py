@@ -149,7 +149,7 @@ def test_a_configuration_that_is_given_is_compared_with_the_arrays(tmp_path: Pat
 )
 def test_entries_about_layers_that_cannot_follow_are_told(tmp_path: Path, entries: Any, said: str) -> None:
     plain = {"num_hidden_layers": LAYERS, "vocab_size": 10, "hidden_size": 6, "num_attention_heads": 2}
-    source = made(tmp_path / "m", plain | entries)
+    source = made(tmp_path / "m", {k: v for k, v in (plain | entries).items() if v is not None})
     (note,) = merge(source, tmp_path / "out", rules=WITHOUT_SECOND).notes
     assert said in note
 

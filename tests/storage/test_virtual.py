@@ -728,6 +728,8 @@ def test_documents_of_the_first_version_open(document, tmp_path):
         d["version"] = 1
 
     wanted = open_checkpoint(document)
+    with pytest.raises(errors.CorruptCheckpoint, match="version 1 has no 'integers'"):
+        open_checkpoint(edited(document, lambda d: d.update(version=1)))
     assert open_checkpoint(edited(document, older)).path == document
     assert open_checkpoint(document)["w"][...] == wanted["w"][...]
     Path(document).write_bytes(Path(document).read_bytes().replace(b'"normalize": true', b'"normalize": false'))
