@@ -23,7 +23,7 @@ from ..core.op import Op, ShapeDtype, composite
 from ..kernels import float8 as kernels
 from ..ops.creation import asarray, beside
 from ..ops.matmul import MATMUL
-from ..ops.param_kinds import DTYPE
+from ..ops.param_kinds import DTYPE, FLAG
 from ..reductions.reductions import MAX, MIN
 
 LEAST = -126
@@ -64,9 +64,9 @@ FLOAT8_SCALE = Op(
 )
 
 
-def _rounded(x: np.ndarray, scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _rounded(x: np.ndarray, scale: np.ndarray, dtype: np.dtype, rounds: bool) -> np.ndarray:
     """Numbers of float8, as float32. What is finite stays so."""
-    if x.dtype in FLOAT8:
+    if not rounds:
         return x.astype(np.float32)
     most = np.float32(finfo(dtype).max)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -76,20 +76,37 @@ def _rounded(x: np.ndarray, scale: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _matmul(
-    xp: Any, x: Any, y: Any, x_scale: Any, y_scale: Any, x_dtype: np.dtype, y_dtype: np.dtype, dtype: np.dtype
+    xp: Any,
+    x: Any,
+    y: Any,
+    x_scale: Any,
+    y_scale: Any,
+    x_dtype: np.dtype,
+    y_dtype: np.dtype,
+    dtype: np.dtype,
+    x_rounds: bool,
+    y_rounds: bool,
 ) -> Any:
     _short(FLOAT8_MATMUL, (x, y))
     with np.errstate(invalid="ignore", over="ignore"):
-        found = MATMUL.numpy(_rounded(x, x_scale, x_dtype), _rounded(y, y_scale, y_dtype))
+        found = MATMUL.numpy(_rounded(x, x_scale, x_dtype, x_rounds), _rounded(y, y_scale, y_dtype, y_rounds))
         return (found * x_scale * y_scale).astype(dtype, copy=False)
 
 
 def _matmul_on_cupy(
-    x: Any, y: Any, x_scale: Any, y_scale: Any, x_dtype: np.dtype, y_dtype: np.dtype, dtype: np.dtype
+    x: Any,
+    y: Any,
+    x_scale: Any,
+    y_scale: Any,
+    x_dtype: np.dtype,
+    y_dtype: np.dtype,
+    dtype: np.dtype,
+    x_rounds: bool,
+    y_rounds: bool,
 ) -> Any:
     import cupy
 
-    x, y = _bytes(x, x_scale, x_dtype), _bytes(y, y_scale, y_dtype)
+    x, y = _bytes(x, x_scale, x_dtype, x_rounds), _bytes(y, y_scale, y_dtype, y_rounds)
     found = cublaslt.product(x, y, float8=cublaslt.Float8((x_dtype, y_dtype, dtype), (x_scale, y_scale)))
     if found is None:
         found = MATMUL.impl(cupy, kernels.widened(x, x_dtype), kernels.widened(y, y_dtype))
@@ -97,9 +114,11 @@ def _matmul_on_cupy(
     return found
 
 
-def _bytes(x: Any, scale: Any, dtype: np.dtype) -> Any:
+def _bytes(x: Any, scale: Any, dtype: np.dtype, rounds: bool) -> Any:
     if type(x) is Float8:
         return x.memory
+    if not rounds:
+        return kernels.narrowed(x, dtype)
     if x.flags.c_contiguous or not x.mT.flags.c_contiguous:
         return kernels.scaled(x, scale, dtype)
     return kernels.scaled(x.mT, scale, dtype).mT  # as it lies: a copy of bytes is the smaller one
@@ -117,9 +136,11 @@ FLOAT8_MATMUL = Op(
     _matmul,
     _infer,
     overrides={"cupy": _matmul_on_cupy},
-    params={"x_dtype": DTYPE, "y_dtype": DTYPE, "dtype": DTYPE},
+    params={"x_dtype": DTYPE, "y_dtype": DTYPE, "dtype": DTYPE, "x_rounds": FLAG, "y_rounds": FLAG},
     wide_sums=True,
 )
+"""An operand that does not round is of its float8 already, perhaps widened, as sums over ranks and derivatives widen
+what is short."""
 
 
 def _float8(name: str, dtype: Any) -> np.dtype:
@@ -231,4 +252,5 @@ def float8_matmul(
     out = result_type(*wide) if dtype is None else as_dtype(dtype, name)
     if out != np.float32 and (out in FLOAT8 or not is_low_precision(out)):
         raise DTypeError(f"[{name}] the result is float32, float16 or bfloat16, not {out.name}")
-    return apply(FLOAT8_MATMUL, (x, y, *scales), {"x_dtype": dtypes[0], "y_dtype": dtypes[1], "dtype": out})
+    rounds = {"x_rounds": x.dtype not in FLOAT8, "y_rounds": y.dtype not in FLOAT8}
+    return apply(FLOAT8_MATMUL, (x, y, *scales), {"x_dtype": dtypes[0], "y_dtype": dtypes[1], "dtype": out, **rounds})

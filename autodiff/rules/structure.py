@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 
-from ...arrays.backends.float8 import FLOAT8
 from ...arrays.core.dtypes import float8_e5m2
 from ...arrays.indexing import indexing as ix
 from ...arrays.linalg import float8
@@ -77,21 +76,23 @@ defvjp(matmul.MATMUL, x=_matmul_x, y=_matmul_y)
 # Straight through the rounding of the operands. Cotangents have the float8 of the wider range.
 
 
-def _float8_x(xp, g, y, y_scale, y_dtype, dtype):
+def _float8_x(xp, g, y, x_scale, y_scale, y_dtype, dtype, x_rounds, y_rounds):
     g_scale = call(xp, float8.FLOAT8_SCALE, g, dtype=float8_e5m2)
-    params = {"x_dtype": float8_e5m2, "y_dtype": y_dtype, "dtype": dtype}
-    return call(xp, float8.FLOAT8_MATMUL, g, xp.matrix_transpose(y), g_scale, y_scale, **params)
+    params = {"x_dtype": float8_e5m2, "y_dtype": y_dtype, "dtype": dtype, "x_rounds": True, "y_rounds": y_rounds}
+    found = call(xp, float8.FLOAT8_MATMUL, g, xp.matrix_transpose(y), g_scale, y_scale, **params)
+    return found if x_rounds else xp.astype(found, np.float32) * x_scale
 
 
-def _float8_y(xp, g, x, x_scale, y_like, x_dtype, dtype):
+def _float8_y(xp, g, x, x_scale, y_scale, y_like, x_dtype, dtype, x_rounds, y_rounds):
     g_scale = call(xp, float8.FLOAT8_SCALE, g, dtype=float8_e5m2)
     x, g = _all_rows(xp, x, g, y_like)
-    params = {"x_dtype": x_dtype, "y_dtype": float8_e5m2, "dtype": dtype}
-    return call(xp, float8.FLOAT8_MATMUL, xp.matrix_transpose(x), g, x_scale, g_scale, **params)
+    params = {"x_dtype": x_dtype, "y_dtype": float8_e5m2, "dtype": dtype, "x_rounds": x_rounds, "y_rounds": True}
+    found = call(xp, float8.FLOAT8_MATMUL, xp.matrix_transpose(x), g, x_scale, g_scale, **params)
+    return found if y_rounds else xp.astype(found, np.float32) * y_scale
 
 
-def _factor(xp, g, ans, scale, like):
-    if like.dtype not in FLOAT8:
+def _factor(xp, g, ans, scale, rounds):
+    if rounds:
         return xp.zeros_like(scale)
     return xp.sum(xp.astype(g, np.float32) * xp.astype(ans, np.float32)) / scale
 
@@ -100,8 +101,8 @@ defvjp(
     float8.FLOAT8_MATMUL,
     x=_float8_x,
     y=_float8_y,
-    x_scale=lambda xp, g, ans, x_scale, x_like: _factor(xp, g, ans, x_scale, x_like),
-    y_scale=lambda xp, g, ans, y_scale, y_like: _factor(xp, g, ans, y_scale, y_like),
+    x_scale=lambda xp, g, ans, x_scale, x_rounds: _factor(xp, g, ans, x_scale, x_rounds),
+    y_scale=lambda xp, g, ans, y_scale, y_rounds: _factor(xp, g, ans, y_scale, y_rounds),
 )
 
 # ----- indexing -------------------------------------------------------------------------------------------------------

@@ -128,6 +128,28 @@ def test_blocks_give_what_the_whole_gives(split: Any) -> None:
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-5 * np.abs(b.numpy()).max())
 
 
+def test_stored_operands_and_short_floats_are_split_alike() -> None:
+    """Sums over ranks are made in float32, in which a float8 operand must stay what it is."""
+    mesh = mt.Mesh({"a": 2, "b": 2})
+    x, w8 = numbers(4, 8, dtype=ml_dtypes.bfloat16), numbers(8, 4, seed=1).astype(E4)
+
+    def f(x: Any, w: Any) -> Any:
+        out, pull = mt.vjp(lambda x, w: mt.nn.float8_matmul(x, w, y_scale=8.0), x, w)
+        return out, *pull(mt.ones_like(out))
+
+    want = f(mt.asarray(x), mt.asarray(w8))
+    near(want[0], rounded(x, E4) @ w8.astype(float) * 8)
+    near(want[1], np.ones((4, 4)) @ w8.astype(float).T * 8)
+    near(want[2], (rounded(x, E4).T @ np.ones((4, 4)) * 8).clip(-448, 448).astype(E4).astype(float))
+    for of_x, of_w in ((1, 0), (0, 1)):
+        got = f(mt.distribute(x, mesh, a=mt.Shard(of_x)), mt.distribute(w8, mesh, a=mt.Shard(of_w)))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a.numpy().astype(float), b.numpy().astype(float), rtol=2e-2, atol=1)
+    nothing = mt.distribute(np.zeros((0, 3), np.float32), mesh, b=mt.Shard(1))
+    assert mt.nn.float8_scale(nothing).numpy() == np.float32(2.0**-126)
+    assert mt.nn.float8_matmul(np.zeros((3, 0), np.float32), nothing).numpy().tolist() == np.zeros((3, 3)).tolist()
+
+
 def test_bad_input() -> None:
     x, y = np.ones((2, 3), np.float32), np.ones((3, 2), np.float32)
     for args, kwargs, error, said in (

@@ -33,4 +33,5 @@ def _arg(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> 
 
 @rule(float8.FLOAT8_SCALE)
 def _scale(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    return letters.rule([[letters.new(n, reduce="max") for n in avals[0].shape]], [[]])
+    shape = avals[0].shape  # ranks without a part have no scale; where nobody has one, it is that of no numbers
+    return letters.rule([[letters.new(n, whole=0 in shape, reduce="max") for n in shape]], [[]])
