@@ -147,12 +147,13 @@ def _one_op_on_gpu(fn: Callable[P, Array]) -> Callable[P, Array]:
 
 
 def _straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
-    """``gated(x)``, which is ``x`` above 40 and 0 below ``low``, in the digits of every dtype: also where ``x`` times a
+    """``gated(x)``, which is ``x`` from 40 on and 0 below ``low``, in the digits of every dtype: also where ``x`` times a
     gate that is 0 is NaN."""
-    return where(x > 40.0, x, gated(clip(x, low, 40.0)))
+    return where(x >= 40.0, x, gated(clip(x, low, 40.0)))
 
 
 @_one_op_on_gpu
+@in_float32
 def _gelu_by_tanh(x: Array, /) -> Array:
     def gated(x: Array) -> Array:
         return 0.5 * x * (1.0 + tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))

@@ -208,7 +208,7 @@ def _backward(
     def add(i: int, key: Sequence[slice], part: Any) -> None:
         """Add to the cotangent of operand ``i``, summed over the dimensions along which that broadcasts."""
         shape = wide[i].shape
-        axes = tuple([d for d, n in enumerate(shape) if n == 1 < part.shape[d]])
+        axes = tuple([d for d, n in enumerate(shape) if n == 1 != part.shape[d]])  # none, too
         part = part.sum(axis=axes, keepdims=True) if axes else part
         if sums[i] is None and part.shape == shape:
             sums[i] = part

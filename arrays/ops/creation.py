@@ -47,6 +47,10 @@ def _counted(numbers: range, dtype: np.dtype, where: Device | str | None) -> Arr
     """Whole numbers, made where they will live."""
     for end in (numbers[0], numbers[-1]) if numbers else ():  # NumPy counts on around the end
         check_numbers("arange", end, dtype)
+    if any(abs(v) >= 2**53 for v in (numbers.start, numbers.stop, numbers.step)):
+        # NumPy counts how many there are in float64. In 64 bits sums and products wrap around to what they are.
+        first, step = (np.uint64(v % 2**64) for v in (numbers.start, numbers.step))
+        return _place((np.arange(len(numbers), dtype=np.uint64) * step + first).view(np.int64).astype(dtype), where)
     target = default_device() if where is None else device(where)
     if target is CPU:
         x = wrap(np.arange(numbers.start, numbers.stop, numbers.step, dtype))
@@ -326,8 +330,10 @@ def arange(
     if not step:
         raise ArgumentError(f"[arange] a step of zero from {start} comes nowhere: write mt.full(n, {start})")
     wanted = None if dtype is None else as_dtype(dtype, "arange")
-    if all(type(v) is int and abs(v) < 2**53 for v in (start, stop, step)) and (wanted or _INT).kind in "iu":
-        return _counted(range(start, stop, step), wanted or _INT, device)
+    if all(type(v) is int for v in (start, stop, step)) and (wanted or _INT).kind in "iu":
+        numbers = range(start, stop, step)
+        beyond = len(numbers) and max(numbers[0], numbers[-1]) >= 2**63
+        return _counted(numbers, wanted or np.dtype(np.uint64 if beyond else np.int64), device)
     out = np.arange(start, stop, step, wanted)
     if out.size and wanted is not None and wanted.kind in "iu":
         check_numbers("arange", int(start + (out.size - 1) * step), wanted)
