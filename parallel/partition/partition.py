@@ -173,6 +173,8 @@ def _place_wide(
         inputs = tuple(w.widened(v) if isinstance(v, int) else v for v in inputs)
         known = iter([w.avals[v] for v in inputs if isinstance(v, int)])
         avals = tuple(next(known) if isinstance(a, ShapeDtype) else a for a in avals)
+    if e.op.wide_sums and "dtype" in e.params:  # of the result
+        e = e._replace(params={**e.params, "dtype": np.dtype(np.float32)})
     outputs = [w.new(a, REPLICATED) for a in e.op.avals(avals, e.params)]
     local: dict[int, int] = {}
     _place(w, e._replace(inputs=inputs, outputs=tuple(outputs)), placed, local)

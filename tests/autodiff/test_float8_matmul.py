@@ -145,6 +145,9 @@ def test_stored_operands_and_short_floats_are_split_alike() -> None:
         got = f(mt.distribute(x, mesh, a=mt.Shard(of_x)), mt.distribute(w8, mesh, a=mt.Shard(of_w)))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a.numpy().astype(float), b.numpy().astype(float), rtol=2e-2, atol=1)
+    ones = np.asarray([[300.0, 1.0, -300.0, 1.0]], ml_dtypes.bfloat16)  # 301 is no bfloat16
+    halves = mt.distribute(ones, mesh, a=mt.Shard(1)), mt.distribute(np.ones((4, 1), E4), mesh, a=mt.Shard(0))
+    assert mt.nn.float8_matmul(*halves, 1.0).tolist() == mt.nn.float8_matmul(ones, np.ones((4, 1), E4), 1.0).tolist()
     nothing = mt.distribute(np.zeros((0, 3), np.float32), mesh, b=mt.Shard(1))
     assert mt.nn.float8_scale(nothing).numpy() == np.float32(2.0**-126)
     assert mt.nn.float8_matmul(np.zeros((3, 0), np.float32), nothing).numpy().tolist() == np.zeros((3, 3)).tolist()
