@@ -24,6 +24,7 @@ from ..rules.casting import cast
 from ..stores import store as stores
 from ..transform.model_config import TABLES, config_of
 from ..virtual.adapters import TURNED, TURNED_MODULES
+from ..virtual.expressions import refuse_scaled
 from .config import Problems
 from .methods import real
 
@@ -121,6 +122,8 @@ def extract_lora(
         elif rank is not None and _is_module(n, new[n]) and rank > min(new[n].shape):
             problems.append(f"rank {rank} is above that of {n!r} with shape {new[n].shape}")
     problems.refuse("no adapter")
+    for ckpt in (new, old):
+        refuse_scaled(ckpt, set(wanted))
     said = config_of(old.documents)
     turned = said.get("model_type") in TURNED if fan_in_fan_out is None else fan_in_fan_out
     kinds = [str(a) for a in said.get("architectures") or ()]

@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointShapeError, RuleConflict
 from ..format import dtypes
 from .casting import Tally, cast, exact, is_float, tallied
-from .dequantized import Dequantized, Unpacked, is_quantized
+from .dequantized import Dequantized, Unpacked, is_quantized, rows_scale
 from .growing import GrownRows
 from .lazy_tensors import Converted, Filled, Joined, Reshaped, Sliced
 from .step import NotInvertible, Step, axis_of, expect, the_one
@@ -190,9 +190,16 @@ class Dequantize(Step):
             raise CheckpointDTypeError(
                 f"dequantize makes a floating dtype ({', '.join(dtypes.FLOATS)}), not {dtype}; give dtype="
             )
+        ours = weight.name.rpartition(".")[2] == "q" and scale.name == rows_scale(weight.name)
+        ours = ours and tuple(scale.shape) == (*weight.shape[:-1], 1)
+        if ours and weight.dtype == np.uint8:
+            raise CheckpointDTypeError(
+                f"{weight.name!r} holds rows of four bits, two a byte: restore them by "
+                "mt.storage.dequantize(mt.load(…))"
+            )
         block = self._block(weight, scale)
         placed = [self._placed(weight, t, block) for t in (scale, *zero)]
-        return [Dequantized(weight.name, weight, placed[0], placed[1] if zero else None, block, dtype)]
+        return [Dequantized(weight.name, weight, placed[0], placed[1] if zero else None, block, dtype, roots=ours)]
 
     def _unpacked(self, t: Any, axis: int) -> Unpacked:
         if t.dtype != np.int32 or len(t.shape) != 2:

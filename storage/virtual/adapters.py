@@ -49,7 +49,6 @@ class Lora(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base, adapter = made
-        refuse_scaled(base)
         before = {n: a.tensor for n, a in base.arrays.items()}
         pairs: dict[tuple[str, str], dict[str, str]] = {}
         held: dict[str, tuple[str, str]] = {}
@@ -59,6 +58,8 @@ class Lora(Node):
                 pairs.setdefault((found[1], found[2]), {})[found[3]] = name
             elif (place := _place(name))[1] != "old":
                 held[name] = place
+        factored = [n for module, _ in pairs for n in (f"{module}.weight", module)]
+        refuse_scaled(base, {*factored, *(t for t, _ in held.values())})
         alone = [t for t, what in held.values() if what == "copy" or (what == "whole" and self._is_copy(t))]
         base = with_own_head(base, alone, [f"{module}.weight" for module, _ in pairs])
         arrays = {n: a.tensor for n, a in base.arrays.items()}
