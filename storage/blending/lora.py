@@ -23,7 +23,7 @@ from ..readers.tensor import read_box
 from ..rules.casting import cast
 from ..stores import store as stores
 from ..transform.model_config import TABLES, config_of
-from ..virtual.adapters import TURNED, TURNED_MODULES
+from ..virtual.adapters import TURNED_MODULES, is_turned_model
 from ..virtual.expressions import refuse_scaled
 from .config import Problems
 from .methods import real
@@ -125,7 +125,7 @@ def extract_lora(
     for ckpt in (new, old):
         refuse_scaled(ckpt, set(wanted))
     said = config_of(old.documents)
-    turned = said.get("model_type") in TURNED if fan_in_fan_out is None else fan_in_fan_out
+    turned = is_turned_model(said) if fan_in_fan_out is None else fan_in_fan_out
     kinds = [str(a) for a in said.get("architectures") or ()]
     tasks = [task for a in kinds for end, task in _TASKS.items() if a.endswith(end)]
     with directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder:

@@ -28,6 +28,7 @@ from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
 from ..format.manifest import Leaf, scalar_leaves
+from ..loading.match_target import select
 from ..loading.report import listed
 from ..rules.dequantized import not_followed
 from ..rules.lazy_tensors import Sliced, renamed
@@ -398,6 +399,7 @@ class Quantize(Node):
         stored, held = list(base.arrays.values()), dict[str, StoredArray]()
         label = str(self)
         refuse_quantized((path for path, _ in scalar_leaves(base.structure)), self.keys)
+        select(base, [k for k in self.keys if k != "*"])  # refuses those that match nothing
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:
             a = StoredArray(path, tensor)
