@@ -149,7 +149,7 @@ class Planner:
         # Of the layers that slices name: the model that describes each, and its number there.
         self.order: list[tuple[ModelRef, int]] = []
         self._faults = Faults()
-        self._said: dict[str, dict[str, Any]] = {}  # of their arrays by other writers, by checkpoint
+        self._said: dict[str, Any] = {}  # of their arrays by other writers, by checkpoint
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
             docs = {m: p.ckpt.documents for m, p in self.parents.items()}

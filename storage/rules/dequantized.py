@@ -41,13 +41,8 @@ def scale_beside(name: str, dtype: np.dtype, names: Container[str]) -> str | Non
     stem, dot = name.removesuffix("_packed"), module and "."
     ends = [f"{stem}{end}" for end in ("_scale", "_scale_inv", "_zero_point", ".absmax")]
     ends += [f"{name.removesuffix('_blocks')}_scales", f"{module}{dot}SCB", f"{module}{dot}scales"]
-    ends += [rows_scale(name)] if last == "q" else []
+    ends += [f"{module}{dot}scale"] if last == "q" else []  # of `quantize`
     return next((s for s in ends if s in names), None)
-
-
-def rows_scale(name: str) -> str:
-    """The name of the scales that `quantize` puts beside ``….q``."""
-    return name[:-1] + "scale"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointShapeError, RuleConflict
 from ..format import dtypes
 from .casting import Tally, cast, exact, is_float, tallied
-from .dequantized import Dequantized, Unpacked, is_quantized, rows_scale
+from .dequantized import Dequantized, Unpacked, is_quantized
 from .growing import GrownRows
 from .lazy_tensors import Converted, Filled, Joined, Reshaped, Sliced
 from .step import NotInvertible, Step, axis_of, expect, the_one
@@ -190,7 +190,7 @@ class Dequantize(Step):
             raise CheckpointDTypeError(
                 f"dequantize makes a floating dtype ({', '.join(dtypes.FLOATS)}), not {dtype}; give dtype="
             )
-        ours = weight.name.rpartition(".")[2] == "q" and scale.name == rows_scale(weight.name)
+        ours = weight.name.split(".")[-1] == "q" and scale.name == f"{weight.name[:-1]}scale"  # of `quantize`
         ours = ours and tuple(scale.shape) == (*weight.shape[:-1], 1)
         if ours and weight.dtype == np.uint8:
             raise CheckpointDTypeError(

@@ -71,60 +71,54 @@ def attributes_left(arrays: Mapping[str, Any], carried: Container[str] = ()) -> 
     return [f"attributes are not written: those of {', '.join(shown)}{more}"] if told else []
 
 
-def refuse_packed(
-    name: str, parts: Sequence[Any], places: Sequence[str], sums: bool, known: dict[str, dict[str, Any]]
-) -> None:
+def refuse_packed(name: str, parts: Sequence[Any], places: Sequence[str], sums: bool, known: dict[str, Any]) -> None:
     """Raise where sums would be taken of stored numbers that stand for others, or equal ones stand for different ones.
 
     ``known`` keeps what the checkpoints of the parts say of their arrays.
     """
     said = [_packing(p, _PACKING if sums else _UNITS, known) for p in parts]
-    at = next((i for i, s in enumerate(said) if (s if sums else s != said[0])), None)
-    if at is None:
-        return
-    key = next(k for k in {**said[at], **said[0]} if sums or said[at].get(k) != said[0].get(k))
-    why = "sums of the stored numbers, which stand for others, mean nothing"
-    if not sums:
-        why = f"{places[0]} has {said[0].get(key)!r:.40}, so equal integers stand for other numbers"
-    raise CheckpointDTypeError(
-        f"{places[at]}: key {name!r} has the attribute {key!r} = {said[at].get(key)!r:.40}: {why}. Write its real "
-        "numbers first: xarray.open_zarr(…).drop_encoding().to_zarr(…)"
-    )
+    for s, place in zip(said, places, strict=True):
+        for key in {**s, **said[0]}:
+            ours, theirs = said[0].get(key), s.get(key)
+            if sums and theirs is not None:
+                why = "sums of the stored numbers, which stand for others, mean nothing"
+            elif not sums and theirs != ours:
+                why = f"{places[0]} has {ours!r:.40}, so equal integers stand for other numbers"
+            else:
+                continue
+            raise CheckpointDTypeError(
+                f"{place}: key {name!r} has the attribute {key!r} = {theirs!r:.40}: {why}. Write its real numbers "
+                "first: xarray.open_zarr(…).drop_encoding().to_zarr(…)"
+            )
 
 
-def _packing(tensor: Any, names: Sequence[str], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _packing(tensor: Any, names: Sequence[str], known: dict[str, Any]) -> dict[str, Any]:
     """Those of some attributes of the stored sources of a tensor that change what its numbers mean."""
     found: dict[str, Any] = {}
     for leaf in leaves(tensor):
-        held = getattr(leaf, "attributes", None)
-        if held is None and isinstance(leaf, ChunkedTensor):
+        if isinstance(leaf, ChunkedTensor):
             held = _of_group(leaf.root, known).get(leaf.directory, {})
-        elif held is None:
+        else:
             held = json.loads(getattr(leaf, "said", "") or "{}").get("attributes", {})
+            held = getattr(leaf, "attributes", held)
         for k in (n for n in names if n in held):
-            value = _plain(held[k])
+            value = held[k]
+            if isinstance(value, str):  # xarray writes fill values of floats in base64
+                with contextlib.suppress(ValueError, struct.error):
+                    value = struct.unpack("<d", base64.b64decode(value))[0]
             if value == value and value not in (_NEUTRAL.get(k), "NaN"):  # sums keep NaN
                 found[k] = value
     return found
 
 
-def _of_group(root: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The attributes of the arrays of a checkpoint of ours that another writer has given, by directory."""
+def _of_group(root: str, known: dict[str, Any]) -> Any:
+    """The attributes that others have given to the arrays of a checkpoint of ours, by directory."""
     if root not in known:
         known[root] = {}
-        try:
+        # Of a damaged file none are known, as for a conversion.
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             text = store.at(root).get("zarr.json")
             if any(f'"{k}"'.encode() in text for k in _UNITS):
                 nodes = strict_json.loads(text)["consolidated_metadata"]["metadata"]
-                known[root] = {directory: node.get("attributes", {}) for directory, node in nodes.items()}
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # damaged: then no attribute is known, as for a conversion
+                known[root] = {d: dict(node.get("attributes", {})) for d, node in nodes.items()}
     return known[root]
-
-
-def _plain(value: Any) -> Any:
-    """A fill value as a number: xarray writes those of floats in base64."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, struct.error):
-            return struct.unpack("<d", base64.b64decode(value))[0]
-    return value

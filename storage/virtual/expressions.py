@@ -258,7 +258,7 @@ class Arithmetic(Node):
             refuse_scaled(ckpt)
         base = made[self.base]
         arrays: dict[str, Any] = {}
-        places, known = [c.path for c in made], dict[str, dict[str, Any]]()
+        places, known = [c.path for c in made], dict[str, Any]()
         for name in base:
             parts = tuple(c[name].tensor for c in made)
             sums = working_dtype(base[name].dtype) is not None
@@ -345,20 +345,18 @@ def refuse_scaled(ckpt: Checkpoint, names: Container[str] | None = None) -> None
     for name, scale in scaled({n: a.tensor for n, a in ckpt.arrays.items()}):
         if names is not None and name not in names:
             continue
-        dtype, last = ckpt[name].dtype, name.rpartition(".")[2]
-        target = name.removesuffix("_packed") if last != "q" else name[:-2] or "x"
-        zero = f"{name.removesuffix('_packed')}_zero_point"
-        rule = ", ".join([name, scale, *([zero] if zero in ckpt and zero != scale else [])])
-        bits = "bits=…" if last.endswith("_packed") else ""
-        way = f"dequantise it first: virtual.with_rules(…, '{rule} -> {target}, dequantize({bits})')"
-        if last == "q" and dtype == np.uint8:
+        stem = name.removesuffix("_packed")
+        sources = dict.fromkeys(n for n in (name, scale, f"{stem}_zero_point") if n in ckpt)
+        target, bits = stem.removesuffix(".q"), "bits=…" if stem != name else ""
+        way = f"dequantise it first: virtual.with_rules(…, '{', '.join(sources)} -> {target}, dequantize({bits})')"
+        if target != stem and ckpt[name].dtype == np.uint8:
             way = "restore it first, and save it anew: mt.storage.dequantize(mt.load(…))"
-        elif not scale.endswith(("_scale", "_scale_inv", ".scale")) and scale != "scale":
+        elif not scale.endswith(("scale", "_scale_inv")):
             why = not_followed(name, ckpt.arrays) or not_followed(scale, ckpt.arrays)
             way = why or "let the tool that made it write the full weights"
         raise CheckpointDTypeError(
-            f"{ckpt.path}: key {name!r} is {dtype} with its scale in {scale!r}, and its numbers mean nothing without; "
-            f"{way}"
+            f"{ckpt.path}: key {name!r} is {ckpt[name].dtype} with its scale in {scale!r}, and its numbers mean "
+            f"nothing without; {way}"
         )
 
 

@@ -158,4 +158,4 @@ def test_tensors_of_pytorch(dtype):
     }
     for part in ("q", "scale"):
         np.testing.assert_array_equal(np.asarray(held["m"][part]), np.asarray(wanted[part]))
-    assert mt.storage.estimate({"m": x}).total == mt.storage.estimate({"m": ((3, 4), dtype)}).total
+    assert mt.storage.estimate({"m": x}) == mt.storage.estimate({"m": ((3, 4), dtype)})
