@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ...arrays.core.errors import CheckpointKeyError, CorruptCheckpoint
+from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
 from .locations import is_url, join
 
 _SAFE = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
@@ -101,6 +101,14 @@ def fits(name: str, patterns: str | Iterable[str]) -> bool:
     """Whether a name is one of these, or matches one as a pattern with ``*``."""
     each = [patterns] if isinstance(patterns, str) else patterns
     return any(name == p or fnmatchcase(name, p) for p in each)
+
+
+def patterns_of(keys: str | Iterable[str]) -> list[str]:
+    """Names or patterns that a caller gives: one, or several."""
+    held = [keys] if isinstance(keys, str) or not isinstance(keys, Iterable) else list(keys)
+    if not all(isinstance(k, str) for k in held):
+        raise CheckpointError(f"keys are names or patterns, got {keys!r:.80}")
+    return held
 
 
 def check_distinct(paths: Sequence[Sequence[str | int]], named: Sequence[str]) -> None:

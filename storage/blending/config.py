@@ -161,6 +161,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> BlendConf
         parsed, where = config, "configuration"
         text = yaml.safe_dump(_plain(config), sort_keys=False)
     else:
+        if not isinstance(config, (str, os.PathLike)):
+            raise CheckpointError(f"a configuration is a YAML file, its text, or a dict; got {config!r:.80}")
         text, where = os.fspath(config), "configuration"
         if not text.strip():
             raise CheckpointError("the configuration is empty: give the path of a YAML file, its text, or a dict")

@@ -23,7 +23,8 @@ from ..readers.tensor import read_box
 from ..rules.casting import cast
 from ..stores import store as stores
 from ..transform.model_config import TABLES, config_of
-from ..virtual.adapters import TURNED, TURNED_MODULES
+from ..virtual.adapters import TURNED_MODULES, is_turned_model
+from ..virtual.expressions import refuse_scaled
 from .config import Problems
 from .methods import real
 
@@ -121,8 +122,10 @@ def extract_lora(
         elif rank is not None and _is_module(n, new[n]) and rank > min(new[n].shape):
             problems.append(f"rank {rank} is above that of {n!r} with shape {new[n].shape}")
     problems.refuse("no adapter")
+    for ckpt in (new, old):
+        refuse_scaled(ckpt, set(wanted))
     said = config_of(old.documents)
-    turned = said.get("model_type") in TURNED if fan_in_fan_out is None else fan_in_fan_out
+    turned = is_turned_model(said) if fan_in_fan_out is None else fan_in_fan_out
     kinds = [str(a) for a in said.get("architectures") or ()]
     tasks = [task for a in kinds for end, task in _TASKS.items() if a.endswith(end)]
     with directory_commit.replacing(target, overwrite=False, tables=CHECKPOINTS) as folder:

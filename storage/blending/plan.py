@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CheckpointShapeError
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError, CheckpointShapeError
 from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
@@ -20,6 +20,7 @@ from ..format import dtypes
 from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
 from ..transform import layer_entries
+from ..transform.attributes import refuse_packed
 from ..transform.convert import cancels, scaled
 from ..transform.model_config import HEADS, LAYER, TABLES, config_of, is_embedding, stands_for
 from ..virtual.expressions import agreed
@@ -148,6 +149,7 @@ class Planner:
         # Of the layers that slices name: the model that describes each, and its number there.
         self.order: list[tuple[ModelRef, int]] = []
         self._faults = Faults()
+        self._said: dict[str, Any] = {}  # of their arrays by other writers, by checkpoint
         self.vocabulary: Vocabulary | None = None
         if config.tokenizer is not None:
             docs = {m: p.ckpt.documents for m, p in self.parents.items()}
@@ -323,7 +325,19 @@ class Planner:
         if not self._fits(s, name, key, tuple(next(iter(parts.values())).shape)):
             return
         kinds = [p.dtype for p in parts.values()]
-        if any(k.name not in dtypes.FLOATS for k in kinds):
+        copied = len(parts) == 1 and kinds[0].name not in dtypes.FLOATS
+        for m, n in zip(parts, names, strict=True):
+            if n in self.parents[m].scaled and not copied:
+                self._faults.add(f"{m} is quantised: blend what the rule dequantize() makes of it", name)
+                return
+        sums = all(k.name in dtypes.FLOATS for k in kinds)
+        if self.config.method != "passthrough" if sums else self.integers == "equal":
+            try:
+                refuse_packed(name, list(parts.values()), list(map(str, parts)), sums, self._said)
+            except CheckpointDTypeError as e:
+                self._faults.add(str(e), name, CheckpointDTypeError)
+                return
+        if not sums:
             if len(set(kinds)) > 1 or kinds[0].kind == "c":
                 self._faults.add(f"dtypes cannot be blended ({', '.join(map(str, dict.fromkeys(kinds)))})", name)
                 return
@@ -331,10 +345,6 @@ class Planner:
             self.tensors[name] = agreed(name, held, self.integers, list(map(str, parts)), "mt.storage.blend")
             self.arrays[name] = BlendedArray("equal", told, {})
             return
-        for m, n in zip(parts, names, strict=True):
-            if n in self.parents[m].scaled:
-                self._faults.add(f"{m} is quantised: blend what the rule dequantize() makes of it", name)
-                return
         work = dtypes.by_name(self.config.dtype) if self.config.dtype else _promoted(kinds)
         if work is None:
             self._faults.add(f"{', '.join(sorted({str(k) for k in kinds}))} have no common dtype; give dtype:", name)

@@ -124,6 +124,12 @@ def by_name(name: Any) -> np.dtype:
     return row.dtype
 
 
+def of_leaf(leaf: Any) -> np.dtype:
+    """The dtype of an array, also of PyTorch's, whose dtypes NumPy does not know."""
+    text = str(leaf.dtype)
+    return by_name(text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(leaf.dtype)
+
+
 @lru_cache(maxsize=256)
 def short_name(dtype: np.dtype) -> str:
     """``dtype.name``, whose text NumPy makes anew each time."""

@@ -19,7 +19,7 @@ from ...arrays.core.errors import (
 )
 from ...arrays.core.formatting import some
 from ...arrays.core.tree import Path, flatten_with_path
-from ..base.names import check_distinct, fits, leaf_name
+from ..base.names import check_distinct, fits, leaf_name, patterns_of
 from ..checkpoint.checkpoint import Checkpoint, StoredArray
 from ..format import dtypes
 from ..format.manifest import scalar_leaves
@@ -56,7 +56,7 @@ def select(ckpt: Checkpoint, keys: Iterable[str] | None, drop: bool = False) -> 
     """
     if keys is None:
         return None
-    patterns = [keys] if isinstance(keys, str) else list(keys)
+    patterns = patterns_of(keys)
     known = {a.name: a.path for a in ckpt.arrays.values()}
     known.update({leaf_name(p): p for p, _ in scalar_leaves(ckpt.structure)})
     picked: set[Path] = set()
@@ -144,12 +144,6 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _dtype(leaf: Any) -> np.dtype:
-    """The dtype of an array, also of PyTorch's, whose dtypes NumPy does not know."""
-    text = str(leaf.dtype)
-    return dtypes.by_name(text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(leaf.dtype)
-
-
 def _grown(source: StoredArray, leaf: Any) -> StoredArray | None:
     """The stored rows, then the further rows of ``leaf`` (a vocabulary that grew).
 
@@ -204,7 +198,7 @@ def match_like(
             kinds.append(name)
             report.mismatched[name] = f"{name} is an array in the checkpoint, a {type(leaf).__name__} in like"
             continue
-        dtype = _dtype(leaf)
+        dtype = dtypes.of_leaf(leaf)
         if tuple(leaf.shape) != source.shape:
             shapes.append(name)
             rule = f", made by the rule {source.rule}" if source.rule else ""

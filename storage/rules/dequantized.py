@@ -29,6 +29,22 @@ def is_quantized(dtype: np.dtype) -> bool:
     return dtype.itemsize == 1 and dtype.kind != "b" and dtype.name != "float8_e8m0fnu"
 
 
+def scale_beside(name: str, dtype: np.dtype, names: Container[str]) -> str | None:
+    """The array that says what the numbers of a quantised one stand for: its scale, or its zero point.
+
+    >>> scale_beside("m.q", np.dtype("int8"), ["m.q", "m.scale"])
+    'm.scale'
+    """
+    module, _, last = name.rpartition(".")
+    if not is_quantized(dtype) and (dtype.kind not in "iu" or last not in ("weight", "qweight", "weight_packed")):
+        return None
+    stem, dot = name.removesuffix("_packed"), module and "."
+    ends = [f"{stem}{end}" for end in ("_scale", "_scale_inv", "_zero_point", ".absmax")]
+    ends += [f"{name.removesuffix('_blocks')}_scales", f"{module}{dot}SCB", f"{module}{dot}scales"]
+    ends += [f"{module}{dot}scale"] if last == "q" else []  # of `quantize`
+    return next((s for s in ends if s in names), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Unpacked(DerivedTensor):
     """Signed ``bits``-bit numbers, several packed in each int32 of ``source`` along ``axis``.
@@ -108,6 +124,7 @@ class Dequantized(DerivedTensor):
     zero: Any
     block: tuple[int, ...]
     dtype: np.dtype
+    roots: bool = False  # a negative scale is one of roots, as `quantize` makes them
     casts: ClassVar[bool] = True
 
     shape, chunk = of_source("shape"), of_source("chunk")
@@ -158,6 +175,6 @@ class Dequantized(DerivedTensor):
             y = x.astype(wide)
             if self.zero is not None:
                 y -= spread(self.zero, wide)
-            y *= scale
+            y = np.where(scale < 0, ((y + 127) * scale) ** 2, y * scale) if self.roots else y * scale
         out[...] = cast(self.name, y, self.dtype, box.offset)
         return nbytes

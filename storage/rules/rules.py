@@ -73,7 +73,9 @@ class Rules:
         elif isinstance(rules, Rules):
             held, templates = list(rules.rules), [*rules.follow, *templates]
         else:
-            held = [rules] if isinstance(rules, Rule) else list(rules)
+            held = list(rules) if isinstance(rules, Iterable) else [rules]
+        if bad := [x for x in held if not isinstance(x, Rule)]:
+            raise RuleSyntaxError(f"rules are a text, or Rule objects; got {bad[0]!r:.80}")
         for t in templates:
             if t.count("{}") != 1:
                 raise RuleSyntaxError(f"follow template {t!r} must have one {{}}, where the name of the parameter goes")

@@ -190,9 +190,16 @@ class Dequantize(Step):
             raise CheckpointDTypeError(
                 f"dequantize makes a floating dtype ({', '.join(dtypes.FLOATS)}), not {dtype}; give dtype="
             )
+        ours = weight.name.split(".")[-1] == "q" and scale.name == f"{weight.name[:-1]}scale"  # of `quantize`
+        ours = ours and tuple(scale.shape) == (*weight.shape[:-1], 1)
+        if ours and weight.dtype == np.uint8:
+            raise CheckpointDTypeError(
+                f"{weight.name!r} holds rows of four bits, two a byte: restore them by "
+                "mt.storage.dequantize(mt.load(…))"
+            )
         block = self._block(weight, scale)
         placed = [self._placed(weight, t, block) for t in (scale, *zero)]
-        return [Dequantized(weight.name, weight, placed[0], placed[1] if zero else None, block, dtype)]
+        return [Dequantized(weight.name, weight, placed[0], placed[1] if zero else None, block, dtype, roots=ours)]
 
     def _unpacked(self, t: Any, axis: int) -> Unpacked:
         if t.dtype != np.int32 or len(t.shape) != 2:

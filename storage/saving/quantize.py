@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 
 from ... import arrays as mt
-from ...arrays.core.errors import CheckpointDTypeError, CheckpointError
+from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
+from ...arrays.core.formatting import some
 from ...arrays.core.tree import Path, flatten_with_path, map_with_path
+from ..base.leaves import taken
 from ..base.malformed import malformed
-from ..base.names import fits, leaf_name
+from ..base.names import fits, leaf_name, patterns_of
 from ..format import dtypes
 from ..rules.casting import count_lost_rows
 
@@ -69,6 +71,8 @@ def quantize(
     CheckpointError
         ``bits`` is neither, the state has been through it and ``allow_again`` is false, or an array is quantised
         now.
+    CheckpointKeyError
+        One of ``keys`` matches nothing.
     CheckpointDTypeError
         An array that ``keys`` names exactly is not floating.
     Lossy
@@ -90,13 +94,16 @@ def quantize(
             f"this state has been quantised {times} times already, and its errors add up; save it in full, or pass "
             "allow_again=True"
         )
-    patterns = [keys] if isinstance(keys, str) else list(keys)
-    refuse_quantized((path for path, _ in flatten_with_path(tree)), patterns)
+    patterns, paths = patterns_of(keys), [path for path, _ in flatten_with_path(tree)]
+    refuse_quantized(paths, patterns)
+    if unused := [p for p in patterns if p != "*" and not any(fits(leaf_name(path), p) for path in paths)]:
+        raise CheckpointKeyError(f"nothing matches {unused}; the tree holds {some(map(leaf_name, paths), 12)}")
 
     def one(path: Any, leaf: Any) -> Any:
         name = leaf_name(path)
         if not fits(name, patterns):
             return leaf
+        leaf = taken(leaf, f"key {name!r}")
         kind = np.dtype(leaf.dtype).name if hasattr(leaf, "dtype") else ""
         if kind not in dtypes.FLOATS:
             if name in patterns:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import itertools
 import json
-from collections.abc import Container, Mapping
+import struct
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from ...arrays.core.errors import CheckpointDTypeError
 from ..base import strict_json
 from ..base.checksums import crc32c
 from ..checkpoint.checkpoint import Checkpoint
 from ..format.zarr_format import described, group_said, said_of
 from ..readers.raw_tensor import RawTensor
+from ..readers.tensor import ChunkedTensor
 from ..rules.lazy_tensors import DerivedTensor, leaves, whole_of
 from ..stores import store
+
+_PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value")
+"""Attributes by which readers of CF conventions, such as xarray, make other numbers of the stored ones."""
+_UNITS = (*_PACKING, "_Unsigned", "units", "calendar")  # with which equal integers stand for other numbers
+_NEUTRAL = {"scale_factor": 1, "add_offset": 0}
 
 
 def held_attributes(
@@ -59,3 +69,56 @@ def attributes_left(arrays: Mapping[str, Any], carried: Container[str] = ()) -> 
     shown = [f"{n} ({', '.join(names)})" for n, names in itertools.islice(told.items(), 8)]
     more = f" and those of {len(told) - 8} more arrays" if len(told) > 8 else ""
     return [f"attributes are not written: those of {', '.join(shown)}{more}"] if told else []
+
+
+def refuse_packed(name: str, parts: Sequence[Any], places: Sequence[str], sums: bool, known: dict[str, Any]) -> None:
+    """Raise where sums would be taken of stored numbers that stand for others, or equal ones stand for different ones.
+
+    ``known`` keeps what the checkpoints of the parts say of their arrays.
+    """
+    said = [_packing(p, _PACKING if sums else _UNITS, known) for p in parts]
+    for s, place in zip(said, places, strict=True):
+        for key in {**s, **said[0]}:
+            ours, theirs = said[0].get(key), s.get(key)
+            if sums and theirs is not None:
+                why = "sums of the stored numbers, which stand for others, mean nothing"
+            elif not sums and theirs != ours:
+                why = f"{places[0]} has {ours!r:.40}, so equal integers stand for other numbers"
+            else:
+                continue
+            raise CheckpointDTypeError(
+                f"{place}: key {name!r} has the attribute {key!r} = {theirs!r:.40}: {why}. Write its real numbers "
+                "first: xarray.open_zarr(…).drop_encoding().to_zarr(…)"
+            )
+
+
+def _packing(tensor: Any, names: Sequence[str], known: dict[str, Any]) -> dict[str, Any]:
+    """Those of some attributes of the stored sources of a tensor that change what its numbers mean."""
+    found: dict[str, Any] = {}
+    for leaf in leaves(tensor):
+        if isinstance(leaf, ChunkedTensor):
+            held = _of_group(leaf.root, known).get(leaf.directory, {})
+        else:
+            held = json.loads(getattr(leaf, "said", "") or "{}").get("attributes", {})
+            held = getattr(leaf, "attributes", held)
+        for k in (n for n in names if n in held):
+            value = held[k]
+            if isinstance(value, str):  # xarray writes fill values of floats in base64
+                with contextlib.suppress(ValueError, struct.error):
+                    value = struct.unpack("<d", base64.b64decode(value))[0]
+            if value == value and value not in (_NEUTRAL.get(k), "NaN"):  # sums keep NaN
+                found[k] = value
+    return found
+
+
+def _of_group(root: str, known: dict[str, Any]) -> Any:
+    """The attributes that others have given to the arrays of a checkpoint of ours, by directory."""
+    if root not in known:
+        known[root] = {}
+        # Of a damaged file none are known, as for a conversion.
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            text = store.at(root).get("zarr.json")
+            if any(f'"{k}"'.encode() in text for k in _UNITS):
+                nodes = strict_json.loads(text)["consolidated_metadata"]["metadata"]
+                known[root] = {d: dict(node.get("attributes", {})) for d, node in nodes.items()}
+    return known[root]

@@ -29,7 +29,7 @@ from ..loading.read_ahead import reading_ahead
 from ..readers.safetensors import DCP_INFO
 from ..readers.zarr_tensor import GridTensor
 from ..rules.casting import CastLoss
-from ..rules.dequantized import dequantizes, is_quantized
+from ..rules.dequantized import dequantizes, scale_beside
 from ..rules.lazy_tensors import Converted, with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
@@ -228,8 +228,8 @@ def cancels(weights: Sequence[float]) -> bool:
 def scaled(arrays: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(weights, their scales) by name, of those that are quantised."""
     for name, t in arrays.items():
-        if is_quantized(t.dtype):
-            yield from ((name, s) for end in ("_scale", "_scale_inv") if (s := name + end) in arrays)
+        if (scale := scale_beside(name, t.dtype, arrays)) is not None:
+            yield name, scale
 
 
 def hugging_face_sink(held: Selection, max_shard_bytes: int | None) -> HuggingFaceSink:

@@ -85,7 +85,7 @@ def _shapes(source: Any) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         if _pair(leaf):
             found[leaf_name(path)] = (tuple(leaf[0]), dtypes.by_name(leaf[1]))
         elif _array(leaf):
-            found[leaf_name(path)] = (tuple(leaf.shape), np.dtype(leaf.dtype))
+            found[leaf_name(path)] = (tuple(leaf.shape), dtypes.of_leaf(leaf))
     return found
 
 

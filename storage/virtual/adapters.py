@@ -22,6 +22,14 @@ TURNED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
 """Types of models with matrices that transformers stores as (in, out), those of its ``Conv1D``."""
 TURNED_MODULES = {"c_attn", "q_attn", "c_proj", "c_fc"}
 """The last part of the names of these matrices' modules."""
+
+
+def is_turned_model(config: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` describes such a model, or one of which a part is one."""
+    parts = [config, *(v for v in config.values() if isinstance(v, Mapping))]
+    return any(str(p.get("model_type")) in TURNED for p in parts)
+
+
 ADAPTER = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora(?:_embedding)?)_([AB])(?:\.default)?(?:\.weight)?\Z")
 
 
@@ -49,7 +57,6 @@ class Lora(Node):
 
     def apply(self, made: Sequence[Checkpoint]) -> Checkpoint:
         base, adapter = made
-        refuse_scaled(base)
         before = {n: a.tensor for n, a in base.arrays.items()}
         pairs: dict[tuple[str, str], dict[str, str]] = {}
         held: dict[str, tuple[str, str]] = {}
@@ -59,6 +66,8 @@ class Lora(Node):
                 pairs.setdefault((found[1], found[2]), {})[found[3]] = name
             elif (place := _place(name))[1] != "old":
                 held[name] = place
+        factored = [n for module, _ in pairs for n in (f"{module}.weight", module)]
+        refuse_scaled(base, {*factored, *(t for t, _ in held.values())})
         alone = [t for t, what in held.values() if what == "copy" or (what == "whole" and self._is_copy(t))]
         base = with_own_head(base, alone, [f"{module}.weight" for module, _ in pairs])
         arrays = {n: a.tensor for n, a in base.arrays.items()}
@@ -71,7 +80,8 @@ class Lora(Node):
             raise CheckpointError(
                 f"scale={self.scale} has no meaning for {trained[:4]}, which the adapter trained whole"
             )
-        own, kind = dict(self.factors), config_of(base.documents).get("model_type")
+        own, config = dict(self.factors), config_of(base.documents)
+        turned: dict[bool, dict[str, bool]] = {False: {}, True: {}}  # of square matrices or not: stored as (in, out)?
         for name, (target, what) in sorted(held.items(), key=lambda item: _ORDER.index(item[1][1])):
             if name in strange or name in tied:
                 continue
@@ -97,12 +107,21 @@ class Lora(Node):
                 lines.append(f"  {module} has factors and tokens of its own (trainable_token_indices)")
             else:
                 a, b, w = adapter[ab["A"]].tensor, adapter[ab["B"]].tensor, arrays[target]
-                swapped = form == "lora_embedding" or self._is_turned(kind, module, w, b, a)
+                swapped = form == "lora_embedding" or self._is_turned(config, module, w, b, a)
+                if form == "lora":
+                    turned[len(w.shape) == 2 and w.shape[0] == w.shape[1]][target] = swapped
                 if why := _misfit(target, w, a, b, swapped):
                     lines.append(f"  {why}")
                 else:
                     arrays[target] = LowRankSum(target, w, (a, b), self.scale * own.get(module, self.factor), swapped)
         lines += _uneven(before, arrays)
+        others = {} if is_turned_model(config) else {swapped: n for n, swapped in turned[False].items()}
+        lines += [
+            f"  {n} is square, {others[not swapped]} is not, and fan_in_fan_out does not fit both; give the base its "
+            "config.json, or correct the flag in adapter_config.json"
+            for n, swapped in turned[True].items()
+            if others and swapped not in others
+        ]
         if lines or not (pairs or held):
             lines = lines or ["  the adapter has no array"]
             raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
@@ -113,15 +132,15 @@ class Lora(Node):
         module = target.rpartition(".")[0]
         return self.copies is None or any(module.endswith(m) for m in self.copies)
 
-    def _is_turned(self, kind: Any, module: str, w: Any, b: Any, a: Any) -> bool:
-        """Whether a weight is stored as (in, out), in a model of this kind. Its shape says so, or PEFT's ways do: these
-        go by the kind of the layer, and their configuration has one flag for all layers."""
+    def _is_turned(self, config: Mapping[str, Any], module: str, w: Any, b: Any, a: Any) -> bool:
+        """Whether a weight is stored as (in, out), in a model of this ``config.json``. Its shape says so, or PEFT's
+        ways do: these go by the kind of the layer, which overrides the one flag of the adapter."""
         if all(len(x.shape) == 2 for x in (w, b, a)) and w.shape[0] != w.shape[1]:
             shape, product = tuple(w.shape), (b.shape[0], a.shape[1])
             return shape == product[::-1] if shape in (product, product[::-1]) else self.transposed
-        if kind in TURNED:
+        if is_turned_model(config):
             return module.rpartition(".")[2] in TURNED_MODULES
-        return self.transposed
+        return self.transposed and "model_type" not in config
 
 
 _PARTS = {

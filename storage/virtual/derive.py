@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError, CorruptCheckpoint
 from ..base import strict_json
+from ..base.names import patterns_of
 from ..checkpoint import branches, numbered
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
@@ -31,6 +32,7 @@ _OTHERS = (
     "use_bdlora",
     "layer_replication",
     "alora_invocation_tokens",
+    "target_parameters",
     *(f"{method}_config" for method in ("arrow", "kasa", "monteclora", "velora")),
 )
 """Members of a configuration with which the weights of an adapter mean something else than plain LoRA."""
@@ -252,6 +254,12 @@ def _config(where: str) -> dict[str, Any]:
                         "PEFT merge this one (merge_and_unload)"
                     )
                 ex.number(value)
+        tokens, copies = (config.get(k) or [] for k in ("trainable_token_indices", "modules_to_save"))
+        lists = {"modules_to_save": [copies]}
+        lists["trainable_token_indices"] = list(tokens.values()) if isinstance(tokens, dict) else [tokens]
+        for key, held in lists.items():
+            if not all(isinstance(x, list) for x in held):
+                raise ValueError(f"{key} is {config[key]!r:.40}, and no list")
     except CheckpointError:  # which is a ValueError
         raise
     except (FileNotFoundError, NotADirectoryError):
@@ -319,7 +327,7 @@ def cast(parent: Source, dtype: Any) -> Checkpoint:
 def quantize(parent: Source, *, bits: int = 8, keys: Iterable[str] = ("*",)) -> Checkpoint:
     """Floating arrays as 8 or 4 bit integers with a scale for each row: what `quantize` makes of a tree, which
     `dequantize` restores."""
-    return _made(ex.Quantize, [parent], bits=bits, keys=[keys] if isinstance(keys, str) else list(keys))
+    return _made(ex.Quantize, [parent], bits=bits, keys=patterns_of(keys))
 
 
 def with_rules(parent: Source, rules: Any) -> Checkpoint:

@@ -10,7 +10,7 @@ all operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -28,12 +28,15 @@ from ..checkpoint.checkpoint import Checkpoint, StoredArray, fill
 from ..format import dtypes
 from ..format.documents import Documents, with_dtype
 from ..format.manifest import Leaf, scalar_leaves
+from ..loading.match_target import select
 from ..loading.report import listed
+from ..rules.dequantized import not_followed
 from ..rules.lazy_tensors import Sliced, renamed
 from ..rules.rules import Rules
 from ..rules.text import quote
 from ..saving.quantize import LEVELS, MARK, refuse_quantized
 from ..stores import store
+from ..transform.attributes import refuse_packed
 from ..transform.convert import cancels, converted, floating, scaled
 from ..transform.model_config import followed
 from .computed import Equal, RowIntegers, RowScales, WeightedSum, working_dtype
@@ -255,10 +258,14 @@ class Arithmetic(Node):
             refuse_scaled(ckpt)
         base = made[self.base]
         arrays: dict[str, Any] = {}
+        places, known = [c.path for c in made], dict[str, Any]()
         for name in base:
             parts = tuple(c[name].tensor for c in made)
-            if working_dtype(base[name].dtype) is None:
-                arrays[name] = agreed(name, parts, self.integers, [c.path for c in made], f"virtual.{self.call}")
+            sums = working_dtype(base[name].dtype) is not None
+            if sums or self.integers == "equal":
+                refuse_packed(name, parts, places, sums, known)
+            if not sums:
+                arrays[name] = agreed(name, parts, self.integers, places, f"virtual.{self.call}")
             else:
                 arrays[name] = WeightedSum(name, parts, self.terms, self.divisor, self.base)
         step = base.step if self.own_step or len({c.step for c in made}) == 1 else None
@@ -332,15 +339,25 @@ class Add(Arithmetic):
     terms = property(lambda self: (1.0, self.scale))
 
 
-def refuse_scaled(ckpt: Checkpoint) -> None:
-    """Raise for float8 weights with scales beside them: arithmetic on their numbers alone would mean nothing."""
+def refuse_scaled(ckpt: Checkpoint, names: Container[str] | None = None) -> None:
+    """Raise for quantised weights with scales beside them: arithmetic on their numbers alone would mean nothing.
+    ``names``: of those that are computed; None: of all."""
     for name, scale in scaled({n: a.tensor for n, a in ckpt.arrays.items()}):
-        if ckpt[name].dtype.name.startswith("float8"):
-            raise CheckpointDTypeError(
-                f"{ckpt.path}: key {name!r} is {ckpt[name].dtype} with its scale in {scale!r}, and its numbers mean "
-                "nothing without; "
-                f"dequantise it first: virtual.with_rules(…, '{name}, {scale} -> {name}, dequantize()')"
-            )
+        if names is not None and name not in names:
+            continue
+        stem = name.removesuffix("_packed")
+        sources = dict.fromkeys(n for n in (name, scale, f"{stem}_zero_point") if n in ckpt)
+        target, bits = stem.removesuffix(".q"), "bits=…" if stem != name else ""
+        way = f"dequantise it first: virtual.with_rules(…, '{', '.join(sources)} -> {target}, dequantize({bits})')"
+        if target != stem and ckpt[name].dtype == np.uint8:
+            way = "restore it first, and save it anew: mt.storage.dequantize(mt.load(…))"
+        elif not scale.endswith(("scale", "_scale_inv")):
+            why = not_followed(name, ckpt.arrays) or not_followed(scale, ckpt.arrays)
+            way = why or "let the tool that made it write the full weights"
+        raise CheckpointDTypeError(
+            f"{ckpt.path}: key {name!r} is {ckpt[name].dtype} with its scale in {scale!r}, and its numbers mean "
+            f"nothing without; {way}"
+        )
 
 
 @dataclass(frozen=True)
@@ -380,6 +397,7 @@ class Quantize(Node):
         stored, held = list(base.arrays.values()), dict[str, StoredArray]()
         label = str(self)
         refuse_quantized((path for path, _ in scalar_leaves(base.structure)), self.keys)
+        select(base, [k for k in self.keys if k != "*"])  # refuses those that match nothing
 
         def put(path: tuple[str | int, ...], tensor: Any) -> Leaf:
             a = StoredArray(path, tensor)

@@ -37,12 +37,19 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
     CheckpointError
         The base ties more than an embedding and ``lm_head``.
     """
-    whole = list(whole)
+    whole, factored = list(whole), list(factored)
     heads = [n for n in (*whole, *factored) if n.endswith(HEADS)]
     tables = [n for n in whole if n.endswith(TABLES) and n in base]
+    config, documents = config_of(base.documents), base.documents
     if not heads and not tables:
+        shared = [n for n in factored if n.endswith(TABLES) and n in base and not any(h.endswith(HEADS) for h in base)]
+        if shared and ties_head(config) and isinstance(documents, Documents):
+            note = (
+                f"{shared[0]} is the head, too, so its factors are in both, as merge_and_unload of PEFT has it; the "
+                "model that was trained computes its head without them"
+            )
+            return replace(base, documents=documents.edited("config.json", bytes, [note]))
         return base
-    config = config_of(base.documents)
     if _said(config) is False or not (heads or ties_head(config)):
         return base
     if config.get("is_encoder_decoder") or _ends(_kinds(config), _OTHERWISE):
@@ -52,9 +59,12 @@ def with_own_head(base: Checkpoint, whole: Iterable[str], factored: Iterable[str
         )
     start = _STACK.match(tables[0]) if tables else None
     head = heads[0] if heads else f"{(start and start[1]) or ''}{HEADS['embed_in' in tables[0]]}"
-    documents = base.documents
     if isinstance(documents, Documents) and config:
-        documents = documents.edited("config.json", untied)
+        note = (
+            f"{head} has factors and a tied base, so it is an array of its own, as in the model that was trained; "
+            "merge_and_unload of PEFT changes the embedding with it"
+        )
+        documents = documents.edited("config.json", untied, [note] * (head in factored and head not in base))
     if head in base or (embedding := stands_for(head, base)) is None:
         return replace(base, documents=documents)
     path = (head,) if len(base[embedding].path) == 1 else tuple(head.split("."))

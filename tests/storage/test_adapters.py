@@ -112,6 +112,72 @@ def test_what_an_adapter_holds_beside_factors_is_applied(tmp_path: Path, name: s
         virtual.lora(tmp_path / "base", tmp_path / "lora", scale=0.5)
 
 
+ON_HEAD = {"lm_head.lora_A.weight": EYE[:1], "lm_head.lora_B.weight": A.T[:5]}
+NOTES: dict[str, tuple[dict[str, Any], bool, list[str]]] = {
+    "factors of the embedding": (FACTORS, True, ["model.embed_tokens.weight is the head, too"]),
+    "factors of the head": (ON_HEAD, True, ["lm_head.weight has factors and a tied base"]),
+    "factors of both": (FACTORS | ON_HEAD, True, ["lm_head.weight has factors and a tied base"]),
+    "no tie": (FACTORS | ON_HEAD, False, []),
+    "factors of neither": ({}, True, []),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_factors_beside_a_tie_are_noted(tmp_path: Path, name: str) -> None:
+    arrays, tied, wanted = NOTES[name]
+    arrays = {n: x[:, :5] if n.endswith("embedding_A") else x for n, x in arrays.items()}
+    made = virtual.lora(base(tmp_path / "base", tied), adapter(tmp_path / "lora", arrays))
+    notes = merge(made, tmp_path / "out").notes
+    assert len(notes) == len(wanted)
+    assert all(n.startswith(w) and "merge_and_unload of PEFT" in n for n, w in zip(notes, wanted, strict=True))
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "vision-encoder-decoder", None])
+def test_the_flag_of_the_adapter_gives_way_to_the_layers(tmp_path: Path, kind: str | None, flag: bool) -> None:
+    """Square matrices lie as those of the model's architecture do; those of other shapes say so by themselves."""
+    turned = kind not in ("llama", None)
+    held = {"c_proj": EYE, "c_attn": np.ones((4, 6) if turned else (6, 4), "f4"), "q": EYE}
+    (tmp_path / "base").mkdir()
+    save_safetensors(tmp_path / "base" / "model.safetensors", {f"{n}.weight": x for n, x in held.items()})
+    if kind is not None:
+        said = {"model_type": kind, "decoder": {"model_type": "gpt2"}} if "vision" in kind else {"model_type": kind}
+        (tmp_path / "base" / "config.json").write_text(json.dumps(said))
+    factors = {f"{n}.lora_A.weight": EYE[:1] for n in held}
+    factors |= {f"{n}.lora_B.weight": np.arange(6 if n == "c_attn" else 4, dtype="f4")[:, None] for n in held}
+    where = tmp_path / "lora"
+    adapter(where, factors, fan_in_fan_out=flag)
+    (where / "adapter_model.safetensors").unlink()
+    save_safetensors(where / "adapter_model.safetensors", factors)
+    if kind is None and flag:
+        with pytest.raises(CheckpointKeyError, match=r"c_proj.weight is square, c_attn.weight is not.*config\.json"):
+            virtual.lora(tmp_path / "base", where)
+        return
+    made = virtual.lora(tmp_path / "base", where)
+    for n, x in held.items():
+        delta = 2 * np.outer(factors[f"{n}.lora_B.weight"], EYE[0])
+        wanted = x + (delta.T if turned and n != "q" else delta)
+        np.testing.assert_array_equal(made[f"{n}.weight"].read(), wanted)
+
+
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "copies": ({"modules_to_save": True}, "modules_to_save is True, and no list"),
+    "one copy": ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head', and no list"),
+    "copies of numbers": ({"modules_to_save": [5]}, "5 is no text"),
+    "tokens": ({"trainable_token_indices": True}, "trainable_token_indices is True, and no list"),
+    "tokens by name": ({"trainable_token_indices": {"wte": 1}}, "and no list"),
+    "texts for tokens": ({"trainable_token_indices": {"wte": ["a"]}}, "'a' is no whole number"),
+    "parameters": ({"target_parameters": ["experts.down_proj"]}, "target_parameters"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_configurations_that_say_something_else_are_refused(tmp_path: Path, name: str) -> None:
+    config, message = MALFORMED[name]
+    with pytest.raises(CheckpointError, match=message):
+        virtual.lora(base(tmp_path / "base", False), adapter(tmp_path / "lora", {}, **config))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rows of one alone": (
         {TABLE: NEW},

@@ -131,3 +131,31 @@ def test_mistakes(tmp_path):
     held["m"]["length"] = 9
     with pytest.raises(errors.CorruptCheckpoint, match="incomplete"):
         dequantize(held)
+
+
+def test_keys_that_match_nothing_are_refused(tmp_path):
+    save(tmp_path / "c", {"m": np.ones((2, 3)), "n": np.ones(3)})
+    for make in (
+        lambda k: quantize(load(tmp_path / "c"), keys=k),
+        lambda k: mt.storage.virtual.quantize(tmp_path / "c", keys=k),
+    ):
+        with pytest.raises(errors.CheckpointKeyError, match=r"nothing matches \['x\*'\].* holds m, n"):
+            make(["m", "x*"])
+        for wrong in (5, [5]):
+            with pytest.raises(errors.CheckpointError, match="keys are names or patterns"):
+                make(wrong)
+    assert quantize({}) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_tensors_of_pytorch(dtype):
+    torch = pytest.importorskip("torch")
+    x = torch.linspace(-1, 1, 12).reshape(3, 4).to(getattr(torch, dtype))
+    held = quantize({"m": torch.nn.Parameter(x), "n": torch.arange(3)})
+    wanted = quantize({"m": mt.from_dlpack(x)})["m"]
+    assert {k: v for k, v in held["m"].items() if k not in ("q", "scale")} == {
+        k: v for k, v in wanted.items() if k not in ("q", "scale")
+    }
+    for part in ("q", "scale"):
+        np.testing.assert_array_equal(np.asarray(held["m"][part]), np.asarray(wanted[part]))
+    assert mt.storage.estimate({"m": x}) == mt.storage.estimate({"m": ((3, 4), dtype)})

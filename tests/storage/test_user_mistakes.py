@@ -271,3 +271,15 @@ def test_a_build_packs_nothing_of_an_earlier_one(tmp_path: Path, monkeypatch: py
     command.ensure_finalized()
     command.run()
     assert not stale.exists()
+
+
+@pytest.mark.parametrize("wrong", [5, None, [5]])
+def test_numbers_in_the_place_of_rules_and_configurations(tmp_path: Path, wrong: Any) -> None:
+    storage.save_safetensors(tmp_path / "a.safetensors", {"w": np.ones(2)})
+    with pytest.raises(errors.RuleSyntaxError, match="a text, or Rule objects"):
+        storage.virtual.with_rules(tmp_path / "a.safetensors", wrong)
+    with pytest.raises(errors.RuleSyntaxError, match="a text, or Rule objects"):
+        storage.Rules(wrong)
+    with pytest.raises(errors.CheckpointError, match="a YAML file, its text, or a dict"):
+        storage.blend(wrong, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["a.safetensors"]
