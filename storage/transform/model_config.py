@@ -123,6 +123,11 @@ def _stacks(names: Iterable[str]) -> dict[str, set[int]]:
     return out
 
 
+def token_rows(arrays: Mapping[str, Any]) -> int:
+    """The most rows that an embedding has; 0 where there is none."""
+    return max(_rows(arrays), default=0)
+
+
 def _rows(arrays: Mapping[str, Any]) -> list[int]:
     return sorted({int(t.shape[0]) for n, t in arrays.items() if is_embedding(n) and t.shape})
 
