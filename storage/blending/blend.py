@@ -166,8 +166,8 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
         del out[card]  # it describes another model
     if plan.vocabulary is not None:
         out = {n: data for n, data in out.items() if not n.startswith(FILES)} | plan.vocabulary.documents
-        for name in {"config.json", "generation_config.json"} & out.keys():
-            own = plan.vocabulary.models[config.models()[0]]
+        own = plan.vocabulary.models[config.models()[0]]
+        for name in [n for n in ("config.json", "generation_config.json") if n in out]:
             out[name], notes = renumbered(name, out[name], own, plan.vocabulary.tokens)
             plan.notes += notes
     if config.chat_template is not None:

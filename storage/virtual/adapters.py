@@ -162,8 +162,8 @@ def _with_tokenizer(documents: Any, own: Any, before: int, rows: int) -> Any:
     found = {n: own.raw(n) for n in own if n.startswith((*FILES, TEMPLATE))}
     had = [n for n in documents if n.startswith(FILES) or (n.startswith(TEMPLATE) and n in found)]
     if not any(n.startswith(VOCABULARIES) for n in found):
-        gone = f"tokenizer: the embeddings have {rows} rows, not {before}, and the adapter brings no tokenizer"
-        return documents.replaced((), {}, [gone] if had and rows != before else ())
+        why = f"tokenizer: the embeddings have {rows} rows, not {before}, and the adapter brings no tokenizer"
+        return documents.replaced((), {}, [why] if had and rows != before else ())
     if (end := max(ids_of(own).values(), default=-1)) >= rows:
         why = f"tokenizer: that of the base, as the one of the adapter has the id {end}, and the embeddings {rows} rows"
         return documents.replaced((), {}, [why])
