@@ -147,8 +147,8 @@ def _one_op_on_gpu(fn: Callable[P, Array]) -> Callable[P, Array]:
 
 
 def _straight_above(x: Array, gated: Callable[[Array], Array], low: float = -40.0) -> Array:
-    """``gated(x)``, which is ``x`` from 40 on and 0 below ``low``, in the digits of every dtype: also where ``x`` times a
-    gate that is 0 is NaN."""
+    """``gated(x)``, which is ``x`` from 40 on and 0 below ``low``, in the digits of every dtype: also where ``x`` times
+    a gate that is 0 is NaN."""
     return where(x >= 40.0, x, gated(clip(x, low, 40.0)))
 
 

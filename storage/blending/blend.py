@@ -14,12 +14,12 @@ from ..format.documents import Documents, untied, with_dtype
 from ..stores import store
 from ..transform.convert import ConvertReport, TransformOptions, convert
 from ..transform.model_config import following
+from ..transform.tokenizer import FILES, renumbered
 from ..virtual import expressions as ex
 from ..virtual.derive import Integers, Sources, lora
 from ..virtual.document import build
 from .config import BlendConfig, read_config
 from .plan import BlendedArray, Planner, parameters_of
-from .tokenizer import FILES
 
 CONFIG = "mergekit_config.yml"  # the name under which readers of merged models look for the configuration
 
@@ -166,6 +166,10 @@ def _documents(config: BlendConfig, plan: Planner) -> dict[str, bytes]:
         del out[card]  # it describes another model
     if plan.vocabulary is not None:
         out = {n: data for n, data in out.items() if not n.startswith(FILES)} | plan.vocabulary.documents
+        own = plan.vocabulary.models[config.models()[0]]
+        for name in [n for n in ("config.json", "generation_config.json") if n in out]:
+            out[name], notes = renumbered(name, out[name], own, plan.vocabulary.tokens)
+            plan.notes += notes
     if config.chat_template is not None:
         out["chat_template.jinja"] = config.chat_template.encode()
     if (said := out.get("config.json")) is not None:

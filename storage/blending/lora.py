@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _TASKS = {
     "ForQuestionAnswering": "QUESTION_ANS",
 }
 """PEFT's task types by the ends of the names of architectures."""
+_LOOKED_UP = re.compile(r"(embeddings?|embed_positions|wpe|relative_attention_bias)\.weight$")
+"""Names of tables of positions and kinds of tokens, whose rows are looked up."""
 # ----- extraction -----------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +99,7 @@ def extract_lora(
     Raises
     ------
     CheckpointError
-        The models do not fit each other, or a rank is above that of a matrix; nothing was written.
+        The models do not fit each other, or a rank is above that of a matrix that differs; nothing was written.
     """
     started = time.perf_counter()
     target = stores.location(dst)
@@ -119,8 +122,6 @@ def extract_lora(
             problems.append(f"the base has no key {n!r}")
         elif old[n].shape != new[n].shape:
             problems.append(f"shapes of {n!r} differ: {new[n].shape} and {old[n].shape}")
-        elif rank is not None and _is_module(n, new[n]) and rank > min(new[n].shape):
-            problems.append(f"rank {rank} is above that of {n!r} with shape {new[n].shape}")
     problems.refuse("no adapter")
     for ckpt in (new, old):
         refuse_scaled(ckpt, set(wanted))
@@ -137,6 +138,8 @@ def extract_lora(
             if not _is_module(n, new[n]):
                 left.append(n)
                 continue
+            if rank is not None and rank > min(delta.shape):
+                raise CheckpointError(f"rank {rank} is above that of {n!r} with shape {delta.shape}")
             if not np.isfinite(delta).all():
                 raise CheckpointError(f"{n!r} has values that are not finite, which have no decomposition")
             module = n.removesuffix(".weight")
@@ -175,7 +178,8 @@ def extract_lora(
 
 def _is_module(name: str, array: Any) -> bool:
     """Whether an array is the matrix of a linear module."""
-    return array.ndim == 2 and name.endswith(".weight") and not name.endswith(TABLES) and min(array.shape) > 0
+    matrix = array.ndim == 2 and name.endswith(".weight") and min(array.shape) > 0
+    return matrix and not name.endswith(TABLES) and not _LOOKED_UP.search(name)
 
 
 def _real(array: Any) -> np.ndarray:

@@ -17,6 +17,7 @@ from ...arrays.core.formatting import some
 from ..base.names import fits
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
+from ..format.documents import Documents
 from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
 from ..transform import layer_entries
@@ -155,6 +156,9 @@ class Planner:
             docs = {m: p.ckpt.documents for m, p in self.parents.items()}
             self.vocabulary = Vocabulary.of(config.tokenizer, docs, self._sizes())
             self.notes += self.vocabulary.notes
+        for m, p in self.parents.items():
+            held = p.ckpt.documents
+            self.notes += [f"{m}: {note}" for note in held.notes] if m.lora and isinstance(held, Documents) else []
         self._plan()
         for pattern in (*(self._keys or ()), *self._drop):
             if not any(fits(n, pattern) for n in self.names):
@@ -351,7 +355,8 @@ class Planner:
             return
         dtype = dtypes.by_name(self.config.out_dtype) if self.config.out_dtype else work
         try:
-            shared, each = self._parameters(s, name, names, base, t)
+            # Filters know a head by its own name, also where a model ties it to its embedding.
+            shared, each = self._parameters(s, name, [n or name for n in found], base, t)
             _check_range(shared, list(each.values()), work)
             order = [m for m in parts if m != base] if self._with_base(base) else list(parts)
             method = _formula(
@@ -373,7 +378,7 @@ class Planner:
         return base is not None and METHODS[self.config.method].base != "ignored"
 
     def _parameters(
-        self, s: Slice, name: str, names: Sequence[str | None], base: ModelRef | None, t: float
+        self, s: Slice, name: str, names: Sequence[str], base: ModelRef | None, t: float
     ) -> tuple[dict[str, Any], dict[ModelRef, dict[str, Any]]]:
         spec, outer = METHODS[self.config.method], (s.parameters, *self.config.parameters)
         shared = {p: resolve(p, default, outer, name, t) for p, default in spec.shared.items()}
@@ -382,7 +387,7 @@ class Planner:
             if x.model != base or spec.base == "ignored":
                 try:
                     own = (x.parameters, *outer)
-                    each[x.model] = {p: resolve(p, default, own, str(n), t) for p, default in spec.each.items()}
+                    each[x.model] = {p: resolve(p, default, own, n, t) for p, default in spec.each.items()}
                 except CheckpointError as e:
                     raise CheckpointError(f"{x.model}: {e}") from None
         return shared, each

@@ -11,9 +11,9 @@ import numpy as np
 
 from ...arrays.core.errors import CheckpointError
 from ...arrays.core.formatting import count, some
+from ..transform.tokenizer import FILES, PLAIN, Tokenizer
 from ..virtual.token_rows import MEAN, ZERO, Mean, TokenRows
 from .config import ModelRef, Problems
-from .tokenizer import FILES, PLAIN, Tokenizer
 
 
 @dataclass
@@ -74,6 +74,10 @@ class Vocabulary:
         if pad:
             size = -(-size // pad) * pad
         notes = _notes(str(donor), own, others, len(joined), list(left.values()))
+        for m, other in held.items():
+            if gone := sorted(other.tokens.keys() - tokens.keys()):
+                some_of = f"{count(len(gone), 'token')} of {m}, whose rows are left out: {some(gone, 3)}"
+                notes.append(f"tokenizer.json: without {some_of}")
         if joined or added or own.beyond:
             scores = {t: score for o in reversed(others) for t, score in o.scores().items()} | own.scores()
             files, more = own.extended(files, tokens, added, scores)

@@ -91,4 +91,7 @@ def restored(ckpt: Checkpoint, attribute: Mapping[str, Any]) -> Checkpoint:
         if sorted(found_at) != list(range(len(arrays))):
             raise ValueError("its tree does not have each array once")
         metadata = manifest.decode_json(held["metadata"])
-        return Checkpoint(where, "icechunk", arrays, tree, held["step"], metadata)
+        nodes = {row[1] for row in held["arrays"]}
+        others = {n: "another program wrote it beside the checkpoint" for n in ckpt.arrays if n not in nodes}
+        skipped = ckpt.skipped | others
+        return Checkpoint(where, "icechunk", arrays, tree, held["step"], metadata, skipped=skipped)

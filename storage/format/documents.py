@@ -177,6 +177,7 @@ class Documents(Mapping[str, Any]):
     ) -> None:
         self._root, self._sums = root, dict(held)  # checksum and file by name
         self._made = made  # of documents that lie nowhere
+        self._put: dict[str, bytes] = {}  # those in place of others
         self.notes = tuple(notes)  # for people, of what was changed
         self._weights = frozenset(weights)
         # Checksums that an index has. These documents are there to be edited, so reads take them as they are; `verify`
@@ -192,6 +193,15 @@ class Documents(Mapping[str, Any]):
         out._edits = {**self._edits, name: [*self._edits.get(name, ()), change]}
         return out
 
+    def replaced(self, gone: Iterable[str], put: Mapping[str, bytes], notes: Iterable[str] = ()) -> Documents:
+        """The same documents with some given ones in place of others."""
+        out, left = copy.copy(self), {*gone, *put}
+        out.notes = (*self.notes, *notes)
+        out._sums = {n: at for n, at in self._sums.items() if n not in left} | {n: (None, n) for n in put}
+        out._edits = {n: changes for n, changes in self._edits.items() if n not in left}
+        out._put = self._put | put
+        return out
+
     def _file(self, name: str) -> str:
         return next((f for f in (name, f"{name}.json", f"{name}.txt") if f in self._sums), name)
 
@@ -201,8 +211,8 @@ class Documents(Mapping[str, Any]):
         if file not in self._sums:
             raise CheckpointKeyError(f"{self._root} has no document {name!r}; it has {', '.join(self._sums) or 'none'}")
         changes = self._edits.get(file, ())
-        if self._made is not None:
-            return reduce(lambda held, change: change(held), changes, self._made[file])
+        if self._made is not None or file in self._put:
+            return reduce(lambda held, change: change(held), changes, ((self._made or {}) | self._put)[file])
         wanted, stored = self._sums[file]
         where = names.inside(self._root, stored, self._root)
         with self.generation.guarded():

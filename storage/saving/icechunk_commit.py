@@ -22,8 +22,10 @@ import numpy as np
 
 from ...arrays.core.blocks import Box
 from ...arrays.core.errors import CheckpointError, CheckpointExists, StoreError
+from ...arrays.core.formatting import some
 from ..base.checksums import crc32c
 from ..base.locations import is_url
+from ..base.malformed import malformed
 from ..format import manifest
 from ..format.chunk_grid import ChunkGrid, cells, slashed_key, windows
 from ..format.zarr_format import GROUP_ATTRIBUTE
@@ -87,8 +89,14 @@ def _refuse_others(zarr: Any, store: Any, target: str) -> None:
         return
     except Exception:  # an array is the root
         raise CheckpointExists(f"{target} holds an array that another program wrote; choose another branch") from None
-    if GROUP_ATTRIBUTE not in group.attrs and next(iter(group.members(max_depth=None)), None) is not None:
-        raise CheckpointExists(f"{target} holds arrays that another program wrote; choose another branch")
+    ours = group.attrs.get(GROUP_ATTRIBUTE)
+    with malformed(f"{target}: the attribute of its group is damaged, so that no save can tell whose arrays are there"):
+        nodes = set() if ours is None else {row[1] for row in json.loads(ours["checkpoint"])["arrays"]}
+    held = dict(group.members(max_depth=None))
+    others = [n for n, a in held.items() if n not in nodes and (ours is None or isinstance(a, zarr.Array))]
+    if others:
+        what = f"holds what another program wrote: {some(sorted(others), 3)}"
+        raise CheckpointExists(f"{target} {what}; choose another branch, or move that elsewhere")
 
 
 def _chunk(item: SaveItem) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from ...arrays.core.errors import CheckpointDTypeError, CheckpointError, CheckpointKeyError
+from ...arrays.core.formatting import some
 from ..base import activity, names
 from ..base.names import leaf_name
 from ..checkpoint.checkpoint import Checkpoint, fill, generation_of
@@ -132,6 +133,10 @@ class Selection:
                     "are not in its list of exceptions"
                 )
                 config = plain if left is None else config
+            elif without_quantization(config) == config:
+                held_so = [n for n, t in self.arrays.items() if is_quantized(t.dtype)]
+                what = f"quantised, and transformers reads no scales without its entry: {some(held_so, 3)}"
+                self.notes += [f"config.json: does not say that arrays are {what}"] if held_so else []
             # A config that is given is of other weights: transformers would cast to its dtype without a word.
             kinds = {t.dtype.name for t in self.arrays.values() if t.dtype.name in dtypes.FLOATS}
             one = kinds.pop() if not own and len(kinds) == 1 else None

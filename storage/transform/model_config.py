@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...arrays.core.errors import CorruptCheckpoint, IncompleteCheckpoint
-from ...arrays.core.formatting import some
+from ...arrays.core.formatting import count, some
 from ..format.documents import Documents, edited
 from . import layer_entries
+from .tokenizer import ids_of
 
 TABLES = (
     "embed_tokens.weight",
@@ -26,6 +27,8 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 """Ends of the names of heads, which a model may tie to its embedding and not store."""
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 """The number of the layer in the name of an array."""
+_EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ELSE = re.compile(r"vision|visual|audio|speech|encoder|mtp")  # in names of stacks that are not the layers of text
 _SIZES = re.compile(r"size|dim|width|position|channels|labels|experts|n_embd|n_inner|n_ctx")  # names of such entries
 
@@ -71,6 +74,9 @@ def followed(documents: Mapping[str, Any], before: Mapping[str, Any], after: Map
         config, notes = following(documents.raw("config.json"), before, after)
     except (CorruptCheckpoint, IncompleteCheckpoint):  # told where it is read: arrays can be without it
         return documents
+    rows = token_rows(after)
+    if 0 < rows < token_rows(before) and (cut := [t for t, i in ids_of(documents).items() if i >= rows]):
+        notes.append(f"tokenizer.json: has {count(len(cut), 'token')} beyond the {rows} rows here: {some(cut, 3)}")
     return documents.edited("config.json", lambda _: config, notes)
 
 
@@ -85,6 +91,7 @@ def following(
         inner = layer_entries.inner(out)
         notes.extend(_layers(inner, before, after, order))
         notes.extend(_vocabulary(inner, before, after))
+        notes.extend(_left_out(told | inner, before, after))
         notes.extend(_sizes(layer_entries.inner(told), before, after))
         return out
 
@@ -114,13 +121,18 @@ def _count(inner: Mapping[str, Any]) -> str | None:
     return next((k for k in layer_entries.COUNTS if type(inner.get(k)) is int), None)
 
 
-def _stacks(names: Iterable[str]) -> dict[str, set[int]]:
+def _stacks(names: Iterable[str], number: re.Pattern[str] = LAYER) -> dict[str, set[int]]:
     """The numbers of the layers of each stack, by what stands before them."""
     out: dict[str, set[int]] = {}
     for n in names:
-        if found := LAYER.search(n):
+        if found := number.search(n):
             out.setdefault(n[: found.start()], set()).add(int(found[1]))
     return out
+
+
+def token_rows(arrays: Mapping[str, Any]) -> int:
+    """The most rows that an embedding has; 0 where there is none."""
+    return max(_rows(arrays), default=0)
 
 
 def _rows(arrays: Mapping[str, Any]) -> list[int]:
@@ -187,6 +199,23 @@ def _vocabulary(inner: dict[str, Any], before: Mapping[str, Any], after: Mapping
         f"config.json: see whether vocab_size {size} is right: the embeddings had {some(map(str, rows), 3)} rows, and "
         f"have {some(map(str, now), 3)}"
     ]
+
+
+def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Notes of experts and of a head that the configuration wants and that are left out."""
+    notes = []
+    key = next((k for k in _EXPERTS if type(inner.get(k)) is int), None)
+    if key is not None:
+        every = set(range(inner[key]))
+        was, now = (_stacks(arrays, _EXPERT) for arrays in (before, after))
+        if few := next((s for s, n in now.items() if was.get(s) == every != n), None):
+            notes.append(f"config.json: {key} is {inner[key]}, and {few!r} has the experts {some(sorted(now[few]), 6)}")
+    tied = inner.get("tie_word_embeddings")
+    known = {id(t): n for n, t in before.items()}
+    lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and n not in after and not tied]
+    lost = [n for n in lost if not any(n in _origins(t, known) for t in after.values())]
+    ties = "does not tie" if tied is False else "does not say that it ties"
+    return notes + [f"config.json: {ties} the head to the embedding, and {n} is not here" for n in lost]
 
 
 def _sizes(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 from ...arrays.core.errors import CheckpointError, CheckpointKeyError
 from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
+from ..format.documents import Documents
 from ..loading.report import listed
 from ..rules.lazy_tensors import Converted
-from ..transform.model_config import config_of, followed, is_embedding, stands_for
+from ..transform.model_config import config_of, followed, is_embedding, stands_for, token_rows
+from ..transform.tokenizer import FILES, TEMPLATE, VOCABULARIES, ids_of
 from .computed import LowRankSum
 from .expressions import NODES, Node, computed_from, flag, index, number, refuse_scaled, rows_of, text, texts
 from .tied import with_own_head
@@ -71,6 +73,7 @@ class Lora(Node):
         alone = [t for t, what in held.values() if what == "copy" or (what == "whole" and self._is_copy(t))]
         base = with_own_head(base, alone, [f"{module}.weight" for module, _ in pairs])
         arrays = {n: a.tensor for n, a in base.arrays.items()}
+        parted = [n for n in arrays if n not in before and n not in alone]  # heads that were tied
         said = {t for t, _ in held.values()}
         tied = [n for n, (t, _) in held.items() if t not in arrays and stands_for(t, arrays) in said]  # told twice
         strange = [n for n, (t, _) in held.items() if t not in arrays and n not in tied]
@@ -91,7 +94,10 @@ class Lora(Node):
             if what == "rows":
                 rows = next((rows for m, rows in self.tokens if target.removesuffix(".weight").endswith(m)), ())
                 fits = (len(rows), *old.shape[1:]) == tuple(new.shape) and max(rows, default=0) < old.shape[0]
-                new = _with_rows(target, old, new, rows) if fits else new
+                if fits:  # of the module that a tied head shares, too
+                    for n in (target, *(h for h in parted if stands_for(h, before) == target)):
+                        arrays[n] = _with_rows(n, arrays[n], new, rows)
+                    continue
             else:
                 fits = tuple(new.shape[tokens:]) == tuple(old.shape[tokens:])
             if not fits:
@@ -125,7 +131,8 @@ class Lora(Node):
         if lines or not (pairs or held):
             lines = lines or ["  the adapter has no array"]
             raise CheckpointKeyError("\n".join([f"{adapter.path} does not fit {base.path}; nothing was read", *lines]))
-        return computed_from(self, base, arrays, documents=followed(base.documents, before, arrays))
+        documents = _with_tokenizer(base.documents, adapter.documents, token_rows(before), token_rows(arrays))
+        return computed_from(self, base, arrays, documents=followed(documents, before, arrays))
 
     def _is_copy(self, target: str) -> bool:
         """Whether the adapter trained a copy of a module, which is tied to no other (``modules_to_save``)."""
@@ -166,6 +173,24 @@ def _place(name: str) -> tuple[str, str]:
     return (plain, "whole") if part is None else (plain.replace(part, "."), _PARTS[part])
 
 
+def _with_tokenizer(documents: Any, own: Any, before: int, rows: int) -> Any:
+    """The documents of a base with the tokenizer that an adapter brings, where the embeddings have a row for each of
+    its tokens. ``before`` and ``rows``: those of the embeddings without the adapter, and with it."""
+    if not isinstance(documents, Documents) or not isinstance(own, Documents) or not rows:
+        return documents
+    found = {n: own.raw(n) for n in own if n.startswith((*FILES, TEMPLATE))}
+    had = [n for n in documents if n.startswith(FILES) or (n.startswith(TEMPLATE) and n in found)]
+    if not any(n.startswith(VOCABULARIES) for n in found):
+        why = f"tokenizer: the embeddings have {rows} rows, not {before}, and the adapter brings no tokenizer"
+        return documents.replaced((), {}, [why] if had and rows != before else ())
+    if (end := max(ids_of(own).values(), default=-1)) >= rows:
+        why = f"tokenizer: that of the base, as the one of the adapter has the id {end}, and the embeddings {rows} rows"
+        return documents.replaced((), {}, [why])
+    other = [n for n in found if n not in had or documents.raw(n) != found[n]]
+    note = f"{', '.join(sorted(other))}: of the adapter, in place of the base's tokenizer"
+    return documents.replaced(had, found, [note]) if other else documents
+
+
 def _with_rows(name: str, table: Any, new: Any, rows: Sequence[int]) -> TokenRows:
     """A table with some rows of another."""
     tables, places = [0] * table.shape[0], list(range(table.shape[0]))
@@ -177,7 +202,8 @@ def _with_rows(name: str, table: Any, new: Any, rows: Sequence[int]) -> TokenRow
 def _uneven(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Faults of embeddings of which not all have the rows that some got."""
     names = [n for n in after if is_embedding(n) and after[n].shape]
-    new = [n for n in names if n in before and after[n].shape[0] != before[n].shape[0]]
+    was = {n: before.get(n, before.get(str(stands_for(n, before)))) for n in names}
+    new = [n for n, table in was.items() if table is not None and after[n].shape[0] != table.shape[0]]
     old = [n for n in names if new and after[n].shape[0] != after[new[0]].shape[0]]
     return [
         f"  {new[0]} has {after[new[0]].shape[0]} rows in the adapter, and {n}, which it does not hold, "

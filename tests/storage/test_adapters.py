@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshtape.errors import CheckpointError, CheckpointKeyError
-from meshtape.storage import merge, open_checkpoint, save_safetensors, virtual
+from meshtape.storage import blend, merge, open_checkpoint, save_safetensors, virtual
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 RNG = np.random.default_rng(0)
@@ -176,6 +176,64 @@ def test_configurations_that_say_something_else_are_refused(tmp_path: Path, name
     config, message = MALFORMED[name]
     with pytest.raises(CheckpointError, match=message):
         virtual.lora(base(tmp_path / "base", False), adapter(tmp_path / "lora", {}, **config))
+
+
+TOKENIZER = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate("abcde")}}}
+MORE = TOKENIZER | {
+    "added_tokens": [{"id": 5 + i, "content": t, "special": True} for i, t in enumerate(("<x>", "<y>"))]
+}
+
+
+def test_the_tokenizer_of_an_adapter_goes_along(tmp_path: Path) -> None:
+    """Where the embeddings have rows for its tokens; else that of the base, with a note."""
+
+    def put(where: str, **files: Any) -> str:
+        for name, said in files.items():
+            Path(where, f"{name}.json").write_text(json.dumps(said))
+        return where
+
+    old = put(base(tmp_path / "base", False), tokenizer=TOKENIZER, special_tokens_map={"eos_token": "a"})
+    new = put(adapter(tmp_path / "new", {TABLE: NEW, HEAD: NEW}), tokenizer=MORE, tokenizer_config={"eos_token": "<x>"})
+    made = virtual.lora(old, new)
+    report = merge(made, tmp_path / "out")
+    for docs in (made.documents, open_checkpoint(report.path).documents):
+        assert (docs["tokenizer"], docs["tokenizer_config"]) == (MORE, {"eos_token": "<x>"})
+        assert "special_tokens_map.json" not in docs
+        assert docs["config"]["vocab_size"] == 7
+    assert report.notes == ["tokenizer.json, tokenizer_config.json: of the adapter, in place of the base's tokenizer"]
+    without = merge(virtual.lora(old, adapter(tmp_path / "rows", {TABLE: NEW, HEAD: NEW})), tmp_path / "without")
+    assert without.notes == ["tokenizer: the embeddings have 7 rows, not 5, and the adapter brings no tokenizer"]
+    beyond = merge(virtual.lora(old, put(adapter(tmp_path / "beyond", {}), tokenizer=MORE)), tmp_path / "kept")
+    assert [n[:30] for n in beyond.notes] == ["tokenizer: that of the base, a"]
+    assert open_checkpoint(beyond.path).documents["tokenizer"] == TOKENIZER
+    same = merge(virtual.lora(old, put(adapter(tmp_path / "same", {}), tokenizer=TOKENIZER)), tmp_path / "same out")
+    assert same.notes == []
+    said: dict[str, Any] = {
+        "merge_method": "linear",
+        "models": [{"model": f"{old}+{new}", "parameters": {"weight": 1}}],
+    }
+    said["models"].append({"model": old, "parameters": {"weight": 1}})
+    joined = blend(said | {"base_model": old, "tokenizer_source": "union"}, tmp_path / "union")
+    np.testing.assert_array_equal(open_checkpoint(joined.path)[TABLE][5:], NEW[5:])
+    cut = blend(said | {"base_model": old, "tokenizer_source": "base"}, tmp_path / "cut")
+    assert any("without 2 tokens" in n and "<x>, <y>" in n for n in cut.notes)
+
+
+def test_a_head_that_shares_tokens_has_them_beneath_its_factors(tmp_path: Path) -> None:
+    """As in PEFT: an adapter with factors of a tied head, and with tokens of the embedding."""
+    factors = {"lm_head.lora_A.weight": EYE[:1], "lm_head.lora_B.weight": A[0, :5, None]}
+    config = {"trainable_token_indices": {"embed_tokens": [0, 2]}}
+    made = virtual.lora(base(tmp_path / "base", True), adapter(tmp_path / "lora", {DELTA: ROWS} | factors, **config))
+    np.testing.assert_array_equal(made[TABLE].read(), with_rows(OLD, [0, 2]))
+    wanted = with_rows(OLD, [0, 2]) + 2 * np.outer(A[0, :5], EYE[0])
+    np.testing.assert_allclose(made[HEAD].read(), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [3, 7])
+def test_a_tied_head_with_other_rows_than_its_embedding_is_refused(tmp_path: Path, rows: int) -> None:
+    config = {"modules_to_save": ["lm_head"]}
+    with pytest.raises(CheckpointKeyError, match=rf"embed_tokens.weight, which .* 5; .*embeddings\({rows}\)"):
+        virtual.lora(base(tmp_path / "base", True), adapter(tmp_path / "lora", {HEAD: NEW[:rows]}, **config))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

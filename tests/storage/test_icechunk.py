@@ -234,6 +234,30 @@ def test_what_is_refused(ice, url, tmp_path):
     assert list(open_checkpoint(url)) == ["theirs"]
 
 
+def test_arrays_that_others_commit_beside_ours_are_told_and_stay(ice, url, tmp_path):
+    """An array of another program on a branch of ours is named where the branch is opened, and no save removes it."""
+    zarr = pytest.importorskip("zarr")
+    save(url, {"w": np.ones(3), "deep": {"v": np.zeros(2)}}, step=1)
+    repo = icechunk_store.repository(str(tmp_path / "repo"))
+    save(url, {"w": np.ones(3), "deep": {"v": np.ones(2)}}, step=2)
+    session = repo.writable_session("main")
+    zarr.open_group(session.store, mode="a").create_array("deep/mine", data=np.arange(3.0))
+    session.commit("mine")
+    ckpt = open_checkpoint(url)
+    assert sorted(ckpt) == ["deep.v", "w"]
+    assert list(ckpt.skipped) == ["deep/mine"]
+    assert verify(url).skipped == ["deep/mine"]
+    with pytest.raises(errors.CheckpointExists, match="another program wrote: deep/mine"):
+        save(url, {"w": np.ones(3)}, step=3)
+    assert np.array_equal(zarr.open_group(repo.readonly_session("main").store, mode="r")["deep/mine"], np.arange(3.0))
+    session = repo.writable_session("main")
+    group = zarr.open_group(session.store, mode="a")
+    group.update_attributes({"meshtape": {"checkpoint": "{"}})
+    session.commit("damaged")
+    with pytest.raises(errors.CorruptCheckpoint, match="whose arrays"):
+        save(url, {"w": np.ones(3)}, step=3)
+
+
 def test_a_chunk_that_is_not_the_one_of_its_place_is_found(ice, url, tmp_path, kit):
     """icechunk compares nothing: a flip anywhere, a cut, a lost file and an exchange are errors that name key and
     chunk, never other numbers."""

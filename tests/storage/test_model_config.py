@@ -48,7 +48,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "other names": ({"rules": "model.{r*} -> base.{r}"}, {}, []),
     "a vocabulary": ({"rules": f"{PAD}\n{HEAD}"}, {"vocab_size": 16}, []),
     "half of a vocabulary": ({"rules": PAD}, {}, ["see whether vocab_size 10"]),
-    "no head": ({"rules": PAD, "drop": "lm_head.*"}, {"vocab_size": 16}, []),
+    "no head": (
+        {"rules": PAD, "drop": "lm_head.*"},
+        {"vocab_size": 16},
+        ["does not say that it ties the head to the embedding, and lm_head.weight is not here"],
+    ),
+    "a head of another name": ({"rules": "lm_head.weight -> output.weight"}, {}, []),
     "the last layer": (
         {"drop": "model.layers.3.*"},
         {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]},
@@ -65,7 +70,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["'first_k_dense_replace' speaks of layers"],
     ),
     "a gap": ({"drop": "model.layers.1.*"}, {}, ["still says num_hidden_layers 4, and there are layers 0, 2, 3"]),
-    "no layers": ({"keys": "model.embed*"}, {}, ["still says num_hidden_layers 4, and there are no layers"]),
+    "no layers": (
+        {"keys": "model.embed*"},
+        {},
+        ["still says num_hidden_layers 4, and there are no layers", "does not say that it"],
+    ),
     "stacked layers": ({"rules": "model.layers.{i}.mlp.weight -> mlp, concat(axis=0)"}, {}, []),
     "positions": (
         {"rules": "model.wpe.weight -> model.wpe.weight, slice(axis=0, start=0, stop=8)"},
@@ -159,3 +168,24 @@ def test_lists_of_layers_follow_by_any_ending(tmp_path: Path) -> None:
     report = merge(source, tmp_path / "out", rules=WITHOUT_SECOND)
     assert json.loads((tmp_path / "out/config.json").read_text())["attn_layer_indices"] == [2]
     assert not report.notes
+
+
+def test_what_is_left_out_and_wanted_is_told(tmp_path: Path) -> None:
+    """Experts, a head that is not tied, tokens beyond the rows, and scales that no entry names."""
+    experts = {f"model.layers.0.moe.experts.{i}.w": (4, 6) for i in range(3)}
+    said = CONFIG | {"num_local_experts": 3, "tie_word_embeddings": False}
+    src = made(tmp_path / "model", said, **experts)
+    vocab = {f"t{i}": i for i in range(10)}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocab}}))
+    rows = virtual.rows(src, {"*embed*": (0, 7), "lm_head.weight": (0, 7)})
+    for n, (source, options, wanted) in enumerate(
+        (
+            (src, {"dtype": "float16"}, []),
+            (src, {"drop": "*.experts.1.*"}, ["num_local_experts is 3, and 'model.layers.0.moe.experts.'"]),
+            (src, {"drop": "lm_head.weight"}, ["does not tie the head to the embedding, and lm_head.weight is"]),
+            (rows, {}, ["has 3 tokens beyond the 7 rows here: t7, t8, t9"]),
+            (virtual.quantize(src, keys=["*.mlp.weight"]), {}, ["does not say that arrays are quantised"]),
+        )
+    ):
+        notes = merge(source, tmp_path / str(n), **options).notes
+        assert [w in note for w, note in zip(wanted, notes, strict=True)] == [True] * len(wanted), notes

@@ -11,6 +11,7 @@ import pytest
 
 from meshtape.errors import CheckpointError
 from meshtape.storage import blend, open_checkpoint, save_safetensors
+from meshtape.storage.transform.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -119,7 +120,7 @@ def test_a_text_has_the_ids_of_its_rows(tmp_path: Path, kind: str, spare: int) -
 
 def test_added_pieces_come_before_merges(tmp_path: Path) -> None:
     """As the note says: they are found within words, where the base makes other tokens; the rest is split as before."""
-    (a, first), (b, _) = (model(tmp_path / n, "BPE") for n in "AB")
+    (a, first), (b, second) = (model(tmp_path / n, "BPE") for n in "AB")
     made, _, _ = joined(a, b, tmp_path / "out")
     assert made.encode("the mat").tokens == first.encode("the mat").tokens
     assert "fish" in made.encode("catfish").tokens
@@ -131,7 +132,8 @@ def test_added_pieces_come_before_merges(tmp_path: Path) -> None:
         },
         tmp_path / "base",
     )
-    assert not any("tokens" in n for n in alone.notes)
+    gone = second.get_vocab().keys() - first.get_vocab().keys()
+    assert [n.partition(" of ")[0] for n in alone.notes] == [f"tokenizer.json: without {len(gone)} tokens"]
     assert tokenizers.Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json")).get_vocab() == first.get_vocab()
 
 
@@ -179,3 +181,39 @@ def test_ids_without_tokens(tmp_path: Path) -> None:
             assert made.token_to_id(last) == highest + 5
             assert made.token_to_id("fish") > highest + 5
             assert len(rows) == max(made.get_vocab().values()) + 1
+
+
+def test_added_tokens_have_the_ids_that_libraries_give_them(tmp_path: Path) -> None:
+    """Whatever ids a file says: of a token that is there twice, of one that the vocabulary has, of two with one id."""
+    rng = np.random.default_rng(0)
+    for n in range(60):
+        words = [f"w{i}" for i in range(rng.integers(1, 5))]
+        told = json.loads(_word_level(words, []).to_str())
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        names = [str(rng.choice([*words, "<a>", "<b>", "<c>"])) for _ in range(rng.integers(0, 6))]
+        told["added_tokens"] = [{"id": int(rng.integers(0, 9)), "content": t, **plain} for t in names]
+        wanted = tokenizers.Tokenizer.from_str(json.dumps(told)).get_vocab(True)
+        assert Tokenizer.of(told, 99).tokens == wanted, n
+        if any(t not in words for t in names):
+            files, _ = Tokenizer.of(told, 99).extended(
+                {"tokenizer.json": json.dumps(told).encode()}, wanted | {"<new>": len(wanted)}, {"<new>": plain}, {}
+            )
+            made = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+            assert made.get_vocab(True) == wanted | {"<new>": len(wanted)}
+            assert all(made.token_to_id(a["content"]) == a["id"] for a in json.loads(made.to_str())["added_tokens"])
+
+
+def test_entries_that_name_tokens_follow_the_tokenizer(tmp_path: Path) -> None:
+    (a, first), (b, second) = (model(tmp_path / n, "WordLevel") for n in "AB")
+    ids = {t: first.token_to_id(t) for t in ("<unk>", "cat", "<pad>")}
+    said = {"eos_token_id": [ids["<unk>"], ids["cat"]], "pad_token_id": ids["<pad>"], "bos_token_id": None}
+    for name, told in (("config", {"text_config": said, "vocab_size": 9}), ("generation_config", said)):
+        (tmp_path / "A" / f"{name}.json").write_text(json.dumps(told))
+    _, _, report = joined(a, b, tmp_path / "out", tokenizer_source=b)
+    docs = open_checkpoint(tmp_path / "out").documents
+    wanted = said | {"eos_token_id": [second.token_to_id("<unk>"), second.token_to_id("cat")]}
+    assert docs["config"]["text_config"] == docs["generation_config"] == wanted
+    lost = [n for n in report.notes if "pad_token_id is still" in n]
+    assert sorted(n.partition(":")[0] for n in lost) == ["config.json", "generation_config.json"]
+    joined(a, b, tmp_path / "union")
+    assert open_checkpoint(tmp_path / "union").documents["generation_config"] == said

@@ -1,16 +1,26 @@
-"""``tokenizer.json``: the tokens that it knows, and more of them in the way that its model takes."""
+"""``tokenizer.json``: its tokens, more of them in the way that its model takes, and entries that name them."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...arrays.core.errors import CheckpointError
+from ..format.documents import edited
+
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
 FILES = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "spiece.model", "sentencepiece")
 """Beginnings of the names of a tokenizer's documents."""
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab", "spiece.model", "sentencepiece")
+"""Beginnings of the names of those that hold its tokens."""
+TEMPLATE = "chat_template"
 _OLDER = ("added_tokens.json", "vocab", "merges", "tokenizer.model", "spiece.model", "sentencepiece")
+_IDS = re.compile(r"_token_(id|index)(s|es)?$|suppress_tokens$|^bad_words_ids$")
+"""Entries of configurations that name tokens."""
 _RULES = ("normalizer", "pre_tokenizer")  # members that say which pieces a text may have
 
 
@@ -28,8 +38,10 @@ class Tokenizer:
     def of(cls, said: Mapping[str, Any], size: int) -> Tokenizer:
         vocab = said["model"].get("vocab", {})
         tokens = dict(vocab) if isinstance(vocab, Mapping) else {t: i for i, (t, *_) in enumerate(vocab)}
-        added = {a["content"]: a for a in said.get("added_tokens") or ()}
-        tokens |= {t: a["id"] for t, a in added.items()}
+        added = _added(said)
+        end = 0
+        for t in added:  # libraries count these, whatever ids the file says
+            end = max(end, tokens.setdefault(t, max(len(vocab), end)) + 1)
         kept = {t: i for t, i in sorted(tokens.items(), key=lambda item: item[1]) if i < size}
         how = {t: {k: a[k] for k in PLAIN if k in a} for t, a in added.items() if t in kept}
         return cls(said, kept, how, frozenset(tokens.keys() - kept.keys()))
@@ -98,7 +110,8 @@ class Tokenizer:
         if self.beyond and "merges" in model:
             model["merges"] = [m for m in model["merges"] if not self.beyond.intersection(_made_of(m))]
         more = [{"id": tokens[t], "content": t, **how} for t, how in added.items()]
-        told["added_tokens"] = [a for a in told.get("added_tokens") or () if a["content"] not in self.beyond] + more
+        own = [a | {"id": tokens[t]} for t, a in _added(told).items() if t not in self.beyond]
+        told["added_tokens"] = own + more
         out["tokenizer.json"] = json.dumps(told, ensure_ascii=False, indent=2).encode()
         if "tokenizer_config.json" in out:
             said = json.loads(out["tokenizer_config.json"])
@@ -111,6 +124,47 @@ class Tokenizer:
         for n in older:
             del out[n]
         return out, [f"{', '.join(older)}: left out, as they do not have the tokens of tokenizer.json"] if older else []
+
+
+def ids_of(documents: Mapping[str, Any]) -> dict[str, int]:
+    """The tokens of a model by its ``tokenizer.json``; none where it has no such document, or a damaged one."""
+    try:
+        return Tokenizer.of(documents["tokenizer.json"], sys.maxsize).tokens if "tokenizer.json" in documents else {}
+    except (CheckpointError, LookupError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def renumbered(
+    file: str, config: bytes, before: Mapping[str, int], after: Mapping[str, int]
+) -> tuple[bytes, list[str]]:
+    """(a configuration whose ids are those of the same tokens in another tokenizer, notes)."""
+    named, notes = {i: t for t, i in before.items()}, list[str]()
+    taken = {i: t for t, i in after.items()}
+
+    def id_of(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [id_of(key, x) for x in value]
+        if type(value) is not int or value < 0:
+            return value
+        token = named.get(value)
+        if token is None and value in taken:
+            notes.append(f"{file}: {key} is still {value}, which was no token and is {taken[value]!r} now")
+        elif token is not None and token not in after:
+            notes.append(f"{file}: {key} is still {value}, which was {token!r}, a token that is not there any more")
+        return after.get(token, value) if token is not None else value
+
+    def of(node: dict[str, Any]) -> dict[str, Any]:
+        return {k: id_of(k, v) if _IDS.search(k) else of(v) if isinstance(v, dict) else v for k, v in node.items()}
+
+    return edited(config, of), notes
+
+
+def _added(said: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The added tokens; of one that is listed twice the first counts."""
+    out: dict[str, dict[str, Any]] = {}
+    for a in said.get("added_tokens") or ():
+        out.setdefault(a["content"], a)
+    return out
 
 
 def _made_of(merge: Any) -> Iterable[str]:
