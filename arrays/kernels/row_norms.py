@@ -114,9 +114,9 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...]
     rows = xs.size // width
     (xs, gs, *others, dx), plan, size = _plan([xs, gs, *others, dx], [w], width)
     device = r.properties()
-    in_registers = plan.items and _shared(plan, kinds, a, size[-1]) <= device.shared_memory
+    slots, shared = np.int32(0), plan.rows * kinds * (plan.items + size[-1]) * plan.threads * a.itemsize
+    in_registers = plan.items and shared <= device.shared_memory
     if in_registers:
-        slots, shared = np.int32(0), _shared(plan, kinds, a, size[-1])
         blocks = ceil_div(rows, plan.rows)
         resident = persistent_grid(
             blocks, device.multiprocessors, plan.threads * plan.rows, shared, device.shared_memory
@@ -141,10 +141,6 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...]
         r.launch(FILE, kernel, (tiles, splits, 1), (32, 8, 1), (gs, xs, scales, out, i64(rows), i64(width)))
     sums = sum_parts(out.reshape(-1, kinds * width), weight.dtype).reshape(kinds, *weight.shape)
     return dx.astype(dx_dtype, copy=False), *sums
-
-
-def _shared(plan: RowPlan, kinds: int, a: np.dtype, ends: bool) -> int:
-    return plan.rows * kinds * (plan.items + ends) * plan.threads * a.itemsize
 
 
 @for_floats
