@@ -24,8 +24,6 @@ BOOL = np.dtype(np.bool_)
 _SHORT = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 
 PRELUDE = """
-__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
 // Integers wrap around, which only unsigned ones may in C++; the short ones are computed in int.
 __device__ inline int sum(int a, int b) { return (int)((u32)a + (u32)b); }
 __device__ inline u32 sum(u32 a, u32 b) { return a + b; }

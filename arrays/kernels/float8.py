@@ -13,7 +13,7 @@ from .launch import NAMES, contiguous, i64, named, runner
 
 FILE = "float8.cu"
 _THREADS, _MOST_BLOCKS, _BLOCKS_OF_A_REDUCTION = 256, 1 << 16, 1 << 10
-SCALED = tuple(d for d in NAMES if d in KERNEL_FLOATS and d.itemsize < 8)
+SCALED = tuple(d for d in KERNEL_FLOATS if d.itemsize < 8)
 
 
 def variants() -> Iterator[tuple[str, str]]:

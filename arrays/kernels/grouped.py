@@ -53,7 +53,7 @@ class _Call:
         self.weights = contiguous(weights.astype(self.work, copy=False))
         self.tensor = self.dtype.itemsize == 2 and runner().properties().capability >= 80
         self.deep = 64 // self.dtype.itemsize
-        self.tile_rows = self.long = 128 if self.tensor else 64
+        self.tile_rows = 128 if self.tensor else 64
         self.most = ceil_div(self.pairs, self.tile_rows) + min(self.experts, self.pairs)
 
     def is_empty(self) -> bool:
@@ -113,16 +113,16 @@ class _Call:
     def row_sums(self, backward: bool, read: Sequence[Any], like: Any) -> Any:
         """Products of hidden units, added up for each row."""
         pairs = runner().xp.empty((self.pairs, self.width), self.work)
-        right = (self.long, self.deep) if backward else (self.deep, self.long)
+        right = (self.tile_rows, self.deep) if backward else (self.deep, self.tile_rows)
         given = [self.weights, self.order, self.tiles, *i32(self.most, self.width, self.hidden)]
-        blocks = self.most * ceil_div(self.width, self.long)
+        blocks = self.most * ceil_div(self.width, self.tile_rows)
         self.products("experts_rows", backward, blocks, ((self.tile_rows, self.deep), right), read, [pairs], *given)
         return self.summed(pairs, like, self.width, self.k, False)
 
     def matrices(self, a: Any, *b: Any) -> list[Any]:
         """For each expert the product of the columns of ``a`` and of ``b``, over the rows of its pairs."""
         lengths = (self.width, self.hidden) if len(b) == 2 else (self.hidden, self.width)
-        columns = SHORT if len(b) == 2 else self.long
+        columns = SHORT if len(b) == 2 else self.tile_rows
         out = [runner().xp.empty((self.experts, *lengths), self.dtype) for _ in b]
         blocks = self.experts * ceil_div(lengths[0], self.tile_rows) * ceil_div(lengths[1], columns)
         tiles = ((self.deep, self.tile_rows), *[(self.deep, columns)] * len(b))

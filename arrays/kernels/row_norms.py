@@ -96,27 +96,27 @@ def _forward(center: bool, x: Any, residual: Any, weight: Any, bias: Any, naxes:
     return y.astype(out_dtype, copy=False), added[-1] if added else None
 
 
-def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...], naxes: int, eps: float) -> list[Any]:
+def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...], naxes: int, eps: float) -> Any:
     """Cotangents of x (with the one that it has besides), of the weight, and (where ``center``) of the bias."""
     r = runner()
     d, o = dtypes_of(x.dtype, g.dtype, weight.dtype)
     dx_dtype = np.result_type(x.dtype, *(j.dtype for j in joined))
     if joined and (d != x.dtype or dx_dtype not in (d, wide(d))):
         dx, *sums = _backward(center, g, x, weight, (), naxes, eps)
-        return [dx + joined[0], *sums]
+        return dx + joined[0], *sums
     kinds, a = 1 + center, wide(d)
     gs, xs, w = (contiguous(v.astype(t, copy=False)) for v, t in ((g, o), (x, d), (weight, o)))
     width = math.prod(x.shape[x.ndim - naxes :])
     if not xs.size:
-        return [r.xp.zeros(x.shape, dx_dtype), *(r.xp.zeros(weight.shape, weight.dtype) for _ in range(kinds))]
+        return r.xp.zeros(x.shape, dx_dtype), *(r.xp.zeros(weight.shape, weight.dtype) for _ in range(kinds))
     dx = r.xp.empty(x.shape, dx_dtype if joined else d)
     others = [contiguous(j.astype(dx.dtype, copy=False)) for j in joined]
     rows = xs.size // width
     (xs, gs, *others, dx), plan, size = _plan([xs, gs, *others, dx], [w], width)
     device = r.properties()
-    in_registers = plan.items and _shared(plan, kinds, a, size[-1]) <= device.shared_memory
+    slots, shared = np.int32(0), plan.rows * kinds * (plan.items + size[-1]) * plan.threads * a.itemsize
+    in_registers = plan.items and shared <= device.shared_memory
     if in_registers:
-        slots, shared = np.int32(0), _shared(plan, kinds, a, size[-1])
         blocks = ceil_div(rows, plan.rows)
         resident = persistent_grid(
             blocks, device.multiprocessors, plan.threads * plan.rows, shared, device.shared_memory
@@ -140,11 +140,7 @@ def _backward(center: bool, g: Any, x: Any, weight: Any, joined: tuple[Any, ...]
         kernel = named("norm_columns", center, d, o)
         r.launch(FILE, kernel, (tiles, splits, 1), (32, 8, 1), (gs, xs, scales, out, i64(rows), i64(width)))
     sums = sum_parts(out.reshape(-1, kinds * width), weight.dtype).reshape(kinds, *weight.shape)
-    return [dx.astype(dx_dtype, copy=False), *sums]
-
-
-def _shared(plan: RowPlan, kinds: int, a: np.dtype, ends: bool) -> int:
-    return plan.rows * kinds * (plan.items + ends) * plan.threads * a.itemsize
+    return dx.astype(dx_dtype, copy=False), *sums
 
 
 @for_floats
@@ -160,10 +156,9 @@ def add_layer_norm(x: Any, residual: Any, weight: Any, bias: Any, *, naxes: int,
 
 
 @for_floats
-def layer_norm_backward(g: Any, x: Any, weight: Any, *g_sum: Any, naxes: int, eps: float) -> tuple[Any, Any, Any]:
+def layer_norm_backward(g: Any, x: Any, weight: Any, *g_sum: Any, naxes: int, eps: float) -> tuple[Any, ...]:
     """See :data:`meshtape.arrays.nn.norms.layer_norm.LAYER_NORM_BACKWARD`."""
-    dx, dw, db = _backward(True, g, x, weight, g_sum, naxes, eps)
-    return dx, dw, db
+    return _backward(True, g, x, weight, g_sum, naxes, eps)
 
 
 @for_floats
@@ -179,7 +174,6 @@ def add_rms_norm(x: Any, residual: Any, weight: Any, *, naxes: int, eps: float) 
 
 
 @for_floats
-def rms_norm_backward(g: Any, x: Any, weight: Any, *g_sum: Any, naxes: int, eps: float) -> tuple[Any, Any]:
+def rms_norm_backward(g: Any, x: Any, weight: Any, *g_sum: Any, naxes: int, eps: float) -> tuple[Any, ...]:
     """See :data:`meshtape.arrays.nn.norms.layer_norm.RMS_NORM_BACKWARD`."""
-    dx, dw = _backward(False, g, x, weight, g_sum, naxes, eps)
-    return dx, dw
+    return _backward(False, g, x, weight, g_sum, naxes, eps)

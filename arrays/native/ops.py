@@ -31,18 +31,14 @@ def _rows(x: np.ndarray, naxes: int) -> tuple[int, int]:
     return math.prod(x.shape[:cut]), math.prod(x.shape[cut:])
 
 
-def layer_norm(x: Any, weight: Any, bias: Any, naxes: int, eps: float) -> Any:
+def _norm(kernel: str, x: Any, *parameters: Any, naxes: int, eps: float) -> Any:
     if not _takes(x):
         return NotImplemented
     out = result_like(x)
-    return out if run("layer_norm", (x, weight, bias, out), *_rows(x, naxes), value=eps) else NotImplemented
+    return out if run(kernel, (x, *parameters, out), *_rows(x, naxes), value=eps) else NotImplemented
 
 
-def rms_norm(x: Any, weight: Any, naxes: int, eps: float) -> Any:
-    if not _takes(x):
-        return NotImplemented
-    out = result_like(x)
-    return out if run("rms_norm", (x, weight, out), *_rows(x, naxes), value=eps) else NotImplemented
+layer_norm, rms_norm = partial(_norm, "layer_norm"), partial(_norm, "rms_norm")
 
 
 def _norm_backward(kernel: str, parameters: int, g: Any, x: Any, weight: Any, naxes: int, eps: float) -> Any:

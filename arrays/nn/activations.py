@@ -95,16 +95,15 @@ def _options(fn: Callable[..., Any]) -> dict[str, Any]:
     return {n: p.default for n, p in inspect.signature(fn).parameters.items() if p.kind is p.KEYWORD_ONLY}
 
 
-@functools.lru_cache(maxsize=256)
-def _chain(function: str, text: str, numbers: tuple[float, ...]) -> Callable[..., Any]:
-    # (The text tells 1 from 1.0, and 0.0 from -0.0.)
-    return as_one_launch(functools.partial(_pointwise, function=function, numbers=numbers))
+@functools.cache
+def _chain(function: str) -> Callable[..., Any]:
+    return as_one_launch(lambda x, *numbers: _pointwise(x, function=function, numbers=numbers))
 
 
 def _on_gpu(x: Any, *, function: str, numbers: tuple[float, ...]) -> Any:
     import cupy
 
-    out = _chain(function, repr(numbers), numbers)(x)
+    out = _chain(function)(x, *numbers)
     return _composed(cupy, x, function=function, numbers=numbers) if out is NotImplemented else out
 
 

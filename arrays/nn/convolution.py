@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply
-from ..core.dtypes import is_low_precision, result_type
+from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..kernels import cudnn
@@ -50,8 +51,7 @@ def _out_shape(image: Ints, kernel: Ints, padding: Ints, stride: Ints, dilation:
 def _wide(xp: Any, *arrays: Any) -> tuple[np.dtype, tuple[Any, ...]]:
     """Dtype of the result, and the operands in the dtype that sums are kept in."""
     dtype = xp.result_type(*arrays)
-    inner = np.dtype(np.float32) if is_low_precision(dtype) else dtype
-    return dtype, tuple(a.astype(inner, copy=False) for a in arrays)
+    return dtype, tuple(a.astype(wide(dtype), copy=False) for a in arrays)
 
 
 def _inside(image: Ints, padding: Ints) -> tuple[slice, ...]:

@@ -52,19 +52,6 @@ def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> 
     return xp.where(known, labels, 0).astype(np.intp), known & ~ignored, ignored
 
 
-def _shifted(xp: Any, x: Any) -> tuple[Any, Any]:
-    """The maximum of each row, 0 where it is infinite, and ``x`` without it."""
-    m = x.max(axis=1, keepdims=True)
-    m[xp.isinf(m)] = 0
-    return m, x - m
-
-
-def parted(xp: Any, lse: Any, dtype: np.dtype) -> tuple[Any, Any]:
-    """What is subtracted from a row of this dtype before the exponential, and the factor that is left."""
-    shift = lse.astype(dtype)
-    return shift, xp.exp(xp.where(xp.isinf(shift), 0, shift - lse))
-
-
 def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     if is_low_precision(logits.dtype):
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
@@ -75,7 +62,9 @@ def _cross_entropy(xp: Any, logits: Any, labels: Any, ignore_index: int | None, 
     safe, valid, ignored = _looked_up(xp, flat, classes, ignore_index)
     with np.errstate(all="ignore"):
         for b in _blocks(xp, len(flat), classes) if classes else ():
-            top, d = _shifted(xp, x[b])
+            top = x[b].max(axis=1, keepdims=True)
+            top[xp.isinf(top)] = 0
+            d = x[b] - top
             loss = -(1 - label_smoothing) * d[xp.arange(len(d)), safe[b]]
             if label_smoothing:
                 loss -= label_smoothing * d.mean(axis=1)
@@ -110,7 +99,8 @@ def _cross_entropy_backward(
     safe, valid, _ = _looked_up(xp, flat, classes, ignore_index)
     scale = g.reshape(-1).astype(x.dtype, copy=False)
     with np.errstate(all="ignore"):
-        shift, rest = parted(xp, lse.reshape(-1), x.dtype)
+        lse, shift = lse.reshape(-1), lse.reshape(-1).astype(x.dtype)
+        rest = xp.exp(xp.where(xp.isinf(shift), 0, shift - lse))  # the digits that x's dtype takes from the log-sum-exp
         factor = ((scale + g_lse.reshape(-1)) * rest).astype(x.dtype)
         for b in _blocks(xp, len(flat), classes) if classes else ():
             o = xp.subtract(x[b], shift[b, None], out=out[b])

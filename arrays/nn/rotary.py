@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backends.row_blocks import wide
 from ..core.array import Array
 from ..core.dispatch import apply, at_once
 from ..core.dtypes import is_low_precision
@@ -35,8 +36,8 @@ _composed = at_once("rotary_embedding", _rotary_embedding)
 def _impl(xp: Any, x: Any, *tables: Any, inverse: bool) -> Any:
     if not is_low_precision(x.dtype):
         return _composed(xp, x, *tables, inverse=inverse)
-    wide = (t.astype(np.float32, copy=False) for t in (x, *tables))
-    return ROTARY_EMBEDDING.bind(xp)(*wide, inverse=inverse).astype(x.dtype)
+    given = (t.astype(np.float32, copy=False) for t in (x, *tables))
+    return ROTARY_EMBEDDING.bind(xp)(*given, inverse=inverse).astype(x.dtype)
 
 
 def _checked(x: Any, cosines: Any, sines: Any) -> None:
@@ -108,8 +109,8 @@ def rotary_embedding(x: Any, cosines: Any, sines: Any, /) -> Array:
            [-2.,  1.]], dtype=float64)
     """
     x = inexact(ordered("rotary_embedding", x))
-    wide = np.dtype(np.float32) if is_low_precision(x.dtype) else x.dtype
     tables = [ordered("rotary_embedding", asarray(t)) for t in (cosines, sines)]
-    tables = [t if t.dtype in (x.dtype, wide) and t.dtype == tables[1].dtype else astype(t, wide) for t in tables]
+    if tables[0].dtype != tables[1].dtype or tables[0].dtype not in (x.dtype, wide(x.dtype)):
+        tables = [astype(t, wide(x.dtype), copy=False) for t in tables]
     _checked(x, *tables)
     return apply(ROTARY_EMBEDDING, (x, *tables), {"inverse": False})

@@ -119,7 +119,7 @@ class VJPPlan:
             self.on_gpu.widens = True
             self.on_gpu.pulls = tuple((i, fn if fn is same else in_one_launch(fn), find) for i, fn, find in self.pulls)
             if sum(fn is not same for _, fn, _ in self.pulls) > 1:
-                self.on_gpu.together, self.on_gpu.simple = (all_in_one_launch(self.on_gpu.pulls), _all), False
+                self.on_gpu.together, self.on_gpu.simple = (all_in_one_launch(self.on_gpu.pulls), tuple), False
 
     def _places(self, needs: Sequence[Any], count: int) -> list[int | slice]:
         """The places of the arguments of a rule in what is kept."""
@@ -144,10 +144,6 @@ class VJPPlan:
             where = n.where
             found.append(params[where] if n.kind == "param" else avals[where] if n.kind == "like" else avals[where:])
         return tuple(found)
-
-
-def _all(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return values
 
 
 def _picker(places: Sequence[int | slice]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:

@@ -84,9 +84,7 @@ __global__ void __launch_bounds__(THREADS)
 // ----- tiles of products ------------------------------------------------------------------------------------------------
 
 template <bool TENSOR>
-constexpr int ROWS = TENSOR ? 128 : 64;
-template <bool TENSOR>
-constexpr int LONG = TENSOR ? 128 : 64;  // columns of a tile, where a block has one product; else SHORT
+constexpr int ROWS = TENSOR ? 128 : 64;  // of a tile, and its columns where a block has one product; else SHORT
 constexpr int SHORT = 64;
 template <class T>
 constexpr int DEEP = 64 / (int)sizeof(T);  // elements along the sums
@@ -288,8 +286,8 @@ __global__ void __launch_bounds__(THREADS, TENSOR ? 2 : 1)
     experts_rows(const T* h, const T* h_up, const T* down, const T* up, Wide<T>* out, const Wide<T>* weights, const int* order, const Tile* tiles,
                  int most, int width, int hidden, bool aligned)
 {
-    using Own = Sums<TENSOR, LONG<TENSOR>, T>;
-    constexpr int D = DEEP<T>, COLUMNS = LONG<TENSOR>, LEFT = SIZE<ROWS<TENSOR>, D, T>;
+    using Own = Sums<TENSOR, ROWS<TENSOR>, T>;
+    constexpr int D = DEEP<T>, COLUMNS = ROWS<TENSOR>, LEFT = SIZE<ROWS<TENSOR>, D, T>;
     constexpr int STAGE = LEFT + (BACKWARD ? SIZE<COLUMNS, D, T> : SIZE<D, COLUMNS, T>);
     DYNAMIC_SHARED(T, shared);
     const Work work(most, parts_of(width, COLUMNS));
@@ -333,7 +331,7 @@ __global__ void __launch_bounds__(THREADS, TENSOR ? 2 : 1)
     experts_matrices(const T* a, const T* b, const T* b_second, T* out, T* out_second, const int* order, const int* starts, int choices,
                      int rows, int columns, bool aligned)
 {
-    constexpr int D = DEEP<T>, COLUMNS = COUNT == 2 ? SHORT : LONG<TENSOR>;
+    constexpr int D = DEEP<T>, COLUMNS = COUNT == 2 ? SHORT : ROWS<TENSOR>;
     constexpr int LEFT = SIZE<D, ROWS<TENSOR>, T>, RIGHT = SIZE<D, COLUMNS, T>, STAGE = LEFT + COUNT * RIGHT;
     using Own = Sums<TENSOR, COLUMNS, T>;
     DYNAMIC_SHARED(T, shared);

@@ -78,7 +78,7 @@ __device__ inline void copy_later(T* shared, const T* global, bool there)
 }
 __device__ inline void wait_for_copies() { emulation::wait_for_copies(); }
 
-#else
+#else  // the same on a device
 
 template <class T>
 __device__ inline void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1)
@@ -96,7 +96,6 @@ __device__ inline void multiply_add(float (&sum)[4], const u32 (&a)[4], u32 b0, 
 #endif
 }
 
-// Four matrices of 8 x 8: lane i gives the address of row i % 8 of matrix i / 8, and gets of each matrix two neighbours.
 template <bool TRANSPOSED, class T>
 __device__ inline void load_matrices(u32 (&out)[4], const T* row)
 {
@@ -109,7 +108,6 @@ __device__ inline void load_matrices(u32 (&out)[4], const T* row)
                      : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(at) : "memory");
 }
 
-// 16 bytes, or zeros; they are there after the next wait of the thread.
 template <class T>
 __device__ inline void copy_later(T* shared, const T* global, bool there)
 {

@@ -28,11 +28,6 @@ __device__ inline Words philox(u64 block, u64 stream, u64 k0, u64 k1)
     return Words{{c0, c1, c2, c3}};
 }
 
-__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
-__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
-__device__ inline float sum(float a, float b) { return __fadd_rn(a, b); }
-__device__ inline double sum(double a, double b) { return __dadd_rn(a, b); }
-
 // What the words become. `PER` elements come of each word; `make` gives those of a lane.
 
 struct Limits {  // of `uniform`: digits to drop, the unit of the last one kept, and the interval
@@ -57,7 +52,7 @@ struct Uniform {
     using A = Wide<T>;
     __device__ static T scaled(A u, const Limits& l)
     {
-        if (l.scaled) u = sum(product(u, (A)l.width), (A)l.low);
+        if (l.scaled) u = plus(product(u, (A)l.width), (A)l.low);
         const T x = narrow<T>(u);
         // Scaling rounds, and may round up to the excluded end.
         return l.scaled && wide(x) > (A)l.below ? narrow<T>((A)l.below) : x;
@@ -152,7 +147,7 @@ __global__ void __launch_bounds__(THREADS)
         const auto made = [&](int i, T xi, T yi) {
             const u64 bits = i % 2 ? w.at[i / 2] >> 32 : (u64)(u32)w.at[i / 2];
             const A kept = bits < threshold ? quotient(wide(xi), (A)keep) : A(0);
-            return WITH_Y ? narrow<T>(sum(kept, wide(yi))) : narrow<T>(kept);
+            return WITH_Y ? narrow<T>(plus(kept, wide(yi))) : narrow<T>(kept);
         };
         if (is_whole<N>(x + at, at, count) && is_aligned<N>(out + at) && (!WITH_Y || is_aligned<N>(y + at))) {
             const Vector<T, N> xs = vector_at<N>(x + at), ys = vector_at<N>((WITH_Y ? y : x) + at);

@@ -2,9 +2,6 @@
 #pragma once
 #include "types.cuh"
 
-// A division of 32 bits costs a quarter of one of 64.
-__device__ inline i64 divided(i64 a, i64 b, bool small) { return small ? (i64)((u32)a / (u32)b) : a / b; }
-
 struct Add {
     template <class A>
     __device__ static A of(A a, A b)

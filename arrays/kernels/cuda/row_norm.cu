@@ -5,10 +5,6 @@
 // that rows begin within a vector, or parameters do, which are then read element by element, from the first-level cache.
 #include "row.cuh"
 
-// A sum that is not contracted: dx is rounded before another cotangent is added, as it is where the two are made by themselves.
-__device__ inline float plus(float a, float b) { return __fadd_rn(a, b); }
-__device__ inline double plus(double a, double b) { return __dadd_rn(a, b); }
-
 // What a parameter has for a place of a row.
 template <bool ENDS, class T, int N, class I>
 __device__ inline Vector<T, N> parameter_at(const T* p, Place<N, I> place)
@@ -58,7 +54,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, ITEMS || sizeof
     }
 }
 
-// dx (JOIN: plus the cotangent that x has besides), and for each block the sums over its rows of what weight and bias get:
+// dx (JOIN: rounded, plus the cotangent that x has besides), and for each block the sums over its rows of what weight and bias get:
 // out[block][which][column]. A thread adds up the same columns of every row, in shared memory that only it touches: the rows of a block
 // must begin at the same place of a vector. Of longer rows only the statistics are left, for `norm_columns`: out[row][which].
 template <bool CENTER, bool JOIN, class T, class G, class D, int THREADS, int ITEMS, bool ENDS>

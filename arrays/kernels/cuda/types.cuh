@@ -80,6 +80,12 @@ __device__ inline bfloat16 narrow<bfloat16, float>(float x)
     return y;
 }
 
+// Products and sums that are never contracted.
+__device__ inline float product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double product(double a, double b) { return __dmul_rn(a, b); }
+__device__ inline float plus(float a, float b) { return __fadd_rn(a, b); }
+__device__ inline double plus(double a, double b) { return __dadd_rn(a, b); }
+
 // The widest load is of 16 bytes: a longer vector takes several.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
@@ -131,12 +137,11 @@ __device__ inline double infinity<double>()
     return __longlong_as_double(0x7ff0000000000000LL);
 }
 
-// Row and column of element e of rows of `inner` elements; a division of 32 bits costs a quarter of one of 64.
+// A division of 32 bits costs a quarter of one of 64.
+__device__ inline i64 divided(i64 a, i64 b, bool small) { return small ? (i64)((u32)a / (u32)b) : a / b; }
+
+// Row and column of element e of rows of `inner` elements.
 struct Element {
     i64 row, column;
-    __device__ Element(i64 e, i64 inner, bool small)
-    {
-        row = small ? (i64)((u32)e / (u32)inner) : e / inner;
-        column = e - row * inner;
-    }
+    __device__ Element(i64 e, i64 inner, bool small) : row(divided(e, inner, small)), column(e - row * inner) {}
 };

@@ -8,7 +8,7 @@ kernel's derivative) leaves a pending sum. Where there are several groups of cha
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,15 +38,6 @@ def _channels(letters: Letters, ins: int, outs: int, params: Params, summed: str
         return _Channels(a, letters.new(outs, reduce="sum" if summed == "outs" else None), a, frozenset())
     groups, seen = letters.new(n), letters.new(ins // n, whole=True)
     return _Channels(Dim(groups.factor, ins // n), Dim(groups.factor, outs // n), seen, frozenset({groups.factor}))
-
-
-def _own_groups(channels: _Channels, operand: int | None, params: Params, view: RankView) -> Params:
-    """``groups`` as many as a rank has: of the channels of an operand, or of the result."""
-    if not channels.groups:
-        return params
-    box = view.results[0] if operand is None else view.operands[operand]
-    assert box is not None
-    return {**params, "groups": max(box.shape[1] // max(channels.outs.inner, 1), 1)}
 
 
 def _reaches(kernel: Sequence[int], params: Params) -> list[int]:
@@ -93,8 +84,7 @@ def _seen(places: Sequence[int], kernel: Sequence[int], params: Params) -> list[
 def _conv_part(xp: Any, x: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
     if not all(shape):
         return xp.zeros(shape, np.result_type(x.dtype, w.dtype))
-    seen = _laid(xp, x, starts, _seen(shape[2:], w.shape[2:], params))
-    return c.CONV.bind(xp)(seen, w, **{**params, "padding": (0,) * len(starts)})
+    return c.CONV.bind(xp)(_laid(xp, x, starts, _seen(shape[2:], w.shape[2:], params)), w, **params)
 
 
 def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
@@ -102,15 +92,14 @@ def _image_part(xp: Any, g: Any, w: Any, shape: tuple[int, ...], starts: tuple[i
     if not all((*shape, *g.shape)):
         return xp.zeros(shape, np.result_type(g.dtype, w.dtype))
     seen = tuple(_seen(g.shape[2:], w.shape[2:], params))
-    full = c.CONV_IMAGE.bind(xp)(g, w, **{**params, "image": seen, "padding": (0,) * len(seen)})
+    full = c.CONV_IMAGE.bind(xp)(g, w, image=seen, **params)
     return _laid(xp, full, [-start for start in starts], shape[2:])
 
 
 def _kernel_part(xp: Any, g: Any, x: Any, shape: tuple[int, ...], starts: tuple[int, ...], **params: Any) -> Any:
     if not all((*shape, *g.shape)):
         return xp.zeros(shape, np.result_type(g.dtype, x.dtype))
-    seen = _laid(xp, x, starts, _seen(g.shape[2:], shape[2:], params))
-    return c.CONV_KERNEL.bind(xp)(g, seen, **{**params, "padding": (0,) * len(starts)})
+    return c.CONV_KERNEL.bind(xp)(g, _laid(xp, x, starts, _seen(g.shape[2:], shape[2:], params)), **params)
 
 
 CONV_PART = RankOp("conv_part", ("x", "w"), _conv_part)
@@ -118,26 +107,18 @@ IMAGE_PART = RankOp("conv_image_part", ("g", "w"), _image_part)
 KERNEL_PART = RankOp("conv_kernel_part", ("g", "x"), _kernel_part)
 
 
-def _starts(image: Any, places: Any, params: Params) -> tuple[int, ...]:
-    """Where part of an image starts, counted from the first place that part of a result sees."""
-    numbers = zip(image.offset[2:], places.offset[2:], params["stride"], params["padding"], strict=True)
-    return tuple(o + p - first * s for o, first, s, p in numbers)
-
-
-def _block(channels: _Channels, params: Params, view: RankView) -> Params:
-    own, y = _own_groups(channels, None, params, view), view.results[0]
-    return {**own, "shape": y.shape, "starts": _starts(view.operands[0], y, params)}
-
-
-def _kernel_block(channels: _Channels, params: Params, view: RankView) -> Params:
-    own, (g, x) = _own_groups(channels, 0, params, view), view.operands
-    return {**own, "shape": view.results[0].shape, "starts": _starts(x, g, params)}
-
-
-def _image_block(channels: _Channels, params: Params, view: RankView) -> Params:
-    own, g, box = _own_groups(channels, 0, params, view), view.operands[0], view.results[0]
-    own = {k: v for k, v in own.items() if k != "image"}
-    return {**own, "shape": box.shape, "starts": _starts(box, g, params)}
+def _block(order: str, channels: _Channels, params: Params, view: RankView) -> Params:
+    """The numbers of a rank's call: as many groups as it has, and the part of the image without padding of its own."""
+    boxes = dict(zip(order, (*view.operands, *view.results), strict=True))
+    x, y = boxes["x"], boxes["y"]
+    assert x is not None
+    assert y is not None
+    own = {k: v for k, v in params.items() if k != "image"}
+    if channels.groups:
+        own["groups"] = max(y.shape[1] // max(channels.outs.inner, 1), 1)
+    numbers = zip(x.offset[2:], y.offset[2:], params["stride"], params["padding"], strict=True)
+    starts = tuple(o + p - first * s for o, first, s, p in numbers)
+    return {**own, "padding": (0,) * len(starts), "shape": view.results[0].shape, "starts": starts}
 
 
 # ----- rules ----------------------------------------------------------------------------------------------------------
@@ -150,13 +131,12 @@ class _Convolution(NamedTuple):
     order: str
     summed: str
     part: RankOp
-    localize: Callable[..., Params]
 
 
 _OPS = {
-    c.CONV: _Convolution("xwy", "ins", CONV_PART, _block),
-    c.CONV_IMAGE: _Convolution("ywx", "outs", IMAGE_PART, _image_block),
-    c.CONV_KERNEL: _Convolution("yxw", "none", KERNEL_PART, _kernel_block),
+    c.CONV: _Convolution("xwy", "ins", CONV_PART),
+    c.CONV_IMAGE: _Convolution("ywx", "outs", IMAGE_PART),
+    c.CONV_KERNEL: _Convolution("yxw", "none", KERNEL_PART),
 }
 
 
@@ -173,7 +153,7 @@ def _convolution(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Par
         image, places = split, _halo("conv_transpose", split, w[2:], params, y[2:])
     else:
         image, places = _halo("conv", split, w[2:], params, x[2:]), split
-    part = PartCall(_factors(split) | channels.groups, this.part, functools.partial(this.localize, channels))
+    part = PartCall(_factors(split) | channels.groups, this.part, functools.partial(_block, this.order, channels))
     dims = {
         "x": (batch, channels.ins, *image),
         "w": (channels.outs, channels.seen, *kernel),
