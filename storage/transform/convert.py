@@ -30,7 +30,7 @@ from ..loading.read_ahead import reading_ahead
 from ..readers.safetensors import DCP_INFO
 from ..readers.zarr_tensor import GridTensor
 from ..rules.casting import CastLoss
-from ..rules.dequantized import dequantizes, scale_beside
+from ..rules.dequantized import dequantizes, is_quantized, scale_beside
 from ..rules.lazy_tensors import Converted, with_leaves
 from ..rules.rules import Rules
 from ..saving import packs
