@@ -43,6 +43,10 @@ def all_classes(labels: Any, classes: int) -> bool:
     return bool(labels.view(labels.dtype.str.replace("i", "u")).max() < classes) if found is None else found
 
 
+FAR = 2.0**20
+"""Of log-sum-exps: beyond it float64 has no digits for the number of classes, and a row's sum is made anew."""
+
+
 def _looked_up(xp: Any, labels: Any, classes: int, ignore_index: int | None) -> tuple[Any, Any, Any]:
     """Labels that are safe to look up; which samples have a class, and which are ignored (None, where all have one)."""
     if xp is np and ignore_index is None and labels.size and all_classes(labels, classes):
@@ -102,6 +106,10 @@ def _cross_entropy_backward(
         lse, shift = lse.reshape(-1), lse.reshape(-1).astype(x.dtype)
         rest = xp.exp(xp.where(xp.isinf(shift), 0, shift - lse))  # the digits that x's dtype takes from the log-sum-exp
         factor = ((scale + g_lse.reshape(-1)) * rest).astype(x.dtype)
+        far = np.flatnonzero((np.abs(lse) > FAR) & np.isfinite(lse)) if xp is np else ()
+        if len(far) and classes:
+            shift[far] = x[far].max(axis=1)
+            factor[far] = (scale + g_lse.reshape(-1))[far] / np.exp(x[far] - shift[far, None]).sum(axis=1)
         for b in _blocks(xp, len(flat), classes) if classes else ():
             o = xp.subtract(x[b], shift[b, None], out=out[b])
             xp.exp(o, out=o)

@@ -215,3 +215,12 @@ def test_classes_split_over_a_mesh(sizes, smoothing):
         np.testing.assert_allclose(np.asarray(split), np.asarray(whole), rtol=1e-12)
         assert split.sharding == dx.sharding
         np.testing.assert_allclose(np.asarray(pull_split(dx)[0]), np.asarray(pull(mt.asarray(x))[0]), atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("far", [1e17, 1e30, -1e30, -3e38])
+def test_the_gradient_of_far_logits_that_are_equal(far, dtype):
+    """Their log-sum-exp has no digits for the number of classes."""
+    x = mt.full((2, 4), far, dtype=dtype)
+    got = mt.grad(lambda x: mt.nn.cross_entropy(x, mt.asarray([0, 3]), reduction="sum"))(x)
+    np.testing.assert_allclose(got.numpy().astype(float), 0.25 - np.eye(4)[[0, 3]], rtol=1e-6)

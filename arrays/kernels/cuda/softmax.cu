@@ -218,7 +218,12 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
         const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         const Label label = label_of(labels, row, length, has_ignored, ignored);
-        const A scale = g[row], shift = A(lse[row]), rest = shift_of(shift) == shift ? exp(A(shift - lse[row])) : A(1);
+        const A scale = g[row];
+        A shift = A(lse[row]), rest = shift_of(shift) == shift ? exp(A(shift - lse[row])) : A(1);
+        if (fabs(lse[row]) > 1048576.0 && lse[row] - lse[row] == 0.0) {  // it has no digits for the number of classes
+            const Exponentials<A> e = row_exponentials(r, cut);
+            shift = e.maximum, rest = A(1) / e.total;
+        }
         const A factor = A(scale + g_lse[row]) * rest;
         cut.store(dx + row * length, [&](auto p) {
             return [=, v = r(p), column = p.column](int k) {

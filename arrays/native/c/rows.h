@@ -186,7 +186,14 @@ KERNEL(cross_entropy_backward) { /* g, cotangent of lse, logits, labels, lse, ou
             continue;
         }
         /* The digits that a REAL takes from the log-sum-exp are in the factor. */
-        const REAL shift = (REAL)lse, rest = shift - shift == 0 ? (REAL)exp(shift - lse) : 1;
+        REAL shift = (REAL)lse, rest = shift - shift == 0 ? (REAL)exp(shift - lse) : 1;
+        if (fabs(lse) > 0x1p20 && lse - lse == 0) { /* it has no digits for the number of classes */
+            REAL total = 0;
+            shift = x[0];
+            for (ptrdiff_t k = 1; k < n; k++) shift = x[k] > shift ? x[k] : shift;
+            for (ptrdiff_t k = 0; k < n; k++) total += FN(exponential)(x[k] - shift);
+            rest = 1 / total;
+        }
         const REAL factor = (REAL)(scale + g_lse) * rest, even = smoothing != 0 ? smoothing / (REAL)n * scale : 0;
         EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = FN(exponential)(x[k] - shift) * factor - even;
         out[label] -= (1 - smoothing) * scale;

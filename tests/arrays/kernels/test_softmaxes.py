@@ -151,3 +151,16 @@ def test_softmax_with_its_log_sum_exp(emulator: Any, place: Any, close: Any, wid
     expected = np.logaddexp.reduce(x, axis=2)
     expected[0, 1] = 0 if masked else -np.inf
     np.testing.assert_allclose(lse, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("classes", [5, 300, 20_000])
+def test_far_logits_that_are_equal(emulator: Any, place: Any, classes: int) -> None:
+    """Their log-sum-exp has no digits for the number of classes."""
+    x, labels = np.full((3, classes), [[1e30], [-3e38], [1.0]], np.float32), np.asarray([0, classes - 1, 2])
+    options = {"ignore_index": None, "label_smoothing": 0.0}
+    _, lse = softmaxes.cross_entropy(place(x), place(labels), **options)
+    ones = place(np.ones(3, np.float32))
+    got = softmaxes.cross_entropy_backward(ones, place(np.zeros(3)), place(x), place(labels), lse, **options)
+    want = np.full(x.shape, 1 / classes)
+    want[np.arange(3), labels] -= 1
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-7)
