@@ -106,6 +106,7 @@ def _matmul_on_cupy(
 ) -> Any:
     import cupy
 
+    x_scale, y_scale = (s.astype(np.float32, copy=False) for s in (x_scale, y_scale))
     x, y = _bytes(x, x_scale, x_dtype, x_rounds), _bytes(y, y_scale, y_dtype, y_rounds)
     found = cublaslt.product(x, y, float8=cublaslt.Float8((x_dtype, y_dtype, dtype), (x_scale, y_scale)))
     if found is None:

@@ -59,9 +59,9 @@ def _shares(xp: Any, x: Any, chosen: Any, weights: Any, numbers: Any, dtype: np.
         rows, weight = pairs // k, weights[pairs].astype(dtype, copy=False)
         if k > 1 and (rows[1:] == rows[:-1]).any():  # a row has chosen the expert twice
             rows, of_pair = xp.unique(rows, return_inverse=True)
-            each, weight = weight, xp.bincount(of_pair, weight.real, len(rows))
+            each, weight = weight, xp.bincount(of_pair, weight.real.astype(np.float64), len(rows))
             if dtype.kind == "c":
-                weight = weight + 1j * xp.bincount(of_pair, each.imag, len(rows))
+                weight = weight + 1j * xp.bincount(of_pair, each.imag.astype(np.float64), len(rows))
             weight = weight.astype(dtype, copy=False)
         yield _ExpertShare(i, rows, pairs, of_pair, x[rows].astype(dtype, copy=False), weight[:, None])
 

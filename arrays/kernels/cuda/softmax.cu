@@ -221,8 +221,13 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         const A scale = g[row];
         A shift = A(lse[row]), rest = shift_of(shift) == shift ? exp(A(shift - lse[row])) : A(1);
         if (fabs(lse[row]) > 1048576.0 && lse[row] - lse[row] == 0.0) {  // it has no digits for the number of classes
-            const Exponentials<A> e = row_exponentials(r, cut);
-            shift = e.maximum, rest = A(1) / e.total;
+            A most = -infinity<A>(), total = A(0);  // from memory: registers are taken
+#pragma unroll 1
+            for (i64 i = threadIdx.x; i < length; i += THREADS) most = Max::of(most, wide(x[row * length + i]));
+            shift = row_reduce<Max, THREADS>(most, -infinity<A>());
+#pragma unroll 1
+            for (i64 i = threadIdx.x; i < length; i += THREADS) total += exp(wide(x[row * length + i]) - shift);
+            rest = A(1) / row_sum<THREADS>(total);
         }
         const A factor = A(scale + g_lse[row]) * rest;
         cut.store(dx + row * length, [&](auto p) {

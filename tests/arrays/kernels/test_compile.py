@@ -130,8 +130,8 @@ BUDGETS = """
     scatter.cu      | join_chunks<bfloat16, float>                                        |  32  0 16
     scatter.cu      | mark_last<int>                                                      |  16  0  1
     scatter.cu      | write_kept<unsigned short>                                          |  32  0 80
-    softmax.cu      | cross_entropy_backward<bfloat16, 512, 0, 8>                         |  64  6  7
-    softmax.cu      | cross_entropy_backward<bfloat16, 512, 32, 8>                        |  64  8  6
+    softmax.cu      | cross_entropy_backward<bfloat16, 512, 0, 8>                         |  64  6  8
+    softmax.cu      | cross_entropy_backward<bfloat16, 512, 32, 8>                        |  64  8  8
     softmax.cu      | cross_entropy_forward<bfloat16, 512, 0, 8>                          |  64  6  6
     softmax.cu      | softmax_backward<true, bfloat16, 512, 0, 8>                         |  64 15  4
     softmax.cu      | softmax_backward<true, bfloat16, 512, 32, 8>                        |  64 12  3
