@@ -36,7 +36,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, said: Mapping[str, Any], size: int) -> Tokenizer:
-        vocab = said["model"].get("vocab", {})
+        vocab = _vocab_of(said)
         tokens = dict(vocab) if isinstance(vocab, Mapping) else {t: i for i, (t, *_) in enumerate(vocab)}
         added = _added(said)
         end = 0
@@ -97,6 +97,13 @@ class Tokenizer:
         out = dict(files)
         told = json.loads(out["tokenizer.json"])
         model = told["model"]
+        pieces, at = model.get("vocab"), model.get("unk_id")
+        if (
+            isinstance(pieces, list)
+            and type(at) is int
+            and (at not in range(len(pieces)) or pieces[at][0] in self.beyond)
+        ):
+            raise CheckpointError(f"tokenizer.json: piece {at}, that of what is unknown, has no row")
         ordered = sorted(tokens.items(), key=lambda item: item[1])
         if len(tokens) > len(self.tokens) + len(added):
             # Tokens that were added are in the vocabulary too, so that libraries do not number them anew.
@@ -124,6 +131,28 @@ class Tokenizer:
         for n in older:
             del out[n]
         return out, [f"{', '.join(older)}: left out, as they do not have the tokens of tokenizer.json"] if older else []
+
+
+def _vocab_of(said: Any) -> Any:
+    """The vocabulary of a ``tokenizer.json``: ids by token, or pieces with scores. Raises `CheckpointError` for what is
+    no tokenizer."""
+    model = said.get("model") if isinstance(said, Mapping) else None
+    vocab = model.get("vocab", {}) if isinstance(model, Mapping) else None
+    added = (said.get("added_tokens") or []) if isinstance(said, Mapping) else None
+    if isinstance(vocab, Mapping):
+        fits = all(type(i) is int and i >= 0 for i in vocab.values())
+    else:
+        fits = isinstance(vocab, list) and all(
+            isinstance(row, list) and len(row) == 2 and isinstance(row[0], str) and type(row[1]) in (int, float)
+            for row in vocab
+        )
+    if not (fits and isinstance(added, list) and all(isinstance(a, Mapping) for a in added)):
+        raise CheckpointError(
+            "tokenizer.json is no tokenizer: it has no model with a vocabulary of tokens and their ids"
+        )
+    if any(not isinstance(a.get("content"), str) or type(a.get("id")) is not int for a in added):
+        raise CheckpointError("tokenizer.json is no tokenizer: an added token has no text, or no id")
+    return vocab
 
 
 def ids_of(documents: Mapping[str, Any]) -> dict[str, int]:

@@ -217,3 +217,21 @@ def test_entries_that_name_tokens_follow_the_tokenizer(tmp_path: Path) -> None:
     assert sorted(n.partition(":")[0] for n in lost) == ["config.json", "generation_config.json"]
     joined(a, b, tmp_path / "union")
     assert open_checkpoint(tmp_path / "union").documents["generation_config"] == said
+
+
+MALFORMED: dict[str, Any] = {
+    "no model": {"version": "1.0"},
+    "no vocabulary": {"model": {"vocab": 5}},
+    "an id that is a text": {"model": {"vocab": {"a": "3"}}},
+    "an id that is no whole number": {"model": {"vocab": {"a": 1.5}}},
+    "pieces without scores": {"model": {"vocab": [["a"]]}},
+    "an added token without an id": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": None, "content": "<s>"}]},
+    "an added token without a text": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]},
+    "no object": [1],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_tokenizer_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is no tokenizer"):
+        Tokenizer.of(MALFORMED[name], 10)
