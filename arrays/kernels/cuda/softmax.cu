@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         const Label label = label_of(labels, row, length, has_ignored, ignored);
         const A scale = g[row];
         A shift = A(lse[row]), rest = shift_of(shift) == shift ? exp(A(shift - lse[row])) : A(1);
-        if (fabs(lse[row]) > 1048576.0 && lse[row] - lse[row] == 0.0) {  // it has no digits for the number of classes
+        if (fabs(shift) > A(1048576) && shift_of(shift) == shift) {  // float64 has no digits for the number of classes
             A most = -infinity<A>(), total = A(0);  // from memory: registers are taken
 #pragma unroll 1
             for (i64 i = threadIdx.x; i < length; i += THREADS) most = Max::of(most, wide(x[row * length + i]));

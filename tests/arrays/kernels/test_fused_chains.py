@@ -469,7 +469,7 @@ def test_functions_of_several_ops_are_one_launch_each_way(dtype: str, place: Any
     for name, numbers in FUNCTIONS.items():
         params = {"function": name, "numbers": numbers}
         emulator.launched.clear()
-        got = activations._chain(name, repr(numbers), numbers)(place(x))
+        got = activations._chain(name)(place(x), *numbers)
         plan, short = plan_for(op, 0b11), x.dtype.itemsize == 2
         (slope,) = backward._in_one_launch(plan, repr(params), tuple(params.items()), short, mt.Tape)(
             place(g), place(x)
