@@ -215,21 +215,22 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
-        const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
-        const Label label = label_of(labels, row, length, has_ignored, ignored);
         const A scale = g[row];
         A shift = A(lse[row]), rest = shift_of(shift) == shift ? exp(A(shift - lse[row])) : A(1);
         if (fabs(shift) > A(1048576) && shift_of(shift) == shift) {  // float64 has no digits for the number of classes
-            A most = -infinity<A>(), total = A(0);  // from memory: registers are taken
+            A total = A(0);  // before registers are taken
+            shift = -infinity<A>();
 #pragma unroll 1
-            for (i64 i = threadIdx.x; i < length; i += THREADS) most = Max::of(most, wide(x[row * length + i]));
-            shift = row_reduce<Max, THREADS>(most, -infinity<A>());
+            for (i64 i = threadIdx.x; i < length; i += THREADS) shift = Max::of(shift, wide(x[row * length + i]));
+            shift = row_reduce<Max, THREADS>(shift, -infinity<A>());
 #pragma unroll 1
             for (i64 i = threadIdx.x; i < length; i += THREADS) total += exp(wide(x[row * length + i]) - shift);
             rest = A(1) / row_sum<THREADS>(total);
         }
         const A factor = A(scale + g_lse[row]) * rest;
+        const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
+        const Label label = label_of(labels, row, length, has_ignored, ignored);
+        const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         cut.store(dx + row * length, [&](auto p) {
             return [=, v = r(p), column = p.column](int k) {
                 const A p = exp(wide(v.at[k]) - shift) * factor;
