@@ -14,7 +14,7 @@ TABLES = {
     batch_norm_backward: 7 0 0; batch_norm_inference: 4 0 0; cholesky: 7 0 1; concat: 5 0 0;
     cross_entropy_backward: 4 0 0; cumulative_prod: 4 0 0; cumulative_sum: 4 0 0; det: 21 0 0; eig: 11 0 1;
     eigh: 4 0 1; eigvals: 8 0 1; eigvalsh: 4 0 1; experts: 6 0 0; experts_backward: 9 0 0; fft: 4 0 0;
-    float8_matmul: 15 0 0; group_norm_backward: 4 0 0; index_add: 10 0 0; index_max: 43 0 0; index_min: 43 0 0;
+    float8_matmul: 17 0 0; group_norm_backward: 4 0 0; index_add: 10 0 0; index_max: 43 0 0; index_min: 43 0 0;
     index_set: 10 0 0; inv: 9 0 2; last_writes: 8 0 0; lazy_adam: 19 0 0; linear_cross_entropy: 42 0 0;
     linear_cross_entropy_backward: 53 0 0; log_softmax_backward: 4 0 0; matmul: 10 0 0; pinv: 13 0 1; qr: 10 0 2;
     random_choice: 20 0 0; random_exponential: 8 0 0; random_gumbel: 11 0 0; random_integers: 11 0 0;
