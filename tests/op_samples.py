@@ -617,9 +617,9 @@ def batch_normalized(**params: Any) -> Callable[..., Any]:
     return lambda x, weight, bias: op("batch_norm", **params)(x, weight, bias, bias, weight)[:3]
 
 
-def attended(**params: Any) -> Callable[..., Any]:
-    """Attention without its log-sum-exp, which is a constant."""
-    return lambda *operands: op("attention", **params)(*operands)[0]
+def without_saved(name: str, **params: Any) -> Callable[..., Any]:
+    """The first result of an op whose others are constants that it saves."""
+    return lambda *operands: op(name, **params)(*operands)[0]
 
 
 def slopes_of_attention(name: str, **params: Any) -> Callable[..., Any]:
@@ -632,11 +632,10 @@ def slopes_of_attention(name: str, **params: Any) -> Callable[..., Any]:
 
 
 def slopes(name: str, params: dict[str, Any]) -> Callable[..., Any]:
-    """The backward op of a cross-entropy, with the log-sum-exp that it expects."""
+    """The backward op of a cross-entropy, with the results that it expects."""
 
-    def call(g: Any, g_lse: Any, *operands: Any) -> Any:
-        lse = op(name, **params)(*operands)[1]
-        return op(f"{name}_backward", **params)(g, g_lse, *operands, lse)
+    def call(g: Any, *operands: Any) -> Any:
+        return op(f"{name}_backward", **params)(g, *operands, *op(name, **params)(*operands)[1:])
 
     return call
 
@@ -713,7 +712,7 @@ NETWORKS: Rows = {
         on(lambda x, c, s: mt.nn.rotary_embedding(mt.permute_dims(x, (0, 2, 1, 3)), c, s), "2 5 3 4, 5 2, 5 2"),
     ],
     "attention": [
-        *(on(attended(scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),
+        *(on(without_saved("attention", scale=0.5, diagonal=d), s, many=600) for s, d in ATTENDED),
         on(lambda q, k, v: mt.nn.scaled_dot_product_attention(q, k, v, is_causal=True), "2 4 3 2, 2 2 5 2, 2 2 5 2"),
     ],
     "attention_backward": [
@@ -724,15 +723,13 @@ NETWORKS: Rows = {
         on(slopes_of_attention("attention_bias_backward", scale=0.5, diagonal=d), f"{out(s)}, {s}", many=600)
         for s, d in ATTENDED[4:]
     ],
-    "cross_entropy": [on(op("cross_entropy", **p), x, labels(x, n)) for x, n in LABELS for p in LOSSES],
-    "cross_entropy_backward": [
-        on(slopes("cross_entropy", p), n, n, x, labels(x, n)) for x, n in LABELS for p in LOSSES
-    ],
+    "cross_entropy": [on(without_saved("cross_entropy", **p), x, labels(x, n)) for x, n in LABELS for p in LOSSES],
+    "cross_entropy_backward": [on(slopes("cross_entropy", p), n, x, labels(x, n)) for x, n in LABELS for p in LOSSES],
     "linear_cross_entropy": [
-        on(op("linear_cross_entropy", **p), h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
+        on(without_saved("linear_cross_entropy", **p), h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
     ],
     "linear_cross_entropy_backward": [
-        on(slopes("linear_cross_entropy", p), n, n, h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
+        on(slopes("linear_cross_entropy", p), n, h, w, labels(w, n)) for h, w, n in PROJECTED for p in LOSSES
     ],
     "float8_scale": [on(mt.nn.float8_scale, t, short="a power of two") for t in ("3 5 f4", "N f4", "0 f4", "4 2 f2")],
     "float8_matmul": [

@@ -19,7 +19,7 @@ from .launch import NOTHING, contiguous, i64, named, runner
 
 FILE = "attention.cu"
 THREADS, ROWS = 256, 128
-SHARED_ROWS, MORE = 384, 256
+SHARED_ROWS, MORE = 384, 384
 """Rows of the tiles of a block, and its other bytes of shared memory, at most; ``attention.cu`` divides them."""
 WIDTHS = (32, 64, 128)
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -137,15 +137,15 @@ def attention(q: Any, k: Any, v: Any, *mask: Any, scale: float, diagonal: int | 
         return NotImplemented
     rows, e = q.shape[-2], v.shape[-1]
     out = runner().xp.empty((*call.lead, rows, call.v.shape[-1]), q.dtype)
-    lse = runner().xp.empty((*call.lead, rows), np.float32)
+    of_rows = [runner().xp.empty((*call.lead, rows), np.float32) for _ in range(2)]
     poison = call.poison(call.v) if call.masked else NOTHING
-    call.start("forward", [call.q, call.k, call.v, out, lse, poison], rows, math.prod(call.lead))
-    return out[..., :e], lse
+    call.start("forward", [call.q, call.k, call.v, out, *of_rows, poison], rows, math.prod(call.lead))
+    return out[..., :e], *of_rows
 
 
 @for_floats
 def attention_backward(
-    g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *mask: Any, scale: float, diagonal: int | None
+    g: Any, q: Any, k: Any, v: Any, out: Any, shift: Any, total: Any, *mask: Any, scale: float, diagonal: int | None
 ) -> Any:
     """See :data:`meshtape.arrays.nn.attention.ATTENTION_BACKWARD`."""
     call = _prepared(q, k, v, mask, scale, diagonal) if g.dtype == out.dtype == q.dtype else None
@@ -155,8 +155,9 @@ def attention_backward(
     operands = call.q, call.k, call.v, _padded(g)
     q_poison, k_poison, g_poison = (call.poison(operands[i]) if call.masked else NOTHING for i in (0, 1, 3))
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in operands[:3])
-    lse, means = contiguous(lse.astype(np.float32, copy=False)), xp.empty((batches, rows), np.float32)
-    call.start("backward_queries", [*operands, _padded(out), dq, lse, means, k_poison], rows, batches)
-    arguments = [*operands, dk, dv, lse, means, q_poison, g_poison, i64(batches)]
+    of_rows = [contiguous(a.astype(np.float32, copy=False)) for a in (shift, total)]
+    of_rows.append(xp.empty((batches, rows), np.float32))  # the means of slopes
+    call.start("backward_queries", [*operands, _padded(out), dq, *of_rows, k_poison], rows, batches)
+    arguments = [*operands, dk, dv, *of_rows, q_poison, g_poison, i64(batches)]
     call.start("backward_keys", arguments, keys, call.keys)
     return tuple(x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), (q, k, v), strict=True))

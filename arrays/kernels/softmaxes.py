@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,11 +51,11 @@ def _rows(
     r.launch(FILE, name, plan.grid(rows), plan.block, arguments(*vectors, *numbers), shared)
 
 
-def _forward_rows(log: bool, x: Any, lse: Any, masked: bool) -> Any:
+def _forward_rows(log: bool, x: Any, masked: bool, of_rows: Sequence[Any] = (NOTHING, NOTHING)) -> Any:
     y = runner().xp.empty(x.shape, x.dtype)
     if x.size:
         n, width = x.size // x.shape[-1], x.shape[-1]
-        _rows("softmax_forward", (log,), n, width, [x, y], lambda *a: [a[0], a[1], lse, *a[2:], np.bool_(masked)])
+        _rows("softmax_forward", (log,), n, width, [x, y], lambda *a: [*a[:2], *of_rows, *a[2:], np.bool_(masked)])
     return y
 
 
@@ -69,7 +69,7 @@ def _along(fn: Any, axis: int, *arrays: Any) -> Any:
 
 
 def _forward(log: bool, x: Any, axis: int, masked: bool) -> Any:
-    return _along(lambda x: _forward_rows(log, x, NOTHING, masked), axis, x)
+    return _along(lambda x: _forward_rows(log, x, masked), axis, x)
 
 
 def _backward(log: bool, g: Any, y: Any, axis: int) -> Any:
@@ -92,13 +92,13 @@ def softmax(x: Any, *, axis: int, masked: bool) -> Any:
     return _forward(False, x, axis, masked)
 
 
-def softmax_lse(x: Any, *, masked: bool) -> tuple[Any, Any]:
-    """The softmax along the last axis, and the logarithm of the sum of the exponentials of each row, in float32 at
-    least; ``x`` has no gaps."""
-    lse = runner().xp.empty(x.shape[:-1], wide(x.dtype))
+def softmax_of_rows(x: Any, *, masked: bool) -> tuple[Any, Any, Any]:
+    """The softmax along the last axis, and of each row the shift and the sum of the exponentials of what is left, in
+    float32 at least; ``x`` has no gaps."""
+    shift, total = (runner().xp.empty(x.shape[:-1], wide(x.dtype)) for _ in range(2))
     if not x.shape[-1]:
-        lse[...] = 0 if masked else -np.inf
-    return _forward_rows(False, x, lse, masked), lse
+        shift[...], total[...] = 0, masked
+    return _forward_rows(False, x, masked, (shift, total)), shift, total
 
 
 @for_floats
@@ -132,29 +132,28 @@ def cross_entropy(logits: Any, labels: Any, *, ignore_index: int | None, label_s
     """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY`."""
     xp, x = runner().xp, contiguous(logits)
     flat, has_ignored, ignored = _labels(labels, ignore_index)
-    losses, lse = xp.empty(labels.shape, wide(x.dtype)), xp.empty(labels.shape, np.float64)
+    losses, shift, total = (xp.empty(labels.shape, wide(x.dtype)) for _ in range(3))
     n, width = labels.size, x.shape[-1]
     if n and not width:  # no class, no loss
         losses[...] = xp.where(flat == ignored, 0, np.nan) if has_ignored else np.nan
-        lse[...] = 0
+        shift[...], total[...] = 0, 1
     elif n:
         numbers = [np.bool_(has_ignored), i64(ignored), np.float64(label_smoothing)]
         _rows(
-            *("cross_entropy_forward", (), n, width, [x], lambda x, *a: [x, flat, losses, lse, *a, *numbers]),
+            *("cross_entropy_forward", (), n, width, [x], lambda x, *a: [x, flat, losses, shift, total, *a, *numbers]),
             kept=bool(label_smoothing),
         )
-    return losses, lse
+    return losses, shift, total
 
 
 @for_floats
 def cross_entropy_backward(
-    g: Any, g_lse: Any, logits: Any, labels: Any, lse: Any, *, ignore_index: int | None, label_smoothing: float
+    g: Any, logits: Any, labels: Any, shift: Any, total: Any, *, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     """See :data:`meshtape.arrays.nn.cross_entropy.CROSS_ENTROPY_BACKWARD`."""
     xp, x = runner().xp, contiguous(logits)
     flat, has_ignored, ignored = _labels(labels, ignore_index)
-    of_rows = (g.astype(wide(x.dtype), copy=False), *(a.astype(np.float64, copy=False) for a in (g_lse, lse)))
-    of_rows = [contiguous(a) for a in of_rows]
+    of_rows = [contiguous(a.astype(wide(x.dtype), copy=False)) for a in (g, shift, total)]
     dx = xp.empty(x.shape, x.dtype)
     n, width = labels.size, x.shape[-1]
     if x.size:

@@ -15,7 +15,7 @@ from .calls import CHUNK, memory, result_like, run
 _TAKEN = frozenset("fd")
 _UINT64 = frozenset(np.dtype(c).num for c in "LQ" if np.dtype(c).itemsize == 8)  # of which the largest are no int64
 
-_INT64, _FLOAT64 = np.dtype(np.int64), np.dtype(np.float64)
+_INT64 = np.dtype(np.int64)
 
 # With fewer elements two or three calls of NumPy take less time than asking whether a kernel takes the operands.
 WORTH_A_CALL = 4096
@@ -67,9 +67,10 @@ def _by_rows(kernel: str, *operands: Any, axis: int, masked: bool = False, out: 
 softmax, softmax_backward = partial(_by_rows, "softmax"), partial(_by_rows, "softmax_backward")
 
 
-def softmax_lse(x: Any, lse: Any, masked: bool) -> Any:
-    """The softmax of rows in their memory, and to ``lse`` the logarithms of the sums of their exponentials."""
-    taken = _takes(x) and run("softmax_lse", (x, x, lse), *_rows(x, 1), flag=masked)
+def softmax_of_rows(x: Any, shift: Any, total: Any, masked: bool) -> Any:
+    """The softmax of rows in their memory; to ``shift`` what they are shifted by, and to ``total`` the sums of the
+    exponentials of what is left."""
+    taken = _takes(x) and run("softmax_of_rows", (x, x, shift, total), *_rows(x, 1), flag=masked)
     return x if taken else NotImplemented
 
 
@@ -88,20 +89,18 @@ def _int64(labels: np.ndarray) -> np.ndarray:
 def cross_entropy(logits: Any, labels: Any, ignore_index: int | None, label_smoothing: float) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
-    out = memory(labels.shape, logits.dtype, labels.size * logits.itemsize)
-    lse = memory(labels.shape, _FLOAT64, labels.size * 8)
-    operands = logits, _int64(labels), out, lse
-    taken = _by_classes("cross_entropy", operands, logits, ignore_index, label_smoothing)
-    return (out, lse) if taken else NotImplemented
+    found = tuple([memory(labels.shape, logits.dtype, labels.size * logits.itemsize) for _ in range(3)])
+    operands = logits, _int64(labels), *found
+    return found if _by_classes("cross_entropy", operands, logits, ignore_index, label_smoothing) else NotImplemented
 
 
 def cross_entropy_backward(
-    g: Any, g_lse: Any, logits: Any, labels: Any, lse: Any, ignore_index: int | None, label_smoothing: float
+    g: Any, logits: Any, labels: Any, shift: Any, total: Any, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     if not _takes(logits) or labels.dtype.num in _UINT64:
         return NotImplemented
     out = result_like(logits)
-    operands = g, g_lse, logits, _int64(labels), lse, out
+    operands = g, logits, _int64(labels), shift, total, out
     taken = _by_classes("cross_entropy_backward", operands, logits, ignore_index, label_smoothing)
     return out if taken else NotImplemented
 

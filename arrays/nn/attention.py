@@ -2,10 +2,10 @@
 
 Both go through the queries in tiles of rows (Rabe and Staats, 2021): scores, softmax and products of a tile, over the
 keys that its rows may see, and then the next tile. The backward op computes the weights of a tile again (Dao et al.,
-2022). On a GPU kernels of their own do so for short floats (:mod:`..kernels.attention`): the result and the log-sum-exp
-of each row of scores, which the forward op gives for that, spare them a pass. Tiles need neither, for they hold whole
-rows. The decompositions hold the whole matrix. They serve derivatives of higher order, and keys that are split over
-ranks.
+2022). On a GPU kernels of their own do so for short floats (:mod:`..kernels.attention`): the result, and the shift
+and the sum of each row of scores, which the forward op gives for that, spare them a pass. Tiles need none of it, for
+they hold whole rows. The decompositions hold the whole matrix. They serve derivatives of higher order, and keys that
+are split over ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from ..core.dtypes import result_type
 from ..core.errors import ArgumentError, DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype, composite
 from ..kernels import attention as kernels
-from ..kernels import softmaxes
 from ..native import ops
 from ..ops.creation import asarray
-from ..ops.elementwise import POSITIONS, WHERE, exp, log, logical_and, stop_gradient, where
+from ..ops.elementwise import POSITIONS, WHERE, exp, logical_and, stop_gradient, where
 from ..ops.manipulation import astype, broadcast_to, expand_dims, matrix_transpose, repeat, reshape, squeeze
 from ..ops.matmul import MATMUL, matmul
 from ..ops.param_kinds import LABEL, NUMBER
 from ..reductions.reductions import sum as sum_
 from .dropout import dropout
-from .softmax import SOFTMAX_BACKWARD, finite_max, softmax
+from .softmax import SOFTMAX_BACKWARD, finite_max, softmax, softmax_of_rows
 
 NAME = "[scaled_dot_product_attention]"
 LEAST_ROWS = 64
@@ -56,7 +55,7 @@ def _check(q: Any, k: Any, v: Any) -> None:
         raise DTypeError(f"{NAME} query, key and value must be real floating")
 
 
-def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ShapeDtype]:
+def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ...]:
     q, k, v, *mask = args
     _check(q, k, v)
     try:
@@ -70,12 +69,12 @@ def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Sh
         if any(n not in (1, whole) for n, whole in zip(m.shape[-2:][::-1], square[::-1], strict=False)):
             raise ShapeError(f"{NAME} mask {m.shape} does not broadcast to {(*lead, *square)}")
     dtype, rows = result_type(*(x.dtype for x in (q, k, v))), (*lead, q.shape[-2])
-    return ShapeDtype((*rows, v.shape[-1]), dtype), ShapeDtype(rows, _wide(dtype))
+    return ShapeDtype((*rows, v.shape[-1]), dtype), *(ShapeDtype(rows, _wide(dtype)),) * 2
 
 
 def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ...]:
     g, q, k, v, *saved = args
-    operands, expected = (q, k, v, *saved[2:]), _infer(op, (q, k, v, *saved[2:]), params)
+    operands, expected = (q, k, v, *saved[3:]), _infer(op, (q, k, v, *saved[3:]), params)
     for x, like in zip((g, *saved), (expected[0], *expected), strict=False):
         if x.shape != like.shape:
             raise ShapeError(
@@ -118,8 +117,8 @@ def _times(xp: Any, x: Any, y: Any, out: Any = None) -> Any:
 
 def _weights(
     xp: Any, q: Any, k: Any, mask: Sequence[Any], key: tuple[Any, ...], diagonal: int | None
-) -> tuple[Any, Any]:
-    """The weights of a tile of scaled queries and the keys that it may see, and the log-sum-exp of its rows."""
+) -> tuple[Any, Any, Any]:
+    """The weights of a tile of scaled queries and the keys that it may see; shift and sum of its rows."""
     at, rows, seen = key
     s = _times(xp, q, xp.swapaxes(k, -1, -2))
     for m in mask:
@@ -138,25 +137,7 @@ def _weights(
             s[..., first:] = part
         else:
             s = part
-    return _softmax(xp, s, masked=bool(mask) or diagonal is not None)
-
-
-def _softmax(xp: Any, s: Any, masked: bool) -> tuple[Any, Any]:
-    """The softmax of rows, in their memory where that may be, and their log-sum-exp: 0 where all of a row is hidden."""
-    if xp is not np:
-        return softmaxes.softmax_lse(s, masked=masked)
-    lse = np.empty(s.shape[:-1], s.dtype)
-    if ops.softmax_lse(s, lse, masked) is NotImplemented:
-        with np.errstate(all="ignore"):
-            top = s.max(axis=-1, keepdims=True, initial=-math.inf)
-            top[np.isinf(top)] = 0
-            s -= top
-            np.exp(s, out=s)
-            total = s.sum(axis=-1, keepdims=True)
-            total[masked & (total == 0)] = 1
-            s /= total
-            lse = (top + np.log(total))[..., 0]
-    return s, lse
+    return softmax_of_rows(xp, s, masked=bool(mask) or diagonal is not None)
 
 
 def _softmax_backward(xp: Any, slopes: Any, weights: Any) -> Any:
@@ -181,25 +162,25 @@ def _spread(arrays: Sequence[Any], ndim: int, dtype: np.dtype) -> list[Any]:
 
 
 def _attention(xp: Any, *operands: Any, scale: float, diagonal: int | None) -> Any:
-    (shape, dtype), row_sums = _infer(ATTENTION, operands, {})
+    (shape, dtype), *of_rows = _infer(ATTENTION, operands, {})
     q, k, v, *mask = _spread(operands, len(shape), _wide(dtype))
-    wide, lse = xp.empty(shape, _wide(dtype)), xp.empty(*row_sums)
+    wide, (shift, total) = xp.empty(shape, _wide(dtype)), (xp.empty(*a) for a in of_rows)
     for key in _tiles(xp, shape[:-2], shape[-2], k.shape[-2], diagonal):
         at, rows, seen = key
-        weights, lse[*at, rows] = _weights(
+        weights, shift[*at, rows], total[*at, rows] = _weights(
             xp, _part(q, (*at, rows)) * scale, _part(k, (*at, seen)), mask, key, diagonal
         )
         out = wide[*at, rows]
         _times(xp, weights, _part(v, (*at, seen)), out=out)
         if seen.stop < k.shape[-2]:
             out += _nothing(_part(v, at)[..., seen.stop :, :])
-    return wide.astype(dtype, copy=False), lse
+    return wide.astype(dtype, copy=False), shift, total
 
 
 def _backward(
-    count: int, xp: Any, g: Any, q: Any, k: Any, v: Any, _out: Any, _lse: Any, *mask: Any, scale: float, diagonal: Any
+    count: int, xp: Any, g: Any, q: Any, k: Any, v: Any, *saved_and_mask: Any, scale: float, diagonal: Any
 ) -> Any:
-    operands = q, k, v, *mask
+    operands = q, k, v, *saved_and_mask[3:]
     work = _infer(ATTENTION, operands, {})[1].dtype
     g, *wide = _spread((g, *operands), g.ndim, work)
     q, k, v, *mask = wide
@@ -222,7 +203,7 @@ def _backward(
         at, rows, seen = key
         x, cotangent = _part(q, (*at, rows)) * scale, g[*at, rows]
         y, z = (_part(a, (*at, seen)) for a in (k, v))
-        weights, _ = _weights(xp, x, y, mask, key, diagonal)
+        weights, *_ = _weights(xp, x, y, mask, key, diagonal)
         slopes = _times(xp, cotangent, xp.swapaxes(z, -1, -2))
         if slopes.shape != weights.shape:  # values may have more leading dimensions than keys
             weights = xp.ascontiguousarray(xp.broadcast_to(weights, slopes.shape))
@@ -285,20 +266,20 @@ def _composed(
 
 def _decompose(
     query: Array, key: Array, value: Array, *mask: Array, scale: float, diagonal: int | None
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     q, k, v, *wide = _widened(query, key, value, *mask)
     scores, allowed = _scores(q, k, wide, scale, diagonal)
     if allowed is not None:
         scores = where(allowed, scores, -math.inf)
-    # Not the op: over keys that are split, the weights and the log-sum-exp then have their collectives in common.
+    # Not the op: over keys that are split, all results then have their collectives in common.
     top = finite_max(scores, -1)
     weights = exp(scores - top)
     total = sum_(weights, axis=-1, keepdims=True)
     if allowed is not None:
         total = where(total == 0, 1.0, total)
     out = matmul(weights / total, v)
-    lse = stop_gradient(squeeze(top + log(total), -1))
-    return astype(out, result_type(query.dtype, key.dtype, value.dtype), copy=False), broadcast_to(lse, out.shape[:-1])
+    of_rows = (broadcast_to(stop_gradient(squeeze(a, -1)), out.shape[:-1]) for a in (top, total))
+    return astype(out, result_type(query.dtype, key.dtype, value.dtype), copy=False), *of_rows
 
 
 def _summed_to(x: Array, like: Array) -> Array:
@@ -313,14 +294,12 @@ def _decompose_backward(
     query: Array,
     key: Array,
     value: Array,
-    _out: Array,
-    _lse: Array,
-    *mask: Array,
+    *saved_and_mask: Array,
     scale: float,
     diagonal: int | None,
 ) -> tuple[Array, ...]:
     # Not of the saved results, which are functions of the operands: so its derivative is that of all of it.
-    operands = query, key, value, *mask
+    operands = query, key, value, *saved_and_mask[3:]
     g, q, k, v, *wide = _widened(g, *operands)
     scores, allowed = _scores(q, k, wide, scale, diagonal)
     weights = softmax(scores, where=allowed)
@@ -333,7 +312,7 @@ def _decompose_backward(
 
 def _backward_op(name: str, nout: int, **overrides: Any) -> Op:
     impl, decompose = partial(_backward, nout), partial(_decompose_backward, nout)
-    operands = ("g", "query", "key", "value", "out", "lse", "*mask")
+    operands = ("g", "query", "key", "value", "out", "shift", "total", "*mask")
     facts = {"decompose": decompose, "params": PARAMS, "overrides": overrides}
     return Op(name, operands, impl, _infer_backward, nout=nout, **facts)
 
@@ -345,14 +324,14 @@ ATTENTION = Op(
     ("query", "key", "value", "*mask"),
     _attention,
     _infer,
-    nout=2,
+    nout=3,
     decompose=_decompose,
     overrides={"cupy": kernels.attention},
     wide_sums=True,
     params=PARAMS,
 )
-"""The result, and for the backward op the log-sum-exp of each row of scores, which is a constant: the decomposition of
-the backward op makes it anew. Of a row of which a mask hides all, it is 0."""
+"""The result; and for the backward op the shift and the sum of each row of scores, which are constants: 0 and 1 of a
+row of which a mask hides all. The decomposition of the backward op makes them anew."""
 ATTENTION_BACKWARD = _backward_op("attention_backward", 3, cupy=kernels.attention_backward)
 ATTENTION_BIAS_BACKWARD = _backward_op("attention_bias_backward", 4)  # of a mask that is added to the scores, too
 
@@ -444,7 +423,7 @@ def scaled_dot_product_attention(
     elif _is_small(rows, k.shape[-2], dtype) and not masks and not is_causal and q.sharding is None:
         out = _composed(q, k, v, *masks, **params)
     else:
-        out, _ = apply(ATTENTION, (q, k, v, *masks), params)
+        out, *_ = apply(ATTENTION, (q, k, v, *masks), params)
     if group > 1:
         out = reshape(out, (*out.shape[:-4], heads, *out.shape[-2:]))
     return astype(out, dtype, copy=False)

@@ -1,9 +1,9 @@
 """The cross-entropy of ``hidden @ weight`` as an op that never holds all logits, and its backward op.
 
-Both make the logits in tiles of some rows and some classes. The log-sum-exp of each row is kept, in float64: with it
-the backward op needs a tile alone for its part of the softmax, at the price of one more product. The decompositions are
-the product and the cross-entropy as they stand; they serve derivatives of higher order, and classes that are split over
-ranks.
+Both make the logits in tiles of some rows and some classes. The largest logit of each row is kept, and the sum of its
+exponentials: with them the backward op needs a tile alone for its part of the softmax, at the price of one more
+product. The decompositions are the product and the cross-entropy as they stand; they serve derivatives of higher order,
+and classes that are split over ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..core.array import Array
 from ..core.dtypes import result_type
 from ..core.errors import DTypeError, ShapeError
 from ..core.op import Op, ShapeDtype
-from ..ops.manipulation import astype, expand_dims, reshape
+from ..ops.manipulation import astype, reshape
 from ..ops.matmul import MATMUL, matmul
 from .cross_entropy import _PARAMS, _decompose, _looked_up, slope_of
-from .softmax import logsumexp, softmax
+from .softmax import softmax, softmax_of_rows
 
 TILE = {"numpy": 1 << 24, "cupy": 1 << 26}
 """Bytes of a tile: on a CPU it stays in cache."""
@@ -86,55 +86,53 @@ def _linear_cross_entropy(
     xp: Any, hidden: Any, weight: Any, labels: Any, ignore_index: int | None, label_smoothing: float
 ) -> Any:
     t = _Tiles(xp, hidden, weight, labels, ignore_index)
-    lse = xp.full(labels.size, -np.inf, np.float64)
-    picked, total = xp.zeros(labels.size, np.float64), xp.zeros(labels.size, np.float64)
+    picked, level = xp.zeros(labels.size, t.wide), xp.zeros(labels.size, np.float64)
+    shifts, sums = (xp.zeros((max(len(t.columns), 1), labels.size), t.wide) for _ in range(2))  # of each tile
     with np.errstate(all="ignore"):
-        for c in t.columns:
+        for i, c in enumerate(t.columns):
             w = weight[:, c].astype(t.wide, copy=False)
             for b in t.rows:
                 z = t.product(t.hidden[b], w)
                 inside, at = t.targets(b, c)
                 picked[b] = xp.where(inside, z[at], picked[b])
                 if label_smoothing:
-                    total[b] += row_sums(xp, z)[:, 0]
-                top = z.max(axis=1, keepdims=True)
-                xp.copyto(top, 0, where=xp.isinf(top))
-                z -= top
-                xp.exp(z, out=z)
-                lse[b] = xp.logaddexp(lse[b], (top + xp.log(row_sums(xp, z)))[:, 0])
-        losses = lse - (1 - label_smoothing) * picked
+                    level[b] += row_sums(xp, z)[:, 0]
+                _, shifts[i, b], sums[i, b] = softmax_of_rows(xp, z, masked=False)
+        shift = xp.where(sums == 0, -np.inf, shifts).max(axis=0)
+        shift = xp.where(xp.isfinite(shift), shift, 0)
+        # What is nothing or infinite stays so: the factor may be the other.
+        total = xp.where((sums == 0) | xp.isinf(sums), sums, sums * xp.exp(shifts - shift)).sum(axis=0)
+        # Less the shift first: beside a large one a logarithm has no digits.
+        losses = (1 - label_smoothing) * (shift - picked) + xp.log(total)
         if label_smoothing:
-            losses -= label_smoothing / t.classes * total
+            losses += label_smoothing * (shift - level / t.classes)
     if t.valid is not None:
         losses = xp.where(t.valid, losses, xp.where(t.ignored, 0, np.nan))
-    return losses.astype(t.wide, copy=False).reshape(labels.shape), lse.reshape(labels.shape)
+        shift, total = xp.where(t.valid, shift, 0), xp.where(t.valid, total, 1)
+    return tuple([a.astype(t.wide, copy=False).reshape(labels.shape) for a in (losses, shift, total)])
 
 
 def _linear_cross_entropy_backward(
     xp: Any,
     g: Any,
-    g_lse: Any,
     hidden: Any,
     weight: Any,
     labels: Any,
-    lse: Any,
+    shift: Any,
+    total: Any,
     ignore_index: int | None,
     label_smoothing: float,
 ) -> Any:
     t = _Tiles(xp, hidden, weight, labels, ignore_index)
-    g, g_lse, lse = (a.reshape(-1).astype(np.float64, copy=False) for a in (g, g_lse, lse))
+    g, shift, total = (a.reshape(-1).astype(t.wide, copy=False) for a in (g, shift, total))
     if t.valid is not None:
         g = xp.where(t.valid, g, 0)
     d_hidden = xp.zeros(t.hidden.shape, t.wide)
     d_weight = xp.empty_like(weight)
     with np.errstate(all="ignore"):
-        # The digits that the wide dtype takes from the log-sum-exp are in the scale.
-        shift = lse.astype(t.wide)
-        scale = ((g + g_lse) * xp.exp(shift - lse)).astype(t.wide)
+        scale, hit, even = g / total, (1 - label_smoothing) * g, label_smoothing / max(t.classes, 1) * g
         # Selected, not multiplied: NaN in a sample that does not count must not leak.
-        silent = None if t.valid is None else (g == 0) & (g_lse == 0)
-        hit = ((1 - label_smoothing) * g).astype(t.wide)
-        even = (label_smoothing / max(t.classes, 1) * g).astype(t.wide)
+        silent = None if t.valid is None else g == 0
         for c in t.columns:
             w, dw = weight[:, c].astype(t.wide, copy=False), 0
             for b in t.rows:
@@ -160,27 +158,23 @@ def _widened(*arrays: Array) -> list[Array]:
 
 def _decompose_whole(
     hidden: Array, weight: Array, labels: Array, ignore_index: int | None, label_smoothing: float
-) -> tuple[Array, Array]:
-    logits = linear(*_widened(hidden, weight))
-    losses, _ = _decompose(logits, labels, ignore_index, label_smoothing)  # which has no log-sum-exp of ignored rows
-    return losses, astype(logsumexp(logits, axis=-1), np.float64)
+) -> tuple[Array, ...]:
+    return _decompose(linear(*_widened(hidden, weight)), labels, ignore_index, label_smoothing)
 
 
 def _decompose_whole_backward(
     g: Array,
-    g_lse: Array,
     hidden: Array,
     weight: Array,
     labels: Array,
-    lse: Array,
+    _shift: Array,
+    _total: Array,
     ignore_index: int | None,
     label_smoothing: float,
 ) -> tuple[Array, Array]:
     h, w = _widened(hidden, weight)
     logits = linear(h, w)
-    p = softmax(logits)
-    slope = slope_of(g, g, p, labels, ignore_index, label_smoothing)
-    slope = slope + p * expand_dims(astype(g_lse, logits.dtype), axis=labels.ndim)
+    slope = slope_of(g, softmax(logits), labels, ignore_index, label_smoothing)
     dw = matmul(reshape(h, (labels.size, w.shape[0])).T, reshape(slope, (labels.size, w.shape[1])))
     return astype(linear(slope, w.T), hidden.dtype, copy=False), astype(dw, weight.dtype, copy=False)
 
@@ -193,12 +187,12 @@ def _infer(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[Sh
             "(d, classes) and (*batch,)"
         )
     wide = _wide(_common(hidden, weight))
-    return ShapeDtype(labels.shape, wide), ShapeDtype(labels.shape, np.dtype(np.float64))
+    return (ShapeDtype(labels.shape, wide),) * 3
 
 
 def _infer_backward(op: Op, args: tuple[Any, ...], params: Mapping[str, Any]) -> tuple[ShapeDtype, ...]:
-    _infer(op, args[2:5], params)
-    return tuple(ShapeDtype(a.shape, a.dtype) for a in args[2:4])
+    _infer(op, args[1:4], params)
+    return tuple(ShapeDtype(a.shape, a.dtype) for a in args[1:3])
 
 
 LINEAR_CROSS_ENTROPY = Op(
@@ -206,15 +200,15 @@ LINEAR_CROSS_ENTROPY = Op(
     ("hidden", "weight", "labels"),
     _linear_cross_entropy,
     _infer,
-    nout=2,
+    nout=3,
     decompose=_decompose_whole,
     params=_PARAMS,
     wide_sums=True,
 )
-"""The loss of each row, and its log-sum-exp."""
+"""The loss of each row, its shift and its sum, as of :data:`.cross_entropy.CROSS_ENTROPY`."""
 LINEAR_CROSS_ENTROPY_BACKWARD = Op(
     "linear_cross_entropy_backward",
-    ("g", "g_lse", "hidden", "weight", "labels", "lse"),
+    ("g", "hidden", "weight", "labels", "shift", "total"),
     _linear_cross_entropy_backward,
     _infer_backward,
     nout=2,

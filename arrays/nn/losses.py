@@ -85,7 +85,7 @@ def cross_entropy(
         logits, dtype = astype(logits, np.float64), float64
     params = _checked("cross_entropy", labels, shape[-1], reduction, ignore_index, label_smoothing)
     # One a sample, in the wide dtype: NaN for a label that is no class, 0 for one that is ignored.
-    losses, _ = apply(CROSS_ENTROPY, (logits, labels), params)
+    losses, *_ = apply(CROSS_ENTROPY, (logits, labels), params)
     out = _reduced(losses, labels, reduction, params["ignore_index"])
     return out if out.dtype is dtype else astype(out, dtype, copy=False)
 
@@ -133,14 +133,14 @@ def linear_cross_entropy(
     hidden, weight, labels = as_array(hidden), as_array(weight), as_array(labels)
     hidden, weight = (astype(a, float64) if a.dtype.kind in "biu" else a for a in (hidden, weight))
     # The shape rule raises for what does not fit.
-    loss, _ = LINEAR_CROSS_ENTROPY.avals(argument_avals((hidden, weight, labels)), {})
+    loss, *_ = LINEAR_CROSS_ENTROPY.avals(argument_avals((hidden, weight, labels)), {})
     params = _checked("linear_cross_entropy", labels, weight.shape[1], reduction, ignore_index, label_smoothing)
     split = weight.sharding is not None and weight.sharding.layout.axes_of(1)
     if loss.nbytes * weight.shape[1] > WHOLE and not split:
-        losses, _ = apply(LINEAR_CROSS_ENTROPY, (hidden, weight, labels), params)
+        losses, *_ = apply(LINEAR_CROSS_ENTROPY, (hidden, weight, labels), params)
     else:
         hidden, weight = (astype(a, loss.dtype, copy=False) for a in (hidden, weight))  # logits are never rounded
-        losses, _ = apply(CROSS_ENTROPY, (linear(hidden, weight), labels), params)
+        losses, *_ = apply(CROSS_ENTROPY, (linear(hidden, weight), labels), params)
     return _reduced(losses, labels, reduction, params["ignore_index"])
 
 

@@ -81,6 +81,24 @@ LOG_SOFTMAX = _with_kernels(_log_softmax, ("x",), same, **_FORWARD)
 LOG_SOFTMAX_BACKWARD = _with_kernels(_log_softmax_backward, ("g", "y"), same_as_second, params={"axis": AXIS})
 
 
+def softmax_of_rows(xp: Any, s: Any, masked: bool) -> tuple[Any, Any, Any]:
+    """The softmax of rows, in their memory where that may be, their shift, and the sum of the exponentials of what is
+    left: 0 and 1 where all of a row is hidden."""
+    if xp is not np:
+        return softmaxes.softmax_of_rows(s, masked=masked)
+    shift, total = (np.empty((*s.shape[:-1], 1), s.dtype) for _ in range(2))
+    if ops.softmax_of_rows(s, shift, total, masked) is NotImplemented:
+        with np.errstate(all="ignore"):
+            shift = s.max(axis=-1, keepdims=True, initial=-math.inf)
+            shift[~np.isfinite(shift)] = 0
+            s -= shift
+            np.exp(s, out=s)
+            total = s.sum(axis=-1, keepdims=True)
+            total[masked & (total == 0)] = 1
+            s /= total
+    return s, shift[..., 0], total[..., 0]
+
+
 # ----- public functions -----------------------------------------------------------------------------------------------
 
 

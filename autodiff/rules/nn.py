@@ -22,32 +22,36 @@ defvjp(s.SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.SOFTMAX_BACKWARD, g, ans
 defvjp(s.LOG_SOFTMAX, x=lambda xp, g, ans, axis: call(xp, s.LOG_SOFTMAX_BACKWARD, g, ans, axis=axis))
 
 
-def _cross_entropy(xp, g, logits, labels, ans_1, ignore_index, label_smoothing):
+def _cross_entropy(xp, g, logits, labels, ans_1, ans_2, ignore_index, label_smoothing):
+    if g[0] is None:  # the other results are constants
+        return None, None
     params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return call(xp, ce.CROSS_ENTROPY_BACKWARD, *g, logits, labels, ans_1, **params), None
+    return call(xp, ce.CROSS_ENTROPY_BACKWARD, g[0], logits, labels, ans_1, ans_2, **params), None
 
 
-defvjp_all(ce.CROSS_ENTROPY, _cross_entropy)
+defvjp_all(ce.CROSS_ENTROPY, _cross_entropy, partial=True)
 
 
-def _attention(xp, g, query, key, value, ans_0, ans_1, mask, scale, diagonal):
-    if g[0] is None:  # the log-sum-exp is a constant
+def _attention(xp, g, query, key, value, ans_0, ans_1, ans_2, mask, scale, diagonal):
+    if g[0] is None:  # the other results are constants
         return (None,) * (3 + len(mask))
     added = bool(mask) and mask[0].dtype.kind != "b"
     op = a.ATTENTION_BIAS_BACKWARD if added else a.ATTENTION_BACKWARD
-    found = call(xp, op, g[0], query, key, value, ans_0, ans_1, *mask, scale=scale, diagonal=diagonal)
+    found = call(xp, op, g[0], query, key, value, ans_0, ans_1, ans_2, *mask, scale=scale, diagonal=diagonal)
     return (*found, None) if mask and not added else found
 
 
 defvjp_all(a.ATTENTION, _attention, partial=True)
 
 
-def _linear_cross_entropy(xp, g, hidden, weight, labels, ans_1, ignore_index, label_smoothing):
+def _linear_cross_entropy(xp, g, hidden, weight, labels, ans_1, ans_2, ignore_index, label_smoothing):
+    if g[0] is None:
+        return None, None, None
     params = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return *call(xp, lce.LINEAR_CROSS_ENTROPY_BACKWARD, *g, hidden, weight, labels, ans_1, **params), None
+    return *call(xp, lce.LINEAR_CROSS_ENTROPY_BACKWARD, g[0], hidden, weight, labels, ans_1, ans_2, **params), None
 
 
-defvjp_all(lce.LINEAR_CROSS_ENTROPY, _linear_cross_entropy)
+defvjp_all(lce.LINEAR_CROSS_ENTROPY, _linear_cross_entropy, partial=True)
 
 # ----- rotary positions ----------------------------------------------------------------------------------------------
 

@@ -85,13 +85,13 @@ def _experts(op: Op, call: OpCall) -> bool:
 
 
 def _like_labels(op: Op, call: OpCall) -> bool:
-    g, g_lse, logits, labels, lse = call.args
-    return bool(g.shape == g_lse.shape == lse.shape == labels.shape == logits.shape[:-1])
+    g, logits, labels, *saved = call.args
+    return all(a.shape == g.shape for a in (labels, *saved)) and g.shape == logits.shape[:-1]
 
 
 def _linear_losses(op: Op, call: OpCall) -> bool:
-    g, g_lse, _, _, labels, lse = call.args
-    return bool(g.shape == g_lse.shape == labels.shape == lse.shape)
+    g, _, _, *of_rows = call.args
+    return all(a.shape == g.shape for a in of_rows)
 
 
 def _dropped(op: Op, call: OpCall) -> bool:

@@ -378,7 +378,8 @@ def test_numbers_that_are_none_reach_as_far_in_tiles_as_in_the_whole(where, bad,
                 for name, given in (("attention", operands[1:]), ("attention_backward", operands)):
                     saved = mt.OPS[name].numpy(*given, *saved, *masks, scale=0.5, diagonal=diagonal)
                     found += saved
-        for tiled, whole in zip(found[:5], found[5:], strict=True):
+            found[-5][np.isnan(found[-4])] = 0  # the shift of a row whose sum is NaN has no say
+        for tiled, whole in zip(found[:6], found[6:], strict=True):
             np.testing.assert_allclose(tiled, whole, rtol=1e-9, atol=1e-9)
         if where == 3:  # zero times NaN, as in softmax(scores, where=mask) @ value
             assert not np.isfinite(found[0][0, :, 1]).any()

@@ -3,7 +3,8 @@
 // A block keeps 128 rows of queries (or of keys, for their cotangents), sixteen a warp, and goes through the keys (queries)
 // in tiles; the next tile is on its way while one is multiplied. Weights are rounded to two bytes before they are multiplied.
 // Each cotangent is summed by one block in one order: the same bits every time, at the price of computing weights twice. The
-// forward pass leaves the log-sum-exp of each row for that; the mean of a row's slopes is the product of its result and its cotangent.
+// forward pass leaves the largest score and the sum of each row for that (one log-sum-exp has no digits for the sum of a row of far
+// scores); the mean of a row's slopes is the product of its result and its cotangent.
 //
 // A weight of zero times what is not finite is NaN, for keys that a tile leaves out, too: `attention_poison` finds it.
 #include "matrices.cuh"
@@ -98,7 +99,7 @@ struct Online {
 #pragma unroll
             for (int n = 0; n < N; ++n)
 #pragma unroll
-                for (int c = 2 * r; c < 2 * r + 2; ++c) sum += s[n][c] = exp2f(s[n][c] * LOG2E - base * LOG2E);
+                for (int c = 2 * r; c < 2 * r + 2; ++c) sum += s[n][c] = exp2f((s[n][c] - base) * LOG2E);  // less the base first: both may be the least float
             total[r] = total[r] * factors[r] + sum;
         }
     }
@@ -135,7 +136,7 @@ __device__ inline void store_rows(T* matrix, T* tile, const float (&x)[D / 8][4]
 
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
-    attention_forward(const T* q, const T* k, const T* v, T* out, float* lse, const float* poison, SIGHT_PARAMETERS)
+    attention_forward(const T* q, const T* k, const T* v, T* out, float* bases, float* totals, const float* poison, SIGHT_PARAMETERS)
 {
     constexpr int N = 64, PAIR = 2 * N * STRIDE<D>;
     DYNAMIC_SHARED(T, shared);
@@ -177,7 +178,10 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
     for (int r = 0; r < 2; ++r) {
         const float total = online.whole(r, sight.is_masked());
         factors[r] = 1 / total;
-        if (lane % 4 == 0 && query + r * 8 < rows) lse[batch * rows + query + r * 8] = base_of(online.most[r]) + logf(total);
+        if (lane % 4 == 0 && query + r * 8 < rows) {
+            bases[batch * rows + query + r * 8] = base_of(online.most[r]);
+            totals[batch * rows + query + r * 8] = total;
+        }
     }
     store_rows<T, D>(out + batch * rows * e, queries + of_warp * STRIDE<D>, sum, first + of_warp, rows, e, factors, poison ? poison + kv * e : nullptr);
 }
@@ -185,8 +189,8 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
 // The cotangent of the queries; and of each row the mean of its slopes.
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
-    attention_backward_queries(const T* q, const T* k, const T* v, const T* g, const T* out, T* dq, const float* lse, float* means,
-                               const float* k_poison, SIGHT_PARAMETERS)
+    attention_backward_queries(const T* q, const T* k, const T* v, const T* g, const T* out, T* dq, const float* bases,
+                               const float* totals, float* means, const float* k_poison, SIGHT_PARAMETERS)
 {
     constexpr int N = 32, PAIR = 2 * N * STRIDE<D>;
     DYNAMIC_SHARED(T, shared);
@@ -205,12 +209,13 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
     load_rows<D, ROWS>(queries, q + batch * rows * d, first, rows, d);
     load_rows<D, ROWS>(cotangents, g + batch * rows * e, first, rows, e);
     if (end) load(0);
-    float sum[D / 8][4] = {}, log_total[2], mean[2];
+    float sum[D / 8][4] = {}, base[2], log_total[2], mean[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const i64 row = batch * rows + query + r * 8;
         const bool there = query + r * 8 < rows;
-        log_total[r] = there ? lse[row] * LOG2E : infinity<float>();  // a query that is not there has no weights
+        base[r] = there ? bases[row] : 0;
+        log_total[r] = there ? log2f(totals[row]) : infinity<float>();  // a query that is not there has no weights
         float s = 0;
         for (int c = lane % 4 * 8; there && c < e; c += 32) {
             const Vector<T, 8> x = vector_at<8>(out + row * e + c), y = vector_at<8>(g + row * e + c);
@@ -232,7 +237,7 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) s[n][c] = exp2f(s[n][c] * LOG2E - log_total[c / 2]) * (slopes[n][c] - mean[c / 2]);
+            for (int c = 0; c < 4; ++c) s[n][c] = exp2f((s[n][c] - base[c / 2]) * LOG2E - log_total[c / 2]) * (slopes[n][c] - mean[c / 2]);
         add_product<D, N>(sum, s, pair);
     }
     wait_for_copies();
@@ -244,8 +249,8 @@ __global__ void __launch_bounds__(THREADS, D <= 64 ? 2 : 1)
 // The cotangents of keys and values, summed over the queries of all batches that these serve.
 template <class T, int D>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_keys(const T* q, const T* k, const T* v, const T* g, T* dk, T* dv, const float* lse, const float* means,
-                            const float* q_poison, const float* g_poison, i64 batches, SIGHT_PARAMETERS)
+    attention_backward_keys(const T* q, const T* k, const T* v, const T* g, T* dk, T* dv, const float* bases,
+                            const float* totals, const float* means, const float* q_poison, const float* g_poison, i64 batches, SIGHT_PARAMETERS)
 {
     constexpr int N = 32, PAIR = 2 * N * STRIDE<D>;
     DYNAMIC_SHARED(T, shared);
@@ -254,7 +259,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const int first = (int)(blockIdx.x % tiles) * ROWS;  // the first keys are seen by most of the queries
     const int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 * 16, key = first + of_warp + lane / 4;
     T *const own = shared, *const values = own + ROWS * STRIDE<D>, *const pairs = values + ROWS * STRIDE<D>;
-    float *const logs = reinterpret_cast<float*>(pairs + 2 * PAIR), *const middles = logs + N;
+    float *const levels = reinterpret_cast<float*>(pairs + 2 * PAIR), *const logs = levels + N, *const middles = logs + N;
     const int begin = min(rows, max(0, first - diagonal)), steps = (rows - begin + N - 1) / N;
     const i64 served = batches / kv_count, all = served * steps;
     const auto batch_of = [&](i64 i) { return (i / kv_step * kv_count + kv) * kv_step + i % kv_step; };
@@ -277,8 +282,11 @@ __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         if (step + 1 < all) load(step + 1);
         for (int i = threadIdx.x; i < N; i += THREADS) {  // a query that is not there has no weights
-            logs[i] = at + i < rows ? lse[batch * rows + at + i] * LOG2E : infinity<float>();
-            middles[i] = at + i < rows ? means[batch * rows + at + i] : 0;
+            const i64 row = batch * rows + at + i;
+            const bool there = at + i < rows;
+            levels[i] = there ? bases[row] : 0;
+            logs[i] = there ? log2f(totals[row]) : infinity<float>();
+            middles[i] = there ? means[row] : 0;
         }
         const T* const pair = pairs + step % 2 * PAIR;
         float p[N / 8][4] = {}, slopes[N / 8][4] = {};
@@ -293,7 +301,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 const int i = n * 8 + lane % 4 * 2 + c % 2;
                 float s = p[n][c] * scale;
                 if (hidden) s = sight(s, at + i, key + c / 2 * 8);
-                p[n][c] = exp2f(s * LOG2E - logs[i]);
+                p[n][c] = exp2f((s - levels[i]) * LOG2E - logs[i]);
                 slopes[n][c] = p[n][c] * (slopes[n][c] - middles[i]);
             }
         add_product<D, N>(value_sum, p, pair + N * STRIDE<D>);
@@ -304,7 +312,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     float more = 0, value_more = 0;
     for (i64 i = threadIdx.x; i < served * begin; i += THREADS) {
         const i64 at = batch_of(i / begin) * rows + i % begin;
-        if (lse[at] != lse[at]) value_more = lse[at];
+        if (totals[at] != totals[at]) value_more = totals[at];
         more += nan_or_zero(means[at]);
     }
     more = row_sum<THREADS>(more + value_more), value_more = row_sum<THREADS>(value_more);

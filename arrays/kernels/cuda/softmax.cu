@@ -1,12 +1,12 @@
 // softmax and log_softmax along contiguous rows, and the cross-entropy of integer labels, forward and backward.
 //
-// What a row is shifted by is its maximum, or nothing where that is infinite: exactly what the CPU does.
+// What a row is shifted by is its maximum, or nothing where that is not finite: exactly what the CPU does.
 #include "row.cuh"
 
 template <class A>
 __device__ inline A shift_of(A maximum)
 {
-    return maximum == infinity<A>() || maximum == -infinity<A>() ? A(0) : maximum;
+    return maximum - maximum == A(0) ? maximum : A(0);
 }
 
 // The maximum and the sum of exp(x - shift) of a part of a row, found in one pass.
@@ -101,7 +101,7 @@ __device__ inline A scale_of(A total, bool masked)
 
 template <bool LOG, class T, int THREADS, int ITEMS, int VEC>
 __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
-    softmax_forward(const T* x, T* y, Wide<T>* lse, i64 rows, i64 length, int kept, bool masked)
+    softmax_forward(const T* x, T* y, Wide<T>* shifts, Wide<T>* totals, i64 rows, i64 length, int kept, bool masked)
 {
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);
         const Exponentials<A> e = row_exponentials(r, cut);
         const A scale = scale_of<LOG>(e.total, masked);
-        if (!LOG && lse && threadIdx.x == 0) lse[row] = e.maximum + scale_of<true>(e.total, masked);
+        if (!LOG && shifts && threadIdx.x == 0) shifts[row] = e.maximum, totals[row] = masked && e.total == A(0) ? A(1) : e.total;
         cut.store(y + row * length, [&](auto p) {
             return [=, v = r(p)](int k) { return weight_of<LOG>(wide(v.at[k]), e.maximum, scale); };
         });
@@ -175,8 +175,8 @@ __device__ inline A loss_of(const Label& label, A at_label, A sum, A total, i64 
 
 template <class T, int THREADS, int ITEMS, int VEC>
 __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
-    cross_entropy_forward(const T* x, const i64* labels, Wide<T>* losses, double* lse, i64 rows, i64 length, int kept, bool has_ignored,
-                          i64 ignored, double smoothing)
+    cross_entropy_forward(const T* x, const i64* labels, Wide<T>* losses, Wide<T>* shifts, Wide<T>* totals, i64 rows, i64 length, int kept,
+                          bool has_ignored, i64 ignored, double smoothing)
 {
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
@@ -193,7 +193,8 @@ __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 
         if (threadIdx.x == 0) {
             const A at_label = label.valid ? wide(x[row * length + label.at]) - e.maximum : A(0);
             losses[row] = loss_of(label, at_label, sum, e.total, length, A(smoothing));
-            lse[row] = label.valid ? e.maximum + log((double)e.total) : 0;
+            shifts[row] = label.valid ? e.maximum : A(0);
+            totals[row] = label.valid ? e.total : A(1);
         }
     }
 }
@@ -205,29 +206,16 @@ __device__ inline A slope_of(A d, bool here, A scale, i64 classes, A smoothing)
     return smoothing != A(0) ? d - smoothing / A(classes) * scale : d;
 }
 
-// The softmax is computed again: cheaper than writing it in the forward pass and reading it back. The digits that a float takes
-// from the log-sum-exp are in its factor. What does not count is zero by selection, so that a NaN in it goes nowhere.
+// The softmax is computed again: cheaper than writing it in the forward pass and reading it back. What does not count is zero by selection, so that a NaN in it goes nowhere.
 template <class T, int THREADS, int ITEMS, int VEC>
 __global__ void __launch_bounds__(THREADS < 256 ? 256 : THREADS, sizeof(T) == 8 ? 1 : 2)
-    cross_entropy_backward(const Wide<T>* g, const double* g_lse, const double* lse, const T* x, const i64* labels, T* dx, i64 rows,
+    cross_entropy_backward(const Wide<T>* g, const Wide<T>* shifts, const Wide<T>* totals, const T* x, const i64* labels, T* dx, i64 rows,
                            i64 length, int kept, bool has_ignored, i64 ignored, double smoothing)
 {
     using A = Wide<T>;
     DYNAMIC_SHARED(char, shared);
     for (i64 row = (i64)blockIdx.x * blockDim.y + threadIdx.y; row < rows; row += (i64)gridDim.x * blockDim.y) {
-        const A scale = g[row];
-        A shift = A(lse[row]), rest = shift_of(shift) == shift ? exp(A(shift - lse[row])) : A(1);
-        if (fabs(shift) > A(1048576) && shift_of(shift) == shift) {  // float64 has no digits for the number of classes
-            A total = A(0);  // before registers are taken
-            shift = -infinity<A>();
-#pragma unroll 1
-            for (i64 i = threadIdx.x; i < length; i += THREADS) shift = Max::of(shift, wide(x[row * length + i]));
-            shift = row_reduce<Max, THREADS>(shift, -infinity<A>());
-#pragma unroll 1
-            for (i64 i = threadIdx.x; i < length; i += THREADS) total += exp(wide(x[row * length + i]) - shift);
-            rest = A(1) / row_sum<THREADS>(total);
-        }
-        const A factor = A(scale + g_lse[row]) * rest;
+        const A scale = g[row], shift = shifts[row], factor = scale / totals[row];
         const Cut<THREADS, ITEMS, VEC> cut(x + row * length, length);
         const Label label = label_of(labels, row, length, has_ignored, ignored);
         const CutRow<T, THREADS, ITEMS, VEC> r(x + row * length, cut, shared, kept);

@@ -86,9 +86,8 @@ typedef struct {
 typedef struct {
     const char *name;
     /* g, s: a cotangent of every element, or of every row, or one number for all. x: every element. w: one row. l: int64, one a row.
-       e: every element, or one number for all. m: a truth value for every element, or for one row that all rows have. d: a float64
-       for every row. h: a table of rows of half the elements. Written: o, every element; r, one number a row; t, a float64 for every
-       row; p, a row for each chunk of rows. */
+       n: one number a row. e: every element, or one number for all. m: a truth value for every element, or for one row that all rows
+       have. h: a table of rows of half the elements. Written: o, every element; r, one number a row; p, a row for each chunk of rows. */
     const char *operands;
     Kernel f32, f64;
 } Entry;
@@ -101,12 +100,12 @@ static const Entry KERNELS[] = {
     ENTRY(rms_norm, "xwo"),
     ENTRY(rms_norm_backward, "gxwop"),
     ENTRY(softmax, "xo"),
-    ENTRY(softmax_lse, "xor"),
+    ENTRY(softmax_of_rows, "xorr"),
     ENTRY(softmax_backward, "gxo"),
     ENTRY(log_softmax, "xo"),
     ENTRY(log_softmax_backward, "gxo"),
-    ENTRY(cross_entropy, "xlrt"),
-    ENTRY(cross_entropy_backward, "sdxldo"),
+    ENTRY(cross_entropy, "xlrrr"),
+    ENTRY(cross_entropy_backward, "sxlnno"),
     ENTRY(gelu, "xo"),
     ENTRY(gelu_backward, "gxo"),
     ENTRY(sigmoid, "xo"),
@@ -136,7 +135,7 @@ static int is_one_number(const View *v) {
 /* Whether the operand is what the letter says, of `rows` rows; notes in `one` where it is less. */
 static int fits(const View *v, char letter, char kind, Job *job, Py_ssize_t rows, char *one) {
     const Py_ssize_t count = v->count, chunks = (rows + job->chunk - 1) / job->chunk;
-    if (v->kind != (letter == 'l' ? 'l' : letter == 'm' ? '?' : letter == 'd' || letter == 't' ? 'd' : kind)) return 0;
+    if (v->kind != (letter == 'l' ? 'l' : letter == 'm' ? '?' : kind)) return 0;
     switch (letter) {
     case 'g':
     case 's':
@@ -195,7 +194,7 @@ static PyObject *call(PyObject *Py_UNUSED(module), PyObject *args) {
     char kind = 0;
     for (Py_ssize_t i = 0; good && i < count; i++) {
         const char letter = entry->operands[i];
-        if (!(good = look(PyTuple_GET_ITEM(operands, i), strchr("ortp", letter) != NULL, &v))) break;
+        if (!(good = look(PyTuple_GET_ITEM(operands, i), strchr("orp", letter) != NULL, &v))) break;
         if (!kind) {
             kind = v.kind == 'f' || v.kind == 'd' ? v.kind : 'x';
             itemsize = v.itemsize;

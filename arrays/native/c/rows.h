@@ -90,8 +90,8 @@ static INLINE REAL FN(level)(const REAL *x, ptrdiff_t n) {
 
 static INLINE REAL FN(total)(REAL sum, int masked) { return masked && sum == 0 ? 1 : sum; }
 
-/* Rows x, and where they go; and to `lse`, where it is given, the logarithms of the sums of their exponentials. */
-static INLINE void FN(softmax_rows)(const Job *job, ptrdiff_t start, ptrdiff_t stop, REAL *lse) {
+/* Rows x, and where they go; and to the others, where they are given, what rows are shifted by, and the sums of the exponentials. */
+static INLINE void FN(softmax_rows)(const Job *job, ptrdiff_t start, ptrdiff_t stop, REAL *shifts, REAL *totals) {
     const ptrdiff_t n = job->width;
     for (ptrdiff_t i = start; i < stop; i++) {
         const REAL *x = (const REAL *)job->at[0] + i * n;
@@ -101,13 +101,13 @@ static INLINE void FN(softmax_rows)(const Job *job, ptrdiff_t start, ptrdiff_t s
         SUM(sum, n, out[k]);
         const REAL total = FN(total)(sum, job->flag), inverse = 1 / total;
         EACH for (ptrdiff_t k = 0; k < n; k++) out[k] *= inverse;
-        if (lse) lse[i] = m + LOG(total);
+        if (shifts) shifts[i] = m, totals[i] = total;
     }
 }
 
-KERNEL(softmax) { FN(softmax_rows)(job, start, stop, NULL); } /* x, out; flag: rows of which nothing is left are 0 */
+KERNEL(softmax) { FN(softmax_rows)(job, start, stop, NULL, NULL); } /* x, out; flag: rows of which nothing is left are 0 */
 
-KERNEL(softmax_lse) { FN(softmax_rows)(job, start, stop, (REAL *)job->at[2]); } /* x, out, lse; flag as above */
+KERNEL(softmax_of_rows) { FN(softmax_rows)(job, start, stop, (REAL *)job->at[2], (REAL *)job->at[3]); } /* x, out, shifts, totals; flag as above */
 
 KERNEL(log_softmax) { /* x, out; flag as above */
     const ptrdiff_t n = job->width;
@@ -143,15 +143,15 @@ KERNEL(log_softmax_backward) { /* g, y, out */
 
 /* ----- cross-entropy; value: label smoothing; flag: `ignored` marks samples that do not count ----- */
 
-KERNEL(cross_entropy) { /* logits, labels, out, lse */
+KERNEL(cross_entropy) { /* logits, labels, out, shift, total */
     const ptrdiff_t n = job->width;
     const REAL smoothing = (REAL)job->value;
     for (ptrdiff_t i = start; i < stop; i++) {
         const REAL *x = (const REAL *)job->at[0] + i * n;
         REAL *out = (REAL *)job->at[2];
-        double *lse = (double *)job->at[3] + i;
+        REAL *shift = (REAL *)job->at[3] + i, *total = (REAL *)job->at[4] + i;
         const int64_t label = ((const int64_t *)job->at[1])[i];
-        *lse = 0;
+        *shift = 0, *total = 1;
         if (job->flag && label == job->ignored) {
             out[i] = 0;
             continue;
@@ -168,33 +168,23 @@ KERNEL(cross_entropy) { /* logits, labels, out, lse */
             loss -= smoothing * (all / (REAL)n);
         }
         out[i] = loss + LOG(sum);
-        *lse = m + log((double)sum);
+        *shift = m, *total = sum;
     }
 }
 
-KERNEL(cross_entropy_backward) { /* g, cotangent of lse, logits, labels, lse, out */
+KERNEL(cross_entropy_backward) { /* g, logits, labels, shift, total, out */
     const ptrdiff_t n = job->width;
     const REAL smoothing = (REAL)job->value;
     for (ptrdiff_t i = start; i < stop; i++) {
         const REAL scale = ((const REAL *)job->at[0])[job->repeated ? 0 : i];
-        const double g_lse = ((const double *)job->at[1])[i], lse = ((const double *)job->at[4])[i];
-        const REAL *x = (const REAL *)job->at[2] + i * n;
+        const REAL *x = (const REAL *)job->at[1] + i * n, shift = ((const REAL *)job->at[3])[i];
         REAL *out = (REAL *)job->at[5] + i * n;
-        const int64_t label = ((const int64_t *)job->at[3])[i];
+        const int64_t label = ((const int64_t *)job->at[2])[i];
         if (label < 0 || label >= n || (job->flag && label == job->ignored)) {
             memset(out, 0, n * sizeof *out);
             continue;
         }
-        /* The digits that a REAL takes from the log-sum-exp are in the factor. */
-        REAL shift = (REAL)lse, rest = shift - shift == 0 ? (REAL)exp(shift - lse) : 1;
-        if (fabs(lse) > 0x1p20 && lse - lse == 0) { /* it has no digits for the number of classes */
-            REAL total = 0;
-            shift = x[0];
-            for (ptrdiff_t k = 1; k < n; k++) shift = x[k] > shift ? x[k] : shift;
-            for (ptrdiff_t k = 0; k < n; k++) total += FN(exponential)(x[k] - shift);
-            rest = 1 / total;
-        }
-        const REAL factor = (REAL)(scale + g_lse) * rest, even = smoothing != 0 ? smoothing / (REAL)n * scale : 0;
+        const REAL factor = scale / ((const REAL *)job->at[4])[i], even = smoothing != 0 ? smoothing / (REAL)n * scale : 0;
         EACH for (ptrdiff_t k = 0; k < n; k++) out[k] = FN(exponential)(x[k] - shift) * factor - even;
         out[label] -= (1 - smoothing) * scale;
     }

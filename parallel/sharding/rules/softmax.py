@@ -22,22 +22,22 @@ def _softmax(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params)
 
 @rule(ce.CROSS_ENTROPY, ce.CROSS_ENTROPY_BACKWARD)
 def _cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    logits, labels = avals if op is ce.CROSS_ENTROPY else avals[2:4]
+    logits, labels = avals if op is ce.CROSS_ENTROPY else avals[1:3]
     batch, classes = letters.many(labels.shape), letters.new(logits.shape[-1], whole=True)
     rows = (*batch, classes)
     if op is ce.CROSS_ENTROPY:
-        return letters.rule([rows, batch], [batch, batch])
-    return letters.rule([batch, batch, rows, batch, batch], [rows], [(0, 1)])
+        return letters.rule([rows, batch], [batch] * 3)
+    return letters.rule([batch, rows, batch, batch, batch], [rows], [(0,)])
 
 
 @rule(lce.LINEAR_CROSS_ENTROPY, lce.LINEAR_CROSS_ENTROPY_BACKWARD)
 def _linear_cross_entropy(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    _, weights, labels = avals[:3] if op is lce.LINEAR_CROSS_ENTROPY else avals[2:5]
+    _, weights, labels = avals[:3] if op is lce.LINEAR_CROSS_ENTROPY else avals[1:4]
     batch, weight = letters.many(labels.shape, reduce="sum"), letters.many(weights.shape, whole=True)
     hidden = (*batch, weight[0])
     if op is lce.LINEAR_CROSS_ENTROPY:
-        return letters.rule([hidden, weight, batch], [batch, batch])
-    return letters.rule([batch, batch, hidden, weight, batch, batch], [hidden, weight], [(0, 1)])
+        return letters.rule([hidden, weight, batch], [batch] * 3)
+    return letters.rule([batch, hidden, weight, batch, batch, batch], [hidden, weight], [(0,)])
 
 
 def _local_start(params: Params, view: RankView) -> Params:
@@ -52,14 +52,14 @@ def _positions(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Param
 
 @rule(a.ATTENTION, a.ATTENTION_BACKWARD, a.ATTENTION_BIAS_BACKWARD)
 def _attention(letters: Letters, op: Op, avals: Avals, outs: Outs, params: Params) -> FactorRule:
-    inputs = avals if op is a.ATTENTION else avals[1:4] + avals[6:]
+    inputs = avals if op is a.ATTENTION else avals[1:4] + avals[7:]
     q, k, v, *_ = inputs
     lead = np.broadcast_shapes(*(x.shape[:-2] for x in inputs))
     batch, rows = letters.many(lead, reduce="sum"), letters.new(q.shape[-2], reduce="sum")
     cols, width, columns = (letters.new(n, whole=True) for n in (*k.shape[-2:], v.shape[-1]))
     full = [(*batch, *last) for last in ((rows, width), (cols, width), (cols, columns), (rows, cols))]
     operands = [letters.aligned(dims, x.shape) for x, dims in zip(inputs, full, strict=False)]
-    results = [*batch, rows, columns], [*batch, rows]
+    results = [*batch, rows, columns], [*batch, rows], [*batch, rows]
     at = op is not a.ATTENTION  # of the query
 
     def local(params: Params, view: RankView) -> Params:
