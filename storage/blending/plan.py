@@ -19,7 +19,6 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..format import dtypes
 from ..format.documents import Documents
 from ..rules.dequantized import is_quantized
-from ..rules.dequantized import is_quantized
 from ..rules.lazy_tensors import Converted, renamed
 from ..rules.measured import Measured
 from ..transform import layer_entries
