@@ -28,6 +28,7 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 LAYER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.)")
 """The number of the layer in the name of an array."""
 _EXPERT = re.compile(r"(?<=\.experts\.)(\d+)(?=\.)")
+_OF_EXPERTS = re.compile(rf"{LAYER.pattern}.*\.experts\.")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ELSE = re.compile(r"vision|visual|audio|speech|encoder|mtp")  # in names of stacks that are not the layers of text
 _SIZES = re.compile(r"size|dim|width|position|channels|labels|experts|n_embd|n_inner|n_ctx")  # names of such entries
@@ -135,6 +136,12 @@ def token_rows(arrays: Mapping[str, Any]) -> int:
     return max(_rows(arrays), default=0)
 
 
+def _layer_of(name: str) -> str:
+    """The name of the layer of an array; nothing where it is of none."""
+    found = LAYER.search(name)
+    return name[: found.end()] if found else ""
+
+
 def _rows(arrays: Mapping[str, Any]) -> list[int]:
     return sorted({int(t.shape[0]) for n, t in arrays.items() if is_embedding(n) and t.shape})
 
@@ -210,10 +217,18 @@ def _left_out(inner: Mapping[str, Any], before: Mapping[str, Any], after: Mappin
         was, now = (_stacks(arrays, _EXPERT) for arrays in (before, after))
         if few := next((s for s, n in now.items() if was.get(s) == every != n), None):
             notes.append(f"config.json: {key} is {inner[key]}, and {few!r} has the experts {some(sorted(now[few]), 6)}")
-    tied = inner.get("tie_word_embeddings")
     known = {id(t): n for n, t in before.items()}
-    lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and n not in after and not tied]
-    lost = [n for n in lost if not any(n in _origins(t, known) for t in after.values())]
+    made: dict[str, set[str]] = {}  # the origins of the arrays of each layer, and of those of none
+    for n, t in after.items():
+        made.setdefault(_layer_of(n), set()).update(_origins(t, known) or {n})
+    used = set().union(*made.values())
+    mixtures = {_layer_of(n) for n in before if _OF_EXPERTS.search(n)}
+    whole = {layer for layer, of in made.items() if any(map(_OF_EXPERTS.search, of | made.get("", set())))}
+    bare = [p for p, of in made.items() if p and p not in whole and not mixtures.isdisjoint(map(_layer_of, of))]
+    if bare:
+        notes.append(f"config.json: a layer of experts does not load without any, and none are in {some(bare, 3)}")
+    tied = inner.get("tie_word_embeddings")
+    lost = [n for n in before if n.endswith(HEADS) and is_embedding(n) and not tied and n not in used | after.keys()]
     ties = "does not tie" if tied is False else "does not say that it ties"
     return notes + [f"config.json: {ties} the head to the embedding, and {n} is not here" for n in lost]
 

@@ -11,7 +11,7 @@ import pytest
 
 import meshtape as mt
 from meshtape.errors import CorruptCheckpoint
-from meshtape.storage import merge, open_checkpoint, reshard, save, save_safetensors, virtual
+from meshtape.storage import blend, merge, open_checkpoint, reshard, save, save_safetensors, virtual
 
 LAYERS = 4
 PAD = "model.embed_tokens.weight -> model.embed_tokens.weight, pad(axis=0, size=16)"
@@ -163,6 +163,35 @@ def test_entries_about_layers_that_cannot_follow_are_told(tmp_path: Path, entrie
     assert said in note
 
 
+def test_layers_without_any_experts_are_told(tmp_path: Path) -> None:
+    """Numbered or in one array; not those of layers that go as a whole, nor those that rules or blends put elsewhere."""
+    stacked = {f"model.layers.{i}.mlp.experts.up": (3, 4, 6) for i in range(LAYERS)}
+    numbered = {f"model.layers.{i}.mlp.experts.{e}.up": (4, 6) for i in range(LAYERS) for e in range(3)}
+    for n, experts in enumerate((stacked, numbered)):
+        src = made(tmp_path / f"m{n}", CONFIG | {"num_experts": 3}, **experts)
+        slices = [{"sources": [{"model": src, "layer_range": r}]} for r in ([0, 2], [1, 4])]
+        config = {"merge_method": "passthrough", "slices": slices}
+        for k, (options, wanted) in enumerate(
+            (
+                ({"drop": "model.layers.[12].mlp.experts.*"}, [1, 2]),
+                ({"drop": "model.layers.3.*"}, []),
+                ({"rules": WITHOUT_SECOND.replace("layers.1.{r*} -> _", "layers.1.{r*} -> _, optional()")}, []),
+                ({"rules": "model.layers.2.mlp.experts.{r*} -> _"}, [2]),
+            )
+        ):
+            told = [f"model.layers.{i}" for i in wanted]
+            found = [note for note in merge(src, tmp_path / f"{n}{k}", **options).notes if "experts" in note]
+            assert found == [f"{_BARE} {', '.join(told)}"] * bool(told)
+        assert not blend(config, tmp_path / f"{n}b").notes
+        (note,) = blend(config, tmp_path / f"{n}d", drop="model.layers.2.mlp.experts.*").notes  # that is in layer 1
+        assert note == f"{_BARE} model.layers.2"
+        (note,) = blend(config, tmp_path / f"{n}c", drop="model.layers.4.mlp.experts.*").notes
+        assert note == f"{_BARE} model.layers.4"
+
+
+_BARE = "config.json: a layer of experts does not load without any, and none are in"
+
+
 def test_lists_of_layers_follow_by_any_ending(tmp_path: Path) -> None:
     source = made(tmp_path / "m", {**CONFIG, "attn_layer_indices": [1, 3]})
     report = merge(source, tmp_path / "out", rules=WITHOUT_SECOND)
@@ -182,6 +211,8 @@ def test_what_is_left_out_and_wanted_is_told(tmp_path: Path) -> None:
         (
             (src, {"dtype": "float16"}, []),
             (src, {"drop": "*.experts.1.*"}, ["num_local_experts is 3, and 'model.layers.0.moe.experts.'"]),
+            (src, {"drop": "*.experts.*"}, ["and none are in model.layers.0"]),
+            (src, {"rules": "{x*}.experts.{i}.w -> {x}.experts.w, concat(axis=0)"}, []),
             (src, {"drop": "lm_head.weight"}, ["does not tie the head to the embedding, and lm_head.weight is"]),
             (rows, {}, ["has 3 tokens beyond the 7 rows here: t7, t8, t9"]),
             (virtual.quantize(src, keys=["*.mlp.weight"]), {}, ["does not say that arrays are quantised"]),
